@@ -1,0 +1,187 @@
+"""How good and how fast the planner's solvers are, on seeded random profiles.
+
+    python benchmarks/planner.py [--profiles N] [--json FILE]
+
+Needs no torch. Takes about half a minute with the default number of profiles.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+
+from offbeat.solve import fusion, partition
+
+RATIOS = (0.3, 1.0, 3.0, 10.0)  # communication of all buckets / backward
+LATENCIES = (0.1, 0.5, 2.0)  # latency of all buckets, each sent alone / backward
+SIZES = (100, 400, 1000, 5000)
+PERIODS = (5, 10, 20)
+REPETITIONS = 5
+GAP = 1e-9  # smaller relative differences are rounding
+
+PARTITIONS = {
+    f.__name__: f
+    for f in (
+        partition.best,
+        partition.balanced,
+        partition.optimal,
+        partition.dfs,
+        partition.equal_number,
+    )
+}
+FUSIONS = {
+    "optimal": fusion.optimal_fusion,
+    "greedy": fusion.greedy_fusion,
+    "none": lambda ready_s, _transfer_s, _latency_s: fusion.no_fusion(len(ready_s)),
+    "one message": lambda ready_s, _transfer_s, _latency_s: (range(len(ready_s)),),
+}
+
+
+def draw(count: int, ratio: float, rng: random.Random) -> tuple[list[float], list[float]]:
+    """Backward (sum: 1 s) and communication times (sum: `ratio`), of one of three shapes."""
+    shape: Callable[[], float] = rng.choice(
+        [
+            lambda: rng.uniform(0.1, 1.0),
+            lambda: rng.expovariate(1.0),
+            lambda: rng.lognormvariate(0.0, 1.5),
+        ]
+    )
+    durations_s = [shape() for _ in range(count)]
+    comm_s = [shape() for _ in range(count)]
+    backward_s, total_s = sum(durations_s), sum(comm_s)
+    return [b / backward_s for b in durations_s], [ratio * c / total_s for c in comm_s]
+
+
+def partition_costs(profiles: int, ratio: float, rng: random.Random) -> dict[str, list[float]]:
+    """Period cost of each method on each profile, L 8..60, H 2..8."""
+    costs_s: dict[str, list[float]] = {name: [] for name in PARTITIONS}
+    for _ in range(profiles):
+        durations_s, comm_s = draw(rng.randint(8, 60), ratio, rng)
+        period = rng.randint(2, 8)
+        for name, solve in PARTITIONS.items():
+            sets = solve(durations_s, comm_s, period)
+            costs_s[name].append(partition.period_cost(sets, durations_s, comm_s))
+    return costs_s
+
+
+def fusion_ends(
+    profiles: int, ratio: float, latency: float, rng: random.Random
+) -> dict[str, list[float]]:
+    """End of the last message of each method on each profile, L 8..60."""
+    ends_s: dict[str, list[float]] = {name: [] for name in FUSIONS}
+    for _ in range(profiles):
+        durations_s, transfer_s = draw(rng.randint(8, 60), ratio, rng)
+        problem = list(accumulate(durations_s)), transfer_s, latency / len(transfer_s)
+        for name, solve in FUSIONS.items():
+            ends_s[name].append(fusion.fusion_finish(solve(*problem), *problem))
+    return ends_s
+
+
+def gaps(values_s: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Per method: how often and by how much it is worse than the best of them."""
+    least_s = [min(row) for row in zip(*values_s.values(), strict=True)]
+    result = {}
+    for name, own_s in values_s.items():
+        gap = [own / least - 1 for own, least in zip(own_s, least_s, strict=True)]
+        result[name] = {
+            "worse": sum(g > GAP for g in gap) / len(gap),
+            "mean": statistics.fmean(gap),
+            "max": max(gap),
+        }
+    return result
+
+
+def print_gaps(title: str, result: dict[str, dict[str, float]]) -> None:
+    print(f"\n{title}\n{'':14}{'worse than best':>16}{'mean gap':>12}{'max gap':>12}")
+    for name, row in result.items():
+        print(f"{name:14}{row['worse']:>16.1%}{row['mean']:>12.3%}{row['max']:>12.2%}")
+
+
+def seconds(call: Callable[..., object], *arguments: object) -> list[float]:
+    """Wall time of each repetition, after one that is not counted."""
+    call(*arguments)
+    result = []
+    for _ in range(REPETITIONS):
+        start_s = time.perf_counter()
+        call(*arguments)
+        result.append(time.perf_counter() - start_s)
+    return result
+
+
+def is_feasible(name: str, count: int, period: int) -> bool:
+    """Whether the exponential search stays below a few seconds even at its worst."""
+    return name != "dfs" or 2 ** min(count - period, period - 1) * count < 3e6
+
+
+def print_times(label: str, times_s: list[float] | None) -> None:
+    if times_s is None:
+        print(f"{label}{'too slow':>12}")
+        return
+    median, low, high = (1e3 * t for t in (statistics.median(times_s), min(times_s), max(times_s)))
+    print(f"{label}{median:>12.2f}{low:>12.2f}{high:>12.2f}")
+
+
+def partition_times(rng: random.Random) -> list[dict[str, object]]:
+    rows = []
+    print(f"\nrun time, ms{'L':>15}{'H':>5}{'median':>12}{'min':>12}{'max':>12}")
+    for count in SIZES:
+        for period in PERIODS:
+            durations_s, comm_s = draw(count, period / 2, rng)
+            for name, solve in PARTITIONS.items():
+                times_s = None
+                if is_feasible(name, count, period):
+                    times_s = seconds(solve, durations_s, comm_s, period)
+                print_times(f"{name:16}{count:>11}{period:>5}", times_s)
+                rows.append({"method": name, "L": count, "H": period, "seconds": times_s})
+    return rows
+
+
+def fusion_times(rng: random.Random) -> list[dict[str, object]]:
+    rows = []
+    print(f"\nrun time, ms{'L':>15}{'':5}{'median':>12}{'min':>12}{'max':>12}")
+    for count in SIZES:
+        durations_s, transfer_s = draw(count, 1.0, rng)
+        problem = list(accumulate(durations_s)), transfer_s, 0.5 / count
+        for name in ("optimal", "greedy"):
+            times_s = seconds(FUSIONS[name], *problem)
+            print_times(f"{name + ' fusion':16}{count:>11}{'':5}", times_s)
+            rows.append({"method": f"{name} fusion", "L": count, "seconds": times_s})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profiles", type=int, default=250, help="random profiles per ratio")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    options = parser.parse_args()
+    rng = random.Random(0)
+    report: dict[str, object] = {"profiles": options.profiles}
+
+    everything: dict[str, list[float]] = {name: [] for name in PARTITIONS}
+    for ratio in RATIOS:
+        costs_s = partition_costs(options.profiles, ratio, rng)
+        for name, own_s in costs_s.items():
+            everything[name] += own_s
+        report[f"sets, ratio {ratio:g}"] = result = gaps(costs_s)
+        print_gaps(f"layer sets, communication/backward {ratio:g}", result)
+    report["sets"] = result = gaps(everything)
+    print_gaps("layer sets, all ratios", result)
+
+    for ratio in RATIOS[:3]:
+        for latency in LATENCIES:
+            result = gaps(fusion_ends(options.profiles, ratio, latency, rng))
+            report[f"fusion, ratio {ratio:g}, latency {latency:g}"] = result
+            title = f"fusion, transfer/backward {ratio:g}, latency of all/backward {latency:g}"
+            print_gaps(title, result)
+
+    report["times"] = [*partition_times(rng), *fusion_times(rng)]
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

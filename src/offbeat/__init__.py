@@ -1,0 +1,38 @@
+"""offbeat: data-parallel training over networks too slow for DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from offbeat.plan import Plan
+from offbeat.profile import Profile
+from offbeat.strategies import BSP, DDP, WFBP, DreamDDP, LocalSGD, PartialSync, Strategy
+from offbeat.trace import Trace
+
+if TYPE_CHECKING:
+    from offbeat.runtime import prepare
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BSP",
+    "DDP",
+    "WFBP",
+    "DreamDDP",
+    "LocalSGD",
+    "PartialSync",
+    "Plan",
+    "Profile",
+    "Strategy",
+    "Trace",
+    "prepare",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`prepare` is fetched when first used: it alone needs torch, planning does not."""
+    if name == "prepare":
+        from offbeat.runtime import prepare
+
+        return prepare
+    raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

@@ -1,0 +1,203 @@
+"""Checks of plans: what is wrong with a plan, said before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from offbeat.plan import Moment, Plan, Transfer, format_phases
+from offbeat.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One fault of a plan. `transfers` are those at fault; str() prints the plan with arrows."""
+
+    message: str
+    plan: Plan
+    transfers: tuple[Transfer, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.plan.text(mark=self.transfers)}"
+
+
+def check(plans: Sequence[Plan], profile: Profile | None = None) -> list[Problem]:
+    """Faults of the plans of all ranks (one plan if all ranks share it), in order of gravity."""
+    problems: list[Problem] = []
+    for plan in dict.fromkeys(map(id, plans)):
+        problems += _check_one(next(p for p in plans if id(p) == plan), profile)
+    return problems + list(_orders_that_disagree(plans))
+
+
+def raise_if_wrong(plans: Sequence[Plan], profile: Profile | None = None) -> None:
+    """ValueError with the first problem, if there is one."""
+    problems = check(plans, profile)
+    if problems:
+        more = f"\n(and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(f"the plan is wrong: {problems[0]}{more}")
+
+
+def _check_one(plan: Plan, profile: Profile | None) -> list[Problem]:
+    shape = list(_shape(plan, profile))
+    if shape:
+        return shape  # positions below are meaningless while names and numbers are wrong
+    return [
+        *_deadlines(plan),
+        *_overwritten(plan),
+        *_moved_twice(plan),
+        *_never_moved(plan),
+    ]
+
+
+def _shape(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
+    """Names and numbers: releases that never fire, links and buckets that do not exist."""
+    if profile is not None and plan.buckets != len(profile.buckets):
+        yield Problem(
+            f"the plan has {plan.buckets} buckets, the profile {len(profile.buckets)}; "
+            "plan again from this profile",
+            plan,
+        )
+    links = None if profile is None else [link.name for link in profile.links]
+    for t in plan.transfers:
+        run = t.payload.buckets
+        if not 0 <= run.start < run.stop <= plan.buckets or run.step != 1:
+            yield Problem(f"{t.id} must move a run of buckets within 0..{plan.buckets - 1}", plan, (t,))
+        for role, moment in (("release", t.after), ("deadline", t.before)):
+            if moment.bucket is not None and not 0 <= moment.bucket < plan.buckets:
+                yield Problem(
+                    f"{role} {moment} of {t.id} never fires: there are {plan.buckets} buckets",
+                    plan,
+                    (t,),
+                )
+        lost = sorted(t.phases - set(plan.phases))
+        if lost or not t.phases:
+            yield Problem(
+                f"{t.id} never fires in phases {format_phases(lost)}: the plan has "
+                f"the phases 0..{len(plan.phases) - 1}",
+                plan,
+                (t,),
+            )
+        if links is not None and t.link not in links:
+            yield Problem(f"link {t.link!r} of {t.id} must be one of {', '.join(links)}", plan, (t,))
+
+
+def _position(moment: Moment, plan: Plan, *, last: bool = False) -> int:
+    """Place of a moment in one worker's order of events; `last` for a whole-model moment's end."""
+    size = plan.buckets
+    b = moment.bucket
+    per_iteration = 4 * size + 2
+    if moment.point == "forward":
+        place = size - 1 - (b if b is not None else (0 if last else size - 1))
+    elif moment.point == "grad":
+        place = size + 2 * (b if b is not None else size - 1)
+    elif moment.point == "updated" and plan.updates == "in_backward":
+        place = size + 2 * (b if b is not None else size - 1) + 1
+    elif moment.point == "step":
+        place = 3 * size
+    elif moment.point == "updated":
+        place = 3 * size + 1 + (b if b is not None else size - 1)
+    else:  # end
+        place = 4 * size + 1
+    return place + moment.lag * per_iteration
+
+
+def _deadlines(plan: Plan) -> Iterator[Problem]:
+    for t in plan.transfers:
+        if _position(t.before, plan) <= _position(t.after, plan):
+            yield Problem(f"deadline {t.before} of {t.id} comes before its release {t.after}", plan, (t,))
+
+
+def _overwritten(plan: Plan) -> Iterator[Problem]:
+    """Buffers that compute writes, or reads half-way, while their transfer is in flight."""
+    for t in plan.transfers:
+        for bucket in t.payload.buckets:
+            writer = _writer(t, bucket, plan)
+            if writer is not None:
+                yield Problem(
+                    f"{t.id} is overwritten in flight: {writer} of bucket {bucket} comes "
+                    f"between its release {t.after} and its deadline {t.before}",
+                    plan,
+                    (t,),
+                )
+                break
+
+
+def _writer(t: Transfer, bucket: int, plan: Plan) -> Moment | None:
+    """The moment of compute that collides with a transfer's flight, if there is one."""
+    start, end = _position(t.after, plan), _position(t.before, plan)
+    lags = range(t.before.lag + 2)
+    updated = [Moment("updated", bucket, lag) for lag in lags]
+    grads = [Moment("grad", bucket, lag) for lag in lags]
+    if t.payload.kind == "grad":
+        # Released too early the gradient is incomplete; the update must find it averaged.
+        if start < _position(grads[0], plan):
+            return grads[0]
+        return next((m for m in updated + grads[1:] if start <= _position(m, plan) < end), None)
+    forwards = [Moment("forward", bucket, lag) for lag in lags]
+    touching = updated + (forwards + grads if t.payload.kind == "param" else [])
+    # A transfer released by the very moment that wrote the buffer follows it.
+    return next((m for m in touching if start < _position(m, plan) < end), None)
+
+
+def _moved_twice(plan: Plan) -> Iterator[Problem]:
+    for a, b in combinations(plan.transfers, 2):
+        both = range(
+            max(a.payload.buckets.start, b.payload.buckets.start),
+            min(a.payload.buckets.stop, b.payload.buckets.stop),
+        )
+        phases = a.phases & b.phases
+        if a.payload.kind == b.payload.kind and len(both) and phases:
+            yield Problem(
+                f"bucket {both.start} is moved twice in phases {format_phases(phases)}: "
+                f"by {a.id} and {b.id}",
+                plan,
+                (a, b),
+            )
+
+
+def _never_moved(plan: Plan) -> Iterator[Problem]:
+    cycle = set(range(plan.prologue, plan.prologue + plan.period))
+    moved = {
+        bucket
+        for t in plan.transfers
+        if t.phases & cycle and t.payload.kind in ("grad", "param")
+        for bucket in t.payload.buckets
+    }
+    for bucket in sorted(set(range(plan.buckets)) - moved):
+        yield Problem(f"bucket {bucket} is never moved in the period", plan)
+
+
+def _orders_that_disagree(plans: Sequence[Plan]) -> Iterator[Problem]:
+    """Collectives match by issue order, so every rank must issue the same ones per link."""
+    first = plans[0]
+    for rank, plan in enumerate(plans[1:], start=1):
+        if plan is first:
+            continue
+        if (plan.period, plan.prologue) != (first.period, first.prologue):
+            yield Problem(
+                f"rank {rank} has the period {plan.period} after {plan.prologue}, rank 0 "
+                f"has {first.period} after {first.prologue}",
+                plan,
+            )
+            continue
+        for phase in plan.phases:
+            mine, theirs = _issued(plan, phase), _issued(first, phase)
+            if [t.id for t in mine] != [t.id for t in theirs]:
+                at = next(
+                    (i for i, (m, o) in enumerate(zip(mine, theirs, strict=False)) if m.id != o.id),
+                    min(len(mine), len(theirs)),
+                )
+                here = mine[at].id if at < len(mine) else "nothing"
+                there = theirs[at].id if at < len(theirs) else "nothing"
+                yield Problem(
+                    f"ranks disagree on the order in phase {phase}: rank 0 issues {there}, "
+                    f"rank {rank} issues {here}",
+                    plan,
+                    mine[at : at + 1],
+                )
+                break
+
+
+def _issued(plan: Plan, phase: int) -> tuple[Transfer, ...]:
+    return tuple(sorted(plan.at(phase), key=lambda t: t.link))  # stable: issue order per link

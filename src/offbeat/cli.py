@@ -1,0 +1,541 @@
+"""The command line: the only place that turns names and text into objects."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Parameter
+
+from offbeat import __version__
+from offbeat.check import raise_if_wrong
+from offbeat.plan import Plan
+from offbeat.profile import Profile
+from offbeat.strategies import STRATEGIES, Strategy, create
+from offbeat.strategies.base import require_choice
+
+if TYPE_CHECKING:  # the lab, the report and rich are imported by the commands that need them
+    from rich.text import Text
+
+    from offbeat.compare import Comparison, Contestant, Outcome, Setup
+    from offbeat.lab import Cluster
+    from offbeat.sim import Prediction
+
+WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
+SCRIPT_COMMANDS = ("run", "profile", "compare")
+PLAIN_WIDTH = 140  # columns of a table that goes into a file
+LONGEST_LINE = 200  # characters of a script's line that are kept for display
+
+app = App(
+    name="offbeat",
+    version=__version__,
+    help_format="plaintext",
+    help=(
+        "Train data-parallel over slow networks: measure, plan, predict, run, compare.\n\n"
+        "Example: offbeat compare --hosts 4 --rate 100mbit train.py --steps 50\n"
+        "Options come before the script; what follows the script belongs to the script."
+    ),
+)
+
+
+def option(help_: str, *names: str) -> Parameter:
+    """A documented option; flags have no --no- form."""
+    return Parameter(name=names or None, help=help_, negative="")
+
+
+Json = Annotated[bool, option("Print JSON on stdout and nothing else.", "--json")]
+Settings = Annotated[
+    list[str] | None, option("Setting of the strategy, as in --set period=5; repeatable.", "--set")
+]
+ScriptArgs = Annotated[str, Parameter(help="Passed to the script as they are.")]
+Script = Annotated[Path, Parameter(help="The training script.")]
+OutDir = Annotated[
+    Path | None, option("New directory for the run.  [default: runs/TIME-SCRIPT]", "--out")
+]
+ProfileIn = Annotated[Path, option("Measured profile (JSON).", "--profile")]
+ReuseProfile = Annotated[
+    Path | None, option("Reuse this profile instead of measuring one.", "--profile")
+]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Where:
+    """The options of everything that runs a script."""
+
+    hosts: Annotated[int | None, option("Number of hosts.  [default: 4]")] = None
+    rate: Annotated[str | None, option("Rate of every link.  [default: 100mbit]")] = None
+    cluster: Annotated[Path | None, option("Cluster file (TOML), instead of both.")] = None
+    lab: Annotated[
+        Literal["auto", "none"], option("none: loopback, unshaped, no privileges needed.")
+    ] = "auto"
+    seed: Annotated[int, option("Passed to the script as OFFBEAT_SEED.")] = 0
+    timeout: Annotated[float | None, option("Stop a launch after so many seconds.")] = None
+    wait: Annotated[float, option("Seconds that a rank waits for another one.")] = 120.0
+
+
+WHERE = Where()
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+@app.command
+def run(
+    script: Script,
+    /,
+    *args: ScriptArgs,
+    strategy: Annotated[str, option("Name; see `offbeat strategies`.")] = "wfbp",
+    set_: Settings = None,
+    profile: ReuseProfile = None,
+    where: Where = WHERE,
+    out: OutDir = None,
+    json_: Json = False,
+) -> int:
+    """Run a script in the lab under one strategy.
+
+    Example: offbeat run --rate 50mbit --strategy dreamddp --set period=8 train.py --steps 100
+    """
+    from offbeat.compare import Comparison, Contestant
+
+    chosen = (Contestant(strategy, _strategy(strategy, set_)),)
+    setup = _setup(where, script, args)
+    return _compare(Comparison(setup, chosen, profile=profile), out, json_)
+
+
+@app.command
+def compare(
+    script: Script,
+    /,
+    *args: ScriptArgs,
+    strategies: Annotated[
+        str, option("Names with commas between, settings inline: ddp,dreamddp:period=8.")
+    ] = "ddp,local-sgd,dreamddp",
+    set_: Annotated[
+        list[str] | None,
+        option("Setting of all that have it (period=5) or of one (dreamddp.period=5).", "--set"),
+    ] = None,
+    repeat: Annotated[int, option("Repetitions of each, in turns.")] = 2,
+    target_loss: Annotated[float | None, option("Report the time to this training loss.")] = None,
+    profile: ReuseProfile = None,
+    where: Where = WHERE,
+    out: OutDir = None,
+    json_: Json = False,
+) -> int:
+    """Run a script under several strategies in the same lab, in turns, and report.
+
+    Example: offbeat compare --strategies ddp,ddp:bucket_cap_mb=1,dreamddp --repeat 3 train.py
+    """
+    from offbeat.compare import Comparison
+
+    chosen = contestants(strategies, set_ or [])
+    setup = _setup(where, script, args)
+    comparison = Comparison(setup, chosen, repeat, target_loss, profile)
+    return _compare(comparison, out, json_)
+
+
+@app.command
+def profile(
+    script: Script,
+    /,
+    *args: ScriptArgs,
+    out: Annotated[
+        Path, option("File to write; may also come last, after the script.", "--output", "-o")
+    ] = Path("profile.json"),
+    where: Where = WHERE,
+    json_: Json = False,
+) -> int:
+    """Measure a script's model and the cluster's links.
+
+    Example: offbeat profile --hosts 4 --rate 100mbit -o profile.json train.py
+    """
+    from offbeat.compare import measure_profile
+
+    outcome = measure_profile(_setup(where, script, args), out, _Progress(json_))
+    if outcome.measured:
+        measured = Profile.load(out)
+        _print(json_, measured.to_dict(), f"{_profile_text(measured)}\n{out}")
+    return _exit_code(outcome, "no profile was written")
+
+
+@app.command
+def plan(
+    *,
+    profile: ProfileIn,
+    strategy: Annotated[str, option("Name; see `offbeat strategies`.")],
+    set_: Settings = None,
+    out: Annotated[Path | None, option("Also write it to this file.", "--output", "-o")] = None,
+    json_: Json = False,
+) -> int:
+    """Show what a strategy would send when.
+
+    Example: offbeat plan --profile profile.json --strategy dreamddp --set period=5
+    """
+    made = _strategy(strategy, set_).plan(_profile(profile))
+    if out is not None:
+        out.write_text(json.dumps(made.to_dict(), indent=1))
+    shown = {name: made.notes[name] for name in ("sets", "fill") if name in made.notes}
+    _print(json_, made.to_dict() | shown, made.text())
+    return 0
+
+
+@app.command
+def simulate(
+    *,
+    profile: ProfileIn,
+    plan: Annotated[Path | None, option("A plan's file, instead of a strategy.")] = None,
+    strategy: Annotated[str | None, option("Name; see `offbeat strategies`.")] = None,
+    set_: Settings = None,
+    iterations: Annotated[int | None, option("Simulate so many, at least some periods.")] = None,
+    json_: Json = False,
+) -> int:
+    """Predict the seconds per iteration of a plan or a strategy.
+
+    Example: offbeat simulate --profile profile.json --strategy dreamddp --set period=5
+    """
+    from offbeat import sim
+
+    if (plan is None) == (strategy is None):
+        raise ValueError("simulate takes either --plan FILE or --strategy NAME")
+    facts = _profile(profile)
+    if plan is None:
+        assert strategy is not None
+        prediction = sim.predict(_strategy(strategy, set_), facts, iterations=iterations)
+    else:
+        made = _plan(plan, facts)
+        bound_s = _bound_s(made, facts)
+        prediction = sim.predict_plan(made, facts, bound_s=bound_s, iterations=iterations)
+    _print(json_, prediction.to_dict(), _prediction_text(prediction))
+    return 0
+
+
+@app.command
+def report(
+    run_dir: Annotated[Path, Parameter(help="Directory that `offbeat compare` wrote.")],
+    /,
+    *,
+    json_: Json = False,
+) -> int:
+    """Write report.html again from the files of a run.
+
+    Example: offbeat report runs/20250102-030405-train
+    """
+    from offbeat import report as reports
+
+    _show_run(run_dir, reports.write(run_dir), json_)
+    return 0
+
+
+@app.command
+def strategies(*, json_: Json = False) -> int:
+    """List the strategies, their settings with defaults, and their sources.
+
+    Example: offbeat strategies
+    """
+    rows = [
+        {
+            "name": name,
+            "settings": {field.name: field.default for field in fields(cls)},
+            "summary": (cls.__doc__ or "").partition("\n")[0],
+            "citation": cls.citation,
+        }
+        for name, cls in STRATEGIES.items()
+    ]
+    _print(json_, rows, "\n".join(_strategy_text(row) for row in rows))
+    return 0
+
+
+# --- names and text to objects -------------------------------------------------------------------
+
+
+def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
+    """Contestants of "ddp,dreamddp:period=8" and of --set texts; settings inline win.
+
+    ValueError for a strategy or setting that does not exist, with the nearest one.
+    """
+    from offbeat.compare import Contestant
+
+    items = [item.strip().split(":") for item in names.split(",")]
+    chosen = [name for name, *_ in items]
+    for name in chosen:
+        require_choice("strategy", name, STRATEGIES)
+    shared: dict[str, dict[str, Any]] = {name: {} for name in chosen}
+    for key, value in _pairs(settings).items():
+        for name, setting in _addressed(key, chosen):
+            shared[name][setting] = value
+    return tuple(
+        Contestant("-".join([name, *inline]), create(name, shared[name] | _pairs(inline)))
+        for name, *inline in items
+    )
+
+
+def _addressed(key: str, chosen: Sequence[str]) -> list[tuple[str, str]]:
+    """(strategy, setting) of `dreamddp.period`, or of `period` for all strategies that have it."""
+    scope, _, setting = key.rpartition(".")
+    if scope:
+        require_choice("strategy of --set", scope, chosen)
+        return [(scope, setting)]
+    known = {name: [f.name for f in fields(STRATEGIES[name])] for name in chosen}
+    require_choice(f"setting of {', '.join(known)}", key, dict.fromkeys(sum(known.values(), [])))
+    return [(name, key) for name in known if key in known[name]]
+
+
+def parse_value(text: str) -> int | float | bool | str | None:
+    """Value of a setting: int, float, true, false, none, else the text."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _pairs(texts: Sequence[str] | None) -> dict[str, Any]:
+    for text in texts or []:
+        if not text.partition("=")[0] or "=" not in text:
+            raise ValueError(f"setting ({text!r}) must read NAME=VALUE, as in period=5")
+    return {text.partition("=")[0]: parse_value(text.partition("=")[2]) for text in texts or []}
+
+
+def _strategy(name: str, settings: Sequence[str] | None) -> Strategy:
+    return create(name, _pairs(settings))
+
+
+def _profile(path: Path) -> Profile:
+    _require_file(path, "measure one with `offbeat profile`")
+    return Profile.load(path)
+
+
+def _plan(path: Path, facts: Profile) -> Plan:
+    """A plan's file, checked against the profile; ValueError naming the file."""
+    _require_file(path, "write one with `offbeat plan -o`")
+    try:
+        plan = Plan.from_dict(json.loads(path.read_text()))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a plan ({error}); write one with `offbeat plan -o`") from None
+    raise_if_wrong([plan], facts)
+    return plan
+
+
+def _bound_s(plan: Plan, facts: Profile) -> float | None:
+    """Lower bound of the family that a plan's name and period stand for, None if unknown."""
+    cls = STRATEGIES.get(plan.strategy)
+    if cls is None:
+        return None
+    periodic = "period" in {field.name for field in fields(cls)}
+    return create(plan.strategy, {"period": plan.period} if periodic else {}).bound_s(facts)
+
+
+def _setup(where: Where, script: Path, args: Sequence[str]) -> Setup:
+    from offbeat.compare import NO_LIMIT_S, Setup
+
+    _require_file(script, "give the path of a training script")
+    return Setup(
+        script=(str(script), *args),
+        cluster=_cluster(where),
+        shaped=where.lab == "auto",
+        seed=where.seed,
+        timeout_s=NO_LIMIT_S if where.timeout is None else where.timeout,
+        wait_s=where.wait,
+    )
+
+
+def _cluster(where: Where) -> Cluster:
+    from offbeat.lab import Cluster
+
+    if where.cluster is None:
+        hosts, rate = where.hosts, where.rate
+        # As in a cluster file, so that a mistake reads the same.
+        short = f"hosts = {4 if hosts is None else hosts}\nrate = {json.dumps(rate or '100mbit')}"
+        return Cluster.from_toml(short)
+    if where.hosts is not None or where.rate is not None:
+        raise ValueError("--cluster already says what --hosts and --rate say; give one or the other")
+    _require_file(where.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
+    return Cluster.load(where.cluster)
+
+
+def _require_file(path: Path, remedy: str) -> None:
+    if not path.is_file():
+        raise ValueError(f"file ({path}) must exist; {remedy}")
+
+
+# --- running and showing -------------------------------------------------------------------------
+
+
+def _compare(comparison: Comparison, out: Path | None, json_: bool) -> int:
+    from offbeat import compare as comparing
+
+    run_dir = out or comparing.default_run_dir(comparison.setup.script[0])
+    outcome = comparing.compare(comparison, run_dir, _Progress(json_))
+    if outcome.report is not None:
+        _show_run(run_dir, outcome.report, json_)
+    elif json_:
+        _print(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
+    return _exit_code(outcome, f"what was measured is in {run_dir}")
+
+
+def _exit_code(outcome: Outcome, kept: str) -> int:
+    if outcome.interrupted:
+        print(f"offbeat: interrupted; {kept}", file=sys.stderr)
+        return INTERRUPTED
+    return FAILED if outcome.failures else 0
+
+
+def _show_run(run_dir: Path, page: Path, json_: bool) -> None:
+    """The table, the winner and the report's path; as JSON the contents of summary.json."""
+    from rich.console import Console
+
+    from offbeat import report as reports
+    from offbeat.report.text import table
+
+    if json_:
+        summary = json.loads((run_dir / "summary.json").read_text())
+        _print(True, {"run_dir": str(run_dir), "report": str(page), **summary}, "")
+        return
+    rows = reports.summarize(reports.load(run_dir))
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    console.print(table(rows))
+    if len(rows) > 1:
+        print(reports.winner(rows)[1])
+    print(page)
+
+
+def _print(json_: bool, data: Any, text: str) -> None:
+    print(json.dumps(data, indent=1) if json_ else text)
+
+
+def _profile_text(profile: Profile) -> str:
+    size_mb = sum(bucket.size_bytes for bucket in profile.buckets) / 1e6
+    links = [
+        f"link {link.name}: {link.latency_s * 1e3:.3g} ms + bytes / ({link.bytes_per_s / 1e6:.4g} MB/s)"
+        for link in profile.links
+    ]
+    model = (
+        f"{len(profile.buckets)} buckets, {size_mb:.4g} MB, {profile.world_size} ranks: forward "
+        f"{profile.forward_s:.4g} s, backward {profile.backward_s:.4g} s, update {profile.update_s:.4g} s"
+    )
+    return "\n".join([model, *links])
+
+
+def _prediction_text(prediction: Prediction) -> str:
+    bound = "unknown" if prediction.bound_s is None else f"{prediction.bound_s:.6g} s"
+    return (
+        f"{prediction.strategy}\n"
+        f"  per iteration          {prediction.iteration_s:.6g} s\n"
+        f"  lower bound            {bound}\n"
+        f"  exposed communication  {prediction.exposed_s:.6g} s"
+    )
+
+
+def _strategy_text(row: Mapping[str, Any]) -> str:
+    settings = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
+    return f"{row['name']}  {settings}\n    {row['summary']}\n    {row['citation']}"
+
+
+class _Progress:
+    """One live line on a terminal, plain lines elsewhere; on stderr if stdout is for JSON."""
+
+    def __init__(self, json_: bool) -> None:
+        from rich.console import Console
+
+        self._console = Console(stderr=json_)
+        self._what, self._line, self._start_s = "", "", 0.0
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[Callable[[str], None]]:
+        from rich.live import Live
+
+        self._what, self._line, self._start_s = what, "", time.monotonic()
+        if not self._console.is_terminal:
+            self.say(f"{what} ...")
+            yield lambda _line: None
+            return
+        with Live(self, console=self._console, refresh_per_second=4, transient=True):
+            yield self._take
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        print(text, file=self._console.file, flush=True)
+
+    def fail(self, text: str) -> None:
+        """Print one error."""
+        print(f"offbeat: {text}", file=sys.stderr, flush=True)
+
+    def __rich__(self) -> Text:
+        from rich.text import Text
+
+        elapsed_s = time.monotonic() - self._start_s
+        text = f"{self._what}  {elapsed_s:.0f} s  {self._line}"
+        return Text(text, no_wrap=True, overflow="ellipsis")
+
+    def _take(self, line: str) -> None:
+        self._line = line[:LONGEST_LINE]
+
+
+# --- entry ---------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 failed script, 2 wrong use, 130 Ctrl-C."""
+    typed = list(sys.argv[1:] if argv is None else argv)
+    try:
+        command, bound, *_ = app.parse_args(
+            _mark_script(typed), exit_on_error=False, print_error=False
+        )
+        return command(*bound.args, **bound.kwargs) or 0
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+    except CycloptsError as error:
+        where = " ".join(["offbeat", *typed[:1]]) if typed[0] in app else "offbeat"
+        return _say(f"{' '.join(str(error).split())} See `{where} --help`.", WRONG_USE)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except OSError as error:
+        return _say(f"{error.filename}: {error.strerror}; check the path", WRONG_USE)
+    except ValueError as error:
+        return _say(str(error), WRONG_USE)
+    except RuntimeError as error:
+        from offbeat.lab import LabError
+
+        if not isinstance(error, LabError):
+            raise
+        return _say(str(error), WRONG_USE)
+
+
+def _say(text: str, code: int) -> int:
+    print(f"offbeat: {text}", file=sys.stderr)
+    return code
+
+
+def _mark_script(argv: list[str]) -> list[str]:
+    """With "--" before the script, so that everything after it stays the script's."""
+    if not argv or argv[0] not in SCRIPT_COMMANDS:
+        return argv
+    if argv[0] == "profile":
+        argv = _output_first(argv)
+    arguments = app[argv[0]].assemble_argument_collection()
+    tokens = {name: argument.token_count()[0] for argument in arguments for name in argument.names}
+    at = 1
+    while at < len(argv) and argv[at].startswith("-"):
+        if argv[at] == "--":
+            return argv
+        at += 1 + tokens.get(argv[at], 0)
+    return [*argv[:at], "--", *argv[at:]] if at < len(argv) else argv
+
+
+def _output_first(argv: list[str]) -> list[str]:
+    """`profile train.py -o profile.json`: a last -o FILE.json is ours unless one came before."""
+    *rest, flag, value = ["", *argv]
+    if flag not in ("-o", "--output") or not value.endswith(".json") or flag in rest:
+        return argv
+    return [rest[1], flag, value, *rest[2:]]

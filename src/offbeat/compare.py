@@ -1,0 +1,442 @@
+"""Comparing strategies: one run directory, alternating contestants, predictions, a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import offbeat
+from offbeat import report, sim
+from offbeat.lab import Cluster, Lab, LabError, NoLab, launch
+from offbeat.plan import Plan
+from offbeat.profile import Profile
+from offbeat.strategies import BSP, Strategy
+from offbeat.trace import Trace
+
+SCHEMA = 1
+SKIP = 2  # first iterations of every repetition that no statistic counts
+WAIT_S = 120.0
+NO_LIMIT_S = 7 * 24 * 3600.0
+
+MUST_PREPARE = "it must call offbeat.prepare(model, optimizer) and train some iterations"
+
+OnLine = Callable[[str], None]
+
+
+class Progress(Protocol):
+    """Where a comparison says what it is doing."""
+
+    def step(self, what: str) -> AbstractContextManager[OnLine]:
+        """Something that takes a while; the lines of rank 0's log are passed to what it yields."""
+        ...
+
+    def say(self, text: str) -> None:
+        """One message that stays."""
+        ...
+
+    def fail(self, text: str) -> None:
+        """What went wrong, in words, as soon as it is known."""
+        ...
+
+
+class Silent:
+    """A progress that nobody sees."""
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[OnLine]:  # noqa: ARG002
+        yield lambda _line: None
+
+    def say(self, text: str) -> None:
+        """Drop the message."""
+
+    def fail(self, text: str) -> None:
+        """Drop the message: `Outcome.failures` has it too."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One strategy of a comparison; `label` names its directory and its row."""
+
+    label: str
+    strategy: Strategy
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A script and where it runs.
+
+    `shaped` asks for the lab with the cluster's rates, else the loopback is used. A launch is
+    stopped after `timeout_s` seconds; a rank waits at most `wait_s` seconds for another one.
+    """
+
+    script: tuple[str, ...]
+    cluster: Cluster
+    shaped: bool = True
+    seed: int = 0
+    timeout_s: float = NO_LIMIT_S
+    wait_s: float = WAIT_S
+
+    def __post_init__(self) -> None:
+        if not self.script or not Path(self.script[0]).is_file():
+            raise ValueError(f"script ({' '.join(self.script)!r}) must begin with an existing file")
+        for name in ("timeout_s", "wait_s"):
+            if not 0 < getattr(self, name) <= NO_LIMIT_S:
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) must be above 0 and at most {NO_LIMIT_S:.0f} s"
+                )
+
+    def lab(self) -> Lab | NoLab:
+        """The lab to enter; entering raises LabError if the machine refuses it."""
+        return Lab(self.cluster, "offbeat") if self.shaped else NoLab(self.cluster)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared: every contestant `repetitions` times, in turns.
+
+    `profile` is read from that file if given, else measured first. `target_loss` asks for the time
+    until this training loss; `command` is what the user typed.
+    """
+
+    setup: Setup
+    contestants: tuple[Contestant, ...]
+    repetitions: int = 1
+    target_loss: float | None = None
+    profile: Path | None = None
+    command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        labels = [contestant.label for contestant in self.contestants]
+        if not labels:
+            raise ValueError("contestants ([]) must not be empty; name a strategy")
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"contestant ({label!r}) must be there only once; change a setting")
+        if self.repetitions < 1:
+            raise ValueError(f"repetitions ({self.repetitions}) must be at least 1")
+
+
+@dataclass
+class Outcome:
+    """How a comparison went: failures in words, in order; what was measured is in `run_dir`."""
+
+    run_dir: Path
+    failures: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    measured: int = 0  # repetitions that ended well
+    report: Path | None = None  # the page, if anything was measured
+
+
+def default_run_dir(script: str) -> Path:
+    """runs/<UTC time>-<script stem>, not yet there."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    base = Path("runs") / f"{stamp}-{Path(script).stem}"
+    names = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))]
+    return next(path for path in names if not path.exists())
+
+
+def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = None) -> Outcome:
+    """Run every contestant in turns and write the run directory with its report.
+
+    A contestant that fails is an entry of `Outcome.failures`, and Ctrl-C ends the comparison early;
+    both keep what was measured. ValueError for a directory or a profile that cannot be used,
+    LabError if the machine refuses the lab.
+    """
+    progress = progress or Silent()
+    _refuse_used(run_dir)
+    given = _given_profile(comparison)
+    with comparison.setup.lab() as lab:
+        record = _describe(comparison, lab)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _write_json(run_dir / "run.json", record)
+        outcome = Outcome(run_dir)
+        if lab.note:
+            progress.say(lab.note)
+        try:
+            _run_all(comparison, lab, given, outcome, progress)
+        except KeyboardInterrupt:
+            outcome.interrupted = True
+        except LabError as error:
+            _fail(f"the lab: {error}", outcome, progress)
+    if outcome.measured:
+        record["emulated"] = _any_emulated(run_dir)
+        _write_json(run_dir / "run.json", record)
+        outcome.report = report.write(run_dir)
+    return outcome
+
+
+def measure_profile(setup: Setup, path: Path, progress: Progress | None = None) -> Outcome:
+    """Run the script until its profile is measured and write it to `path`.
+
+    The logs stay (`Outcome.run_dir`) only if that failed; LabError if the machine refuses the lab.
+    """
+    progress = progress or Silent()
+    outcome = Outcome(Path(tempfile.mkdtemp(prefix="offbeat-profile-")))
+    try:
+        with setup.lab() as lab:
+            outcome.measured = _measure(setup, lab, path, outcome.run_dir, outcome, progress)
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+    finally:
+        if not outcome.failures:
+            shutil.rmtree(outcome.run_dir)
+    return outcome
+
+
+def predict(strategy: Strategy, profile: Profile, directory: Path, plan: Plan | None = None) -> float:
+    """Write plan.json and predicted.json of a contestant; returns predicted seconds per iteration.
+
+    `plan` is the one that ran, by default the strategy's. ValueError if there is no plan.
+    """
+    prediction = sim.predict_plan(
+        plan or strategy.plan(profile),
+        profile,
+        strategy=str(strategy),
+        bound_s=strategy.bound_s(profile),
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_json(directory / "plan.json", prediction.plan.to_dict())
+    _last_period(prediction).save(directory / "predicted.json")
+    return prediction.iteration_s
+
+
+def _last_period(prediction: sim.Prediction) -> Trace:
+    """The trace of the last whole period alone, with the prediction's numbers as notes."""
+    trace = prediction.trace
+    first = min(span.iteration for span in trace.spans)
+    return replace(
+        trace,
+        first=first,
+        starts_s=tuple(ends[first - 1] for ends in trace.ends_s) if first else trace.starts_s,
+        ends_s=tuple(ends[first : first + trace.period] for ends in trace.ends_s),
+        notes={
+            **trace.notes,
+            "iteration_s": prediction.iteration_s,
+            "bound_s": prediction.bound_s,
+            "exposed_s": prediction.exposed_s,
+        },
+    )
+
+
+# --- the course of a comparison ------------------------------------------------------------------
+
+
+def _run_all(
+    comparison: Comparison,
+    lab: Lab | NoLab,
+    given: Profile | None,
+    outcome: Outcome,
+    progress: Progress,
+) -> None:
+    path = outcome.run_dir / "profile.json"
+    if given is not None:
+        given.save(path)
+    else:
+        logs = outcome.run_dir / "profiling"
+        if not _measure(comparison.setup, lab, path, logs, outcome, progress):
+            return
+    profile = Profile.load(path)
+    ready = [c for c in comparison.contestants if _predicted(c, profile, outcome, progress)]
+    for repetition in range(comparison.repetitions):
+        for contestant in ready:
+            _repeat(comparison, lab, contestant, repetition, outcome, progress)
+    for contestant in ready:
+        _adopt_plan(contestant, profile, outcome)
+
+
+def _measure(
+    setup: Setup, lab: Lab | NoLab, path: Path, logs: Path, outcome: Outcome, progress: Progress
+) -> bool:
+    """Launch until the profile is in `path`; a failure is noted and said."""
+    job = _job(setup, BSP(), save_profile=str(path.absolute()), stop_after_profile=True)
+    path.unlink(missing_ok=True)  # else one of an earlier run would pass for this one's
+    with progress.step("measuring the profile") as on_line:
+        problem = _launch(setup, lab, job, logs, on_line)
+    if problem is None and not path.exists():
+        problem = f"{setup.script[0]} ended before a profile was measured; {MUST_PREPARE}"
+    if problem is not None:
+        _fail(f"measuring the profile: {problem}", outcome, progress)
+    return problem is None
+
+
+def _predicted(
+    contestant: Contestant, profile: Profile, outcome: Outcome, progress: Progress
+) -> bool:
+    """Predict one contestant; a strategy without a plan for this profile has failed."""
+    try:
+        seconds = predict(contestant.strategy, profile, outcome.run_dir / contestant.label)
+    except ValueError as error:
+        _fail(f"{contestant.label}: {error}", outcome, progress)
+        return False
+    progress.say(f"{contestant.label}: predicted {seconds:.4g} s per iteration")
+    return True
+
+
+def _repeat(
+    comparison: Comparison,
+    lab: Lab | NoLab,
+    contestant: Contestant,
+    repetition: int,
+    outcome: Outcome,
+    progress: Progress,
+) -> None:
+    """One repetition of one contestant; a failure is noted and said."""
+    what = f"{contestant.label}, repetition {repetition + 1} of {comparison.repetitions}"
+    directory = outcome.run_dir / contestant.label / f"rep{repetition}"
+    job = _job(
+        comparison.setup,
+        contestant.strategy,
+        profile=str((outcome.run_dir / "profile.json").absolute()),
+        record_dir=str(directory.absolute()),
+    )
+    with progress.step(what) as on_line:
+        problem = _launch(comparison.setup, lab, job, directory, on_line)
+    if problem is None and not (directory / "rank0.json").exists():
+        problem = f"{comparison.setup.script[0]} left no record in {directory}; {MUST_PREPARE}"
+    if problem is None:
+        outcome.measured += 1
+        progress.say(f"{what}: {_seconds_in_words(directory)}")
+        return
+    for partial in directory.glob("rank*.json"):  # what some ranks recorded is no measurement
+        partial.rename(partial.with_suffix(".json.failed"))
+    _fail(f"{what}: {problem}", outcome, progress)
+
+
+def _adopt_plan(contestant: Contestant, profile: Profile, outcome: Outcome) -> None:
+    """Let the plan that ran, not the one expected, stand in the run directory."""
+    directory = outcome.run_dir / contestant.label
+    ran = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
+    if ran is None:
+        return
+    plan = Plan.from_dict(json.loads(ran.read_text()))
+    if plan.digest != Plan.from_dict(json.loads((directory / "plan.json").read_text())).digest:
+        predict(contestant.strategy, profile, directory, plan)
+
+
+def _fail(words: str, outcome: Outcome, progress: Progress) -> None:
+    outcome.failures.append(words)
+    progress.fail(words)
+
+
+# --- one launch ----------------------------------------------------------------------------------
+
+
+def _job(setup: Setup, strategy: Strategy, **rest: Any) -> dict[str, Any]:
+    """What the runtime is told; see `offbeat.runtime`."""
+    job = {
+        "schema": SCHEMA,
+        "strategy": strategy.name,
+        "settings": strategy.settings(),
+        "profile": None,
+        "save_profile": None,
+        "stop_after_profile": False,
+        "record_dir": None,
+        "timeout_s": setup.wait_s,
+    }
+    return job | rest
+
+
+def _launch(
+    setup: Setup, lab: Lab | NoLab, job: dict[str, Any], directory: Path, on_line: OnLine
+) -> str | None:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "job.json"
+    _write_json(path, job)
+    result = launch(
+        lab,
+        [sys.executable, *setup.script],
+        env={"OFFBEAT_JOB": str(path.absolute()), "OFFBEAT_SEED": str(setup.seed)},
+        log_dir=directory,
+        timeout_s=setup.timeout_s,
+        on_line=lambda rank, line: on_line(line) if rank == 0 else None,
+    )
+    return result.problem
+
+
+# --- the run directory ---------------------------------------------------------------------------
+
+
+def _refuse_used(run_dir: Path) -> None:
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise ValueError(f"run directory ({run_dir}) must be new or empty; choose another --out")
+
+
+def _given_profile(comparison: Comparison) -> Profile | None:
+    if comparison.profile is None:
+        return None
+    profile = Profile.load(comparison.profile)
+    ranks = comparison.setup.cluster.world_size
+    if profile.world_size != ranks:
+        raise ValueError(
+            f"world_size ({profile.world_size}) of {comparison.profile} must be the cluster's "
+            f"number of ranks ({ranks}); measure it again with `offbeat profile`"
+        )
+    return profile
+
+
+def _describe(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
+    setup = comparison.setup
+    return {
+        "schema": SCHEMA,
+        "command": list(comparison.command),
+        "script": list(setup.script),
+        "cluster": setup.cluster.record(),
+        "lab": "netns" if setup.shaped else "none",
+        "note": lab.note,
+        "emulated": False,
+        "versions": {
+            "offbeat": offbeat.__version__,
+            "torch": _version("torch"),
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+        },
+        "cpus": os.cpu_count(),
+        "congestion_control": lab.congestion_control,
+        "seed": setup.seed,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "contestants": [
+            {"label": c.label, "strategy": c.strategy.name, "settings": c.strategy.settings()}
+            for c in comparison.contestants
+        ],
+        "repetitions": comparison.repetitions,
+        "target_loss": comparison.target_loss,
+        "skip": SKIP,
+    }
+
+
+def _version(package: str) -> str | None:
+    """Version of an installed package, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _any_emulated(run_dir: Path) -> bool:
+    records = run_dir.glob("*/rep*/rank*.json")
+    return any(json.loads(record.read_text()).get("emulated") for record in records)
+
+
+def _seconds_in_words(directory: Path) -> str:
+    """Rank 0's seconds per iteration, for the display only: the report counts all ranks."""
+    record = json.loads((directory / "rank0.json").read_text())
+    try:
+        seconds = Trace.from_dict(record["trace"]).iteration_s(record["observed"] + SKIP)
+    except ValueError:
+        return "too short for a whole period"
+    return f"{seconds:.4g} s per iteration"
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=1))

@@ -1,0 +1,241 @@
+"""The lab's own process: holds the namespaces, starts ranks in them, and ends all of them.
+
+A fresh single-threaded interpreter, so that it may enter user namespaces and fork, which the
+owner (threads, torch, a notebook) may not. It imports only the standard library and, for a network,
+pyroute2. It ends with its owner, however the owner ends, and everything below it ends first:
+
+* it adopts orphans, so no descendant can escape by forking or by a session of its own;
+* each rank dies by SIGKILL when this process dies, even by SIGKILL itself.
+"""
+
+import os
+import selectors
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.lab import syscalls
+from offbeat.lab.errors import LabError
+from offbeat.lab.wire import Channel
+
+if TYPE_CHECKING:
+    from offbeat.lab.network import Network
+
+_OWNER_CHANGED = signal.SIGUSR1
+_KILL_LIMIT_S = 10.0
+
+
+def main(control_fd: int, events_fd: int, owner: int) -> None:
+    """Serve the owner (a process id) until it closes the control socket or ends."""
+    control = Channel(socket.socket(fileno=control_fd))
+    events = Channel(socket.socket(fileno=events_fd))
+    keeper = _Keeper(control, events, owner)
+    try:
+        keeper.serve()
+    except (BrokenPipeError, KeyboardInterrupt):
+        pass
+    finally:
+        keeper.kill_all()
+
+
+class _Keeper:
+    def __init__(self, control: Channel, events: Channel, owner: int) -> None:
+        self._control = control
+        self._events = events
+        self._owner = owner
+        self._network: Network | None = None
+        self._keys: dict[int, str] = {}  # process id of each rank -> the owner's key for it
+        self._wakeup = _catch_signals()
+        syscalls.adopt_orphans()
+        self._arm()
+
+    def serve(self) -> None:
+        """Answer requests and report ended ranks until the owner is gone."""
+        selector = selectors.DefaultSelector()
+        selector.register(self._control, selectors.EVENT_READ)
+        selector.register(self._wakeup, selectors.EVENT_READ)
+        while os.getppid() == self._owner:
+            ready = [key.fileobj for key, _ in selector.select()]
+            if self._wakeup in ready and signal.SIGTERM in self._wakeup.recv(4096):
+                return
+            self._reap()
+            if self._control in ready and not self._serve_ready():
+                return
+
+    def kill_all(self) -> None:
+        """End every descendant by SIGKILL, whatever its process group or session."""
+        limit_s = time.monotonic() + _KILL_LIMIT_S
+        while time.monotonic() < limit_s:
+            for child in _children():
+                with suppress(PermissionError):  # a set-user-id program: it may end by itself
+                    os.kill(child, signal.SIGKILL)
+            if not self._reap():
+                return
+            time.sleep(0.002)
+
+    def _serve_ready(self) -> bool:
+        item = self._control.receive()
+        while item is not None:
+            if item[0]["do"] == "close":
+                return False
+            self._control.send(self._answer(*item))
+            item = self._control.take()
+            if item is None:
+                return True
+        return False
+
+    def _answer(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        try:
+            return {"id": message["id"], "result": self._do(message, fds)}
+        except LabError as error:
+            return {"id": message["id"], "error": str(error)}
+        except Exception as error:  # the owner reports it; this process must go on
+            return {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _do(self, message: dict[str, Any], fds: list[int]) -> Any:
+        match message["do"]:
+            case "build":
+                return self._build(message["plan"])
+            case "start":
+                return self._start(message, fds[0])
+            case "signal":
+                return self._signal(message["keys"], message["signal"])
+            case "kill_all":
+                return self.kill_all()
+            case "set_rate":
+                return self._built().set_rate(message["host"], message["link"], message["rate_bps"])
+            case "counters":
+                return self._built().counters()
+        raise AssertionError(f"unknown request {message['do']!r}")
+
+    def _build(self, message: dict[str, Any]) -> dict[str, Any]:
+        from offbeat.lab.network import Network, NetworkPlan  # pyroute2: only if needed
+
+        self._network = Network(NetworkPlan.from_message(message))
+        self._arm()  # entering a user namespace disarms it
+        return {
+            "congestion_control": self._network.congestion_control,
+            "inodes": self._network.inodes(),
+        }
+
+    def _built(self) -> "Network":
+        assert self._network is not None, "no network was built"
+        return self._network
+
+    def _start(self, message: dict[str, Any], output: int) -> int:
+        host = message["host"]
+        namespace = None if host is None else self._built().host_fd(host)
+        keeper = os.getpid()
+        process = os.fork()
+        if process == 0:
+            _become(message, output, namespace, keeper)
+        self._keys[process] = message["key"]
+        return process
+
+    def _signal(self, keys: list[str], number: int) -> None:
+        for process, key in self._keys.items():  # only ranks that are not reaped yet
+            if key in keys:
+                _signal_group(process, number)
+
+    def _reap(self) -> bool:
+        """Collect ended children, report ranks among them; False if no child is left."""
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return False
+            if ended is None:
+                return True
+            # While it is not reaped its number cannot be another process's group.
+            if ended.si_pid in self._keys:
+                _signal_group(ended.si_pid, signal.SIGKILL)
+            _, status = os.waitpid(ended.si_pid, 0)
+            self._report(ended.si_pid, os.waitstatus_to_exitcode(status))
+
+    def _report(self, process: int, exit_code: int) -> None:
+        key = self._keys.pop(process, None)
+        if key is None:
+            return
+        try:
+            self._events.send({"key": key, "exit_code": exit_code})
+        except OSError:
+            return  # the owner is gone
+
+    def _arm(self) -> None:
+        # The signal also comes when only the owner's thread ends: `serve` looks which it was.
+        syscalls.set_parent_death_signal(_OWNER_CHANGED)
+
+
+def _catch_signals() -> socket.socket:
+    """A socket that becomes readable with the numbers of the signals that came."""
+    wakeup, inner = socket.socketpair()
+    inner.setblocking(False)
+    signal.set_wakeup_fd(inner.detach(), warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, _OWNER_CHANGED):
+        signal.signal(number, lambda _number, _frame: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return wakeup
+
+
+def _become(message: dict[str, Any], output: int, namespace: int | None, keeper: int) -> None:
+    """In the forked child: enter the host and become the rank; never returns."""
+    try:
+        if namespace is not None:
+            syscalls.setns(namespace, syscalls.CLONE_NEWNET)
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)  # what is ignored stays so in the new program
+        syscalls.set_parent_death_signal(signal.SIGKILL)
+        if os.getppid() != keeper:
+            os._exit(1)
+        os.chdir(message["cwd"])
+        os.execvpe(message["argv"][0], message["argv"], message["env"])
+    except BaseException as error:
+        os.write(2, f"offbeat lab: cannot start {message['argv'][0]!r}: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _signal_group(process: int, number: int) -> None:
+    try:
+        os.killpg(process, number)
+    except ProcessLookupError:
+        _signal_early(process, number)
+
+
+def _signal_early(process: int, number: int) -> None:
+    """The rank has no group of its own yet: it is about to start."""
+    try:
+        os.kill(process, number)
+    except ProcessLookupError:
+        return
+
+
+def _children() -> list[int]:
+    """Process ids of the direct children (adopted ones included)."""
+    own = os.getpid()
+    listed = Path(f"/proc/{own}/task/{own}/children")
+    if listed.exists():
+        return [int(process) for process in listed.read_text().split()]
+    return [process for process in _all_processes() if _parent(process) == own]
+
+
+def _all_processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _parent(process: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None

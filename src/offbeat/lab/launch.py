@@ -1,0 +1,325 @@
+"""Start one process per rank in a lab, watch them, and end all of them together."""
+
+import json
+import os
+import selectors
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from offbeat.lab.errors import LabError
+from offbeat.lab.netns import Lab, NoLab
+from offbeat.lab.process import exit_in_words
+
+TAIL_LINES = 15
+_TERMINATE_S = 2.0  # from SIGTERM to SIGKILL
+_LONGEST_LINE_BYTES = 64 * 1024
+
+OnLine = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a launch ended.
+
+    `exit_codes` is per rank as subprocess gives them (negative: signal); `problem` is None if all
+    ranks ended with 0 in time, else a sentence with the end of the log of the rank at fault.
+    """
+
+    exit_codes: tuple[int, ...]
+    wall_s: float
+    log_files: tuple[Path, ...]
+    problem: str | None
+
+
+def launch(
+    lab: Lab | NoLab,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    log_dir: str | Path,
+    timeout_s: float,
+    on_line: OnLine | None = None,
+    grace_s: float = 5.0,
+) -> Result:
+    """Run `argv` (complete, e.g. [sys.executable, "script.py"]) once per rank until all have ended.
+
+    `env` is added to this process's environment and to the variables of `rank_environment`, and
+    wins. Output goes to `log_dir/rank{r}.log` and line by line to `on_line(rank, line)`. When a
+    rank fails the others have `grace_s` to say what they see, then SIGTERM, then SIGKILL; when
+    `timeout_s` is over they get SIGTERM at once. No process outlives the call, whatever ends it.
+    ValueError for an empty argv or a timeout that is not positive; LabError if the lab has ended.
+    """
+    if not argv:
+        raise ValueError("argv is empty; pass the complete command, [sys.executable, 'script.py']")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s ({timeout_s}) must be positive")
+    Path(log_dir).mkdir(parents=True, exist_ok=True)
+    watch = _Watch(lab, Path(log_dir), on_line)
+    try:
+        watch.start([str(part) for part in argv], env or {})
+        watch.run(timeout_s, grace_s)
+    finally:
+        watch.finish()
+    return watch.result()
+
+
+def rank_environment(
+    lab: Lab | NoLab, rank: int, port: int, run_id: str | None = None
+) -> dict[str, str]:
+    """The variables of torchrun for one rank, and the lab's own (threads, interfaces)."""
+    cluster = lab.cluster
+    host, per_host = cluster.host_of(rank), cluster.processes_per_host
+    interfaces = [
+        {"name": link.name, "interface": lab.interface(index)}
+        for index, link in enumerate(cluster.links)
+    ]
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % per_host),
+        "WORLD_SIZE": str(cluster.world_size),
+        "LOCAL_WORLD_SIZE": str(per_host),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(cluster.hosts),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(cluster.world_size),
+        "MASTER_ADDR": lab.address(0),
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": run_id or lab.name,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store, there is no agent
+        "OMP_NUM_THREADS": str(cluster.threads_of(host)),
+        "PYTHONUNBUFFERED": "1",  # else the last words of a killed rank are lost
+        "GLOO_SOCKET_IFNAME": lab.interface(0),
+        "OFFBEAT_LINKS": json.dumps(interfaces),
+    }
+
+
+@dataclass
+class _Rank:
+    """Mutable state of one rank while it is watched."""
+
+    number: int
+    host: int
+    key: str
+    log_file: Path
+    log: IO[bytes]
+    pipe: int
+    started: bool = False
+    exit_code: int | None = None
+    partial: bytes = b""
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+
+    @property
+    def running(self) -> bool:
+        return self.started and self.exit_code is None
+
+
+class _Watch:
+    """All ranks of one launch, from start to the end of the last process."""
+
+    def __init__(self, lab: Lab | NoLab, log_dir: Path, on_line: OnLine | None) -> None:
+        self._lab = lab
+        self._process = lab.process
+        self._on_line = on_line
+        self._port = lab.next_port()
+        self._start_s = time.monotonic()
+        self._wall_s = 0.0
+        self._problem: str | None = None
+        self._failed: tuple[_Rank, float] | None = None
+        self._actions: list[tuple[float, int]] = []  # (when, signal), soonest first
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._process.events, selectors.EVENT_READ)
+        self._log_dir = log_dir
+        self._ranks: list[_Rank] = []
+
+    def start(self, argv: list[str], env: Mapping[str, str]) -> None:
+        for number in range(self._lab.cluster.world_size):
+            own = rank_environment(self._lab, number, self._port)
+            self._start_rank(number, argv, {**os.environ, **own, **env})
+
+    def run(self, timeout_s: float, grace_s: float) -> None:
+        """Until every rank has ended, by itself or by us."""
+        while any(rank.running for rank in self._ranks):
+            now_s = self._elapsed_s()
+            if not self._actions and now_s >= timeout_s:
+                self._time_out(now_s)
+            self._act(now_s)
+            limit_s = self._actions[0][0] if self._actions else timeout_s
+            self._wait(max(0.0, limit_s - self._elapsed_s()))
+            if self._failed is not None and self._problem is None:
+                self._fail(grace_s)
+        self._wall_s = self._elapsed_s()
+
+    def finish(self) -> None:
+        """End whatever is left, read the rest of the output, close everything."""
+        with suppress(LabError):  # the lab is gone, and with it all processes
+            self._process.request("kill_all")
+        try:
+            with suppress(LabError):
+                self._collect_exits()
+            for rank in self._ranks:
+                while self._read(rank):
+                    pass
+        finally:
+            for rank in self._ranks:
+                self._close(rank)
+            self._selector.close()
+
+    def result(self) -> Result:
+        problem = self._problem
+        if self._failed is not None and not problem:
+            problem = self._failure_in_words()
+        return Result(
+            exit_codes=tuple(_known(rank.exit_code) for rank in self._ranks),
+            wall_s=self._wall_s,
+            log_files=tuple(rank.log_file for rank in self._ranks),
+            problem=problem and f"{problem}{self._tail_in_words()}",
+        )
+
+    # --- starting and reading ----------------------------------------------------------------
+
+    def _start_rank(self, number: int, argv: list[str], env: dict[str, str]) -> None:
+        host = self._lab.cluster.host_of(number)
+        log_file = self._log_dir / f"rank{number}.log"
+        pipe, output = os.pipe()
+        os.set_blocking(pipe, False)
+        log = log_file.open("wb")
+        rank = _Rank(number, host, f"{self._port}/{number}", log_file, log, pipe)
+        self._ranks.append(rank)
+        self._selector.register(pipe, selectors.EVENT_READ, rank)
+        try:
+            self._process.request(
+                "start",
+                fds=[output],
+                key=rank.key,
+                argv=argv,
+                env=env,
+                cwd=str(Path.cwd()),
+                host=self._lab.host_key(host),
+            )
+        finally:
+            os.close(output)
+        rank.started = True
+
+    def _wait(self, limit_s: float) -> None:
+        for key, _ in self._selector.select(limit_s):
+            if key.data is None:
+                self._collect_exits()
+            else:
+                self._read(key.data)
+
+    def _collect_exits(self) -> None:
+        messages = self._process.events.receive_ready()
+        if messages is None:
+            self._process.request("kill_all")  # raises the error that says how it ended
+            raise LabError("the lab's own process closed its events")
+        ranks = {rank.key: rank for rank in self._ranks}
+        for message in messages:
+            rank = ranks.get(message["key"])
+            if rank is not None:  # else of an earlier launch that was interrupted
+                self._end(rank, message["exit_code"])
+
+    def _end(self, rank: _Rank, exit_code: int) -> None:
+        rank.exit_code = exit_code
+        if exit_code != 0 and self._failed is None and self._problem is None:
+            self._failed = (rank, self._elapsed_s())
+
+    def _read(self, rank: _Rank) -> bool:
+        """Pass on what can be read without waiting; False at the end or if there is nothing."""
+        if rank.log.closed or rank.pipe < 0:
+            return False
+        try:
+            data = os.read(rank.pipe, 65536)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._selector.unregister(rank.pipe)
+            os.close(rank.pipe)
+            rank.pipe = -1
+            return False
+        rank.log.write(data)
+        rank.log.flush()
+        self._split(rank, data)
+        return True
+
+    def _split(self, rank: _Rank, data: bytes) -> None:
+        *lines, rest = (rank.partial + data).split(b"\n")
+        if len(rest) > _LONGEST_LINE_BYTES:  # a progress bar that never ends its line
+            lines, rest = [*lines, rest], b""
+        rank.partial = rest
+        for line in lines:
+            self._pass_on(rank, line)
+
+    def _pass_on(self, rank: _Rank, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r")
+        rank.tail.append(text)
+        if self._on_line is not None:
+            self._on_line(rank.number, text)
+
+    def _close(self, rank: _Rank) -> None:
+        if rank.pipe >= 0:
+            os.close(rank.pipe)
+            rank.pipe = -1
+        rank.log.close()
+        if rank.partial:
+            last, rank.partial = rank.partial, b""
+            self._pass_on(rank, last)
+
+    # --- ending ------------------------------------------------------------------------------
+
+    def _fail(self, grace_s: float) -> None:
+        self._problem = self._failure_in_words()
+        at_s = self._elapsed_s() + grace_s
+        self._actions = [(at_s, signal.SIGTERM), (at_s + _TERMINATE_S, signal.SIGKILL)]
+
+    def _time_out(self, now_s: float) -> None:
+        running = [rank for rank in self._ranks if rank.running]
+        self._failed = (running[0], now_s)
+        self._problem = (
+            f"timeout: after {now_s:.1f} s {_ranks_in_words(running)} of "
+            f"{len(self._ranks)} still running and were stopped"
+        )
+        self._actions = [(now_s, signal.SIGTERM), (now_s + _TERMINATE_S, signal.SIGKILL)]
+
+    def _act(self, now_s: float) -> None:
+        while self._actions and self._actions[0][0] <= now_s:
+            _, number = self._actions.pop(0)
+            keys = [rank.key for rank in self._ranks if rank.running]
+            self._process.request("signal", keys=keys, signal=int(number))
+            if not self._actions:
+                self._actions = [(now_s + _TERMINATE_S, number)]  # again, should one be left
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+    def _failure_in_words(self) -> str:
+        assert self._failed is not None
+        rank, at_s = self._failed
+        how = exit_in_words(_known(rank.exit_code))
+        return f"rank {rank.number} (host {rank.host}) {how} after {at_s:.1f} s"
+
+    def _tail_in_words(self) -> str:
+        assert self._failed is not None
+        rank, _ = self._failed
+        if not rank.tail:
+            return f"; rank {rank.number} wrote nothing to its log ({rank.log_file})"
+        lines = "".join(f"\n    {line}" for line in rank.tail)
+        return f"; the end of rank {rank.number}'s log ({rank.log_file}):{lines}"
+
+
+def _known(exit_code: int | None) -> int:
+    assert exit_code is not None, "every rank has ended when this is asked"
+    return exit_code
+
+
+def _ranks_in_words(ranks: list[_Rank]) -> str:
+    numbers = ", ".join(str(rank.number) for rank in ranks)
+    return f"rank {numbers} was" if len(ranks) == 1 else f"ranks {numbers} were"

@@ -1,0 +1,134 @@
+"""The owner's side of the lab's own process: start it, ask it, end it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from offbeat.lab.errors import LabError
+from offbeat.lab.wire import Channel
+
+_CLOSE_LIMIT_S = 15.0
+
+# The packages are entered without their __init__, which may import torch (seconds) or pydantic.
+_BOOT = """
+import json, sys, types
+boot = json.loads(sys.argv[1])
+sys.path[:] = boot["path"]
+for name, folder in boot["packages"]:
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = [folder]
+from offbeat.lab import keeper
+keeper.main(*boot["arguments"])
+"""
+
+
+class LabProcess:
+    """A running keeper process; its end, or this object's, ends everything below it."""
+
+    def __init__(self) -> None:
+        if sys.platform != "linux":
+            raise LabError(f"the lab needs Linux (this is {sys.platform})")
+        self._lock = threading.Lock()
+        self._requests = 0
+        control, control_there = socket.socketpair()
+        events, events_there = socket.socketpair()
+        self._control = Channel(control)
+        self.events = Channel(events)
+        with control_there, events_there:
+            try:
+                self._process = _start(control_there, events_there)
+            except OSError as error:
+                self._control.close()
+                self.events.close()
+                raise LabError(f"cannot start {sys.executable}: {error.strerror}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def request(self, do: str, fds: Sequence[int] = (), **arguments: Any) -> Any:
+        """Ask for one thing and wait for the result; LabError as the process words it."""
+        with self._lock:
+            self._requests += 1
+            number = self._requests
+            try:
+                self._control.send({"do": do, "id": number, **arguments}, fds)
+                answer = self._answer(number)
+            except (BrokenPipeError, ConnectionResetError):
+                answer = None
+        if answer is None:
+            raise LabError(f"the lab's own process ended unexpectedly ({self._end_in_words()})")
+        if "error" in answer:
+            raise LabError(answer["error"])
+        return answer["result"]
+
+    def close(self) -> None:
+        """End every process below it, then it; may be repeated."""
+        with suppress(OSError):  # it is gone already
+            self._control.send({"do": "close", "id": 0})
+        self._control.close()
+        try:
+            self._process.wait(_CLOSE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.events.close()
+
+    def _answer(self, number: int) -> dict[str, Any] | None:
+        """The answer to this request; one to a request that Ctrl-C interrupted is dropped."""
+        while (item := self._control.receive()) is not None:
+            if item[0]["id"] == number:
+                return item[0]
+        return None
+
+    def _end_in_words(self) -> str:
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "it closed its socket"
+        return exit_in_words(code)
+
+
+def exit_in_words(code: int) -> str:
+    """ "exited with code 3" or "was killed by SIGKILL", from a code as subprocess gives it."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _start(control: socket.socket, events: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _BOOT, _boot(control, events)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(control.fileno(), events.fileno()),
+        start_new_session=True,  # a Ctrl-C in the terminal is the owner's business
+    )
+
+
+def _boot(control: socket.socket, events: socket.socket) -> str:
+    here = Path(__file__).resolve().parent
+    return json.dumps(
+        {
+            "path": [entry or os.getcwd() for entry in sys.path],  # noqa: PTH109 (text wanted)
+            "packages": [("offbeat", str(here.parent)), ("offbeat.lab", str(here))],
+            "arguments": [control.fileno(), events.fileno(), os.getpid()],
+        }
+    )

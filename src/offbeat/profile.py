@@ -1,0 +1,305 @@
+"""Profiles: measured facts of one model on one cluster, and the message times they imply."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from offbeat.plan import Kind
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One bucket, times in seconds per iteration, sizes in bytes.
+
+    `size_bytes` are its gradients (as many as its parameters), `buffer_bytes` the floating-point
+    buffers averaged with the parameters, `state_bytes` the optimizer state. `communication_s`
+    overrides the alpha-beta estimate per link for a message of `size_bytes`. `tensors` names its
+    parameters in ready order, then its buffers, so that a cached profile fixes the layout.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    size_bytes: int
+    communication_s: Mapping[str, float] = field(default_factory=dict)
+    buffer_bytes: int = 0
+    state_bytes: int = 0
+    tensors: tuple[str, ...] = ()
+
+    def payload_bytes(self, kind: Kind) -> int:
+        """Bytes of this bucket in a message of `kind`."""
+        if kind == "grad":
+            return self.size_bytes
+        return self.size_bytes + self.buffer_bytes if kind == "param" else self.state_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Alpha-beta model of one link: an all-reduce of M bytes takes latency_s + M / bytes_per_s.
+
+    Fitted on the collective itself, so `bytes_per_s` counts payload, not bytes on the wire.
+    `fit_error` is the fit's mean relative error; None when it was not fitted here.
+    """
+
+    name: str
+    latency_s: float
+    bytes_per_s: float
+    fit_error: float | None = None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Model and links as measured; `buckets` in backward order (first gradient first).
+
+    `update_s` is the optimizer's time, `other_s` what the loop spends outside forward, backward
+    and update (data loading, logging), both per iteration. Times are means over ranks;
+    `rank_scale[r]` is rank r's compute time relative to that mean (empty: all alike).
+    `model` is a fingerprint of the model, empty when unknown.
+    """
+
+    buckets: tuple[Bucket, ...]
+    links: tuple[Link, ...]
+    world_size: int
+    update_s: float = 0.0
+    other_s: float = 0.0
+    rank_scale: tuple[float, ...] = ()
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @property
+    def forward_s(self) -> float:
+        """F: forward time of the model."""
+        return sum(b.forward_s for b in self.buckets)
+
+    @property
+    def backward_s(self) -> float:
+        """B: backward time of the model."""
+        return sum(b.backward_s for b in self.buckets)
+
+    @property
+    def ready_s(self) -> tuple[float, ...]:
+        """E_i: when bucket i's gradient exists, from the start of backward."""
+        return tuple(accumulate(b.backward_s for b in self.buckets))
+
+    @property
+    def bucket_update_s(self) -> tuple[float, ...]:
+        """Optimizer time of each bucket: `update_s` in proportion to size."""
+        total = sum(b.size_bytes for b in self.buckets) or 1
+        return tuple(self.update_s * b.size_bytes / total for b in self.buckets)
+
+    @property
+    def default_link(self) -> Link:
+        """The link that one-link strategies use: the first."""
+        return self.links[0]
+
+    def link(self, name: str) -> Link:
+        """The link of that name; ValueError if there is none."""
+        if name not in self._links:
+            known = ", ".join(self._links)
+            raise ValueError(f"link ({name!r}) must be one of the profile's links: {known}")
+        return self._links[name]
+
+    @cached_property
+    def _links(self) -> dict[str, Link]:
+        return {link.name: link for link in self.links}
+
+    def payload_bytes(self, kind: Kind, buckets: range) -> int:
+        """Bytes of one message of `kind` over neighbouring buckets."""
+        return sum(self.buckets[i].payload_bytes(kind) for i in buckets)
+
+    def transfer_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
+        """Each bucket's share of a fused message's time, without the latency."""
+        return tuple(time - latency for time, latency in self._parts(link, kind))
+
+    def communication_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
+        """c_i: time of each bucket sent alone; an empty bucket takes no time."""
+        return tuple(time for time, _ in self._parts(link, kind))
+
+    def message_s(self, link: str, kind: Kind, buckets: range) -> float:
+        """Time of one message over neighbouring buckets: one latency, all bytes."""
+        parts = self._parts(link, kind)[buckets.start : buckets.stop]
+        latency = max((latency for _, latency in parts), default=0.0)
+        return latency + sum(time - latency for time, latency in parts)
+
+    def _parts(self, link: str, kind: Kind) -> tuple[tuple[float, float], ...]:
+        """(time alone, latency within it) per bucket; cached, as planners ask in loops."""
+        key = (link, kind)
+        if key not in self._part_cache:
+            facts = self.link(link)
+            self._part_cache[key] = tuple(_alone(b, facts, kind) for b in self.buckets)
+        return self._part_cache[key]
+
+    @cached_property
+    def _part_cache(self) -> dict[tuple[str, str], tuple[tuple[float, float], ...]]:
+        return {}
+
+    def slowest(self) -> Profile:
+        """The profile as the slowest rank sees it, for planners: compute times scaled."""
+        scale = max(self.rank_scale, default=1.0)
+        if scale == 1.0:
+            return self
+        buckets = tuple(
+            replace(b, forward_s=b.forward_s * scale, backward_s=b.backward_s * scale)
+            for b in self.buckets
+        )
+        return replace(self, buckets=buckets, update_s=self.update_s * scale, rank_scale=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; optional fields are left out at their defaults."""
+        data: dict[str, Any] = {
+            "schema": SCHEMA,
+            "world_size": self.world_size,
+            "update_s": self.update_s,
+            "links": [_compact(link) for link in self.links],
+            "buckets": [_compact(bucket) for bucket in self.buckets],
+        }
+        if self.other_s:
+            data["other_s"] = self.other_s
+        if self.rank_scale:
+            data["rank_scale"] = list(self.rank_scale)
+        if self.model:
+            data["model"] = self.model
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Profile:
+        """Inverse of `to_dict`; ValueError naming the field on bad input."""
+        if not isinstance(data, Mapping):
+            raise ValueError("a profile must be a JSON object; see `offbeat profile`")
+        if data.get("schema") != SCHEMA:
+            raise ValueError(
+                f"schema ({data.get('schema')!r}) of the profile must be {SCHEMA}; "
+                "measure it again with `offbeat profile`"
+            )
+        known = {"schema", *(f.name for f in fields(cls))}
+        _reject_unknown("profile", data, known)
+        for key in ("world_size", "links", "buckets"):
+            if key not in data:
+                raise ValueError(f"the profile lacks {key!r}")
+        return cls(
+            buckets=tuple(_record(Bucket, "bucket", b) for b in data["buckets"]),
+            links=tuple(_record(Link, "link", link) for link in data["links"]),
+            world_size=data["world_size"],
+            update_s=data.get("update_s", 0.0),
+            other_s=data.get("other_s", 0.0),
+            rank_scale=tuple(data.get("rank_scale", ())),
+            model=data.get("model", ""),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON, in one move so that a reader never sees half a file."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(path.name + ".part")
+        draft.write_text(json.dumps(self.to_dict(), indent=1))
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read from JSON; ValueError naming the file on bad input."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON ({error}); measure it again") from None
+        try:
+            return cls.from_dict(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def _alone(bucket: Bucket, link: Link, kind: Kind) -> tuple[float, float]:
+    size = bucket.payload_bytes(kind)
+    if size == 0 and link.name not in bucket.communication_s:
+        return 0.0, 0.0
+    if link.name not in bucket.communication_s or not bucket.size_bytes:
+        return link.latency_s + size / link.bytes_per_s, link.latency_s
+    given = bucket.communication_s[link.name]
+    latency = min(link.latency_s, given)
+    return latency + (given - latency) * size / bucket.size_bytes, latency
+
+
+def _compact(record: Any) -> dict[str, Any]:
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    optional = {"communication_s", "buffer_bytes", "state_bytes", "tensors", "fit_error"}
+    return {k: v for k, v in values.items() if k not in optional or v}
+
+
+def _reject_unknown(what: str, data: Mapping[str, Any], known: set[str]) -> None:
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise ValueError(f"{what} field ({unknown[0]!r}) must be one of {', '.join(sorted(known))}")
+
+
+def _record(cls: type, what: str, data: Any) -> Any:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{what} ({data!r}) must be a JSON object")
+    known = {f.name for f in fields(cls)}
+    _reject_unknown(f"{what} {data.get('name', '?')!r}", data, known)
+    try:
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+    except TypeError:
+        raise ValueError(
+            f"{what} {data.get('name', '?')!r} must have the fields {', '.join(sorted(known))}"
+        ) from None
+
+
+def _validate(profile: Profile) -> None:
+    if not isinstance(profile.world_size, int) or profile.world_size < 1:
+        raise ValueError(f"world_size ({profile.world_size!r}) must be an integer of at least 1")
+    for what, records in (("buckets", profile.buckets), ("links", profile.links)):
+        if not records:
+            raise ValueError(f"{what} ([]) must not be empty")
+    _unique("link", [link.name for link in profile.links])
+    for link in profile.links:
+        _number(f"latency_s of link {link.name!r}", link.latency_s)
+        _number(f"bytes_per_s of link {link.name!r}", link.bytes_per_s, positive=True)
+    for bucket in profile.buckets:
+        _validate_bucket(bucket, {link.name for link in profile.links})
+    _number("update_s", profile.update_s)
+    _number("other_s", profile.other_s)
+    if profile.rank_scale and len(profile.rank_scale) != profile.world_size:
+        raise ValueError(
+            f"rank_scale ({len(profile.rank_scale)} entries) must have one entry "
+            f"per rank ({profile.world_size})"
+        )
+    for rank, scale in enumerate(profile.rank_scale):
+        _number(f"rank_scale[{rank}]", scale, positive=True)
+
+
+def _validate_bucket(bucket: Bucket, links: set[str]) -> None:
+    for name in ("forward_s", "backward_s", "size_bytes", "buffer_bytes", "state_bytes"):
+        _number(f"{name} of bucket {bucket.name!r}", getattr(bucket, name))
+    if not isinstance(bucket.communication_s, Mapping):
+        raise ValueError(f"communication_s of bucket {bucket.name!r} must map link names to seconds")
+    for link, seconds in bucket.communication_s.items():
+        if link not in links:
+            raise ValueError(
+                f"communication_s of bucket {bucket.name!r} names the link {link!r}, "
+                f"which must be one of {', '.join(sorted(links))}"
+            )
+        _number(f"communication_s[{link!r}] of bucket {bucket.name!r}", seconds)
+
+
+def _unique(what: str, names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{what} name ({name!r}) must be unique")
+
+
+def _number(name: str, value: Any, *, positive: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or value < 0 or (positive and value == 0):
+        raise ValueError(
+            f"{name} ({value!r}) must be a finite number {'above' if positive else 'of at least'} 0"
+        )

@@ -1,0 +1,105 @@
+"""Loss curves: mean over ranks, smoothing, final loss, target and when it was reached."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+
+from offbeat.report.run import Contestant, RankRecord, Repetition, Run
+
+SMOOTH = 10  # iterations of the trailing mean
+FINAL_SHARE = 0.1
+FINAL_LEAST = 5
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses at iterations and at seconds from the trace's origin."""
+
+    iterations: tuple[int, ...]
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.iterations)
+
+    def smoothed(self, width: int = SMOOTH) -> Curve:
+        """Trailing mean over `width` points (all of them if fewer), without a warm-up part."""
+        width = min(width, len(self))
+        if width == 0:
+            return self
+        last = range(width - 1, len(self))
+        means = tuple(fmean(self.losses[i - width + 1 : i + 1]) for i in last)
+        return Curve(self.iterations[width - 1 :], self.seconds[width - 1 :], means)
+
+    def reach(self, target: float) -> tuple[int, float] | None:
+        """(iteration, seconds) of the first point at or below the target, None if none is."""
+        for iteration, seconds, loss in zip(
+            self.iterations, self.seconds, self.losses, strict=True
+        ):
+            if loss <= target:
+                return iteration, seconds
+        return None
+
+
+def rank_mean(rep: Repetition) -> Curve:
+    """Mean over the ranks, at the iterations that every rank recorded."""
+    tables = [{i: (s, x) for i, s, x in record.losses} for record in rep.ranks]
+    if not tables:
+        return Curve((), (), ())
+    shared = sorted(set(tables[0]).intersection(*tables[1:]))
+    return Curve(
+        tuple(shared),
+        tuple(fmean(table[i][0] for table in tables) for i in shared),
+        tuple(fmean(table[i][1] for table in tables) for i in shared),
+    )
+
+
+def final_loss(contestant: Contestant) -> float | None:
+    """Mean over ranks and complete repetitions of the mean of the last 10 % of the iterations
+    (at least 5); None without losses or when one is not finite."""
+    finals = [_last(r) for rep in contestant.complete for r in rep.ranks if r.losses]
+    value = fmean(finals) if finals else math.nan
+    return value if math.isfinite(value) else None
+
+
+def first_loss(contestant: Contestant) -> float | None:
+    """Mean of as many iterations at the beginning as `final_loss` takes at the end."""
+    firsts = [_first(r) for rep in contestant.complete for r in rep.ranks if r.losses]
+    return fmean(firsts) if firsts else None
+
+
+def trained(contestant: Contestant) -> bool:
+    """True if the loss is finite at the end and lower than in the beginning."""
+    first, final = first_loss(contestant), final_loss(contestant)
+    return first is not None and final is not None and final < first
+
+
+def target_loss(run: Run) -> float | None:
+    """The run's target; else the worst final loss of those that trained, None if nobody did.
+
+    The trailing mean lags behind a falling loss, so the target is raised to the lowest smoothed
+    loss of every repetition where needed: all of those that trained reach it.
+    """
+    if run.target_loss is not None:
+        return run.target_loss
+    return max((_easiest(c) for c in run.contestants if trained(c)), default=None)
+
+
+def _easiest(contestant: Contestant) -> float:
+    lows = [min(rank_mean(rep).smoothed().losses, default=-math.inf) for rep in contestant.complete]
+    final = final_loss(contestant)
+    return max([low for low in lows if math.isfinite(low)] + ([] if final is None else [final]))
+
+
+def _count(record: RankRecord) -> int:
+    return max(FINAL_LEAST, math.ceil(FINAL_SHARE * len(record.losses)))
+
+
+def _last(record: RankRecord) -> float:
+    return fmean(loss for _, _, loss in record.losses[-_count(record) :])
+
+
+def _first(record: RankRecord) -> float:
+    return fmean(loss for _, _, loss in record.losses[: _count(record)])

@@ -1,0 +1,236 @@
+"""The HTML page: everything it shows as plain data, and the template that shows it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+from markupsafe import Markup
+
+from offbeat.plan import format_phases
+from offbeat.report import curves, words
+from offbeat.report.run import Contestant, Run
+from offbeat.report.strict_json import dumps, script_safe
+from offbeat.report.summary import Row, ranked
+from offbeat.report.timeline import (
+    Window,
+    lanes_of,
+    measured_window,
+    pack,
+    predicted_window,
+    shrink,
+)
+from offbeat.report.verdict import winner
+
+SCRIPTS = ("page.js", "timeline.js", "losses.js")
+
+
+def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> str:
+    """The page as text; `traces[label][source]` names the trace files that it links to."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "seconds": words.seconds,
+        "size": words.size,
+        "share": words.share,
+        "ratio": words.ratio,
+        "loss": words.loss,
+        "digits": words.digits,
+    }
+    script = "\n".join(_text(name) for name in SCRIPTS)
+    return environment.from_string(_text("page.html")).render(
+        **view(run, rows, traces),
+        count=words.count,
+        css=Markup(_text("page.css")),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def view(
+    run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]
+) -> dict[str, Any]:
+    """Everything the template shows, by name."""
+    windows = [_windows(run, contestant) for contestant in run.contestants]
+    shown, left_out = shrink([w for pair in windows for w in pair])
+    pairs = list(zip(shown[::2], shown[1::2], strict=True))
+    data = {
+        "timelines": [_timeline(run, pair) for pair in pairs],
+        "curves": [curves.draw(c, row) for c, row in zip(run.contestants, rows, strict=True)],
+        "labels": [contestant.label for contestant in run.contestants],
+        "target": next((row.target_loss for row in rows if row.target_loss is not None), None),
+        "buckets": [bucket.name for bucket in run.profile.buckets] if run.profile else [],
+    }
+    best, sentence = winner(rows)
+    return {
+        "run": run,
+        "best": best,
+        "sentence": sentence,
+        "command": shlex.join((*run.command, *run.script)),
+        "banners": banners(run),
+        "table": _table(run, rows),
+        "strategies": [
+            _strategy(contestant, row, pair, traces.get(contestant.label, {}))
+            for contestant, row, pair in zip(run.contestants, rows, pairs, strict=True)
+        ],
+        "left_out": left_out,
+        "data": Markup(script_safe(dumps(data))),
+        "any_curves": any(data["curves"]),
+        "target": data["target"],
+        "profile": run.profile,
+        "cluster": {k: v for k, v in run.cluster.items() if not isinstance(v, (list, dict))},
+        "cluster_tables": _cluster_tables(run.cluster),
+        "failed": _failed(run),
+        "problems": run.failures(),
+        "warnings": _grouped(run, "warnings"),
+        "checks": _grouped(run, "checks"),
+    }
+
+
+def banners(run: Run) -> list[str]:
+    """What must be said loudly before any number is read."""
+    said = []
+    if run.emulated:
+        said.append(
+            "Emulated compute: layers sleep for their measured time. Communication is real, "
+            "compute and losses are not."
+        )
+    if run.note:
+        said.append(run.note)
+    elif run.lab == "none":
+        said.append("No lab: the links were not shaped, they are whatever this machine has.")
+    return said
+
+
+def _text(name: str) -> str:
+    return files("offbeat.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _windows(run: Run, contestant: Contestant) -> tuple[Window | None, Window | None]:
+    found = measured_window(run, contestant)
+    return predicted_window(contestant), None if found is None else found[1]
+
+
+def _timeline(run: Run, pair: tuple[Window | None, Window | None]) -> dict[str, Any]:
+    links = [link.name for link in run.profile.links] if run.profile else []
+    lanes = lanes_of(pair, links)
+    predicted, measured = (None if window is None else pack(window, lanes) for window in pair)
+    return {"lanes": lanes, "predicted": predicted, "measured": measured}
+
+
+def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
+    """The rows, best first, and what their columns share."""
+    unit = words.unit_for(
+        s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s)
+    )
+    ends = [r.spread_s[1] if r.spread_s else r.iteration_s for r in rows]
+    series = {contestant.label: i for i, contestant in enumerate(run.contestants)}
+    return {
+        "rows": ranked(rows),
+        "unit": unit,
+        "target_unit": words.unit_for(r.target_s for r in rows),
+        "most_s": max((s for s in ends if s), default=0.0),
+        "series": series,
+        "spread_of": next((r.spread_of for r in rows if r.spread_of), None),
+        "repetitions": max((r.repetitions for r in rows), default=0),
+        "observed": max((rep.observed for _, rep, _ in run.records()), default=0),
+    }
+
+
+def _strategy(
+    contestant: Contestant,
+    row: Row,
+    pair: tuple[Window | None, Window | None],
+    traces: Mapping[str, str],
+) -> dict[str, Any]:
+    measured = pair[1]
+    return {
+        "label": contestant.label,
+        "text": contestant.text,
+        "row": row,
+        "plan": None if contestant.plan is None else str(contestant.plan),
+        "has_timeline": any(pair),
+        "iterations": None if measured is None else _iterations(measured.iterations),
+        "traces": {
+            source: f"{quote(contestant.label)}/{quote(name)}" for source, name in traces.items()
+        },
+    }
+
+
+def _iterations(those: range) -> str:
+    if len(those) == 1:
+        return f"iteration {those.start}"
+    return f"iterations {those.start} to {those.stop - 1}"
+
+
+def _cluster_tables(cluster: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Lists of records of the cluster (links, overrides) as tables."""
+    tables = []
+    for name, value in cluster.items():
+        records = _records(value)
+        if records:
+            columns = list(dict.fromkeys(column for record in records for column in record))
+            cells = [[_cell(record.get(column)) for column in columns] for record in records]
+            tables.append({"name": name, "columns": columns, "rows": cells})
+    return tables
+
+
+def _records(value: Any) -> list[Mapping[str, Any]]:
+    if isinstance(value, Mapping):
+        return [
+            {"name": key, **(item if isinstance(item, Mapping) else {"value": item})}
+            for key, item in value.items()
+        ]
+    if isinstance(value, list):
+        return [item if isinstance(item, Mapping) else {"value": item} for item in value]
+    return []
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_cell(item)}" for key, item in value.items()) or words.NONE
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value)) or words.NONE
+    return words.NONE if value is None else str(value)
+
+
+def _failed(run: Run) -> list[dict[str, Any]]:
+    """Repetitions that do not count, with what the ranks without a record said last."""
+    return [
+        {"label": contestant.label, "index": rep.index, "problems": rep.problems, "logs": rep.log_tails}
+        for contestant in run.contestants
+        for rep in contestant.repetitions
+        if not rep.complete
+    ]
+
+
+def _grouped(run: Run, field: str) -> list[tuple[str, str]]:
+    """Every distinct warning or check once, with everywhere it was said."""
+    said: dict[str, dict[str, dict[int, set[int]]]] = {}
+    for contestant, rep, record in run.records():
+        for text in getattr(record, field):
+            places = said.setdefault(text, {}).setdefault(contestant.label, {})
+            places.setdefault(rep.index, set()).add(record.rank)
+    return [(text, "; ".join(_places(places))) for text, places in said.items()]
+
+
+def _places(by_label: Mapping[str, Mapping[int, set[int]]]) -> Iterable[str]:
+    for label, reps in by_label.items():
+        everywhere = set.union(*reps.values())
+        if all(ranks == everywhere for ranks in reps.values()):
+            yield f"{label}, {_many('repetition', reps)}, {_many('rank', everywhere)}"
+            continue
+        for index, ranks in reps.items():
+            yield f"{label}, repetition {index}, {_many('rank', ranks)}"
+
+
+def _many(noun: str, numbers: Iterable[int]) -> str:
+    numbers = set(numbers)
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {format_phases(numbers)}"

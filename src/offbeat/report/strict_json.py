@@ -1,0 +1,30 @@
+"""JSON that every reader accepts: numbers that are not finite become null."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def dumps(data: Any) -> str:
+    """Compact JSON text."""
+    return json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
+
+
+def script_safe(text: str) -> str:
+    """JSON text that can stand inside a script element: no character of HTML in it."""
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return data

@@ -1,0 +1,180 @@
+"""The comparison in numbers: one row per contestant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median, quantiles
+from typing import Literal
+
+from offbeat.report.losses import final_loss, rank_mean, target_loss
+from offbeat.report.run import Contestant, Repetition, Run
+from offbeat.trace import COMPUTE, Span
+
+YARDSTICK = "ddp"
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contestant; times in seconds, None for what cannot be said.
+
+    Measured: `iteration_s` (median over repetitions) with `spread_s` (lowest and highest
+    repetition, or quartiles over the periods of the only one: `spread_of`), `sent_bytes` per
+    iteration and rank, `final_loss`, `target_s` and `target_iterations` (when the smoothed loss
+    reached `target_loss`; median over repetitions). Predicted: `predicted_s`,
+    `predicted_error` (predicted / measured - 1), `exposed_s`. `bound_s` is a lower bound.
+    `speedup` is the fastest DDP's seconds per iteration over this one's.
+    """
+
+    label: str
+    strategy: str
+    repetitions: int
+    failed: int
+    iteration_s: float | None = None
+    spread_s: Interval | None = None
+    spread_of: Literal["repetitions", "periods"] | None = None
+    predicted_s: float | None = None
+    predicted_error: float | None = None
+    bound_s: float | None = None
+    exposed_s: float | None = None
+    sent_bytes: float | None = None
+    final_loss: float | None = None
+    target_loss: float | None = None
+    target_s: float | None = None
+    target_spread_s: Interval | None = None
+    target_iterations: float | None = None
+    speedup: float | None = None
+
+
+def summarize(run: Run) -> list[Row]:
+    """A row per contestant, in the run's order."""
+    target = target_loss(run)
+    rows = [_row(run, contestant, target) for contestant in run.contestants]
+    yardsticks = [
+        row.iteration_s
+        for row, contestant in zip(rows, run.contestants, strict=True)
+        if contestant.strategy == YARDSTICK and row.iteration_s is not None
+    ]
+    if not yardsticks:
+        return rows
+    return [
+        row if row.iteration_s is None else replace(row, speedup=min(yardsticks) / row.iteration_s)
+        for row in rows
+    ]
+
+
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Best first: least seconds to the target, then least seconds per iteration."""
+    return sorted(rows, key=lambda row: (_or_inf(row.target_s), _or_inf(row.iteration_s)))
+
+
+def skipped(run: Run, rep: Repetition) -> int:
+    """Iterations at the beginning of a repetition's trace that no measured time includes."""
+    return max(0, run.skip + rep.observed - rep.trace.first)
+
+
+def iteration_s(run: Run, rep: Repetition) -> float | None:
+    """Seconds per iteration of one repetition, None without a whole period after the skipped."""
+    periods = rep.trace.period_seconds(skipped(run, rep))
+    return median(periods) if periods else None
+
+
+def sent_bytes(run: Run, rep: Repetition) -> float | None:
+    """Payload bytes per iteration and rank: of the whole periods after the skipped iterations
+    whose messages were recorded, else everything that was sent over all iterations."""
+    steady = _bytes_of_periods(run, rep)
+    if steady is not None:
+        return steady
+    totals = [sum(record.sent_bytes.values()) for record in rep.ranks if record.sent_bytes]
+    return fmean(totals) / rep.trace.iterations if totals and rep.trace.iterations else None
+
+
+def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
+    reps = contestant.complete
+    row = Row(
+        label=contestant.label,
+        strategy=contestant.text,
+        repetitions=len(reps),
+        failed=len(contestant.repetitions) - len(reps),
+        sent_bytes=_mean([sent_bytes(run, rep) for rep in reps]),
+        final_loss=final_loss(contestant),
+        target_loss=target,
+    )
+    row = _with_times(row, run, reps)
+    row = _with_prediction(row, contestant)
+    return row if target is None else _with_target(row, reps, target)
+
+
+def _with_times(row: Row, run: Run, reps: Sequence[Repetition]) -> Row:
+    times = [s for rep in reps if (s := iteration_s(run, rep)) is not None]
+    if not times:
+        return row
+    if len(times) > 1:
+        return replace(
+            row,
+            iteration_s=median(times),
+            spread_s=(min(times), max(times)),
+            spread_of="repetitions",
+        )
+    periods = [s for rep in reps for s in rep.trace.period_seconds(skipped(run, rep))]
+    if len(periods) < 2:
+        return replace(row, iteration_s=times[0])
+    low, _, high = quantiles(periods, n=4, method="inclusive")
+    return replace(row, iteration_s=times[0], spread_s=(low, high), spread_of="periods")
+
+
+def _with_prediction(row: Row, contestant: Contestant) -> Row:
+    trace = contestant.predicted
+    if trace is None:
+        return row
+    notes = trace.notes
+    predicted = notes.get("iteration_s") or trace.iteration_s()
+    return replace(
+        row,
+        predicted_s=predicted,
+        predicted_error=predicted / row.iteration_s - 1 if row.iteration_s else None,
+        bound_s=notes.get("bound_s"),
+        exposed_s=notes.get("exposed_s"),
+    )
+
+
+def _with_target(row: Row, reps: Sequence[Repetition], target: float) -> Row:
+    reached = [rank_mean(rep).smoothed().reach(target) or (math.inf, math.inf) for rep in reps]
+    if not reached:
+        return row
+    times = [seconds for _, seconds in reached]
+    if math.isinf(median(times)):
+        return row
+    spread = (min(times), max(times)) if len(times) > 1 and max(times) < math.inf else None
+    return replace(
+        row,
+        target_s=median(times),
+        target_spread_s=spread,
+        target_iterations=median([iteration + 1 for iteration, _ in reached]),
+    )
+
+
+def _bytes_of_periods(run: Run, rep: Repetition) -> float | None:
+    """From the recorded spans, None if they hold no message or no whole period."""
+    trace, after = rep.trace, run.skip + rep.observed
+    seen = {span.iteration for span in trace.spans if span.iteration >= after}
+    whole = len(seen) // trace.period * trace.period
+    counted = set(sorted(seen)[:whole])
+    total = sum(span.bytes for span in trace.spans if _is_message(span, counted))
+    return total / whole / len(rep.ranks) if total else None
+
+
+def _is_message(span: Span, iterations: set[int]) -> bool:
+    return span.lane != COMPUTE and span.iteration in iterations
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _or_inf(value: float | None) -> float:
+    return math.inf if value is None else value

@@ -1,0 +1,68 @@
+"""The comparison as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from offbeat.report import words
+from offbeat.report.summary import Row, ranked
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The rows, best first; every column says whether it was measured, predicted or is a bound."""
+    unit = words.unit_for(s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s))
+    target = next((row.target_loss for row in rows if row.target_loss is not None), None)
+    result = Table(caption=_caption(rows), caption_justify="left", caption_style="dim")
+    result.add_column("strategy", overflow="fold")
+    for heading, word in (
+        ("time to loss" + ("" if target is None else f" {words.loss(target)}"), "measured"),
+        (f"{unit.name}/iteration", "measured"),
+        ("vs DDP", "measured"),
+        (f"{unit.name}/iteration", "predicted"),
+        (f"{unit.name}/iteration", "bound"),
+        ("sent/iteration/rank", "measured"),
+        ("final loss", "measured"),
+    ):
+        result.add_column(Text.assemble(heading, "\n", (word, "dim")), justify="right")
+    for place, row in enumerate(ranked(rows)):
+        result.add_row(*_cells(row, unit), style="bold" if place == 0 and len(rows) > 1 else "")
+    return result
+
+
+def _cells(row: Row, unit: words.Unit) -> list[Text]:
+    return [
+        _two_lines(row.label, row.strategy if row.strategy != row.label else ""),
+        _two_lines(words.seconds(row.target_s), _range(row.target_spread_s)),
+        _two_lines(unit.text(row.iteration_s), unit.span(row.spread_s)),
+        Text(words.ratio(row.speedup)),
+        _two_lines(
+            unit.text(row.predicted_s),
+            "" if row.predicted_error is None else words.share(row.predicted_error),
+        ),
+        Text(unit.text(row.bound_s)),
+        Text(words.size(row.sent_bytes)),
+        Text(words.loss(row.final_loss)),
+    ]
+
+
+def _two_lines(first: str, second: str) -> Text:
+    return Text.assemble(first, *((("\n" + second, "dim not bold"),) if second else ()))
+
+
+def _range(spread_s: tuple[float, float] | None) -> str:
+    return "" if spread_s is None else " to ".join(map(words.seconds, spread_s))
+
+
+def _caption(rows: Sequence[Row]) -> str:
+    counts = sorted({row.repetitions for row in rows})
+    text = f"{' or '.join(map(str, counts))} repetitions" if counts != [1] else "1 repetition"
+    spread = next((row.spread_of for row in rows if row.spread_of), None)
+    if spread == "repetitions":
+        text = f"median of {text}, lowest to highest below"
+    elif spread == "periods":
+        text += ", quartiles over its periods below"
+    failed = sum(row.failed for row in rows)
+    return text + (f"; {words.count(failed, 'repetition')} failed" if failed else "")

@@ -1,0 +1,247 @@
+"""One period of a trace, chosen to be typical and packed for the page.
+
+A page holds hundreds of thousands of spans at worst, so a span is four small integers: index of
+its name, iteration within the period, start since the previous span's start, duration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from offbeat.report.run import Contestant, Repetition, Run
+from offbeat.trace import COMPUTE, Span, Trace
+
+MOST_SPANS = 60_000  # in one page; beyond, ranks and then iterations are left out and named
+TICKS = 100_000  # resolution of a window
+
+Key = tuple[str, str, tuple[int, int] | None]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some iterations of a trace: `zero_s[rank]` is where they begin, `length_s` how long.
+
+    `shown` holds, for each rank that is shown, every span seen between zero and the end, in
+    order of start: also of the neighbouring iterations, whose messages reach into these.
+    """
+
+    trace: Trace
+    iterations: range
+    zero_s: tuple[float, ...]
+    length_s: float
+    shown: Mapping[int, tuple[Span, ...]]
+
+    @property
+    def size(self) -> int:
+        """Number of spans shown."""
+        return sum(map(len, self.shown.values()))
+
+    def bounds_s(self, rank: int) -> list[float]:
+        """Where the rank's iterations begin, and where the last one ends, from zero."""
+        first = self.iterations.start
+        edges = [start_of(self.trace, rank, first)]
+        edges += [self.trace.ends_s[rank][i - self.trace.first] for i in self.iterations]
+        return [edge - self.zero_s[rank] for edge in edges]
+
+
+def measured_window(run: Run, contestant: Contestant) -> tuple[Repetition, Window] | None:
+    """The typical recorded period of the first complete repetition, None without spans.
+
+    Typical: its iterations send what the predicted ones send, and among those periods its
+    duration is nearest to the median.
+    """
+    for rep in contestant.complete:
+        start = _typical_start(run, contestant, rep)
+        if start is not None:
+            period = range(start, start + rep.trace.period)
+            return rep, _window(_by_true_rank(rep), period)
+    return None
+
+
+def predicted_window(contestant: Contestant) -> Window | None:
+    """The simulated period; what crosses its end also enters at its beginning."""
+    trace = contestant.predicted
+    if trace is None or not trace.spans or trace.iterations < trace.period:
+        return None
+    period = range(trace.first, trace.first + trace.period)
+    if trace.iterations == trace.period:
+        trace = _repeated(trace)
+    return _window(trace, period)
+
+
+def start_of(trace: Trace, rank: int, iteration: int) -> float:
+    """When the rank began an iteration."""
+    index = iteration - trace.first
+    return trace.ends_s[rank][index - 1] if index else trace.starts_s[rank]
+
+
+def pack(window: Window, lanes: Sequence[str]) -> dict[str, Any]:
+    """JSON-ready form of a window; equal ranks are stored once."""
+    unit = 10.0 ** math.floor(math.log10(window.length_s / TICKS))
+    names: dict[tuple[Any, ...], int] = {}
+    stored: dict[tuple[int, ...], int] = {}
+    which = []
+    for rank in window.shown:
+        rows = tuple(_rows(window, rank, lanes, names, unit))
+        which.append(stored.setdefault(rows, len(stored)))
+    return {
+        "unit_s": unit,
+        "length": round(window.length_s / unit),
+        "first": window.iterations.start,
+        "iterations": len(window.iterations),
+        "ranks": list(window.shown),
+        "which": which,
+        "names": [list(name) for name in names],
+        "rows": [list(rows) for rows in stored],
+        "bounds": [[round(s / unit) for s in window.bounds_s(rank)] for rank in window.shown],
+    }
+
+
+def shrink(windows: Sequence[Window | None], most: int = MOST_SPANS) -> tuple[list[Any], list[str]]:
+    """The windows with few enough spans for one page, and words about what was left out."""
+    total = sum(w.size for w in windows if w)
+    if total <= most:
+        return list(windows), []
+    count = max(len(w.shown) for w in windows if w)
+    kept = max(1, count * most // total)
+    said = [f"Timelines show {kept} of {count} ranks, to keep the page small."]
+    fewer = [w and replace(w, shown=_spread(w.shown, kept)) for w in windows]
+    total = sum(w.size for w in fewer if w)
+    if total > most:
+        fewer = [w and _cut(w, max(1, len(w.iterations) * most // total)) for w in fewer]
+        said.append("Timelines show the first iterations of each period, to keep the page small.")
+    return fewer, said
+
+
+def lanes_of(windows: Iterable[Window | None], links: Iterable[str]) -> list[str]:
+    """Compute first, then the links in the order of the profile, then any other lane."""
+    used = {span.lane for w in windows if w for spans in w.shown.values() for span in spans}
+    ordered = [COMPUTE, *(link for link in links if link in used), *sorted(used)]
+    return list(dict.fromkeys(ordered))
+
+
+def _typical_start(run: Run, contestant: Contestant, rep: Repetition) -> int | None:
+    trace = rep.trace
+    sent = _messages(trace, rep.ranks[0].rank)
+    starts = _whole_periods(trace, sent)
+    after = run.skip + rep.observed
+    starts = [t for t in starts if t >= after] or starts
+    starts = [t for t in starts if t - 1 in sent] or starts  # what reaches in is recorded too
+    if not starts:
+        return None
+    if contestant.predicted is not None and contestant.predicted.spans:
+        starts = _most_alike(starts, sent, contestant.predicted)
+    seconds = trace.iteration_seconds()
+    lengths = {t: sum(seconds[t - trace.first :][: trace.period]) for t in starts}
+    middle = median(lengths.values())
+    return min(starts, key=lambda t: abs(lengths[t] - middle))
+
+
+def _whole_periods(trace: Trace, recorded: dict[int, Counter[Key]]) -> list[int]:
+    """Iterations at which a whole recorded period begins."""
+    ended = range(trace.first, trace.first + trace.iterations)
+    return [
+        t for t in recorded if all(i in recorded and i in ended for i in range(t, t + trace.period))
+    ]
+
+
+def _messages(trace: Trace, rank: int) -> dict[int, Counter[Key]]:
+    """What the rank sent in every recorded iteration."""
+    sent: dict[int, Counter[Key]] = {}
+    for span in trace.spans:
+        if span.rank == rank:
+            keys = sent.setdefault(span.iteration, Counter())
+            if span.lane != COMPUTE:
+                keys[(span.lane, span.kind, span.buckets)] += 1
+    return sent
+
+
+def _most_alike(starts: list[int], sent: dict[int, Counter[Key]], predicted: Trace) -> list[int]:
+    """The starts of the periods that send most of what the predicted period sends, in phase."""
+    wanted = _messages(predicted, 0)
+    alike = {
+        t: sum(
+            (sent[t + i] & wanted.get(predicted.first + i, Counter())).total()
+            for i in range(predicted.period)
+            if t + i in sent
+        )
+        for t in starts
+    }
+    return [t for t in starts if alike[t] == max(alike.values())]
+
+
+def _by_true_rank(rep: Repetition) -> Trace:
+    """The merged trace; asserts that row r of `ends_s` is rank r, as every rank is there."""
+    assert [record.rank for record in rep.ranks] == list(range(len(rep.ranks)))
+    return rep.trace
+
+
+def _window(trace: Trace, iterations: range) -> Window:
+    ranks = range(trace.world_size)
+    starts = [start_of(trace, rank, iterations.start) for rank in ranks]
+    last = iterations.stop - 1 - trace.first
+    ends = [trace.ends_s[rank][last] for rank in ranks]
+    zeros, length = (min(starts),) * len(ranks), max(ends) - min(starts)
+    own = max(end - start for start, end in zip(starts, ends, strict=True))
+    if max(starts) - min(starts) > own:  # the clocks have no common origin
+        zeros, length = tuple(starts), own
+    return Window(trace, iterations, zeros, length, _seen(trace, zeros, length))
+
+
+def _seen(trace: Trace, zeros: Sequence[float], length: float) -> dict[int, tuple[Span, ...]]:
+    shown: dict[int, list[Span]] = {rank: [] for rank in range(trace.world_size)}
+    for span in trace.spans:
+        zero = zeros[span.rank]
+        if span.start_s < zero + length and span.end_s > max(zero, span.start_s):
+            shown[span.rank].append(span)
+    return {
+        rank: tuple(sorted(spans, key=lambda span: (span.start_s, span.lane)))
+        for rank, spans in shown.items()
+    }
+
+
+def _repeated(trace: Trace) -> Trace:
+    """One steady period with a copy of its spans before and one after it."""
+    step_s = trace.iteration_s() * trace.period
+    copies = [
+        replace(
+            span,
+            start_s=span.start_s + k * step_s,
+            end_s=span.end_s + k * step_s,
+            iteration=span.iteration + k * trace.period,
+        )
+        for k in (-1, 1)
+        for span in trace.spans
+    ]
+    return replace(trace, spans=(*trace.spans, *copies))
+
+
+def _rows(
+    window: Window, rank: int, lanes: Sequence[str], names: dict[tuple[Any, ...], int], unit: float
+) -> Iterable[int]:
+    previous = 0
+    for span in window.shown[rank]:
+        name = (lanes.index(span.lane), span.kind, *(span.buckets or (-1, -1)), span.bytes)
+        start = round((span.start_s - window.zero_s[rank]) / unit)
+        yield names.setdefault(name, len(names))
+        yield span.iteration - window.iterations.start
+        yield start - previous
+        yield round((span.end_s - span.start_s) / unit)
+        previous = start
+
+
+def _spread(shown: Mapping[int, tuple[Span, ...]], count: int) -> dict[int, tuple[Span, ...]]:
+    """`count` ranks at equal distances, the first among them."""
+    ranks, count = list(shown), min(count, len(shown))
+    return {rank: shown[rank] for rank in (ranks[i * len(ranks) // count] for i in range(count))}
+
+
+def _cut(window: Window, iterations: int) -> Window:
+    """The window's first iterations, the same ranks."""
+    less = _window(window.trace, window.iterations[:iterations])
+    return replace(less, shown={rank: less.shown[rank] for rank in window.shown})

@@ -1,0 +1,82 @@
+"""Numbers as words: seconds, bytes, shares and ratios with as many digits as they deserve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+NONE = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One unit of time for a whole column, so that its numbers can be compared by eye."""
+
+    name: str
+    seconds: float
+    decimals: int
+
+    def text(self, seconds: float | None) -> str:
+        """The number alone."""
+        return NONE if seconds is None else f"{seconds / self.seconds:,.{self.decimals}f}"
+
+    def span(self, low_high_s: tuple[float, float] | None) -> str:
+        """'low to high', empty without one."""
+        return "" if low_high_s is None else " to ".join(map(self.text, low_high_s))
+
+
+def unit_for(seconds: Iterable[float | None]) -> Unit:
+    """A unit that gives the largest at most four digits and the smallest three, within reason."""
+    values = [abs(s) for s in seconds if s]
+    low, high = min(values, default=1.0), max(values, default=1.0)
+    name, scale = ("s", 1.0) if high >= 10 else ("ms", 1e-3) if high >= 1e-2 else ("µs", 1e-6)
+    return Unit(name, scale, max(0, min(2, 2 - math.floor(math.log10(low / scale)))))
+
+
+def digits(value: float, count: int = 3) -> str:
+    """`count` significant digits without an exponent: 1234.5 -> '1,234' or '1,235', 0.012."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(value)
+    decimals = max(0, count - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(decimals, 12)}f}"
+
+
+def seconds(value: float | None) -> str:
+    """'1.13 s', '341 ms', '12.3 µs'."""
+    if value is None:
+        return NONE
+    for name, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(value) >= 0.9995 * scale:
+            return f"{digits(value / scale)} {name}"
+    return f"{digits(value / 1e-6)} µs"
+
+
+def size(value: float | None) -> str:
+    """Bytes in decimal units: '8.39 MB'."""
+    if value is None:
+        return NONE
+    for name, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= 0.9995 * scale:
+            return f"{digits(value / scale)} {name}"
+    return f"{digits(value)} B"
+
+
+def share(value: float | None) -> str:
+    """A relative difference with its sign: '+1.2 %'."""
+    return NONE if value is None else f"{100 * value:+.1f} %".replace("-", "−")
+
+
+def ratio(value: float | None) -> str:
+    """'3.31×'."""
+    return NONE if value is None else f"{value:.2f}×"
+
+
+def loss(value: float | None) -> str:
+    """Four significant digits."""
+    return NONE if value is None else digits(value, 4)
+
+
+def count(number: int, noun: str) -> str:
+    """'1 rank', '4 ranks'."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

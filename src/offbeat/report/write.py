@@ -1,0 +1,66 @@
+"""Writes the report of a run directory: summary.json, Chrome traces, report.html."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from offbeat.report.page import render
+from offbeat.report.run import SCHEMA, Contestant, Run, load
+from offbeat.report.strict_json import dumps
+from offbeat.report.summary import Row, summarize
+from offbeat.report.verdict import winner
+
+REPORT = "report.html"
+SUMMARY = "summary.json"
+MEASURED_TRACE = "trace.chrome.json"
+PREDICTED_TRACE = "predicted.chrome.json"
+
+
+def write(run_dir: str | Path) -> Path:
+    """Read a run directory, write its report into it and return the path of report.html.
+
+    Raises ValueError without a readable run.json.
+    """
+    run = load(run_dir)
+    rows = summarize(run)
+    _save(run.path / SUMMARY, dumps(summary(run, rows)))
+    traces = {c.label: _write_traces(run.path / c.label, c) for c in run.contestants}
+    report = run.path / REPORT
+    _save(report, render(run, rows, traces))
+    return report
+
+
+def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
+    """What summary.json holds."""
+    best, sentence = winner(rows)
+    return {
+        "schema": SCHEMA,
+        "winner": None if best is None else best.label,
+        "sentence": sentence,
+        "emulated": run.emulated,
+        "rows": [asdict(row) for row in rows],
+        "problems": run.failures(),
+    }
+
+
+def _write_traces(folder: Path, contestant: Contestant) -> dict[str, str]:
+    """Names of the trace files written, by source."""
+    written = {}
+    if contestant.complete:
+        _save(folder / MEASURED_TRACE, dumps(contestant.complete[0].trace.to_chrome()))
+        written["measured"] = MEASURED_TRACE
+    if contestant.predicted is not None:
+        _save(folder / PREDICTED_TRACE, dumps(contestant.predicted.to_chrome()))
+        written["predicted"] = PREDICTED_TRACE
+    return written
+
+
+def _save(path: Path, text: str) -> None:
+    """Write in one move, so that a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)

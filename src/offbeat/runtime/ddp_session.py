@@ -1,0 +1,72 @@
+"""The session of the yardstick: torch's own DistributedDataParallel, untouched."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from offbeat.runtime.engine import Iteration, Marks
+from offbeat.runtime.flat_session import Cluster, unite
+from offbeat.runtime.record import Recorder
+from offbeat.runtime.wrap import Session
+
+
+class DDPSession(Session):
+    """Hands everything to DistributedDataParallel and marks when iterations begin and end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        bucket_cap_mb: float | None,
+        cluster: Cluster,
+        recorder: Recorder | None,
+    ):
+        self._model, self._optimizer = model, optimizer
+        self._cluster, self._recorder = cluster, recorder
+        self.module = DistributedDataParallel(
+            model,
+            process_group=next(iter(cluster.groups.values())),
+            bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]
+        )
+        self._iteration = 0
+        self._marks = Marks(begin=cluster.device.mark())
+        gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        self._bytes_per_iteration = gradients
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._marks.forward = self._cluster.device.mark()
+        output = self.module(*args, **kwargs)
+        self._marks.forward_end = self._cluster.device.mark()
+        return output
+
+    def step(self) -> None:
+        mark, marks = self._cluster.device.mark, self._marks
+        # DDP waits for its messages at the end of backward; seen from outside both are one.
+        marks.step = marks.waited = mark()
+        self._optimizer.step()
+        marks.stepped = marks.end = mark()
+        self._cluster.control.publish(self._iteration + 1)
+        if self._recorder:
+            self._recorder.iteration(Iteration(self._iteration, marks, []))
+        self._iteration += 1
+        self._marks = Marks(begin=mark())
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self._optimizer.zero_grad(set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.module.no_sync()
+
+    def consolidate(self) -> None:
+        unite(self._model, self._cluster)
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Gradient bytes that DDP reduces, by its definition: all of them, every iteration."""
+        first = next(iter(self._cluster.links))
+        return {first: self._bytes_per_iteration * self._iteration}

@@ -1,0 +1,204 @@
+"""The session of every planned strategy: observe, agree, plan, run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from offbeat.check import raise_if_wrong
+from offbeat.profile import Profile
+from offbeat.runtime.engine import Engine, Iteration
+from offbeat.runtime.flat import Flat, specs_of_profile
+from offbeat.runtime.observe import Observer, measure_links, observing_plan
+from offbeat.runtime.record import Recorder
+from offbeat.runtime.wrap import Session
+from offbeat.strategies import Strategy
+from offbeat.transport.control import Control
+from offbeat.transport.device import Device
+from offbeat.transport.link import Link
+
+
+@dataclass
+class Cluster:
+    """What this process is connected to: control, links with their groups, the device."""
+
+    control: Control
+    links: dict[str, Link]
+    groups: dict[str, dist.ProcessGroup]
+    device: Device
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Observation:
+    """How to come by a profile: BSP iterations to watch, smallest bucket, what then."""
+
+    iterations: int
+    min_bucket_bytes: int
+    model: str  # fingerprint
+    save_to: str | None
+    then_stop: bool
+
+
+class FlatSession(Session):
+    """Runs a strategy's plan on flat buckets, after observing plain BSP if need be."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        cluster: Cluster,
+        recorder: Recorder | None,
+        flat: Flat,
+    ):
+        self._model, self._strategy, self._cluster = model, strategy, cluster
+        self._recorder = recorder
+        self.engine = Engine(
+            flat, optimizer, cluster.links, cluster.device, cluster.control, cluster.timeout_s
+        )
+
+    def run_from(self, profile: Profile, observed: int = 0) -> None:
+        """Plan from a profile that all ranks share, check, agree on the plan, adopt it."""
+        control = self._cluster.control
+        plan = self._strategy.plan(profile, control.rank)
+        raise_if_wrong([plan], profile)
+        control.agree("the plan", plan.digest, "start all ranks with the same offbeat version")
+        self.profile, self.plan = profile, plan
+        self.updates_in_backward = plan.updates == "in_backward"
+        self.engine.adopt(plan, self._strategy.state_policy)
+        self.engine.listener = self._recorder.iteration if self._recorder else None
+        if self._recorder:
+            self._recorder.start(str(self._strategy), plan, observed)
+
+    def observe(self, how: Observation) -> None:
+        """Run plain BSP first, measure, and plan from what was measured."""
+        observer = Observer(self._model, self.engine, self._cluster.device)
+        first = next(iter(self._cluster.links))
+        self.engine.adopt(observing_plan(len(self.engine.flat.buckets), first), "local")
+
+        def listen(done: Iteration) -> None:
+            if self._recorder:
+                self._recorder.iteration(done)
+            observer.iteration(done)
+            if done.number + 1 == how.iterations:
+                self._plan_from(observer, how)
+
+        self.engine.listener = listen
+
+    def _plan_from(self, observer: Observer, how: Observation) -> None:
+        observer.finish()
+        control = self._cluster.control
+        specs = observer.layout(control, how.min_bucket_bytes)
+        flat = Flat(self._model, specs)
+        self.engine.attach(flat)
+        links = measure_links(self._cluster.groups, flat, self._cluster.device)
+        profile = observer.profile(specs, flat, links, control, how.model)
+        profile = control.gather(profile)[0]  # every rank plans from the same numbers
+        if how.save_to and control.rank == 0:
+            profile.save(how.save_to)
+        if how.then_stop:
+            raise SystemExit(0)
+        self.run_from(profile, observed=how.iterations)
+
+    # ---- what the user calls ----------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.engine.forward_begins()
+        output = self._model(*args, **kwargs)
+        self.engine.forward_ends()
+        return output
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.engine.flat.zero_grad()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.engine.accumulating = self.engine.accumulating, True
+        try:
+            yield
+        finally:
+            self.engine.accumulating = before
+
+    def optimizer_reloaded(self) -> None:
+        self.engine.refresh_groups()
+
+    def consolidate(self) -> None:
+        unite(self._model, self._cluster)
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        return {name: link.bytes_sent for name, link in self._cluster.links.items()}
+
+
+def build_flat(model: nn.Module, profile: Profile | None) -> Flat:
+    """Flat storage by the profile's buckets, or one bucket per parameter in reverse order."""
+    from offbeat.runtime.flat import BucketSpec
+
+    if profile is not None:
+        return Flat(model, specs_of_profile(model, profile))
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return Flat(model, [BucketSpec(name, (name,)) for name in reversed(names)])
+
+
+def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
+    """Rank 0's parameters and buffers on every rank."""
+    with torch.no_grad():
+        for tensor in _state(model):
+            dist.broadcast(tensor, src=0, group=_bulk(cluster))
+
+
+def unite(model: nn.Module, cluster: Cluster) -> None:
+    """Average the floating-point state of all replicas unless they are identical already, take
+    rank 0's integers, and compare checksums."""
+    tensors = _state(model)
+    if _differ(tensors, cluster):
+        with torch.no_grad():
+            for tensor in tensors:
+                if tensor.is_floating_point():
+                    dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=_bulk(cluster))
+                else:
+                    dist.broadcast(tensor, src=0, group=_bulk(cluster))
+    odd = _differ(tensors, cluster)
+    if odd:
+        raise RuntimeError(
+            f"replicas still differ after consolidation: ranks {odd} have other checksums than "
+            "rank 0; was a parameter changed by another thread?"
+        )
+
+
+def _bulk(cluster: Cluster) -> dist.ProcessGroup:
+    return next(iter(cluster.groups.values()))
+
+
+def _state(model: nn.Module) -> list[Tensor]:
+    """Everything that makes a replica: parameters, frozen ones too, and buffers; contiguous."""
+    return [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
+
+
+def _differ(tensors: Sequence[Tensor], cluster: Cluster) -> list[int]:
+    """Ranks whose replica is not bit-identical to rank 0's."""
+    sums = cluster.control.gather([checksum(t) for t in tensors])
+    return [rank for rank, values in enumerate(sums) if values != sums[0]]
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> int:
+    """Sum of the bits read as integers: equal for equal tensors, on any device."""
+    flat = tensor.detach().contiguous().view(-1)
+    width = flat.element_size()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+        width = flat.element_size()
+    return int(flat.view(_INTEGERS[width]).sum(dtype=torch.int64))

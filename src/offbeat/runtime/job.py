@@ -1,0 +1,52 @@
+"""The job: what a launcher (`offbeat run`) asks of the processes that it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "OFFBEAT_JOB"
+LINKS_VARIABLE = "OFFBEAT_LINKS"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """Contents of the file that OFFBEAT_JOB names; all of it optional.
+
+    `profile` is read, `save_profile` written by rank 0; `record_dir` receives rank{r}.json.
+    """
+
+    strategy: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    profile: str | None = None
+    save_profile: str | None = None
+    stop_after_profile: bool = False
+    record_dir: str | None = None
+    timeout_s: float | None = None
+
+
+def current_job() -> Job:
+    """The job of this process, an empty one without a launcher; ValueError on a bad file."""
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return Job()
+    data = json.loads(Path(path).read_text())
+    if data.pop("schema", None) != SCHEMA:
+        raise ValueError(f"{VARIABLE} ({path}) must have the schema {SCHEMA}; update offbeat")
+    unknown = set(data) - {f.name for f in fields(Job)}
+    if unknown:
+        raise ValueError(f"{VARIABLE} ({path}) has the unknown field {min(unknown)!r}")
+    return Job(**data)
+
+
+def current_links() -> list[tuple[str, str | None]]:
+    """(name, network interface) of every link, as the launcher set them; one unbound by default."""
+    text = os.environ.get(LINKS_VARIABLE)
+    if not text:
+        return [("net", None)]
+    return [(link["name"], link["interface"]) for link in json.loads(text)]

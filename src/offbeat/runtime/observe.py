@@ -1,0 +1,195 @@
+"""Observing: plain BSP iterations that measure ready order and times, then links, then agree."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import numpy as np
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from offbeat.plan import Moment, Plan, transfer
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.runtime.engine import Engine, Iteration
+from offbeat.runtime.flat import BucketSpec, Flat, buffer_versions, changed_buffers, group_parameters
+from offbeat.transport.control import Control, measure_link
+from offbeat.transport.device import Device, Mark
+
+OTHER, UPDATE = "other", "update"
+ALIKE = 1.02  # ranks whose compute times differ by less count as alike
+LINK_BUDGET_S = 5.0  # no single measured message takes longer
+
+
+def observing_plan(buckets: int, link: str) -> Plan:
+    """All gradients in one message once `step` is called: right whatever order autograd takes."""
+    message = transfer(
+        "grad", range(buckets), after=Moment("step"), before=Moment("step"), phases=[0], link=link
+    )
+    return Plan("observe", buckets, (message,))
+
+
+@dataclass
+class _Times:
+    """Seconds of one iteration: backward per parameter, forward per module, update, other."""
+
+    backward: dict[str, float] = field(default_factory=dict)
+    forward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    update: float = 0.0
+    other: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self.backward.values()) + sum(self.forward.values()) + self.update
+
+
+class Observer:
+    """Watches an engine for some iterations through hooks that it removes afterwards."""
+
+    def __init__(self, model: nn.Module, engine: Engine, device: Device):
+        self._model, self._engine, self._device = model, engine, device
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._versions = buffer_versions(model)
+        self._ready: list[tuple[str, Mark]] = []
+        self._entered: list[tuple[str, Mark]] = []
+        self._times: list[_Times] = []
+        self.order: list[str] = []
+        engine.on_parameter = self._parameter_ready
+        self._handles = [
+            module.register_forward_pre_hook(self._enter(name))
+            for name, module in model.named_modules()
+            if any(p.requires_grad for p in module.parameters(recurse=False))
+        ]
+
+    def _parameter_ready(self, p: nn.Parameter) -> None:
+        self._ready.append((self._names[id(p)], self._device.mark()))
+
+    def _enter(self, name: str):
+        def entered(_module: nn.Module, _inputs: object) -> None:
+            self._entered.append((name, self._device.mark()))
+
+        return entered
+
+    def iteration(self, done: Iteration) -> None:
+        """Take in one finished iteration."""
+        seconds, marks, times = self._device.seconds, done.marks, _Times()
+        self.order = [name for name, _ in self._ready]
+        if marks.forward is None or not self._ready:
+            raise RuntimeError(
+                "optimizer.step() without a forward of the prepared model and a backward; call "
+                "the model that prepare returned"
+            )
+        at = start = seconds(marks.forward)
+        current = None
+        for name, mark in [*self._entered, (None, marks.forward_end)]:
+            now = seconds(mark)
+            if now >= start:  # earlier ones belong to an evaluation or a micro-batch
+                if at is not start or current is not None:
+                    times.forward[current or name or ""] += now - at
+                current, at = name, now
+        for name, mark in self._ready:
+            times.backward[name] = seconds(mark) - at
+            at = seconds(mark)
+        times.update = seconds(marks.stepped) - seconds(marks.waited)
+        times.other = start - seconds(marks.begin) + seconds(marks.step) - at
+        self._times.append(times)
+        self._ready, self._entered = [], []
+
+    def finish(self) -> None:
+        """Remove every hook."""
+        self._engine.on_parameter = None
+        for handle in self._handles:
+            handle.remove()
+
+    def layout(self, control: Control, min_bytes: int) -> list[BucketSpec]:
+        """Buckets in rank 0's ready order, parameters that got no gradient last; same everywhere."""
+        silent = [n for n, p in self._model.named_parameters() if p.requires_grad]
+        order = self.order + [n for n in silent if n not in set(self.order)]
+        buffers = changed_buffers(self._model, self._versions)
+        order, buffers = control.gather((order, buffers))[0]
+        return group_parameters(self._model, order, min_bytes, buffers)
+
+    def profile(
+        self, specs: Sequence[BucketSpec], flat: Flat, links: Sequence[Link], control: Control, model: str
+    ) -> Profile:
+        """The agreed profile: means over ranks of this rank's typical iteration."""
+        mine = self._per_bucket(specs)
+        everyone = np.array(control.gather(mine))  # rank x (forward per bucket, backward.., 2)
+        mean = everyone.mean(axis=0)
+        count = len(specs)
+        compute = everyone[:, :-1].sum(axis=1)
+        scale = compute / compute.mean()
+        alike = scale.max() / scale.min() < ALIKE
+        buckets = tuple(
+            Bucket(
+                name=spec.name,
+                forward_s=float(mean[i]),
+                backward_s=float(mean[count + i]),
+                size_bytes=flat.buckets[i].grad.nbytes,
+                buffer_bytes=flat.buckets[i].param.nbytes - flat.buckets[i].grad.nbytes,
+                state_bytes=self._engine.state.bytes_of(i),
+                tensors=spec.parameters + spec.buffers,
+            )
+            for i, spec in enumerate(specs)
+        )
+        return Profile(
+            buckets=buckets,
+            links=tuple(links),
+            world_size=control.world_size,
+            update_s=float(mean[-2]),
+            other_s=float(mean[-1]),
+            rank_scale=() if alike else tuple(float(s) for s in scale),
+            model=model,
+        )
+
+    def _per_bucket(self, specs: Sequence[BucketSpec]) -> list[float]:
+        """Forward and backward seconds per bucket, update and other, of the middle iterations:
+        the first (allocations) and then the fastest and slowest are left out."""
+        kept = sorted(self._times[1:] or self._times, key=lambda t: t.total)
+        kept = kept[1:-1] if len(kept) > 2 else kept
+        home = {name: i for i, spec in enumerate(specs) for name in spec.parameters}
+        modules = {name.rpartition(".")[0]: i for name, i in reversed(home.items())}
+        forward, backward = [0.0] * len(specs), [0.0] * len(specs)
+        for times in kept:
+            for module, seconds in times.forward.items():
+                forward[modules.get(module, len(specs) - 1)] += seconds / len(kept)
+            for name, seconds in times.backward.items():
+                backward[home[name]] += seconds / len(kept)
+        update, other = fmean(t.update for t in kept), fmean(t.other for t in kept)
+        return [max(0.0, s) for s in (*forward, *backward, update, other)]
+
+
+def fit_link(name: str, points: Sequence[tuple[int, float]]) -> Link:
+    """Least squares of latency + bytes / rate, weighted so that relative errors count alike."""
+    sizes = np.array([size for size, _ in points], dtype=float)
+    seconds = np.array([time for _, time in points])
+    columns = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
+    (latency, slope), *_ = np.linalg.lstsq(columns, np.ones_like(seconds), rcond=None)
+    if latency < 0 or slope <= 0:  # noise: fall back to what the extremes alone say
+        latency = max(0.0, min(float(latency), float(seconds.min())))
+        slope = max(float(((seconds - latency) / sizes).mean()), 1e-15)
+    error = float(np.mean(np.abs(latency + slope * sizes - seconds) / seconds))
+    return Link(name, float(latency), float(1 / slope), error)
+
+
+def measure_links(
+    groups: dict[str, ProcessGroup], flat: Flat, device: Device
+) -> tuple[Link, ...]:
+    """Alpha and beta of every link, over the sizes of messages that this model sends."""
+    sizes = _sizes([bucket.grad.nbytes for bucket in flat.buckets])
+    like = flat.everything()[0]
+    return tuple(
+        fit_link(name, measure_link(group, sizes, like, device, LINK_BUDGET_S))
+        for name, group in groups.items()
+    )
+
+
+def _sizes(buckets: Sequence[int]) -> list[int]:
+    """A small message, typical buckets, a few of them together, the whole model."""
+    ordered = sorted(buckets)
+    total = sum(ordered)
+    middle = ordered[len(ordered) // 2]
+    typical = {4096, ordered[0], middle, ordered[-1], 4 * middle, total}
+    return sorted(size for size in typical if size <= max(total, 4096))

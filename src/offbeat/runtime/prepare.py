@@ -1,0 +1,267 @@
+"""prepare: connect, compare notes with the other ranks, and hand the loop back."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from offbeat.profile import Profile
+from offbeat.runtime.ddp_session import DDPSession
+from offbeat.runtime.flat import require_supported
+from offbeat.runtime.flat_session import (
+    Cluster,
+    FlatSession,
+    Observation,
+    broadcast_model,
+    build_flat,
+)
+from offbeat.runtime.job import Job, current_job, current_links
+from offbeat.runtime.record import Recorder
+from offbeat.runtime.wrap import Model, Optimizer
+from offbeat.strategies import DDP, WFBP, Strategy, create
+from offbeat.transport.control import Control, open_link
+from offbeat.transport.device import device_of
+
+OBSERVE = 6
+MIN_BUCKET_BYTES = 64 * 1024
+TIMEOUT_S = 120.0
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy | None = None,
+    *,
+    profile: Profile | str | Path | None = None,
+    links: Sequence[str] | None = None,
+    observe: int = OBSERVE,
+    min_bucket_bytes: int = MIN_BUCKET_BYTES,
+    timeout_s: float = TIMEOUT_S,
+) -> tuple[Model, Optimizer]:
+    """Model and optimizer that train together with their replicas on all ranks.
+
+    Start one process per rank with torchrun's environment variables (`torchrun` or `offbeat
+    run`); a lone process trains alone. Without `strategy` it is the one that the launcher chose,
+    else WFBP(). `profile`: a Profile that must match, or a file that is reused if it matches and
+    written if not; without one the first `observe` iterations run BSP and are measured. `links`:
+    network interfaces, one link each. Buckets hold at least `min_bucket_bytes`. No wait outlasts
+    `timeout_s` seconds. ValueError on every rank if models or strategies differ between ranks.
+    """
+    job = current_job()
+    strategy = _chosen(strategy, job)
+    timeout_s = _positive("timeout_s", job.timeout_s or timeout_s)
+    if not isinstance(observe, int) or observe < 1:
+        raise ValueError(f"observe ({observe!r}) must be at least 1 iteration; pass a profile for none")
+    if isinstance(optimizer, Optimizer):
+        raise ValueError("the optimizer is prepared already; call prepare once")
+    require_supported(model)
+    _require_own_parameters(model, optimizer)
+    cluster = _connect(model, links, timeout_s)
+    fingerprint = _agree(model, strategy, cluster.control)
+    broadcast_model(model, cluster)
+    recorder = Recorder(job.record_dir, cluster.control.rank, cluster.device) if job.record_dir else None
+    if recorder:
+        recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
+    known, cache = _known_profile(profile, job, fingerprint, cluster)
+    if isinstance(strategy, DDP) and not job.stop_after_profile:
+        session: DDPSession | FlatSession = _ddp(model, optimizer, strategy, known, cluster, recorder)
+    else:
+        session = FlatSession(
+            model, optimizer, strategy, cluster, recorder, build_flat(model, known)
+        )
+        if known is not None:
+            session.run_from(known)
+        else:
+            session.observe(
+                Observation(observe, min_bucket_bytes, fingerprint, cache, job.stop_after_profile)
+            )
+        session.engine.begin()
+    atexit.register(_leave, session, cluster, recorder)
+    return Model(model, session), Optimizer(optimizer, session)
+
+
+def _chosen(strategy: Strategy | None, job: Job) -> Strategy:
+    if job.strategy is None:
+        return strategy if strategy is not None else WFBP()
+    chosen = create(job.strategy, job.settings)
+    if strategy is not None and strategy != chosen:
+        raise ValueError(
+            f"strategy ({strategy}) of prepare must be left out where the launcher chooses one "
+            f"({chosen}); remove it from the script"
+        )
+    return chosen
+
+
+def _positive(name: str, value: float) -> float:
+    if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} ({value!r}) must be a number of seconds above 0")
+    return float(value)
+
+
+def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    mine = {id(p) for p in model.parameters()}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if id(p) not in mine:
+                raise ValueError(
+                    f"parameter {i} of the optimizer's group {g} must belong to the model; build "
+                    "the optimizer from model.parameters() after the model is final"
+                )
+
+
+# ---- connecting -----------------------------------------------------------------------------
+
+
+def _connect(model: nn.Module, interfaces: Sequence[str] | None, timeout_s: float) -> Cluster:
+    where = next(model.parameters()).device
+    device = device_of(where)
+    backend = "nccl" if where.type == "cuda" else "gloo"
+    names = [(i, i) for i in interfaces] if interfaces is not None else current_links()
+    if not names or len({name for name, _ in names}) < len(names):
+        raise ValueError(f"links ({interfaces!r}) must name at least one interface, each once")
+    if not dist.is_initialized():
+        _join(backend, timeout_s)
+    control = Control(timeout_s)
+    control.agree("links", [name for name, _ in names], "give every rank the same links")
+    links, groups = {}, {}
+    for name, interface in names:
+        links[name], groups[name] = open_link(name, interface, device, backend, timeout_s)
+    return Cluster(control, links, groups, device, timeout_s)
+
+
+def _join(backend: str, timeout_s: float) -> None:
+    """torchrun's rendezvous, or a world of one where nothing says otherwise."""
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"rank {os.environ['RANK']} could not meet the other {os.environ.get('WORLD_SIZE')} "
+            f"ranks at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
+            f"{timeout_s:g} s: {error}"
+        ) from error
+
+
+def _agree(model: nn.Module, strategy: Strategy, control: Control) -> str:
+    """Fingerprint of the model, after making sure that all ranks are about to do the same."""
+    settings = f"{strategy.name} {strategy.settings()}"
+    control.agree("the strategy", settings, "start every rank with the same settings")
+    tensors = [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()
+    ]
+    everyone = control.gather(tensors)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ValueError(
+                f"the model must be the same on all ranks: {_first_difference(everyone[0], theirs, rank)}; "
+                "build it from the same configuration everywhere"
+            )
+    buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
+    control.agree("the model's buffers", buffers, "build it from the same configuration everywhere")
+    return hashlib.sha256(repr(tensors).encode()).hexdigest()[:16]
+
+
+def _first_difference(mine: list[Any], theirs: list[Any], rank: int) -> str:
+    for a, b in zip(mine, theirs, strict=False):
+        if a != b:
+            return f"rank 0 has {a[0]!r} {list(a[1])} {a[2]}, rank {rank} {b[0]!r} {list(b[1])} {b[2]}"
+    return f"rank 0 has {len(mine)} parameters, rank {rank} {len(theirs)}"
+
+
+# ---- profiles -------------------------------------------------------------------------------
+
+
+def _known_profile(
+    given: Profile | str | Path | None, job: Job, fingerprint: str, cluster: Cluster
+) -> tuple[Profile | None, str | None]:
+    """(profile to run from or None to measure one, file to save it in); rank 0's word counts.
+
+    A Profile, or the launcher's file, must match; a user's file is a cache, measured anew if not.
+    """
+    if job.stop_after_profile or (given is None and job.profile is None):
+        return None, job.save_profile
+    strict = job.profile is not None or isinstance(given, Profile)
+    found: Profile | Exception | None = None
+    if cluster.control.rank == 0:
+        try:
+            found = _read(given, job)
+        except (OSError, ValueError) as error:
+            found = error
+    found = cluster.control.gather(found)[0]
+    if isinstance(found, Exception):
+        raise found
+    cache = None if isinstance(given, Profile) else str(given) if given else None
+    if found is None:
+        return None, cache
+    mismatch = _mismatch(found, fingerprint, cluster)
+    if mismatch and (strict or not found.model):
+        raise ValueError(f"the profile does not match: {mismatch}; measure it again with `offbeat profile`")
+    return (None, cache) if mismatch else (found, cache)
+
+
+def _read(given: Profile | str | Path | None, job: Job) -> Profile | None:
+    if job.profile is not None:
+        return Profile.load(job.profile)
+    if isinstance(given, Profile):
+        return given
+    assert given is not None
+    return Profile.load(given) if Path(given).exists() else None
+
+
+def _mismatch(profile: Profile, fingerprint: str, cluster: Cluster) -> str | None:
+    if profile.model and profile.model != fingerprint:
+        return f"it was measured on another model ({profile.model}, here {fingerprint})"
+    if profile.world_size != cluster.control.world_size:
+        return f"its world_size ({profile.world_size}) must be {cluster.control.world_size}"
+    names = [link.name for link in profile.links]
+    if names != list(cluster.links):
+        return f"its links ({', '.join(names)}) must be {', '.join(cluster.links)}"
+    return None
+
+
+# ---- the yardstick, and the end -------------------------------------------------------------
+
+
+def _ddp(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: DDP,
+    profile: Profile | None,
+    cluster: Cluster,
+    recorder: Recorder | None,
+) -> DDPSession:
+    session = DDPSession(model, optimizer, strategy.bucket_cap_mb, cluster, recorder)
+    if recorder:
+        recorder.start(str(strategy), strategy.plan(profile) if profile else None, observed=0)
+    return session
+
+
+def _leave(session: DDPSession | FlatSession, cluster: Cluster, recorder: Recorder | None) -> None:
+    """At exit: keep what was recorded, stop the links, leave the groups.
+
+    A link stuck in a collective after a failure cannot be interrupted, and leaving with its
+    group alive can abort the process: then end at once, with the failure's exit status.
+    """
+    failed = getattr(sys, "last_value", None) is not None
+    if recorder:
+        recorder.write(session.bytes_sent)
+    stuck = [link.name for link in cluster.links.values() if not link.close()]
+    if stuck or failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,145 @@
+"""Recording: the measured trace, losses and traffic of one rank, written for the report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.plan import Plan
+from offbeat.runtime.engine import Iteration, Marks
+from offbeat.trace import COMPUTE, Span, Trace
+from offbeat.transport.device import Device, Mark
+
+SCHEMA = 1
+WINDOW_PERIODS = 3  # spans are kept for the last periods only; ends for every iteration
+
+
+class Recorder:
+    """Collects what one rank did; `write` leaves it in `directory`/rank{r}.json."""
+
+    def __init__(self, directory: str | Path, rank: int, device: Device):
+        self._path = Path(directory) / f"rank{rank}.json"
+        self._rank, self._device = rank, device
+        self._origin = time.perf_counter()
+        self._ends: list[Mark] = []
+        self._losses: list[tuple[int, Tensor]] = []
+        self._spans: deque[list[Span]] = deque(maxlen=WINDOW_PERIODS)
+        self._plan: Plan | None = None
+        self.observed = 0
+        self.strategy = ""
+        self.warnings: list[str] = []
+        self.notes: dict[str, Any] = {}
+        self._loss: Tensor | None = None
+        self._backward = torch.Tensor.backward
+        _catch_losses(self)
+
+    def start(self, strategy: str, plan: Plan | None, observed: int) -> None:
+        """The strategy's own iterations begin now; `observed` ones came before."""
+        self.strategy, self._plan, self.observed = strategy, plan, observed
+        window = WINDOW_PERIODS * (plan.period if plan else 1)
+        self._spans = deque(maxlen=max(2, window))
+        if plan is not None and self._rank == 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            (self._path.parent / "plan.json").write_text(json.dumps(plan.to_dict()))
+
+    def loss(self, value: Tensor) -> None:
+        """The scalar that backward was called on; the last one of an iteration counts."""
+        self._loss = value
+
+    def iteration(self, done: Iteration) -> None:
+        """Take in one finished iteration."""
+        self._ends.append(done.marks.end)
+        if self._loss is not None:
+            self._losses.append((done.number, self._loss))
+            self._loss = None
+        self._spans.append(list(_spans(done, self._rank, self._device, self._origin)))
+
+    def write(self, bytes_sent: dict[str, int]) -> None:
+        """Write the record, in one move."""
+        ends = [self._device.seconds(end) - self._origin for end in self._ends]
+        trace = Trace(
+            source="measured",
+            strategy=self.strategy,
+            ends_s=(tuple(ends),),
+            starts_s=(0.0,),
+            spans=tuple(span for spans in self._spans for span in spans),
+            period=self._plan.period if self._plan else 1,
+            notes=self.notes,
+        )
+        record = {
+            "schema": SCHEMA,
+            "rank": self._rank,
+            "strategy": self.strategy,
+            "observed": self.observed,
+            "emulated": bool(self.notes.get("emulated")),
+            "losses": [[i, ends[i], float(loss)] for i, loss in self._losses],
+            "bytes": bytes_sent,
+            "trace": trace.to_dict(),
+            "warnings": self.warnings,
+            "checks": [],
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_suffix(".part")
+        draft.write_text(json.dumps(record))
+        draft.replace(self._path)
+        torch.Tensor.backward = self._backward  # type: ignore[method-assign]
+
+
+def _catch_losses(recorder: Recorder) -> None:
+    """Note the value of every scalar `loss.backward()`, so that scripts need not report it.
+
+    Installed only while a launcher records; one attribute look-up per iteration.
+    """
+    original = torch.Tensor.backward
+
+    def backward(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.numel() == 1:
+            recorder.loss(self.detach())
+        original(self, *args, **kwargs)
+
+    torch.Tensor.backward = backward  # type: ignore[method-assign,assignment]
+
+
+def _spans(done: Iteration, rank: int, device: Device, origin: float) -> Iterator[Span]:
+    def at(mark: Mark) -> float:
+        return device.seconds(mark) - origin
+
+    for kind, start, end, bucket in _compute(done.marks):
+        run = None if bucket is None else (bucket, bucket + 1)
+        yield Span(rank, COMPUTE, kind, done.number, at(start), at(end), run)
+    for flight in done.flights:
+        if flight.start is None:
+            continue
+        t = flight.transfer
+        run = (t.payload.buckets.start, t.payload.buckets.stop)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in flight.tensors)
+        yield Span(
+            rank, t.link, t.payload.kind, done.number, at(flight.start), at(flight.end), run, size
+        )
+
+
+def _compute(marks: Marks) -> Iterator[tuple[str, Mark, Mark, int | None]]:
+    """(kind, start, end, bucket) of what the compute lane did, in order."""
+    at = marks.begin
+    if marks.forward is not None:
+        yield "other", at, marks.forward, None
+        yield "forward", marks.forward, marks.forward_end, None
+        at = marks.forward_end
+    for b, ready in enumerate(marks.ready):
+        if ready is not None:
+            yield "backward", at, ready, b
+            at = ready
+        if marks.updated and marks.updated[b] is not None:
+            yield "update", at, marks.updated[b], b
+            at = marks.updated[b]
+    yield "other", at, marks.step, None
+    yield "wait", marks.step, marks.waited, None
+    yield "update", marks.waited, marks.stepped, None
+    yield "wait", marks.stepped, marks.end, None

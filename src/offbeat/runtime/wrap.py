@@ -1,0 +1,132 @@
+"""The two objects that `prepare` returns: the user's model and optimizer, seen through."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Session(ABC):
+    """What a prepared model and optimizer hand their calls to."""
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """`optimizer.step()`: ends one iteration."""
+
+    @abstractmethod
+    def zero_grad(self, set_to_none: bool) -> None:
+        """`optimizer.zero_grad()`."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients locally."""
+
+    @abstractmethod
+    def consolidate(self) -> None:
+        """Make all replicas bit-identical."""
+
+    updates_in_backward = False
+
+    def optimizer_reloaded(self) -> None:  # noqa: B027 - nothing to do by default
+        """The optimizer's state and groups were replaced."""
+
+
+class Model(nn.Module):
+    """The user's module, trained together with its replicas on the other ranks.
+
+    Attributes, `state_dict` and `load_state_dict` are the module's own, so checkpoints look as
+    if nothing had happened.
+    """
+
+    def __init__(self, module: nn.Module, session: Session):
+        super().__init__()
+        self.module = module
+        object.__setattr__(self, "_session", session)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._session.forward(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, backward only accumulates: `with model.no_sync(): loss.backward()`."""
+        return self._session.no_sync()
+
+    def consolidate(self) -> None:
+        """Average what differs between replicas; they are bit-identical when it returns.
+
+        Every rank must call it, between iterations. RuntimeError if replicas still differ.
+        """
+        self._session.consolidate()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """The user's optimizer; `step` also communicates. Groups and state are the user's own
+    objects, so LR schedulers and checkpoints see no difference."""
+
+    def __init__(self, inner: torch.optim.Optimizer, session: Session):
+        self._sealed = False
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+        self._session = session
+        self._alias()
+        self._sealed = True
+
+    def _alias(self) -> None:
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+        self.defaults = self.inner.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._session.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients where they are; they stay in their buckets."""
+        self._session.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        self._alias()
+        self._session.optimizer_reloaded()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._sealed:
+            raise ValueError("param groups must be added before offbeat.prepare")
+        super().add_param_group(param_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by GradScaler.step alone."""
+        if self._session.updates_in_backward:
+            raise ValueError(
+                "GradScaler cannot unscale gradients that this strategy has already applied in "
+                "backward; use average='before_update', or bf16 autocast without a scaler"
+            )
+        return False

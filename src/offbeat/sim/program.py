@@ -1,0 +1,154 @@
+"""Programs: a plan as the steps that one rank takes in one iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from offbeat.plan import Moment, Plan, Transfer
+from offbeat.profile import Profile
+
+Place = tuple[str, int]  # a moment without its lag; the whole model is its last moment's bucket
+
+
+class Slot(NamedTuple):
+    """A message: the `position`-th on `link` of the iteration `lag` iterations ago."""
+
+    link: str
+    lag: int
+    position: int
+
+
+class Step(NamedTuple):
+    """Compute for `seconds`, wait for the messages in `due`, then release those in `released`.
+
+    `work` is (kind, bucket) of the compute; None where the work of several buckets is one step.
+    """
+
+    seconds: float
+    due: tuple[Slot, ...] = ()
+    released: tuple[Slot, ...] = ()
+    work: tuple[str, int] | None = None
+
+
+class _Stage(NamedTuple):
+    """A step before its messages are known: only the place at which it waits or releases."""
+
+    seconds: float = 0.0
+    due: Place | None = None
+    released: Place | None = None
+    work: tuple[str, int] | None = None
+
+
+class Program:
+    """The steps of every iteration of a plan. ValueError if the plan does not fit the profile."""
+
+    def __init__(self, plan: Plan, profile: Profile) -> None:
+        _fit(plan, profile)
+        self.plan = plan
+        self.profile = profile
+        self._stages = tuple(_stages(plan, profile))
+        moments = [m for t in plan.transfers for m in (t.after, t.before)]
+        self.lag = max((moment.lag for moment in moments), default=0)
+        self._cache: dict[tuple[tuple[int, ...], bool], tuple[Step, ...]] = {}
+
+    def steps(self, iteration: int, *, detailed: bool = False) -> tuple[Step, ...]:
+        """Steps of one iteration; `detailed` keeps the work of every bucket apart."""
+        past = range(iteration, max(iteration - self.lag, 0) - 1, -1)
+        key = (tuple(map(self.plan.phase, past)), detailed)
+        if key not in self._cache:
+            steps = self._bind(key[0])
+            self._cache[key] = tuple(_detailed(steps) if detailed else _fused(steps))
+        return self._cache[key]
+
+    def _bind(self, phases: tuple[int, ...]) -> list[Step]:
+        """All stages with their messages; `phases[lag]` is the phase of `lag` iterations ago."""
+        due: dict[Place | None, list[Slot]] = {}
+        released: dict[Place | None, list[Slot]] = {}
+        for lag, phase in enumerate(phases):
+            for link in self.plan.links:
+                for position, t in enumerate(queue(self.plan, link, phase)):
+                    slot = Slot(link, lag, position)
+                    for moment, table in ((t.before, due), (t.after, released)):
+                        if moment.lag == lag:
+                            table.setdefault(_place(moment, self.plan), []).append(slot)
+        return [
+            Step(s.seconds, _last(due.get(s.due, [])), tuple(released.get(s.released, [])), s.work)
+            for s in self._stages
+        ]
+
+
+def queue(plan: Plan, link: str, iteration: int) -> list[Transfer]:
+    """Transfers of one iteration on one link, in issue order."""
+    return [t for t in plan.at(iteration) if t.link == link]
+
+
+def _fit(plan: Plan, profile: Profile) -> None:
+    if plan.buckets != len(profile.buckets):
+        raise ValueError(
+            f"the plan has {plan.buckets} buckets, the profile {len(profile.buckets)}; "
+            "plan again from this profile"
+        )
+    for t in plan.transfers:
+        profile.link(t.link)
+        for moment in (t.after, t.before):
+            if not 0 <= (moment.bucket or 0) < plan.buckets or moment.lag < 0:
+                raise ValueError(
+                    f"moment {moment} of {t.id} never fires: there are {plan.buckets} buckets\n"
+                    f"{plan.text(mark=[t])}"
+                )
+
+
+def _place(moment: Moment, plan: Plan) -> Place:
+    if moment.point in ("step", "end"):
+        return moment.point, 0
+    # The forward of the model begins with its last bucket, everything else ends with it.
+    return moment.point, plan.buckets - 1 if moment.bucket is None else moment.bucket
+
+
+def _stages(plan: Plan, profile: Profile) -> Iterator[_Stage]:
+    """One iteration without `other_s`, which comes first and is the same on every rank."""
+    for b in reversed(range(plan.buckets)):
+        yield _Stage(due=("forward", b), released=("forward", b))
+        yield _Stage(profile.buckets[b].forward_s, work=("forward", b))
+    for b in range(plan.buckets):
+        backward_s = profile.buckets[b].backward_s
+        yield _Stage(backward_s, due=("grad", b), released=("grad", b), work=("backward", b))
+        if plan.updates == "in_backward":
+            yield from _update(b, profile)
+    yield _Stage(due=("step", 0), released=("step", 0))
+    if plan.updates == "at_step":
+        for b in range(plan.buckets):
+            yield from _update(b, profile)
+    yield _Stage(due=("end", 0), released=("end", 0))
+
+
+def _update(b: int, profile: Profile) -> Iterator[_Stage]:
+    """What is due by an update is its input, so the update waits; its end releases."""
+    yield _Stage(due=("updated", b))
+    yield _Stage(profile.bucket_update_s[b], released=("updated", b), work=("update", b))
+
+
+def _last(slots: list[Slot]) -> tuple[Slot, ...]:
+    """Per link the message that arrives last: links are first in, first out."""
+    latest: dict[str, Slot] = {}
+    for slot in slots:
+        known = latest.get(slot.link, slot)
+        latest[slot.link] = max(slot, known, key=lambda s: (-s.lag, s.position))
+    return tuple(latest.values())
+
+
+def _detailed(steps: list[Step]) -> Iterator[Step]:
+    return (step for step in steps if step.work or step.due or step.released)
+
+
+def _fused(steps: list[Step]) -> Iterator[Step]:
+    """Neighbouring work as one step: fewer steps, the same times up to rounding."""
+    seconds = 0.0
+    for step in steps:
+        seconds += step.seconds
+        if step.due or step.released:
+            yield Step(seconds, step.due, step.released)
+            seconds = 0.0
+    if seconds:
+        yield Step(seconds)

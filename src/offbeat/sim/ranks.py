@@ -1,0 +1,72 @@
+"""Ranks: how the workers of a simulated cluster differ from each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Differences between ranks; by default those of the profile.
+
+    `scale[r]` is rank r's forward, backward and update time relative to the profile's (empty: the
+    profile's `rank_scale`). `jitter` is the relative standard deviation of a lognormal factor with
+    mean 1 on the same times, drawn per rank and iteration. `link_rates[link][r]` is rank r's rate
+    on a link relative to the profile's; a collective runs at the slowest rank's. ValueError on
+    values that are not finite and positive.
+    """
+
+    scale: tuple[float, ...] = ()
+    jitter: float = 0.0
+    link_rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.jitter) and self.jitter >= 0):
+            raise ValueError(f"jitter ({self.jitter}) must be finite and at least 0")
+        for name, values in self._per_rank():
+            for rank, value in enumerate(values):
+                if not (math.isfinite(value) and value > 0):
+                    raise ValueError(f"{name}[{rank}] ({value}) must be finite and above 0")
+
+    def fit(self, profile: Profile) -> None:
+        """ValueError unless there is one value per rank, on links that the profile has."""
+        for name, values in self._per_rank():
+            if len(values) != profile.world_size and (values or name != "scale"):
+                raise ValueError(
+                    f"{name} ({len(values)} values) must have one value per rank "
+                    f"({profile.world_size})"
+                )
+        for link in self.link_rates:
+            profile.link(link)
+
+    def _per_rank(self) -> Iterator[tuple[str, tuple[float, ...]]]:
+        """Every setting with one value per rank, by name."""
+        yield "scale", self.scale
+        for link, rates in self.link_rates.items():
+            yield f"link_rates[{link!r}]", rates
+
+    def compute_scale(self, profile: Profile) -> tuple[float, ...]:
+        """Compute time of every rank relative to the profile's."""
+        return self.scale or profile.rank_scale or (1.0,) * profile.world_size
+
+    def link_rate(self, link: str) -> float:
+        """Rate of a collective on a link relative to the profile's: the slowest rank's."""
+        return min(self.link_rates.get(link, ()), default=1.0)
+
+    def noise(self, iterations: int, world_size: int, seed: int) -> NDArray[np.float64]:
+        """Jitter factors [iteration, rank]; a longer draw begins with the shorter one."""
+        spread = math.log1p(self.jitter**2)  # variance of the logarithm; -spread / 2 gives mean 1
+        draws = np.random.default_rng(seed).standard_normal((iterations, world_size))
+        return np.exp(math.sqrt(spread) * draws - spread / 2)
+
+
+def alike(values: Sequence[float]) -> bool:
+    """Whether all values are the same."""
+    return min(values) == max(values)

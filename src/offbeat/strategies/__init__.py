@@ -1,0 +1,42 @@
+"""Strategies: one file per method, one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from offbeat.strategies.base import StatePolicy, Strategy, require_choice
+from offbeat.strategies.bsp import BSP
+from offbeat.strategies.ddp import DDP
+from offbeat.strategies.dreamddp import DreamDDP
+from offbeat.strategies.local_sgd import LocalSGD
+from offbeat.strategies.partial_sync import PartialSync
+from offbeat.strategies.wfbp import WFBP
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    cls.name: cls for cls in (DDP, BSP, WFBP, LocalSGD, PartialSync, DreamDDP)
+}
+
+
+def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
+    """Strategy from its name and settings; ValueError suggests the nearest of a misspelling."""
+    require_choice("strategy", name, STRATEGIES)
+    cls = STRATEGIES[name]
+    for key in settings or {}:
+        require_choice(f"setting of {name}", key, [f.name for f in fields(cls)])
+    return cls(**(settings or {}))
+
+
+__all__ = [
+    "BSP",
+    "DDP",
+    "STRATEGIES",
+    "WFBP",
+    "DreamDDP",
+    "LocalSGD",
+    "PartialSync",
+    "StatePolicy",
+    "Strategy",
+    "create",
+]

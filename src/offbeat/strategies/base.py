@@ -1,0 +1,91 @@
+"""What a strategy is: frozen settings, a pure planner, and a citation."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from offbeat.plan import Kind, Plan
+from offbeat.profile import Profile
+
+StatePolicy = Literal["local", "averaged", "reset"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy(ABC):
+    """Settings of one method. Subclasses are frozen dataclasses; `plan` must be pure.
+
+    `name` is the method's name on the command line; `citation` its source.
+    """
+
+    name: ClassVar[str]
+    citation: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            hint = get_type_hints(type(self))[field.name]
+            if get_origin(hint) is Literal:
+                require_choice(field.name, getattr(self, field.name), get_args(hint))
+
+    @abstractmethod
+    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+        """Plan of one rank; equal inputs give equal plans."""
+
+    @abstractmethod
+    def bound_s(self, profile: Profile) -> float:
+        """Lower bound on seconds per iteration of every schedule of this method's family."""
+
+    @property
+    def state_policy(self) -> StatePolicy:
+        """What becomes of optimizer state when parameters are averaged."""
+        return "local"
+
+    def settings(self) -> dict[str, Any]:
+        """Settings as JSON-ready values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        changed = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+def require_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
+    """ValueError unless `value` is one of `allowed`; suggests the nearest."""
+    allowed = tuple(allowed)
+    if value in allowed:
+        return
+    near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name} ({value!r}) must be one of {', '.join(map(str, allowed))}{hint}")
+
+
+def require_count(name: str, value: Any, *, least: int = 1, remedy: str = "") -> None:
+    """ValueError unless `value` is an integer of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        more = f"; {remedy}" if remedy else ""
+        raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}{more}")
+
+
+def synchronous_bound_s(profile: Profile) -> float:
+    """`max(F + B, C)` with the update: no one-link schedule that averages every gradient in
+    every iteration is faster. C is one message of all gradients."""
+    compute = profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
+    return max(compute, _everything_s(profile, "grad"))
+
+
+def periodic_bound_s(profile: Profile, period: int) -> float:
+    """`F + max(B, C / H)` with the update: every parameter averaged once per period on one
+    link, never under a forward pass (DreamDDP, Section 3.2)."""
+    hidden = profile.backward_s + profile.update_s
+    return profile.other_s + profile.forward_s + max(hidden, _everything_s(profile, "param") / period)
+
+
+def _everything_s(profile: Profile, kind: Kind) -> float:
+    return profile.message_s(profile.default_link.name, kind, range(len(profile.buckets)))

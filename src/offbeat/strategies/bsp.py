@@ -1,0 +1,38 @@
+"""BSP: every gradient is averaged after backward, then everyone steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from offbeat.plan import Moment, Plan, Transfer, transfer
+from offbeat.profile import Profile
+from offbeat.strategies.base import Strategy, synchronous_bound_s
+
+
+@dataclass(frozen=True)
+class BSP(Strategy):
+    """Bulk-synchronous SGD (S-SGD): one all-reduce of all gradients after backward."""
+
+    name: ClassVar[str] = "bsp"
+    citation: ClassVar[str] = "Valiant, A bridging model for parallel computation, CACM 1990"
+
+    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+        size = len(profile.buckets)
+        return Plan(self.name, size, (all_gradients(profile, phases=[0]),))
+
+    def bound_s(self, profile: Profile) -> float:
+        return synchronous_bound_s(profile)
+
+
+def all_gradients(profile: Profile, phases: list[int] | range) -> Transfer:
+    """The one transfer of BSP, active in some phases."""
+    size = len(profile.buckets)
+    return transfer(
+        "grad",
+        range(size),
+        after=Moment("grad", size - 1),
+        before=Moment("step"),
+        phases=phases,
+        link=profile.default_link.name,
+    )

@@ -1,0 +1,62 @@
+"""Local SGD: local steps, and an average of the whole model once per period."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from offbeat.plan import Moment, Plan, transfer
+from offbeat.profile import Profile
+from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
+from offbeat.strategies.bsp import all_gradients
+
+EVERY_ITERATION = "use BSP() to synchronize in every iteration"
+
+
+@dataclass(frozen=True)
+class LocalSGD(Strategy):
+    """Average parameters after every `period` local steps (FLSGD).
+
+    `warmup` iterations of BSP come first (post-local SGD). `state` says what becomes of the
+    optimizer state at an average: kept `local`, `averaged` (more bytes) or `reset` to zero.
+    """
+
+    period: int = 5
+    warmup: int = 0
+    state: StatePolicy = "local"
+
+    name: ClassVar[str] = "local-sgd"
+    citation: ClassVar[str] = (
+        "Stich, Local SGD, ICLR 2019; warm-up: Lin et al., Don't use large mini-batches, ICLR 2020"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("period", self.period, remedy=EVERY_ITERATION)
+        require_count("warmup", self.warmup, least=0)
+
+    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+        everything = range(len(profile.buckets))
+        transfers = [all_gradients(profile, range(self.warmup))] if self.warmup else []
+        kinds = ("param", "state") if self.state == "averaged" else ("param",)
+        transfers += [
+            transfer(
+                kind,
+                everything,
+                after=Moment("updated"),
+                before=Moment("end"),
+                phases=[self.warmup + self.period - 1],
+                link=profile.default_link.name,
+            )
+            for kind in kinds
+        ]
+        return Plan(
+            self.name, len(everything), tuple(transfers), period=self.period, prologue=self.warmup
+        )
+
+    def bound_s(self, profile: Profile) -> float:
+        return periodic_bound_s(profile, self.period)
+
+    @property
+    def state_policy(self) -> StatePolicy:
+        return self.state

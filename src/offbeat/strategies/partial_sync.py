@@ -1,0 +1,93 @@
+"""PartialSync: each iteration of a period averages its own set of layers, under backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from offbeat.plan import Kind, Moment, Plan, transfer
+from offbeat.profile import Profile
+from offbeat.solve import Sets, equal_number
+from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
+from offbeat.strategies.local_sgd import EVERY_ITERATION
+
+Average = Literal["after_update", "before_update"]
+
+
+@dataclass(frozen=True)
+class PartialSync(Strategy):
+    """Equal-number partition (PLSGD-ENP): ceil(L / period) layers per iteration, in order.
+
+    `average="after_update"` steps a layer in backward and averages the result;
+    `"before_update"` averages the parameters in backward and applies the local step at
+    `optimizer.step()`, which allows gradient clipping and GradScaler.
+    """
+
+    period: int = 5
+    average: Average = "after_update"
+    state: StatePolicy = "local"
+
+    name: ClassVar[str] = "partial-sync"
+    citation: ClassVar[str] = "Tang et al., DreamDDP, 2025, Section 3.1, Example 1"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("period", self.period, remedy=EVERY_ITERATION)
+
+    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+        backward_s, communication_s = layer_times(profile, self.average, self.state)
+        sets = equal_number(backward_s, communication_s, self.period)
+        return partial_plan(self.name, profile, sets, ((),) * self.period, self.average, self.state)
+
+    def bound_s(self, profile: Profile) -> float:
+        return periodic_bound_s(profile, self.period)
+
+    @property
+    def state_policy(self) -> StatePolicy:
+        return self.state
+
+
+def layer_times(
+    profile: Profile, average: Average, state: StatePolicy
+) -> tuple[list[float], list[float]]:
+    """What the layer-set solvers take: backward and communication seconds per bucket, as the
+    slowest rank sees them; backward contains the update when that happens in backward."""
+    slowest = profile.slowest()
+    backward_s = [bucket.backward_s for bucket in slowest.buckets]
+    if average == "after_update":
+        backward_s = [b + u for b, u in zip(backward_s, slowest.bucket_update_s, strict=True)]
+    link = profile.default_link.name
+    communication_s = list(profile.communication_s(link, "param"))
+    if state == "averaged":
+        more = profile.communication_s(link, "state")
+        communication_s = [c + m for c, m in zip(communication_s, more, strict=True)]
+    return backward_s, communication_s
+
+
+def partial_plan(
+    name: str, profile: Profile, sets: Sets, fill: Sets, average: Average, state: StatePolicy
+) -> Plan:
+    """Plan that averages bucket b in the iterations h with b in sets[h] or fill[h]."""
+    size = len(profile.buckets)
+    kinds: tuple[Kind, ...] = ("param", "state") if state == "averaged" else ("param",)
+    after_update = average == "after_update"
+    transfers = [
+        transfer(
+            kind,
+            range(bucket, bucket + 1),
+            after=Moment("updated" if after_update else "grad", bucket),
+            before=Moment("end" if after_update else "step"),
+            phases=[h for h in range(len(sets)) if bucket in sets[h] or bucket in fill[h]],
+            link=profile.default_link.name,
+        )
+        for bucket in range(size)
+        for kind in kinds
+    ]
+    return Plan(
+        name,
+        size,
+        tuple(transfers),
+        period=len(sets),
+        updates="in_backward" if after_update else "at_step",
+        notes={"sets": [list(s) for s in sets], "fill": [list(f) for f in fill]},
+    )

@@ -1,0 +1,83 @@
+"""WFBP: wait-free backpropagation, with the fusions of buckets into messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from offbeat.plan import Moment, Plan, transfer
+from offbeat.profile import Profile
+from offbeat.solve import cap_fusion, greedy_fusion, no_fusion, optimal_fusion
+from offbeat.strategies.base import Strategy, synchronous_bound_s
+
+Fusion = tuple[range, ...]
+MIB = 1024 * 1024
+DDP_CAP_BYTES = 25 * MIB
+DDP_FIRST_CAP_BYTES = MIB
+
+
+@dataclass(frozen=True)
+class WFBP(Strategy):
+    """Gradients leave as soon as they exist, first in first out; the step waits for all.
+
+    `fusion` joins neighbouring buckets into one message: `none`, `ddp` (25 MB, the first 1 MB),
+    `mg-wfbp` (greedy) or `optimal` (exact, the default).
+    """
+
+    fusion: Literal["none", "ddp", "mg-wfbp", "optimal"] = "optimal"
+
+    name: ClassVar[str] = "wfbp"
+    citation: ClassVar[str] = (
+        "Zhang et al., Poseidon, USENIX ATC 2017; fusion: Shi et al., MG-WFBP, INFOCOM 2019"
+    )
+
+    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+        groups = _FUSIONS[self.fusion](profile.slowest())
+        return gradients_when_ready(self.name, profile, groups)
+
+    def bound_s(self, profile: Profile) -> float:
+        return synchronous_bound_s(profile)
+
+
+def gradients_when_ready(name: str, profile: Profile, groups: Fusion) -> Plan:
+    """Plan that sends each group of gradients when its last bucket's gradient exists."""
+    transfers = tuple(
+        transfer(
+            "grad",
+            group,
+            after=Moment("grad", group[-1]),
+            before=Moment("step"),
+            phases=[0],
+            link=profile.default_link.name,
+        )
+        for group in groups
+    )
+    return Plan(name, len(profile.buckets), transfers)
+
+
+def _none(profile: Profile) -> Fusion:
+    return no_fusion(len(profile.buckets))
+
+
+def _ddp(profile: Profile) -> Fusion:
+    sizes = [bucket.size_bytes for bucket in profile.buckets]
+    return cap_fusion(sizes, DDP_CAP_BYTES, DDP_FIRST_CAP_BYTES)
+
+
+def _greedy(profile: Profile) -> Fusion:
+    link = profile.default_link
+    return greedy_fusion(profile.ready_s, profile.transfer_s(link.name), link.latency_s)
+
+
+def _optimal(profile: Profile) -> Fusion:
+    link = profile.default_link
+    return optimal_fusion(profile.ready_s, profile.transfer_s(link.name), link.latency_s)
+
+
+_FUSIONS: dict[str, Callable[[Profile], Fusion]] = {
+    "none": _none,
+    "ddp": _ddp,
+    "mg-wfbp": _greedy,
+    "optimal": _optimal,
+}

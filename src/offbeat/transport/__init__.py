@@ -1,0 +1,1 @@
+"""Transports: how the transfers of a plan reach the other ranks."""

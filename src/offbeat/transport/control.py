@@ -1,0 +1,156 @@
+"""Control: small messages beside the links - agreement between ranks, and who is behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from offbeat.transport.device import Device
+from offbeat.transport.link import Link
+
+PUBLISH_EVERY_S = 1.0
+
+
+class Control:
+    """A group of its own for agreement, so that bulk traffic never holds it up, and a store
+    where every rank leaves its progress."""
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        store = distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore("offbeat", store)
+        self._published_s = 0.0
+        self.hosts: list[str] = self.gather(socket.gethostname())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's value, by rank. RuntimeError naming who is missing on timeout."""
+        values: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(f"ranks could not agree: {error}. {self.behind()}") from error
+        return values
+
+    def agree(self, what: str, value: Any, remedy: str) -> None:
+        """ValueError on every rank, naming the ranks that differ, unless all values are equal."""
+        values = self.gather(value)
+        if all(v == values[0] for v in values):
+            return
+        odd = next(rank for rank, v in enumerate(values) if v != values[0])
+        same = [rank for rank, v in enumerate(values) if v == values[odd]]
+        raise ValueError(
+            f"{what} must be the same on all ranks: rank 0 has {values[0]}, "
+            f"rank {', '.join(map(str, same))} {'has' if len(same) == 1 else 'have'} "
+            f"{values[odd]}; {remedy}"
+        )
+
+    def publish(self, iteration: int) -> None:
+        """Leave this rank's progress where others can read it, at most once per second."""
+        now = time.monotonic()
+        if now - self._published_s >= PUBLISH_EVERY_S and self.world_size > 1:
+            self._published_s = now
+            self._store.set(f"progress/{self.rank}", json.dumps([iteration, time.time()]))
+
+    def behind(self) -> str:
+        """Words on who is behind or silent, from what every rank published last."""
+        try:
+            seen = [self._progress(rank) for rank in range(self.world_size)]
+        except RuntimeError:
+            return "The store of rank 0 does not answer: rank 0 or its host is gone."
+        words = []
+        for rank, progress in enumerate(seen):
+            host = self.hosts[rank] if hasattr(self, "hosts") else "?"
+            if progress is None:
+                words.append(f"rank {rank} ({host}): no iteration yet")
+            else:
+                age = time.time() - progress[1]
+                words.append(f"rank {rank} ({host}): iteration {progress[0]}, {age:.0f} s ago")
+        return "Last heard of: " + "; ".join(words) + "."
+
+    def _progress(self, rank: int) -> list[float] | None:
+        key = f"progress/{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+@contextmanager
+def bound_to(interface: str | None):
+    """Groups made inside use this network interface (gloo and NCCL read it at creation)."""
+    if interface is None:
+        yield
+        return
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, interface))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def open_link(
+    name: str, interface: str | None, device: Device, backend: str, timeout_s: float
+) -> tuple[Link, dist.ProcessGroup]:
+    """A link over all ranks on its own process group, bound to an interface."""
+    with bound_to(interface):
+        group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+    assert group is not None
+    return Link(name, averaging(group), device), group
+
+
+def averaging(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
+    """All-reduce to the mean, in place."""
+
+    def average(tensor: Tensor) -> None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group)
+
+    return average
+
+
+def measure_link(
+    group: dist.ProcessGroup, sizes: Sequence[int], like: Tensor, device: Device, budget_s: float
+) -> list[tuple[int, float]]:
+    """Seconds of an all-reduce of each size in bytes: (size, median over repetitions).
+
+    Every rank must call it with the same sizes, ascending; once a size would take more than
+    `budget_s` the rest is left out, by a time that all ranks share.
+    """
+    average = averaging(group)
+    width = like.element_size()
+    points: list[tuple[int, float]] = []
+    for size in sizes:
+        if points and points[-1][1] * size / points[-1][0] > budget_s:
+            break
+        buffer = like.new_ones(max(1, size // width))
+        average(buffer)  # the first one opens connections and fills the token bucket
+        elapsed = like.new_zeros(1)
+        repeats = 5 if not points or points[-1][1] < budget_s / 20 else 2
+        times = sorted(_timed(average, buffer, device) for _ in range(repeats))
+        elapsed[0] = times[len(times) // 2]
+        dist.all_reduce(elapsed, op=dist.ReduceOp.AVG, group=group)
+        points.append((buffer.numel() * width, float(elapsed)))
+    return points
+
+
+def _timed(average: Callable[[Tensor], None], buffer: Tensor, device: Device) -> float:
+    device.finish()
+    start = time.perf_counter()
+    average(buffer)
+    device.finish()
+    return time.perf_counter() - start
