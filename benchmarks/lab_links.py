@@ -3,9 +3,10 @@
     python benchmarks/lab_links.py
 
 Bound: a ring all-reduce moves 2 (n - 1) / n of the bytes through each host's link in each
-direction, so bus bandwidth = 2 (n - 1) / n * bytes / seconds can at most reach the asked rate (about
-95 % of it: headers take the rest). All rates are measured in one launch: they are changed while it
-runs. Needs torch and root, or user namespaces; about a minute.
+direction, so bus bandwidth = 2 (n - 1) / n * bytes / seconds can at most reach the asked rate
+(about 95 % of it: headers take the rest; a small message may exceed it by the shaper's burst). All
+rates are measured in one launch: they are changed while it runs. Needs torch and root, or user
+namespaces; about a minute.
 """
 
 import os

@@ -62,7 +62,9 @@ def _shape(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
     for t in plan.transfers:
         run = t.payload.buckets
         if not 0 <= run.start < run.stop <= plan.buckets or run.step != 1:
-            yield Problem(f"{t.id} must move a run of buckets within 0..{plan.buckets - 1}", plan, (t,))
+            yield Problem(
+                f"{t.id} must move a run of buckets within 0..{plan.buckets - 1}", plan, (t,)
+            )
         for role, moment in (("release", t.after), ("deadline", t.before)):
             if moment.bucket is not None and not 0 <= moment.bucket < plan.buckets:
                 yield Problem(
@@ -79,7 +81,9 @@ def _shape(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
                 (t,),
             )
         if links is not None and t.link not in links:
-            yield Problem(f"link {t.link!r} of {t.id} must be one of {', '.join(links)}", plan, (t,))
+            yield Problem(
+                f"link {t.link!r} of {t.id} must be one of {', '.join(links)}", plan, (t,)
+            )
 
 
 def _position(moment: Moment, plan: Plan, *, last: bool = False) -> int:
@@ -105,7 +109,9 @@ def _position(moment: Moment, plan: Plan, *, last: bool = False) -> int:
 def _deadlines(plan: Plan) -> Iterator[Problem]:
     for t in plan.transfers:
         if _position(t.before, plan) <= _position(t.after, plan):
-            yield Problem(f"deadline {t.before} of {t.id} comes before its release {t.after}", plan, (t,))
+            yield Problem(
+                f"deadline {t.before} of {t.id} comes before its release {t.after}", plan, (t,)
+            )
 
 
 def _overwritten(plan: Plan) -> Iterator[Problem]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,16 +20,12 @@ from offbeat.strategies import STRATEGIES, Strategy, create
 from offbeat.strategies.base import require_choice
 
 if TYPE_CHECKING:  # the lab, the report and rich are imported by the commands that need them
-    from rich.text import Text
-
-    from offbeat.compare import Comparison, Contestant, Outcome, Setup
+    from offbeat.compare import Comparison, Contestant, Outcome, Progress, Setup
     from offbeat.lab import Cluster
-    from offbeat.sim import Prediction
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 SCRIPT_COMMANDS = ("run", "profile", "compare")
 PLAIN_WIDTH = 140  # columns of a table that goes into a file
-LONGEST_LINE = 200  # characters of a script's line that are kept for display
 
 app = App(
     name="offbeat",
@@ -157,10 +151,9 @@ def profile(
     """
     from offbeat.compare import measure_profile
 
-    outcome = measure_profile(_setup(where, script, args), out, _Progress(json_))
+    outcome = measure_profile(_setup(where, script, args), out, _progress(json_))
     if outcome.measured:
-        measured = Profile.load(out)
-        _print(json_, measured.to_dict(), f"{_profile_text(measured)}\n{out}")
+        _print(json_, Profile.load(out).to_dict(), f"measured: {out}")
     return _exit_code(outcome, "no profile was written")
 
 
@@ -211,7 +204,12 @@ def simulate(
         made = _plan(plan, facts)
         bound_s = _bound_s(made, facts)
         prediction = sim.predict_plan(made, facts, bound_s=bound_s, iterations=iterations)
-    _print(json_, prediction.to_dict(), _prediction_text(prediction))
+    bound = "unknown" if prediction.bound_s is None else f"{prediction.bound_s:.6g}"
+    text = (
+        f"{prediction.strategy}, seconds per iteration: {prediction.iteration_s:.6g}\n"
+        f"  lower bound: {bound}\n  exposed communication: {prediction.exposed_s:.6g}"
+    )
+    _print(json_, prediction.to_dict(), text)
     return 0
 
 
@@ -238,16 +236,15 @@ def strategies(*, json_: Json = False) -> int:
 
     Example: offbeat strategies
     """
-    rows = [
-        {
-            "name": name,
-            "settings": {field.name: field.default for field in fields(cls)},
-            "summary": (cls.__doc__ or "").partition("\n")[0],
-            "citation": cls.citation,
-        }
-        for name, cls in STRATEGIES.items()
-    ]
-    _print(json_, rows, "\n".join(_strategy_text(row) for row in rows))
+    rows, lines = [], []
+    for name, cls in STRATEGIES.items():
+        settings = {field.name: field.default for field in fields(cls)}
+        summary = (cls.__doc__ or "").partition("\n")[0]
+        row = {"name": name, "settings": settings, "summary": summary, "citation": cls.citation}
+        rows.append(row)
+        shown = ", ".join(f"{setting}={value}" for setting, value in settings.items())
+        lines.append(f"{name}  {shown}\n    {summary}\n    {cls.citation}")
+    _print(json_, rows, "\n".join(lines))
     return 0
 
 
@@ -282,7 +279,8 @@ def _addressed(key: str, chosen: Sequence[str]) -> list[tuple[str, str]]:
         require_choice("strategy of --set", scope, chosen)
         return [(scope, setting)]
     known = {name: [f.name for f in fields(STRATEGIES[name])] for name in chosen}
-    require_choice(f"setting of {', '.join(known)}", key, dict.fromkeys(sum(known.values(), [])))
+    every = dict.fromkeys(setting for settings in known.values() for setting in settings)
+    require_choice(f"setting of {', '.join(known)}", key, every)
     return [(name, key) for name in known if key in known[name]]
 
 
@@ -321,7 +319,7 @@ def _plan(path: Path, facts: Profile) -> Plan:
     try:
         plan = Plan.from_dict(json.loads(path.read_text()))
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a plan ({error}); write one with `offbeat plan -o`") from None
+        raise ValueError(f"{path} is no plan ({error}); write it with `offbeat plan`") from None
     raise_if_wrong([plan], facts)
     return plan
 
@@ -358,7 +356,7 @@ def _cluster(where: Where) -> Cluster:
         short = f"hosts = {4 if hosts is None else hosts}\nrate = {json.dumps(rate or '100mbit')}"
         return Cluster.from_toml(short)
     if where.hosts is not None or where.rate is not None:
-        raise ValueError("--cluster already says what --hosts and --rate say; give one or the other")
+        raise ValueError("--cluster says what --hosts and --rate say; give one or the other")
     _require_file(where.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
     return Cluster.load(where.cluster)
 
@@ -375,12 +373,20 @@ def _compare(comparison: Comparison, out: Path | None, json_: bool) -> int:
     from offbeat import compare as comparing
 
     run_dir = out or comparing.default_run_dir(comparison.setup.script[0])
-    outcome = comparing.compare(comparison, run_dir, _Progress(json_))
+    outcome = comparing.compare(comparison, run_dir, _progress(json_))
     if outcome.report is not None:
         _show_run(run_dir, outcome.report, json_)
     elif json_:
         _print(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
     return _exit_code(outcome, f"what was measured is in {run_dir}")
+
+
+def _progress(json_: bool) -> Progress:
+    from rich.console import Console
+
+    from offbeat.compare import Progress
+
+    return Progress(Console(stderr=json_))
 
 
 def _exit_code(outcome: Outcome, kept: str) -> int:
@@ -411,74 +417,6 @@ def _show_run(run_dir: Path, page: Path, json_: bool) -> None:
 
 def _print(json_: bool, data: Any, text: str) -> None:
     print(json.dumps(data, indent=1) if json_ else text)
-
-
-def _profile_text(profile: Profile) -> str:
-    size_mb = sum(bucket.size_bytes for bucket in profile.buckets) / 1e6
-    links = [
-        f"link {link.name}: {link.latency_s * 1e3:.3g} ms + bytes / ({link.bytes_per_s / 1e6:.4g} MB/s)"
-        for link in profile.links
-    ]
-    model = (
-        f"{len(profile.buckets)} buckets, {size_mb:.4g} MB, {profile.world_size} ranks: forward "
-        f"{profile.forward_s:.4g} s, backward {profile.backward_s:.4g} s, update {profile.update_s:.4g} s"
-    )
-    return "\n".join([model, *links])
-
-
-def _prediction_text(prediction: Prediction) -> str:
-    bound = "unknown" if prediction.bound_s is None else f"{prediction.bound_s:.6g} s"
-    return (
-        f"{prediction.strategy}\n"
-        f"  per iteration          {prediction.iteration_s:.6g} s\n"
-        f"  lower bound            {bound}\n"
-        f"  exposed communication  {prediction.exposed_s:.6g} s"
-    )
-
-
-def _strategy_text(row: Mapping[str, Any]) -> str:
-    settings = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
-    return f"{row['name']}  {settings}\n    {row['summary']}\n    {row['citation']}"
-
-
-class _Progress:
-    """One live line on a terminal, plain lines elsewhere; on stderr if stdout is for JSON."""
-
-    def __init__(self, json_: bool) -> None:
-        from rich.console import Console
-
-        self._console = Console(stderr=json_)
-        self._what, self._line, self._start_s = "", "", 0.0
-
-    @contextmanager
-    def step(self, what: str) -> Iterator[Callable[[str], None]]:
-        from rich.live import Live
-
-        self._what, self._line, self._start_s = what, "", time.monotonic()
-        if not self._console.is_terminal:
-            self.say(f"{what} ...")
-            yield lambda _line: None
-            return
-        with Live(self, console=self._console, refresh_per_second=4, transient=True):
-            yield self._take
-
-    def say(self, text: str) -> None:
-        """Print one line."""
-        print(text, file=self._console.file, flush=True)
-
-    def fail(self, text: str) -> None:
-        """Print one error."""
-        print(f"offbeat: {text}", file=sys.stderr, flush=True)
-
-    def __rich__(self) -> Text:
-        from rich.text import Text
-
-        elapsed_s = time.monotonic() - self._start_s
-        text = f"{self._what}  {elapsed_s:.0f} s  {self._line}"
-        return Text(text, no_wrap=True, overflow="ellipsis")
-
-    def _take(self, line: str) -> None:
-        self._line = line[:LONGEST_LINE]
 
 
 # --- entry ---------------------------------------------------------------------------------------

@@ -8,13 +8,18 @@ import platform
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 import offbeat
 from offbeat import report, sim
@@ -28,40 +33,46 @@ SCHEMA = 1
 SKIP = 2  # first iterations of every repetition that no statistic counts
 WAIT_S = 120.0
 NO_LIMIT_S = 7 * 24 * 3600.0
+LONGEST_LINE = 200  # characters of a script's line that are kept for display
 
 MUST_PREPARE = "it must call offbeat.prepare(model, optimizer) and train some iterations"
 
 OnLine = Callable[[str], None]
 
 
-class Progress(Protocol):
-    """Where a comparison says what it is doing."""
+class Progress:
+    """What a comparison is doing: one live line on a terminal, plain lines elsewhere."""
 
-    def step(self, what: str) -> AbstractContextManager[OnLine]:
-        """Something that takes a while; the lines of rank 0's log are passed to what it yields."""
-        ...
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._what, self._line, self._start_s = "", "", 0.0
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[OnLine]:
+        """Something that takes a while; yields what takes the lines of rank 0's log."""
+        self._what, self._line, self._start_s = what, "", time.monotonic()
+        if not self._console.is_terminal:
+            self.say(f"{what} ...")
+            yield self._show
+            return
+        with Live(self, console=self._console, refresh_per_second=4, transient=True):
+            yield self._show
 
     def say(self, text: str) -> None:
         """One message that stays."""
-        ...
+        print(text, file=self._console.file, flush=True)
 
     def fail(self, text: str) -> None:
-        """What went wrong, in words, as soon as it is known."""
-        ...
+        """What went wrong, in words, as soon as it is known; on stderr."""
+        print(f"offbeat: {text}", file=sys.stderr, flush=True)
 
+    def __rich__(self) -> Text:
+        elapsed_s = time.monotonic() - self._start_s
+        text = f"{self._what}  {elapsed_s:.0f} s  {self._line}"
+        return Text(text, no_wrap=True, overflow="ellipsis")
 
-class Silent:
-    """A progress that nobody sees."""
-
-    @contextmanager
-    def step(self, what: str) -> Iterator[OnLine]:  # noqa: ARG002
-        yield lambda _line: None
-
-    def say(self, text: str) -> None:
-        """Drop the message."""
-
-    def fail(self, text: str) -> None:
-        """Drop the message: `Outcome.failures` has it too."""
+    def _show(self, line: str) -> None:
+        self._line = line[:LONGEST_LINE]
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,9 @@ class Comparison:
             raise ValueError("contestants ([]) must not be empty; name a strategy")
         for label in labels:
             if labels.count(label) > 1:
-                raise ValueError(f"contestant ({label!r}) must be there only once; change a setting")
+                raise ValueError(
+                    f"contestant ({label!r}) must be unique; change one of its settings"
+                )
         if self.repetitions < 1:
             raise ValueError(f"repetitions ({self.repetitions}) must be at least 1")
 
@@ -153,7 +166,7 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
     both keep what was measured. ValueError for a directory or a profile that cannot be used,
     LabError if the machine refuses the lab.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     _refuse_used(run_dir)
     given = _given_profile(comparison)
     with comparison.setup.lab() as lab:
@@ -181,7 +194,7 @@ def measure_profile(setup: Setup, path: Path, progress: Progress | None = None) 
 
     The logs stay (`Outcome.run_dir`) only if that failed; LabError if the machine refuses the lab.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     outcome = Outcome(Path(tempfile.mkdtemp(prefix="offbeat-profile-")))
     try:
         with setup.lab() as lab:
@@ -194,7 +207,9 @@ def measure_profile(setup: Setup, path: Path, progress: Progress | None = None) 
     return outcome
 
 
-def predict(strategy: Strategy, profile: Profile, directory: Path, plan: Plan | None = None) -> float:
+def predict(
+    strategy: Strategy, profile: Profile, directory: Path, plan: Plan | None = None
+) -> float:
     """Write plan.json and predicted.json of a contestant; returns predicted seconds per iteration.
 
     `plan` is the one that ran, by default the strategy's. ValueError if there is no plan.

@@ -281,7 +281,9 @@ def _validate_bucket(bucket: Bucket, links: set[str]) -> None:
     for name in ("forward_s", "backward_s", "size_bytes", "buffer_bytes", "state_bytes"):
         _number(f"{name} of bucket {bucket.name!r}", getattr(bucket, name))
     if not isinstance(bucket.communication_s, Mapping):
-        raise ValueError(f"communication_s of bucket {bucket.name!r} must map link names to seconds")
+        raise ValueError(
+            f"communication_s of bucket {bucket.name!r} must map link names to seconds"
+        )
     for link, seconds in bucket.communication_s.items():
         if link not in links:
             raise ValueError(

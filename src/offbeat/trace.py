@@ -34,7 +34,11 @@ class Span:
 
     @property
     def name(self) -> str:
-        return self.kind if self.buckets is None else f"{self.kind}[{self.buckets[0]}:{self.buckets[1]}]"
+        return (
+            self.kind
+            if self.buckets is None
+            else f"{self.kind}[{self.buckets[0]}:{self.buckets[1]}]"
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,9 @@ class Trace:
             raise ValueError(f"schema ({data.get('schema')!r}) of the trace must be {SCHEMA}")
         values = {key: value for key, value in data.items() if key != "schema"}
         names = values["spans"]["fields"]
-        values["spans"] = tuple(_span(dict(zip(names, row, strict=True))) for row in values["spans"]["rows"])
+        values["spans"] = tuple(
+            _span(dict(zip(names, row, strict=True))) for row in values["spans"]["rows"]
+        )
         values["ends_s"] = tuple(tuple(ends) for ends in values["ends_s"])
         values["starts_s"] = tuple(values["starts_s"])
         return cls(**values)

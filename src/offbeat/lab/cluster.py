@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from offbeat.lab.units import format_rate, format_time, parse_rate_bps, parse_time_s
+from offbeat.lab.units import UNLIMITED, format_rate, format_time, parse_rate_bps, parse_time_s
 
 MAX_HOSTS = 250  # the last byte of an address inside the lab
 MAX_LINKS = 16
@@ -37,7 +37,7 @@ class Link(_Model):
     """
 
     name: str = Field(default="net", pattern=_NAME)
-    rate: str | float | None = None
+    rate: str | float | None = UNLIMITED
     latency: str | float | None = None
 
     @field_validator("rate", mode="before")

@@ -121,6 +121,15 @@ class _Rank:
     def running(self) -> bool:
         return self.started and self.exit_code is None
 
+    def close_pipe(self) -> None:
+        if self.pipe >= 0:
+            os.close(self.pipe)
+            self.pipe = -1
+
+    def close(self) -> None:
+        self.close_pipe()
+        self.log.close()
+
 
 class _Watch:
     """All ranks of one launch, from start to the end of the last process."""
@@ -166,11 +175,10 @@ class _Watch:
             with suppress(LabError):
                 self._collect_exits()
             for rank in self._ranks:
-                while self._read(rank):
-                    pass
+                self._read_rest(rank)
         finally:
             for rank in self._ranks:
-                self._close(rank)
+                rank.close()
             self._selector.close()
 
     def result(self) -> Result:
@@ -234,7 +242,7 @@ class _Watch:
 
     def _read(self, rank: _Rank) -> bool:
         """Pass on what can be read without waiting; False at the end or if there is nothing."""
-        if rank.log.closed or rank.pipe < 0:
+        if rank.pipe < 0:
             return False
         try:
             data = os.read(rank.pipe, 65536)
@@ -242,8 +250,7 @@ class _Watch:
             return False
         if not data:
             self._selector.unregister(rank.pipe)
-            os.close(rank.pipe)
-            rank.pipe = -1
+            rank.close_pipe()
             return False
         rank.log.write(data)
         rank.log.flush()
@@ -264,11 +271,9 @@ class _Watch:
         if self._on_line is not None:
             self._on_line(rank.number, text)
 
-    def _close(self, rank: _Rank) -> None:
-        if rank.pipe >= 0:
-            os.close(rank.pipe)
-            rank.pipe = -1
-        rank.log.close()
+    def _read_rest(self, rank: _Rank) -> None:
+        while self._read(rank):
+            pass
         if rank.partial:
             last, rank.partial = rank.partial, b""
             self._pass_on(rank, last)
@@ -284,8 +289,8 @@ class _Watch:
         running = [rank for rank in self._ranks if rank.running]
         self._failed = (running[0], now_s)
         self._problem = (
-            f"timeout: after {now_s:.1f} s {_ranks_in_words(running)} of "
-            f"{len(self._ranks)} still running and were stopped"
+            f"timeout: after {now_s:.1f} s {_ranks_in_words(running)} still running, of "
+            f"{len(self._ranks)}, and got stopped"
         )
         self._actions = [(now_s, signal.SIGTERM), (now_s + _TERMINATE_S, signal.SIGKILL)]
 

@@ -46,6 +46,7 @@ class Lab:
 
     def __enter__(self) -> Self:
         start_s = time.perf_counter()
+        _check_not_entered(self._process)
         process = LabProcess()
         try:
             built = process.request("build", plan=_plan(self.cluster, self.name))
@@ -133,6 +134,7 @@ class NoLab:
 
     def __enter__(self) -> Self:
         start_s = time.perf_counter()
+        _check_not_entered(self._process)
         self._process = LabProcess()
         self.setup_s = time.perf_counter() - start_s
         return self
@@ -233,6 +235,11 @@ def _entered(process: LabProcess | None) -> LabProcess:
     if process is None:
         raise LabError("the lab is not running; use it as a context manager: with Lab(cluster):")
     return process
+
+
+def _check_not_entered(process: LabProcess | None) -> None:
+    if process is not None:
+        raise LabError("the lab is running already; make a second Lab for a second one")
 
 
 def _check_index(what: str, value: int, count: int) -> None:

@@ -32,7 +32,10 @@ def draw(contestant: Contestant, row: Row) -> dict[str, Any] | None:
     }
     if len(raw) > 1:
         columns = list(zip(*losses, strict=True))
-        data |= {"low": [_short(min(c)) for c in columns], "high": [_short(max(c)) for c in columns]}
+        data |= {
+            "low": [_short(min(c)) for c in columns],
+            "high": [_short(max(c)) for c in columns],
+        }
     if row.target_s is not None and row.target_iterations is not None:
         data["hit"] = {"seconds": row.target_s, "iterations": row.target_iterations}
     return data

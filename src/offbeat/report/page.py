@@ -28,6 +28,8 @@ from offbeat.report.timeline import (
 )
 from offbeat.report.verdict import winner
 
+Pair = tuple[Window | None, Window | None]  # predicted, measured
+
 SCRIPTS = ("page.js", "timeline.js", "losses.js")
 
 
@@ -54,9 +56,7 @@ def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]
     )
 
 
-def view(
-    run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]
-) -> dict[str, Any]:
+def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
     """Everything the template shows, by name."""
     windows = [_windows(run, contestant) for contestant in run.contestants]
     shown, left_out = shrink([w for pair in windows for w in pair])
@@ -76,10 +76,7 @@ def view(
         "command": shlex.join((*run.command, *run.script)),
         "banners": banners(run),
         "table": _table(run, rows),
-        "strategies": [
-            _strategy(contestant, row, pair, traces.get(contestant.label, {}))
-            for contestant, row, pair in zip(run.contestants, rows, pairs, strict=True)
-        ],
+        "strategies": _strategies(run, rows, pairs, traces),
         "left_out": left_out,
         "data": Markup(script_safe(dumps(data))),
         "any_curves": any(data["curves"]),
@@ -113,12 +110,12 @@ def _text(name: str) -> str:
     return files("offbeat.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _windows(run: Run, contestant: Contestant) -> tuple[Window | None, Window | None]:
+def _windows(run: Run, contestant: Contestant) -> Pair:
     found = measured_window(run, contestant)
     return predicted_window(contestant), None if found is None else found[1]
 
 
-def _timeline(run: Run, pair: tuple[Window | None, Window | None]) -> dict[str, Any]:
+def _timeline(run: Run, pair: Pair) -> dict[str, Any]:
     links = [link.name for link in run.profile.links] if run.profile else []
     lanes = lanes_of(pair, links)
     predicted, measured = (None if window is None else pack(window, lanes) for window in pair)
@@ -127,9 +124,7 @@ def _timeline(run: Run, pair: tuple[Window | None, Window | None]) -> dict[str, 
 
 def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
     """The rows, best first, and what their columns share."""
-    unit = words.unit_for(
-        s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s)
-    )
+    unit = words.unit_for(s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s))
     ends = [r.spread_s[1] if r.spread_s else r.iteration_s for r in rows]
     series = {contestant.label: i for i, contestant in enumerate(run.contestants)}
     return {
@@ -144,14 +139,27 @@ def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def _strategies(
+    run: Run,
+    rows: Sequence[Row],
+    pairs: Sequence[Pair],
+    traces: Mapping[str, Mapping[str, str]],
+) -> list[dict[str, Any]]:
+    """What is said of each strategy, in the order of the table."""
+    order = [row.label for row in ranked(rows)]
+    items = [
+        _strategy(i, contestant, rows[i], pairs[i], traces.get(contestant.label, {}))
+        for i, contestant in enumerate(run.contestants)
+    ]
+    return sorted(items, key=lambda item: order.index(item["label"]))
+
+
 def _strategy(
-    contestant: Contestant,
-    row: Row,
-    pair: tuple[Window | None, Window | None],
-    traces: Mapping[str, str],
+    index: int, contestant: Contestant, row: Row, pair: Pair, traces: Mapping[str, str]
 ) -> dict[str, Any]:
     measured = pair[1]
     return {
+        "index": index,
         "label": contestant.label,
         "text": contestant.text,
         "row": row,
@@ -204,7 +212,12 @@ def _cell(value: Any) -> str:
 def _failed(run: Run) -> list[dict[str, Any]]:
     """Repetitions that do not count, with what the ranks without a record said last."""
     return [
-        {"label": contestant.label, "index": rep.index, "problems": rep.problems, "logs": rep.log_tails}
+        {
+            "label": contestant.label,
+            "index": rep.index,
+            "problems": rep.problems,
+            "logs": rep.log_tails,
+        }
         for contestant in run.contestants
         for rep in contestant.repetitions
         if not rep.complete

@@ -40,7 +40,8 @@ def _by_target(best: Row, other: Row) -> str:
     if other.target_s is None:
         return f"{head}; {other.label} does not reach it{_paces(best, other)}"
     gain = f"{_times(other.target_s, best.target_s)} sooner than {other.label}"
-    return f"{head}, {gain} ({words.seconds(other.target_s)}){_paces(best, other)}{_needs(best, other)}"
+    why = _paces(best, other) + _needs(best, other)
+    return f"{head}, {gain} ({words.seconds(other.target_s)}){why}"
 
 
 def _needs(best: Row, other: Row) -> str:
@@ -48,8 +49,8 @@ def _needs(best: Row, other: Row) -> str:
     if own is None or others is None:
         return ""
     if own == others:
-        return f", and both need {own:g} of them"
-    return f", and it needs {own:g} of them instead of {others:g}"
+        return f", and both need {own:.0f} of them"
+    return f", and it needs {own:.0f} of them instead of {others:.0f}"
 
 
 def _times(large: float, small: float | None) -> str:
@@ -57,16 +58,18 @@ def _times(large: float, small: float | None) -> str:
 
 
 def _paces(best: Row, other: Row) -> str:
-    own, others = words.seconds(best.iteration_s), words.seconds(other.iteration_s)
+    unit = words.unit_for((best.iteration_s, other.iteration_s))
+    own, others = unit.text(best.iteration_s), unit.full(other.iteration_s)
     return f": its iterations take {own} instead of {others}"
 
 
 def _by_iteration(best: Row, other: Row) -> str:
     assert other.iteration_s is not None
+    unit = words.unit_for((best.iteration_s, other.iteration_s))
     return (
-        f"{best.label} takes {words.seconds(best.iteration_s)} per iteration, "
+        f"{best.label} takes {unit.full(best.iteration_s)} per iteration, "
         f"{_times(other.iteration_s, best.iteration_s)} less than {other.label} "
-        f"({words.seconds(other.iteration_s)}); there is no target loss to compare by"
+        f"({unit.full(other.iteration_s)}); there is no target loss to compare by"
     )
 
 

@@ -21,6 +21,10 @@ class Unit:
         """The number alone."""
         return NONE if seconds is None else f"{seconds / self.seconds:,.{self.decimals}f}"
 
+    def full(self, seconds: float | None) -> str:
+        """The number with the unit."""
+        return NONE if seconds is None else f"{self.text(seconds)} {self.name}"
+
     def span(self, low_high_s: tuple[float, float] | None) -> str:
         """'low to high', empty without one."""
         return "" if low_high_s is None else " to ".join(map(self.text, low_high_s))
@@ -64,7 +68,10 @@ def size(value: float | None) -> str:
 
 def share(value: float | None) -> str:
     """A relative difference with its sign: '+1.2 %'."""
-    return NONE if value is None else f"{100 * value:+.1f} %".replace("-", "−")
+    if value is None:
+        return NONE
+    percent = round(100 * value, 1)
+    return "±0.0 %" if percent == 0 else f"{percent:+.1f} %".replace("-", "−")
 
 
 def ratio(value: float | None) -> str:

@@ -65,8 +65,10 @@ class DDPSession(Session):
     def consolidate(self) -> None:
         unite(self._model, self._cluster)
 
-    @property
-    def bytes_sent(self) -> dict[str, int]:
-        """Gradient bytes that DDP reduces, by its definition: all of them, every iteration."""
-        first = next(iter(self._cluster.links))
-        return {first: self._bytes_per_iteration * self._iteration}
+    def close(self) -> None:
+        if self._recorder:
+            # By DDP's definition: every gradient, in every iteration.
+            sent = self._bytes_per_iteration * self._iteration
+            self._recorder.write({next(iter(self._cluster.links)): sent})
+        del self.module
+        self._cluster.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from offbeat.plan import Moment, Plan, Transfer
 from offbeat.runtime.flat import Flat
@@ -84,19 +85,18 @@ class Engine:
         self._control = control
         self._timeout_s = timeout_s
         self._failure: BaseException | None = None
+        self._handles: list[RemovableHandle] = []
         self.attach(flat)
 
     # ---- set-up -----------------------------------------------------------------------------
 
     def attach(self, flat: Flat) -> None:
         """Use a (new) flat storage: hooks on its parameters, tables per bucket."""
-        for handle in getattr(self, "_handles", ()):
-            handle.remove()
+        self.detach()
         self.flat = flat
         self.state = StateStore(self.optimizer, flat)
         self._bucket_of: list[int] = []
         self._views: list[Tensor] = []
-        self._handles = []
         for b, bucket in enumerate(flat.buckets):
             for p, view in zip(bucket.parameters, bucket.grad_views, strict=True):
                 hook = self._hook(len(self._views))
@@ -105,6 +105,12 @@ class Engine:
                 self._views.append(view)
         self._sizes = [len(bucket.parameters) for bucket in flat.buckets]
         self._members = self._members_by_group()
+
+    def detach(self) -> None:
+        """Remove the hooks; the parameters stay views of the flat storage."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def adopt(self, plan: Plan, state_policy: StatePolicy) -> None:
         """Run this plan from the next `begin` on, counted as its iteration 0."""
@@ -257,10 +263,7 @@ class Engine:
         unused: list[nn.Parameter] = []
         index = 0
         averaged = {
-            b
-            for t in self._agenda.transfers
-            if t.payload.kind == "grad"
-            for b in t.payload.buckets
+            b for t in self._agenda.transfers if t.payload.kind == "grad" for b in t.payload.buckets
         }
         for b, bucket in enumerate(self.flat.buckets):
             for p, view in zip(bucket.parameters, bucket.grad_views, strict=True):

@@ -99,7 +99,12 @@ class FlatBucket:
     __slots__ = ("grad", "grad_views", "name", "param", "parameters")
 
     def __init__(
-        self, name: str, parameters: list[nn.Parameter], views: list[Tensor], param: Tensor, grad: Tensor
+        self,
+        name: str,
+        parameters: list[nn.Parameter],
+        views: list[Tensor],
+        param: Tensor,
+        grad: Tensor,
     ):
         self.name = name
         self.parameters = parameters
@@ -159,9 +164,7 @@ class Flat:
             _rehome(flat, buffers[name], at)
             at += buffers[name].numel()
         self._spans.append((start[0], at, start[1], grad_at))
-        bucket = FlatBucket(
-            spec.name, mine, views, flat[start[0] : at], grads[start[1] : grad_at]
-        )
+        bucket = FlatBucket(spec.name, mine, views, flat[start[0] : at], grads[start[1] : grad_at])
         self.buckets.append(bucket)
         return at, grad_at
 
@@ -222,7 +225,9 @@ def require_supported(model: nn.Module) -> None:
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} is lazy; run one forward pass before prepare")
         if not p.is_floating_point():
-            raise ValueError(f"parameter {name!r} has dtype {p.dtype}; only real floats are supported")
+            raise ValueError(
+                f"parameter {name!r} has dtype {p.dtype}; only real floats are supported"
+            )
         place = (p.data_ptr(), p.device)
         if p.numel() and place in seen:
             raise ValueError(

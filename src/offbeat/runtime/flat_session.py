@@ -33,6 +33,17 @@ class Cluster:
     groups: dict[str, dist.ProcessGroup]
     device: Device
     timeout_s: float
+    closed: bool = False
+
+    def close(self) -> bool:
+        """Stop the links and drop the groups; False if a link is stuck in a collective, which
+        nothing can interrupt: then the groups stay, as dropping them could abort the process."""
+        self.closed = True
+        if not all([link.close() for link in self.links.values()]):
+            return False
+        for group in (*self.groups.values(), self.control.group):
+            dist.destroy_process_group(group)
+        return True
 
 
 @dataclass(frozen=True)
@@ -135,9 +146,11 @@ class FlatSession(Session):
     def consolidate(self) -> None:
         unite(self._model, self._cluster)
 
-    @property
-    def bytes_sent(self) -> dict[str, int]:
-        return {name: link.bytes_sent for name, link in self._cluster.links.items()}
+    def close(self) -> None:
+        if self._recorder:
+            self._recorder.write({n: link.bytes_sent for n, link in self._cluster.links.items()})
+        self.engine.detach()
+        self._cluster.close()
 
 
 def build_flat(model: nn.Module, profile: Profile | None) -> Flat:

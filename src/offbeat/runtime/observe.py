@@ -14,7 +14,13 @@ from torch.distributed import ProcessGroup
 from offbeat.plan import Moment, Plan, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.runtime.engine import Engine, Iteration
-from offbeat.runtime.flat import BucketSpec, Flat, buffer_versions, changed_buffers, group_parameters
+from offbeat.runtime.flat import (
+    BucketSpec,
+    Flat,
+    buffer_versions,
+    changed_buffers,
+    group_parameters,
+)
 from offbeat.transport.control import Control, measure_link
 from offbeat.transport.device import Device, Mark
 
@@ -112,7 +118,12 @@ class Observer:
         return group_parameters(self._model, order, min_bytes, buffers)
 
     def profile(
-        self, specs: Sequence[BucketSpec], flat: Flat, links: Sequence[Link], control: Control, model: str
+        self,
+        specs: Sequence[BucketSpec],
+        flat: Flat,
+        links: Sequence[Link],
+        control: Control,
+        model: str,
     ) -> Profile:
         """The agreed profile: means over ranks of this rank's typical iteration."""
         mine = self._per_bucket(specs)
@@ -174,9 +185,7 @@ def fit_link(name: str, points: Sequence[tuple[int, float]]) -> Link:
     return Link(name, float(latency), float(1 / slope), error)
 
 
-def measure_links(
-    groups: dict[str, ProcessGroup], flat: Flat, device: Device
-) -> tuple[Link, ...]:
+def measure_links(groups: dict[str, ProcessGroup], flat: Flat, device: Device) -> tuple[Link, ...]:
     """Alpha and beta of every link, over the sizes of messages that this model sends."""
     sizes = _sizes([bucket.grad.nbytes for bucket in flat.buckets])
     like = flat.everything()[0]

@@ -61,7 +61,9 @@ def prepare(
     strategy = _chosen(strategy, job)
     timeout_s = _positive("timeout_s", job.timeout_s or timeout_s)
     if not isinstance(observe, int) or observe < 1:
-        raise ValueError(f"observe ({observe!r}) must be at least 1 iteration; pass a profile for none")
+        raise ValueError(
+            f"observe ({observe!r}) must be at least 1 iteration; pass a profile for none"
+        )
     if isinstance(optimizer, Optimizer):
         raise ValueError("the optimizer is prepared already; call prepare once")
     require_supported(model)
@@ -69,12 +71,16 @@ def prepare(
     cluster = _connect(model, links, timeout_s)
     fingerprint = _agree(model, strategy, cluster.control)
     broadcast_model(model, cluster)
-    recorder = Recorder(job.record_dir, cluster.control.rank, cluster.device) if job.record_dir else None
+    recorder = (
+        Recorder(job.record_dir, cluster.control.rank, cluster.device) if job.record_dir else None
+    )
     if recorder:
         recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
     known, cache = _known_profile(profile, job, fingerprint, cluster)
     if isinstance(strategy, DDP) and not job.stop_after_profile:
-        session: DDPSession | FlatSession = _ddp(model, optimizer, strategy, known, cluster, recorder)
+        session: DDPSession | FlatSession = _ddp(
+            model, optimizer, strategy, known, cluster, recorder
+        )
     else:
         session = FlatSession(
             model, optimizer, strategy, cluster, recorder, build_flat(model, known)
@@ -86,7 +92,7 @@ def prepare(
                 Observation(observe, min_bucket_bytes, fingerprint, cache, job.stop_after_profile)
             )
         session.engine.begin()
-    atexit.register(_leave, session, cluster, recorder)
+    atexit.register(_leave, session, cluster)
     return Model(model, session), Optimizer(optimizer, session)
 
 
@@ -143,7 +149,9 @@ def _join(backend: str, timeout_s: float) -> None:
     """torchrun's rendezvous, or a world of one where nothing says otherwise."""
     timeout = timedelta(seconds=timeout_s)
     if "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
         return
     try:
         dist.init_process_group(backend, timeout=timeout)
@@ -160,7 +168,8 @@ def _agree(model: nn.Module, strategy: Strategy, control: Control) -> str:
     settings = f"{strategy.name} {strategy.settings()}"
     control.agree("the strategy", settings, "start every rank with the same settings")
     tensors = [
-        (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in model.named_parameters()
     ]
     everyone = control.gather(tensors)
     for rank, theirs in enumerate(everyone):
@@ -177,7 +186,9 @@ def _agree(model: nn.Module, strategy: Strategy, control: Control) -> str:
 def _first_difference(mine: list[Any], theirs: list[Any], rank: int) -> str:
     for a, b in zip(mine, theirs, strict=False):
         if a != b:
-            return f"rank 0 has {a[0]!r} {list(a[1])} {a[2]}, rank {rank} {b[0]!r} {list(b[1])} {b[2]}"
+            return (
+                f"rank 0 has {a[0]!r} {list(a[1])} {a[2]}, rank {rank} {b[0]!r} {list(b[1])} {b[2]}"
+            )
     return f"rank 0 has {len(mine)} parameters, rank {rank} {len(theirs)}"
 
 
@@ -208,7 +219,9 @@ def _known_profile(
         return None, cache
     mismatch = _mismatch(found, fingerprint, cluster)
     if mismatch and (strict or not found.model):
-        raise ValueError(f"the profile does not match: {mismatch}; measure it again with `offbeat profile`")
+        raise ValueError(
+            f"the profile does not match: {mismatch}; measure it again with `offbeat profile`"
+        )
     return (None, cache) if mismatch else (found, cache)
 
 
@@ -243,23 +256,28 @@ def _ddp(
     cluster: Cluster,
     recorder: Recorder | None,
 ) -> DDPSession:
-    session = DDPSession(model, optimizer, strategy.bucket_cap_mb, cluster, recorder)
+    if strategy.bucket_cap_mb == "tuned" and profile is None:
+        raise ValueError(
+            "bucket_cap_mb ('tuned') needs a profile; pass profile= (see `offbeat profile`) or a "
+            "number of MiB"
+        )
+    cap_mb = strategy.cap_mb(profile) if profile else strategy.bucket_cap_mb
+    session = DDPSession(model, optimizer, cap_mb, cluster, recorder)  # type: ignore[arg-type]
     if recorder:
         recorder.start(str(strategy), strategy.plan(profile) if profile else None, observed=0)
     return session
 
 
-def _leave(session: DDPSession | FlatSession, cluster: Cluster, recorder: Recorder | None) -> None:
-    """At exit: keep what was recorded, stop the links, leave the groups.
+def _leave(session: DDPSession | FlatSession, cluster: Cluster) -> None:
+    """At exit: close what is open and leave the process group.
 
-    A link stuck in a collective after a failure cannot be interrupted, and leaving with its
-    group alive can abort the process: then end at once, with the failure's exit status.
+    After a failure a link can be stuck in a collective, and leaving with its group alive can
+    abort the process: then end at once, with the failure's exit status.
     """
+    if not cluster.closed:
+        session.close()
     failed = getattr(sys, "last_value", None) is not None
-    if recorder:
-        recorder.write(session.bytes_sent)
-    stuck = [link.name for link in cluster.links.values() if not link.close()]
-    if stuck or failed:
+    if failed or any(link.stuck for link in cluster.links.values()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

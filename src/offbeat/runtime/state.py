@@ -32,7 +32,9 @@ class StateStore:
 
     def bytes_of(self, bucket: int) -> int:
         """Bytes of one bucket's state."""
-        return sum(t.numel() * t.element_size() for _, _, t in self._entries(range(bucket, bucket + 1)))
+        return sum(
+            t.numel() * t.element_size() for _, _, t in self._entries(range(bucket, bucket + 1))
+        )
 
     def reset(self, run: range) -> None:
         """Forget the state of these buckets; the optimizer begins it anew."""
@@ -56,7 +58,9 @@ class StateStore:
         flats: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         for key in dict.fromkeys((v.dtype, v.device) for _, _, v in entries):
             mine = [(p, n, v) for p, n, v in entries if (v.dtype, v.device) == key]
-            flat = flats[key] = torch.empty(sum(v.numel() for _, _, v in mine), dtype=key[0], device=key[1])
+            flat = flats[key] = torch.empty(
+                sum(v.numel() for _, _, v in mine), dtype=key[0], device=key[1]
+            )
             at = 0
             for p, name, value in mine:
                 view = flat[at : at + value.numel()].view(value.shape)

@@ -34,6 +34,10 @@ class Session(ABC):
     def consolidate(self) -> None:
         """Make all replicas bit-identical."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the other ranks: write the record, stop the links, drop their groups."""
+
     updates_in_backward = False
 
     def optimizer_reloaded(self) -> None:  # noqa: B027 - nothing to do by default
@@ -65,6 +69,10 @@ class Model(nn.Module):
         Every rank must call it, between iterations. RuntimeError if replicas still differ.
         """
         self._session.consolidate()
+
+    def close(self) -> None:
+        """Leave the other ranks. Called at exit; earlier only to prepare another model after."""
+        self._session.close()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.module.state_dict(*args, **kwargs)

@@ -45,6 +45,8 @@ def run(
     record: range = range(0),
 ) -> Run:
     """Run one plan on all ranks, or one per rank; ValueError if they can never proceed."""
+    if iterations < 1:
+        raise ValueError(f"iterations ({iterations}) must be at least 1")
     ranks.fit(profile)
     teams = _teams(plans, profile)
     _agree([team.plan for team in teams])

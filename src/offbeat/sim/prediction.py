@@ -132,15 +132,17 @@ def _settle(
 ) -> tuple[Run, range | None]:
     """Simulate longer and longer until the timeline repeats; the last run and its cycle."""
     plan = plans[0]
-    count = iterations or default_iterations(plan, NOISY_ITERATIONS if ranks.jitter else 0)
+    fixed = iterations is not None or ranks.jitter > 0
+    if iterations is None:
+        iterations = default_iterations(plan, NOISY_ITERATIONS if ranks.jitter else 0)
     while True:
-        record = recorded(plan, count, None)
-        result = run(plans, profile, ranks, iterations=count, seed=seed, record=record)
+        record = recorded(plan, iterations, None)
+        result = run(plans, profile, ranks, iterations=iterations, seed=seed, record=record)
         cycle = None if ranks.jitter else _cycle(plan, result)
-        longer = plan.prologue + 2 * (count - plan.prologue)
-        if cycle or iterations or ranks.jitter or longer > plan.prologue + MOST_ITERATIONS:
+        repeated = iterations - plan.prologue
+        if cycle or fixed or 2 * repeated > MOST_ITERATIONS:
             return result, cycle
-        count = longer
+        iterations += repeated
 
 
 def _cycle(plan: Plan, result: Run) -> range | None:

@@ -9,7 +9,7 @@ import numpy as np
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.sim.engine import Run, run
-from offbeat.sim.group import Group, Times
+from offbeat.sim.group import Group, Release, Times
 from offbeat.sim.program import queue
 from offbeat.sim.ranks import Ranks
 from offbeat.trace import COMPUTE, Span, Trace
@@ -37,8 +37,6 @@ def simulate(
     plans = as_plans(plans)
     if iterations is None:
         iterations = default_iterations(plans[0])
-    if iterations < 1:
-        raise ValueError(f"iterations ({iterations}) must be at least 1")
     window = recorded(plans[0], iterations, record)
     result = run(plans, profile, ranks or Ranks(), iterations=iterations, seed=seed, record=window)
     return to_trace(plans[0], profile, result, range(iterations))
@@ -103,7 +101,7 @@ def _spans(group: Group, result: Run) -> Iterator[Span]:
 def _messages(group: Group, result: Run, places: Iterable[tuple[int, int]]) -> Iterator[Span]:
     """A message's span on a rank begins when the rank issues it, before the others may have."""
     profile_bytes = group.program.profile.payload_bytes
-    for name, iteration, position, at in group.releases:
+    for name, iteration, position, at in sorted(group.releases, key=_issue_order):
         payload = queue(group.program.plan, name, iteration)[position].payload
         link = result.links[name]
         end_s = link.arrival_s(iteration, position)
@@ -115,6 +113,10 @@ def _messages(group: Group, result: Run, places: Iterable[tuple[int, int]]) -> I
         for i, rank in places:
             start_s = max(_pick(at, i), free_s)
             yield Span(rank, name, payload.kind, iteration, start_s, end_s, buckets, size)
+
+
+def _issue_order(release: Release) -> tuple[int, int]:
+    return release.iteration, release.position
 
 
 def _pick(times: Times, i: int) -> float:

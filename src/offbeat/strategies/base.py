@@ -84,7 +84,9 @@ def periodic_bound_s(profile: Profile, period: int) -> float:
     """`F + max(B, C / H)` with the update: every parameter averaged once per period on one
     link, never under a forward pass (DreamDDP, Section 3.2)."""
     hidden = profile.backward_s + profile.update_s
-    return profile.other_s + profile.forward_s + max(hidden, _everything_s(profile, "param") / period)
+    return (
+        profile.other_s + profile.forward_s + max(hidden, _everything_s(profile, "param") / period)
+    )
 
 
 def _everything_s(profile: Profile, kind: Kind) -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import accumulate
+from typing import ClassVar, Literal
 
 from offbeat.plan import Plan
 from offbeat.profile import Profile
-from offbeat.solve import cap_fusion
+from offbeat.solve import cap_fusion, fusion_finish
 from offbeat.strategies.base import Strategy, synchronous_bound_s
 from offbeat.strategies.wfbp import DDP_CAP_BYTES, DDP_FIRST_CAP_BYTES, MIB, gradients_when_ready
 
@@ -17,28 +18,49 @@ from offbeat.strategies.wfbp import DDP_CAP_BYTES, DDP_FIRST_CAP_BYTES, MIB, gra
 class DDP(Strategy):
     """`torch.nn.parallel.DistributedDataParallel` with a bucket cap in MiB.
 
-    None is torch's default (25, the first bucket 1). The plan only describes it, for prediction.
+    None is torch's default (25, the first bucket 1); "tuned" the cap that the profile predicts
+    to be fastest. The plan only describes what DDP does by itself, for prediction.
     """
 
-    bucket_cap_mb: float | None = None
+    bucket_cap_mb: float | Literal["tuned"] | None = None
 
     name: ClassVar[str] = "ddp"
     citation: ClassVar[str] = "Li et al., PyTorch Distributed, VLDB 2020"
 
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb
-        if cap is not None and not (isinstance(cap, (int, float)) and 0 < cap < math.inf):
+        if cap not in (None, "tuned") and not (
+            isinstance(cap, (int, float)) and 0 < cap < math.inf
+        ):
             raise ValueError(
-                f"bucket_cap_mb ({cap!r}) must be a number above 0, or None for torch's default"
+                f"bucket_cap_mb ({cap!r}) must be a number above 0, 'tuned', or None for "
+                "torch's default"
             )
 
     def plan(self, profile: Profile, rank: int = 0) -> Plan:
+        cap = self.cap_mb(profile)
         sizes = [bucket.size_bytes for bucket in profile.buckets]
-        if self.bucket_cap_mb is None:
+        if cap is None:
             groups = cap_fusion(sizes, DDP_CAP_BYTES, DDP_FIRST_CAP_BYTES)
         else:
-            groups = cap_fusion(sizes, int(self.bucket_cap_mb * MIB))
+            groups = cap_fusion(sizes, cap * MIB)
         return gradients_when_ready(self.name, profile, groups)
+
+    def cap_mb(self, profile: Profile) -> float | None:
+        """The cap to give to torch, in MiB; "tuned" tries every run of buckets from the output
+        side as the size of the first message and keeps the one that ends earliest."""
+        if self.bucket_cap_mb != "tuned":
+            return self.bucket_cap_mb
+        slowest, link = profile.slowest(), profile.default_link
+        sizes = [bucket.size_bytes for bucket in profile.buckets]
+        transfer_s = slowest.transfer_s(link.name)
+
+        def end_s(cap_bytes: float) -> float:
+            groups = cap_fusion(sizes, cap_bytes)
+            return fusion_finish(groups, slowest.ready_s, transfer_s, link.latency_s)
+
+        caps = {total for total in accumulate(sizes) if total} or {DDP_CAP_BYTES}
+        return min(sorted(caps), key=end_s) / MIB
 
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile)

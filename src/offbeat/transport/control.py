@@ -29,7 +29,7 @@ class Control:
         self.timeout_s = timeout_s
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         store = distributed_c10d._get_default_store()
         self._store = dist.PrefixStore("offbeat", store)
         self._published_s = 0.0
@@ -39,7 +39,7 @@ class Control:
         """Everyone's value, by rank. RuntimeError naming who is missing on timeout."""
         values: list[Any] = [None] * self.world_size
         try:
-            dist.all_gather_object(values, value, group=self._group)
+            dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
             raise RuntimeError(f"ranks could not agree: {error}. {self.behind()}") from error
         return values

@@ -110,4 +110,6 @@ def device_of(device: torch.device) -> Device:
         return CPU()
     if device.type == "cuda":
         return CUDA(device)
-    raise ValueError(f"device ({device}) must be a CPU or a CUDA device; move the model before prepare")
+    raise ValueError(
+        f"device ({device}) must be a CPU or a CUDA device; move the model before prepare"
+    )

@@ -86,6 +86,11 @@ class Link:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    @property
+    def stuck(self) -> bool:
+        """Closed, but still inside a collective."""
+        return self._thread.is_alive()
+
     def _issue(self) -> None:
         waiting: dict[int, Flight] = {}
         expected = 0

@@ -1,0 +1,36 @@
+# Two commands set everything up by themselves: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+HOSTS ?= 4
+RATE ?= 100mbit
+STEPS ?= 60
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/installed
+	$(BIN)/offbeat compare --hosts $(HOSTS) --rate $(RATE) \
+	  --strategies ddp,local-sgd,dreamddp examples/gpt.py --steps $(STEPS)
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/installed-test
+	$(BIN)/pip install -q -c constraints.txt ruff pyright
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+
+# torch goes in first, pinned: left to a range, pip takes the newest build with gigabytes of CUDA.
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "offbeat needs Python 3.11 or newer; choose one with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs

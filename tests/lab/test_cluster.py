@@ -1,0 +1,167 @@
+"""The cluster description: units, relations, files."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from offbeat.lab import Cluster, HostOverride, Link
+from offbeat.lab.units import format_rate, format_time, parse_rate_bps, parse_time_s
+
+pytestmark = pytest.mark.timeout(10)
+
+FULL = Cluster(
+    hosts=4,
+    processes_per_host=2,
+    threads=2,
+    congestion_control="reno",
+    links=(Link(name="wan", rate="100mbit", latency="20ms"), Link(name="lan")),
+    overrides=(
+        HostOverride(host=2, rates={"wan": "20mbit", "lan": 5e6}, threads=1),
+        HostOverride(host=3, rates={"lan": "unlimited"}),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate_bps"),
+    [
+        ("100mbit", 100_000_000),
+        ("1.5gbit", 1_500_000_000),
+        (" 800 Kbit/s ", 800_000),
+        ("2500bit", 2500),
+        ("64000", 64_000),
+        (1e6, 1_000_000),
+        (None, None),
+        ("unlimited", None),
+    ],
+)
+def test_rates_are_read_in_bits_per_second(text, rate_bps):
+    assert parse_rate_bps(text) == rate_bps
+
+
+@pytest.mark.parametrize("rate_bps", [1000, 1001, 64_000, 999_999, 12_500_000, 10**9, None])
+def test_a_rate_survives_being_written(rate_bps):
+    assert parse_rate_bps(format_rate(rate_bps)) == rate_bps
+
+
+@pytest.mark.parametrize("time_s", [0.0, 1e-6, 0.00025, 0.02, 1.5])
+def test_a_time_survives_being_written(time_s):
+    assert parse_time_s(format_time(time_s)) == pytest.approx(time_s)
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [
+        ("12mbps", r"rate \('12mbps'\) has the unknown unit 'mbps'; write bit, kbit, mbit or gbit"),
+        ("fast", r"rate \('fast'\) is not a number with a unit"),
+        (0, r"rate \(0\) must be from 1kbit to 32gbit; use \"unlimited\""),
+        (-5, r"rate \(-5\) must be from 1kbit"),
+        ("100gbit", "must be from 1kbit to 32gbit"),
+        (float("nan"), "must be finite"),
+        (True, "must be text with a unit or a number"),
+    ],
+)
+def test_a_wrong_rate_is_explained(rate, words):
+    with pytest.raises(ValueError, match=words):
+        Link(rate=rate)
+
+
+@pytest.mark.parametrize("latency", ["20", "20min", "20ms/s", -1, "11s"])
+def test_a_wrong_latency_is_refused(latency):
+    if latency == "20":  # a plain number is seconds
+        latency = 20
+    with pytest.raises(ValueError, match="latency"):
+        Link(latency=latency)
+
+
+def test_zero_latency_is_none():
+    assert Link(latency=0).latency is None
+    assert Link(latency="20ms").latency_s == 0.02
+
+
+def test_simple_is_one_link():
+    cluster = Cluster.simple(hosts=3, rate="100mbit")
+    assert cluster == Cluster(hosts=3, links=(Link(name="net", rate="100mbit"),))
+    assert cluster.links[0].rate_bps == 100_000_000
+    assert Cluster(hosts=2).links[0].rate_bps is None
+
+
+def test_overrides_apply_to_their_host():
+    assert FULL.rate_bps(2, "wan") == 20_000_000
+    assert FULL.rate_bps(1, "wan") == 100_000_000
+    assert FULL.rate_bps(3, "lan") is None
+    assert [FULL.threads_of(host) for host in range(4)] == [2, 2, 1, 2]
+
+
+def test_ranks_are_numbered_host_by_host():
+    assert FULL.world_size == 8
+    assert [FULL.host_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"hosts": 0}, "greater than or equal to 1"),
+        ({"links": ()}, r"links \(0\) must be from 1 to 16"),
+        ({"links": (Link(), Link())}, "links: 'net' occurs more than once"),
+        ({"overrides": (HostOverride(host=4),)}, r"host \(4\) must be below hosts \(4\)"),
+        (
+            {"overrides": (HostOverride(host=1, rates={"wan": 1e6}),)},
+            r"link \('wan'\) must be one of \['net'\]",
+        ),
+        (
+            {"overrides": (HostOverride(host=1), HostOverride(host=1))},
+            "1 occurs more than once; merge the overrides of a host",
+        ),
+        ({"congestion_control": "cu bic"}, "congestion_control"),
+    ],
+)
+def test_a_wrong_relation_is_explained(settings, words):
+    with pytest.raises(ValidationError, match=words):
+        Cluster(**{"hosts": 4, **settings})
+
+
+def test_descriptions_are_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        FULL.hosts = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("cluster", [FULL, Cluster(hosts=1), Cluster.simple(2, "1mbit")])
+def test_toml_and_json_round_trip(cluster: Cluster, tmp_path: Path):
+    cluster.save(tmp_path / "cluster.toml")
+    assert Cluster.load(tmp_path / "cluster.toml") == cluster
+    assert Cluster(**cluster.record()) == cluster
+    assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
+
+
+def test_a_short_file_is_enough():
+    text = 'hosts = 4\nrate = "100mbit"\n[[overrides]]\nhost = 2\nrates = { net = "20mbit" }\n'
+    cluster = Cluster.from_toml(text)
+    assert [cluster.rate_bps(host, "net") for host in (0, 2)] == [100_000_000, 20_000_000]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("hosts = 4\nrat = 5", "rat: unknown key; did you mean 'rate'?"),
+        ("hosts = 4\n[[links]]\nspeed = 5", "links.0.speed: unknown key; known: ['name', 'rate'"),
+        ('hosts = 4\nrate = "1mbit"\n[[links]]', "rate and links are two ways to say the same"),
+        ("rate = 5e6", "hosts: "),
+        ('hosts = "four"', "hosts: ('four') input should be a valid integer"),
+        ('hosts = 4\n[[links]]\nrate = "9bits"', "links.0.rate: rate ('9bits') has the unknown"),
+        ("hosts = ", "not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_explained(text: str, words: str, tmp_path: Path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        Cluster.load(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert words in str(error.value)
+
+
+def test_an_unknown_link_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"link \('dsl'\) must be one of \['wan', 'lan'\]"):
+        FULL.rate_bps(0, "dsl")

@@ -1,0 +1,283 @@
+"""The lab: links, rates, refusals; with real namespaces."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from offbeat.lab import Cluster, HostOverride, Lab, LabError, Link, NoLab, check_support, launch
+from offbeat.lab import network as network_module
+from offbeat.lab.network import burst_bytes, queue_bytes
+
+pytestmark = pytest.mark.timeout(30)
+
+# Rank 0 receives from every other rank over the link LINK as many bytes as BYTES says and prints
+# the seconds that this took; every rank prints its congestion control.
+TRANSFER = """
+import json, os, socket, time
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+size, there = int(os.environ["BYTES"]), (os.environ["SINK"], 7000)
+control = lambda s: s.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).strip(bytes(1))
+if rank == 0:
+    server = socket.create_server(there)
+    for _ in range(world - 1):
+        peer, _ = server.accept()
+        peer.sendall(b"go")
+        start_s, left = time.monotonic(), size
+        while left:
+            left -= len(peer.recv(65536))
+        print("took", time.monotonic() - start_s, control(peer).decode(), flush=True)
+        peer.sendall(b"thanks")
+else:
+    while True:
+        try:
+            peer = socket.create_connection(there)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    assert peer.recv(2) == b"go"
+    peer.sendall(bytes(size))
+    assert peer.recv(6) == b"thanks"
+"""
+
+
+def transfer(lab, argv, size_bytes: int, folder: Path, link: int = 0) -> tuple[float, str]:
+    """Seconds for the transfer and the congestion control at the receiver."""
+    lines: list[str] = []
+    result = launch(
+        lab,
+        argv,
+        env={"BYTES": str(size_bytes), "SINK": lab.address(0, link)},
+        log_dir=folder,
+        timeout_s=20,
+        on_line=lambda _, line: lines.append(line),
+    )
+    assert result.problem is None
+    ((_, seconds, control),) = [line.split() for line in lines if line.startswith("took")]
+    return float(seconds), control
+
+
+def least_s(size_bytes: int, rate_bps: float) -> float:
+    """A shaped link is never faster than its rate, apart from its bursts (20 % and more here)."""
+    return 0.8 * (size_bytes * 8 / rate_bps)
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_a_rate_and_a_congestion_control_are_in_force(program, tmp_path):
+    with Lab(Cluster.simple(2, "10mbit"), "rate") as lab:
+        before = lab.counters()
+        seconds, control = transfer(lab, program(TRANSFER), 1_000_000, tmp_path)
+        after = lab.counters()
+        assert lab.congestion_control == "cubic"
+    assert seconds >= least_s(1_000_000, 10e6)
+    assert control == "cubic"
+    assert after[1]["net"].sent_bytes - before[1]["net"].sent_bytes >= 1_000_000
+    assert after[0]["net"].received_bytes - before[0]["net"].received_bytes >= 1_000_000
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_an_override_slows_one_host_on_one_link(program, tmp_path):
+    cluster = Cluster(
+        hosts=2,
+        links=(Link(name="fast"), Link(name="slow", rate="400mbit")),
+        congestion_control="reno",
+        overrides=(HostOverride(host=1, rates={"slow": "10mbit"}),),
+    )
+    with Lab(cluster) as lab:
+        slow_s, control = transfer(lab, program(TRANSFER), 600_000, tmp_path, link=1)
+        traffic = lab.counters()
+        assert traffic[1]["slow"].sent_bytes >= 600_000
+        assert traffic[1]["fast"].sent_bytes < 100_000
+    assert slow_s >= least_s(600_000, 10e6)
+    assert control == "reno"
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_the_receiver_s_direction_is_shaped_too(program, tmp_path):
+    overrides = (HostOverride(host=0, rates={"net": "10mbit"}),)  # host 0 only receives
+    with Lab(Cluster(hosts=2, overrides=overrides)) as lab:
+        seconds, _ = transfer(lab, program(TRANSFER), 600_000, tmp_path)
+    assert seconds >= least_s(600_000, 10e6)
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_a_rate_changes_while_a_transfer_runs(program, tmp_path):
+    with Lab(Cluster.simple(2, "8mbit")) as lab:
+        # At 8 Mbit/s 20 MB would take 20 s, the limit of the launch.
+        timer = threading.Timer(0.5, lambda: [lab.set_rate(host, "net", None) for host in (0, 1)])
+        timer.start()
+        transfer(lab, program(TRANSFER), 20_000_000, tmp_path)
+        timer.join()
+        lab.set_rate(1, "net", "unlimited")  # twice is no error
+        lab.set_rate(1, "net", "10mbit")
+        seconds, _ = transfer(lab, program(TRANSFER), 600_000, tmp_path)
+    assert seconds >= least_s(600_000, 10e6)
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_labs_side_by_side_do_not_meet(program, tmp_path):
+    argv = program(
+        "import os, socket, sys\n"
+        "server = socket.create_server((os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])))"
+        "\nprint('bound', flush=True)\n"
+    )
+    with Lab(Cluster.simple(1, "10mbit"), "a") as one, Lab(Cluster.simple(1), "b") as two:
+        assert not set(one.inodes()) & set(two.inodes())
+        assert one.address(0) == two.address(0)
+        for lab in (one, two):
+            assert launch(lab, argv, log_dir=tmp_path, timeout_s=20).problem is None
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_nothing_shows_in_the_machine_s_own_namespace():
+    def interfaces() -> list[str]:
+        return [line.split(":")[0] for line in Path("/proc/self/net/dev").read_text().splitlines()]
+
+    before = interfaces()
+    with Lab(Cluster.simple(2, "10mbit")):
+        assert interfaces() == before
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_a_record_is_json_and_says_what_ran():
+    with Lab(Cluster.simple(2, "10mbit"), "record") as lab:
+        record = json.loads(json.dumps(lab.record()))
+    assert (record["kind"], record["name"], record["note"]) == ("namespaces", "record", None)
+    assert Cluster(**record["cluster"]) == lab.cluster
+    assert record["congestion_control"] == "cubic"
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_the_kernel_s_default_congestion_control_is_recorded():
+    default = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    with Lab(Cluster(hosts=1, congestion_control="default")) as lab:
+        assert lab.congestion_control == default
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_an_unknown_congestion_control_is_refused_in_words():
+    with pytest.raises(LabError, match=r"congestion_control \('nosuch'\) is refused .* it has: "):
+        check_support(Cluster(hosts=4, congestion_control="nosuch"))
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_latency_works_or_names_the_missing_module(program, tmp_path):
+    cluster = Cluster.simple(2, "10mbit", latency="20ms")
+    try:
+        check_support(cluster)
+    except LabError as error:
+        words = str(error)
+        assert words.startswith("latency (20ms) of link 'net' needs netem")
+        assert "sch_netem" in words
+        assert "--lab none" in words
+        return
+    with Lab(cluster) as lab:  # one way there, one way back, at least
+        seconds, _ = transfer(lab, program(TRANSFER), 100_000, tmp_path)
+    assert seconds >= 0.04
+
+
+def test_refused_namespaces_are_explained(monkeypatch):
+    def refuse(_flags: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(network_module.syscalls, "unshare", refuse)
+    plan = network_module.NetworkPlan("refused", 1, "default", [])
+    with pytest.raises(LabError) as error:
+        network_module.Network(plan)
+    words = str(error.value)
+    assert words.startswith("network namespaces are refused (Operation not permitted); run as root")
+    assert "user.max_user_namespaces" in words
+    assert "--lab none (loopback, unshaped)" in words
+
+
+# Enters a user namespace, as somebody else than root, and runs the rest of its arguments there.
+AS_USER = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {source!r} + "/offbeat/lab")
+import syscalls  # not offbeat.lab: numpy's threads forbid to enter a user namespace
+user, group = os.geteuid(), os.getegid()
+syscalls.unshare(syscalls.CLONE_NEWUSER)
+Path("/proc/self/setgroups").write_text("deny")
+Path("/proc/self/uid_map").write_text(f"4321 {{user}} 1")
+Path("/proc/self/gid_map").write_text(f"4321 {{group}} 1")
+{limit}
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+ROOTLESS = """
+import os, sys
+sys.path.insert(0, {source!r})
+from offbeat.lab import Cluster, Lab, LabError, launch
+status = open("/proc/self/status").read()
+assert os.getuid() == 4321 and "CapEff:\\t0000000000000000" in status
+try:
+    with Lab(Cluster.simple(2, "10mbit"), "rootless") as lab:
+        code = "import os; print(os.getuid(), 'eth0:' in open('/proc/net/dev').read())"
+        result = launch(lab, [sys.executable, "-c", code], log_dir={folder!r}, timeout_s=20)
+        print(result.problem or "fine", result.log_files[0].read_text())
+except LabError as error:
+    print("LabError", error)
+"""
+
+
+def as_user(program, tmp_path: Path, limit: str = "") -> str:
+    """Output of a process without any right that tries a lab."""
+    source = str(Path(network_module.__file__).parents[2])
+    enter = program(AS_USER.format(source=source, limit=limit))
+    rootless = program(ROOTLESS.format(source=source, folder=str(tmp_path / "logs")))
+    done = subprocess.run(
+        [sys.executable, enter[-1], rootless[-1]], capture_output=True, text=True, timeout=25
+    )
+    if "in <module>\n    syscalls.unshare" in done.stderr:
+        pytest.skip(f"user namespaces are refused: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_user_without_rights_can_have_a_lab(program, tmp_path):
+    output = as_user(program, tmp_path)
+    if output.startswith("LabError network namespaces are refused"):
+        pytest.skip(output)
+    assert output.startswith("fine 4321 True")
+
+
+def test_a_real_refusal_is_explained(program, tmp_path):
+    limit = 'Path("/proc/sys/user/max_net_namespaces").write_text("0")'
+    output = as_user(program, tmp_path, limit)
+    assert output.startswith("LabError network namespaces are refused")
+    assert "--lab none" in output
+
+
+def test_a_lab_that_was_not_entered_says_so():
+    with pytest.raises(LabError, match="use it as a context manager"):
+        Lab(Cluster.simple(1)).counters()
+
+
+@pytest.mark.parametrize("kind", [Lab, NoLab])
+def test_wrong_indices_are_explained(kind):
+    lab = kind(Cluster.simple(2))
+    with pytest.raises(ValueError, match=r"host \(2\) must be from 0 to 1"):
+        lab.address(2)
+    with pytest.raises(ValueError, match=r"link \(1\) must be from 0 to 0"):
+        lab.interface(1)
+
+
+def test_no_lab_says_loudly_that_it_is_unshaped():
+    with NoLab(Cluster.simple(2, "10mbit")) as lab:
+        assert lab.note is not None
+        assert "UNSHAPED" in lab.note
+        assert lab.record()["note"] == lab.note
+        assert lab.counters() == {}
+        assert (lab.interface(0), lab.address(1)) == ("lo", "127.0.0.1")
+        with pytest.raises(LabError, match="--lab none is unshaped; use a Lab"):
+            lab.set_rate(0, "net", "5mbit")
+
+
+@pytest.mark.parametrize("rate_bps", [1_000, 1_000_000, 100_000_000, 32_000_000_000])
+def test_a_shaper_holds_more_than_a_packet_and_queues_more_than_it_lets_through(rate_bps):
+    assert 16 * 1024 <= burst_bytes(rate_bps) <= 64 * 1024
+    assert queue_bytes(rate_bps) >= burst_bytes(rate_bps) + 128 * 1024

@@ -1,0 +1,316 @@
+"""Launching: environment, output, failures in words, nothing left behind."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from lab.leftovers import alive, eventually, namespace_users
+
+from offbeat.lab import Cluster, HostOverride, Lab, LabError, Link, NoLab, launch
+
+pytestmark = pytest.mark.timeout(30)
+
+# Starts a child that ignores SIGTERM in a session of its own, prints its process id, and stays.
+WITH_GRANDCHILD = """
+import os, signal, subprocess, sys, time
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
+print("pids", os.getpid(), child.pid, flush=True)
+"""
+
+
+@pytest.fixture(params=["namespaces", "loopback"])
+def any_lab(request):
+    """Two hosts, with and without namespaces."""
+    if request.param == "loopback":
+        with NoLab(Cluster.simple(2), "any") as lab:
+            yield lab
+        return
+    request.getfixturevalue("namespaces")
+    with Lab(Cluster.simple(2, "50mbit"), "any") as lab:
+        yield lab
+
+
+def pids_in(lines: list[str]) -> list[int]:
+    return [int(word) for line in lines if line.startswith("pids") for word in line.split()[1:]]
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_ranks_see_torchrun_s_variables_and_the_links(program, tmp_path):
+    cluster = Cluster(
+        hosts=2,
+        processes_per_host=2,
+        links=(Link(name="wan", rate="50mbit"), Link(name="lan")),
+        overrides=(HostOverride(host=1, threads=3),),
+    )
+    argv = program("import json, os; print(json.dumps(dict(os.environ)))")
+    with Lab(cluster, "variables") as lab:
+        result = launch(lab, argv, env={"MINE": "1"}, log_dir=tmp_path / "logs", timeout_s=20)
+    assert (result.problem, result.exit_codes) == (None, (0, 0, 0, 0))
+    assert result.log_files == tuple(tmp_path / "logs" / f"rank{rank}.log" for rank in range(4))
+    seen = [json.loads(path.read_text()) for path in result.log_files]
+    for rank, variables in enumerate(seen):
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % 2),
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": str(rank // 2),
+            "GROUP_WORLD_SIZE": "2",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": "4",
+            "MASTER_ADDR": "10.77.0.1",
+            "TORCHELASTIC_RUN_ID": "variables",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "OMP_NUM_THREADS": "3" if rank // 2 == 1 else "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "MINE": "1",
+        }
+        assert expected.items() <= variables.items()
+        assert json.loads(variables["OFFBEAT_LINKS"]) == [
+            {"name": "wan", "interface": "eth0"},
+            {"name": "lan", "interface": "eth1"},
+        ]
+    assert len({variables["MASTER_PORT"] for variables in seen}) == 1
+
+
+def test_the_caller_s_variables_win(any_lab, program, tmp_path):
+    argv = program("import os; print(os.environ['OMP_NUM_THREADS'])")
+    lines: list[tuple[int, str]] = []
+    result = launch(
+        any_lab,
+        argv,
+        env={"OMP_NUM_THREADS": "7"},
+        log_dir=tmp_path,
+        timeout_s=20,
+        on_line=lambda rank, line: lines.append((rank, line)),
+    )
+    assert result.problem is None
+    assert sorted(lines) == [(0, "7"), (1, "7")]
+
+
+def test_no_lab_uses_the_loopback(program, tmp_path):
+    argv = program(
+        "import os\n"
+        "print(*map(os.environ.get, ['MASTER_ADDR', 'GLOO_SOCKET_IFNAME', 'WORLD_SIZE']))\n"
+    )
+    with NoLab(Cluster.simple(2, "10mbit")) as lab:
+        result = launch(lab, argv, log_dir=tmp_path, timeout_s=20)
+    assert result.problem is None
+    assert result.log_files[1].read_text() == "127.0.0.1 lo 2\n"
+
+
+def test_output_of_both_streams_and_without_a_last_newline_is_kept(any_lab, program, tmp_path):
+    argv = program("import sys; print('out'); sys.stderr.write('err\\n'); sys.stdout.write('end')")
+    lines: list[str] = []
+    result = launch(
+        any_lab,
+        argv,
+        log_dir=tmp_path,
+        timeout_s=20,
+        on_line=lambda rank, line: lines.append(line) if rank == 1 else None,
+    )
+    assert lines == ["out", "err", "end"]
+    assert result.log_files[1].read_text() == "out\nerr\nend"
+
+
+def test_a_failing_rank_is_named_with_its_last_lines(any_lab, program, tmp_path):
+    argv = program(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    for number in range(40): print('line', number)\n"
+        "    sys.exit(3)\n"
+        "time.sleep(600)\n"
+    )
+    result = launch(any_lab, argv, log_dir=tmp_path, timeout_s=20, grace_s=0.2)
+    assert result.exit_codes == (-signal.SIGTERM, 3)
+    assert result.problem is not None
+    assert result.problem.startswith("rank 1 (host 1) exited with code 3 after ")
+    assert result.problem.endswith("line 39")
+    assert "line 25\n" in result.problem
+    assert "line 24\n" not in result.problem
+    assert str(tmp_path / "rank1.log") in result.problem
+
+
+def test_a_killed_rank_is_named_and_the_others_may_report(any_lab, program, tmp_path):
+    argv = program(
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(0.5)\n"
+        "print('the other side is gone')\n"
+    )
+    result = launch(any_lab, argv, log_dir=tmp_path, timeout_s=20)
+    assert result.exit_codes == (0, -signal.SIGKILL)
+    assert result.problem is not None
+    assert result.problem.startswith("rank 1 (host 1) was killed by SIGKILL after ")
+    assert "wrote nothing to its log" in result.problem
+    assert result.log_files[0].read_text() == "the other side is gone\n"
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(any_lab, program, tmp_path):
+    argv = program(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "time.sleep(0.3)\n"
+        "sys.exit(1) if os.environ['RANK'] == '0' else time.sleep(600)\n"
+    )
+    result = launch(any_lab, argv, log_dir=tmp_path, timeout_s=20, grace_s=0.1)
+    assert result.exit_codes == (1, -signal.SIGKILL)
+
+
+def test_a_timeout_names_the_ranks_that_were_still_running(any_lab, program, tmp_path):
+    argv = program(
+        "import os, time\n"
+        "print('waiting for nobody', flush=True)\n"
+        "time.sleep(600 if os.environ['RANK'] == '1' else 0)\n"
+    )
+    result = launch(any_lab, argv, log_dir=tmp_path, timeout_s=1)
+    assert result.exit_codes == (0, -signal.SIGTERM)
+    assert result.problem is not None
+    assert result.problem.startswith("timeout: after 1.0 s rank 1 was still running, of 2,")
+    assert result.problem.endswith("waiting for nobody")
+
+
+def test_a_program_that_does_not_exist_is_named(any_lab, tmp_path):
+    result = launch(any_lab, ["/no/such/program"], log_dir=tmp_path, timeout_s=20)
+    assert result.exit_codes == (127, 127)
+    assert "cannot start '/no/such/program'" in (result.problem or "")
+
+
+def test_a_hanging_grandchild_is_killed(any_lab, program, tmp_path):
+    lines: list[str] = []
+    result = launch(
+        any_lab,
+        program(WITH_GRANDCHILD),
+        log_dir=tmp_path,
+        timeout_s=20,
+        on_line=lambda _, line: lines.append(line),
+    )
+    assert result.problem is None  # the ranks themselves ended well
+    assert len(pids_in(lines)) == 4
+    assert not any(alive(process) for process in pids_in(lines))
+
+
+def test_an_error_in_the_callback_ends_everything(any_lab, program, tmp_path):
+    lines: list[str] = []
+
+    def on_line(_rank: int, line: str) -> None:
+        lines.append(line)
+        if len(lines) == 2:
+            raise ZeroDivisionError
+
+    argv = program(WITH_GRANDCHILD + "time.sleep(600)")
+    with pytest.raises(ZeroDivisionError):
+        launch(any_lab, argv, log_dir=tmp_path, timeout_s=20, on_line=on_line)
+    assert not any(alive(process) for process in pids_in(lines))
+    assert launch(any_lab, program(""), log_dir=tmp_path, timeout_s=20).problem is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"argv": []}, "argv is empty"), ({"timeout_s": 0}, r"timeout_s \(0\) must be positive")],
+)
+def test_wrong_arguments_are_explained(settings, words, tmp_path):
+    arguments = {"argv": ["true"], "log_dir": tmp_path, "timeout_s": 1, **settings}
+    with NoLab(Cluster.simple(1)) as lab, pytest.raises(ValueError, match=words):
+        launch(lab, **arguments)
+
+
+def test_the_death_of_the_lab_s_own_process_is_an_error(program, tmp_path):
+    with NoLab(Cluster.simple(2)) as lab:
+        lines: list[str] = []
+
+        def on_line(_rank: int, line: str) -> None:
+            lines.append(line)
+            if len(lines) == 2:
+                os.kill(lab.process.pid, signal.SIGKILL)
+
+        argv = program("import os, time; print('pids', os.getpid(), flush=True); time.sleep(600)")
+        with pytest.raises(LabError, match=r"ended unexpectedly \(was killed by SIGKILL\)"):
+            launch(lab, argv, log_dir=tmp_path, timeout_s=20, on_line=on_line)
+        assert eventually(lambda: not any(alive(process) for process in pids_in(lines)))
+
+
+# --- nothing left behind -------------------------------------------------------------------------
+
+OWNER = """
+import sys, threading
+from offbeat.lab import Cluster, Lab, launch
+def on_line(rank, line):
+    print(line, flush=True)
+with Lab(Cluster.simple(2, "50mbit"), "owned") as lab:
+    print("inodes", *lab.inodes(), flush=True)
+    print("pids", lab.process.pid, flush=True)
+    code = {code!r}
+    launch(lab, [sys.executable, "-S", "-c", code], log_dir=tmp, timeout_s=60, on_line=on_line)
+"""
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_when_the_owner_ends(owner, number):
+    process = owner(OWNER.format(code=WITH_GRANDCHILD + "time.sleep(600)"))
+    with process:
+        lines = [process.stdout.readline() for _ in range(4)]
+        inodes = [int(word) for word in lines[0].split()[1:]]
+        pids = pids_in(lines)
+        assert (len(inodes), len(pids)) == (3, 5)
+        assert namespace_users(inodes)
+        process.send_signal(number)
+        process.wait(15)
+    assert eventually(lambda: not any(alive(one) for one in pids))
+    assert eventually(lambda: not namespace_users(inodes))
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_nothing_is_left_after_the_block(program, tmp_path):
+    with Lab(Cluster.simple(2, "50mbit")) as lab:
+        assert launch(lab, program(""), log_dir=tmp_path, timeout_s=20).problem is None
+        inodes, keeper = lab.inodes(), lab.process.pid
+        assert namespace_users(inodes)
+    assert not alive(keeper)
+    assert not namespace_users(inodes)
+
+
+def test_a_lab_made_by_a_thread_outlives_the_thread(program, tmp_path):
+    lab = NoLab(Cluster.simple(1))
+    thread = threading.Thread(target=lab.__enter__)
+    thread.start()
+    thread.join()
+    try:
+        assert launch(lab, program(""), log_dir=tmp_path, timeout_s=20).problem is None
+        with pytest.raises(LabError, match="running already"), lab:
+            pass
+    finally:
+        lab.close()
+
+
+# --- torch ---------------------------------------------------------------------------------------
+
+ALL_REDUCE = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+tensor = torch.full((1000,), float(dist.get_rank() + 1))
+dist.all_reduce(tensor)
+print("sum", tensor[0].item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.timeout(60)
+def test_gloo_all_reduces_between_two_hosts(tmp_path):
+    pytest.importorskip("torch", exc_type=ImportError)
+    with Lab(Cluster.simple(2, "100mbit")) as lab:
+        argv = [sys.executable, "-c", ALL_REDUCE]
+        result = launch(lab, argv, log_dir=tmp_path, timeout_s=50)
+        assert lab.counters()[1]["net"].sent_bytes >= 4000
+    assert result.problem is None
+    assert all("sum 3.0" in Path(log).read_text() for log in result.log_files)

@@ -1,0 +1,290 @@
+"""Synthetic run directories in the format that runtime and CLI write, small and realistic."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from pathlib import Path
+from typing import Any
+
+from offbeat.plan import Moment, Plan, transfer
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.trace import COMPUTE, Span, Trace
+
+
+def profile(buckets: int = 20, world_size: int = 4, links: Sequence[Link] = ()) -> Profile:
+    """A model of 0.3 s per iteration and 8.4 MB whose deep layers are the large ones."""
+    shares = [1 + 2 * (buckets - i) / buckets for i in range(buckets)]
+    total = sum(shares)
+    return Profile(
+        buckets=tuple(
+            Bucket(
+                name=f"layers.{buckets - 1 - i}.linear",
+                forward_s=0.1 / buckets,
+                backward_s=0.2 / buckets,
+                size_bytes=int(8.4e6 * share / total),
+            )
+            for i, share in enumerate(shares)
+        ),
+        links=tuple(links) or (Link("net", 1.2e-3, 8.2e6, 0.013),),
+        world_size=world_size,
+        update_s=0.012,
+        other_s=0.004,
+        model="synthetic",
+    )
+
+
+def every_gradient(facts: Profile, name: str = "ddp", fuse: int = 5) -> Plan:
+    """Gradients in groups, first in first out, the step waits for all."""
+    size = len(facts.buckets)
+    groups = [range(i, min(size, i + fuse)) for i in range(0, size, fuse)]
+    links = [link.name for link in facts.links]
+    rules = [
+        transfer(
+            "grad",
+            group,
+            after=Moment("grad", group[-1]),
+            before=Moment("step"),
+            phases=[0],
+            link=links[n % len(links)],
+        )
+        for n, group in enumerate(groups)
+    ]
+    return Plan(name, size, tuple(rules))
+
+
+def layer_sets(facts: Profile, name: str = "dreamddp", period: int = 5) -> Plan:
+    """Each iteration of the period averages its own share of the parameters."""
+    size = len(facts.buckets)
+    links = [link.name for link in facts.links]
+    rules = [
+        transfer(
+            "param",
+            range(b, b + 1),
+            after=Moment("updated", b),
+            before=Moment("end"),
+            phases=[b * period // size],
+            link=links[b % len(links)],
+        )
+        for b in range(size)
+    ]
+    return Plan(name, size, tuple(rules), period=period, updates="in_backward")
+
+
+def whole_model(facts: Profile, name: str = "local-sgd", period: int = 5) -> Plan:
+    """All parameters at once in the last iteration of the period."""
+    size = len(facts.buckets)
+    rule = transfer(
+        "param",
+        range(size),
+        after=Moment("updated"),
+        before=Moment("end"),
+        phases=[period - 1],
+        link=facts.links[0].name,
+    )
+    return Plan(name, size, (rule,), period=period)
+
+
+@dataclass
+class Clock:
+    """Where every rank's compute and every link stand, in seconds."""
+
+    now: list[float]
+    free: dict[str, float]
+
+
+def timeline(
+    facts: Profile, plan: Plan, iterations: int, *, noise: float = 0.0, seed: int = 0
+) -> Trace:
+    """A plausible timeline: compute with noise, transfers FIFO per link once all ranks released."""
+    rng = random.Random(seed)
+    ranks = range(facts.world_size)
+    clock = Clock([0.0 for _ in ranks], {link.name: 0.0 for link in facts.links})
+    spans: list[Span] = []
+    ends: list[list[float]] = [[] for _ in ranks]
+    for iteration in range(iterations):
+        _iterate(facts, plan, iteration, clock, spans, lambda s: s * rng.lognormvariate(0, noise))
+        for rank in ranks:
+            ends[rank].append(clock.now[rank])
+    return Trace(
+        source="simulated",
+        strategy=plan.strategy,
+        ends_s=tuple(map(tuple, ends)),
+        starts_s=tuple(0.0 for _ in ranks),
+        spans=tuple(spans),
+        period=plan.period,
+    )
+
+
+def _iterate(facts, plan, iteration, clock, spans, jitter) -> None:
+    size, ranks = len(facts.buckets), range(facts.world_size)
+
+    def compute(rank, kind, seconds, buckets=None):
+        start = clock.now[rank]
+        clock.now[rank] += seconds
+        spans.append(Span(rank, COMPUTE, kind, iteration, start, clock.now[rank], buckets))
+
+    ready = [[0.0] * size for _ in ranks]
+    for rank in ranks:
+        compute(rank, "other", jitter(facts.other_s))
+        for b in reversed(range(size)):
+            compute(rank, "forward", jitter(facts.buckets[b].forward_s), (b, b + 1))
+        for b in range(size):
+            compute(rank, "backward", jitter(facts.buckets[b].backward_s), (b, b + 1))
+            if plan.updates == "in_backward":
+                compute(rank, "update", jitter(facts.update_s / size), (b, b + 1))
+            ready[rank][b] = clock.now[rank]
+    late = 0.0
+    for rule in plan.at(iteration):
+        last = rule.after.bucket if rule.after.bucket is not None else size - 1
+        start = max(clock.free[rule.link], *(ready[rank][last] for rank in ranks))
+        seconds = facts.message_s(rule.link, rule.payload.kind, rule.payload.buckets)
+        end = clock.free[rule.link] = start + jitter(seconds)
+        late = max(late, end)
+        moved = facts.payload_bytes(rule.payload.kind, rule.payload.buckets)
+        buckets = (rule.payload.buckets.start, rule.payload.buckets.stop)
+        spans += [
+            Span(r, rule.link, rule.payload.kind, iteration, start, end, buckets, moved)
+            for r in ranks
+        ]
+    for rank in ranks:
+        if late > clock.now[rank]:
+            compute(rank, "wait", late - clock.now[rank])
+        if plan.updates == "at_step":
+            compute(rank, "update", jitter(facts.update_s))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contestant of a synthetic run; `pace` is how fast its loss falls per iteration."""
+
+    label: str
+    strategy: str
+    plan: Plan
+    pace: float = 0.03
+    settings: Mapping[str, Any] | None = None
+
+
+def write_run(
+    path: Path,
+    facts: Profile,
+    entries: Sequence[Entry],
+    *,
+    iterations: int = 120,
+    repetitions: int = 2,
+    recorded: int = 30,
+    **overrides: Any,
+) -> Path:
+    """Write a whole run directory; `recorded` last iterations keep their spans."""
+    path.mkdir(parents=True, exist_ok=True)
+    links = [{"name": link.name, "rate": "100mbit", "latency": None} for link in facts.links]
+    run = {
+        "schema": 1,
+        "command": ["offbeat", "compare"],
+        "script": ["examples/gpt.py", "--steps", str(iterations)],
+        "cluster": {
+            "hosts": facts.world_size,
+            "processes_per_host": 1,
+            "threads": 1,
+            "congestion_control": "cubic",
+            "links": links,
+            "overrides": [{"host": 1, "rates": {"net": "60mbit"}, "threads": None}],
+        },
+        "lab": "netns",
+        "note": None,
+        "emulated": False,
+        "versions": {"offbeat": "0.1.0", "torch": "2.13.0", "python": "3.11.2", "kernel": "6.1.0"},
+        "seed": 0,
+        "started": "2026-11-20T14:00:00Z",
+        "contestants": [
+            {"label": e.label, "strategy": e.strategy, "settings": dict(e.settings or {})}
+            for e in entries
+        ],
+        "repetitions": repetitions,
+        "target_loss": None,
+        "skip": 2,
+    }
+    _dump(path / "run.json", {**run, **overrides})
+    facts.save(path / "profile.json")
+    for number, entry in enumerate(entries):
+        _write_contestant(path / entry.label, facts, entry)
+        for rep in range(repetitions):
+            trace = timeline(facts, entry.plan, iterations, noise=0.05, seed=10 * number + rep)
+            _write_repetition(path / entry.label / f"rep{rep}", entry, trace, rep, recorded)
+    return path
+
+
+def _write_contestant(folder: Path, facts: Profile, entry: Entry) -> None:
+    _dump(folder / "plan.json", entry.plan.to_dict())
+    period = entry.plan.period
+    whole = timeline(facts, entry.plan, 2 * period)
+    spans = tuple(span for span in whole.spans if span.iteration >= period)
+    steady = Trace(
+        source="simulated",
+        strategy=whole.strategy,
+        ends_s=tuple(ends[period:] for ends in whole.ends_s),
+        starts_s=tuple(ends[period - 1] for ends in whole.ends_s),
+        spans=spans,
+        first=period,
+        period=period,
+    )
+    compute = facts.forward_s + facts.backward_s + facts.update_s + facts.other_s
+    seconds = steady.iteration_s()
+    busy = sum(s.end_s - s.start_s for s in spans if s.rank == 0 and s.lane == facts.links[0].name)
+    notes = {
+        "iteration_s": seconds,
+        "bound_s": max(compute, busy / period) if period == 1 else compute * 0.99,
+        "exposed_s": seconds - compute,
+    }
+    _dump(folder / "predicted.json", {**replace(steady, notes=notes).to_dict()})
+
+
+def _write_repetition(folder: Path, entry: Entry, trace: Trace, rep: int, recorded: int) -> None:
+    rng = random.Random(f"{entry.label}{rep}")
+    since = trace.iterations - recorded
+    for rank in range(trace.world_size):
+        mine = tuple(s for s in trace.spans if s.rank == rank and s.iteration >= since)
+        own = Trace(
+            source="measured",
+            strategy=entry.plan.strategy,
+            ends_s=(trace.ends_s[rank],),
+            starts_s=(trace.starts_s[rank],),
+            spans=mine,
+            period=trace.period,
+        )
+        losses = [
+            [i, end, 2.2 + 1.9 * exp(-entry.pace * i) + rng.gauss(0, 0.06)]
+            for i, end in enumerate(trace.ends_s[rank])
+        ]
+        sent = sum(s.bytes for s in trace.spans if s.rank == rank and s.lane != COMPUTE)
+        record = {
+            "schema": 1,
+            "rank": rank,
+            "strategy": str(entry.plan.strategy),
+            "observed": 0,
+            "emulated": False,
+            "losses": losses,
+            "bytes": {"net": sent},
+            "trace": own.to_dict(),
+            "warnings": ["gloo chose the interface by itself"] if rank == 1 else [],
+            "checks": ["bytes sent match the plan", "replicas agree at the end"],
+        }
+        _dump(folder / f"rank{rank}.json", record)
+        (folder / f"rank{rank}.log").write_text(f"rank {rank} started\nstep 0\n")
+
+
+def three(facts: Profile) -> list[Entry]:
+    """DDP, local SGD and layer sets."""
+    return [
+        Entry("ddp", "ddp", every_gradient(facts), pace=0.045),
+        Entry("local-sgd-5", "local-sgd", whole_model(facts), 0.034, {"period": 5}),
+        Entry("dreamddp-5", "dreamddp", layer_sets(facts), 0.040, {"period": 5}),
+    ]
+
+
+def _dump(path: Path, data: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data))
