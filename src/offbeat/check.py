@@ -44,6 +44,7 @@ def _check_one(plan: Plan, profile: Profile | None) -> list[Problem]:
         return shape  # positions below are meaningless while names and numbers are wrong
     return [
         *_deadlines(plan),
+        *_stuck(plan),
         *_overwritten(plan),
         *_moved_twice(plan),
         *_never_moved(plan),
@@ -86,24 +87,19 @@ def _shape(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
             )
 
 
-def _position(moment: Moment, plan: Plan, *, last: bool = False) -> int:
-    """Place of a moment in one worker's order of events; `last` for a whole-model moment's end."""
+def _position(moment: Moment, plan: Plan, *, iterations: int = 0) -> int:
+    """Place of a moment, so many iterations later, in one worker's order of events."""
     size = plan.buckets
-    b = moment.bucket
-    per_iteration = 4 * size + 2
-    if moment.point == "forward":
-        place = size - 1 - (b if b is not None else (0 if last else size - 1))
-    elif moment.point == "grad":
-        place = size + 2 * (b if b is not None else size - 1)
-    elif moment.point == "updated" and plan.updates == "in_backward":
-        place = size + 2 * (b if b is not None else size - 1) + 1
-    elif moment.point == "step":
-        place = 3 * size
-    elif moment.point == "updated":
-        place = 3 * size + 1 + (b if b is not None else size - 1)
-    else:  # end
-        place = 4 * size + 1
-    return place + moment.lag * per_iteration
+    b = size - 1 if moment.bucket is None else moment.bucket  # the first forward, else the last
+    in_backward = plan.updates == "in_backward"
+    place = {
+        "forward": size - 1 - b,
+        "grad": size + 2 * b,
+        "updated": size + 2 * b + 1 if in_backward else 3 * size + 1 + b,
+        "step": 3 * size,
+        "end": 4 * size + 1,
+    }[moment.point]
+    return place + (moment.lag + iterations) * (4 * size + 2)
 
 
 def _deadlines(plan: Plan) -> Iterator[Problem]:
@@ -112,6 +108,27 @@ def _deadlines(plan: Plan) -> Iterator[Problem]:
             yield Problem(
                 f"deadline {t.before} of {t.id} comes before its release {t.after}", plan, (t,)
             )
+
+
+def _stuck(plan: Plan) -> Iterator[Problem]:
+    """Deadlines that come before the release of a message ahead on the link."""
+    most_lag = max((t.after.lag for t in plan.transfers), default=0)
+    last: dict[str, tuple[int, Transfer]] = {}  # per link the latest release so far
+    found: set[tuple[Transfer, Transfer]] = set()
+    for iteration in range(plan.prologue + plan.period + most_lag):
+        for t in plan.at(iteration):
+            released = _position(t.after, plan, iterations=iteration)
+            latest, first = last.get(t.link, (released, t))
+            stuck = first != t and _position(t.before, plan, iterations=iteration) <= latest
+            if stuck and (first, t) not in found:
+                found.add((first, t))
+                yield Problem(
+                    f"{t.id} can never meet its deadline {t.before}: {first.id} goes first on "
+                    f"{t.link} and is released only after {first.after}",
+                    plan,
+                    (first, t),
+                )
+            last[t.link] = (released, t) if released > latest else (latest, first)
 
 
 def _overwritten(plan: Plan) -> Iterator[Problem]:

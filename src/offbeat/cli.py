@@ -44,7 +44,9 @@ def option(help_: str, *names: str) -> Parameter:
     return Parameter(name=names or None, help=help_, negative="")
 
 
-Json = Annotated[bool, option("Print JSON on stdout and nothing else.", "--json")]
+Json = Annotated[
+    bool, Parameter("--json", help="Print only JSON.", negative="", show_default=False)
+]
 Settings = Annotated[
     list[str] | None, option("Setting of the strategy, as in --set period=5; repeatable.", "--set")
 ]
@@ -378,7 +380,8 @@ def _compare(comparison: Comparison, out: Path | None, json_: bool) -> int:
         _show_run(run_dir, outcome.report, json_)
     elif json_:
         _print(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
-    return _exit_code(outcome, f"what was measured is in {run_dir}")
+    kept = "what was measured is" if outcome.measured else "nothing was measured, the logs are"
+    return _exit_code(outcome, f"{kept} in {run_dir}")
 
 
 def _progress(json_: bool) -> Progress:
@@ -427,7 +430,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if argv is None else argv)
     try:
         command, bound, *_ = app.parse_args(
-            _mark_script(typed), exit_on_error=False, print_error=False
+            mark_script(typed), exit_on_error=False, print_error=False
         )
         return command(*bound.args, **bound.kwargs) or 0
     except KeyboardInterrupt:
@@ -455,8 +458,8 @@ def _say(text: str, code: int) -> int:
     return code
 
 
-def _mark_script(argv: list[str]) -> list[str]:
-    """With "--" before the script, so that everything after it stays the script's."""
+def mark_script(argv: list[str]) -> list[str]:
+    """The arguments with "--" before the script: everything after it stays the script's."""
     if not argv or argv[0] not in SCRIPT_COMMANDS:
         return argv
     if argv[0] == "profile":
@@ -473,7 +476,7 @@ def _mark_script(argv: list[str]) -> list[str]:
 
 def _output_first(argv: list[str]) -> list[str]:
     """`profile train.py -o profile.json`: a last -o FILE.json is ours unless one came before."""
-    *rest, flag, value = ["", *argv]
-    if flag not in ("-o", "--output") or not value.endswith(".json") or flag in rest:
+    names = {"-o", "--output"}
+    if len(argv) < 4 or not argv[-1].endswith(".json") or argv[-2] not in names:
         return argv
-    return [rest[1], flag, value, *rest[2:]]
+    return argv if names & set(argv[:-2]) else [argv[0], *argv[-2:], *argv[1:-2]]

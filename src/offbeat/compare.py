@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -222,26 +222,8 @@ def predict(
     )
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "plan.json", prediction.plan.to_dict())
-    _last_period(prediction).save(directory / "predicted.json")
+    prediction.trace.save(directory / "predicted.json")
     return prediction.iteration_s
-
-
-def _last_period(prediction: sim.Prediction) -> Trace:
-    """The trace of the last whole period alone, with the prediction's numbers as notes."""
-    trace = prediction.trace
-    first = min(span.iteration for span in trace.spans)
-    return replace(
-        trace,
-        first=first,
-        starts_s=tuple(ends[first - 1] for ends in trace.ends_s) if first else trace.starts_s,
-        ends_s=tuple(ends[first : first + trace.period] for ends in trace.ends_s),
-        notes={
-            **trace.notes,
-            "iteration_s": prediction.iteration_s,
-            "bound_s": prediction.bound_s,
-            "exposed_s": prediction.exposed_s,
-        },
-    )
 
 
 # --- the course of a comparison ------------------------------------------------------------------
@@ -274,13 +256,15 @@ def _measure(
     setup: Setup, lab: Lab | NoLab, path: Path, logs: Path, outcome: Outcome, progress: Progress
 ) -> bool:
     """Launch until the profile is in `path`; a failure is noted and said."""
-    job = _job(setup, BSP(), save_profile=str(path.absolute()), stop_after_profile=True)
-    path.unlink(missing_ok=True)  # else one of an earlier run would pass for this one's
+    draft = logs / "profile.json"  # only a launch that ended well yields a profile
+    job = _job(setup, BSP(), save_profile=str(draft.absolute()), stop_after_profile=True)
     with progress.step("measuring the profile") as on_line:
         problem = _launch(setup, lab, job, logs, on_line)
-    if problem is None and not path.exists():
+    if problem is None and not draft.exists():
         problem = f"{setup.script[0]} ended before a profile was measured; {MUST_PREPARE}"
-    if problem is not None:
+    if problem is None:
+        Profile.load(draft).save(path)
+    else:
         _fail(f"measuring the profile: {problem}", outcome, progress)
     return problem is None
 

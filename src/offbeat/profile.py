@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -220,19 +220,25 @@ class Profile:
 
 def _alone(bucket: Bucket, link: Link, kind: Kind) -> tuple[float, float]:
     size = bucket.payload_bytes(kind)
-    if size == 0 and link.name not in bucket.communication_s:
+    given = bucket.communication_s.get(link.name)
+    if size == 0 and (given is None or kind == "state"):
         return 0.0, 0.0
-    if link.name not in bucket.communication_s or not bucket.size_bytes:
+    if given is not None and size == bucket.size_bytes:
+        return given, min(link.latency_s, given)
+    if given is None or not bucket.size_bytes:
         return link.latency_s + size / link.bytes_per_s, link.latency_s
-    given = bucket.communication_s[link.name]
     latency = min(link.latency_s, given)
     return latency + (given - latency) * size / bucket.size_bytes, latency
 
 
 def _compact(record: Any) -> dict[str, Any]:
-    values = {f.name: getattr(record, f.name) for f in fields(record)}
-    optional = {"communication_s", "buffer_bytes", "state_bytes", "tensors", "fit_error"}
-    return {k: v for k, v in values.items() if k not in optional or v}
+    """Fields of a record without those at their defaults."""
+    values = {f: getattr(record, f.name) for f in fields(record)}
+    return {f.name: value for f, value in values.items() if value != _default(f)}
+
+
+def _default(f: Field[Any]) -> Any:
+    return f.default if f.default_factory is MISSING else f.default_factory()
 
 
 def _reject_unknown(what: str, data: Mapping[str, Any], known: set[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
@@ -75,8 +75,14 @@ class Trace:
         return [fmean(seconds[i : i + self.period]) for i in range(0, whole, self.period)]
 
     def iteration_s(self, skip: int = 0) -> float:
-        """Seconds per iteration: median over whole periods."""
-        return median(self.period_seconds(skip))
+        """Seconds per iteration: median over whole periods; ValueError if there is none."""
+        periods = self.period_seconds(skip)
+        if not periods:
+            raise ValueError(
+                f"the trace ({self.iterations} iterations) must have a whole period "
+                f"({self.period}) after the first {skip}; run more iterations"
+            )
+        return median(periods)
 
     def window(self, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> list[Span]:
         """Spans of some iterations (and ranks), in order of start."""
@@ -87,8 +93,8 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, with the schema version."""
-        data = asdict(self)
-        data["schema"] = SCHEMA
+        data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        data |= {"schema": SCHEMA, "notes": dict(self.notes)}
         names = [f.name for f in fields(Span)]
         data["spans"] = {
             "fields": names,
@@ -120,7 +126,7 @@ class Trace:
         return cls.from_dict(json.loads(Path(path).read_text()))
 
     def to_chrome(self) -> dict[str, Any]:
-        """Chrome trace events (chrome://tracing, Perfetto): a process per rank, a thread per lane."""
+        """Chrome trace events (Perfetto reads them): a process per rank, a thread per lane."""
         lanes = list(dict.fromkeys([COMPUTE, *(span.lane for span in self.spans)]))
         events: list[dict[str, Any]] = []
         for rank in range(self.world_size):

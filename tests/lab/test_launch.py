@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -157,11 +158,15 @@ def test_a_killed_rank_is_named_and_the_others_may_report(any_lab, program, tmp_
 def test_a_rank_that_ignores_sigterm_is_killed(any_lab, program, tmp_path):
     argv = program(
         "import os, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "time.sleep(0.3)\n"
-        "sys.exit(1) if os.environ['RANK'] == '0' else time.sleep(600)\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    open(os.environ['FLAG'], 'w').close()\n"
+        "    time.sleep(600)\n"
+        "while not os.path.exists(os.environ['FLAG']): time.sleep(0.01)\n"
+        "sys.exit(1)\n"
     )
-    result = launch(any_lab, argv, log_dir=tmp_path, timeout_s=20, grace_s=0.1)
+    env = {"FLAG": str(tmp_path / "flag")}
+    result = launch(any_lab, argv, env=env, log_dir=tmp_path, timeout_s=20, grace_s=0.1)
     assert result.exit_codes == (1, -signal.SIGKILL)
 
 
@@ -171,10 +176,10 @@ def test_a_timeout_names_the_ranks_that_were_still_running(any_lab, program, tmp
         "print('waiting for nobody', flush=True)\n"
         "time.sleep(600 if os.environ['RANK'] == '1' else 0)\n"
     )
-    result = launch(any_lab, argv, log_dir=tmp_path, timeout_s=1)
+    result = launch(any_lab, argv, log_dir=tmp_path, timeout_s=2)
     assert result.exit_codes == (0, -signal.SIGTERM)
     assert result.problem is not None
-    assert result.problem.startswith("timeout: after 1.0 s rank 1 was still running, of 2,")
+    assert re.match(r"timeout: after \d\.\d s rank 1 was still running, of 2, ", result.problem)
     assert result.problem.endswith("waiting for nobody")
 
 
@@ -213,6 +218,21 @@ def test_an_error_in_the_callback_ends_everything(any_lab, program, tmp_path):
     assert launch(any_lab, program(""), log_dir=tmp_path, timeout_s=20).problem is None
 
 
+def test_a_second_launch_at_the_same_time_is_refused(program, tmp_path):
+    refused: list[LabError] = []
+    argv = program("print('there')")
+    with NoLab(Cluster.simple(1)) as lab:
+
+        def on_line(_rank: int, _line: str) -> None:
+            with pytest.raises(LabError, match="running a launch already") as error:
+                launch(lab, argv, log_dir=tmp_path / "second", timeout_s=20)
+            refused.append(error.value)
+
+        first = launch(lab, argv, log_dir=tmp_path, timeout_s=20, on_line=on_line)
+        assert first.problem is None
+        assert len(refused) == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [({"argv": []}, "argv is empty"), ({"timeout_s": 0}, r"timeout_s \(0\) must be positive")],
@@ -241,8 +261,9 @@ def test_the_death_of_the_lab_s_own_process_is_an_error(program, tmp_path):
 # --- nothing left behind -------------------------------------------------------------------------
 
 OWNER = """
-import sys, threading
+import signal, sys
 from offbeat.lab import Cluster, Lab, launch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" would ignore it
 def on_line(rank, line):
     print(line, flush=True)
 with Lab(Cluster.simple(2, "50mbit"), "owned") as lab:

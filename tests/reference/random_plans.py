@@ -12,7 +12,9 @@ SHARES = st.sampled_from([0.5, 1.0, 1.0, 1.5, 3.0])
 
 
 @st.composite
-def profiles(draw, most_buckets=5, links=("net", "aux"), world_sizes=(1, 2, 3)):
+def profiles(
+    draw, most_buckets=5, links=("net", "aux"), world_sizes=(1, 2, 3), rank_scales=True
+):
     names = links[: draw(st.integers(1, len(links)))]
     buckets = [
         Bucket(
@@ -27,13 +29,14 @@ def profiles(draw, most_buckets=5, links=("net", "aux"), world_sizes=(1, 2, 3)):
         for i in range(draw(st.integers(1, most_buckets)))
     ]
     world_size = draw(st.sampled_from(world_sizes))
+    uneven = rank_scales and draw(st.booleans())
     return Profile(
         buckets=tuple(buckets),
         links=tuple(Link(n, draw(SECONDS), 4.0) for n in names),
         world_size=world_size,
         update_s=draw(SECONDS),
         other_s=draw(SECONDS),
-        rank_scale=tuple(draw(SHARES) for _ in range(world_size)) if draw(st.booleans()) else (),
+        rank_scale=tuple(draw(SHARES) for _ in range(world_size)) if uneven else (),
     )
 
 

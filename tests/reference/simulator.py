@@ -30,21 +30,19 @@ class Graph:
 
     def __init__(self) -> None:
         self.after: dict[Node, list[tuple[Node, float]]] = {}
-        self.times: dict[Node, float] = {}
+        self.times: dict[Node, float] = {("start",): 0.0}
 
     def edge(self, before: Node, node: Node, seconds: float = 0.0) -> None:
-        self.after.setdefault(before, [])
         self.after.setdefault(node, []).append((before, seconds))
 
     def time(self, node: Node, path: frozenset[Node] = frozenset()) -> float:
-        """Longest path to a node."""
+        """Longest path to a node; KeyError if it is beyond the horizon."""
         if node in path:
             raise Deadlock(node)
         if node not in self.times:
             longer = path | {node}
             self.times[node] = max(
-                (self.time(before, longer) + seconds for before, seconds in self.after[node]),
-                default=0.0,
+                self.time(before, longer) + seconds for before, seconds in self.after[node]
             )
         return self.times[node]
 
@@ -60,11 +58,13 @@ def simulate(
 
     `rates[link]` is the slowest rank's relative rate. Raises Deadlock.
     """
-    horizon = iterations + max((t.after.lag for p in plans for t in p.transfers), default=0)
+    # Past the last iteration, every rank may wait for a later one of the next rank.
+    most_lag = max((t.after.lag for p in plans for t in p.transfers), default=0)
+    horizon = iterations + most_lag * len(plans)
     graph = Graph()
     chain: dict[tuple[int, int], list[Node]] = {}
     for rank, plan in enumerate(plans):
-        previous: Node = ("start", rank)
+        previous: Node = ("start",)
         for i in range(horizon):
             chain[rank, i] = []
             for name, seconds in day(plan, profile, factors[rank][i]):

@@ -31,9 +31,10 @@ def cases(draw):
 
 def expected(profile, plans, ranks, seed):
     scale = profile.rank_scale or (1.0,) * profile.world_size
-    noise = ranks.noise(ITERATIONS + 1, profile.world_size, seed)
+    horizon = ITERATIONS + profile.world_size  # random plans have lags of at most 1
+    noise = ranks.noise(horizon, profile.world_size, seed)
     factors = [
-        [scale[r] * (noise[i, r] if ranks.jitter else 1.0) for i in range(ITERATIONS + 1)]
+        [scale[r] * (noise[i, r] if ranks.jitter else 1.0) for i in range(horizon)]
         for r in range(profile.world_size)
     ]
     rates = {link: min(values) for link, values in ranks.link_rates.items()}

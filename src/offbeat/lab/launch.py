@@ -53,25 +53,25 @@ def launch(
     wins. Output goes to `log_dir/rank{r}.log` and line by line to `on_line(rank, line)`. When a
     rank fails the others have `grace_s` to say what they see, then SIGTERM, then SIGKILL; when
     `timeout_s` is over they get SIGTERM at once. No process outlives the call, whatever ends it.
-    ValueError for an empty argv or a timeout that is not positive; LabError if the lab has ended.
+    ValueError for an empty argv or a timeout that is not positive; LabError if the lab has ended
+    or is running another launch.
     """
     if not argv:
         raise ValueError("argv is empty; pass the complete command, [sys.executable, 'script.py']")
     if not timeout_s > 0:
         raise ValueError(f"timeout_s ({timeout_s}) must be positive")
     Path(log_dir).mkdir(parents=True, exist_ok=True)
-    watch = _Watch(lab, Path(log_dir), on_line)
-    try:
-        watch.start([str(part) for part in argv], env or {})
-        watch.run(timeout_s, grace_s)
-    finally:
-        watch.finish()
-    return watch.result()
+    with lab.process.one_launch():
+        watch = _Watch(lab, Path(log_dir), on_line)
+        try:
+            watch.start([str(part) for part in argv], env or {})
+            watch.run(timeout_s, grace_s)
+        finally:
+            watch.finish()
+        return watch.result()
 
 
-def rank_environment(
-    lab: Lab | NoLab, rank: int, port: int, run_id: str | None = None
-) -> dict[str, str]:
+def rank_environment(lab: Lab | NoLab, rank: int, port: int) -> dict[str, str]:
     """The variables of torchrun for one rank, and the lab's own (threads, interfaces)."""
     cluster = lab.cluster
     host, per_host = cluster.host_of(rank), cluster.processes_per_host
@@ -91,7 +91,7 @@ def rank_environment(
         "ROLE_WORLD_SIZE": str(cluster.world_size),
         "MASTER_ADDR": lab.address(0),
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": run_id or lab.name,
+        "TORCHELASTIC_RUN_ID": lab.name,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store, there is no agent

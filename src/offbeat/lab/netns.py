@@ -19,7 +19,10 @@ _PORTS = 10_000
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one host sent to and received from one link, headers included."""
+    """Bytes that one host sent to and received from one link, headers included.
+
+    On an unshaped link up to 64 KB that TCP hands over at once count with one header only.
+    """
 
     sent_bytes: int
     received_bytes: int

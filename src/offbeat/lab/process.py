@@ -7,8 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,6 +37,7 @@ class LabProcess:
         if sys.platform != "linux":
             raise LabError(f"the lab needs Linux (this is {sys.platform})")
         self._lock = threading.Lock()
+        self._launching = threading.Lock()
         self._requests = 0
         control, control_there = socket.socketpair()
         events, events_there = socket.socketpair()
@@ -76,6 +77,16 @@ class LabProcess:
         if "error" in answer:
             raise LabError(answer["error"])
         return answer["result"]
+
+    @contextmanager
+    def one_launch(self) -> Iterator[None]:
+        """Keep a second launch out (its end would end all ranks); LabError for the second."""
+        if not self._launching.acquire(blocking=False):
+            raise LabError("this lab is running a launch already; wait, or make a second Lab")
+        try:
+            yield
+        finally:
+            self._launching.release()
 
     def close(self) -> None:
         """End every process below it, then it; may be repeated."""

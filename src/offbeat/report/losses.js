@@ -44,11 +44,11 @@ function drawFrame(svg, box, key, xRange, yRange, x, y) {
   const up = ticks(...yRange, 5);
   for (const value of up.values) {
     draw("line", { class: "gridline", x1: box.left, x2: box.right, y1: y(value), y2: y(value) }, svg);
-    draw("text", { x: box.left - 8, y: y(value) + 4, "text-anchor": "end" }, svg, value.toFixed(up.decimals));
+    draw("text", { x: box.left - 8, y: y(value) + 4, "text-anchor": "end" }, svg, fixed(value, up.decimals));
   }
   for (const value of across.values) {
     draw("line", { class: "axis", x1: x(value), x2: x(value), y1: box.bottom, y2: box.bottom + 4 }, svg);
-    draw("text", { x: x(value), y: box.bottom + 17, "text-anchor": "middle" }, svg, value.toFixed(across.decimals));
+    draw("text", { x: x(value), y: box.bottom + 17, "text-anchor": "middle" }, svg, fixed(value, across.decimals));
   }
   draw("line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }, svg);
   draw("text", { x: box.right, y: box.bottom + 31, "text-anchor": "end" }, svg, key === "seconds" ? "seconds" : "iteration");
@@ -57,7 +57,7 @@ function drawFrame(svg, box, key, xRange, yRange, x, y) {
 function drawTarget(svg, box, y) {
   if (data.target === null) return;
   draw("line", { class: "target", x1: box.left, x2: box.right, y1: y(data.target), y2: y(data.target) }, svg);
-  draw("text", { x: box.left + 6, y: y(data.target) - 5 }, svg, `target ${digits(data.target, 4)}`);
+  draw("text", { class: "on-ground", x: box.left + 6, y: y(data.target) - 5 }, svg, `target ${digits(data.target, 4)}`);
 }
 
 function chart(host) {

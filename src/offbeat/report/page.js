@@ -21,10 +21,15 @@ function element(tag, className, parent, text) {
   return node;
 }
 
+// As in the table: thousands with commas.
+function fixed(value, decimals) {
+  return value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+}
+
 function digits(value, count = 3) {
   if (!value) return "0";
   const decimals = Math.max(0, count - 1 - Math.floor(Math.log10(Math.abs(value))));
-  return value.toFixed(Math.min(decimals, 9));
+  return fixed(value, Math.min(decimals, 9));
 }
 
 function seconds(value) {
@@ -45,7 +50,7 @@ function ticks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].find((k) => k * power >= rough) * power;
   const values = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) values.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) values.push(i * step || 0);
   return { values, decimals: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
 }
 

@@ -17,7 +17,7 @@ from offbeat.plan import format_phases
 from offbeat.report import curves, words
 from offbeat.report.run import Contestant, Run
 from offbeat.report.strict_json import dumps, script_safe
-from offbeat.report.summary import Row, ranked
+from offbeat.report.summary import Row, how_measured, ranked
 from offbeat.report.timeline import (
     Window,
     lanes_of,
@@ -133,7 +133,7 @@ def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
         "target_unit": words.unit_for(r.target_s for r in rows),
         "most_s": max((s for s in ends if s), default=0.0),
         "series": series,
-        "spread_of": next((r.spread_of for r in rows if r.spread_of), None),
+        "how": how_measured(rows),
         "repetitions": max((r.repetitions for r in rows), default=0),
         "observed": max((rep.observed for _, rep, _ in run.records()), default=0),
     }

@@ -10,7 +10,10 @@ from typing import Any
 
 def dumps(data: Any) -> str:
     """Compact JSON text."""
-    return json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
+    try:
+        return json.dumps(data, allow_nan=False, separators=(",", ":"))
+    except ValueError:  # rare, and looking at every number first would take ten times as long
+        return json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
 
 
 def script_safe(text: str) -> str:

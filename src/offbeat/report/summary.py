@@ -71,6 +71,22 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (_or_inf(row.target_s), _or_inf(row.iteration_s)))
 
 
+def how_measured(rows: Sequence[Row]) -> str:
+    """What the seconds per iteration are, over how many repetitions, and what their spread is."""
+    counts = sorted({row.repetitions for row in rows})
+    text = f"median of {' or '.join(map(str, counts))} repetition{'' if counts == [1] else 's'}"
+    spreads = {row.spread_of for row in rows}
+    if "repetitions" in spreads:
+        text += ", lowest to highest below"
+    if "periods" in spreads:
+        one = " (of a single repetition: quartiles over its periods)"
+        text += one if "repetitions" in spreads else ", quartiles over its periods below"
+    failed = sum(row.failed for row in rows)
+    return text + (
+        f"; {failed} failed and do{'es' if failed == 1 else ''} not count" * bool(failed)
+    )
+
+
 def skipped(run: Run, rep: Repetition) -> int:
     """Iterations at the beginning of a repetition's trace that no measured time includes."""
     return max(0, run.skip + rep.observed - rep.trace.first)

@@ -8,14 +8,18 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.report import words
-from offbeat.report.summary import Row, ranked
+from offbeat.report.summary import Row, how_measured, ranked
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """The rows, best first; every column says whether it was measured, predicted or is a bound."""
+def table(rows: Sequence[Row], *, emulated: bool = False) -> Table:
+    """The rows, best first; every column says whether it was measured, predicted or is a bound.
+
+    `emulated` is `Run.emulated`: then the caption says so.
+    """
     unit = words.unit_for(s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s))
     target = next((row.target_loss for row in rows if row.target_loss is not None), None)
-    result = Table(caption=_caption(rows), caption_justify="left", caption_style="dim")
+    caption = words.sentence(how_measured(rows)) + (" Emulated compute." if emulated else "")
+    result = Table(caption=caption, caption_justify="left", caption_style="dim")
     result.add_column("strategy", overflow="fold")
     for heading, word in (
         ("time to loss" + ("" if target is None else f" {words.loss(target)}"), "measured"),
@@ -54,15 +58,3 @@ def _two_lines(first: str, second: str) -> Text:
 
 def _range(spread_s: tuple[float, float] | None) -> str:
     return "" if spread_s is None else " to ".join(map(words.seconds, spread_s))
-
-
-def _caption(rows: Sequence[Row]) -> str:
-    counts = sorted({row.repetitions for row in rows})
-    text = f"{' or '.join(map(str, counts))} repetitions" if counts != [1] else "1 repetition"
-    spread = next((row.spread_of for row in rows if row.spread_of), None)
-    if spread == "repetitions":
-        text = f"median of {text}, lowest to highest below"
-    elif spread == "periods":
-        text += ", quartiles over its periods below"
-    failed = sum(row.failed for row in rows)
-    return text + (f"; {words.count(failed, 'repetition')} failed" if failed else "")

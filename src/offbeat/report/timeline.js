@@ -95,14 +95,36 @@ function describe(row, span) {
   return lines.join("\n");
 }
 
-function drawSpans(svg, row, x, width) {
-  const paths = new Map();
+// Rectangles of a lane: neighbours thinner than a pixel share one, in the kind that fills most of
+// it; a lone one is widened into the free space after it.
+function shapes(row, x, width) {
+  const found = [];
+  let group = null;
   for (const span of row.spans) {
     const left = Math.max(0, x(span.start)), right = Math.min(width, x(span.end));
     if (right < 0 || left > width) continue;
-    const gap = !row.compact && right - left > 3 ? 0.7 : 0;
-    const shape = `M${left.toFixed(2)} ${row.y}h${Math.max(0.6, right - left - gap).toFixed(2)}v${row.height}H${left.toFixed(2)}z`;
-    paths.set(span.kind, (paths.get(span.kind) || "") + shape);
+    if (group && left - group.right < 0.4 && group.right - group.left < 1.2) {
+      group.right = Math.max(group.right, right);
+    } else {
+      group = { left, right, shares: new Map() };
+      found.push(group);
+    }
+    group.shares.set(span.kind, (group.shares.get(span.kind) || 0) + right - left);
+  }
+  found.forEach((g, i) => {
+    const free = i + 1 < found.length ? found[i + 1].left : width;
+    g.right = Math.max(g.right, Math.min(free, g.left + 1));
+    g.kind = [...g.shares].reduce((a, b) => (b[1] > a[1] ? b : a))[0];
+  });
+  return found;
+}
+
+function drawSpans(svg, row, x, width) {
+  const paths = new Map();
+  for (const { left, right, kind } of shapes(row, x, width)) {
+    const gap = !row.compact && right - left > 4 ? 0.7 : 0;
+    const shape = `M${left.toFixed(2)} ${row.y}h${(right - left - gap).toFixed(2)}v${row.height}H${left.toFixed(2)}z`;
+    paths.set(kind, (paths.get(kind) || "") + shape);
   }
   for (const [kind, d] of paths) draw("path", { class: kind in KINDS ? kind : "other", d }, svg);
   if (!row.compact) for (const span of row.spans) labelSpan(svg, row, span, x, width);
@@ -111,7 +133,7 @@ function drawSpans(svg, row, x, width) {
 function labelSpan(svg, row, span, x, width) {
   const left = Math.max(0, x(span.start)), room = Math.min(width, x(span.end)) - left;
   const short = span.from < 0 ? "" : span.to - span.from === 1 ? `${span.from}` : `${span.from}–${span.to - 1}`;
-  const text = [spanName(span), short].find((t) => t && t.length * 6.1 + 6 < room);
+  const text = [spanName(span), short].find((t) => t && t.length * 6.2 + (t === short ? 4 : 8) < room);
   if (!text) return;
   const at = { x: left + room / 2, y: row.y + row.height / 2 + 4, "text-anchor": "middle" };
   const halo = span.kind === "wait" ? " halo" : "";
@@ -154,7 +176,7 @@ function drawAxis(svg, domain, x, width, height) {
     const at = x(value / scale[1]);
     draw("line", { class: "gridline", x1: at, x2: at, y1: 0, y2: height - FOOT }, svg);
     if (width - at < 16 && at > 0) continue;
-    const label = value.toFixed(decimals) + (value === 0 ? ` ${scale[0]}` : "");
+    const label = fixed(value, decimals) + (value === 0 ? ` ${scale[0]}` : "");
     draw("text", { x: at + (value ? 0 : 4), y: height - 10, "text-anchor": value ? "middle" : "start" }, svg, label);
   }
 }

@@ -87,3 +87,8 @@ def loss(value: float | None) -> str:
 def count(number: int, noun: str) -> str:
     """'1 rank', '4 ranks'."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def sentence(text: str) -> str:
+    """With a capital at the beginning and a full stop."""
+    return text[:1].upper() + text[1:] + "."

@@ -44,11 +44,12 @@ class DDPSession(Session):
         self._marks.forward_end = self._cluster.device.mark()
         return output
 
-    def step(self) -> None:
+    def step(self, skip_update: bool) -> None:
         mark, marks = self._cluster.device.mark, self._marks
         # DDP waits for its messages at the end of backward; seen from outside both are one.
-        marks.step = marks.waited = mark()
-        self._optimizer.step()
+        marks.backward_end = marks.waited = marks.step = mark()
+        if not skip_update:
+            self._optimizer.step()
         marks.stepped = marks.end = mark()
         self._cluster.control.publish(self._iteration + 1)
         if self._recorder:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.plan import Moment, Plan, Transfer
@@ -31,8 +32,9 @@ class Marks:
     forward_end: Mark = None
     ready: list[Mark] = field(default_factory=list)
     updated: list[Mark] = field(default_factory=list)
-    step: Mark = None
+    backward_end: Mark = None
     waited: Mark = None
+    step: Mark = None
     stepped: Mark = None
     end: Mark = None
 
@@ -63,7 +65,9 @@ class Engine:
     """Runs a plan through gradient hooks and `optimizer.step()`.
 
     `grad(b)` fires when the gradients of buckets 0..b are complete, so a message of several
-    buckets is never sent half-ready, whatever order autograd takes.
+    buckets is never sent half-ready, whatever order autograd takes. What is due by `step` is
+    waited for as soon as backward has ended, so that code between backward and
+    `optimizer.step()` - clipping, unscaling - sees averaged gradients.
     """
 
     def __init__(
@@ -160,6 +164,9 @@ class Engine:
         self._ready = bytearray(len(self._views))
         self._missing = list(self._sizes)
         self._next = 0  # buckets before this one have fired grad(b)
+        self._unused: list[nn.Parameter] = []
+        self._backward_awaited = False
+        self._backward_over = False
         self._grad_version = -1
         self.marks = Marks(
             begin=self._device.mark(), ready=[None] * buckets, updated=[None] * buckets
@@ -179,8 +186,13 @@ class Engine:
             self._seen[index] = 1
             if self.accumulating:
                 return
-            if self._ready[index]:
+            if self._ready[index] or self._backward_over:
                 self._twice()
+            if not self._backward_awaited:
+                self._backward_awaited = True
+                # Runs when this backward pass has ended, before backward() returns; what torch's
+                # own DDP and FSDP use for the same purpose.
+                Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
             self._ready[index] = 1
             if self.on_parameter is not None:
                 self.on_parameter(p)  # type: ignore[arg-type]
@@ -203,8 +215,8 @@ class Engine:
 
     def _twice(self) -> None:
         raise RuntimeError(
-            "backward ran twice before optimizer.step(), after gradients were already handed on; "
-            "wrap all but the last backward in `with model.no_sync():`"
+            "backward ran twice without optimizer.step() in between, but gradients were already "
+            "handed on; wrap all but the last backward in `with model.no_sync():`, and skip no step"
         )
 
     def _advance(self) -> None:
@@ -218,8 +230,6 @@ class Engine:
                 self._update_bucket(b)
                 self.marks.updated[b] = self._device.mark()
                 self._release(self._agenda.at_updated[b])
-        if self._in_backward and self._next == len(self._missing):
-            self._grad_version = self.flat.grad_version()
 
     def _release(self, indices: Sequence[int]) -> None:
         for i in indices:
@@ -228,21 +238,31 @@ class Engine:
                 flight.tensors = self.state.tensors(flight.transfer.payload.buckets)
             self.links[flight.transfer.link].release(flight)
 
-    def step(self) -> None:
-        """`optimizer.step()`: late releases, deadlines, the update, and the iteration's end."""
-        if self._failure is not None:
-            raise RuntimeError("this worker has failed; start it again") from self._failure
-        marks, mark = self.marks, self._device.mark
-        marks.step = mark()
-        if self._in_backward and self._grad_version >= 0:
-            self._gradients_untouched()
-        unused = self._flush()
+    def _backward_ended(self) -> None:
+        """Late releases, and the wait for what the update needs."""
+        self._backward_over = True
+        self._unused = self._flush()
+        self.marks.backward_end = self._device.mark()
         self._release(self._agenda.at_step)
         self._wait(self._agenda.due_step)
-        marks.waited = mark()
-        if not self._in_backward:
-            with self._without(unused):
-                self.optimizer.step()
+        self.marks.waited = self._device.mark()
+        self._grad_version = self.flat.grad_version()
+
+    def step(self, skip_update: bool = False) -> None:
+        """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is
+        due by the end, and the next iteration."""
+        if self._failure is not None:
+            raise RuntimeError("this worker has failed; start it again") from self._failure
+        if not self._backward_over:
+            self._backward_ended()
+        marks, mark = self.marks, self._device.mark
+        marks.step = mark()
+        if self._in_backward:
+            self._gradients_untouched()
+        else:
+            if not skip_update:
+                with self._without(self._unused):
+                    self.optimizer.step()
             for released in self._agenda.at_updated:
                 self._release(released)
         marks.stepped = mark()

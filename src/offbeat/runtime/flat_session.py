@@ -126,8 +126,8 @@ class FlatSession(Session):
         self.engine.forward_ends()
         return output
 
-    def step(self) -> None:
-        self.engine.step()
+    def step(self, skip_update: bool) -> None:
+        self.engine.step(skip_update)
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.engine.flat.zero_grad()

@@ -98,8 +98,8 @@ class Observer:
         for name, mark in self._ready:
             times.backward[name] = seconds(mark) - at
             at = seconds(mark)
-        times.update = seconds(marks.stepped) - seconds(marks.waited)
-        times.other = start - seconds(marks.begin) + seconds(marks.step) - at
+        times.update = seconds(marks.stepped) - seconds(marks.step)
+        times.other = start - seconds(marks.begin) + seconds(marks.step) - seconds(marks.waited)
         self._times.append(times)
         self._ready, self._entered = [], []
 

@@ -139,7 +139,8 @@ def _compute(marks: Marks) -> Iterator[tuple[str, Mark, Mark, int | None]]:
         if marks.updated and marks.updated[b] is not None:
             yield "update", at, marks.updated[b], b
             at = marks.updated[b]
-    yield "other", at, marks.step, None
-    yield "wait", marks.step, marks.waited, None
-    yield "update", marks.waited, marks.stepped, None
+    yield "backward", at, marks.backward_end, None
+    yield "wait", marks.backward_end, marks.waited, None
+    yield "other", marks.waited, marks.step, None
+    yield "update", marks.step, marks.stepped, None
     yield "wait", marks.stepped, marks.end, None

@@ -19,8 +19,8 @@ class Session(ABC):
         """The model's forward pass."""
 
     @abstractmethod
-    def step(self) -> None:
-        """`optimizer.step()`: ends one iteration."""
+    def step(self, skip_update: bool) -> None:
+        """`optimizer.step()`: ends one iteration, with or without an update."""
 
     @abstractmethod
     def zero_grad(self, set_to_none: bool) -> None:
@@ -109,8 +109,22 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._session.step()
+        self._session.step(skip_update=self._overflowed())
         return loss
+
+    def _overflowed(self) -> bool:
+        """Do what GradScaler.step asks for through two attributes: unscale, unless the user has
+        done so, and report a gradient that is not finite. The iteration ends either way, so a
+        rank that skips its update stays in step with the others."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return False
+        if self.grad_scale is not None:
+            gradients = [
+                p.grad for g in self.param_groups for p in g["params"] if p.grad is not None
+            ]
+            torch._foreach_mul_(gradients, float(self.grad_scale.double().reciprocal()))
+        return bool(found_inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients where they are; they stay in their buckets."""
@@ -137,4 +151,4 @@ class Optimizer(torch.optim.Optimizer):
                 "GradScaler cannot unscale gradients that this strategy has already applied in "
                 "backward; use average='before_update', or bf16 autocast without a scaler"
             )
-        return False
+        return True

@@ -50,9 +50,9 @@ def run(
     ranks.fit(profile)
     teams = _teams(plans, profile)
     _agree([team.plan for team in teams])
-    # A message of the last iteration may be released after it.
+    # A message of the last iteration may be released after it, each team waiting for the next one.
     lags = (t.after.lag for team in teams for t in team.plan.transfers)
-    horizon = iterations + max(lags, default=0)
+    horizon = iterations + max(lags, default=0) * len(teams)
     links = _links(teams[0].plan, profile, ranks, len(teams))
     groups = _groups(teams, profile, _Factors(profile, ranks, horizon, seed), links, record)
     _finish(groups, iterations, horizon)

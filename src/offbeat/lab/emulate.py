@@ -1,0 +1,151 @@
+"""Emulated accelerators: real parameters and gradients, compute that only takes time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.profile import Bucket, Link, Profile
+
+_ELEMENT_BYTES = 4  # float32
+_SAMPLE = 1024  # elements of a layer that its loss is computed on
+_OVERHEAD_S = 2e-4  # most of the framework's own time that counts as a layer's
+_MOST_LATE_S = 0.02  # a machine that was stalled for longer is not made up for
+
+
+class EmulatedModel(nn.Module):
+    """A chain of layers that sleep for their forward and backward times, as a GPU leaves the CPU.
+
+    One layer per bucket of a profile (or per Bucket of a sequence), given in backward order and
+    called after it, with `size_bytes` of float32 parameters; its times are multiplied by
+    `slowdown`. `model(inputs)` is the mean squared distance of the parameters to the mean of
+    `inputs`, so gradients are real, cheap and as different between ranks as their inputs.
+    ValueError for a layer that cannot be.
+    """
+
+    emulated = True  # recorded by the runtime; the report says "emulated compute"
+
+    def __init__(self, layers: Profile | Sequence[Bucket], *, slowdown: float = 1.0):
+        super().__init__()
+        if not 0 < slowdown < math.inf:
+            raise ValueError(f"slowdown ({slowdown!r}) must be above 0; 1 is the profile's speed")
+        buckets = layers.buckets if isinstance(layers, Profile) else tuple(layers)
+        if not buckets:
+            raise ValueError("layers ([]) must not be empty; see uniform_profile")
+        clock = _Clock()
+        chain = [_Layer(b, len(buckets), slowdown, clock) for b in reversed(buckets)]
+        named = [(b.name, layer) for b, layer in zip(reversed(buckets), chain, strict=True)]
+        for name, layer in sorted(named, key=lambda item: item[0].count(".")):
+            _place(self, name, layer)
+        self._chain = tuple(chain)  # of a tuple nothing is registered a second time
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The loss, a scalar."""
+        target = inputs.detach().mean()
+        loss = torch.zeros_like(target)
+        for layer in self._chain:
+            loss = layer(loss, target)
+        return loss
+
+
+def uniform_profile(
+    layers: int = 20,
+    forward_s: float = 0.1,
+    backward_s: float = 0.2,
+    size_bytes: int = 400_000,
+    *,
+    world_size: int = 4,
+    latency_s: float = 0.0,
+    bytes_per_s: float = 8e6,
+) -> Profile:
+    """Profile of `layers` equal layers of `size_bytes` each, F and B seconds in total, one link."""
+    buckets = tuple(
+        Bucket(f"layers.{i}", forward_s / layers, backward_s / layers, size_bytes)
+        for i in reversed(range(layers))
+    )
+    return Profile(buckets, (Link("net", latency_s, bytes_per_s),), world_size)
+
+
+class _Clock:
+    """Sleeps whose errors do not add up: what one oversleeps, the next one sleeps less.
+
+    The framework's own time before a layer (its call, its gradient's accumulation) counts as the
+    layer's, as a GPU hides it, but no more than that: waiting for messages is never made up for.
+    """
+
+    def __init__(self) -> None:
+        self._late_s = 0.0
+        self._woken_s = 0.0
+
+    def end_of(self, seconds: float) -> float:
+        """When something ends that begins now and takes `seconds`."""
+        now_s = time.perf_counter()
+        return now_s + seconds - self._late_s - min(now_s - self._woken_s, _OVERHEAD_S)
+
+    def sleep_until(self, end_s: float) -> None:
+        left_s = end_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+        self._woken_s = time.perf_counter()
+        self._late_s = min(self._woken_s - end_s, _MOST_LATE_S)
+
+
+class _Layer(nn.Module):
+    """The parameters of one bucket and the time that it takes."""
+
+    def __init__(self, bucket: Bucket, layers: int, slowdown: float, clock: _Clock):
+        super().__init__()
+        elements, rest = divmod(bucket.size_bytes, _ELEMENT_BYTES)
+        if rest or not elements:
+            raise ValueError(
+                f"size_bytes of bucket {bucket.name!r} ({bucket.size_bytes}) must be a positive "
+                f"multiple of {_ELEMENT_BYTES}; emulated parameters are float32"
+            )
+        self.weight = nn.Parameter(torch.randn(elements))
+        self.forward_s = bucket.forward_s * slowdown
+        self.backward_s = bucket.backward_s * slowdown
+        self.share = 0.5 / layers
+        self.clock = clock
+
+    def forward(self, loss: Tensor, target: Tensor) -> Tensor:
+        return _Compute.apply(loss, self.weight, target, self)  # type: ignore[no-any-return]
+
+
+class _Compute(torch.autograd.Function):
+    """One layer's forward and backward; the little that is computed is part of their time."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weight: Tensor, target: Tensor, layer: _Layer) -> Tensor:
+        end_s = layer.clock.end_of(layer.forward_s)
+        ctx.save_for_backward(weight, target)
+        ctx.layer = layer
+        loss = loss + layer.share * (weight[:_SAMPLE] - target).square().mean()
+        layer.clock.sleep_until(end_s)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layer: _Layer = ctx.layer
+        end_s = layer.clock.end_of(layer.backward_s)
+        weight, target = ctx.saved_tensors
+        # Not divided by the number of elements: a learning rate means the same at any size.
+        gradient = (weight - target).mul_(grads[0])
+        layer.clock.sleep_until(end_s)
+        return grads[0], gradient, None, None
+
+
+def _place(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Register a layer under a dotted name; what it is nested in is made on the way."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in model._modules:
+            model.add_module(part, nn.Module())
+        model = model.get_submodule(part)
+    if last in model._modules:
+        raise ValueError(f"layer name ({name!r}) must be unique; rename one of the two")
+    model.add_module(last, layer)

@@ -1,0 +1,245 @@
+"""The simulator against closed forms, and against small timelines worked out by hand."""
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings
+from reference import random_plans
+
+from offbeat import solve
+from offbeat.plan import Moment, Plan, transfer
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.sim import Ranks, predict, predict_plan, simulate
+from offbeat.strategies import BSP, WFBP, DreamDDP, LocalSGD, PartialSync
+from offbeat.strategies.partial_sync import layer_times
+
+ALIKE = random_plans.profiles(most_buckets=8, links=("net",), rank_scales=False)
+FORWARD, STEP = Moment("forward"), Moment("step")
+
+
+def exactly(seconds):
+    return pytest.approx(seconds, rel=1e-9, abs=1e-12)
+
+
+def profile_of(*buckets, latency_s=0.0, **more):
+    """Buckets as (forward_s, backward_s, communication_s on net, and on aux if there is one)."""
+    names = ("net", "aux")[: len(buckets[0]) - 2]
+    return Profile(
+        buckets=tuple(
+            Bucket(f"b{i}", f, b, 100, dict(zip(names, c, strict=True)))
+            for i, (f, b, *c) in enumerate(buckets)
+        ),
+        links=tuple(Link(name, latency_s, 1e9) for name in names),
+        world_size=more.pop("world_size", 2),
+        **more,
+    )
+
+
+def computed_s(profile):
+    return profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(ALIKE)
+def test_bsp_adds_one_message(profile):
+    size = len(profile.buckets)
+    message_s = profile.message_s("net", "grad", range(size))
+    prediction = predict(BSP(), profile)
+    assert prediction.iteration_s == exactly(computed_s(profile) + message_s)
+    assert prediction.exposed_s == exactly(message_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ALIKE)
+def test_wfbp_follows_its_recursion(profile):
+    end_s = 0.0
+    for ready_s, message_s in zip(profile.ready_s, profile.communication_s("net"), strict=True):
+        end_s = max(ready_s, end_s) + message_s
+    exposed_s = max(end_s - profile.backward_s, 0.0)
+    prediction = predict(WFBP(fusion="none"), profile)
+    assert prediction.iteration_s == exactly(computed_s(profile) + exposed_s)
+    assert prediction.exposed_s == exactly(exposed_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ALIKE)
+def test_optimal_fusion_takes_what_the_solver_says(profile):
+    link = profile.default_link
+    facts = profile.ready_s, profile.transfer_s(link.name), link.latency_s
+    end_s = solve.fusion_finish(solve.optimal_fusion(*facts), *facts)
+    if any(bucket.size_bytes == 0 or bucket.communication_s for bucket in profile.buckets):
+        return  # the solver gives every message the link's latency, these may have less
+    expected_s = computed_s(profile) + max(end_s - profile.backward_s, 0.0)
+    assert predict(WFBP(), profile).iteration_s == exactly(expected_s)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ALIKE)
+def test_local_sgd_adds_one_message_per_period(profile):
+    message_s = profile.message_s("net", "param", range(len(profile.buckets)))
+    prediction = predict(LocalSGD(period=3, warmup=2), profile)
+    assert prediction.iteration_s == exactly(computed_s(profile) + message_s / 3)
+
+
+@pytest.mark.parametrize("average", ["after_update", "before_update"])
+@pytest.mark.parametrize("state", ["local", "averaged"])
+@settings(max_examples=40, deadline=None)
+@given(profile=ALIKE)
+def test_partial_sync_costs_what_the_solvers_minimize(profile, average, state):
+    for strategy in (
+        PartialSync(period=3, average=average, state=state),
+        DreamDDP(period=3, average=average, state=state, fill=False),
+        DreamDDP(period=4, average=average, state=state, fill=True),
+    ):
+        prediction = predict(strategy, profile)
+        sets = prediction.plan.notes["sets"]
+        cost_s = solve.period_cost(sets, *layer_times(profile, average, state))
+        outside_s = profile.other_s + profile.forward_s
+        if average == "before_update":
+            outside_s += profile.update_s
+        assert prediction.iteration_s == exactly(outside_s + cost_s / len(sets))
+
+
+def test_a_forward_deadline_hides_a_message_under_the_next_forward():
+    # Bucket 0 is needed last by the forward: from grad(0) it has 2 s of backward and 1 s of
+    # forward, and takes 5 s. Bucket 1 is needed first, but its message is behind the other's.
+    plan = Plan(
+        "priority",
+        2,
+        (
+            transfer(
+                "grad",
+                range(1),
+                after=Moment("grad", 0),
+                before=Moment("forward", 0, lag=1),
+                phases=[0],
+                link="net",
+            ),
+        ),
+    )
+    profile = profile_of((4.0, 3.0, 5.0), (1.0, 2.0, 5.0))
+    prediction = predict_plan(plan, profile)
+    assert prediction.iteration_s == exactly(10 + 2)
+    assert prediction.exposed_s == exactly(2)
+    waits = [s for s in prediction.trace.spans if s.kind == "wait"]
+    assert {(w.end_s - w.start_s, w.buckets) for w in waits} == {(2.0, None)}
+
+
+def test_messages_wait_behind_one_that_is_released_later():
+    first = transfer(
+        "grad", range(1, 2), after=Moment("grad", 1), before=STEP, phases=[0], link="net"
+    )
+    second = transfer(
+        "grad", range(1), after=Moment("grad", 0), before=STEP, phases=[0], link="net"
+    )
+    profile = profile_of((0.0, 1.0, 4.0), (0.0, 2.0, 8.0))
+    in_order, reverse = (Plan("x", 2, ts) for ts in ((second, first), (first, second)))
+    assert predict_plan(in_order, profile).iteration_s == exactly(1 + 4 + 8)
+    assert predict_plan(reverse, profile).iteration_s == exactly(3 + 8 + 4)
+
+
+def test_links_carry_messages_at_the_same_time():
+    transfers = [
+        transfer(
+            "grad", range(b, b + 1), after=Moment("grad", b), before=STEP, phases=[0], link=link
+        )
+        for b, link in ((0, "net"), (1, "aux"))
+    ]
+    profile = profile_of((1.0, 1.0, 5.0, 99.0), (1.0, 2.0, 99.0, 7.0), update_s=1.0)
+    prediction = predict_plan(Plan("x", 2, tuple(transfers)), profile)
+    assert prediction.iteration_s == exactly(2 + max(1 + 5, 3 + 7) + 1)
+    assert prediction.busy_s == {"net": exactly(5), "aux": exactly(7)}
+    assert prediction.idle_s == {"net": exactly(13 - 5), "aux": exactly(13 - 7)}
+
+
+def test_a_link_that_is_slightly_too_slow_sets_the_pace_in_the_end():
+    # The link falls behind by 1 % of an iteration until the deadlines, three later, hold.
+    everything = transfer(
+        "grad", range(1), after=Moment("grad"), before=Moment("step", lag=3), phases=[0], link="net"
+    )
+    profile = profile_of((40.0, 60.0, 101.0))
+    prediction = predict_plan(Plan("stale", 1, (everything,)), profile)
+    assert prediction.steady
+    assert prediction.iteration_s == exactly(101.0)
+    assert prediction.exposed_s == exactly(1.0)
+
+
+def test_an_update_waits_for_what_is_due_by_it():
+    transfers = [
+        transfer(
+            "grad",
+            range(b, b + 1),
+            after=Moment("grad", b),
+            before=Moment("updated", b),
+            phases=[0],
+            link="net",
+        )
+        for b in range(2)
+    ]
+    profile = profile_of((0.0, 1.0, 3.0), (0.0, 1.0, 3.0), update_s=2.0)
+    # Messages end at 4 and 7, updates of 1 s at 5 and 8.
+    assert predict_plan(Plan("x", 2, tuple(transfers)), profile).iteration_s == exactly(8)
+
+
+def test_the_slowest_rank_sets_the_pace():
+    profile = profile_of((1.0, 2.0, 4.0), world_size=3, rank_scale=(0.5, 1.0, 1.5), other_s=0.25)
+    prediction = predict(BSP(), profile)
+    assert prediction.iteration_s == exactly(0.25 + 1.5 * 3 + 4)
+    waits = [s for s in prediction.trace.spans if s.kind == "wait"]
+    assert [(w.rank, w.end_s - w.start_s) for w in waits] == [
+        (0, exactly(4 + 3)),
+        (1, exactly(4 + 1.5)),
+        (2, exactly(4)),
+    ]
+    messages = [s for s in prediction.trace.spans if s.lane == "net"]
+    assert [m.end_s - m.start_s for m in messages] == [exactly(7), exactly(5.5), exactly(4)]
+    assert prediction.exposed_s == exactly((7 + 5.5 + 4) / 3)
+    assert prediction.idle_s["net"] == exactly(4.75)
+
+
+def test_the_slowest_rate_sets_the_pace_of_a_collective():
+    profile = profile_of((1.0, 2.0, 4.0), world_size=2)
+    ranks = Ranks(link_rates={"net": (2.0, 0.5)})
+    assert predict(BSP(), profile, ranks=ranks).iteration_s == exactly(3 + 8)
+
+
+def test_local_steps_average_stragglers_out():
+    # Ranks take turns at being slow only with jitter: synchronizing rarely then costs less.
+    profile = profile_of((1.0, 2.0, 0.0), world_size=32)
+    often, rarely = (
+        predict(strategy, profile, ranks=Ranks(jitter=0.3)).iteration_s
+        for strategy in (BSP(), LocalSGD(period=20))
+    )
+    assert 3.0 < rarely < 3.6 < often < 6.0
+
+
+def test_a_prologue_happens_once():
+    profile = profile_of((1.0, 2.0, 4.0))
+    trace = simulate(LocalSGD(period=2, warmup=3).plan(profile), profile, iterations=9)
+    seconds = [7.0, 7.0, 7.0, 3.0, 7.0, 3.0, 7.0, 3.0, 7.0]
+    assert trace.iteration_seconds() == seconds
+    assert trace.ends_s == (tuple(accumulate(seconds)),)
+
+
+def test_a_timeline_by_hand():
+    profile = profile_of((1.0, 2.0, 4.0), (0.5, 1.0, 2.0), update_s=1.0, other_s=0.25)
+    plan = PartialSync(period=2).plan(profile)
+    trace = simulate(plan, profile, iterations=4)
+    shown = [
+        (s.lane, s.name, s.iteration, s.start_s, s.end_s) for s in trace.spans if s.iteration == 2
+    ]
+    # Iterations 0 and 1: 0.25 + 1.5 + backward 3 with updates 1, and 1.5 more where bucket 0's
+    # message outlasts the rest of backward (1.5); bucket 1's is wholly exposed (2).
+    begin = 5.75 + 2.5 + 5.75 + 2.0
+    assert [trace.ends_s[0][1]] == [begin]
+    assert shown == [
+        ("compute", "other", 2, begin, begin + 0.25),
+        ("compute", "forward[1:2]", 2, begin + 0.25, begin + 0.75),
+        ("compute", "forward[0:1]", 2, begin + 0.75, begin + 1.75),
+        ("compute", "backward[0:1]", 2, begin + 1.75, begin + 3.75),
+        ("compute", "update[0:1]", 2, begin + 3.75, begin + 4.25),
+        ("compute", "backward[1:2]", 2, begin + 4.25, begin + 5.25),
+        ("net", "param[0:1]", 2, begin + 4.25, begin + 8.25),
+        ("compute", "update[1:2]", 2, begin + 5.25, begin + 5.75),
+        ("compute", "wait", 2, begin + 5.75, begin + 8.25),
+    ]

@@ -1,0 +1,334 @@
+"""The command line: help, exit codes, error lines, JSON contracts, quick imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat import cli
+from offbeat.plan import Plan
+from offbeat.strategies import STRATEGIES
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("here")]
+
+BUCKET = {
+    "forward_s": 0.001,
+    "backward_s": 0.002,
+    "size_bytes": 1000000,
+    "communication_s": {"net": 0.02},
+}
+PROFILE = {
+    "schema": 1,
+    "world_size": 16,
+    "update_s": 0.0,
+    "links": [{"name": "net", "latency_s": 1e-4, "bytes_per_s": 1.25e8}],
+    "buckets": [{"name": f"h.{i}", **BUCKET} for i in range(6)],
+}
+COMMANDS = ("run", "profile", "plan", "simulate", "compare", "report", "strategies")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An own working directory with a profile and a script."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "profile.json").write_text(json.dumps(PROFILE))
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line that wrong use leaves on stderr."""
+    assert cli.main(argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith("offbeat: ")
+    return printed.err
+
+
+def json_of(capsys: pytest.CaptureFixture[str], *argv: str):
+    """What a command prints with --json; nothing else may be on stdout."""
+    assert cli.main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# --- help ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv", [(), ("--help",)])
+def test_help_lists_every_command(argv, capsys):
+    assert cli.main(argv) == 0
+    text = capsys.readouterr().out
+    assert all(f" {command} " in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_is_short_and_has_an_example(command, capsys):
+    assert cli.main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"Example: offbeat {command}" in text
+    assert text.count("\n") <= 45
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{cli.__version__}\n"
+
+
+def test_strategies_are_listed_with_settings_and_sources(capsys):
+    assert cli.main(["strategies"]) == 0
+    text = capsys.readouterr().out
+    for name, cls in STRATEGIES.items():
+        assert name in text
+        assert cls.citation in text
+    rows = json_of(capsys, "strategies")
+    assert [row["name"] for row in rows] == list(STRATEGIES)
+    assert next(r for r in rows if r["name"] == "dreamddp")["settings"]["period"] == 5
+
+
+# --- wrong use -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("plan --strategy dreamddp --set period=0", "period (0) must be an integer of at least 1"),
+        ("plan --strategy dreamdp", "did you mean 'dreamddp'?"),
+        ("plan --strategy dreamddp --set perod=3", "did you mean 'period'?"),
+        ("plan --strategy dreamddp --set period", "setting ('period') must read NAME=VALUE"),
+        ("simulate", "either --plan FILE or --strategy NAME"),
+        ("simulate --plan plan.json --strategy ddp", "either --plan FILE or --strategy NAME"),
+        ("simulate --plan plan.json", "file (plan.json) must exist; write one with `offbeat plan"),
+        ("simulate --plan profile.json", "profile.json is no plan (the plan lacks the field"),
+        ("simulate --strategy ddp --iterations 0", "iterations (0) must be at least 1"),
+    ],
+)
+def test_wrong_planning_is_one_line(argv, words, capsys):
+    command, *rest = argv.split()
+    assert words in error_of(capsys, command, "--profile", "profile.json", *rest)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "file (other.json) must exist; measure one with `offbeat profile`"),
+        ("{", "other.json is not JSON"),
+        ("[]", "other.json: a profile must be a JSON object"),
+        ("{}", "other.json: schema (None) of the profile must be 1"),
+    ],
+)
+def test_a_profile_that_cannot_be_read(text, words, here, capsys):
+    if text is not None:
+        (here / "other.json").write_text(text)
+    line = error_of(capsys, "plan", "--profile", "other.json", "--strategy", "ddp")
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("comprae", 'Did you mean "compare"?'),
+        ("compare", "SCRIPT requires an argument"),
+        ("run --hots 3 train.py", "Did you mean --hosts?"),
+        ("run --hosts many train.py", "--hosts"),
+        ("run --hosts 0 train.py", "hosts: (0)"),
+        ("run --rate 10foo train.py", "rate ('10foo') has the unknown unit 'foo'"),
+        ("run --cluster x.toml train.py", "file (x.toml) must exist"),
+        ("run --cluster profile.json --hosts 2 train.py", "--cluster says what --hosts"),
+        ("run --lab sea train.py", '"auto", "none"'),
+        ("run --strategy wfpb train.py", "did you mean 'wfbp'?"),
+        ("run --timeout 0 train.py", "timeout_s (0.0) must be above 0"),
+        ("run nothing.py --steps 3", "file (nothing.py) must exist"),
+        ("run --profile profile.json train.py", "world_size (16) of profile.json must be"),
+        ("compare --repeat 0 train.py", "repetitions (0) must be at least 1"),
+        ("compare --strategies ddp,dremddp train.py", "did you mean 'dreamddp'?"),
+        ("compare --strategies ddp,ddp train.py", "contestant ('ddp') must be unique"),
+        ("compare --set dreamdp.period=2 train.py", "did you mean 'dreamddp'?"),
+        ("compare --set perod=2 train.py", "did you mean 'period'?"),
+        ("compare --out . train.py", "run directory (.) must be new or empty"),
+        ("report nowhere", "run directory (nowhere) must hold run.json"),
+    ],
+)
+def test_wrong_running_is_one_line(argv, words, here, capsys):
+    assert words in error_of(capsys, *argv.split())
+    assert not (here / "runs").exists()
+
+
+def test_a_wrong_plan_is_shown_with_an_arrow(here, capsys):
+    arguments = ["--profile", "profile.json"]
+    assert cli.main(["plan", *arguments, "--strategy", "bsp", "-o", "plan.json"]) == 0
+    plan = json.loads((here / "plan.json").read_text())
+    plan["transfers"][0]["before"] = "grad(1)"
+    (here / "plan.json").write_text(json.dumps(plan))
+    capsys.readouterr()
+    assert cli.main(["simulate", *arguments, "--plan", "plan.json"]) == 2
+    assert "\n-> grad[0:6]" in capsys.readouterr().err
+
+
+# --- planning and simulating ---------------------------------------------------------------------
+
+
+def test_plan_text_and_file(here, capsys):
+    argv = ["plan", "--profile", "profile.json", "--strategy", "dreamddp", "--set", "period=3"]
+    assert cli.main([*argv, "-o", "plan.json"]) == 0
+    plan = Plan.from_dict(json.loads((here / "plan.json").read_text()))
+    assert plan.period == 3
+    assert capsys.readouterr().out == f"{plan}\n"
+
+
+def test_plan_json_has_the_sets_at_the_top(capsys):
+    argv = ["plan", "--profile", "profile.json", "--strategy", "dreamddp", "--set", "period=3"]
+    data = json_of(capsys, *argv)
+    assert sorted(b for layer_set in data["sets"] for b in layer_set) == list(range(6))
+    assert len(data["sets"]) == len(data["fill"]) == data["period"] == 3
+    assert Plan.from_dict(data).strategy == "dreamddp"
+    without = json_of(capsys, "plan", "--profile", "profile.json", "--strategy", "ddp")
+    assert "sets" not in without
+
+
+def test_simulate_agrees_for_a_strategy_and_its_plan(capsys):
+    settings = ["--strategy", "dreamddp", "--set", "period=3"]
+    assert cli.main(["plan", "--profile", "profile.json", *settings, "-o", "plan.json"]) == 0
+    capsys.readouterr()
+    one = json_of(capsys, "simulate", "--profile", "profile.json", *settings)
+    two = json_of(capsys, "simulate", "--profile", "profile.json", "--plan", "plan.json")
+    for name in ("iteration_s", "bound_s", "exposed_s"):
+        assert one[name] == pytest.approx(two[name])
+    assert one["bound_s"] <= one["iteration_s"]
+    assert one["strategy"] == "dreamddp(period=3)"
+    # F + max(B, C / H) = 0.006 + max(0.012, 0.1195 / 3)
+    assert one["bound_s"] == pytest.approx(0.006 + 0.1195 / 3)
+
+
+def test_simulate_text(capsys):
+    argv = ["simulate", "--profile", "profile.json", "--strategy", "bsp", "--iterations", "4"]
+    assert cli.main(argv) == 0
+    text = capsys.readouterr().out
+    assert "bsp, seconds per iteration: 0.1375" in text
+    assert "exposed communication: 0.1195" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5", 5),
+        ("0.5", 0.5),
+        ("1e-3", 1e-3),
+        ("true", True),
+        ("False", False),
+        ("none", None),
+        ("mg-wfbp", "mg-wfbp"),
+        ("", ""),
+    ],
+)
+def test_values_of_settings(text, value):
+    parsed = cli.parse_value(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_contestants_with_settings():
+    chosen = cli.contestants(
+        "ddp, ddp:bucket_cap_mb=0.5,local-sgd,dreamddp:period=8:fill=false,dreamddp",
+        ["period=4", "dreamddp.solver=optimal"],
+    )
+    assert [c.label for c in chosen] == [
+        "ddp",
+        "ddp-bucket_cap_mb=0.5",
+        "local-sgd",
+        "dreamddp-period=8-fill=false",
+        "dreamddp",
+    ]
+    assert [str(c.strategy) for c in chosen] == [
+        "ddp",
+        "ddp(bucket_cap_mb=0.5)",
+        "local-sgd(period=4)",
+        "dreamddp(period=8, solver=optimal, fill=False)",
+        "dreamddp(period=4, solver=optimal)",
+    ]
+
+
+# --- script arguments ----------------------------------------------------------------------------
+
+ECHO = """
+import sys
+print(sys.argv[1:], flush=True)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "scripts"),
+    [
+        ("--hosts 1", "--steps 5 --help"),
+        ("--hosts=1 --strategy dreamddp --set period=3", "--hosts 9 --out x --set y"),
+        ("--hosts 1 --json", "-- --json -o a.json --version"),
+        ("--seed -3 --hosts 1", "-x -5 plain --"),
+    ],
+)
+def test_arguments_after_the_script_are_the_scripts(own, scripts, here, capsys):
+    (here / "echo.py").write_text(ECHO)
+    argv = ["run", "--lab", "none", *own.split(), "echo.py", *scripts.split()]
+    assert cli.main(argv) == 1
+    printed = capsys.readouterr()
+    assert "exited with code 7" in printed.err
+    assert f"    {scripts.split()}" in printed.err  # the end of rank 0's log
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("profile t.py -x -o p.json", "profile -o p.json -- t.py -x"),
+        ("profile -o p.json t.py -o q.json", "profile -o p.json -- t.py -o q.json"),
+        ("profile --output p.json t.py -o q.json", "profile --output p.json -- t.py -o q.json"),
+        ("profile t.py -o model.pt", "profile -- t.py -o model.pt"),
+        ("run t.py -o p.json", "run -- t.py -o p.json"),
+        ("run --hosts 2 -- t.py --help", "run --hosts 2 -- t.py --help"),
+        ("run --help", "run --help"),
+        ("plan --profile p.json", "plan --profile p.json"),
+        ("profile", "profile"),
+    ],
+)
+def test_where_the_script_begins(argv, expected):
+    assert cli.mark_script(argv.split()) == expected.split()
+
+
+# --- imports -------------------------------------------------------------------------------------
+
+WITHOUT_TORCH = """
+import sys
+from offbeat.cli import main
+for argv in {commands!r}:
+    assert main(argv) == 0, argv
+assert "torch" not in sys.modules
+"""
+
+
+def test_planning_does_not_import_torch():
+    arguments = ["--profile", "profile.json", "--strategy", "dreamddp"]
+    commands = [["--help"], ["plan", *arguments], ["simulate", *arguments], ["strategies"]]
+    subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH.format(commands=commands)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=60,
+    )
+
+
+def test_help_imports_neither_lab_nor_report():
+    code = (
+        "import sys, offbeat.cli as c; c.main(['--help']); "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'offbeat.lab', 'offbeat.report')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+def test_as_a_module():
+    argv = [sys.executable, "-m", "offbeat", "plan", "--profile", "no.json", "--strategy", "ddp"]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("offbeat: file (no.json) must exist")

@@ -1,0 +1,343 @@
+"""Comparing: order, run directory, failures, Ctrl-C; with a script that needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from offbeat import cli, compare, report
+from offbeat.lab import Cluster
+from offbeat.profile import Profile
+from offbeat.strategies import DDP, WFBP, DreamDDP
+from offbeat.trace import Trace
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("here")]
+
+# A stand-in for training: it does what the runtime does with its job, in made-up time.
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.strategies import create
+from offbeat.trace import Trace
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+job = json.loads(Path(os.environ["OFFBEAT_JOB"]).read_text())
+assert job.pop("schema") == 1
+strategy = create(job["strategy"], job["settings"])
+what = "profile" if job["stop_after_profile"] else Path(job["record_dir"]).parent.name
+words = sys.argv[1:]
+if rank == 0:
+    with open("order.txt", "a") as order:
+        print(what, os.environ["OFFBEAT_SEED"], job["timeout_s"], file=order)
+print(f"{what} on rank {rank}", flush=True)
+if f"fail={what}" in words and rank == 1:
+    sys.exit("the loss is not a number")
+if f"sleep={what}" in words:
+    Path(f"sleeping.{rank}").write_text(str(os.getpid()))
+    time.sleep(600)
+if f"idle={what}" in words:
+    sys.exit(0)
+if job["stop_after_profile"]:
+    assert job["profile"] is None and job["record_dir"] is None
+    if rank == 0:
+        buckets = tuple(Bucket(f"h.{i}", 0.001, 0.002, 10**6) for i in range(4))
+        Profile(buckets, (Link("net", 1e-4, 1.25e7),), size).save(job["save_profile"])
+    sys.exit(0)
+profile = Profile.load(job["profile"])
+plan = strategy.plan(profile)
+step_s = strategy.bound_s(profile)
+trace = Trace(
+    source="measured",
+    strategy=str(strategy),
+    starts_s=(0.0,),
+    ends_s=(tuple(step_s * (i + 1) for i in range(12)),),
+    period=plan.period,
+)
+record = {
+    "schema": 1, "rank": rank, "strategy": str(strategy), "observed": 0,
+    "emulated": "emulated" in words, "bytes": {"net": 1000},
+    "losses": [[i, step_s * (i + 1), 2.0 / (i + 1)] for i in range(12)],
+    "trace": trace.to_dict(), "warnings": [], "checks": [],
+}
+directory = Path(job["record_dir"])
+(directory / f"rank{rank}.json").write_text(json.dumps(record))
+if rank == 0:
+    (directory / "plan.json").write_text(json.dumps(plan.to_dict()))
+if f"late={what}" in words:
+    sys.exit("failed after recording")
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An own working directory with the script."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def setup(*words: str, hosts: int = 2) -> compare.Setup:
+    """The stand-in on the loopback."""
+    return compare.Setup(("train.py", *words), Cluster.simple(hosts), shaped=False, seed=7)
+
+
+def comparison(*words: str, repetitions: int = 2, profile: Path | None = None):
+    """Two contestants that take turns."""
+    contestants = (
+        compare.Contestant("ddp", DDP()),
+        compare.Contestant("dreamddp-period=2", DreamDDP(period=2)),
+    )
+    return compare.Comparison(setup(*words), contestants, repetitions, None, profile)
+
+
+def launched() -> list[str]:
+    """What was launched, in order."""
+    return [line.split()[0] for line in Path("order.txt").read_text().splitlines()]
+
+
+def read(path: Path):
+    return json.loads(path.read_text())
+
+
+def test_contestants_take_turns_after_one_profile(here, capsys):
+    outcome = compare.compare(comparison(), here / "out")
+    assert launched() == ["profile", *["ddp", "dreamddp-period=2"] * 2]
+    assert (outcome.measured, outcome.failures, outcome.interrupted) == (4, [], False)
+    printed = capsys.readouterr()
+    assert "UNSHAPED" in printed.out
+    assert "dreamddp-period=2, repetition 2 of 2: " in printed.out
+    assert printed.err == ""
+    assert {line.split()[1] for line in Path("order.txt").read_text().splitlines()} == {"7"}
+
+
+def test_run_directory(here):
+    outcome = compare.compare(comparison("emulated"), here / "out")
+    out = here / "out"
+    run = read(out / "run.json")
+    assert run["schema"] == 1
+    assert run["script"] == ["train.py", "emulated"]
+    assert run["lab"] == "none"
+    assert "UNSHAPED" in run["note"]
+    assert run["emulated"] is True
+    assert set(run["versions"]) == {"offbeat", "torch", "python", "kernel"}
+    assert (run["seed"], run["repetitions"], run["skip"]) == (7, 2, 2)
+    assert Cluster(**run["cluster"]) == Cluster.simple(2)
+    assert run["contestants"][1] == {
+        "label": "dreamddp-period=2",
+        "strategy": "dreamddp",
+        "settings": DreamDDP(period=2).settings(),
+    }
+    assert outcome.report == out / "report.html"
+    for name in ("report.html", "summary.json", "profile.json", "profiling/rank0.log"):
+        assert (out / name).is_file()
+    for name in ("rank0.json", "rank1.json", "rank0.log", "job.json"):
+        assert (out / "ddp" / "rep1" / name).is_file()
+    assert not (out / "ddp" / "rep2").exists()
+
+
+def test_the_report_reads_the_directory(here):
+    compare.compare(comparison(), here / "out")
+    run = report.load(here / "out")
+    assert run.failures() == []
+    rows = report.summarize(run)
+    assert [row.repetitions for row in rows] == [2, 2]
+    for row, strategy in zip(rows, (DDP(), DreamDDP(period=2)), strict=True):
+        bound_s = strategy.bound_s(Profile.load(here / "out" / "profile.json"))
+        assert row.iteration_s == pytest.approx(bound_s)
+        assert row.bound_s == pytest.approx(bound_s)
+        assert row.predicted_s >= bound_s
+
+
+def test_predicted_is_one_period_with_its_numbers(here):
+    profile = Profile.load(_profile(here))
+    seconds = compare.predict(DreamDDP(period=2), profile, here / "d")
+    trace = Trace.load(here / "d" / "predicted.json")
+    assert (trace.source, trace.strategy, trace.period) == ("simulated", "dreamddp", 2)
+    assert trace.iterations == 2
+    assert trace.iteration_s() == pytest.approx(seconds)
+    assert {span.iteration for span in trace.spans} == {trace.first, trace.first + 1}
+    assert trace.notes["iteration_s"] == seconds
+    assert trace.notes["bound_s"] == DreamDDP(period=2).bound_s(profile)
+    assert trace.notes["exposed_s"] >= 0
+
+
+def test_the_plan_that_ran_stands(here):
+    """A runtime that planned otherwise than expected is what the report shows."""
+    other = DreamDDP(period=3).plan(Profile.load(_profile(here)))
+    text = SCRIPT.replace(
+        "strategy.plan(profile)", "create('dreamddp', {'period': 3}).plan(profile)"
+    )
+    (here / "train.py").write_text(text)
+    compare.compare(comparison(repetitions=1), here / "out")
+    written = read(here / "out" / "dreamddp-period=2" / "plan.json")
+    assert written["period"] == other.period == 3
+    assert Trace.load(here / "out" / "dreamddp-period=2" / "predicted.json").period == 3
+
+
+@pytest.mark.parametrize("how", ["fail", "late"])
+def test_a_failing_contestant_does_not_stop_the_others(how, here, capsys):
+    outcome = compare.compare(comparison(f"{how}=ddp"), here / "out")
+    assert launched() == ["profile", *["ddp", "dreamddp-period=2"] * 2]
+    assert outcome.measured == 2
+    assert [words.partition(":")[0] for words in outcome.failures] == [
+        "ddp, repetition 1 of 2",
+        "ddp, repetition 2 of 2",
+    ]
+    assert "exited with code 1" in outcome.failures[0]
+    assert "    the loss is" in outcome.failures[0] or how == "late"
+    assert capsys.readouterr().err.count("offbeat: ddp, repetition") == 2
+    ddp, dreamddp = report.summarize(report.load(here / "out"))
+    assert (ddp.repetitions, ddp.failed, dreamddp.repetitions) == (0, 2, 2)
+    assert outcome.report is not None
+
+
+def test_a_strategy_without_a_plan_fails_in_words(here):
+    """Like any other failure: the others go on."""
+
+    class Broken(WFBP):
+        def plan(self, profile, rank=0):
+            raise ValueError(f"{len(profile.buckets)} buckets are too many for rank {rank}")
+
+    chosen = (compare.Contestant("broken", Broken()), compare.Contestant("wfbp", WFBP()))
+    outcome = compare.compare(compare.Comparison(setup(), chosen), here / "out")
+    assert outcome.failures == ["broken: 4 buckets are too many for rank 0"]
+    assert launched() == ["profile", "wfbp"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("fail=profile", "exited with code 1"), ("idle=profile", "it must call offbeat.prepare")],
+)
+def test_without_a_profile_nothing_runs(words, expected, here):
+    outcome = compare.compare(comparison(words), here / "out")
+    assert len(outcome.failures) == 1
+    assert expected in outcome.failures[0]
+    assert launched() == ["profile"]
+    assert outcome.report is None
+
+
+def test_a_script_that_leaves_no_record_has_failed(here):
+    outcome = compare.compare(comparison("idle=ddp", repetitions=1), here / "out")
+    assert len(outcome.failures) == 1
+    assert "left no record" in outcome.failures[0]
+    assert "offbeat.prepare" in outcome.failures[0]
+
+
+def test_a_given_profile_is_not_measured_again(here):
+    given = _profile(here)
+    outcome = compare.compare(comparison(repetitions=1, profile=given), here / "out")
+    assert outcome.measured == 2
+    assert launched() == ["ddp", "dreamddp-period=2"]
+    assert Profile.load(here / "out" / "profile.json") == Profile.load(given)
+
+
+def test_a_directory_in_use_is_refused(here):
+    (here / "out").mkdir()
+    (here / "out" / "run.json").write_text("mine")
+    with pytest.raises(ValueError, match="must be new or empty"):
+        compare.compare(comparison(), here / "out")
+    assert (here / "out" / "run.json").read_text() == "mine"
+
+
+def test_default_directories_differ(here):
+    first = compare.default_run_dir("scripts/train.py")
+    assert first.parent == Path("runs")
+    assert first.name.endswith("-train")
+    first.mkdir(parents=True)
+    assert compare.default_run_dir("scripts/train.py") != first
+    assert here
+
+
+# --- through the command line --------------------------------------------------------------------
+
+
+def test_compare_command(here, capsys):
+    argv = ["compare", "--lab", "none", "--hosts", "2", "--strategies", "ddp,dreamddp:period=2"]
+    assert cli.main([*argv, "--repeat", "1", "--wait", "30", "train.py"]) == 0
+    (run_dir,) = (here / "runs").iterdir()
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert "ddp, repetition 1 of 1 ..." in lines
+    assert lines[-1] == f"runs/{run_dir.name}/report.html"
+    assert lines[-2] == report.winner(report.summarize(report.load(run_dir)))[1]
+    assert Path("order.txt").read_text().splitlines()[1] == "ddp 0 30.0"
+    (run_dir / "report.html").unlink()
+    assert cli.main(["report", str(run_dir)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{run_dir}/report.html"
+    assert (run_dir / "report.html").is_file()
+
+
+def test_json_is_all_there_is_on_stdout(here, capsys):
+    argv = ["run", "--lab", "none", "--hosts", "2", "--strategy", "dreamddp", "--out", "r"]
+    assert cli.main([*argv, "--set", "period=3", "--json", "train.py"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["run_dir"], data["report"]) == ("r", "r/report.html")
+    assert [row["label"] for row in data["rows"]] == ["dreamddp"]
+    assert data["rows"][0]["strategy"] == "dreamddp(period=3)"
+    assert launched() == ["profile", "dreamddp"]
+    assert cli.main(["report", "r", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == data
+    assert here
+
+
+def test_a_failed_contestant_exits_1_with_the_table(capsys):
+    argv = ["compare", "--lab", "none", "--hosts", "2", "--strategies", "ddp,wfbp", "--repeat", "1"]
+    assert cli.main([*argv, "train.py", "fail=ddp"]) == 1
+    printed = capsys.readouterr()
+    assert "the loss is not a number" in printed.err
+    assert "1 repetition failed" in " ".join(printed.out.split())
+    assert "report.html" in printed.out
+
+
+def test_profile_command(here, capsys):
+    argv = ["profile", "--lab", "none", "--hosts", "2", "train.py"]
+    assert cli.main([*argv, "-o", "p.json"]) == 0
+    assert Profile.load(here / "p.json").world_size == 2
+    assert cli.main([*argv, "fail=profile"]) == 1
+    assert "the loss is not a number" in capsys.readouterr().err
+    assert not (here / "profile.json").exists()
+
+
+def test_ctrl_c_keeps_what_was_measured(here):
+    argv = ["compare", "--lab", "none", "--hosts", "2", "--strategies", "ddp,wfbp,bsp"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "offbeat", *argv, "--out", "out", "train.py", "sleep=wfbp"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ranks = [int(_text_of(here / f"sleeping.{rank}", process)) for rank in range(2)]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == "offbeat: interrupted; what was measured is in out\n"
+    assert "out/report.html" in out
+    assert launched() == ["profile", "ddp", "wfbp"]
+    rows = report.summarize(report.load(here / "out"))
+    assert [row.repetitions for row in rows] == [1, 0, 0]
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)
+
+
+def _text_of(path: Path, process: subprocess.Popen[str]) -> str:
+    """Text of a file once it is there; an error if the process ends before."""
+    while not (path.exists() and path.read_text()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def _profile(here: Path) -> Path:
+    outcome = compare.measure_profile(setup(), here / "given.json")
+    assert outcome.measured
+    Path("order.txt").unlink()
+    return here / "given.json"
