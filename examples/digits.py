@@ -41,10 +41,10 @@ def network() -> nn.Module:
 
 def digits() -> tuple[Tensor, Tensor]:
     """Images (n, 1, 8, 8) from 0 to 1 and labels, in an order that is the same everywhere."""
-    data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    return images[order], torch.tensor(data.target)[order]
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    return images[order], torch.tensor(labels)[order]
 
 
 def main() -> None:

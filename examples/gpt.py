@@ -75,8 +75,11 @@ def corpus() -> tuple[Tensor, Tensor]:
         if size < CORPUS_BYTES:
             texts.append(file.read_bytes())
             size += len(texts[-1])
-    train, held_out = b"".join(texts[len(texts) // 20 :]), b"".join(texts[: len(texts) // 20])
-    return tuple(torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in (train, held_out))
+    return tokens_of(texts[len(texts) // 20 :]), tokens_of(texts[: len(texts) // 20])
+
+
+def tokens_of(texts: list[bytes]) -> Tensor:
+    return torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
 
 
 def batch_of(data: Tensor, size: int, context: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from offbeat.strategies import STRATEGIES, Strategy, create
 from offbeat.strategies.base import require_choice
 
 if TYPE_CHECKING:  # the lab, the report and rich are imported by the commands that need them
-    from offbeat.compare import Comparison, Contestant, Outcome, Progress, Setup
+    from offbeat.compare import Comparison, Contestant, Outcome, Setup
     from offbeat.lab import Cluster
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
@@ -151,9 +151,9 @@ def profile(
 
     Example: offbeat profile --hosts 4 --rate 100mbit -o profile.json train.py
     """
-    from offbeat.compare import measure_profile
+    from offbeat.compare import Progress, measure_profile
 
-    outcome = measure_profile(_setup(where, script, args), out, _progress(json_))
+    outcome = measure_profile(_setup(where, script, args), out, Progress(stderr=json_))
     if outcome.measured:
         _print(json_, Profile.load(out).to_dict(), f"measured: {out}")
     return _exit_code(outcome, "no profile was written")
@@ -375,21 +375,13 @@ def _compare(comparison: Comparison, out: Path | None, json_: bool) -> int:
     from offbeat import compare as comparing
 
     run_dir = out or comparing.default_run_dir(comparison.setup.script[0])
-    outcome = comparing.compare(comparison, run_dir, _progress(json_))
+    outcome = comparing.compare(comparison, run_dir, comparing.Progress(stderr=json_))
     if outcome.report is not None:
         _show_run(run_dir, outcome.report, json_)
     elif json_:
         _print(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
     kept = "what was measured is" if outcome.measured else "nothing was measured, the logs are"
     return _exit_code(outcome, f"{kept} in {run_dir}")
-
-
-def _progress(json_: bool) -> Progress:
-    from rich.console import Console
-
-    from offbeat.compare import Progress
-
-    return Progress(Console(stderr=json_))
 
 
 def _exit_code(outcome: Outcome, kept: str) -> int:

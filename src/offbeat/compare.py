@@ -43,8 +43,8 @@ OnLine = Callable[[str], None]
 class Progress:
     """What a comparison is doing: one live line on a terminal, plain lines elsewhere."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+    def __init__(self, *, stderr: bool = False) -> None:
+        self._console = Console(stderr=stderr)
         self._what, self._line, self._start_s = "", "", 0.0
 
     @contextmanager

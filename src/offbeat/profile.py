@@ -94,9 +94,12 @@ class Profile:
 
     @property
     def bucket_update_s(self) -> tuple[float, ...]:
-        """Optimizer time of each bucket: `update_s` in proportion to size."""
-        total = sum(b.size_bytes for b in self.buckets) or 1
-        return tuple(self.update_s * b.size_bytes / total for b in self.buckets)
+        """Optimizer time of each bucket: `update_s` in proportion to size (equal if all are 0)."""
+        sizes = [b.size_bytes for b in self.buckets]
+        if not any(sizes):
+            sizes = [1] * len(sizes)
+        total = sum(sizes)
+        return tuple(self.update_s * size / total for size in sizes)
 
     @property
     def default_link(self) -> Link:

@@ -12,9 +12,7 @@ SHARES = st.sampled_from([0.5, 1.0, 1.0, 1.5, 3.0])
 
 
 @st.composite
-def profiles(
-    draw, most_buckets=5, links=("net", "aux"), world_sizes=(1, 2, 3), rank_scales=True
-):
+def profiles(draw, most_buckets=5, links=("net", "aux"), world_sizes=(1, 2, 3), rank_scales=True):
     names = links[: draw(st.integers(1, len(links)))]
     buckets = [
         Bucket(

@@ -12,7 +12,7 @@ from offbeat.profile import Profile
 Node = tuple[object, ...]
 
 
-class Deadlock(Exception):
+class DeadlockError(Exception):
     """Some event waits for itself."""
 
 
@@ -38,7 +38,7 @@ class Graph:
     def time(self, node: Node, path: frozenset[Node] = frozenset()) -> float:
         """Longest path to a node; KeyError if it is beyond the horizon."""
         if node in path:
-            raise Deadlock(node)
+            raise DeadlockError(node)
         if node not in self.times:
             longer = path | {node}
             self.times[node] = max(
@@ -56,7 +56,7 @@ def simulate(
 ) -> Timeline:
     """Timeline of one plan per rank; `factors[rank][iteration]` multiplies compute times.
 
-    `rates[link]` is the slowest rank's relative rate. Raises Deadlock.
+    `rates[link]` is the slowest rank's relative rate. Raises DeadlockError.
     """
     # Past the last iteration, every rank may wait for a later one of the next rank.
     most_lag = max((t.after.lag for p in plans for t in p.transfers), default=0)

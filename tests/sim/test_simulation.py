@@ -1,5 +1,6 @@
-"""The simulator against its slow twin, on random plans."""
+"""The simulator against its slow twin on random plans, and what its traces hold."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,10 @@ from hypothesis import strategies as st
 from reference import random_plans
 from reference import simulator as reference
 
+from offbeat.plan import Plan
+from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, simulate
+from offbeat.strategies import BSP, LocalSGD
 from offbeat.trace import COMPUTE
 
 ITERATIONS = 7
@@ -47,7 +51,7 @@ def test_equals_the_slow_twin(case):
     profile, plans, ranks = case
     try:
         truth = expected(profile, plans, ranks, seed=3)
-    except reference.Deadlock:
+    except reference.DeadlockError:
         event("deadlock")
         with pytest.raises(ValueError, match="the plan can never proceed"):
             simulate(plans, profile, iterations=ITERATIONS, ranks=ranks, seed=3)
@@ -87,3 +91,65 @@ def near(seconds):
 
 def spans(trace, rank, lane):
     return [s for s in trace.spans if (s.rank, s.lane) == (rank, lane)]
+
+
+PROFILE = Profile(
+    (Bucket("a", 1.0, 2.0, 8), Bucket("b", 0.5, 1.0, 4)),
+    (Link("net", 0.5, 4.0),),
+    world_size=20,
+    update_s=0.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("iterations", "record", "shown"),
+    [
+        (11, None, range(8, 11)),  # 2 iterations of prologue, then periods of 3
+        (13, None, range(8, 11)),
+        (3, None, range(3)),  # no whole period yet
+        (11, 0, range(0)),
+        (11, 4, range(7, 11)),
+        (3, 10, range(3)),
+    ],
+)
+def test_recorded_iterations(iterations, record, shown):
+    plan = LocalSGD(period=3, warmup=2).plan(PROFILE)
+    trace = simulate(plan, PROFILE, iterations=iterations, record=record)
+    assert {span.iteration for span in trace.spans} == set(shown)
+    assert trace.iterations == iterations
+    assert (trace.first, trace.period, trace.starts_s) == (0, 3, (0.0,))
+    assert (trace.source, trace.strategy) == ("simulated", "local-sgd")
+
+
+def test_recording_changes_nothing():
+    plan = LocalSGD(period=3).plan(PROFILE)
+    ends_s = [simulate(plan, PROFILE, iterations=9, record=n).ends_s[0] for n in (0, 9)]
+    assert ends_s[0] == near(ends_s[1])
+
+
+@pytest.mark.parametrize(("period", "warmup", "count"), [(1, 0, 32), (3, 2, 35), (50, 1, 201)])
+def test_default_number_of_iterations(period, warmup, count):
+    plan = LocalSGD(period=period, warmup=warmup).plan(PROFILE)
+    assert simulate(plan, PROFILE).iterations == count
+
+
+def test_spans_are_of_the_first_ranks():
+    trace = simulate(BSP().plan(PROFILE), PROFILE, ranks=Ranks(jitter=0.1))
+    assert trace.world_size == 20
+    assert {span.rank for span in trace.spans} == set(range(16))
+
+
+def test_spans_carry_bytes():
+    plan = LocalSGD(period=1, state="averaged").plan(PROFILE)
+    messages = [s for s in simulate(plan, PROFILE).spans if s.lane == "net"]
+    assert [(s.kind, s.buckets, s.bytes) for s in messages] == [
+        ("param", (0, 2), 12),
+        ("state", (0, 2), 0),
+    ]
+
+
+def test_one_plan_per_rank_may_be_equal_plans():
+    profile = replace(PROFILE, world_size=3, rank_scale=(1.0, 2.0, 1.0))
+    plan = LocalSGD(period=2).plan(profile)
+    copies = [Plan.from_dict(plan.to_dict()) for _ in range(3)]
+    assert simulate(copies, profile) == simulate(plan, profile)

@@ -28,7 +28,7 @@ def draw(contestant: Contestant, row: Row) -> dict[str, Any] | None:
         "iterations": [i + 1 for i in shared],
         "seconds": _means([_at(curve, shared, curve.seconds) for curve in smooth]),
         "mean": _means(losses),
-        "raw": _means([_at(curve, shared, curve.losses) for curve in raw]),
+        "raw": _unsmoothed(raw),
     }
     if len(raw) > 1:
         columns = list(zip(*losses, strict=True))
@@ -39,6 +39,15 @@ def draw(contestant: Contestant, row: Row) -> dict[str, Any] | None:
     if row.target_s is not None and row.target_iterations is not None:
         data["hit"] = {"seconds": row.target_s, "iterations": row.target_iterations}
     return data
+
+
+def _unsmoothed(raw: Sequence[Curve]) -> dict[str, Any]:
+    shared = _thinned(sorted(set.intersection(*(set(curve.iterations) for curve in raw))))
+    return {
+        "iterations": [i + 1 for i in shared],
+        "seconds": _means([_at(curve, shared, curve.seconds) for curve in raw]),
+        "mean": _means([_at(curve, shared, curve.losses) for curve in raw]),
+    }
 
 
 def _at(curve: Curve, iterations: Sequence[int], values: Sequence[float]) -> list[float]:

@@ -7,11 +7,17 @@ const MARGIN = { left: 46, right: 14, top: 10, bottom: 34 };
 // From the lowest to where the curves begin; a curve that diverges leaves the chart.
 function lossRange(shown) {
   const finite = (values) => values.filter((v) => v !== null);
-  const lows = shown.flatMap((c) => finite(c.low || c.mean));
-  const tops = shown.map((c) => finite(c.high || c.mean)[0]).filter((v) => v !== undefined);
+  const lows = [], tops = [];
+  for (const curve of shown) {
+    const raw = finite(curve.raw.mean);
+    lows.push(...finite(curve.low || curve.mean), [...raw].sort((a, b) => a - b)[Math.floor(raw.length / 50)]);
+    tops.push(finite(curve.high || curve.mean)[0], raw[0]);
+  }
   if (data.target !== null) lows.push(data.target);
-  const low = Math.min(...lows, ...tops), high = Math.max(...tops, low + 1e-9);
-  const pad = 0.06 * (high - low);
+  const ends = [...finite(lows), ...finite(tops)].filter((v) => v !== undefined);
+  if (!ends.length) return [0, 1];
+  const low = Math.min(...ends), high = Math.max(low + 1e-9, ...tops.filter((v) => v !== undefined));
+  const pad = 0.05 * (high - low);
   return [low - pad, high + pad];
 }
 
@@ -76,7 +82,7 @@ function chart(host) {
   const lines = draw("g", { "clip-path": `url(#clip-${key})` }, svg);
   for (const curve of shown) {
     if (curve.low) draw("path", { class: `band ${seriesClass(curve)}`, d: bandPath(curve, key, x, y) }, lines);
-    draw("path", { class: `series raw ${seriesClass(curve)}`, d: linePath(curve[key], curve.raw, x, y) }, lines);
+    draw("path", { class: `series raw ${seriesClass(curve)}`, d: linePath(curve.raw[key], curve.raw.mean, x, y) }, lines);
   }
   drawTarget(svg, box, y);
   for (const curve of shown)

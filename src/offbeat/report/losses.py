@@ -77,13 +77,16 @@ def trained(contestant: Contestant) -> bool:
 
 
 def target_loss(run: Run) -> float | None:
-    """The run's target; else the worst final loss of those that trained, None if nobody did.
+    """The run's target; else the worst final loss of those that trained, None if nobody did or if
+    compute was emulated, as then nothing is learned.
 
     The trailing mean lags behind a falling loss, so the target is raised to the lowest smoothed
     loss of every repetition where needed: all of those that trained reach it.
     """
     if run.target_loss is not None:
         return run.target_loss
+    if run.emulated:
+        return None
     return max((_easiest(c) for c in run.contestants if trained(c)), default=None)
 
 

@@ -116,8 +116,9 @@ class Run:
     lab: str = "none"
     note: str | None = None
     emulated: bool = False
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str | None] = field(default_factory=dict)
     seed: int | None = None
+    cpus: int | None = None
     started: str = ""
     repetitions: int = 1
     target_loss: float | None = None
@@ -131,6 +132,15 @@ class Run:
         return _world_size(self.profile, self.cluster) or max(
             (record.rank + 1 for _, _, record in self.records()), default=0
         )
+
+    @property
+    def command_line(self) -> tuple[str, ...]:
+        """The command and, unless it contains them, the script and its arguments."""
+        size = len(self.script)
+        places = range(len(self.command) - size + 1)
+        if size and any(self.command[i : i + size] == self.script for i in places):
+            return self.command
+        return (*self.command, *self.script)
 
     def records(self) -> Iterator[tuple[Contestant, Repetition, RankRecord]]:
         """Every record of every rank."""
@@ -173,6 +183,7 @@ def load(run_dir: str | Path) -> Run:
         emulated=bool(data.get("emulated")) or _any_emulated(contestants),
         versions=data.get("versions") or {},
         seed=data.get("seed"),
+        cpus=data.get("cpus"),
         started=str(data.get("started", "")),
         repetitions=repetitions,
         target_loss=data.get("target_loss"),

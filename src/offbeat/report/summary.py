@@ -26,7 +26,8 @@ class Row:
     iteration and rank, `final_loss`, `target_s` and `target_iterations` (when the smoothed loss
     reached `target_loss`; median over repetitions). Predicted: `predicted_s`,
     `predicted_error` (predicted / measured - 1), `exposed_s`. `bound_s` is a lower bound.
-    `speedup` is the fastest DDP's seconds per iteration over this one's.
+    `speedup` is the fastest DDP's seconds per iteration over this one's. `emulated` must be said
+    with every measured number.
     """
 
     label: str
@@ -47,6 +48,7 @@ class Row:
     target_spread_s: Interval | None = None
     target_iterations: float | None = None
     speedup: float | None = None
+    emulated: bool = False
 
 
 def summarize(run: Run) -> list[Row]:
@@ -118,6 +120,7 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         sent_bytes=_mean([sent_bytes(run, rep) for rep in reps]),
         final_loss=final_loss(contestant),
         target_loss=target,
+        emulated=run.emulated,
     )
     row = _with_times(row, run, reps)
     row = _with_prediction(row, contestant)

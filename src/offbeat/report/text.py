@@ -11,13 +11,11 @@ from offbeat.report import words
 from offbeat.report.summary import Row, how_measured, ranked
 
 
-def table(rows: Sequence[Row], *, emulated: bool = False) -> Table:
-    """The rows, best first; every column says whether it was measured, predicted or is a bound.
-
-    `emulated` is `Run.emulated`: then the caption says so.
-    """
+def table(rows: Sequence[Row]) -> Table:
+    """The rows, best first; every column says whether it was measured, predicted or is a bound."""
     unit = words.unit_for(s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s))
     target = next((row.target_loss for row in rows if row.target_loss is not None), None)
+    emulated = any(row.emulated for row in rows)
     caption = words.sentence(how_measured(rows)) + (" Emulated compute." if emulated else "")
     result = Table(caption=caption, caption_justify="left", caption_style="dim")
     result.add_column("strategy", overflow="fold")

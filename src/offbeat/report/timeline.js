@@ -25,7 +25,13 @@ function unpack(packed) {
   const ranks = new Map(packed.ranks.map((rank, i) => [
     rank, { spans: stored[packed.which[i]], bounds: packed.bounds[i].map((b) => b * unit) },
   ]));
-  return { ranks, length: packed.length * unit, first: packed.first };
+  const messages = packed.names.some((name) => name[0] > 0);
+  return { ranks, length: packed.length * unit, first: packed.first, alike: packed.stands_for_all, messages };
+}
+
+// What a window holds of a rank; one simulated row stands for every rank if all are alike.
+function ofRank(window, rank) {
+  return window.ranks.get(window.alike ? 0 : rank);
 }
 
 const timelines = data.timelines.map((t) => ({
@@ -62,7 +68,7 @@ function layout(timeline) {
     y += HEAD;
     const ranks = !window ? [] : view.rank === "all" ? [...window.ranks.keys()] : [Number(view.rank)];
     for (const rank of ranks) {
-      const own = window.ranks.get(rank);
+      const own = ofRank(window, rank);
       if (!own) continue;
       const compact = view.rank === "all";
       const height = compact ? COMPACT : LANE;
@@ -83,8 +89,17 @@ function spanName(span) {
   return `${span.kind} ${span.to - span.from === 1 ? span.from : `${span.from}–${span.to - 1}`}`;
 }
 
+function rankName(row) {
+  return row.window.alike && view.rank === "all" ? "every rank" : `rank ${row.rank}`;
+}
+
+// Messages that nobody recorded, as in torch's DDP, are not the same as none.
+function unrecorded(row) {
+  return row.lane > 0 && row.panel === "measured" && !row.window.messages;
+}
+
 function describe(row, span) {
-  const lines = [`${spanName(span)} · ${row.panel}`, `rank ${row.rank}, ${row.name}, iteration ${span.iteration}`];
+  const lines = [`${spanName(span)} · ${row.panel}`, `${rankName(row)}, ${row.name}, iteration ${span.iteration}`];
   lines.push(`starts at ${seconds(span.start)}, takes ${seconds(span.end - span.start)}`);
   if (span.size) lines.push(`${bytes(span.size)}, ${bytes(span.size / (span.end - span.start))}/s`);
   if (span.from >= 0) {
@@ -157,7 +172,7 @@ function drawHead(svg, row, x) {
     return;
   }
   const rank = view.rank === "all" ? [...row.window.ranks.keys()][0] : Number(view.rank);
-  const own = row.window.ranks.get(rank);
+  const own = ofRank(row.window, rank);
   if (!own) {
     draw("text", { x: 8, y: baseline }, svg, `nothing recorded for rank ${rank}`);
     return;
@@ -195,10 +210,12 @@ function drawNames(names, rows, timeline) {
     } else if (!row.compact) {
       const line = place(row.y, row.height, "");
       element("span", "", line, row.name).title = row.name;
-      const share = element("span", "busy", line, `${Math.round(100 * busyShare(row.spans, row.window.length))} %`);
+      const known = row.panel === "predicted" || row.window.messages;
+      const busy = known ? `${Math.round(100 * busyShare(row.spans, row.window.length))} %` : "–";
+      const share = element("span", "busy", line, busy);
       share.title = "busy share of the period, waiting not counted";
     } else if (row.lane === 0) {
-      element("span", "", place(row.y, timeline.lanes.length * (COMPACT + 1), ""), `rank ${row.rank}`);
+      element("span", "", place(row.y, timeline.lanes.length * (COMPACT + 1), ""), rankName(row));
     }
   }
 }
@@ -230,6 +247,7 @@ function render(figure, timeline) {
     const end = Math.min(width, x(row.window.length));
     draw("rect", { class: "lane", x: 1, y: row.y, width: Math.max(0, end - 1), height: row.height }, svg);
     drawSpans(svg, row, x, width);
+    if (unrecorded(row) && !row.compact) draw("text", { x: 10, y: row.y + LANE / 2 + 4 }, svg, "messages not recorded: waiting for them is part of backward");
     drawBounds(svg, row, x);
   }
   for (const row of rows.filter((r) => r.head)) drawHead(svg, row, x);

@@ -41,6 +41,11 @@ class Window:
         """Number of spans shown."""
         return sum(map(len, self.shown.values()))
 
+    @property
+    def stands_for_all(self) -> bool:
+        """True if the only row stands for every rank: all are alike in a simulation."""
+        return self.trace.world_size == 1 and self.trace.notes.get("ranks", 1) > 1
+
     def bounds_s(self, rank: int) -> list[float]:
         """Where the rank's iterations begin, and where the last one ends, from zero."""
         first = self.iterations.start
@@ -59,7 +64,7 @@ def measured_window(run: Run, contestant: Contestant) -> tuple[Repetition, Windo
         start = _typical_start(run, contestant, rep)
         if start is not None:
             period = range(start, start + rep.trace.period)
-            return rep, _window(_by_true_rank(rep), period)
+            return rep, _window(_of_every_rank(rep), period)
     return None
 
 
@@ -82,7 +87,7 @@ def start_of(trace: Trace, rank: int, iteration: int) -> float:
 
 def pack(window: Window, lanes: Sequence[str]) -> dict[str, Any]:
     """JSON-ready form of a window; equal ranks are stored once."""
-    unit = 10.0 ** math.floor(math.log10(window.length_s / TICKS))
+    unit = 10.0 ** math.floor(math.log10(max(window.length_s, 1e-6) / TICKS))
     names: dict[tuple[Any, ...], int] = {}
     stored: dict[tuple[int, ...], int] = {}
     which = []
@@ -95,6 +100,7 @@ def pack(window: Window, lanes: Sequence[str]) -> dict[str, Any]:
         "first": window.iterations.start,
         "iterations": len(window.iterations),
         "ranks": list(window.shown),
+        "stands_for_all": window.stands_for_all,
         "which": which,
         "names": [list(name) for name in names],
         "rows": [list(rows) for rows in stored],
@@ -131,11 +137,11 @@ def _typical_start(run: Run, contestant: Contestant, rep: Repetition) -> int | N
     starts = _whole_periods(trace, sent)
     after = run.skip + rep.observed
     starts = [t for t in starts if t >= after] or starts
-    starts = [t for t in starts if t - 1 in sent] or starts  # what reaches in is recorded too
     if not starts:
         return None
     if contestant.predicted is not None and contestant.predicted.spans:
         starts = _most_alike(starts, sent, contestant.predicted)
+    starts = [t for t in starts if t - 1 in sent] or starts  # what reaches in is recorded too
     seconds = trace.iteration_seconds()
     lengths = {t: sum(seconds[t - trace.first :][: trace.period]) for t in starts}
     middle = median(lengths.values())
@@ -175,7 +181,7 @@ def _most_alike(starts: list[int], sent: dict[int, Counter[Key]], predicted: Tra
     return [t for t in starts if alike[t] == max(alike.values())]
 
 
-def _by_true_rank(rep: Repetition) -> Trace:
+def _of_every_rank(rep: Repetition) -> Trace:
     """The merged trace; asserts that row r of `ends_s` is rank r, as every rank is there."""
     assert [record.rank for record in rep.ranks] == list(range(len(rep.ranks)))
     return rep.trace
@@ -186,11 +192,31 @@ def _window(trace: Trace, iterations: range) -> Window:
     starts = [start_of(trace, rank, iterations.start) for rank in ranks]
     last = iterations.stop - 1 - trace.first
     ends = [trace.ends_s[rank][last] for rank in ranks]
-    zeros, length = (min(starts),) * len(ranks), max(ends) - min(starts)
-    own = max(end - start for start, end in zip(starts, ends, strict=True))
-    if max(starts) - min(starts) > own:  # the clocks have no common origin
-        zeros, length = tuple(starts), own
+    offsets = _clock_offsets(trace)
+    zero = min(start - offset for start, offset in zip(starts, offsets, strict=True))
+    length = max(end - offset for end, offset in zip(ends, offsets, strict=True)) - zero
+    zeros = tuple(zero + offset for offset in offsets)
     return Window(trace, iterations, zeros, length, _seen(trace, zeros, length))
+
+
+def _clock_offsets(trace: Trace) -> tuple[float, ...]:
+    """What to subtract from each rank's times to compare them with rank 0's.
+
+    Ranks measure from origins of their own. A collective ends everywhere at about the same time,
+    so the median difference of those ends is the offset; without messages, iterations end alike.
+    """
+    if trace.source == "simulated":
+        return (0.0,) * trace.world_size
+    ends: list[dict[Any, float]] = [{} for _ in range(trace.world_size)]
+    for span in trace.spans:
+        if span.lane != COMPUTE:
+            ends[span.rank][span.iteration, span.lane, span.kind, span.buckets] = span.end_s
+    if not all(ends):
+        ends = [dict(enumerate(row)) for row in trace.ends_s]
+    return tuple(
+        median([own[key] - ends[0][key] for key in own.keys() & ends[0].keys()] or [0.0])
+        for own in ends
+    )
 
 
 def _seen(trace: Trace, zeros: Sequence[float], length: float) -> dict[int, tuple[Span, ...]]:
@@ -202,6 +228,7 @@ def _seen(trace: Trace, zeros: Sequence[float], length: float) -> dict[int, tupl
     return {
         rank: tuple(sorted(spans, key=lambda span: (span.start_s, span.lane)))
         for rank, spans in shown.items()
+        if spans  # the simulator records the first ranks only
     }
 
 

@@ -16,10 +16,15 @@ def winner(rows: Sequence[Row]) -> tuple[Row | None, str]:
         return None, "Nothing was measured: no contestant finished a repetition."
     best = order[0]
     if len(order) == 1:
-        return best, _alone(best)
+        return best, _said(_alone(best), best)
     other = _compared_with(order)
     text = _by_iteration(best, other) if best.target_s is None else _by_target(best, other)
-    return best, text + _draw(best, order[1]) + "."
+    return best, _said(text + _draw(best, order[1]), best)
+
+
+def _said(text: str, row: Row) -> str:
+    """The sentence, with what must never be left out."""
+    return text + (" (emulated compute)." if row.emulated else ".")
 
 
 def _compared_with(order: Sequence[Row]) -> Row:
@@ -32,7 +37,7 @@ def _alone(row: Row) -> str:
     text = f"{row.label} takes {words.seconds(row.iteration_s)} per iteration"
     if row.target_s is not None:
         text += f" and reaches loss {_target(row)} in {words.seconds(row.target_s)}"
-    return text + "; no other contestant was measured."
+    return text + "; no other contestant was measured"
 
 
 def _by_target(best: Row, other: Row) -> str:

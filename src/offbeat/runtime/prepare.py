@@ -6,8 +6,10 @@ import atexit
 import hashlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from offbeat.runtime.wrap import Model, Optimizer
 from offbeat.strategies import DDP, WFBP, Strategy, create
 from offbeat.transport.control import Control, open_link
 from offbeat.transport.device import device_of
+from offbeat.transport.link import THREAD_PREFIX
 
 OBSERVE = 6
 MIN_BUCKET_BYTES = 64 * 1024
@@ -135,8 +138,10 @@ def _connect(model: nn.Module, interfaces: Sequence[str] | None, timeout_s: floa
     names = [(i, i) for i in interfaces] if interfaces is not None else current_links()
     if not names or len({name for name, _ in names}) < len(names):
         raise ValueError(f"links ({interfaces!r}) must name at least one interface, each once")
-    if not dist.is_initialized():
+    joined_here = not dist.is_initialized()
+    if joined_here:
         _join(backend, timeout_s)
+    _leave_world_at_exit(joined_here)
     control = Control(timeout_s)
     control.agree("links", [name for name, _ in names], "give every rank the same links")
     links, groups = {}, {}
@@ -269,17 +274,25 @@ def _ddp(
 
 
 def _leave(session: DDPSession | FlatSession, cluster: Cluster) -> None:
-    """At exit: close what is open and leave the process group.
-
-    After a failure a link can be stuck in a collective, and leaving with its group alive can
-    abort the process: then end at once, with the failure's exit status.
-    """
+    """At exit: close a session that is still open."""
     if not cluster.closed:
         session.close()
+
+
+@cache
+def _leave_world_at_exit(joined_here: bool) -> None:
+    """Register once, before any session, so that it runs after all of them have closed."""
+    atexit.register(_leave_world, joined_here)
+
+
+def _leave_world(joined_here: bool) -> None:
+    """After a failure a link can be stuck in a collective, and leaving with its group alive can
+    abort the process: then end at once, with the failure's exit status."""
     failed = getattr(sys, "last_value", None) is not None
-    if failed or any(link.stuck for link in cluster.links.values()):
+    stuck = any(t.name.startswith(THREAD_PREFIX) for t in threading.enumerate())
+    if failed or stuck:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    if dist.is_initialized():
+    if joined_here and dist.is_initialized():
         dist.destroy_process_group()

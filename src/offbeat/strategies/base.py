@@ -75,14 +75,16 @@ def require_count(name: str, value: Any, *, least: int = 1, remedy: str = "") ->
 
 def synchronous_bound_s(profile: Profile) -> float:
     """`max(F + B, C)` with the update: no one-link schedule that averages every gradient in
-    every iteration is faster. C is one message of all gradients."""
+    every iteration is faster. C is one message of all gradients, F and B the slowest rank's."""
+    profile = profile.slowest()
     compute = profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
     return max(compute, _everything_s(profile, "grad"))
 
 
 def periodic_bound_s(profile: Profile, period: int) -> float:
     """`F + max(B, C / H)` with the update: every parameter averaged once per period on one
-    link, never under a forward pass (DreamDDP, Section 3.2)."""
+    link, never under a forward pass of the slowest rank (DreamDDP, Section 3.2)."""
+    profile = profile.slowest()
     hidden = profile.backward_s + profile.update_s
     return (
         profile.other_s + profile.forward_s + max(hidden, _everything_s(profile, "param") / period)

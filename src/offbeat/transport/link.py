@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from offbeat.transport.device import Device, Mark
 
 Collective = Callable[[Tensor], None]
+THREAD_PREFIX = "offbeat-link-"
 
 
 class Flight:
@@ -66,7 +67,7 @@ class Link:
         self._device = device
         self._released: SimpleQueue[Flight | None] = SimpleQueue()
         self._next_order = 0
-        self._thread = threading.Thread(target=self._issue, name=f"offbeat-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._issue, name=f"{THREAD_PREFIX}{name}", daemon=True)
         self._thread.start()
 
     def book(self, transfer: Transfer, iteration: int, tensors: Sequence[Tensor]) -> Flight:
@@ -85,11 +86,6 @@ class Link:
         self._released.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    @property
-    def stuck(self) -> bool:
-        """Closed, but still inside a collective."""
-        return self._thread.is_alive()
 
     def _issue(self) -> None:
         waiting: dict[int, Flight] = {}

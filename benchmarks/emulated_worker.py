@@ -1,0 +1,64 @@
+"""One rank of `benchmarks/emulated.py`: the contestants, one after another in one process.
+
+Each gets a fresh model and `offbeat.prepare`. Before them plain BSP is observed for a few
+iterations; all plan from the profile measured there. Rank 0 writes when every iteration ended.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import offbeat
+from offbeat.lab.emulate import EmulatedModel, uniform_profile
+from offbeat.strategies import Strategy, create
+
+OBSERVED = 5
+
+
+def main(job: dict[str, Any]) -> None:
+    """`job`: folder, arguments of uniform_profile, contestants with their iterations."""
+    torch.manual_seed(0)
+    layers, path = uniform_profile(**job["layers"]), Path(job["folder"], "profile.json")
+    train(layers, offbeat.BSP(), path, OBSERVED)
+    profile = offbeat.Profile.load(path)
+    ends_s: dict[str, list[float]] = {}
+    for contestant in job["contestants"]:
+        strategy = create(contestant["strategy"], contestant["settings"])
+        ends_s[contestant["label"]] = train(layers, strategy, profile, contestant["iterations"])
+        if dist.get_rank() == 0:
+            print(f"{contestant['label']} is done", flush=True)
+    if dist.get_rank() == 0:
+        Path(job["folder"], "ends.json").write_text(json.dumps(ends_s))
+
+
+def train(
+    layers: offbeat.Profile, strategy: Strategy, profile: offbeat.Profile | Path, iterations: int
+) -> list[float]:
+    """When each iteration ended on the slowest rank, in seconds of the machine's clock."""
+    model = EmulatedModel(layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = offbeat.prepare(
+        model, optimizer, strategy, profile=profile, observe=OBSERVED
+    )
+    inputs = torch.full((1,), float(dist.get_rank()))
+    dist.barrier()
+    ends_s = []
+    for _ in range(iterations):
+        loss = model(inputs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ends_s.append(time.perf_counter())
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, ends_s)
+    model.close()
+    return [max(ends) for ends in zip(*everyone, strict=True)]
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

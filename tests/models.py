@@ -1,0 +1,172 @@
+"""Small models, optimizers, batches and profiles: the same in every rank and in the references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
+
+from offbeat import Profile
+from offbeat.profile import Bucket, Link
+
+ROWS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """Names of a model, an optimizer and a scheduler, and the dtype of all floats."""
+
+    model: str = "mlp"
+    optimizer: str = "sgd"
+    scheduler: str = "none"
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.optimizer}-{self.scheduler}"
+
+
+def mlp() -> nn.Module:
+    """Four buckets and a frozen layer."""
+    frozen = nn.Linear(5, 6).requires_grad_(False)
+    return nn.Sequential(
+        frozen, nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 7), nn.Tanh(),
+        nn.Linear(7, 3),
+    )  # fmt: skip
+
+
+def conv() -> nn.Module:
+    """Five buckets, two of them with running statistics."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 3),
+        nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3),
+    )  # fmt: skip
+
+
+class Backwards(nn.Module):
+    """Registered in the reverse of the order in which it runs; a wide last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(9, 3)
+        self.middle = nn.Linear(8, 9)
+        self.first = nn.Linear(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+class Tied(nn.Module):
+    """An embedding and a head that share one weight, as GPT-2's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.middle = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.embedding(tokens))))
+
+
+class Branches(nn.Module):
+    """Two branches; which one runs depends on the sign of the first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(5, 6)
+        self.positive = nn.Linear(6, 6)
+        self.negative = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.positive if x[0, 0] > 0 else self.negative
+        return self.head(torch.tanh(branch(torch.tanh(self.trunk(x)))))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp, "conv": conv, "backwards": Backwards, "tied": Tied, "branches": Branches,
+}  # fmt: skip
+
+
+def build_model(case: Case, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return MODELS[case.model]().to(case.dtype)
+
+
+def build_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    halves = [
+        {"params": parameters[::2], "lr": 0.02},
+        {"params": parameters[1::2], "lr": 0.01, "weight_decay": 0.02},
+    ]
+    # foreach: what CUDA uses by default, so that both implementations are seen
+    return {
+        "sgd": lambda: torch.optim.SGD(parameters, lr=0.1),
+        "nesterov": lambda: torch.optim.SGD(
+            parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01
+        ),
+        "adam": lambda: torch.optim.Adam(parameters, lr=0.01, foreach=True),
+        "adamw": lambda: torch.optim.AdamW(halves, lr=0.01, weight_decay=0.1),
+        "groups": lambda: torch.optim.SGD(halves, lr=0.05, momentum=0.8, dampening=0.1),
+    }[case.optimizer]()
+
+
+def build_scheduler(case: Case, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    if case.scheduler == "step":
+        return StepLR(optimizer, step_size=3, gamma=0.7)
+    return CosineAnnealingLR(optimizer, T_max=10) if case.scheduler == "cosine" else None
+
+
+def batch(case: Case, rank: int, iteration: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of one rank in one iteration."""
+    generator = torch.Generator().manual_seed(1000 * iteration + rank + 1)
+    if case.model == "tied":
+        tokens = torch.randint(11, (2, ROWS + 1), generator=generator)
+        return tokens[0, :-1], torch.nn.functional.one_hot(tokens[1, :-1], 11).to(case.dtype)
+    shape = (ROWS, 2, 4, 4) if case.model == "conv" else (ROWS, 5)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    y = torch.randn((ROWS, 3), generator=generator, dtype=torch.float64)
+    return x.to(case.dtype), y.to(case.dtype)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return torch.nn.functional.mse_loss(model(x), y)
+
+
+def profile_of(
+    model: nn.Module, world_size: int, links: Sequence[str] = ("net",), state_copies: int = 0
+) -> Profile:
+    """One bucket per module with trainable parameters, last module first, with made-up times:
+    communication costs about as much as backward, so that no planner has an easy choice."""
+    buckets = []
+    for i, (name, module) in enumerate(reversed(list(model.named_modules()))):
+        mine = {
+            f"{name}.{n}".lstrip("."): p
+            for n, p in module.named_parameters(recurse=False)
+            if p.requires_grad
+        }
+        floats = {f"{name}.{n}": b for n, b in module.named_buffers(recurse=False) if b.dim()}
+        if mine:
+            size = sum(p.nbytes for p in mine.values())
+            buckets.append(
+                Bucket(
+                    name=name,
+                    forward_s=0.5,
+                    backward_s=0.6 + 0.2 * (i % 3),
+                    size_bytes=size,
+                    buffer_bytes=sum(b.nbytes for b in floats.values()),
+                    state_bytes=state_copies * size,
+                    tensors=(*mine, *floats),
+                )
+            )
+    total = sum(bucket.size_bytes for bucket in buckets)
+    return Profile(
+        buckets=tuple(buckets),
+        links=tuple(Link(name, 0.1, total / (1.5 * len(buckets))) for name in links),
+        world_size=world_size,
+        update_s=0.1,
+    )

@@ -1,0 +1,155 @@
+"""Predictions: the steady state, against long simulations and on every strategy."""
+
+import json
+from statistics import fmean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import random_plans
+
+from offbeat.plan import Moment, Plan, transfer
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.sim import Ranks, predict, predict_plan, simulate
+from offbeat.strategies import BSP, STRATEGIES, WFBP, LocalSGD
+
+PROFILE = Profile(
+    (Bucket("a", 1.0, 2.0, 8, state_bytes=16), Bucket("b", 0.5, 1.0, 4, buffer_bytes=2)),
+    (Link("net", 0.5, 4.0), Link("spare", 0.0, 1.0)),
+    world_size=4,
+    update_s=0.5,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_the_steady_state_is_that_of_a_long_simulation(data):
+    profile = data.draw(random_plans.profiles(most_buckets=3))
+    plans = data.draw(random_plans.plans_of_ranks(profile))
+    prediction = proceed(plans, profile)
+    if prediction is None:
+        return
+    count = prediction.plan.prologue + 120 * prediction.plan.period
+    seconds = simulate(plans, profile, iterations=count).iteration_seconds()
+    half = 60 * prediction.plan.period
+    assert prediction.iteration_s == pytest.approx(fmean(seconds[-half:]), rel=1e-9)
+
+
+def proceed(plans, profile):
+    try:
+        return predict_plan(plans, profile)
+    except ValueError:
+        return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_plans.profiles(most_buckets=6))
+def test_nothing_beats_the_bound_and_all_time_is_accounted_for(profile):
+    for cls in STRATEGIES.values():
+        prediction = predict(cls(), profile)
+        assert prediction.bound_s is not None
+        assert prediction.iteration_s >= prediction.bound_s * (1 - 1e-12)
+        for link, busy_s in prediction.busy_s.items():
+            assert prediction.idle_s[link] + busy_s == pytest.approx(prediction.iteration_s)
+        if not profile.rank_scale:
+            computed_s = profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
+            assert prediction.iteration_s == pytest.approx(computed_s + prediction.exposed_s)
+
+
+def test_bytes_are_payload_per_iteration():
+    prediction = predict(LocalSGD(period=4, state="averaged"), PROFILE)
+    assert prediction.bytes_per_iteration == {"net": (8 + 4 + 2 + 16) / 4, "spare": 0.0}
+    assert prediction.idle_s["spare"] == prediction.iteration_s
+
+
+def test_json_form():
+    prediction = predict(WFBP(fusion="none"), PROFILE)
+    data = json.loads(json.dumps(prediction.to_dict()))
+    # Messages of 2.5 s and 1.5 s from 2 s of 3 s of backward on.
+    assert data == {
+        "schema": 1,
+        "strategy": "wfbp(fusion=none)",
+        "iteration_s": 1.5 + 2 + 2.5 + 1.5 + 0.5,
+        "bound_s": 5.0,
+        "exposed_s": 3.0,
+        "busy_s": {"net": 4.0, "spare": 0.0},
+        "idle_s": {"net": 4.0, "spare": 8.0},
+        "bytes_per_iteration": {"net": 12.0, "spare": 0.0},
+        "window": data["window"],
+        "steady": True,
+    }
+
+
+def test_the_trace_is_the_last_period_with_the_numbers():
+    strategy = LocalSGD(period=3, warmup=1)
+    prediction = predict(strategy, PROFILE)
+    trace = prediction.trace
+    assert (trace.first - 1) % 3 == 0
+    assert trace.iterations == trace.period == 3
+    assert {span.iteration for span in trace.spans} == set(range(trace.first, trace.first + 3))
+    assert trace.iteration_s() == pytest.approx(prediction.iteration_s)
+    whole = simulate(strategy.plan(PROFILE), PROFILE, iterations=trace.first + 3)
+    assert trace.starts_s == (whole.ends_s[0][trace.first - 1],)
+    assert trace.ends_s == (whole.ends_s[0][trace.first :],)
+    assert trace.spans == whole.spans
+    assert trace.notes == {
+        "ranks": 4,
+        "iteration_s": prediction.iteration_s,
+        "bound_s": prediction.bound_s,
+        "exposed_s": prediction.exposed_s,
+        "steady": True,
+    }
+
+
+def test_too_few_iterations_are_averaged_as_they_are():
+    prediction = predict(LocalSGD(period=4), PROFILE, iterations=2)
+    assert not prediction.steady
+    assert prediction.window == range(2)
+    assert prediction.iteration_s == 5.0
+
+
+def test_jitter_is_averaged_over_many_iterations():
+    # The mean of the larger of two lognormal factors with deviation s is 1 + s / sqrt(pi) + O(s^2).
+    profile = Profile(PROFILE.buckets, PROFILE.links, world_size=2)
+    prediction = predict(BSP(), profile, ranks=Ranks(jitter=0.1))
+    assert not prediction.steady
+    assert len(prediction.window) == 200
+    assert prediction.iteration_s == pytest.approx(4.5 * (1 + 0.1 / 3.1416**0.5) + 3.5, rel=0.01)
+
+
+def test_a_plan_without_a_strategy_has_no_bound():
+    prediction = predict_plan(BSP().plan(PROFILE), PROFILE)
+    assert (prediction.strategy, prediction.bound_s) == ("bsp", None)
+    assert predict_plan(BSP().plan(PROFILE), PROFILE, bound_s=1.5).bound_s == 1.5
+
+
+def test_a_plan_that_moves_nothing():
+    plan = Plan("alone", 2, ())
+    prediction = predict_plan(plan, PROFILE)
+    assert (prediction.iteration_s, prediction.exposed_s) == (5.0, 0.0)
+
+
+def test_ranks_that_never_meet_have_no_common_cycle():
+    prediction = predict_plan(Plan("alone", 2, ()), PROFILE, ranks=Ranks(scale=(1, 1, 1, 2)))
+    assert not prediction.steady
+    assert prediction.iteration_s == pytest.approx(10.0)
+
+
+def test_iterations_must_be_positive():
+    with pytest.raises(ValueError, match=r"iterations \(0\) must be at least 1"):
+        predict(BSP(), PROFILE, iterations=0)
+
+
+def test_messages_that_are_still_under_way_are_counted():
+    late = transfer(
+        "grad",
+        range(2),
+        after=Moment("grad"),
+        before=Moment("forward", 0, lag=2),
+        phases=[0],
+        link="net",
+    )
+    prediction = predict_plan(Plan("late", 2, (late,)), PROFILE)
+    assert (prediction.iteration_s, prediction.exposed_s) == (5.0, 0.0)
+    assert prediction.busy_s["net"] == 3.5
+    assert [s.end_s - s.start_s for s in prediction.trace.spans if s.lane == "net"] == [3.5]

@@ -1,0 +1,92 @@
+"""How ranks differ: jitter, its seed, and what is refused."""
+
+import numpy as np
+import pytest
+
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.sim import Ranks, predict, simulate
+from offbeat.strategies import BSP, LocalSGD
+
+PROFILE = Profile(
+    (Bucket("a", 1.0, 2.0, 8), Bucket("b", 0.5, 1.0, 4)),
+    (Link("net", 0.5, 4.0),),
+    world_size=4,
+    update_s=0.5,
+)
+PLAN = LocalSGD(period=2).plan(PROFILE)
+
+
+def test_jitter_has_mean_one_and_the_asked_deviation():
+    noise = Ranks(jitter=0.3).noise(4000, 50, seed=1)
+    assert noise.min() > 0
+    assert noise.mean() == pytest.approx(1.0, abs=0.005)
+    assert noise.std() == pytest.approx(0.3, abs=0.005)
+    assert abs(np.corrcoef(noise[:, 0], noise[:, 1])[0, 1]) < 0.05
+    assert abs(np.corrcoef(noise[:-1, 0], noise[1:, 0])[0, 1]) < 0.05
+
+
+def test_the_seed_decides():
+    one, again, other = (
+        simulate(PLAN, PROFILE, ranks=Ranks(jitter=0.1), seed=seed) for seed in (5, 5, 6)
+    )
+    assert one == again
+    assert one.ends_s != other.ends_s
+
+
+def test_a_longer_simulation_begins_with_the_shorter_one():
+    short, long = (
+        simulate(PLAN, PROFILE, iterations=n, ranks=Ranks(jitter=0.1), record=0) for n in (4, 10)
+    )
+    assert [row[:4] for row in long.ends_s] == [*short.ends_s]
+
+
+def test_without_jitter_the_seed_is_unused():
+    assert simulate(PLAN, PROFILE, seed=1) == simulate(PLAN, PROFILE, seed=2)
+
+
+def test_equal_scales_are_one_row():
+    alike = simulate(PLAN, PROFILE, ranks=Ranks(scale=(2.0,) * 4))
+    uneven = simulate(PLAN, PROFILE, ranks=Ranks(scale=(2.0, 2.0, 2.0, 2.0 + 1e-15)))
+    assert (len(alike.ends_s), len(uneven.ends_s)) == (1, 4)
+    assert alike.notes["ranks"] == uneven.notes["ranks"] == 4
+    for row in uneven.ends_s:
+        assert row == pytest.approx(alike.ends_s[0])
+
+
+def test_scale_replaces_the_profiles_but_spares_other_work():
+    profile = Profile(
+        PROFILE.buckets, PROFILE.links, 4, update_s=0.5, other_s=10.0, rank_scale=(1, 2, 3, 4)
+    )
+    message_s = 0.5 + 12 / 4
+    assert predict(BSP(), profile).iteration_s == pytest.approx(10 + 4 * 5 + message_s)
+    halved = Ranks(scale=(0.5, 0.5, 0.5, 0.25))
+    assert predict(BSP(), profile, ranks=halved).iteration_s == pytest.approx(
+        10 + 0.5 * 5 + message_s
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"jitter": -0.1}, r"jitter \(-0.1\) must be finite and at least 0"),
+        ({"jitter": float("nan")}, r"jitter \(nan\) must be finite"),
+        ({"scale": (1.0, 0.0)}, r"scale\[1\] \(0.0\) must be finite and above 0"),
+        ({"link_rates": {"net": (-1.0,)}}, r"link_rates\['net'\]\[0\] \(-1.0\) must be finite"),
+    ],
+)
+def test_values_that_make_no_sense(settings, text):
+    with pytest.raises(ValueError, match=text):
+        Ranks(**settings)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (Ranks(scale=(1.0, 2.0)), r"scale \(2 values\) must have one value per rank \(4\)"),
+        (Ranks(link_rates={"net": (1.0,)}), r"link_rates\['net'\] \(1 values\) must have one"),
+        (Ranks(link_rates={"nat": (1.0,) * 4}), r"link \('nat'\) must be one of the profile's"),
+    ],
+)
+def test_ranks_that_do_not_fit_the_profile(ranks, text):
+    with pytest.raises(ValueError, match=text):
+        simulate(PLAN, PROFILE, ranks=ranks)

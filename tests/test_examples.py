@@ -1,0 +1,144 @@
+"""The examples run as users run them: alone, and as two processes that share the work."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from offbeat.profile import Bucket, Link, Profile
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TINY = "--layers 1 --width 32 --heads 2 --context 32 --steps 31 --lr 0.01"
+TINY_GPT = ["gpt.py", *TINY.split()]
+TINY_DIGITS = ["digits.py", "--epochs", "3"]
+LIMIT_S = 100  # of a test: torch takes seconds to import on a busy machine
+
+
+def environment(**more: str) -> dict[str, str]:
+    """No launcher's variables, one thread, the loopback."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OFFBEAT_", "TORCHELASTIC_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        kept.pop(name, None)
+    return kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def started(argv: list[str], **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process in a group of its own, of which nothing is left afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, *argv],
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def output(process: subprocess.Popen[str]) -> str:
+    """What it printed once it has ended well."""
+    printed, errors = process.communicate(timeout=LIMIT_S - 10)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    return printed
+
+
+def example(script: str, *args: str) -> list[str]:
+    return [str(EXAMPLES / script), *args]
+
+
+def run_alone(script: str, *args: str) -> str:
+    with started(example(script, *args)) as process:
+        return output(process)
+
+
+def run_as_two(script: str, *args: str) -> str:
+    """Rank 0's output; rank 1 must print nothing."""
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    argv = example(script, *args)
+    with started(argv, RANK="0", **where) as first, started(argv, RANK="1", **where) as second:
+        printed = output(first)
+        assert output(second) == ""
+        return printed
+
+
+def losses(printed: str) -> list[float]:
+    return [float(value) for value in re.findall(r"  loss ([0-9.]+)", printed)]
+
+
+def number(label: str, printed: str) -> float:
+    found = re.search(rf"^{label} ([0-9.]+)$", printed, re.MULTILINE)
+    assert found, printed
+    return float(found[1])
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("run", [run_alone, run_as_two])
+def test_gpt_learns(run):
+    printed = run(*TINY_GPT)
+    first, *_, last = losses(printed)
+    assert last < 0.8 * first
+    assert number("held-out loss", printed) < 0.8 * first
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_digits_learns_alone():
+    printed = run_alone(*TINY_DIGITS)
+    first, *_, last = losses(printed)
+    assert last < 0.5 * first
+    assert number("test accuracy", printed) > 0.8
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_digits_learns_under_torchrun():
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    with started([*torchrun, *where, *example(*TINY_DIGITS)]) as process:
+        printed = output(process)
+    first, *_, last = losses(printed)
+    assert last < 0.5 * first
+    assert number("test accuracy", printed) > 0.8
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_emulated_learns(tmp_path):
+    buckets = tuple(Bucket(f"layer.{i}", 0.001, 0.002, 80_000) for i in reversed(range(4)))
+    Profile(buckets, (Link("net", 0.001, 1e7),), world_size=1).save(tmp_path / "profile.json")
+    printed = run_alone("emulated.py", "--profile", str(tmp_path / "profile.json"), "--lr", "0.03")
+    first, *_, last = losses(printed)
+    assert last < 0.8 * first
+
+
+def test_the_emulated_example_is_as_documented():
+    profile = Profile.load(EXAMPLES / "emulated_20.json")
+    assert [bucket.size_bytes for bucket in profile.buckets] == [400_000] * 20
+    assert profile.forward_s == pytest.approx(0.1)
+    assert profile.backward_s == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("script", ["gpt.py", "digits.py", "emulated.py"])
+def test_one_line_is_changed(script):
+    lines = (EXAMPLES / script).read_text().splitlines()
+    changed = [line.strip() for line in lines if "prepare(" in line]
+    marked = "model, optimizer = offbeat.prepare(model, optimizer)  # <- the one changed line"
+    assert changed == [marked]
+    assert len(lines) < 150

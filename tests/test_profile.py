@@ -1,0 +1,211 @@
+"""Profiles: message times, JSON, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import random_plans
+
+from offbeat.profile import Bucket, Link, Profile
+
+# The public form: what a user may write by hand.
+CONTRACT = {
+    "schema": 1,
+    "world_size": 16,
+    "update_s": 0.0,
+    "links": [{"name": "net", "latency_s": 1e-4, "bytes_per_s": 1.25e8}],
+    "buckets": [
+        {
+            "name": "h.0",
+            "forward_s": 0.001,
+            "backward_s": 0.002,
+            "size_bytes": 1000000,
+            "communication_s": {"net": 0.02},
+        }
+    ],
+}
+NET, AUX = Link("net", 0.5, 4.0), Link("aux", 0.25, 8.0, fit_error=0.0)
+PROFILE = Profile(
+    (
+        Bucket("out", 1.0, 2.0, 8, state_bytes=16),
+        Bucket("hidden", 0.5, 1.0, 4, {"net": 2.0}, buffer_bytes=2, state_bytes=8),
+        Bucket("empty", 0.0, 0.5, 0),
+    ),
+    (NET, AUX),
+    world_size=4,
+    update_s=0.75,
+)
+
+
+def altered(change, where=None):
+    """The contract with some fields changed (None: left out)."""
+    data = json.loads(json.dumps(CONTRACT))
+    target = data if where is None else data[where][0]
+    target.update(change)
+    for key in [key for key, value in target.items() if value is None]:
+        del target[key]
+    return data
+
+
+def test_the_public_json_form():
+    profile = Profile.from_dict(CONTRACT)
+    assert profile.to_dict() == CONTRACT
+    assert profile.world_size == 16
+    assert profile.communication_s("net") == (0.02,)
+    assert profile.default_link == Link("net", 1e-4, 1.25e8)
+
+
+def test_what_may_be_left_out():
+    profile = Profile.from_dict(altered({"update_s": None}))
+    bucket = altered({"communication_s": None}, "buckets")
+    assert profile.update_s == 0.0
+    assert Profile.from_dict(bucket).communication_s("net") == (1e-4 + 1e6 / 1.25e8,)
+
+
+links = st.builds(
+    Link,
+    st.sampled_from(["net", "aux"]),
+    st.floats(0, 10),
+    st.floats(1, 1e12),
+    st.none() | st.floats(0, 1),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(random_plans.profiles(), links, st.text())
+def test_json_round_trip(profile, link, text):
+    profile = replace(
+        profile,
+        links=(*(other for other in profile.links if other.name != link.name), link),
+        buckets=tuple(replace(b, communication_s={}, tensors=(text,)) for b in profile.buckets),
+        model=text,
+    )
+    assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+
+
+def test_files(tmp_path):
+    path = tmp_path / "runs" / "profile.json"
+    PROFILE.save(path)
+    assert Profile.load(path) == PROFILE
+    assert [p.name for p in path.parent.iterdir()] == ["profile.json"]
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"profile.json is not JSON \(.*\); measure it again"):
+        Profile.load(path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"profile.json: schema \(None\) of the profile must be 1"):
+        Profile.load(path)
+
+
+def test_sums():
+    assert (PROFILE.forward_s, PROFILE.backward_s) == (1.5, 3.5)
+    assert PROFILE.ready_s == (2.0, 3.0, 3.5)
+    assert PROFILE.bucket_update_s == (0.5, 0.25, 0.0)
+
+
+def test_updates_of_buckets_without_sizes_take_equal_time():
+    buckets = tuple(replace(b, size_bytes=0) for b in PROFILE.buckets)
+    assert replace(PROFILE, buckets=buckets).bucket_update_s == (0.25, 0.25, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("link", "kind", "alone_s"),
+    [
+        ("aux", "grad", (0.25 + 8 / 8, 0.25 + 4 / 8, 0.0)),
+        ("aux", "param", (0.25 + 8 / 8, 0.25 + 6 / 8, 0.0)),
+        ("aux", "state", (0.25 + 16 / 8, 0.25 + 8 / 8, 0.0)),
+        # 2 s are given for bucket 1's 4 bytes: 0.5 s of latency and 1.5 s in proportion to size.
+        ("net", "grad", (0.5 + 8 / 4, 2.0, 0.0)),
+        ("net", "param", (0.5 + 8 / 4, 0.5 + 1.5 * 6 / 4, 0.0)),
+        ("net", "state", (0.5 + 16 / 4, 0.5 + 1.5 * 8 / 4, 0.0)),
+    ],
+)
+def test_message_times(link, kind, alone_s):
+    latency_s = PROFILE.link(link).latency_s
+    assert PROFILE.communication_s(link, kind) == alone_s
+    assert PROFILE.transfer_s(link, kind) == tuple(max(s - latency_s, 0.0) for s in alone_s)
+    for i in range(3):
+        assert PROFILE.message_s(link, kind, range(i, i + 1)) == alone_s[i]
+    assert PROFILE.message_s(link, kind, range(3)) == sum(alone_s) - latency_s
+    assert PROFILE.message_s(link, kind, range(1, 1)) == 0.0
+
+
+def test_a_given_time_below_the_latency_is_taken_as_it_is():
+    bucket = Bucket("b", 0.0, 1.0, 4, {"net": 0.125})
+    profile = Profile((bucket, bucket), (NET,), 2)
+    assert profile.communication_s("net") == (0.125, 0.125)
+    assert profile.transfer_s("net") == (0.0, 0.0)
+
+
+def test_a_given_time_holds_without_a_size():
+    profile = Profile((Bucket("b", 0.0, 1.0, 0, {"net": 3.0}),), (NET,), 2)
+    assert profile.communication_s("net", "grad") == (3.0,)
+    assert profile.communication_s("net", "param") == (3.0,)
+    assert profile.communication_s("net", "state") == (0.0,)
+
+
+def test_payload_bytes():
+    assert [PROFILE.payload_bytes(k, range(3)) for k in ("grad", "param", "state")] == [12, 14, 24]
+
+
+def test_the_slowest_rank_plans():
+    profile = replace(PROFILE, rank_scale=(0.5, 2.0, 1.0, 1.0), other_s=1.0)
+    slowest = profile.slowest()
+    assert (slowest.forward_s, slowest.backward_s, slowest.update_s) == (3.0, 7.0, 1.5)
+    assert (slowest.other_s, slowest.rank_scale) == (1.0, ())
+    assert PROFILE.slowest() is PROFILE
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ([], "a profile must be a JSON object"),
+        (altered({"schema": 2}), r"schema \(2\) of the profile must be 1; measure it again with"),
+        (altered({"links": None}), "the profile lacks 'links'"),
+        (altered({"speed": 1}), r"profile field \('speed'\) must be one of buckets, links, model"),
+        (altered({"world_size": 0}), r"world_size \(0\) must be an integer of at least 1"),
+        (altered({"world_size": 1.5}), r"world_size \(1.5\) must be an integer"),
+        (altered({"update_s": -1}), r"update_s \(-1\) must be a finite number of at least 0"),
+        (altered({"other_s": "1"}), r"other_s \('1'\) must be a finite number"),
+        (altered({"buckets": []}), r"buckets \(\[\]\) must not be empty"),
+        (altered({"links": []}), r"links \(\[\]\) must not be empty"),
+        (altered({"links": CONTRACT["links"] * 2}), r"link name \('net'\) must be unique"),
+        (altered({"rank_scale": [1.0]}), r"rank_scale \(1 entries\) must have one entry per rank"),
+        (altered({"rank_scale": [0.0] * 16}), r"rank_scale\[0\] \(0.0\) must be a finite number"),
+        (altered({"buckets": ["h.0"]}), r"bucket \('h.0'\) must be a JSON object"),
+        (
+            altered({"size": 1}, "buckets"),
+            r"bucket 'h.0' field \('size'\) must be one of backward_s, buffer_bytes",
+        ),
+        (altered({"forward_s": None}, "buckets"), "bucket 'h.0' must have the fields"),
+        (
+            altered({"backward_s": float("nan")}, "buckets"),
+            r"backward_s of bucket 'h.0' \(nan\) must be a finite number of at least 0",
+        ),
+        (
+            altered({"communication_s": {"nat": 1.0}}, "buckets"),
+            r"communication_s of bucket 'h.0' names the link 'nat', which must be one of net",
+        ),
+        (
+            altered({"communication_s": {"net": -1.0}}, "buckets"),
+            r"communication_s\['net'\] of bucket 'h.0' \(-1.0\) must be a finite number",
+        ),
+        (
+            altered({"communication_s": 1.0}, "buckets"),
+            "communication_s of bucket 'h.0' must map link names to seconds",
+        ),
+        (
+            altered({"bytes_per_s": 0}, "links"),
+            r"bytes_per_s of link 'net' \(0\) must be a finite number above 0",
+        ),
+    ],
+)
+def test_malformed_profiles(data, text):
+    with pytest.raises(ValueError, match=text):
+        Profile.from_dict(data)
+
+
+def test_an_unknown_link():
+    with pytest.raises(ValueError, match=r"link \('x'\) must be one of the profile's links: net"):
+        PROFILE.link("x")

@@ -1,0 +1,252 @@
+"""What the ranks of the tests' worlds do; a module of its own, so that processes can import it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Case, batch, build_model, build_optimizer, build_scheduler, loss_of, profile_of
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from offbeat.plan import Plan
+from offbeat.profile import Profile
+from offbeat.strategies import Strategy
+
+TIMEOUT_S = 20.0
+
+
+@dataclass
+class Trained:
+    """What one rank has after training."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    plan: Plan | None = None
+    # (iteration, link, payload) of every flight by its start, and of every collective
+    flights: list[tuple[int, str, str]] = field(default_factory=list)
+    collectives: list[tuple[int, str, str, int]] = field(default_factory=list)
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    united: str = ""  # hash of all bits after consolidate()
+    learning_rates: list[float] = field(default_factory=list)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+@contextmanager
+def prepared(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, **options: Any
+) -> Iterator[tuple[Any, Any]]:
+    """prepare, and close at the end so that another session can follow in this process."""
+    options.setdefault("timeout_s", TIMEOUT_S)
+    model, optimizer = offbeat.prepare(model, optimizer, strategy, **options)
+    yield model, optimizer
+    model.close()
+
+
+def snapshot(value: Any) -> Any:
+    """Copies of all tensors in nested containers."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: snapshot(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(snapshot(v) for v in value)
+    return value
+
+
+def bits(model: nn.Module) -> str:
+    """Hash of every bit of every tensor, frozen ones and buffers too."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# ---- one training run -----------------------------------------------------------------------
+
+
+def train(
+    case: Case,
+    strategy: Strategy,
+    iterations: range,
+    *,
+    change: Callable[[Any], None] | None = None,
+    load: tuple[dict[str, Any], dict[str, Any]] | None = None,
+    unite: bool = True,
+    profile: Profile | None = None,
+    **options: Any,
+) -> Trained:
+    """Train on this rank's batches. Ranks begin with different weights: rank 0's must count.
+    Without a profile but with `observe` in the options, the runtime measures its own."""
+    model = build_model(case, seed=rank())
+    optimizer = build_optimizer(case, model)
+    if profile is None and "observe" not in options:
+        profile = profile_of(model, world_size())
+    with prepared(model, optimizer, strategy, profile=profile, **options) as (model, optimizer):
+        scheduler = build_scheduler(case, optimizer)
+        if load is not None:
+            model.load_state_dict(load[0])
+            optimizer.load_state_dict(load[1])
+        spy = Spy(model)
+        for t in iterations:
+            optimizer.zero_grad()
+            loss_of(model, *batch(case, rank(), t)).backward()
+            if change is not None:
+                change(model)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            spy.iteration_over()
+        trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
+        spy.fill(trained)
+        if unite:
+            model.consolidate()
+            trained.united = bits(model)
+    return trained
+
+
+class Spy:
+    """Sees what reaches the collectives, below everything that could miscount."""
+
+    def __init__(self, model: Any):
+        self._session = model._session
+        self._engine = getattr(self._session, "engine", None)
+        self._seen: list[tuple[str, Tensor]] = []
+        self._bounds = [0]
+        self._flights: list[tuple[float, int, str, str]] = []
+        for name, link in self._engine.links.items() if self._engine else ():
+            link._collective = self._spying(name, link._collective)
+        if self._engine and self._engine.listener is None:
+            self._engine.listener = self._listen
+
+    def _spying(self, link: str, collective: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        def average(tensor: Tensor) -> None:
+            self._seen.append((link, tensor))
+            collective(tensor)
+
+        return average
+
+    def _listen(self, done: Any) -> None:
+        for f in done.flights:
+            self._flights.append((f.start, done.number, f.transfer.link, str(f.transfer.payload)))
+
+    def iteration_over(self) -> None:
+        self._bounds.append(len(self._seen))
+
+    def fill(self, trained: Trained) -> None:
+        if self._engine is None:
+            return
+        trained.plan = getattr(self._session, "plan", None)
+        trained.flights = [flight[1:] for flight in sorted(self._flights)]
+        names = self._names(trained.plan)
+        trained.collectives = [
+            (t, link, names.get((x.data_ptr(), x.numel()), "unknown"), x.nbytes)
+            for t, (a, z) in enumerate(zip(self._bounds, self._bounds[1:], strict=False))
+            for link, x in self._seen[a:z]
+        ]
+        trained.bytes_sent = {n: link.bytes_sent for n, link in self._engine.links.items()}
+
+    def _names(self, plan: Plan | None) -> dict[tuple[int, int], str]:
+        """Which payload a tensor is, by where it lies."""
+        flat, names = self._engine.flat, {}
+        for t in plan.transfers if plan is not None else ():
+            run = t.payload.buckets
+            tensors = {
+                "grad": flat.grads, "param": flat.params, "state": self._engine.state.tensors
+            }[t.payload.kind](run)  # fmt: skip
+            names.update({(x.data_ptr(), x.numel()): str(t.payload) for x in tensors})
+        return names
+
+
+# ---- conformance ----------------------------------------------------------------------------
+
+
+def train_cases(strategy: Strategy, cases: Sequence[Case], iterations: int) -> list[Trained]:
+    return [train(case, strategy, range(iterations)) for case in cases]
+
+
+def train_with_torch(case: Case, iterations: int) -> Trained:
+    """torch's own DistributedDataParallel, without any of offbeat."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    model = build_model(case)
+    optimizer = build_optimizer(case, model)
+    scheduler = build_scheduler(case, optimizer)
+    ddp = DistributedDataParallel(model)
+    for t in range(iterations):
+        optimizer.zero_grad()
+        loss_of(ddp, *batch(case, rank(), t)).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
+
+
+def train_beside_torch(
+    strategies: Sequence[Strategy], cases: Sequence[Case], iterations: int
+) -> list[tuple[Trained, list[Trained]]]:
+    """Per case: what torch's DDP makes of it, and what each strategy does."""
+    return [
+        (
+            train_with_torch(case, iterations),
+            [train(case, strategy, range(iterations)) for strategy in strategies],
+        )
+        for case in cases
+    ]
+
+
+def train_in_two_halves(case: Case, strategy: Strategy, iterations: int) -> tuple[Trained, Trained]:
+    """Train, consolidate, save; load into a fresh prepare and train on."""
+    half = iterations // 2
+    saved: dict[str, Any] = {}
+    model = build_model(case, seed=rank())
+    optimizer = build_optimizer(case, model)
+    profile = profile_of(model, world_size())
+    with prepared(model, optimizer, strategy, profile=profile) as (model, optimizer):
+        for t in range(half):
+            optimizer.zero_grad()
+            loss_of(model, *batch(case, rank(), t)).backward()
+            optimizer.step()
+        model.consolidate()
+        saved = snapshot({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    first = Trained(saved["model"], saved["optimizer"])
+    load = (saved["model"], saved["optimizer"])
+    return first, train(case, strategy, range(half, iterations), load=load)
+
+
+def train_with_straggler(case: Case, strategy: Strategy, iterations: int, slow: int) -> list[str]:
+    """Hashes before and after consolidate(), which one rank reaches late."""
+    model = build_model(case, seed=rank())
+    frozen = next((p for p in model.parameters() if not p.requires_grad), None)
+    optimizer = build_optimizer(case, model)
+    profile = profile_of(model, world_size())
+    with prepared(model, optimizer, strategy, profile=profile) as (model, optimizer):
+        for t in range(iterations):
+            if rank() == slow:
+                time.sleep(0.02)
+            optimizer.zero_grad()
+            loss_of(model, *batch(case, rank(), t)).backward()
+            optimizer.step()
+        if frozen is not None:
+            with torch.no_grad():
+                frozen += rank()  # nothing of a replica may be left out
+        before = bits(model)
+        if rank() == slow:
+            time.sleep(0.5)
+        model.consolidate()
+        return [before, bits(model)]

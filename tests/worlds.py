@@ -1,0 +1,167 @@
+"""Worlds: real processes on this host, one per rank, forked from a server that has torch."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import random
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+# torch._dynamo: 800 modules that the first optimizer of a process imports.
+PRELOAD = ["torch", "torch._dynamo", "torch.profiler._cupti_monitor", "offbeat.runtime"]
+GRACE_S = 0.5  # for a rank that has reported and only has to leave
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended. `exitcode` is None if it had to be killed; `error` is the exception's
+    type and text, empty on success; `seconds` counts from the start of the world."""
+
+    rank: int
+    result: Any = None
+    kind: str = ""
+    error: str = ""
+    traceback: str = ""
+    exitcode: int | None = None
+    seconds: float = 0.0
+
+
+class WorldError(AssertionError):
+    """At least one rank did not return a result."""
+
+
+def run_world(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
+    """Results of `function(*args)` on every rank. WorldError with the tracebacks of those that
+    failed; whoever still runs at the timeout is killed."""
+    outcomes = watch_world(function, world_size, *args, timeout_s=timeout_s)
+    bad = [o for o in outcomes if o.exitcode != 0 or o.error]
+    if bad:
+        raise WorldError("\n".join(_words(o) for o in bad))
+    return [o.result for o in outcomes]
+
+
+def watch_world(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    ranks: Sequence[int] | None = None,
+    doomed: Sequence[int] = (),
+) -> list[Outcome]:
+    """How every rank ended, failures included. Only `ranks` are started (default: all); nobody
+    waits for the `doomed` ones."""
+    ctx = _context()
+    port = _free_port()
+    started = time.monotonic()
+    processes, pipes = {}, {}
+    try:
+        for rank in range(world_size) if ranks is None else ranks:
+            here, there = ctx.Pipe(duplex=False)
+            variables = _variables(rank, world_size, port)
+            process = ctx.Process(target=_rank, args=(there, variables, function, args))
+            process.start()
+            there.close()
+            processes[rank], pipes[rank] = process, here
+        reports = _collect(pipes, set(doomed), started, timeout_s)
+        return [_outcome(rank, processes[rank], reports.get(rank)) for rank in processes]
+    finally:
+        for process in processes.values():
+            if process.is_alive():
+                process.kill()
+            process.join()
+        for pipe in pipes.values():
+            pipe.close()
+
+
+def _context() -> Any:
+    """A forkserver that imports torch once; it inherits this process's environment."""
+    ctx = multiprocessing.get_context("forkserver")
+    ctx.set_forkserver_preload(PRELOAD)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return ctx
+
+
+def _collect(
+    pipes: dict[int, Connection], doomed: set[int], started: float, timeout_s: float
+) -> dict[int, tuple[dict[str, Any], float]]:
+    """What the ranks reported, and when, until all have that somebody waits for."""
+    reports: dict[int, tuple[dict[str, Any], float]] = {}
+    open_pipes = dict(pipes)
+    while set(open_pipes) - doomed:
+        left = started + timeout_s - time.monotonic()
+        ready = wait(list(open_pipes.values()), timeout=max(0.0, left))
+        if not ready:
+            break
+        for rank in [r for r, pipe in open_pipes.items() if pipe in ready]:
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                reports[rank] = pickle.loads(open_pipes[rank].recv_bytes()), time.monotonic() - started
+            del open_pipes[rank]
+    return reports
+
+
+def _outcome(rank: int, process: Any, report: tuple[dict[str, Any], float] | None) -> Outcome:
+    if report is None:  # died or hangs: no word from it
+        process.join(GRACE_S)
+        return Outcome(rank, kind="silent", error="no report", exitcode=process.exitcode)
+    process.join(10)
+    return Outcome(rank, exitcode=process.exitcode, seconds=report[1], **report[0])
+
+
+def _words(o: Outcome) -> str:
+    how = "had to be killed" if o.exitcode is None else f"ended with exit code {o.exitcode}"
+    return f"rank {o.rank} {how}: {o.kind} {o.error}\n{o.traceback}"
+
+
+def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun sets."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _free_port() -> int:
+    """A port below the ephemeral range, so that no outgoing connection takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
+def _rank(
+    pipe: Connection, variables: dict[str, str], function: Callable[..., Any], args: Any
+) -> None:
+    """Body of one process."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    try:
+        report: dict[str, Any] = {"result": function(*args)}
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        report = {"kind": type(error).__name__, "error": str(error), "traceback": text}
+    pipe.send_bytes(pickle.dumps(report))  # plain pickles: torch would share memory that goes
+    pipe.close()
+    if "error" in report:
+        os._exit(0)  # like a script that failed: no clean leave, but no abort either
+    if dist.is_initialized():
+        dist.destroy_process_group()
