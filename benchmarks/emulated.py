@@ -190,8 +190,9 @@ def show(rate_mbit: int, repetitions: Sequence[Repetition]) -> None:
         return f"{1e3 * statistics.median(map(seconds, profiles)):.1f} ms"
 
     print(
-        f"\n### {rate_mbit} Mbit/s, {len(repetitions)} repetitions\n\n"
-        f"Profile: F = {typical_ms(lambda p: p.forward_s)}, B = {typical_ms(lambda p: p.backward_s)}, "
+        f"\n### {rate_mbit} Mbit/s, repetitions: {len(repetitions)}\n\n"
+        f"Profile: F = {typical_ms(lambda p: p.forward_s)}, "
+        f"B = {typical_ms(lambda p: p.backward_s)}, "
         f"update {typical_ms(lambda p: p.update_s)}, other {typical_ms(lambda p: p.other_s)}; "
         f"message {typical_ms(lambda p: p.default_link.latency_s)} + bytes / "
         f"({statistics.median(p.default_link.bytes_per_s for p in profiles) / 1e6:.2f} MB/s)\n"

@@ -40,7 +40,7 @@ def mlp() -> nn.Module:
 def conv() -> nn.Module:
     """Five buckets, two of them with running statistics."""
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 3),
+        nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 3, bias=False),
         nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3),
     )  # fmt: skip
 

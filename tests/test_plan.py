@@ -84,7 +84,7 @@ def test_text_with_an_arrow():
 
 
 def test_text_without_transfers():
-    assert str(Plan("alone", 1, ())) == "alone: 1 buckets, period 1 iteration, updates at step"
+    assert str(Plan("alone", 1, ())) == "alone: 1 bucket, period 1 iteration, updates at step"
 
 
 def test_phases_of_iterations():
@@ -95,7 +95,7 @@ def test_phases_of_iterations():
     assert PLAN.links == ("net", "aux")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(plans())
 def test_at_gives_the_active_transfers_in_issue_order(plan):
     for iteration in range(12):
@@ -103,7 +103,7 @@ def test_at_gives_the_active_transfers_in_issue_order(plan):
         assert plan.at(iteration) == tuple(active)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(plans())
 def test_json_round_trip(plan):
     again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))

@@ -73,7 +73,7 @@ links = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(random_plans.profiles(), links, st.text())
 def test_json_round_trip(profile, link, text):
     profile = replace(

@@ -50,7 +50,7 @@ traces = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(traces)
 def test_json_round_trip(trace):
     assert Trace.from_dict(json.loads(json.dumps(trace.to_dict()))) == trace

@@ -8,24 +8,18 @@ import platform
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
-
 import offbeat
 from offbeat import report, sim
 from offbeat.lab import Cluster, Lab, LabError, NoLab, launch
 from offbeat.plan import Plan
 from offbeat.profile import Profile
+from offbeat.progress import OnLine, Progress
 from offbeat.strategies import BSP, Strategy
 from offbeat.trace import Trace
 
@@ -33,46 +27,8 @@ SCHEMA = 1
 SKIP = 2  # first iterations of every repetition that no statistic counts
 WAIT_S = 120.0
 NO_LIMIT_S = 7 * 24 * 3600.0
-LONGEST_LINE = 200  # characters of a script's line that are kept for display
 
 MUST_PREPARE = "it must call offbeat.prepare(model, optimizer) and train some iterations"
-
-OnLine = Callable[[str], None]
-
-
-class Progress:
-    """What a comparison is doing: one live line on a terminal, plain lines elsewhere."""
-
-    def __init__(self, *, stderr: bool = False) -> None:
-        self._console = Console(stderr=stderr)
-        self._what, self._line, self._start_s = "", "", 0.0
-
-    @contextmanager
-    def step(self, what: str) -> Iterator[OnLine]:
-        """Something that takes a while; yields what takes the lines of rank 0's log."""
-        self._what, self._line, self._start_s = what, "", time.monotonic()
-        if not self._console.is_terminal:
-            self.say(f"{what} ...")
-            yield self._show
-            return
-        with Live(self, console=self._console, refresh_per_second=4, transient=True):
-            yield self._show
-
-    def say(self, text: str) -> None:
-        """One message that stays."""
-        print(text, file=self._console.file, flush=True)
-
-    def fail(self, text: str) -> None:
-        """What went wrong, in words, as soon as it is known; on stderr."""
-        print(f"offbeat: {text}", file=sys.stderr, flush=True)
-
-    def __rich__(self) -> Text:
-        elapsed_s = time.monotonic() - self._start_s
-        text = f"{self._what}  {elapsed_s:.0f} s  {self._line}"
-        return Text(text, no_wrap=True, overflow="ellipsis")
-
-    def _show(self, line: str) -> None:
-        self._line = line[:LONGEST_LINE]
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,8 @@ class Plan:
     def text(self, mark: Iterable[Transfer] = ()) -> str:
         """One line per transfer; the transfers in `mark` get an arrow."""
         marked = set(mark)
-        cycle = f"{self.period} iteration" + ("s" if self.period != 1 else "")
-        head = f"{self.strategy}: {self.buckets} buckets, period {cycle}"
+        size, cycle = _count(self.buckets, "bucket"), _count(self.period, "iteration")
+        head = f"{self.strategy}: {size}, period {cycle}"
         head += f" after a prologue of {self.prologue}" if self.prologue else ""
         head += f", updates {self.updates.replace('_', ' ')}"
         rows = [
@@ -220,6 +220,10 @@ def parse_phases(text: str) -> frozenset[int]:
         first, _, last = run.partition("-")
         phases.update(range(int(first), int(last or first) + 1))
     return frozenset(phases)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number != 1 else "")
 
 
 def _transfer_to_dict(t: Transfer) -> dict[str, Any]:

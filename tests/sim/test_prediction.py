@@ -21,7 +21,7 @@ PROFILE = Profile(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_the_steady_state_is_that_of_a_long_simulation(data):
     profile = data.draw(random_plans.profiles(most_buckets=3))
@@ -42,7 +42,7 @@ def proceed(plans, profile):
         return None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(random_plans.profiles(most_buckets=6))
 def test_nothing_beats_the_bound_and_all_time_is_accounted_for(profile):
     for cls in STRATEGIES.values():

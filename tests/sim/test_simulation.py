@@ -45,7 +45,7 @@ def expected(profile, plans, ranks, seed):
     return reference.simulate(plans, profile, factors, ITERATIONS, rates)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases())
 def test_equals_the_slow_twin(case):
     profile, plans, ranks = case

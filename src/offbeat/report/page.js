@@ -28,7 +28,8 @@ function fixed(value, decimals) {
 
 function digits(value, count = 3) {
   if (!value) return "0";
-  const decimals = Math.max(0, count - 1 - Math.floor(Math.log10(Math.abs(value))));
+  const exponent = Number(value.toExponential(count - 1).split("e")[1]);
+  const decimals = Math.max(0, count - 1 - exponent);
   return fixed(value, Math.min(decimals, 9));
 }
 

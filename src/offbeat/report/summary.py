@@ -23,11 +23,11 @@ class Row:
 
     Measured: `iteration_s` (median over repetitions) with `spread_s` (lowest and highest
     repetition, or quartiles over the periods of the only one: `spread_of`), `sent_bytes` per
-    iteration and rank, `final_loss`, `target_s` and `target_iterations` (when the smoothed loss
-    reached `target_loss`; median over repetitions). Predicted: `predicted_s`,
-    `predicted_error` (predicted / measured - 1), `exposed_s`. `bound_s` is a lower bound.
-    `speedup` is the fastest DDP's seconds per iteration over this one's. `emulated` must be said
-    with every measured number.
+    iteration and rank, `final_loss` (None if not finite), `target_s` and `target_iterations` (when
+    the smoothed loss reached `target_loss`, median over repetitions; None if not or if the loss
+    was not finite in the end). Predicted: `predicted_s`, `predicted_error` (predicted / measured
+    - 1), `exposed_s`. `bound_s` is a lower bound. `speedup` is the fastest DDP's seconds per
+    iteration over this one's. `emulated` must be said with every measured number.
     """
 
     label: str
@@ -124,7 +124,8 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
     )
     row = _with_times(row, run, reps)
     row = _with_prediction(row, contestant)
-    return row if target is None else _with_target(row, reps, target)
+    diverged = row.final_loss is None
+    return row if target is None or diverged else _with_target(row, reps, target)
 
 
 def _with_times(row: Row, run: Run, reps: Sequence[Repetition]) -> Row:

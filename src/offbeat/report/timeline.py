@@ -141,11 +141,11 @@ def _typical_start(run: Run, contestant: Contestant, rep: Repetition) -> int | N
         return None
     if contestant.predicted is not None and contestant.predicted.spans:
         starts = _most_alike(starts, sent, contestant.predicted)
-    starts = [t for t in starts if t - 1 in sent] or starts  # what reaches in is recorded too
     seconds = trace.iteration_seconds()
     lengths = {t: sum(seconds[t - trace.first :][: trace.period]) for t in starts}
     middle = median(lengths.values())
-    return min(starts, key=lambda t: abs(lengths[t] - middle))
+    # Better one whose predecessor is recorded too, as its messages may reach in.
+    return min(starts, key=lambda t: (t - 1 not in sent, abs(lengths[t] - middle)))
 
 
 def _whole_periods(trace: Trace, recorded: dict[int, Counter[Key]]) -> list[int]:

@@ -39,10 +39,11 @@ def unit_for(seconds: Iterable[float | None]) -> Unit:
 
 
 def digits(value: float, count: int = 3) -> str:
-    """`count` significant digits without an exponent: 1234.5 -> '1,234' or '1,235', 0.012."""
+    """`count` significant digits without an exponent: '1,234', '56.7', '0.0120'."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
-    decimals = max(0, count - 1 - math.floor(math.log10(abs(value))))
+    exponent = int(f"{value:.{count - 1}e}".partition("e")[2])  # of the rounded value
+    decimals = max(0, count - 1 - exponent)
     return f"{value:,.{min(decimals, 12)}f}"
 
 

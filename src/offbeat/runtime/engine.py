@@ -361,7 +361,9 @@ class Engine:
         between = names[0] if len(run) == 1 else f"{names[0]}..{names[1]}"
         waited = ""
         if flight.released is not None:
-            waited = f" {self._device.seconds(self._device.mark()) - self._device.seconds(flight.released):.1f} s after its release"
+            now, released = self._device.mark(), flight.released
+            seconds = self._device.seconds(now) - self._device.seconds(released)
+            waited = f" {seconds:.1f} s after its release"
         error = RuntimeError(
             f"rank {self._control.rank}: {flight.transfer.payload.kind} of bucket {between} on "
             f"link {flight.transfer.link!r} in iteration {flight.iteration} {what}{waited}. "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from offbeat.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.runtime.engine import Engine, Iteration
-from offbeat.runtime.flat import Flat, specs_of_profile
+from offbeat.runtime.flat import BucketSpec, Flat, specs_of_profile
 from offbeat.runtime.observe import Observer, measure_links, observing_plan
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Session
@@ -39,7 +39,8 @@ class Cluster:
         """Stop the links and drop the groups; False if a link is stuck in a collective, which
         nothing can interrupt: then the groups stay, as dropping them could abort the process."""
         self.closed = True
-        if not all([link.close() for link in self.links.values()]):
+        closed = [link.close() for link in self.links.values()]
+        if not all(closed):
             return False
         for group in (*self.groups.values(), self.control.group):
             dist.destroy_process_group(group)
@@ -155,8 +156,6 @@ class FlatSession(Session):
 
 def build_flat(model: nn.Module, profile: Profile | None) -> Flat:
     """Flat storage by the profile's buckets, or one bucket per parameter in reverse order."""
-    from offbeat.runtime.flat import BucketSpec
-
     if profile is not None:
         return Flat(model, specs_of_profile(model, profile))
     names = [name for name, p in model.named_parameters() if p.requires_grad]

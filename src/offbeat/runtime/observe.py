@@ -110,7 +110,7 @@ class Observer:
             handle.remove()
 
     def layout(self, control: Control, min_bytes: int) -> list[BucketSpec]:
-        """Buckets in rank 0's ready order, parameters that got no gradient last; same everywhere."""
+        """Buckets in rank 0's ready order, parameters without a gradient last; same everywhere."""
         silent = [n for n, p in self._model.named_parameters() if p.requires_grad]
         order = self.order + [n for n in silent if n not in set(self.order)]
         buffers = changed_buffers(self._model, self._versions)

@@ -180,8 +180,8 @@ def _agree(model: nn.Module, strategy: Strategy, control: Control) -> str:
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise ValueError(
-                f"the model must be the same on all ranks: {_first_difference(everyone[0], theirs, rank)}; "
-                "build it from the same configuration everywhere"
+                "the model must be the same on all ranks: "
+                f"{_first_difference(everyone[0], theirs, rank)}; build it from the same configuration everywhere"
             )
     buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
     control.agree("the model's buffers", buffers, "build it from the same configuration everywhere")

@@ -78,33 +78,26 @@ class Group:
         self, iteration: int, steps: tuple[Step, ...], now: Times
     ) -> Generator[Blocked, None, Times]:
         """One iteration from `now` on; returns its end. Times are never changed in place."""
-        factor = next(self.factors)
+        factor, links = next(self.factors), self.links
+        later = max if self.alike else np.maximum
         waited = 0.0
         for seconds, due, released, work in steps:
-            computed = now + seconds * factor
+            begun, now = now, now + seconds * factor
             if work is not None:
-                self.work.append(Work(work[0], iteration, work[1], now, computed))
-            now = computed
+                self.work.append(Work(work[0], iteration, work[1], begun, now))
             if due:
-                now = yield from self._wait(iteration, due, computed)
-                waited = waited + (now - computed)
+                begun = now
+                for slot in due:
+                    link, of = links[slot.link], iteration - slot.lag
+                    while (end_s := link.arrival_s(of, slot.position)) is None:
+                        yield Blocked(iteration, slot)
+                    now = later(now, end_s)
+                waited = waited + (now - begun)
+                if iteration in self.record:
+                    self.work.append(Work("wait", iteration, None, begun, now))
             if released:
                 self._release(iteration, released, now)
         self.waited_s.append(waited)
-        return now
-
-    def _wait(
-        self, iteration: int, due: tuple[Slot, ...], now: Times
-    ) -> Generator[Blocked, None, Times]:
-        later = max if self.alike else np.maximum
-        begun = now
-        for slot in due:
-            link, of = self.links[slot.link], iteration - slot.lag
-            while (end_s := link.arrival_s(of, slot.position)) is None:
-                yield Blocked(iteration, slot)
-            now = later(now, end_s)
-        if iteration in self.record:
-            self.work.append(Work("wait", iteration, None, begun, now))
         return now
 
     def _release(self, iteration: int, released: tuple[Slot, ...], now: Times) -> None:

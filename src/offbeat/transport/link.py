@@ -67,7 +67,9 @@ class Link:
         self._device = device
         self._released: SimpleQueue[Flight | None] = SimpleQueue()
         self._next_order = 0
-        self._thread = threading.Thread(target=self._issue, name=f"{THREAD_PREFIX}{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._issue, name=f"{THREAD_PREFIX}{name}", daemon=True
+        )
         self._thread.start()
 
     def book(self, transfer: Transfer, iteration: int, tensors: Sequence[Tensor]) -> Flight:

@@ -1,0 +1,122 @@
+"""How fast the simulator is, against its targets.
+
+    python benchmarks/simulator.py [--repetitions N] [--json FILE]
+
+Needs no torch. Each workload runs once unmeasured, then N times; takes about 5 s.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from offbeat.plan import Moment, Plan, transfer
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.sim import Ranks, predict, simulate
+from offbeat.strategies import WFBP, DreamDDP
+
+REPETITIONS = 7
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds of one workload over its repetitions; `target_s` is the most it should take."""
+
+    what: str
+    target_s: float | None
+    median_s: float
+    least_s: float
+    most_s: float
+
+
+def model(buckets: int, world_size: int = 16) -> Profile:
+    """Equal buckets whose communication takes 1.5 times as long as their backward."""
+    rank_scale = tuple(1 + rank / world_size for rank in range(world_size))
+    return Profile(
+        tuple(Bucket(f"h.{i}", 1e-3, 2e-3, 1_000_000) for i in range(buckets)),
+        (Link("net", 1e-4, 1e6 / 2.9e-3),),
+        world_size,
+        update_s=1e-2,
+        rank_scale=rank_scale if world_size > 16 else (),
+    )
+
+
+def input_first(profile: Profile) -> Plan:
+    """Every gradient is due when its bucket's next forward begins: as many waits as messages."""
+    transfers = tuple(
+        transfer(
+            "grad",
+            range(b, b + 1),
+            after=Moment("grad", b),
+            before=Moment("forward", b, lag=1),
+            phases=[0],
+            link="net",
+        )
+        for b in range(len(profile.buckets))
+    )
+    return Plan("input-first", len(profile.buckets), transfers)
+
+
+def workloads() -> dict[str, tuple[float | None, Callable[[], object]]]:
+    """What is measured: target and action by name. Planning is not part of it."""
+    alike, uneven = model(200), model(50, world_size=1024)
+    unfused, few = WFBP(fusion="none").plan(alike), WFBP(fusion="none").plan(uneven)
+    waiting = input_first(alike)
+    jitter = Ranks(jitter=0.1)
+    return {
+        "200 buckets unfused, 1,000 iterations, ranks alike": (
+            1.0,
+            lambda: simulate(unfused, alike, iterations=1000),
+        ),
+        "50 buckets, 100 iterations, 1,024 unlike ranks with jitter": (
+            5.0,
+            lambda: simulate(few, uneven, iterations=100, ranks=jitter),
+        ),
+        "200 buckets due by the next forward, 1,000 iterations, ranks alike": (
+            None,
+            lambda: simulate(waiting, alike, iterations=1000),
+        ),
+        "prediction of DreamDDP, 200 buckets, ranks alike, planning included": (
+            None,
+            lambda: predict(DreamDDP(), alike),
+        ),
+    }
+
+
+def measure(
+    what: str, target_s: float | None, action: Callable[[], object], repetitions: int
+) -> Result:
+    """Wall-clock seconds of an action, after one unmeasured run."""
+    action()
+    seconds = []
+    for _ in range(repetitions):
+        begin = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - begin)
+    return Result(what, target_s, statistics.median(seconds), min(seconds), max(seconds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=REPETITIONS)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    arguments = parser.parse_args()
+    print(f"{platform.machine()}, Python {platform.python_version()}, {arguments.repetitions} runs")
+    print(f"{'median':>8} {'min':>8} {'max':>8} {'target':>8}")
+    results = []
+    for what, (target_s, action) in workloads().items():
+        result = measure(what, target_s, action, arguments.repetitions)
+        results.append(result)
+        target = "-" if target_s is None else f"{target_s:.1f} s"
+        times = (result.median_s, result.least_s, result.most_s)
+        print(" ".join(f"{s:>6.3f} s" for s in times), f"{target:>8}  {what}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+
+
+if __name__ == "__main__":
+    main()

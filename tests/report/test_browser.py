@@ -1,0 +1,81 @@
+"""The page in a real browser: it draws, without a script error."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from report.synthetic import profile, three, write_run
+from report.tiny import record, steady, write_tiny
+
+from offbeat.report import write
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+QUIET = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=2000",
+]
+
+
+def dom(page, tmp_path):
+    """The document after its scripts ran; fails on any error or refused resource."""
+    assert CHROMIUM is not None
+    profile_dir = f"--user-data-dir={tmp_path / 'chromium'}"
+    command = [CHROMIUM, *QUIET, profile_dir, "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert said == []
+    assert done.returncode == 0
+    return done.stdout
+
+
+def test_charts_are_drawn_and_keys_move_from_span_to_span(tmp_path):
+    facts = profile(6, 2)
+    run = write_run(tmp_path / "run", facts, three(facts), iterations=24, recorded=20)
+    page = write(run)
+    text = page.read_text()
+    press = """<script>
+      const rank = document.getElementById("rank");
+      const figure = document.querySelector("[data-timeline]");
+      const key = (name) => figure.querySelector("svg").dispatchEvent(
+        new KeyboardEvent("keydown", { key: name }));
+      key("ArrowRight"); key("ArrowRight");
+      document.body.dataset.first = tip.textContent;
+      rank.value = "all"; rank.dispatchEvent(new Event("change", { bubbles: true }));
+      key("ArrowDown"); key("ArrowDown");
+      document.body.dataset.second = tip.textContent;
+      document.querySelector("#series button").click();
+      document.body.dataset.lines = document.querySelectorAll(".chart .line").length;
+    </script></body>"""
+    text = re.sub(r"<meta http-equiv[^>]*>", "", text).replace("</body>", press)
+    (run / "pressed.html").write_text(text)
+    drawn = dom(page, tmp_path)
+    assert drawn.count('class="lane"') == 3 * 2 * 2  # strategies, panels, lanes
+    for kind in ("forward", "backward", "wait", "grad", "param"):
+        assert re.search(rf'<path class="{kind}" d="M[^"]+z"', drawn)
+    assert len(re.findall(r'<path class="series line s\d d0" d="M[^"]+"', drawn)) == 6
+    pressed = dom(run / "pressed.html", tmp_path)
+    assert re.search(r'data-first="forward 5 · predicted\s+rank 0, compute, iteration', pressed)
+    assert re.search(r'data-second="\w+ [\d–]+ · predicted\s+rank [01], ', pressed)
+    assert 'data-lines="4"' in pressed
+
+
+def test_a_run_with_nothing_in_it_has_no_error(tmp_path):
+    run = write_tiny(tmp_path / "run", {"a": [[record(0, steady(1, 8), [2.0] * 8)]], "b": []})
+    drawn = dom(write(run), tmp_path)
+    assert "No timeline was predicted or recorded." in drawn
+    assert drawn.count('class="series line') == 2

@@ -1,0 +1,267 @@
+"""The page: self-contained, escaped, small, and there for every kind of run."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from io import StringIO
+
+import pytest
+from report.synthetic import Entry, every_gradient, profile, three, write_run
+from report.tiny import record, steady, write_tiny
+from rich.console import Console
+
+from offbeat.profile import Link
+from offbeat.report import load, summarize, write
+from offbeat.report.text import table
+
+NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"'\u2028"
+
+
+class Elements(HTMLParser):
+    """Start tags with their attributes; the text of every script."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.scripts, self._inside = [], [], False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag == "script"
+        if self._inside:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._inside = self._inside and tag != "script"
+
+    def handle_data(self, data):
+        if self._inside:
+            self.scripts[-1] += data
+
+
+@pytest.fixture(scope="module")
+def typical(tmp_path_factory):
+    facts = profile()
+    path = write_run(tmp_path_factory.mktemp("runs") / "typical", facts, three(facts))
+    return write(path)
+
+
+def page_data(page):
+    return json.loads(Elements(page.read_text()).scripts[0])
+
+
+def test_everything_is_written(typical):
+    folder = typical.parent
+    assert typical == folder / "report.html"
+    written = sorted(str(p.relative_to(folder)) for p in folder.glob("*/*.chrome.json"))
+    labels = ("ddp", "dreamddp-5", "local-sgd-5")
+    names = ("predicted.chrome.json", "trace.chrome.json")
+    assert written == [f"{label}/{name}" for label in labels for name in names]
+    assert not list(folder.rglob("*.part"))
+
+
+def test_the_page_needs_nothing_from_outside(typical):
+    text = typical.read_text()
+    for tag, attributes in Elements(text).tags:
+        for name in ("src", "srcset", "href", "xlink:href", "data", "action", "poster"):
+            value = attributes.get(name)
+            if value is None:
+                continue
+            assert (tag, name) == ("a", "href"), f"<{tag} {name}={value}>"
+            assert not re.match(r"\w+:|//", value)
+        assert tag not in ("link", "iframe", "object", "embed", "base")
+    assert "@import" not in text
+    assert not re.search(r"url\((?!#)", text)
+    assert "http://" not in text
+    assert "https://" not in text
+
+
+def test_the_policy_allows_exactly_the_script_of_the_page(typical):
+    elements = Elements(typical.read_text())
+    (policy,) = (
+        a["content"] for t, a in elements.tags if a.get("http-equiv") == "Content-Security-Policy"
+    )
+    digest = base64.b64encode(hashlib.sha256(elements.scripts[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+
+
+def test_links_lead_to_the_traces(typical):
+    hrefs = [a["href"] for t, a in Elements(typical.read_text()).tags if t == "a"]
+    for href in (h for h in hrefs if not h.startswith("#")):
+        assert (typical.parent / href).is_file()
+
+
+def test_a_typical_page_is_small(typical):
+    assert typical.stat().st_size < 250_000
+
+
+def test_many_ranks_two_links_stay_below_a_megabyte(tmp_path):
+    facts = profile(40, 16, [Link("net", 1.2e-3, 8.2e6), Link("wan", 9e-3, 4.1e6)])
+    path = write_run(tmp_path, facts, three(facts), iterations=7, recorded=7, repetitions=1)
+    page = write(path)
+    assert page.stat().st_size < 1_000_000
+    timelines = page_data(page)["timelines"]
+    assert timelines[0]["lanes"] == ["compute", "net", "wan"]
+    assert all(len(t["measured"]["ranks"]) == 16 for t in timelines)
+
+
+def test_the_numbers_are_on_the_page_with_their_words(typical):
+    text = re.sub(r"<[^>]*>", " ", typical.read_text().split("<script")[0])
+    for word in ("measured", "predicted", "bound", "Time to loss", "fit error"):
+        assert word in text
+    assert "dreamddp-5 reaches loss" in text
+    assert "emulated" not in text
+
+
+def test_emulated_compute_and_notes_are_said(tmp_path):
+    facts = profile(6, 2)
+    path = write_run(
+        tmp_path,
+        facts,
+        three(facts),
+        iterations=12,
+        recorded=11,
+        repetitions=1,
+        emulated=True,
+        lab="none",
+        note="Unshaped loopback.",
+    )
+    text = write(path).read_text()
+    assert "Emulated compute:" in text
+    assert "measured, emulated compute" in text
+    assert '<p class="banner" role="note">Unshaped loopback.</p>' in text
+    assert "(emulated compute)." in text
+    assert "(emulated compute)" in json.loads((path / "summary.json").read_text())["sentence"]
+
+
+def test_an_unshaped_run_is_said_even_without_a_note(tmp_path):
+    write_tiny(tmp_path, {"a": [[record(0, steady(1, 8))]]}, lab="none")
+    assert "the links were not shaped" in write(tmp_path).read_text()
+
+
+def test_nothing_that_a_user_wrote_becomes_markup(tmp_path):
+    bad = record(0, steady(1, 8), strategy=NASTY, warnings=[NASTY], checks=[NASTY])
+    label = "<b>&\"'"
+    write_tiny(
+        tmp_path,
+        {label: [[bad]], "gone": []},
+        script=[NASTY],
+        command=["offbeat", NASTY],
+        note=NASTY,
+        cluster={NASTY: NASTY, "links": [{NASTY: NASTY}], "overrides": {NASTY: {"x": [NASTY]}}},
+        versions={NASTY: NASTY},
+        started=NASTY,
+        lab=NASTY,
+    )
+    (tmp_path / "gone/rep0").mkdir(parents=True)
+    (tmp_path / "gone/rep0/rank0.log").write_text(NASTY)
+    elements = Elements(write(tmp_path).read_text())
+    tags = [tag for tag, _ in elements.tags]
+    assert "img" not in tags
+    assert len(elements.scripts) == 2
+    assert json.loads(elements.scripts[0])["labels"] == [label, "gone"]
+    assert not any(name.startswith("on") for _, attrs in elements.tags for name in attrs)
+
+
+def test_data_inside_the_page_is_strict_json(tmp_path):
+    losses = [3.0] * 10 + [float("nan"), float("inf")] + [2.0] * 10
+    write_tiny(tmp_path, {"a": [[record(0, steady(1, 22), losses)]]})
+    (curve,) = page_data(write(tmp_path))["curves"]
+    assert None in curve["mean"]
+    assert curve["iterations"][0] == 10
+
+
+def test_failures_are_on_the_page(tmp_path):
+    reps = [[record(0, steady(1, 8)), record(1, steady(1, 8))]] * 2
+    write_tiny(tmp_path, {"a": reps, "b": []}, cluster={"hosts": 2})
+    (tmp_path / "a/rep1/rank1.json").unlink()
+    (tmp_path / "a/rep1/rank1.log").write_text("Traceback: it broke\n")
+    text = write(tmp_path).read_text()
+    for said in (
+        "3 problems",
+        "1 of 2 repetitions failed",
+        "rank 1 of 2 left no record",
+        "Traceback: it broke",
+        "<b>b, repetition 0</b> does not count: was not run",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        {},
+        {"a": []},
+        {"a": [[record(0, [1.0])]]},
+        {"a": [[record(0, steady(1, 8), [float("nan")] * 8)]]},
+        {"a": [[record(0, steady(1, 8), [2.0] * 3)]], "ddp": []},
+    ],
+    ids=["nobody", "nothing", "one iteration", "not finite", "few losses"],
+)
+def test_poor_runs_still_have_a_page(tmp_path, records):
+    text = write(write_tiny(tmp_path, records)).read_text()
+    assert text.rstrip().endswith("</html>")
+
+
+def test_warnings_and_checks_are_grouped(typical):
+    text = typical.read_text()
+    assert text.count("gloo chose the interface by itself") == 1
+    assert "ddp, repetitions 0-1, rank 1; local-sgd-5, repetitions 0-1, rank 1" in text
+    assert "ddp, repetitions 0-1, ranks 0-3" in text
+
+
+@pytest.mark.parametrize("name", ["trace.chrome.json", "predicted.chrome.json"])
+def test_chrome_traces_are_valid(typical, name):
+    data = json.loads((typical.parent / "dreamddp-5" / name).read_text())
+    events = data["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert {event["ph"] for event in events} == {"X", "M"}
+    assert {event["pid"] for event in spans} == {0, 1, 2, 3}
+    assert {(event["pid"], event["tid"]) for event in spans} <= named
+    for event in spans:
+        assert event["dur"] >= 0
+        assert {"name", "cat", "ts", "args"} <= set(event)
+
+
+def test_a_second_report_replaces_the_first(tmp_path):
+    write_tiny(tmp_path, {"a": [[record(0, steady(1, 8))]]})
+    assert write(tmp_path).read_text() == write(tmp_path).read_text()
+
+
+def test_terminal_table(typical):
+    out = StringIO()
+    Console(file=out, width=150).print(table(summarize(load(typical.parent))))
+    lines = out.getvalue().splitlines()
+    assert "predicted" in lines[2]
+    assert lines[4].split()[1] == "dreamddp-5"
+    assert "Median of 2 repetitions, lowest to highest below." in out.getvalue()
+
+
+def test_terminal_table_says_emulated(tmp_path):
+    write_tiny(tmp_path, {"a": [[record(0, steady(1, 8), emulated=True)]]})
+    out = StringIO()
+    Console(file=out, width=150).print(table(summarize(load(tmp_path))))
+    assert "Emulated compute." in out.getvalue()
+
+
+def test_a_strategy_that_recorded_no_messages_says_so(tmp_path):
+    """torch's DDP hides its messages inside backward; an empty lane would be a false claim."""
+    facts = profile(6, 2)
+    entry = Entry("ddp", "ddp", every_gradient(facts))
+    path = write_run(tmp_path, facts, [entry], iterations=8, recorded=6, repetitions=1)
+    for file in (path / "ddp/rep0").glob("rank*.json"):
+        data = json.loads(file.read_text())
+        data["trace"]["spans"]["rows"] = [
+            row for row in data["trace"]["spans"]["rows"] if row[1] == "compute"
+        ]
+        file.write_text(json.dumps(data))
+    packed = page_data(write(path))["timelines"][0]
+    assert {name[0] for name in packed["measured"]["names"]} == {0}
+    assert {name[0] for name in packed["predicted"]["names"]} == {0, 1}

@@ -1,0 +1,271 @@
+"""Summary numbers against values computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from report.tiny import dump, record, steady, write_tiny
+
+from offbeat.report import Row, load, ranked, summarize, winner
+from offbeat.report.losses import Curve, rank_mean, target_loss
+from offbeat.trace import COMPUTE, Span, Trace
+
+
+def rows_of(path, records, **run):
+    write_tiny(path, records, **run)
+    return {row.label: row for row in summarize(load(path))}
+
+
+def test_seconds_per_iteration_skip_the_beginning_and_the_slowest_rank_counts(tmp_path):
+    fast = record(0, [5.0, 6.0, 7.0, 8.0])
+    slow = record(1, [5.0, 6.5, 8.0, 9.5])
+    row = rows_of(tmp_path, {"a": [[fast, slow]]}, skip=1)["a"]
+    assert row.iteration_s == pytest.approx(1.5)
+    assert row.spread_of == "periods"
+    assert row.spread_s == pytest.approx((1.5, 1.5))
+
+
+def test_observed_iterations_are_skipped_as_well(tmp_path):
+    ends = [10.0, 20.0, 30.0, 31.0, 32.0]
+    row = rows_of(tmp_path, {"a": [[record(0, ends, observed=2)]]}, skip=1)["a"]
+    assert row.iteration_s == pytest.approx(1.0)
+
+
+def test_a_period_counts_as_a_whole(tmp_path):
+    ends = [1.0, 2.0, 5.0, 6.0, 7.0, 10.0]  # 1, 1, 3, 1, 1, 3
+    row = rows_of(tmp_path, {"a": [[record(0, ends, period=3)]]})["a"]
+    assert row.iteration_s == pytest.approx(5 / 3)
+
+
+def test_spread_is_over_repetitions_if_there_are_two(tmp_path):
+    reps = [[record(0, steady(seconds, 8))] for seconds in (1.0, 1.2, 1.1)]
+    row = rows_of(tmp_path, {"a": reps})["a"]
+    assert row.iteration_s == pytest.approx(1.1)
+    assert row.spread_s == pytest.approx((1.0, 1.2))
+    assert (row.spread_of, row.repetitions) == ("repetitions", 3)
+
+
+def test_quartiles_of_the_periods_of_one_repetition(tmp_path):
+    ends = [1.0, 3.0, 6.0, 10.0, 15.0]  # 1, 2, 3, 4, 5
+    row = rows_of(tmp_path, {"a": [[record(0, ends)]]})["a"]
+    assert row.iteration_s == pytest.approx(3.0)
+    assert row.spread_s == pytest.approx((2.0, 4.0))
+
+
+def test_no_whole_period_gives_no_seconds(tmp_path):
+    row = rows_of(tmp_path, {"a": [[record(0, [1.0, 2.0], period=5)]]})["a"]
+    assert row.iteration_s is None
+    assert row.repetitions == 1
+
+
+def test_bytes_from_the_counters(tmp_path):
+    ranks = [record(r, steady(1, 10), bytes={"net": 600, "wan": 400 * r}) for r in (0, 1)]
+    assert rows_of(tmp_path, {"a": [ranks]})["a"].sent_bytes == pytest.approx((60 + 100) / 2)
+
+
+def test_bytes_from_recorded_messages_leave_out_what_was_skipped(tmp_path):
+    sizes = [1000, 1000, 10, 0, 10, 0]  # two profiled iterations, then period 2
+    spans = [
+        span
+        for i, size in enumerate(sizes)
+        for span in (
+            Span(0, COMPUTE, "forward", i, i, i + 0.5),
+            Span(0, "net", "param", i, i + 0.5, i + 0.6, (0, 1), size),
+        )
+    ]
+    data = record(0, steady(1, 6), spans=spans, period=2, observed=2, bytes={"net": 2020})
+    assert rows_of(tmp_path, {"a": [[data]]})["a"].sent_bytes == pytest.approx(5.0)
+
+
+def test_prediction_bound_and_error(tmp_path):
+    write_tiny(tmp_path, {"a": [[record(0, steady(2.0, 8))]]})
+    trace = Trace("simulated", "x", ((1.9,),), (0.0,), notes={"bound_s": 1.5, "exposed_s": 0.4})
+    dump(tmp_path / "a/predicted.json", trace.to_dict())
+    (row,) = summarize(load(tmp_path))
+    assert row.predicted_s == pytest.approx(1.9)
+    assert row.predicted_error == pytest.approx(-0.05)
+    assert (row.bound_s, row.exposed_s) == (1.5, 0.4)
+
+
+def test_the_predictions_own_number_and_fields_beside_the_trace_count(tmp_path):
+    write_tiny(tmp_path, {"a": [[record(0, steady(2.0, 8))]]})
+    trace = Trace("simulated", "x", ((1.9,),), (0.0,))
+    dump(tmp_path / "a/predicted.json", {**trace.to_dict(), "iteration_s": 2.2, "bound_s": None})
+    (row,) = summarize(load(tmp_path))
+    assert row.predicted_s == 2.2
+    assert row.bound_s is None
+
+
+def test_speedup_is_over_the_fastest_ddp(tmp_path):
+    seconds = {"ddp": 4.0, "ddp-cap-1": 3.0, "wfbp": 2.0}
+    rows = rows_of(
+        tmp_path,
+        {label: [[record(0, steady(s, 8))]] for label, s in seconds.items()},
+        strategies={"ddp-cap-1": "ddp"},
+    )
+    assert {label: row.speedup for label, row in rows.items()} == pytest.approx(
+        {"ddp": 0.75, "ddp-cap-1": 1.0, "wfbp": 1.5}
+    )
+
+
+def test_no_speedup_without_ddp(tmp_path):
+    assert rows_of(tmp_path, {"wfbp": [[record(0, steady(1, 8))]]})["wfbp"].speedup is None
+
+
+def test_final_loss_is_over_ranks_and_repetitions_of_the_last_tenth_at_least_five(tmp_path):
+    down = [float(x) for x in range(20, 0, -1)]  # last five: 5 4 3 2 1
+    reps = [
+        [record(r, steady(1, 20), [x + 1 * r + 4 * rep for x in down]) for r in (0, 1)]
+        for rep in (0, 1)
+    ]
+    assert rows_of(tmp_path, {"a": reps})["a"].final_loss == pytest.approx(3 + 0.5 + 2)
+    long = [100.0] * 90 + [1.0] * 10
+    row = rows_of(tmp_path / "b", {"a": [[record(0, steady(1, 100), long)]]})["a"]
+    assert row.final_loss == pytest.approx(1.0)
+
+
+def test_seconds_to_the_given_target(tmp_path):
+    # 40, 39, ..., 1; the mean of ten ending at iteration i is 40 - i + 4.5
+    down = [float(40 - i) for i in range(40)]
+    row = rows_of(tmp_path, {"a": [[record(0, steady(0.5, 40), down)]]}, target_loss=20.0)["a"]
+    assert row.target_iterations == 26  # i = 25: 19.5
+    assert row.target_s == pytest.approx(13.0)
+
+
+def test_target_is_the_median_over_repetitions_and_never_if_most_miss_it(tmp_path):
+    down = [float(40 - i) for i in range(40)]
+    flat = [30.0] * 40
+    reps = [[record(0, steady(s, 40), down)] for s in (0.5, 1.0)]
+    row = rows_of(tmp_path, {"a": reps}, target_loss=20.0)["a"]
+    assert row.target_s == pytest.approx((13 + 26) / 2)
+    assert row.target_spread_s == pytest.approx((13, 26))
+    reps = [[record(0, steady(0.5, 40), down)], [record(0, steady(0.5, 40), flat)]]
+    row = rows_of(tmp_path / "b", {"a": reps}, target_loss=20.0)["a"]
+    assert row.target_s is None
+    assert row.target_spread_s is None
+
+
+def test_default_target_is_reached_by_everybody_that_trained(tmp_path):
+    noise = [0.3 * (-1) ** i for i in range(60)]
+    good = [3 - i / 30 + e for i, e in enumerate(noise)]
+    worse = [3 - i / 60 + e for i, e in enumerate(noise)]
+    rising = [3 + i / 60 for i in range(60)]
+    broken = [1.0] * 30 + [math.nan] * 30
+    losses = {"good": good, "worse": worse, "rising": rising, "broken": broken}
+    rows = rows_of(tmp_path, {k: [[record(0, steady(1, 60), v)]] for k, v in losses.items()})
+    reached = {label: row.target_s is not None for label, row in rows.items()}
+    assert reached == {"good": True, "worse": True, "rising": False, "broken": False}
+    assert rows["worse"].target_loss == pytest.approx(min(smoothed_of(tmp_path, "worse")))
+    assert rows["broken"].final_loss is None
+
+
+def smoothed_of(path, label):
+    (contestant,) = (c for c in load(path).contestants if c.label == label)
+    return rank_mean(contestant.repetitions[0]).smoothed().losses
+
+
+def test_no_target_when_nobody_trains_or_compute_is_emulated(tmp_path):
+    down = [float(40 - i) for i in range(40)]
+    flat = write_tiny(tmp_path / "flat", {"a": [[record(0, steady(1, 40), [1.0] * 40)]]})
+    slept = write_tiny(tmp_path / "slept", {"a": [[record(0, steady(1, 40), down, emulated=True)]]})
+    assert target_loss(load(flat)) is None
+    assert target_loss(load(slept)) is None
+    assert load(slept).emulated
+    assert summarize(load(slept))[0].emulated
+
+
+def test_smoothing_needs_the_whole_window():
+    curve = Curve(tuple(range(4)), (1.0, 2.0, 3.0, 4.0), (8.0, 6.0, 4.0, 2.0))
+    assert curve.smoothed(2) == Curve((1, 2, 3), (2.0, 3.0, 4.0), (7.0, 5.0, 3.0))
+    assert curve.smoothed(10) == Curve((3,), (4.0,), (5.0,))
+    assert curve.smoothed(2).reach(5.0) == (2, 3.0)
+    assert curve.reach(1.0) is None
+
+
+def test_rank_mean_uses_shared_iterations(tmp_path):
+    ranks = [record(0, [1, 2, 3], [4.0, 3.0, 2.0]), record(1, [1, 4, 5], [2.0, 1.0])]
+    (contestant,) = load(write_tiny(tmp_path, {"a": [ranks]})).contestants
+    assert rank_mean(contestant.repetitions[0]) == Curve((0, 1), (1.0, 3.0), (3.0, 2.0))
+
+
+def row(label, **fields):
+    return Row(label=label, strategy=label, repetitions=1, failed=0, **fields)
+
+
+def test_ranking_goes_by_seconds_to_the_target_then_by_seconds_per_iteration():
+    rows = [row("a", iteration_s=1.0), row("b", iteration_s=3.0, target_s=9.0), row("c")]
+    rows += [row("d", iteration_s=0.5), row("e", iteration_s=2.0, target_s=8.0)]
+    assert [r.label for r in ranked(rows)] == ["e", "b", "d", "a", "c"]
+
+
+def test_winner_by_target_says_why():
+    rows = [
+        row(
+            "ddp",
+            iteration_s=1.2,
+            target_s=60.0,
+            target_iterations=50.0,
+            target_loss=2.5,
+            speedup=1.0,
+        ),
+        row(
+            "dreamddp",
+            iteration_s=0.4,
+            target_s=24.0,
+            target_iterations=60.0,
+            target_loss=2.5,
+            speedup=3.0,
+        ),
+    ]
+    best, sentence = winner(rows)
+    assert best is rows[1]
+    assert sentence == (
+        "dreamddp reaches loss 2.500 in 24.0 s, 2.50 times sooner than ddp (60.0 s): its "
+        "iterations take 400 instead of 1,200 ms, and it needs 60 of them instead of 50."
+    )
+
+
+def test_winner_without_a_target_goes_by_iteration_and_says_emulated():
+    rows = [row("a", iteration_s=0.4, emulated=True), row("b", iteration_s=1.0, emulated=True)]
+    best, sentence = winner(rows)
+    assert best is rows[0]
+    assert sentence == (
+        "a takes 400 ms per iteration, 2.50 times less than b (1,000 ms); there is no target "
+        "loss to compare by (emulated compute)."
+    )
+
+
+def test_a_draw_is_called_one():
+    rows = [
+        row("a", iteration_s=1.0, spread_s=(0.9, 1.1), spread_of="repetitions"),
+        row("b", iteration_s=1.05, spread_s=(1.0, 1.2), spread_of="repetitions"),
+    ]
+    assert winner(rows)[1].endswith(
+        "; the repetitions of a and b overlap, so call these two a draw."
+    )
+
+
+def test_winner_against_one_that_never_reaches_the_target():
+    rows = [
+        row("a", iteration_s=1.0, target_s=5.0, target_loss=1.0),
+        row("b", iteration_s=2.0, target_loss=1.0),
+    ]
+    assert winner(rows)[1] == (
+        "a reaches loss 1.000 in 5.00 s; b does not reach it: its iterations take 1,000 instead of "
+        "2,000 ms."
+    )
+
+
+def test_no_winner_if_nothing_was_measured():
+    assert winner([row("a")]) == (
+        None,
+        "Nothing was measured: no contestant finished a repetition.",
+    )
+    assert winner([])[0] is None
+
+
+def test_one_contestant_alone():
+    best, sentence = winner([row("a", iteration_s=0.25)])
+    assert best is not None
+    assert sentence == "a takes 250 ms per iteration; no other contestant was measured."
