@@ -147,3 +147,141 @@ def assert_close(mine: Any, theirs: Any, where: str, tolerance: float = 1e-12) -
             assert_close(m, t, f"{where}[{i}]", tolerance)
     else:
         assert mine == theirs, where
+
+
+# ---- (b) the same as torch's own DDP --------------------------------------------------------
+
+SYNCHRONOUS = [s for s in STRATEGIES_UNDER_TEST if s.name in ("ddp", "bsp", "wfbp")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@two_and_three
+def test_equals_torch_ddp(world_size: int, dtype: torch.dtype) -> None:
+    cases = [Case("mlp", "nesterov", "cosine", dtype), Case("conv", "adam", "step", dtype)]
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    for rank in run_world(train_beside_torch, world_size, SYNCHRONOUS, cases, 20):
+        for case, (torchs, ours) in zip(cases, rank, strict=True):
+            for strategy, mine in zip(SYNCHRONOUS, ours, strict=True):
+                parameters = weights(mine), weights(torchs)
+                assert_close(*parameters, f"{strategy} {case}: model", tolerance)
+                assert_close(mine.optimizer, torchs.optimizer, f"{strategy} {case}", tolerance)
+
+
+def weights(trained: Trained) -> dict[str, Tensor]:
+    """Without running statistics: DDP overwrites them with rank 0's, we keep each rank's own."""
+    return {n: t for n, t in trained.model.items() if "running" not in n}
+
+
+# ---- (c) what is moved ----------------------------------------------------------------------
+
+
+@two_and_three
+@every_plan
+def test_moves_what_the_plan_promises(strategy: Strategy, world_size: int) -> None:
+    """Every message of the plan reaches the collective in its iteration, once, and whole."""
+    cases = CASES if world_size == 2 else CASES_OF_THREE
+    for i, case in enumerate(cases):
+        profile = profile_with_state(case, world_size)
+        promised = promises(strategy.plan(profile), profile)
+        for rank in trained(strategy, world_size):
+            moved = Counter(rank[i].collectives)
+            assert moved == promised, f"{case}: {moved - promised} extra, {promised - moved} short"
+            bytes_sent = sum(size for _, _, _, size in promised.elements())
+            assert sum(rank[i].bytes_sent.values()) == bytes_sent
+
+
+def profile_with_state(case: Case, world_size: int) -> Profile:
+    return profile_of(build_model(case), world_size, state_copies=STATE_COPIES[case.optimizer])
+
+
+def promises(plan: Plan, profile: Profile) -> Counter[tuple[int, str, str, int]]:
+    """(iteration, link, payload, bytes) of every message. Optimizers create their state in the
+    first update, so nothing of it is there to be sent before."""
+    expected: Counter[tuple[int, str, str, int]] = Counter()
+    for t in range(ITERATIONS):
+        for message in plan.at(t):
+            payload = message.payload
+            size = profile.payload_bytes(payload.kind, payload.buckets)
+            stateless = payload.kind == "state" and t == 0 and message.after.point == "grad"
+            if size and not stateless:
+                expected[t, message.link, str(payload), size] += 1
+    return expected
+
+
+@every_plan
+def test_every_bucket_is_averaged_in_every_period(strategy: Strategy) -> None:
+    """What makes all of these converge, read off the collectives and not off the plan."""
+    for i, case in enumerate(CASES):
+        profile = profile_of(build_model(case), 2)
+        plan = strategy.plan(profile)
+        for rank in trained(strategy, 2):
+            kinds = {"grad", "param"} if plan.prologue else {t.payload.kind for t in plan.transfers}
+            for start in range(plan.prologue, ITERATIONS - plan.period + 1):
+                period = range(start, start + plan.period)
+                assert buckets_moved(rank[i], period, kinds) >= set(range(plan.buckets))
+
+
+def buckets_moved(trained: Trained, iterations: range, kinds: set[str]) -> set[int]:
+    moved: set[int] = set()
+    for t, _, payload, _ in trained.collectives:
+        kind, _, run = payload.rstrip("]").partition("[")
+        if t in iterations and kind in kinds - {"state"}:
+            moved.update(range(*map(int, run.split(":"))))
+    return moved
+
+
+# ---- (d) the same order as in the simulator -------------------------------------------------
+
+
+@two_and_three
+@every_plan
+def test_order_equals_the_simulators(strategy: Strategy, world_size: int) -> None:
+    cases = CASES if world_size == 2 else CASES_OF_THREE
+    for i, case in enumerate(cases):
+        profile = profile_with_state(case, world_size)
+        trace = simulate(
+            strategy.plan(profile), profile, iterations=ITERATIONS, record=ITERATIONS
+        )
+        spans = [s for s in trace.spans if s.lane != COMPUTE and s.rank == 0]
+        simulated = [(s.iteration, s.lane, s.name) for s in sorted(spans, key=lambda s: s.start_s)]
+        for rank in trained(strategy, world_size):
+            for link in {span.lane for span in spans}:
+                on_link = [f for f in rank[i].flights if f[1] == link]
+                assert on_link == [s for s in simulated if s[1] == link], str(case)
+
+
+# ---- (e) the end ----------------------------------------------------------------------------
+
+
+@two_and_three
+@every_strategy
+def test_consolidate_makes_replicas_identical(strategy: Strategy, world_size: int) -> None:
+    for case in zip(*trained(strategy, world_size), strict=True):
+        assert len({rank.united for rank in case}) == 1
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[2]], ids=str)
+@every_strategy
+def test_consolidate_waits_for_stragglers(strategy: Strategy, case: Case) -> None:
+    ranks = run_world(train_with_straggler, 3, case, strategy, 5, 1)
+    assert len({after for _, after in ranks}) == 1
+    if case.model == "mlp":  # its frozen layer differs
+        assert len({before for before, _ in ranks}) == 3
+
+
+# ---- (f) checkpoints ------------------------------------------------------------------------
+
+
+@every_strategy
+def test_checkpoint_continues_exactly(strategy: Strategy) -> None:
+    """Consolidated, saved, loaded into a fresh prepare: as if the schedule had begun anew."""
+    case, equations = Case("conv", "nesterov"), REFERENCES.get(strategy.name, as_planned)
+    world = replicas(case, 2)
+    ranks = run_world(train_in_two_halves, 2, case, strategy, ITERATIONS)
+    equations(world, range(ITERATIONS // 2), strategy)
+    consolidate(world)
+    for replica, (first, _) in zip(world, ranks, strict=True):
+        assert_same(first, replica, f"saved by rank {replica.rank}")
+    equations(world, range(ITERATIONS // 2, ITERATIONS), strategy)
+    for replica, (_, second) in zip(world, ranks, strict=True):
+        assert_same(second, replica, f"continued on rank {replica.rank}")

@@ -55,6 +55,12 @@ def test_charts_are_drawn_and_keys_move_from_span_to_span(tmp_path):
         new KeyboardEvent("keydown", { key: name }));
       key("ArrowRight"); key("ArrowRight");
       document.body.dataset.first = tip.textContent;
+      const svg = figure.querySelector("svg"), box = svg.getBoundingClientRect();
+      const at = { clientX: box.left + 60, clientY: box.top + 40 };
+      svg.dispatchEvent(new PointerEvent("pointermove", at));
+      document.body.dataset.pointed = tip.textContent;
+      svg.dispatchEvent(new PointerEvent("pointerleave"));
+      document.body.dataset.left = tip.hidden;
       rank.value = "all"; rank.dispatchEvent(new Event("change", { bubbles: true }));
       key("ArrowDown"); key("ArrowDown");
       document.body.dataset.second = tip.textContent;
@@ -70,6 +76,8 @@ def test_charts_are_drawn_and_keys_move_from_span_to_span(tmp_path):
     assert len(re.findall(r'<path class="series line s\d d0" d="M[^"]+"', drawn)) == 6
     pressed = dom(run / "pressed.html", tmp_path)
     assert re.search(r'data-first="forward 5 · predicted\s+rank 0, compute, iteration', pressed)
+    assert re.search(r'data-pointed="[a-z]+ \d+ · predicted\s+rank 0, compute, iteration', pressed)
+    assert 'data-left="true"' in pressed
     assert re.search(r'data-second="\w+ [\d–]+ · predicted\s+rank [01], ', pressed)
     assert 'data-lines="4"' in pressed
 

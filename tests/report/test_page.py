@@ -47,7 +47,9 @@ class Elements(HTMLParser):
 @pytest.fixture(scope="module")
 def typical(tmp_path_factory):
     facts = profile()
-    path = write_run(tmp_path_factory.mktemp("runs") / "typical", facts, three(facts))
+    path = write_run(
+        tmp_path_factory.mktemp("runs") / "typical", facts, three(facts), iterations=60
+    )
     return write(path)
 
 

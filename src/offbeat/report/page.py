@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
@@ -72,7 +73,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
     return {
         "run": run,
         "best": best,
-        "sentence": sentence,
+        "sentence": _unbroken(sentence),
         "command": shlex.join(run.command_line),
         "banners": banners(run),
         "table": _table(run, rows),
@@ -105,6 +106,11 @@ def banners(run: Run) -> list[str]:
     elif run.lab == "none":
         said.append("No lab: the links were not shaped, they are whatever this machine has.")
     return said
+
+
+def _unbroken(text: str) -> str:
+    """No line break between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=(s|ms|µs|times)\b)", "\u00a0", text)
 
 
 def _text(name: str) -> str:

@@ -133,7 +133,7 @@ class Flat:
             extra = sum(buffers[n].numel() for spec in mine for n in spec.buffers)
             self._params[key] = torch.empty(count + extra, dtype=key[0], device=key[1])
             self._grads[key] = torch.zeros(count, dtype=key[0], device=key[1])
-        used = dict.fromkeys(self._params, (0, 0))
+        used: dict[Key, tuple[int, int]] = dict.fromkeys(self._params, (0, 0))
         self.buckets: list[FlatBucket] = []
         self._spans: list[tuple[int, int, int, int]] = []
         with torch.no_grad():

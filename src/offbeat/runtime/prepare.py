@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from offbeat.profile import Profile
 from offbeat.runtime.ddp_session import DDPSession
@@ -38,6 +39,7 @@ from offbeat.transport.link import THREAD_PREFIX
 OBSERVE = 6
 MIN_BUCKET_BYTES = 64 * 1024
 TIMEOUT_S = 120.0
+SAME_MODEL = "build it from the same configuration everywhere"
 
 
 def prepare(
@@ -154,9 +156,7 @@ def _join(backend: str, timeout_s: float) -> None:
     """torchrun's rendezvous, or a world of one where nothing says otherwise."""
     timeout = timedelta(seconds=timeout_s)
     if "RANK" not in os.environ:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     try:
         dist.init_process_group(backend, timeout=timeout)
@@ -181,10 +181,10 @@ def _agree(model: nn.Module, strategy: Strategy, control: Control) -> str:
         if theirs != everyone[0]:
             raise ValueError(
                 "the model must be the same on all ranks: "
-                f"{_first_difference(everyone[0], theirs, rank)}; build it from the same configuration everywhere"
+                f"{_first_difference(everyone[0], theirs, rank)}; {SAME_MODEL}"
             )
     buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
-    control.agree("the model's buffers", buffers, "build it from the same configuration everywhere")
+    control.agree("the model's buffers", buffers, SAME_MODEL)
     return hashlib.sha256(repr(tensors).encode()).hexdigest()[:16]
 
 

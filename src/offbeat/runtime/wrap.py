@@ -119,11 +119,13 @@ class Optimizer(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
             return False
-        if self.grad_scale is not None:
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
             gradients = [
                 p.grad for g in self.param_groups for p in g["params"] if p.grad is not None
             ]
-            torch._foreach_mul_(gradients, float(self.grad_scale.double().reciprocal()))
+            for gradient in gradients:
+                gradient.mul_(scale.double().reciprocal().to(gradient.dtype))
         return bool(found_inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

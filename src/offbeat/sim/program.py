@@ -41,12 +41,18 @@ class _Stage(NamedTuple):
 
 
 class Program:
-    """The steps of every iteration of a plan. ValueError if the plan does not fit the profile."""
+    """The steps of every iteration of a plan. ValueError if the plan does not fit the profile.
+
+    `queues[link, phase]` are the transfers that one iteration issues on one link, in order.
+    """
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
         _fit(plan, profile)
         self.plan = plan
         self.profile = profile
+        self.queues = {
+            (link, phase): queue(plan, link, phase) for link in plan.links for phase in plan.phases
+        }
         self._stages = tuple(_stages(plan, profile))
         moments = [m for t in plan.transfers for m in (t.after, t.before)]
         self.lag = max((moment.lag for moment in moments), default=0)
@@ -67,7 +73,7 @@ class Program:
         released: dict[Place | None, list[Slot]] = {}
         for lag, phase in enumerate(phases):
             for link in self.plan.links:
-                for position, t in enumerate(queue(self.plan, link, phase)):
+                for position, t in enumerate(self.queues[link, phase]):
                     slot = Slot(link, lag, position)
                     for moment, table in ((t.before, due), (t.after, released)):
                         if moment.lag == lag:
@@ -108,6 +114,7 @@ def _place(moment: Moment, plan: Plan) -> Place:
 
 def _stages(plan: Plan, profile: Profile) -> Iterator[_Stage]:
     """One iteration without `other_s`, which comes first and is the same on every rank."""
+    update_s = profile.bucket_update_s
     for b in reversed(range(plan.buckets)):
         yield _Stage(due=("forward", b), released=("forward", b))
         yield _Stage(profile.buckets[b].forward_s, work=("forward", b))
@@ -115,18 +122,18 @@ def _stages(plan: Plan, profile: Profile) -> Iterator[_Stage]:
         backward_s = profile.buckets[b].backward_s
         yield _Stage(backward_s, due=("grad", b), released=("grad", b), work=("backward", b))
         if plan.updates == "in_backward":
-            yield from _update(b, profile)
+            yield from _update(b, update_s[b])
     yield _Stage(due=("step", 0), released=("step", 0))
     if plan.updates == "at_step":
         for b in range(plan.buckets):
-            yield from _update(b, profile)
+            yield from _update(b, update_s[b])
     yield _Stage(due=("end", 0), released=("end", 0))
 
 
-def _update(b: int, profile: Profile) -> Iterator[_Stage]:
+def _update(b: int, seconds: float) -> Iterator[_Stage]:
     """What is due by an update is its input, so the update waits; its end releases."""
     yield _Stage(due=("updated", b))
-    yield _Stage(profile.bucket_update_s[b], released=("updated", b), work=("update", b))
+    yield _Stage(seconds, released=("updated", b), work=("update", b))
 
 
 def _last(slots: list[Slot]) -> tuple[Slot, ...]:

@@ -10,7 +10,6 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.sim.engine import Run, run
 from offbeat.sim.group import Group, Release, Times
-from offbeat.sim.program import queue
 from offbeat.sim.ranks import Ranks
 from offbeat.trace import COMPUTE, Span, Trace
 
@@ -100,15 +99,15 @@ def _spans(group: Group, result: Run) -> Iterator[Span]:
 
 def _messages(group: Group, result: Run, places: Iterable[tuple[int, int]]) -> Iterator[Span]:
     """A message's span on a rank begins when the rank issues it, before the others may have."""
-    profile_bytes = group.program.profile.payload_bytes
+    program = group.program
     for name, iteration, position, at in sorted(group.releases, key=_issue_order):
-        payload = queue(group.program.plan, name, iteration)[position].payload
+        payload = program.queues[name, program.plan.phase(iteration)][position].payload
         link = result.links[name]
         end_s = link.arrival_s(iteration, position)
         if end_s is None:
             continue
         buckets = (payload.buckets.start, payload.buckets.stop)
-        size = profile_bytes(payload.kind, payload.buckets)
+        size = program.profile.payload_bytes(payload.kind, payload.buckets)
         free_s = link.free_s(iteration, position)
         for i, rank in places:
             start_s = max(_pick(at, i), free_s)

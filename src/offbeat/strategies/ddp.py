@@ -43,7 +43,7 @@ class DDP(Strategy):
         if cap is None:
             groups = cap_fusion(sizes, DDP_CAP_BYTES, DDP_FIRST_CAP_BYTES)
         else:
-            groups = cap_fusion(sizes, cap * MIB)
+            groups = cap_fusion(sizes, int(cap * MIB))
         return gradients_when_ready(self.name, profile, groups)
 
     def cap_mb(self, profile: Profile) -> float | None:
@@ -55,7 +55,7 @@ class DDP(Strategy):
         sizes = [bucket.size_bytes for bucket in profile.buckets]
         transfer_s = slowest.transfer_s(link.name)
 
-        def end_s(cap_bytes: float) -> float:
+        def end_s(cap_bytes: int) -> float:
             groups = cap_fusion(sizes, cap_bytes)
             return fusion_finish(groups, slowest.ready_s, transfer_s, link.latency_s)
 

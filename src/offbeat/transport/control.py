@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat.transport.device import Device
 from offbeat.transport.link import Link
@@ -29,9 +30,9 @@ class Control:
         self.timeout_s = timeout_s
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.group = new_group("gloo", timeout_s)
         store = distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore("offbeat", store)
+        self._store = PrefixStore("offbeat", store)
         self._published_s = 0.0
         self.hosts: list[str] = self.gather(socket.gethostname())
 
@@ -104,13 +105,19 @@ def bound_to(interface: str | None):
                 os.environ[name] = value
 
 
+def new_group(backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """A process group over all ranks."""
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def open_link(
     name: str, interface: str | None, device: Device, backend: str, timeout_s: float
 ) -> tuple[Link, dist.ProcessGroup]:
     """A link over all ranks on its own process group, bound to an interface."""
     with bound_to(interface):
-        group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
-    assert group is not None
+        group = new_group(backend, timeout_s)
     return Link(name, averaging(group), device), group
 
 
