@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 HOSTS ?= 4
 RATE ?= 100mbit
-STEPS ?= 60
+STEPS ?= 40
 
 .PHONY: demo test lint clean
 

@@ -203,6 +203,7 @@ def show(rate_mbit: int, repetitions: Sequence[Repetition]) -> None:
 def machine() -> dict[str, object]:
     return {
         "cpus": os.cpu_count(),
+        "load at start": round(os.getloadavg()[0], 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": metadata.version("torch"),

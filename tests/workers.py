@@ -87,7 +87,7 @@ def train(
     *,
     change: Callable[[Any], None] | None = None,
     load: tuple[dict[str, Any], dict[str, Any]] | None = None,
-    unite: bool = True,
+    slow: int | None = None,
     profile: Profile | None = None,
     **options: Any,
 ) -> Trained:
@@ -96,7 +96,7 @@ def train(
     model = build_model(case, seed=rank())
     optimizer = build_optimizer(case, model)
     if profile is None and "observe" not in options:
-        profile = profile_of(model, world_size())
+        profile = profile_of(case, world_size())
     with prepared(model, optimizer, strategy, profile=profile, **options) as (model, optimizer):
         scheduler = build_scheduler(case, optimizer)
         if load is not None:
@@ -114,10 +114,20 @@ def train(
             spy.iteration_over()
         trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
         spy.fill(trained)
-        if unite:
-            model.consolidate()
-            trained.united = bits(model)
+        trained.united = unite(model, slow)
     return trained
+
+
+def unite(model: Any, slow: int | None) -> str:
+    """Consolidate replicas that differ in their frozen parameters too; one rank comes late."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if not p.requires_grad:
+                p += rank()
+    if rank() == slow:
+        time.sleep(0.3)
+    model.consolidate()
+    return bits(model)
 
 
 class Spy:
@@ -177,7 +187,11 @@ class Spy:
 
 
 def train_cases(strategy: Strategy, cases: Sequence[Case], iterations: int) -> list[Trained]:
-    return [train(case, strategy, range(iterations)) for case in cases]
+    """The last rank is a straggler when the first case ends."""
+    slow = [world_size() - 1] + [None] * (len(cases) - 1)
+    return [
+        train(case, strategy, range(iterations), slow=s) for case, s in zip(cases, slow, strict=True)
+    ]
 
 
 def train_with_torch(case: Case, iterations: int) -> Trained:
@@ -213,10 +227,9 @@ def train_beside_torch(
 def train_in_two_halves(case: Case, strategy: Strategy, iterations: int) -> tuple[Trained, Trained]:
     """Train, consolidate, save; load into a fresh prepare and train on."""
     half = iterations // 2
-    saved: dict[str, Any] = {}
     model = build_model(case, seed=rank())
     optimizer = build_optimizer(case, model)
-    profile = profile_of(model, world_size())
+    profile = profile_of(case, world_size())
     with prepared(model, optimizer, strategy, profile=profile) as (model, optimizer):
         for t in range(half):
             optimizer.zero_grad()
@@ -225,28 +238,6 @@ def train_in_two_halves(case: Case, strategy: Strategy, iterations: int) -> tupl
         model.consolidate()
         saved = snapshot({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     first = Trained(saved["model"], saved["optimizer"])
-    load = (saved["model"], saved["optimizer"])
+    load = snapshot((saved["model"], saved["optimizer"]))  # torch loads without copying
     return first, train(case, strategy, range(half, iterations), load=load)
 
-
-def train_with_straggler(case: Case, strategy: Strategy, iterations: int, slow: int) -> list[str]:
-    """Hashes before and after consolidate(), which one rank reaches late."""
-    model = build_model(case, seed=rank())
-    frozen = next((p for p in model.parameters() if not p.requires_grad), None)
-    optimizer = build_optimizer(case, model)
-    profile = profile_of(model, world_size())
-    with prepared(model, optimizer, strategy, profile=profile) as (model, optimizer):
-        for t in range(iterations):
-            if rank() == slow:
-                time.sleep(0.02)
-            optimizer.zero_grad()
-            loss_of(model, *batch(case, rank(), t)).backward()
-            optimizer.step()
-        if frozen is not None:
-            with torch.no_grad():
-                frozen += rank()  # nothing of a replica may be left out
-        before = bits(model)
-        if rank() == slow:
-            time.sleep(0.5)
-        model.consolidate()
-        return [before, bits(model)]

@@ -14,7 +14,10 @@ from offbeat.report import write
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+    pytest.mark.timeout(300),  # a browser starts slowly on a busy machine
+]
 
 QUIET = [
     "--headless",
@@ -36,7 +39,7 @@ def dom(page, tmp_path):
     assert CHROMIUM is not None
     profile_dir = f"--user-data-dir={tmp_path / 'chromium'}"
     command = [CHROMIUM, *QUIET, profile_dir, "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
     said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert said == []
     assert done.returncode == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reference import random_plans
 from reference import simulator as reference
 
-from offbeat.plan import Plan
+from offbeat.plan import Moment, Plan, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, simulate
 from offbeat.strategies import BSP, LocalSGD
@@ -153,3 +153,23 @@ def test_one_plan_per_rank_may_be_equal_plans():
     plan = LocalSGD(period=2).plan(profile)
     copies = [Plan.from_dict(plan.to_dict()) for _ in range(3)]
     assert simulate(copies, profile) == simulate(plan, profile)
+
+
+def test_messages_of_the_last_iteration_are_followed_to_their_end():
+    # Rank 0 releases aux late in the next iteration, for which it needs rank 1 in the one after.
+    profile = Profile(PROFILE.buckets, (Link("net", 0.5, 4.0), Link("aux", 0.5, 4.0)), world_size=2)
+
+    def plan(net, aux):
+        moves = (("grad", net, "net"), ("state", aux, "aux"))
+        transfers = (
+            transfer(kind, range(2), after=after, before=before, phases=[0], link=link)
+            for kind, (after, before), link in moves
+        )
+        return Plan("late", 2, tuple(transfers))
+
+    late = Moment("end", lag=2)
+    first = plan((Moment("forward"), Moment("step")), (Moment("end", lag=1), late))
+    second = plan((Moment("forward", lag=1), Moment("end", lag=1)), (Moment("grad"), late))
+    trace = simulate([first, second], profile, iterations=1)
+    messages = [(s.rank, s.lane, s.iteration) for s in trace.spans if s.lane != COMPUTE]
+    assert sorted(messages) == [(0, "aux", 0), (0, "net", 0), (1, "aux", 0), (1, "net", 0)]
