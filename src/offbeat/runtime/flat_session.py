@@ -15,7 +15,7 @@ from offbeat.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.runtime.engine import Engine, Iteration
 from offbeat.runtime.flat import BucketSpec, Flat, specs_of_profile
-from offbeat.runtime.observe import Observer, measure_links, observing_plan
+from offbeat.runtime.observe import Observer, measure_links, observing_plan, worthwhile_bytes
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Session
 from offbeat.strategies import Strategy
@@ -52,7 +52,7 @@ class Observation:
     """How to come by a profile: BSP iterations to watch, smallest bucket, what then."""
 
     iterations: int
-    min_bucket_bytes: int
+    min_bucket_bytes: int | None
     model: str  # fingerprint
     save_to: str | None
     then_stop: bool
@@ -107,10 +107,11 @@ class FlatSession(Session):
     def _plan_from(self, observer: Observer, how: Observation) -> None:
         observer.finish()
         control = self._cluster.control
-        specs = observer.layout(control, how.min_bucket_bytes)
+        links = measure_links(self._cluster.groups, self.engine.flat, self._cluster.device)
+        least = how.min_bucket_bytes or worthwhile_bytes(links[0], self.engine.flat)
+        specs = observer.layout(control, least)
         flat = Flat(self._model, specs)
         self.engine.attach(flat)
-        links = measure_links(self._cluster.groups, flat, self._cluster.device)
         profile = observer.profile(specs, flat, links, control, how.model)
         profile = control.gather(profile)[0]  # every rank plans from the same numbers
         if how.save_to and control.rank == 0:
@@ -163,9 +164,13 @@ def build_flat(model: nn.Module, profile: Profile | None) -> Flat:
 
 
 def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
-    """Rank 0's parameters and buffers on every rank."""
+    """Rank 0's parameters and buffers on every rank; nothing is sent if all agree already, as
+    equal seeds make them do."""
+    tensors = _state(model)
+    if not _differ(tensors, cluster):
+        return
     with torch.no_grad():
-        for tensor in _state(model):
+        for tensor in tensors:
             dist.broadcast(tensor, src=0, group=_bulk(cluster))
 
 

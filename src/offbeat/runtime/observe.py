@@ -26,6 +26,7 @@ from offbeat.transport.device import Device, Mark
 
 OTHER, UPDATE = "other", "update"
 ALIKE = 1.02  # ranks whose compute times differ by less count as alike
+MIN_BUCKET_BYTES = 64 * 1024
 LINK_BUDGET_S = 5.0  # no single measured message takes longer
 
 
@@ -195,10 +196,15 @@ def measure_links(groups: dict[str, ProcessGroup], flat: Flat, device: Device) -
     )
 
 
-def _sizes(buckets: Sequence[int]) -> list[int]:
-    """A small message, typical buckets, a few of them together, the whole model."""
-    ordered = sorted(buckets)
-    total = sum(ordered)
-    middle = ordered[len(ordered) // 2]
-    typical = {4096, ordered[0], middle, ordered[-1], 4 * middle, total}
-    return sorted(size for size in typical if size <= max(total, 4096))
+def worthwhile_bytes(link: Link, flat: Flat) -> int:
+    """Smallest bucket whose message is at most a tenth latency, while there are at least twenty
+    buckets left to schedule; never below 64 KiB."""
+    total = sum(bucket.grad.nbytes for bucket in flat.buckets)
+    return max(MIN_BUCKET_BYTES, int(min(9 * link.latency_s * link.bytes_per_s, total / 20)))
+
+
+def _sizes(parameters: Sequence[int]) -> list[int]:
+    """A small message, sizes of typical buckets, the whole model."""
+    total = sum(parameters)
+    typical = {4096, total // 64, total // 20, total // 5, max(parameters), total}
+    return sorted(size for size in typical if size >= 4096) or [4096]

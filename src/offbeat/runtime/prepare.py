@@ -37,7 +37,6 @@ from offbeat.transport.device import device_of
 from offbeat.transport.link import THREAD_PREFIX
 
 OBSERVE = 6
-MIN_BUCKET_BYTES = 64 * 1024
 TIMEOUT_S = 120.0
 SAME_MODEL = "build it from the same configuration everywhere"
 
@@ -50,7 +49,7 @@ def prepare(
     profile: Profile | str | Path | None = None,
     links: Sequence[str] | None = None,
     observe: int = OBSERVE,
-    min_bucket_bytes: int = MIN_BUCKET_BYTES,
+    min_bucket_bytes: int | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[Model, Optimizer]:
     """Model and optimizer that train together with their replicas on all ranks.
@@ -59,8 +58,9 @@ def prepare(
     run`); a lone process trains alone. Without `strategy` it is the one that the launcher chose,
     else WFBP(). `profile`: a Profile that must match, or a file that is reused if it matches and
     written if not; without one the first `observe` iterations run BSP and are measured. `links`:
-    network interfaces, one link each. Buckets hold at least `min_bucket_bytes`. No wait outlasts
-    `timeout_s` seconds. ValueError on every rank if models or strategies differ between ranks.
+    network interfaces, one link each. Buckets hold at least `min_bucket_bytes`, by default what
+    makes a message worth its measured latency. No wait outlasts `timeout_s` seconds. ValueError
+    on every rank if models or strategies differ between ranks.
     """
     job = current_job()
     strategy = _chosen(strategy, job)

@@ -20,6 +20,7 @@ from offbeat.transport.device import Device
 from offbeat.transport.link import Link
 
 PUBLISH_EVERY_S = 1.0
+MEASURE_S = 1.0  # seconds spent per message size, within 3 to 15 repetitions
 
 
 class Control:
@@ -147,7 +148,8 @@ def measure_link(
         buffer = like.new_ones(max(1, size // width))
         average(buffer)  # the first one opens connections and fills the token bucket
         elapsed = like.new_zeros(1)
-        repeats = 5 if not points or points[-1][1] < budget_s / 20 else 2
+        expected_s = points[-1][1] * size / points[-1][0] if points else 0.01
+        repeats = int(min(15, max(3, MEASURE_S / expected_s)))
         times = sorted(_timed(average, buffer, device) for _ in range(repeats))
         elapsed[0] = times[len(times) // 2]
         dist.all_reduce(elapsed, op=dist.ReduceOp.AVG, group=group)
