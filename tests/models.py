@@ -28,6 +28,28 @@ class Case:
         return f"{self.model}-{self.optimizer}-{self.scheduler}"
 
 
+@dataclass(frozen=True)
+class Loop:
+    """What a user's loop does beside the usual.
+
+    `clear`: how gradients are cleared (by the optimizer, the model, set to None, or not at all);
+    `micro`: batches per step; `clip`: largest norm; `scale`: of a GradScaler; `overflow`: (rank,
+    iteration) in which a loss is infinite.
+    """
+
+    clear: str = "optimizer"
+    micro: int = 1
+    closure: bool = False
+    evaluate: bool = False
+    autocast: bool = False
+    clip: float | None = None
+    scale: float | None = None
+    overflow: frozenset[tuple[int, int]] = frozenset()
+
+
+USUAL = Loop()
+
+
 def mlp() -> nn.Module:
     """Four buckets and a frozen layer."""
     frozen = nn.Linear(5, 6).requires_grad_(False)
@@ -141,8 +163,9 @@ def batch(case: Case, rank: int, iteration: int) -> tuple[Tensor, Tensor]:
     return x.to(case.dtype), y.to(case.dtype)
 
 
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return torch.nn.functional.mse_loss(model(x), y)
+def loss_of(model: nn.Module, x: Tensor, y: Tensor, loop: Loop = USUAL) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=loop.autocast):
+        return torch.nn.functional.mse_loss(model(x), y)
 
 
 def profile_of(case: Case, world_size: int, links: Sequence[str] = ("net",)) -> Profile:

@@ -12,7 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Case, batch, build_model, build_optimizer, build_scheduler, loss_of, profile_of
+from models import (
+    USUAL,
+    Case,
+    Loop,
+    batch,
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    loss_of,
+    profile_of,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,8 +45,8 @@ class Trained:
     flights: list[tuple[int, str, str]] = field(default_factory=list)
     collectives: list[tuple[int, str, str, int]] = field(default_factory=list)
     bytes_sent: dict[str, int] = field(default_factory=dict)
+    profile: Profile | None = None
     united: str = ""  # hash of all bits after consolidate()
-    learning_rates: list[float] = field(default_factory=list)
 
 
 def rank() -> int:
@@ -85,7 +95,7 @@ def train(
     strategy: Strategy,
     iterations: range,
     *,
-    change: Callable[[Any], None] | None = None,
+    loop: Loop = USUAL,
     load: tuple[dict[str, Any], dict[str, Any]] | None = None,
     slow: int | None = None,
     profile: Profile | None = None,
@@ -102,13 +112,9 @@ def train(
         if load is not None:
             model.load_state_dict(load[0])
             optimizer.load_state_dict(load[1])
-        spy = Spy(model)
+        spy, user = Spy(model), User(case, model, optimizer, loop)
         for t in iterations:
-            optimizer.zero_grad()
-            loss_of(model, *batch(case, rank(), t)).backward()
-            if change is not None:
-                change(model)
-            optimizer.step()
+            user.iterate(t)
             if scheduler is not None:
                 scheduler.step()
             spy.iteration_over()
@@ -128,6 +134,64 @@ def unite(model: Any, slow: int | None) -> str:
         time.sleep(0.3)
     model.consolidate()
     return bits(model)
+
+
+class User:
+    """A user's training loop."""
+
+    def __init__(self, case: Case, model: Any, optimizer: Any, loop: Loop):
+        self.case, self.model, self.optimizer, self.loop = case, model, optimizer, loop
+        scale = loop.scale or 1.0
+        self.scaler = torch.amp.GradScaler("cpu", scale, enabled=loop.scale is not None)
+
+    def iterate(self, t: int) -> None:
+        if self.loop.closure:
+            assert self.optimizer.step(lambda: self.backward(t)) is not None
+            return
+        self.backward(t)
+        if self.loop.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.loop.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.loop.evaluate:
+            self.evaluate()
+
+    def backward(self, t: int) -> Tensor:
+        self.clear()
+        x, y = batch(self.case, rank(), t)
+        n = self.loop.micro
+        for part in range(n - 1):
+            with self.model.no_sync():
+                (self.loss(x[part::n], y[part::n], t) / n).backward()
+        loss = self.loss(x[n - 1 :: n], y[n - 1 :: n], t) / n
+        loss.backward()
+        return loss
+
+    def loss(self, x: Tensor, y: Tensor, t: int) -> Tensor:
+        loss = loss_of(self.model, x, y, self.loop)
+        if (rank(), t) in self.loop.overflow:
+            loss = loss * float("inf")
+        return self.scaler.scale(loss)
+
+    def clear(self) -> None:
+        if self.loop.clear == "optimizer":
+            self.optimizer.zero_grad()
+        elif self.loop.clear == "model":
+            self.model.zero_grad(set_to_none=True)
+        elif self.loop.clear == "in place":
+            self.model.zero_grad(set_to_none=False)
+        elif self.loop.clear == "none":
+            for p in self.model.parameters():
+                p.grad = None
+
+    def evaluate(self) -> None:
+        """Of other data, in evaluation mode; ranks do not do the same."""
+        self.model.eval()
+        with torch.no_grad():
+            for t in range(rank() + 1):
+                loss_of(self.model, *batch(self.case, 7, 100 + t))
+        self.model.train()
 
 
 class Spy:
@@ -162,6 +226,7 @@ class Spy:
         if self._engine is None:
             return
         trained.plan = getattr(self._session, "plan", None)
+        trained.profile = getattr(self._session, "profile", None)
         trained.flights = [flight[1:] for flight in sorted(self._flights)]
         names = self._names(trained.plan)
         trained.collectives = [
@@ -175,11 +240,12 @@ class Spy:
         """Which payload a tensor is, by where it lies."""
         flat, names = self._engine.flat, {}
         for t in plan.transfers if plan is not None else ():
-            run = t.payload.buckets
+            run, k, n = t.payload.buckets, t.payload.part, t.payload.parts
             tensors = {
                 "grad": flat.grads, "param": flat.params, "state": self._engine.state.tensors
             }[t.payload.kind](run)  # fmt: skip
-            names.update({(x.data_ptr(), x.numel()): str(t.payload) for x in tensors})
+            slices = [x[x.numel() * k // n : x.numel() * (k + 1) // n] for x in tensors]
+            names.update({(x.data_ptr(), x.numel()): str(t.payload) for x in slices})
         return names
 
 
@@ -190,7 +256,8 @@ def train_cases(strategy: Strategy, cases: Sequence[Case], iterations: int) -> l
     """The last rank is a straggler when the first case ends."""
     slow = [world_size() - 1] + [None] * (len(cases) - 1)
     return [
-        train(case, strategy, range(iterations), slow=s) for case, s in zip(cases, slow, strict=True)
+        train(case, strategy, range(iterations), slow=s)
+        for case, s in zip(cases, slow, strict=True)
     ]
 
 
@@ -240,4 +307,3 @@ def train_in_two_halves(case: Case, strategy: Strategy, iterations: int) -> tupl
     first = Trained(saved["model"], saved["optimizer"])
     load = snapshot((saved["model"], saved["optimizer"]))  # torch loads without copying
     return first, train(case, strategy, range(half, iterations), load=load)
-

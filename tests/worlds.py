@@ -106,7 +106,10 @@ def _collect(
             break
         for rank in [r for r, pipe in open_pipes.items() if pipe in ready]:
             with contextlib.suppress(EOFError, ConnectionResetError):
-                reports[rank] = pickle.loads(open_pipes[rank].recv_bytes()), time.monotonic() - started
+                reports[rank] = (
+                    pickle.loads(open_pipes[rank].recv_bytes()),
+                    time.monotonic() - started,
+                )
             del open_pipes[rank]
     return reports
 

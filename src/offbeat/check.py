@@ -66,6 +66,8 @@ def _shape(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
             yield Problem(
                 f"{t.id} must move a run of buckets within 0..{plan.buckets - 1}", plan, (t,)
             )
+        if not 0 <= t.payload.part < t.payload.parts:
+            yield Problem(f"{t.id} must be one of its {t.payload.parts} parts", plan, (t,))
         for role, moment in (("release", t.after), ("deadline", t.before)):
             if moment.bucket is not None and not 0 <= moment.bucket < plan.buckets:
                 yield Problem(
@@ -165,14 +167,11 @@ def _writer(t: Transfer, bucket: int, plan: Plan) -> Moment | None:
 
 def _moved_twice(plan: Plan) -> Iterator[Problem]:
     for a, b in combinations(plan.transfers, 2):
-        both = range(
-            max(a.payload.buckets.start, b.payload.buckets.start),
-            min(a.payload.buckets.stop, b.payload.buckets.stop),
-        )
         phases = a.phases & b.phases
-        if a.payload.kind == b.payload.kind and len(both) and phases:
+        if phases and a.payload.overlaps(b.payload):
+            bucket = max(a.payload.buckets.start, b.payload.buckets.start)
             yield Problem(
-                f"bucket {both.start} is moved twice in phases {format_phases(phases)}: "
+                f"bucket {bucket} is moved twice in phases {format_phases(phases)}: "
                 f"by {a.id} and {b.id}",
                 plan,
                 (a, b),
@@ -180,15 +179,18 @@ def _moved_twice(plan: Plan) -> Iterator[Problem]:
 
 
 def _never_moved(plan: Plan) -> Iterator[Problem]:
+    """Buckets of which some element is never averaged; slices count as their share."""
     cycle = set(range(plan.prologue, plan.prologue + plan.period))
-    moved = {
-        bucket
-        for t in plan.transfers
-        if t.phases & cycle and t.payload.kind in ("grad", "param")
-        for bucket in t.payload.buckets
-    }
-    for bucket in sorted(set(range(plan.buckets)) - moved):
-        yield Problem(f"bucket {bucket} is never moved in the period", plan)
+    moved: dict[int, set[tuple[int, int]]] = {}
+    for t in plan.transfers:
+        if t.phases & cycle and t.payload.kind in ("grad", "param"):
+            for bucket in t.payload.buckets:
+                moved.setdefault(bucket, set()).add((t.payload.part, t.payload.parts))
+    for bucket in range(plan.buckets):
+        slices = moved.get(bucket, set())
+        if not any(all((k, n) in slices for k in range(n)) for _, n in slices):
+            what = "only moved in part" if slices else "never moved"
+            yield Problem(f"bucket {bucket} is {what} in the period", plan)
 
 
 def _orders_that_disagree(plans: Sequence[Plan]) -> Iterator[Problem]:

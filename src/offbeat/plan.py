@@ -46,13 +46,27 @@ class Payload:
     """What moves: one kind of tensor of a run of neighbouring buckets (backward order).
 
     grad: gradients; param: parameters and floating-point buffers; state: optimizer state.
+    `part` of `parts` equal slices of them, by default all.
     """
 
     kind: Kind
     buckets: range
+    part: int = 0
+    parts: int = 1
 
     def __str__(self) -> str:
-        return f"{self.kind}[{self.buckets.start}:{self.buckets.stop}]"
+        slice_ = "" if self.parts == 1 else f"/{self.part + 1}of{self.parts}"
+        return f"{self.kind}[{self.buckets.start}:{self.buckets.stop}]{slice_}"
+
+    def overlaps(self, other: Payload) -> bool:
+        """Whether both hold some tensor element (or may, when cut into different numbers)."""
+        apart = self.parts == other.parts and self.part != other.part
+        return (
+            self.kind == other.kind
+            and self.buckets.start < other.buckets.stop
+            and other.buckets.start < self.buckets.stop
+            and not (apart and self.buckets == other.buckets)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +211,12 @@ def transfer(
     before: Moment,
     phases: Iterable[int],
     link: str,
+    part: int = 0,
+    parts: int = 1,
 ) -> Transfer:
-    """A transfer from its parts, the short way to write one."""
-    return Transfer(Payload(kind, buckets), after, before, frozenset(phases), link)
+    """A transfer from its fields, the short way to write one."""
+    payload = Payload(kind, buckets, part, parts)
+    return Transfer(payload, after, before, frozenset(phases), link)
 
 
 def format_phases(phases: Iterable[int]) -> str:
@@ -227,10 +244,12 @@ def _count(number: int, what: str) -> str:
 
 
 def _transfer_to_dict(t: Transfer) -> dict[str, Any]:
+    slice_ = {"part": t.payload.part, "parts": t.payload.parts} if t.payload.parts > 1 else {}
     return {
         "verb": t.verb,
         "kind": t.payload.kind,
         "buckets": [t.payload.buckets.start, t.payload.buckets.stop],
+        **slice_,
         "after": str(t.after),
         "before": str(t.before),
         "phases": format_phases(t.phases),
@@ -240,8 +259,10 @@ def _transfer_to_dict(t: Transfer) -> dict[str, Any]:
 
 def _transfer_from_dict(data: Mapping[str, Any]) -> Transfer:
     start, stop = data["buckets"]
+    run = range(int(start), int(stop))
+    kind = _one_of("kind", data["kind"], KINDS)
     return Transfer(
-        payload=Payload(_one_of("kind", data["kind"], KINDS), range(int(start), int(stop))),
+        payload=Payload(kind, run, int(data.get("part", 0)), int(data.get("parts", 1))),
         after=parse_moment(data["after"]),
         before=parse_moment(data["before"]),
         phases=parse_phases(data["phases"]),

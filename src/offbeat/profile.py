@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from offbeat.plan import Kind
+from offbeat.plan import Kind, Payload
 
 SCHEMA = 1
 
@@ -121,6 +121,15 @@ class Profile:
         """Bytes of one message of `kind` over neighbouring buckets."""
         return sum(self.buckets[i].payload_bytes(kind) for i in buckets)
 
+    def bytes_of(self, payload: Payload) -> int:
+        """Bytes of a payload; of a slice, up to one tensor element."""
+        size, parts = self.payload_bytes(payload.kind, payload.buckets), payload.parts
+        return size * (payload.part + 1) // parts - size * payload.part // parts
+
+    def seconds_of(self, payload: Payload, link: str) -> float:
+        """Time of one message with this payload."""
+        return self.message_s(link, payload.kind, payload.buckets, payload.parts)
+
     def transfer_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
         """Each bucket's share of a fused message's time, without the latency."""
         return tuple(time - latency for time, latency in self._parts(link, kind))
@@ -129,11 +138,12 @@ class Profile:
         """c_i: time of each bucket sent alone; an empty bucket takes no time."""
         return tuple(time for time, _ in self._parts(link, kind))
 
-    def message_s(self, link: str, kind: Kind, buckets: range) -> float:
-        """Time of one message over neighbouring buckets: one latency, all bytes."""
+    def message_s(self, link: str, kind: Kind, buckets: range, slices: int = 1) -> float:
+        """Time of one message over neighbouring buckets, or of one of equal slices of them: one
+        latency, all bytes."""
         parts = self._parts(link, kind)[buckets.start : buckets.stop]
         latency = max((latency for _, latency in parts), default=0.0)
-        return latency + sum(time - latency for time, latency in parts)
+        return latency + sum(time - latency for time, latency in parts) / slices
 
     def _parts(self, link: str, kind: Kind) -> tuple[tuple[float, float], ...]:
         """(time alone, latency within it) per bucket; cached, as planners ask in loops."""

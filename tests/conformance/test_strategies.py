@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import Case, profile_of
-from reference.training import Replica, bsp, consolidate, local_sgd, partial_sync, replicas
+from reference.training import Piece, Replica, bsp, consolidate, local_sgd, partial_sync, replicas
 from torch import Tensor
 from workers import (
     Trained,
@@ -20,7 +20,8 @@ from workers import (
 )
 from worlds import run_world
 
-from offbeat import DDP, Plan, Profile
+from offbeat import Plan, Profile
+from offbeat.plan import Payload
 from offbeat.sim import simulate
 from offbeat.strategies import STRATEGIES, Strategy, create
 from offbeat.trace import COMPUTE
@@ -45,6 +46,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"period": 2},
         {"period": 3, "fill": False, "solver": "balanced"},
         {"period": 3, "solver": "optimal", "average": "before_update", "state": "averaged"},
+        {"period": 2, "split": True},
+        {"period": 3, "split": True, "average": "before_update", "state": "averaged"},
     ],
 }
 STRATEGIES_UNDER_TEST: list[Strategy] = [
@@ -69,10 +72,17 @@ two_and_three = pytest.mark.parametrize("world_size", [2, 3])
 # ---- (a) the numbers ------------------------------------------------------------------------
 
 
-def sets_of(plan: Plan, profile: Profile) -> list[list[str]]:
-    """Names of the tensors that the layer sets of a plan average, per iteration."""
-    sets = zip(plan.notes["sets"], plan.notes["fill"], strict=True)
-    return [[n for b in {*s, *fill} for n in profile.buckets[b].tensors] for s, fill in sets]
+def sets_of(plan: Plan, profile: Profile) -> list[list[Piece]]:
+    """What the layer sets of a plan average, per iteration of its period."""
+    return [
+        [
+            Piece(profile.buckets[b].tensors, t.payload.part, t.payload.parts)
+            for t in plan.at(h)
+            if t.payload.kind == "param"
+            for b in t.payload.buckets
+        ]
+        for h in plan.phases
+    ]
 
 
 def layer_sets(world: list[Replica], iterations: range, strategy: Any) -> None:
@@ -189,39 +199,45 @@ def test_moves_what_the_plan_promises(strategy: Strategy, world_size: int) -> No
 
 
 def promises(plan: Plan, profile: Profile) -> Counter[tuple[int, str, str, int]]:
-    """(iteration, link, payload, bytes) of every message. Optimizers create their state in the
-    first update, so nothing of it is there to be sent before."""
+    """(iteration, link, payload, bytes) of every message."""
     expected: Counter[tuple[int, str, str, int]] = Counter()
     for t in range(ITERATIONS):
         for message in plan.at(t):
-            payload = message.payload
-            size = profile.payload_bytes(payload.kind, payload.buckets)
-            stateless = payload.kind == "state" and t == 0 and message.after.point == "grad"
-            if size and not stateless:
-                expected[t, message.link, str(payload), size] += 1
+            size = payload_bytes(profile, message.payload)
+            if size:
+                expected[t, message.link, str(message.payload), size] += 1
     return expected
 
 
+def payload_bytes(profile: Profile, payload: Payload, width: int = 8) -> int:
+    """Bytes of whole elements of `width` bytes."""
+    elements = profile.payload_bytes(payload.kind, payload.buckets) // width
+    k, n = payload.part, payload.parts
+    return (elements * (k + 1) // n - elements * k // n) * width
+
+
 @every_plan
-def test_every_bucket_is_averaged_in_every_period(strategy: Strategy) -> None:
+def test_everything_is_averaged_in_every_period(strategy: Strategy) -> None:
     """What makes all of these converge, read off the collectives and not off the plan."""
     for i, case in enumerate(CASES):
         profile = profile_of(case, 2)
         plan = strategy.plan(profile)
+        kind = "grad" if all(t.payload.kind == "grad" for t in plan.transfers) else "param"
+        everything = profile.payload_bytes(kind, range(plan.buckets))
         for rank in trained(strategy, 2):
-            kinds = {"grad", "param"} if plan.prologue else {t.payload.kind for t in plan.transfers}
             for start in range(plan.prologue, ITERATIONS - plan.period + 1):
                 period = range(start, start + plan.period)
-                assert buckets_moved(rank[i], period, kinds) >= set(range(plan.buckets))
+                assert bytes_moved(rank[i], period, kind) == everything, f"{case}, {period}"
 
 
-def buckets_moved(trained: Trained, iterations: range, kinds: set[str]) -> set[int]:
-    moved: set[int] = set()
-    for t, _, payload, _ in trained.collectives:
-        kind, _, run = payload.rstrip("]").partition("[")
-        if t in iterations and kind in kinds - {"state"}:
-            moved.update(range(*map(int, run.split(":"))))
-    return moved
+def bytes_moved(trained: Trained, iterations: range, kind: str) -> int:
+    """Bytes of the different messages of one kind in some iterations."""
+    messages = {
+        (payload, size)
+        for t, _, payload, size in trained.collectives
+        if t in iterations and payload.startswith(kind)
+    }
+    return sum(size for _, size in messages)
 
 
 # ---- (d) the same order as in the simulator -------------------------------------------------
@@ -233,9 +249,7 @@ def test_order_equals_the_simulators(strategy: Strategy, world_size: int) -> Non
     cases = CASES if world_size == 2 else CASES_OF_THREE
     for i, case in enumerate(cases):
         profile = profile_of(case, world_size)
-        trace = simulate(
-            strategy.plan(profile), profile, iterations=ITERATIONS, record=ITERATIONS
-        )
+        trace = simulate(strategy.plan(profile), profile, iterations=ITERATIONS, record=ITERATIONS)
         spans = [s for s in trace.spans if s.lane != COMPUTE and s.rank == 0]
         simulated = [(s.iteration, s.lane, s.name) for s in sorted(spans, key=lambda s: s.start_s)]
         for rank in trained(strategy, world_size):

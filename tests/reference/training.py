@@ -6,15 +6,33 @@ replicas as the real ranks must be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from models import Case, batch, build_model, build_optimizer, build_scheduler, loss_of
+from models import (
+    USUAL,
+    Case,
+    Loop,
+    batch,
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    loss_of,
+)
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 Names = Collection[str]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tensors that are averaged together, or one of equal slices of them laid end to end."""
+
+    names: tuple[str, ...]
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass
@@ -26,34 +44,35 @@ class Replica:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | None
-    change: Callable[[Replica], None] | None = None  # between backward and step, e.g. clipping
+    loop: Loop = USUAL
+    iteration: int = -1
 
     def gradients(self, iteration: int) -> None:
         """Local gradients at the local weights."""
+        self.iteration = iteration
         self.optimizer.zero_grad()
-        loss_of(self.model, *batch(self.case, self.rank, iteration)).backward()
+        loss_of(self.model, *batch(self.case, self.rank, iteration), self.loop).backward()
 
     def step(self) -> None:
-        """The local update, with whatever gradients there are."""
-        if self.change is not None:
-            self.change(self)
-        self.optimizer.step()
+        """The local update, with whatever gradients there are; none if they overflowed."""
+        if self.loop.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.loop.clip)
+        if (self.rank, self.iteration) not in self.loop.overflow:
+            self.optimizer.step()
 
     def end(self) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
 
 
-def replicas(
-    case: Case, world_size: int, change: Callable[[Replica], None] | None = None
-) -> list[Replica]:
+def replicas(case: Case, world_size: int, loop: Loop = USUAL) -> list[Replica]:
     """Replicas that start equal, as after rank 0's broadcast."""
     world = []
     for rank in range(world_size):
         model = build_model(case)
         optimizer = build_optimizer(case, model)
         scheduler = build_scheduler(case, optimizer)
-        world.append(Replica(case, rank, model, optimizer, scheduler, change))
+        world.append(Replica(case, rank, model, optimizer, scheduler, loop))
     return world
 
 
@@ -80,8 +99,9 @@ def local_sgd(
             replica.gradients(t)
             replica.step()
         if done % period == 0:
-            average_parameters(world, names_of(world))
-            treat_state(world, names_of(world), state)
+            everything = Piece(tuple(names_of(world)))
+            average_parameters(world, everything)
+            treat_state(world, everything, state)
         for replica in world:
             replica.end()
 
@@ -90,23 +110,23 @@ def partial_sync(
     world: list[Replica],
     iterations: range,
     *,
-    sets: Sequence[Names],
+    sets: Sequence[Collection[Piece]],
     average: str,
     state: str = "local",
 ) -> None:
-    """In iteration r the tensors in sets[r mod H] are averaged, the others stay local.
+    """In iteration r the pieces in sets[r mod H] are averaged, the others stay local.
 
     after_update: w_l <- mean_k(w_l^k - eta * g_l^k); before_update: w_l <- mean_k(w_l) - eta * g_k.
     """
     for r, t in enumerate(iterations):
-        mine = sets[r % len(sets)]
         for replica in world:
             replica.gradients(t)
         if average == "after_update":
             for replica in world:
                 replica.step()
-        average_parameters(world, mine)
-        treat_state(world, mine, state)
+        for piece in sets[r % len(sets)]:
+            average_parameters(world, piece)
+            treat_state(world, piece, state)
         if average == "before_update":
             for replica in world:
                 replica.step()
@@ -140,28 +160,53 @@ def average_gradients(world: list[Replica]) -> None:
                 p.grad = _mean(grads)
 
 
-def average_parameters(world: list[Replica], names: Names) -> None:
-    """w <- mean_k(w_k) of the named tensors."""
-    for name in names:
-        tensors = [_tensor(replica, name) for replica in world]
-        _assign(tensors, _mean(tensors))
+def average_parameters(world: list[Replica], piece: Piece) -> None:
+    """w <- mean_k(w_k) of a piece."""
+    average([[_tensor(replica, name) for name in piece.names] for replica in world], piece)
 
 
-def treat_state(world: list[Replica], names: Names, policy: str) -> None:
-    """What becomes of the optimizer state of the parameters that were averaged."""
-    for name in names:
-        parameters = [dict(r.model.named_parameters()).get(name) for r in world]
-        if parameters[0] is None or policy == "local":
-            continue
-        states = [r.optimizer.state.get(p) for r, p in zip(world, parameters, strict=True)]
-        if policy == "reset":
-            for replica, p in zip(world, parameters, strict=True):
+def treat_state(world: list[Replica], piece: Piece, policy: str) -> None:
+    """What becomes of the optimizer state of the parameters that were averaged. State that a
+    replica does not have counts as zero."""
+    if policy == "reset":
+        for replica in world:
+            for p in _parameters(replica, piece):
                 replica.optimizer.state.pop(p, None)
-        elif states[0]:
-            for key, value in states[0].items():
-                if isinstance(value, Tensor) and value.shape == parameters[0].shape:
-                    tensors = [s[key] for s in states]
-                    _assign(tensors, _mean(tensors))
+    elif policy == "averaged":
+        keys = {
+            (i, key)
+            for replica in world
+            for i, p in enumerate(_parameters(replica, piece))
+            for key, value in replica.optimizer.state.get(p, {}).items()
+            if isinstance(value, Tensor) and value.shape == p.shape
+        }
+        average([_state(replica, piece, sorted(keys)) for replica in world], piece)
+
+
+def average(worlds_tensors: Sequence[Sequence[Tensor]], piece: Piece) -> None:
+    """Average the piece's slice of every replica's tensors, laid end to end."""
+    if not worlds_tensors[0]:
+        return
+    flats = [torch.cat([t.detach().reshape(-1) for t in tensors]) for tensors in worlds_tensors]
+    size = len(flats[0])
+    run = slice(size * piece.part // piece.parts, size * (piece.part + 1) // piece.parts)
+    mean = _mean([flat[run] for flat in flats])
+    for flat, tensors in zip(flats, worlds_tensors, strict=True):
+        flat[run] = mean
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            _assign([tensor], part.view(tensor.shape))
+
+
+def _parameters(replica: Replica, piece: Piece) -> list[nn.Parameter]:
+    named = dict(replica.model.named_parameters())
+    return [named[name] for name in piece.names if name in named]
+
+
+def _state(replica: Replica, piece: Piece, keys: Sequence[tuple[int, str]]) -> list[Tensor]:
+    parameters, state = _parameters(replica, piece), replica.optimizer.state
+    return [
+        state.get(parameters[i], {}).get(key, torch.zeros_like(parameters[i])) for i, key in keys
+    ]
 
 
 def _copy_buffers(world: list[Replica]) -> None:

@@ -74,18 +74,23 @@ def uniform_profile(
 class _Clock:
     """Sleeps whose errors do not add up: what one oversleeps, the next one sleeps less.
 
-    The framework's own time before a layer (its call, its gradient's accumulation) counts as the
-    layer's, as a GPU hides it, but no more than that: waiting for messages is never made up for.
+    The host's time before a layer counts as the layer's, as an accelerator works while its host
+    prepares what is next: between two layers of backward (hooks, updates) up to the layer's own
+    time, elsewhere little, because there the host may be waiting for messages, which no
+    accelerator makes up for.
     """
 
     def __init__(self) -> None:
         self._late_s = 0.0
         self._woken_s = 0.0
+        self._in_backward = False
 
-    def end_of(self, seconds: float) -> float:
+    def end_of(self, seconds: float, *, backward: bool) -> float:
         """When something ends that begins now and takes `seconds`."""
         now_s = time.perf_counter()
-        return now_s + seconds - self._late_s - min(now_s - self._woken_s, _OVERHEAD_S)
+        hidden_s = seconds if backward and self._in_backward else _OVERHEAD_S
+        self._in_backward = backward
+        return now_s + seconds - self._late_s - min(now_s - self._woken_s, hidden_s)
 
     def sleep_until(self, end_s: float) -> None:
         left_s = end_s - time.perf_counter()
@@ -121,7 +126,7 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, weight: Tensor, target: Tensor, layer: _Layer) -> Tensor:
-        end_s = layer.clock.end_of(layer.forward_s)
+        end_s = layer.clock.end_of(layer.forward_s, backward=False)
         ctx.save_for_backward(weight, target)
         ctx.layer = layer
         loss = loss + layer.share * (weight[:_SAMPLE] - target).square().mean()
@@ -131,7 +136,7 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layer: _Layer = ctx.layer
-        end_s = layer.clock.end_of(layer.backward_s)
+        end_s = layer.clock.end_of(layer.backward_s, backward=True)
         weight, target = ctx.saved_tensors
         # Not divided by the number of elements: a learning rate means the same at any size.
         gradient = (weight - target).mul_(grads[0])

@@ -67,6 +67,8 @@ class DDPSession(Session):
         unite(self._model, self._cluster)
 
     def close(self) -> None:
+        if self._cluster.closed:
+            return
         if self._recorder:
             # By DDP's definition: every gradient, in every iteration.
             sent = self._bytes_per_iteration * self._iteration

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.plan import Moment, Plan, Transfer
+from offbeat.plan import Moment, Payload, Plan, Transfer
 from offbeat.runtime.flat import Flat
-from offbeat.runtime.state import StateStore
+from offbeat.runtime.state import StateStore, delegates
 from offbeat.strategies.base import StatePolicy
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device, Mark
@@ -122,6 +122,11 @@ class Engine:
         self.plan_start = self.iteration
         self._reset_state = state_policy == "reset"
         self._in_backward = plan.updates == "in_backward"
+        if self._in_backward and delegates(self.optimizer):
+            raise ValueError(
+                f"{type(self.optimizer).__name__} hands its step to another optimizer, so it "
+                "cannot step bucket by bucket; use average='before_update'"
+            )
         self._agendas = {phase: _agenda(plan, phase) for phase in plan.phases}
         self._payloads: dict[Transfer, tuple[Tensor, ...]] = {
             t: self._tensors(t) for t in plan.transfers if t.payload.kind != "state"
@@ -129,7 +134,8 @@ class Engine:
 
     def _tensors(self, t: Transfer) -> tuple[Tensor, ...]:
         run = t.payload.buckets
-        return self.flat.grads(run) if t.payload.kind == "grad" else self.flat.params(run)
+        whole = self.flat.grads(run) if t.payload.kind == "grad" else self.flat.params(run)
+        return _slices(whole, t.payload)
 
     def _members_by_group(self) -> list[list[tuple[dict[str, Any], list[nn.Parameter]]]]:
         """Per bucket: (param group, its parameters in this bucket)."""
@@ -210,13 +216,19 @@ class Engine:
             raise ValueError(
                 "a gradient is sparse; flat buckets need dense ones: use Embedding(sparse=False)"
             )
+        if p.grad.requires_grad:
+            raise ValueError(
+                "backward(create_graph=True) leaves gradients that are no plain numbers; take the "
+                "inner derivative with torch.autograd.grad(..., create_graph=True)"
+            )
         view.copy_(p.grad)
         p.grad = view
 
     def _twice(self) -> None:
         raise RuntimeError(
             "backward ran twice without optimizer.step() in between, but gradients were already "
-            "handed on; wrap all but the last backward in `with model.no_sync():`, and skip no step"
+            "handed on; wrap all but the last backward in `with model.no_sync():`, skip no step, "
+            "and use activation checkpointing with use_reentrant=False"
         )
 
     def _advance(self) -> None:
@@ -235,7 +247,8 @@ class Engine:
         for i in indices:
             flight = self._flights[i]
             if flight.transfer.payload.kind == "state":
-                flight.tensors = self.state.tensors(flight.transfer.payload.buckets)
+                payload = flight.transfer.payload
+                flight.tensors = _slices(self.state.tensors(payload.buckets), payload)
             self.links[flight.transfer.link].release(flight)
 
     def _backward_ended(self) -> None:
@@ -315,7 +328,7 @@ class Engine:
             return
         groups = self.optimizer.param_groups
         whole = [group["params"] for group, _ in members]
-        before = _scalars(members) if self.iteration == self.plan_start and b == 0 else None
+        before = _scalars(members) if self.iteration == self.plan_start else None
         for group, mine in members:
             group["params"] = mine
         # Assigned to the instance: load_state_dict and schedulers keep the same group objects.
@@ -334,7 +347,7 @@ class Engine:
             )
 
     def _gradients_untouched(self) -> None:
-        if self.flat.grad_version() != self._grad_version:
+        if self.flat.grad_version() != self._grad_version or not self.flat.grads_attached():
             raise ValueError(
                 "gradients were changed between backward and optimizer.step() (clipping or "
                 "unscaling?), but this strategy has already applied them in backward; use "
@@ -372,6 +385,14 @@ class Engine:
         )
         self._failure = error
         raise error from flight.error
+
+
+def _slices(tensors: tuple[Tensor, ...], payload: Payload) -> tuple[Tensor, ...]:
+    """The payload's part of flat tensors."""
+    if payload.parts == 1:
+        return tensors
+    k, n = payload.part, payload.parts
+    return tuple(t[t.numel() * k // n : t.numel() * (k + 1) // n] for t in tensors)
 
 
 def _agenda(plan: Plan, phase: int) -> _Agenda:

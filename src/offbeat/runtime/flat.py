@@ -44,8 +44,11 @@ def group_parameters(
             groups.append([name])
     homes = {_owner(name): i for i, names in reversed(list(enumerate(groups))) for name in names}
     carried: list[list[str]] = [[] for _ in groups]
+    every_buffer = dict(model.named_buffers())
     for name in buffers:
-        carried[homes.get(_owner(name), len(groups) - 1)].append(name)
+        home = homes.get(_owner(name), len(groups) - 1)
+        if _key(tensors[groups[home][0]]) == _key(every_buffer[name]):
+            carried[home].append(name)  # of another dtype: each rank's own until consolidate()
     specs = [
         BucketSpec(_title(tensors, names), tuple(names), tuple(more))
         for names, more in zip(groups, carried, strict=True)
@@ -76,6 +79,7 @@ def specs_of_profile(model: nn.Module, profile: Profile) -> list[BucketSpec]:
             tuple(n for n in names if n in parameters),
             tuple(n for n in names if n in buffers),
         )
+        _require_one_key(spec, [(parameters | buffers)[n] for n in names])
         size = sum(_nbytes(parameters[n]) for n in spec.parameters)
         if size != bucket.size_bytes:
             raise ValueError(
@@ -91,6 +95,16 @@ def specs_of_profile(model: nn.Module, profile: Profile) -> list[BucketSpec]:
             f"bucket; {remedy}"
         )
     return specs
+
+
+def _require_one_key(spec: BucketSpec, tensors: Sequence[Tensor]) -> None:
+    keys = dict.fromkeys(_key(t) for t in tensors)
+    if not spec.parameters or len(keys) > 1:
+        what = " and ".join(f"{dtype} on {device}" for dtype, device in keys)
+        raise ValueError(
+            f"bucket {spec.name!r} of the profile must hold parameters of one dtype on one "
+            f"device, and it holds {what if spec.parameters else 'only buffers'}; split it"
+        )
 
 
 class FlatBucket:
@@ -153,7 +167,7 @@ class Flat:
         views: list[Tensor] = []
         mine = [parameters[n] for n in spec.parameters]
         for p in mine:
-            view = _view(grads, p, grad_at)
+            view = view_like(grads, p, grad_at)
             if p.grad is not None:
                 view.copy_(p.grad)
             _rehome(flat, p, at)
@@ -195,6 +209,14 @@ class Flat:
         for bucket in self.buckets:
             for p, view in zip(bucket.parameters, bucket.grad_views, strict=True):
                 p.grad = view
+
+    def grads_attached(self) -> bool:
+        """Whether every parameter's gradient is still its view of the flat storage."""
+        return all(
+            p.grad is view
+            for bucket in self.buckets
+            for p, view in zip(bucket.parameters, bucket.grad_views, strict=True)
+        )
 
     def grad_version(self) -> int:
         """Changes whenever anyone writes a gradient in place."""
@@ -238,12 +260,12 @@ def require_supported(model: nn.Module) -> None:
 
 
 def _rehome(flat: Tensor, tensor: Tensor, offset: int) -> None:
-    view = _view(flat, tensor, offset)
+    view = view_like(flat, tensor, offset)
     view.copy_(tensor.detach())
     tensor.data = view
 
 
-def _view(flat: Tensor, like: Tensor, offset: int) -> Tensor:
+def view_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
     """View of `flat` with the shape of `like`, and its memory format where that is dense."""
     if _is_dense(like):
         return flat.as_strided(like.size(), like.stride(), offset)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import atexit
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from offbeat.runtime.observe import Observer, measure_links, observing_plan, wor
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Session
 from offbeat.strategies import Strategy
-from offbeat.transport.control import Control
+from offbeat.transport.control import Control, averaging
 from offbeat.transport.device import Device
 from offbeat.transport.link import Link
 
@@ -34,11 +35,15 @@ class Cluster:
     device: Device
     timeout_s: float
     closed: bool = False
+    leave: Callable[[], None] | None = None  # registered to run at exit; holds the session
 
     def close(self) -> bool:
         """Stop the links and drop the groups; False if a link is stuck in a collective, which
         nothing can interrupt: then the groups stay, as dropping them could abort the process."""
         self.closed = True
+        if self.leave is not None:
+            atexit.unregister(self.leave)
+            self.leave = None
         closed = [link.close() for link in self.links.values()]
         if not all(closed):
             return False
@@ -107,11 +112,14 @@ class FlatSession(Session):
     def _plan_from(self, observer: Observer, how: Observation) -> None:
         observer.finish()
         control = self._cluster.control
-        links = measure_links(self._cluster.groups, self.engine.flat, self._cluster.device)
-        least = how.min_bucket_bytes or worthwhile_bytes(links[0], self.engine.flat)
+        first = next(iter(self._cluster.groups.values()))
+        least = how.min_bucket_bytes or worthwhile_bytes(
+            first, self.engine.flat, self._cluster.device
+        )
         specs = observer.layout(control, least)
         flat = Flat(self._model, specs)
         self.engine.attach(flat)
+        links = measure_links(self._cluster.groups, flat, self._cluster.device)
         profile = observer.profile(specs, flat, links, control, how.model)
         profile = control.gather(profile)[0]  # every rank plans from the same numbers
         if how.save_to and control.rank == 0:
@@ -149,6 +157,8 @@ class FlatSession(Session):
         unite(self._model, self._cluster)
 
     def close(self) -> None:
+        if self._cluster.closed:
+            return
         if self._recorder:
             self._recorder.write({n: link.bytes_sent for n, link in self._cluster.links.items()})
         self.engine.detach()
@@ -169,9 +179,8 @@ def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
     tensors = _state(model)
     if not _differ(tensors, cluster):
         return
-    with torch.no_grad():
-        for tensor in tensors:
-            dist.broadcast(tensor, src=0, group=_bulk(cluster))
+    for tensor in tensors:
+        _from_rank_0(tensor, cluster)
 
 
 def unite(model: nn.Module, cluster: Cluster) -> None:
@@ -179,12 +188,11 @@ def unite(model: nn.Module, cluster: Cluster) -> None:
     rank 0's integers, and compare checksums."""
     tensors = _state(model)
     if _differ(tensors, cluster):
-        with torch.no_grad():
-            for tensor in tensors:
-                if tensor.is_floating_point():
-                    dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=_bulk(cluster))
-                else:
-                    dist.broadcast(tensor, src=0, group=_bulk(cluster))
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                _in_place(tensor, averaging(_bulk(cluster)))
+            else:
+                _from_rank_0(tensor, cluster)
     odd = _differ(tensors, cluster)
     if odd:
         raise RuntimeError(
@@ -197,8 +205,22 @@ def _bulk(cluster: Cluster) -> dist.ProcessGroup:
     return next(iter(cluster.groups.values()))
 
 
+def _from_rank_0(tensor: Tensor, cluster: Cluster) -> None:
+    _in_place(tensor, lambda t: dist.broadcast(t, src=0, group=_bulk(cluster)))
+
+
+def _in_place(tensor: Tensor, collective: Callable[[Tensor], object]) -> None:
+    """A collective on a tensor of any strides: it reads and writes memory as if contiguous, so
+    on a view with gaps it would write over what lies between."""
+    with torch.no_grad():
+        whole = tensor.contiguous()
+        collective(whole)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.copy_(whole)
+
+
 def _state(model: nn.Module) -> list[Tensor]:
-    """Everything that makes a replica: parameters, frozen ones too, and buffers; contiguous."""
+    """Everything that makes a replica: parameters, frozen ones too, and buffers."""
     return [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
 
 
@@ -211,11 +233,18 @@ def _differ(tensors: Sequence[Tensor], cluster: Cluster) -> list[int]:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+_CHUNK = 1 << 20  # elements; bounds the memory that a checksum takes
+
+
 def checksum(tensor: Tensor) -> int:
-    """Sum of the bits read as integers: equal for equal tensors, on any device."""
+    """Sum of the bits read as integers, weighted by odd numbers so that places count: equal for
+    equal tensors, on any device."""
     flat = tensor.detach().contiguous().view(-1)
-    width = flat.element_size()
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
-        width = flat.element_size()
-    return int(flat.view(_INTEGERS[width]).sum(dtype=torch.int64))
+    whole = flat.view(_INTEGERS[flat.element_size()])
+    weights = torch.arange(1, 2 * min(_CHUNK, whole.numel()), 2, device=flat.device)
+    total = 0
+    for i, chunk in enumerate(whole.split(_CHUNK)):
+        total += int((chunk * weights[: chunk.numel()]).sum()) * (2 * i + 1)
+    return total % 2**64

@@ -27,6 +27,7 @@ from offbeat.transport.device import Device, Mark
 OTHER, UPDATE = "other", "update"
 ALIKE = 1.02  # ranks whose compute times differ by less count as alike
 MIN_BUCKET_BYTES = 64 * 1024
+SMALL_BYTES = 4096
 LINK_BUDGET_S = 5.0  # no single measured message takes longer
 
 
@@ -187,8 +188,15 @@ def fit_link(name: str, points: Sequence[tuple[int, float]]) -> Link:
 
 
 def measure_links(groups: dict[str, ProcessGroup], flat: Flat, device: Device) -> tuple[Link, ...]:
-    """Alpha and beta of every link, over the sizes of messages that this model sends."""
-    sizes = _sizes([bucket.grad.nbytes for bucket in flat.buckets])
+    """Alpha and beta of every link, over the sizes of messages that this model sends.
+
+    Smaller messages are left out: they take a nearly constant time, which no straight line
+    through the larger ones meets.
+    """
+    buckets = sorted(bucket.grad.nbytes for bucket in flat.buckets)
+    total, middle = sum(buckets), buckets[len(buckets) // 2]
+    sizes = sorted({buckets[0], middle, buckets[-1], 2 * middle, total // 4, total})
+    sizes = [size for size in sizes if buckets[0] <= size <= total]
     like = flat.everything()[0]
     return tuple(
         fit_link(name, measure_link(group, sizes, like, device, LINK_BUDGET_S))
@@ -196,15 +204,11 @@ def measure_links(groups: dict[str, ProcessGroup], flat: Flat, device: Device) -
     )
 
 
-def worthwhile_bytes(link: Link, flat: Flat) -> int:
-    """Smallest bucket whose message is at most a tenth latency, while there are at least twenty
-    buckets left to schedule; never below 64 KiB."""
+def worthwhile_bytes(group: ProcessGroup, flat: Flat, device: Device) -> int:
+    """Smallest bucket of which at most a tenth of its message's time is what the smallest message
+    takes, while at least twenty buckets are left to schedule; never below 64 KiB."""
     total = sum(bucket.grad.nbytes for bucket in flat.buckets)
-    return max(MIN_BUCKET_BYTES, int(min(9 * link.latency_s * link.bytes_per_s, total / 20)))
-
-
-def _sizes(parameters: Sequence[int]) -> list[int]:
-    """A small message, sizes of typical buckets, the whole model."""
-    total = sum(parameters)
-    typical = {4096, total // 64, total // 20, total // 5, max(parameters), total}
-    return sorted(size for size in typical if size >= 4096) or [4096]
+    like = flat.everything()[0]
+    points = measure_link(group, [SMALL_BYTES, max(total // 4, SMALL_BYTES)], like, device, 1.0)
+    (_, least_s), (size, seconds) = points[0], points[-1]
+    return max(MIN_BUCKET_BYTES, int(min(10 * least_s * size / seconds, total / 20)))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import inspect
 import os
 import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -69,36 +71,57 @@ def prepare(
         raise ValueError(
             f"observe ({observe!r}) must be at least 1 iteration; pass a profile for none"
         )
-    if isinstance(optimizer, Optimizer):
-        raise ValueError("the optimizer is prepared already; call prepare once")
+    _require_unprepared(model, optimizer)
     require_supported(model)
     _require_own_parameters(model, optimizer)
+    _require_one_backward(optimizer)
     cluster = _connect(model, links, timeout_s)
-    fingerprint = _agree(model, strategy, cluster.control)
+    try:
+        options = (
+            f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, profile={_kind(profile)}"
+        )
+        cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
+        fingerprint = _agree(model, optimizer, strategy, cluster.control)
+        known, save_to = _known_profile(profile, job, fingerprint, cluster)
+        how = Observation(observe, min_bucket_bytes, fingerprint, save_to, job.stop_after_profile)
+        session = _session(model, optimizer, strategy, cluster, known, how, job)
+    except BaseException:
+        cluster.close()
+        raise
+    _open[model] = cluster
+    cluster.leave = partial(_leave, session, cluster)
+    atexit.register(cluster.leave)
+    return Model(model, session), Optimizer(optimizer, session)
+
+
+def _session(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    cluster: Cluster,
+    known: Profile | None,
+    how: Observation,
+    job: Job,
+) -> DDPSession | FlatSession:
     broadcast_model(model, cluster)
     recorder = (
         Recorder(job.record_dir, cluster.control.rank, cluster.device) if job.record_dir else None
     )
     if recorder:
         recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
-    known, cache = _known_profile(profile, job, fingerprint, cluster)
-    if isinstance(strategy, DDP) and not job.stop_after_profile:
-        session: DDPSession | FlatSession = _ddp(
-            model, optimizer, strategy, known, cluster, recorder
-        )
-    else:
-        session = FlatSession(
-            model, optimizer, strategy, cluster, recorder, build_flat(model, known)
-        )
+    if isinstance(strategy, DDP) and not how.then_stop:
+        return _ddp(model, optimizer, strategy, known, cluster, recorder)
+    session = FlatSession(model, optimizer, strategy, cluster, recorder, build_flat(model, known))
+    try:
         if known is not None:
             session.run_from(known)
         else:
-            session.observe(
-                Observation(observe, min_bucket_bytes, fingerprint, cache, job.stop_after_profile)
-            )
+            session.observe(how)
         session.engine.begin()
-    atexit.register(_leave, session, cluster)
-    return Model(model, session), Optimizer(optimizer, session)
+    except BaseException:
+        session.engine.detach()
+        raise
+    return session
 
 
 def _chosen(strategy: Strategy | None, job: Job) -> Strategy:
@@ -117,6 +140,33 @@ def _positive(name: str, value: float) -> float:
     if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ValueError(f"{name} ({value!r}) must be a number of seconds above 0")
     return float(value)
+
+
+_open: WeakKeyDictionary[nn.Module, Cluster] = WeakKeyDictionary()  # models and their sessions
+
+
+def _require_unprepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, Optimizer):
+        raise ValueError("the optimizer is prepared already; call prepare once")
+    if isinstance(model, Model) or (model in _open and not _open[model].closed):
+        raise ValueError(
+            "the model is prepared already; call prepare once, or model.close() before"
+        )
+
+
+def _require_one_backward(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} runs backward several times in one step; only optimizers "
+            "whose step() can do without a closure are supported"
+        )
+
+
+def _kind(profile: Profile | str | Path | None) -> str:
+    if profile is None:
+        return "none"
+    return "given" if isinstance(profile, Profile) else "a file"
 
 
 def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -138,8 +188,10 @@ def _connect(model: nn.Module, interfaces: Sequence[str] | None, timeout_s: floa
     device = device_of(where)
     backend = "nccl" if where.type == "cuda" else "gloo"
     names = [(i, i) for i in interfaces] if interfaces is not None else current_links()
-    if not names or len({name for name, _ in names}) < len(names):
-        raise ValueError(f"links ({interfaces!r}) must name at least one interface, each once")
+    if isinstance(interfaces, str) or not names or len({name for name, _ in names}) < len(names):
+        raise ValueError(
+            f"links ({interfaces!r}) must be a list of network interfaces, at least one, each once"
+        )
     joined_here = not dist.is_initialized()
     if joined_here:
         _join(backend, timeout_s)
@@ -168,12 +220,14 @@ def _join(backend: str, timeout_s: float) -> None:
         ) from error
 
 
-def _agree(model: nn.Module, strategy: Strategy, control: Control) -> str:
+def _agree(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, control: Control
+) -> str:
     """Fingerprint of the model, after making sure that all ranks are about to do the same."""
     settings = f"{strategy.name} {strategy.settings()}"
     control.agree("the strategy", settings, "start every rank with the same settings")
     tensors = [
-        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad, p.stride())
         for name, p in model.named_parameters()
     ]
     everyone = control.gather(tensors)
@@ -185,16 +239,29 @@ def _agree(model: nn.Module, strategy: Strategy, control: Control) -> str:
             )
     buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
     control.agree("the model's buffers", buffers, SAME_MODEL)
+    control.agree("the optimizer", _setup(optimizer), "build the same one everywhere")
     return hashlib.sha256(repr(tensors).encode()).hexdigest()[:16]
 
 
 def _first_difference(mine: list[Any], theirs: list[Any], rank: int) -> str:
     for a, b in zip(mine, theirs, strict=False):
         if a != b:
-            return (
-                f"rank 0 has {a[0]!r} {list(a[1])} {a[2]}, rank {rank} {b[0]!r} {list(b[1])} {b[2]}"
-            )
+            return f"rank 0 has {_describe(a)}, rank {rank} {_describe(b)}"
     return f"rank 0 has {len(mine)} parameters, rank {rank} {len(theirs)}"
+
+
+def _describe(tensor: tuple[Any, ...]) -> str:
+    name, shape, dtype, trainable, strides = tensor
+    kind = "trainable" if trainable else "frozen"
+    return f"{name!r} {list(shape)} {dtype} {kind} with strides {list(strides)}"
+
+
+def _setup(optimizer: torch.optim.Optimizer) -> str:
+    """What the optimizers of all ranks must have in common."""
+    plain = (bool, int, float, str, tuple, type(None))
+    settings = {k: v for k, v in sorted(optimizer.defaults.items()) if isinstance(v, plain)}
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} {settings} for groups of {sizes} parameters"
 
 
 # ---- profiles -------------------------------------------------------------------------------

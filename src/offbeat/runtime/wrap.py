@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -77,8 +77,21 @@ class Model(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        if assign:
+            raise ValueError(
+                "assign (True) would put tensors in the place of those that are synchronized; "
+                "leave it out, or load before offbeat.prepare"
+            )
+        return self.module.load_state_dict(state_dict, strict)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
+        """`to`, `double`, `cuda`: nothing may move out of its bucket."""
+        if any(fn(t.detach()).data_ptr() != t.data_ptr() for t in self.parameters() if t.numel()):
+            raise ValueError("move or convert the model before offbeat.prepare, not after it")
+        return super()._apply(fn, recurse)
 
     def __getattr__(self, name: str) -> Any:
         try:

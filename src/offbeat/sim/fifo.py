@@ -27,7 +27,7 @@ class FifoLink:
         self._message_s: list[float] = []
         self._released: dict[int, tuple[int, float]] = {}  # by how many groups, when last
         self._phase_s = [
-            [profile.message_s(name, t.payload.kind, t.payload.buckets) / rate for t in transfers]
+            [profile.seconds_of(t.payload, name) / rate for t in transfers]
             for transfers in (queue(plan, name, phase) for phase in plan.phases)
         ]
 

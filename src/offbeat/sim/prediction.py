@@ -189,6 +189,6 @@ def _bytes(plan: Plan, profile: Profile, window: range) -> dict[str, float]:
     total = {link.name: 0.0 for link in profile.links}
     for phase, count in Counter(map(plan.phase, window)).items():
         for t in plan.at(phase):
-            size = profile.payload_bytes(t.payload.kind, t.payload.buckets)
+            size = profile.bytes_of(t.payload)
             total[t.link] += size * count / len(window)
     return total

@@ -107,7 +107,7 @@ def _messages(group: Group, result: Run, places: Iterable[tuple[int, int]]) -> I
         if end_s is None:
             continue
         buckets = (payload.buckets.start, payload.buckets.stop)
-        size = program.profile.payload_bytes(payload.kind, payload.buckets)
+        size = program.profile.bytes_of(payload)
         free_s = link.free_s(iteration, position)
         for i, rank in places:
             start_s = max(_pick(at, i), free_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -47,6 +48,15 @@ class PartialSync(Strategy):
         return self.state
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What a partial synchronization moves at once: a bucket, or one of equal slices of it."""
+
+    bucket: int
+    part: int = 0
+    parts: int = 1
+
+
 def layer_times(
     profile: Profile, average: Average, state: StatePolicy
 ) -> tuple[list[float], list[float]]:
@@ -65,22 +75,34 @@ def layer_times(
 
 
 def partial_plan(
-    name: str, profile: Profile, sets: Sets, fill: Sets, average: Average, state: StatePolicy
+    name: str,
+    profile: Profile,
+    sets: Sets,
+    fill: Sets,
+    average: Average,
+    state: StatePolicy,
+    pieces: Sequence[Piece] = (),
 ) -> Plan:
-    """Plan that averages bucket b in the iterations h with b in sets[h] or fill[h]."""
+    """Plan that averages piece i in the iterations h with i in sets[h] or fill[h].
+
+    `pieces` says what the sets' indices stand for, by default the buckets.
+    """
     size = len(profile.buckets)
+    pieces = pieces or [Piece(bucket) for bucket in range(size)]
     kinds: tuple[Kind, ...] = ("param", "state") if state == "averaged" else ("param",)
     after_update = average == "after_update"
     transfers = [
         transfer(
             kind,
-            range(bucket, bucket + 1),
-            after=Moment("updated" if after_update else "grad", bucket),
+            range(piece.bucket, piece.bucket + 1),
+            after=Moment("updated" if after_update else "grad", piece.bucket),
             before=Moment("end" if after_update else "step"),
-            phases=[h for h in range(len(sets)) if bucket in sets[h] or bucket in fill[h]],
+            phases=[h for h in range(len(sets)) if i in sets[h] or i in fill[h]],
             link=profile.default_link.name,
+            part=piece.part,
+            parts=piece.parts,
         )
-        for bucket in range(size)
+        for i, piece in enumerate(pieces)
         for kind in kinds
     ]
     return Plan(
@@ -89,5 +111,9 @@ def partial_plan(
         tuple(transfers),
         period=len(sets),
         updates="in_backward" if after_update else "at_step",
-        notes={"sets": [list(s) for s in sets], "fill": [list(f) for f in fill]},
+        notes={"sets": _buckets(sets, pieces), "fill": _buckets(fill, pieces)},
     )
+
+
+def _buckets(sets: Sets, pieces: Sequence[Piece]) -> list[list[int]]:
+    return [sorted({pieces[i].bucket for i in members}) for members in sets]

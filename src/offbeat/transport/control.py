@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat.transport.device import Device
-from offbeat.transport.link import Link
+from offbeat.transport.link import THREAD_PREFIX, Link
 
 PUBLISH_EVERY_S = 1.0
+STORE_ANSWERS_S = 3.0
+STORE_IS_SILENT = "The store of rank 0 does not answer: rank 0 or its host is gone."
 MEASURE_S = 1.0  # seconds spent per message size, within 3 to 15 repetitions
 
 
@@ -67,11 +70,25 @@ class Control:
             self._store.set(f"progress/{self.rank}", json.dumps([iteration, time.time()]))
 
     def behind(self) -> str:
-        """Words on who is behind or silent, from what every rank published last."""
+        """Words on who is behind or silent, from what every rank published last.
+
+        The store lives in rank 0; while that is stopped, asking it never returns, hence the
+        thread. Its name says that it may be stuck in a call that nothing can interrupt.
+        """
+        words: list[str] = []
+        name = f"{THREAD_PREFIX}store"
+        asking = threading.Thread(
+            target=lambda: words.append(self._last_heard()), name=name, daemon=True
+        )
+        asking.start()
+        asking.join(STORE_ANSWERS_S)
+        return words[0] if words else STORE_IS_SILENT
+
+    def _last_heard(self) -> str:
         try:
             seen = [self._progress(rank) for rank in range(self.world_size)]
         except RuntimeError:
-            return "The store of rank 0 does not answer: rank 0 or its host is gone."
+            return STORE_IS_SILENT
         words = []
         for rank, progress in enumerate(seen):
             host = self.hosts[rank] if hasattr(self, "hosts") else "?"
