@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
+from torch.utils.checkpoint import checkpoint
 
 from offbeat import Profile
 from offbeat.profile import Bucket, Link
@@ -114,8 +115,41 @@ class Branches(nn.Module):
         return self.head(torch.tanh(branch(torch.tanh(self.trunk(x)))))
 
 
+class Checkpointed(Backwards):
+    """Every layer's activations are computed again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.middle, self.head):
+            x = checkpoint(layer, torch.tanh(x), use_reentrant=False)
+        return x
+
+
+class Compiled(Backwards):
+    """Every layer is compiled by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, layer in list(self.named_children()):
+            setattr(self, name, torch.compile(layer, backend="aot_eager"))
+
+
+class Mixed(nn.Module):
+    """A bfloat16 layer between two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.middle = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(torch.tanh(self.first(x)).to(self.middle.weight.dtype))
+        return self.last(torch.tanh(x).to(self.last.weight.dtype))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp, "conv": conv, "backwards": Backwards, "tied": Tied, "branches": Branches,
+    "checkpointed": Checkpointed, "compiled": Compiled, "mixed": Mixed,
 }  # fmt: skip
 
 
@@ -124,7 +158,10 @@ STATE_COPIES = {"sgd": 0, "nesterov": 1, "groups": 1, "adam": 2, "adamw": 2}
 
 def build_model(case: Case, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return MODELS[case.model]().to(case.dtype)
+    model = MODELS[case.model]().to(case.dtype)
+    if isinstance(model, Mixed):
+        model.middle.to(torch.bfloat16)
+    return model
 
 
 def build_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:

@@ -252,6 +252,12 @@ class Spy:
 # ---- conformance ----------------------------------------------------------------------------
 
 
+def train_with(
+    case: Case, strategy: Strategy, iterations: range, loop: Loop, options: dict[str, Any]
+) -> Trained:
+    return train(case, strategy, iterations, loop=loop, **options)
+
+
 def train_cases(strategy: Strategy, cases: Sequence[Case], iterations: int) -> list[Trained]:
     """The last rank is a straggler when the first case ends."""
     slow = [world_size() - 1] + [None] * (len(cases) - 1)

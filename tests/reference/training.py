@@ -76,14 +76,23 @@ def replicas(case: Case, world_size: int, loop: Loop = USUAL) -> list[Replica]:
     return world
 
 
-def bsp(world: list[Replica], iterations: range, broadcast_buffers: bool = False) -> None:
-    """g <- mean_k(g_k), then every replica steps. DDP also takes rank 0's buffers first."""
+def bsp(
+    world: list[Replica],
+    iterations: range,
+    *,
+    broadcast_buffers: bool = False,
+    absent_is_zero: bool = False,
+) -> None:
+    """g <- mean_k(g_k), then every replica steps. DDP also takes rank 0's buffers first.
+
+    A parameter that no replica has used keeps no gradient, or gets zeros.
+    """
     for t in iterations:
         if broadcast_buffers:
             _copy_buffers(world)
         for replica in world:
             replica.gradients(t)
-        average_gradients(world)
+        average_gradients(world, absent_is_zero)
         for replica in world:
             replica.step()
             replica.end()
@@ -151,10 +160,11 @@ def names_of(world: list[Replica]) -> list[str]:
     return [n for n, p in model.named_parameters() if p.requires_grad] + buffers
 
 
-def average_gradients(world: list[Replica]) -> None:
-    """A replica that has no gradient counts as zero; nobody has one: nobody gets one."""
+def average_gradients(world: list[Replica], absent_is_zero: bool = False) -> None:
+    """A replica that has no gradient counts as zero."""
     for parameters in zip(*(replica.model.parameters() for replica in world), strict=True):
-        if any(p.grad is not None for p in parameters):
+        trainable = parameters[0].requires_grad
+        if any(p.grad is not None for p in parameters) or (absent_is_zero and trainable):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             for p in parameters:
                 p.grad = _mean(grads)

@@ -1,0 +1,214 @@
+"""What the ranks do in the tests of single features: unusual models, optimizers and loops."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from models import Case, build_model, build_optimizer, profile_of
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from workers import Trained, bits, prepared, rank, train, world_size
+
+from offbeat import WFBP, Plan, Profile, Strategy
+from offbeat.plan import Moment, transfer
+
+CASE = Case("mlp", "nesterov", "step")
+
+
+def inputs(t: int, like: Tensor | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * t + rank())
+    return torch.randn(
+        4, 5, generator=generator, dtype=torch.float64 if like is None else like.dtype
+    )
+
+
+def backward_twice(strategy: Strategy) -> None:
+    model, optimizer = build(CASE)
+    with prepared(model, optimizer, strategy, profile=profile_of(CASE, 1)) as (model, _):
+        for _ in range(2):
+            model(inputs(0)).sum().backward()
+
+
+def drop_a_gradient(strategy: Strategy) -> bool:
+    """Set a gradient to None between backward and step; whether its parameter stayed."""
+    model, optimizer = build(CASE)
+    before = model[6].weight.detach().clone()
+    with prepared(model, optimizer, strategy, profile=profile_of(CASE, 1)) as (model, optimizer):
+        for t in range(3):
+            optimizer.zero_grad()
+            model(inputs(t)).sum().backward()
+            model[6].weight.grad = None
+            optimizer.step()
+        return bool(torch.equal(model[6].weight, before))
+
+
+def backward_with_graph() -> None:
+    model, optimizer = build(CASE)
+    with prepared(model, optimizer, WFBP(), profile=profile_of(CASE, 1)) as (model, optimizer):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own: it advises against create_graph
+            model(inputs(0)).sum().backward(create_graph=True)
+
+
+def reentrant_checkpointing() -> None:
+    class Blocks(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = checkpoint(layer, x, use_reentrant=True)
+            return x
+
+    model = Blocks(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with prepared(model, optimizer, WFBP(), observe=1) as (model, optimizer):
+        model(inputs(0).requires_grad_()).sum().backward()
+
+
+# ---- optimizers -----------------------------------------------------------------------------
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a counter in its param groups, as schedule-free optimizers do."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps another optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+        self.state = inner.state
+        self.steps = 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.steps += 1
+        return self.inner.step(closure)
+
+
+def train_counting(strategy: Strategy) -> int:
+    model, _ = build(CASE)
+    optimizer = Counting([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    steps(model, optimizer, strategy)
+    return optimizer.param_groups[0]["k"]
+
+
+def train_wrapped(strategy: Strategy) -> int:
+    """Steps of an optimizer that wraps another; none may be made in secret."""
+    model, inner = build(CASE)
+    optimizer = Wrapper(inner)
+    steps(model, optimizer, strategy)
+    return optimizer.steps
+
+
+def train_half(strategy: Strategy) -> list[bool]:
+    """Whether the parameters moved that the optimizer has, and those that it does not have."""
+    model, _ = build(CASE)
+    optimizer = torch.optim.Adam(model[6].parameters(), lr=0.1)
+    before = [model[i].weight.detach().clone() for i in (6, 4)]
+    steps(model, optimizer, strategy)
+    return [not torch.equal(model[i].weight, b) for i, b in zip((6, 4), before, strict=True)]
+
+
+def build(case: Case) -> tuple[Any, torch.optim.Optimizer]:
+    model = build_model(case)
+    return model, build_optimizer(case, model)
+
+
+def steps(model: Any, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    profile = profile_of(CASE, world_size())
+    with prepared(model, optimizer, strategy, profile=profile) as (model, optimizer):
+        for t in range(4):
+            optimizer.zero_grad()
+            model(inputs(t)).pow(2).mean().backward()
+            optimizer.step()
+
+
+# ---- links ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TwoLinks(Strategy):
+    """Every bucket by itself, the links in turn."""
+
+    name: ClassVar[str] = "two-links"
+    citation: ClassVar[str] = "tests"
+
+    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+        size = len(profile.buckets)
+        transfers = tuple(
+            transfer(
+                "grad",
+                range(b, b + 1),
+                after=Moment("grad", b),
+                before=Moment("step"),
+                phases=[0],
+                link=profile.links[b % 2].name,
+            )
+            for b in range(size)
+        )
+        return Plan(self.name, size, transfers)
+
+    def bound_s(self, profile: Profile) -> float:
+        return 0.0
+
+
+def train_on_two_links() -> Trained:
+    links = [{"name": name, "interface": "lo"} for name in ("a", "b")]
+    os.environ["OFFBEAT_LINKS"] = json.dumps(links)
+    profile = profile_of(CASE, world_size(), links=("a", "b"))
+    return train(CASE, TwoLinks(), range(8), profile=profile)
+
+
+# ---- shapes ---------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """A scalar, an empty parameter, channels_last and transposed weights, a buffer with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.conv = nn.Conv2d(4, 3, 2).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(3, 3).t())
+        self.whole = torch.arange(4.0).repeat(3, 1)
+        self.register_buffer("sliced", self.whole[:, ::2])
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("spectrum", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return (self.conv(x).mean((2, 3)) @ self.turned) * self.scale + self.empty.sum()
+
+
+def train_odd_shapes(strategy: Strategy) -> dict[str, Any]:
+    torch.manual_seed(rank())
+    model = Odd()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with prepared(model, optimizer, strategy, observe=2, min_bucket_bytes=1) as (model, optimizer):
+        for t in range(6):
+            optimizer.zero_grad()
+            x = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(10 * t + rank()))
+            model(x).pow(2).sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            for tensor in (model.sliced, model.count, model.spectrum):
+                tensor += rank()
+        model.mask[rank()] = True
+        model.consolidate()
+        return {
+            "bits": bits(model),
+            "strides": [model.conv.weight.stride(), model.turned.stride()],
+            "between": model.whole[:, 1::2].tolist(),
+        }

@@ -1,0 +1,297 @@
+"""What users' loops do: every one of them trains as its reference does, or says why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import oddities
+import workers
+from comparing import assert_close, assert_same, sets_of
+from models import Case, Loop, build_model, profile_of
+from reference.training import Replica, bsp, local_sgd, partial_sync, replicas
+from workers import Trained
+from worlds import run_world, watch_world
+
+from offbeat import BSP, DDP, WFBP, DreamDDP, LocalSGD, PartialSync, Strategy
+
+CASE = Case("mlp", "nesterov", "step")
+ITERATIONS = 8
+EAGER = WFBP(fusion="none")
+AFTER = PartialSync(period=2)
+BEFORE = PartialSync(period=2, average="before_update")
+LOCAL = LocalSGD(period=3)
+EVERYONE = frozenset({(0, 2), (1, 2), (1, 5), (0, 5)})
+
+names = {"ids": str}
+
+
+def equations(
+    world: list[Replica], iterations: range, strategy: Any, trained: Trained | None = None
+) -> None:
+    """The reference of a strategy, on the measured plan if there is one."""
+    if isinstance(strategy, LocalSGD):
+        local_sgd(world, iterations, period=strategy.period, state=strategy.state)
+    elif isinstance(strategy, (PartialSync, DreamDDP)):
+        profile = trained.profile if trained else profile_of(world[0].case, len(world))
+        sets = sets_of(strategy.plan(profile), profile)
+        partial_sync(world, iterations, sets=sets, average=strategy.average, state=strategy.state)
+    else:
+        bsp(world, iterations, broadcast_buffers=isinstance(strategy, DDP))
+
+
+def check(
+    strategy: Strategy, loop: Loop, case: Case = CASE, reference: Loop | None = None, **options: Any
+) -> list[Trained]:
+    """Train two ranks so and compare them with the reference; returns what they have."""
+    ranks = run_world(workers.train_with, 2, case, strategy, range(ITERATIONS), loop, options)
+    world = replicas(case, 2, reference or loop)
+    observed = options.get("observe", 0)
+    bsp(world, range(observed))
+    equations(world, range(observed, ITERATIONS), strategy, ranks[0] if observed else None)
+    tolerance = 1e-12 if case.dtype == torch.float64 else 1e-5
+    for mine, replica in zip(ranks, world, strict=True):
+        assert_same(mine, replica, f"rank {replica.rank}", tolerance)
+    return ranks
+
+
+# ---- gradients ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clear", ["model", "none", "in place"])
+@pytest.mark.parametrize("strategy", [EAGER, AFTER, BEFORE], **names)
+def test_gradients_may_be_cleared_in_any_way(strategy: Strategy, clear: str) -> None:
+    check(strategy, Loop(clear=clear))
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), AFTER, BEFORE, LOCAL], **names)
+def test_accumulation_equals_a_big_batch(strategy: Strategy, clear: str) -> None:
+    check(strategy, Loop(micro=3, clear=clear), reference=Loop())
+
+
+def test_backward_twice_is_an_error() -> None:
+    for strategy in (EAGER, AFTER, LOCAL):
+        [outcome] = watch_world(oddities.backward_twice, 1, strategy)
+        assert outcome.kind == "RuntimeError"
+        assert "wrap all but the last backward in `with model.no_sync():`" in outcome.error
+
+
+@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), BEFORE, LOCAL], **names)
+def test_clipping(strategy: Strategy) -> None:
+    """Between backward and step there are averaged gradients, or a rank's own where the strategy
+    averages parameters: clipping sees what it would see in plain PyTorch."""
+    check(strategy, Loop(clip=0.05))
+
+
+def test_clipping_what_was_already_applied_is_an_error() -> None:
+    for case in (CASE, Case("branches")):
+        [outcome] = watch_world(workers.train_with, 1, case, AFTER, range(2), Loop(clip=0.05), {})
+        assert outcome.kind == "ValueError"
+        assert "gradients were changed between backward and optimizer.step()" in outcome.error
+        assert "use average='before_update'" in outcome.error
+
+
+def test_dropping_a_gradient() -> None:
+    """As plain PyTorch: no gradient, no update. An error where the update has happened."""
+    [frozen] = run_world(oddities.drop_a_gradient, 1, EAGER)
+    assert frozen
+    [outcome] = watch_world(oddities.drop_a_gradient, 1, AFTER)
+    assert "use average='before_update'" in outcome.error
+
+
+def test_create_graph_is_an_error() -> None:
+    [outcome] = watch_world(oddities.backward_with_graph, 1)
+    assert "torch.autograd.grad(..., create_graph=True)" in outcome.error
+
+
+# ---- mixed precision ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("strategy", [EAGER, DDP(), BEFORE, LOCAL], **names)
+def test_gradient_scaler(strategy: Strategy, clip: float | None) -> None:
+    """Scales are powers of two, so scaling changes no digit."""
+    loop = Loop(scale=1024.0, clip=clip)
+    check(strategy, loop, reference=replace(loop, scale=None))
+
+
+@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP()], **names)
+def test_overflow_on_one_rank_skips_everyones_update(strategy: Strategy) -> None:
+    loop = Loop(scale=1024.0, overflow=frozenset({(0, 2), (1, 5)}))
+    everyone = Loop(overflow=EVERYONE)
+    check(strategy, loop, reference=replace(everyone, clip=None))
+
+
+@pytest.mark.parametrize("strategy", [BEFORE, LOCAL], **names)
+def test_overflow_skips_that_ranks_update(strategy: Strategy) -> None:
+    """The rank stays in step with the others: it sends and receives as if nothing had happened."""
+    check(strategy, Loop(scale=1024.0, overflow=frozenset({(0, 2), (1, 5)})))
+
+
+def test_scaler_with_updates_in_backward_is_an_error() -> None:
+    [outcome] = watch_world(workers.train_with, 1, CASE, AFTER, range(2), Loop(scale=8.0), {})
+    assert outcome.kind == "ValueError"
+    assert "GradScaler cannot unscale gradients" in outcome.error
+    assert "average='before_update', or bf16 autocast" in outcome.error
+
+
+@pytest.mark.parametrize("strategy", [EAGER, AFTER, BEFORE], **names)
+def test_bf16_autocast(strategy: Strategy) -> None:
+    check(strategy, Loop(autocast=True), replace(CASE, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("strategy", [EAGER, AFTER, LocalSGD(period=2, state="averaged")], **names)
+def test_parameters_of_several_dtypes(strategy: Strategy) -> None:
+    """Buckets of two dtypes; a message of several buckets is one collective per dtype."""
+    check(strategy, Loop(), Case("mixed", "nesterov", dtype=torch.float32))
+
+
+# ---- models ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [AFTER, BEFORE, LOCAL], **names)
+def test_unused_parameters_are_skipped_as_in_plain_pytorch(strategy: Strategy) -> None:
+    """A rank updates what it used; averages include everyone."""
+    for optimizer in ("nesterov", "adam"):
+        check(strategy, Loop(), Case("branches", optimizer))
+
+
+@pytest.mark.parametrize("state", ["averaged", "reset"])
+def test_state_of_parameters_that_some_ranks_never_used(state: Any) -> None:
+    """Missing state counts as zero, and never as another parameter's."""
+    for strategy in (LocalSGD(period=2, state=state), PartialSync(period=2, state=state)):
+        check(strategy, Loop(), Case("branches", "adam"))
+
+
+@pytest.mark.parametrize("strategy", [BSP(), EAGER], **names)
+def test_a_gradient_that_one_rank_lacks_counts_as_zero(strategy: Strategy) -> None:
+    """Unlike plain PyTorch also where no rank has one: the update sees zero, not None."""
+    ranks = run_world(
+        workers.train_with, 2, Case("branches", "nesterov"), strategy, range(ITERATIONS), Loop(), {}
+    )
+    world = replicas(Case("branches", "nesterov"), 2)
+    bsp(world, range(ITERATIONS), absent_is_zero=True)
+    for mine, replica in zip(ranks, world, strict=True):
+        assert_same(mine, replica, f"rank {replica.rank}")
+
+
+def test_order_of_execution_is_observed() -> None:
+    """Registered backwards: buckets are in the order in which gradients get ready."""
+    for strategy in (EAGER, AFTER):
+        ranks = check(strategy, Loop(), Case("backwards", "sgd"), observe=3, min_bucket_bytes=1)
+        for rank in ranks:
+            assert [bucket.name for bucket in rank.profile.buckets] == ["head", "middle", "first"]
+
+
+def test_tied_weights() -> None:
+    """One parameter, ready only when both uses have their gradient: in the last bucket."""
+    for strategy in (EAGER, AFTER, BEFORE):
+        ranks = check(strategy, Loop(), Case("tied", "nesterov"), observe=3, min_bucket_bytes=1)
+        buckets = [bucket.tensors for bucket in ranks[0].profile.buckets]
+        assert [sorted(names) for names in buckets] == [
+            ["middle.bias", "middle.weight"],
+            ["embedding.weight"],
+        ]
+
+
+@pytest.mark.parametrize("strategy", [EAGER, AFTER, BEFORE], **names)
+def test_activation_checkpointing(strategy: Strategy) -> None:
+    check(strategy, Loop(), Case("checkpointed", "nesterov"))
+
+
+def test_reentrant_checkpointing_says_what_to_do() -> None:
+    [outcome] = watch_world(oddities.reentrant_checkpointing, 1)
+    assert "use activation checkpointing with use_reentrant=False" in outcome.error
+
+
+@pytest.mark.parametrize("strategy", [EAGER, LOCAL], **names)
+def test_compiled_blocks(strategy: Strategy) -> None:
+    """Captured and differentiated by the compiler, but with no machine code made, for time."""
+    case = Case("compiled", "nesterov")
+    ranks = run_world(workers.train_with, 2, case, strategy, range(6), Loop(), {"observe": 2})
+    world = replicas(replace(case, model="backwards"), 2)
+    bsp(world, range(2))
+    equations(world, range(2, 6), strategy, ranks[0])
+    for mine, replica in zip(ranks, world, strict=True):
+        plain = {n.replace("_orig_mod.", ""): t for n, t in mine.model.items()}
+        assert_close(plain, replica.model.state_dict(), f"rank {replica.rank}")
+
+
+# ---- loops ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [EAGER, DDP(), AFTER, BEFORE], **names)
+def test_step_with_a_closure(strategy: Strategy) -> None:
+    check(strategy, Loop(closure=True))
+
+
+@pytest.mark.parametrize("strategy", [EAGER, AFTER, LocalSGD(period=2)], **names)
+def test_evaluation_between_iterations(strategy: Strategy) -> None:
+    """Different on every rank, during observation too."""
+    check(strategy, Loop(evaluate=True), Case("conv", "nesterov"))
+    check(strategy, Loop(evaluate=True), observe=3, min_bucket_bytes=1)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [BSP(), EAGER, LocalSGD(period=2), AFTER, BEFORE, DreamDDP(period=2), DreamDDP(3, split=True)],
+    **names,
+)
+def test_observed_iterations_come_first(strategy: Strategy) -> None:
+    """Three iterations of BSP, then the strategy, counted from 0, on the measured plan; batch
+    norm's statistics travel with the parameters from then on."""
+    ranks = check(strategy, Loop(), Case("conv", "adam"), observe=3, min_bucket_bytes=1)
+    plans = {rank.plan.digest for rank in ranks}
+    assert len(plans) == 1
+    assert {rank.united for rank in ranks} == {ranks[0].united}
+    buffers = [b.buffer_bytes for b in ranks[0].profile.buckets]
+    assert sum(buffers) == 8 * 2 * (4 + 3)
+
+
+def test_optimizer_that_changes_its_groups() -> None:
+    [outcome] = watch_world(oddities.train_counting, 1, AFTER)
+    assert outcome.kind == "ValueError"
+    assert "Counting changes its param groups in step()" in outcome.error
+    assert run_world(oddities.train_counting, 1, BEFORE) == [4]
+    assert run_world(oddities.train_counting, 1, EAGER) == [4]
+
+
+def test_optimizer_that_wraps_another() -> None:
+    [outcome] = watch_world(oddities.train_wrapped, 1, AFTER)
+    assert "Wrapper hands its step to another optimizer" in outcome.error
+    assert run_world(oddities.train_wrapped, 1, LocalSGD(period=2, state="averaged")) == [4]
+
+
+def test_parameters_outside_the_optimizer_are_averaged_only() -> None:
+    for strategy in (EAGER, AFTER, LocalSGD(period=2, state="averaged")):
+        ranks = run_world(oddities.train_half, 2, strategy)
+        assert ranks[0] == ranks[1] == [True, False]
+
+
+def test_two_links() -> None:
+    """A message of one link does not wait for the other's; each keeps the plan's order."""
+    ranks = run_world(oddities.train_on_two_links, 2)
+    world = replicas(CASE, 2)
+    bsp(world, range(ITERATIONS))
+    for mine, replica in zip(ranks, world, strict=True):
+        assert_same(mine, replica, f"rank {replica.rank}")
+        for link in ("a", "b"):
+            moved = [(t, p) for t, name, p, _ in mine.collectives if name == link]
+            runs = ["grad[0:1]", "grad[2:3]"] if link == "a" else ["grad[1:2]", "grad[3:4]"]
+            assert moved == [(t, run) for t in range(ITERATIONS) for run in runs]
+        assert mine.bytes_sent["a"] + mine.bytes_sent["b"] == ITERATIONS * sum(
+            p.nbytes for p in build_model(CASE).parameters() if p.requires_grad
+        )
+
+
+def test_shapes_that_are_easy_to_get_wrong() -> None:
+    """Scalars, empty parameters, channels_last, sliced and transposed tensors."""
+    for strategy in (EAGER, AFTER, LocalSGD(period=2, state="averaged")):
+        ranks = run_world(oddities.train_odd_shapes, 2, strategy)
+        assert ranks[0]["bits"] == ranks[1]["bits"]
+        for rank in ranks:
+            assert rank["strides"] == [(16, 1, 8, 4), (1, 3)]
+            assert rank["between"] == [[1.0, 3.0]] * 3  # what lies in the gaps of a sliced buffer
