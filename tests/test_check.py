@@ -123,6 +123,21 @@ def only_problem(plan, profile=PROFILE):
             [],
         ),
         (
+            plan_of(FIRST, replace(SECOND, payload=replace(SECOND.payload, part=1, parts=2))),
+            "bucket 1 is only moved in part in the period",
+            [],
+        ),
+        (
+            plan_of(FIRST, SECOND, replace(SECOND, payload=replace(SECOND.payload, parts=2))),
+            "bucket 1 is moved twice in phases 0: by grad[1:2]@net and grad[1:2]/1of2@net",
+            [1, 2],
+        ),
+        (
+            plan_of(FIRST, replace(SECOND, payload=replace(SECOND.payload, part=2, parts=2))),
+            "grad[1:2]/3of2@net must be one of its 2 parts",
+            [1],
+        ),
+        (
             # Moved in the prologue only.
             plan_of(FIRST, replace(SECOND, phases=frozenset([1])), prologue=1),
             "bucket 0 is never moved in the period",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import oddities
 import pytest
 import torch
-import oddities
 import workers
 from comparing import assert_close, assert_same, sets_of
 from models import Case, Loop, build_model, profile_of
@@ -51,7 +51,8 @@ def check(
     observed = options.get("observe", 0)
     bsp(world, range(observed))
     equations(world, range(observed, ITERATIONS), strategy, ranks[0] if observed else None)
-    tolerance = 1e-12 if case.dtype == torch.float64 else 1e-5
+    # one digit that is rounded differently in float32 is several in bfloat16
+    tolerance = 5e-3 if loop.autocast else 1e-12 if case.dtype == torch.float64 else 1e-5
     for mine, replica in zip(ranks, world, strict=True):
         assert_same(mine, replica, f"rank {replica.rank}", tolerance)
     return ranks

@@ -6,6 +6,7 @@
 import os
 from collections import Counter
 from dataclasses import FrozenInstanceError, fields, replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from reference import random_plans
 from offbeat.check import check
 from offbeat.plan import Plan
 from offbeat.profile import Bucket, Link, Profile
+from offbeat.sim import predict
 from offbeat.strategies import BSP, DDP, STRATEGIES, WFBP, DreamDDP, LocalSGD, PartialSync, create
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -51,6 +53,8 @@ VARIANTS = [
     PartialSync(period=3, average="before_update", state="averaged"),
     *(DreamDDP(period=3, solver=s) for s in ("best", "optimal", "balanced", "dfs", "brute-force")),
     DreamDDP(period=4, fill=False, average="before_update", state="averaged"),
+    DreamDDP(period=3, split=True),
+    DreamDDP(period=2, split=True, average="before_update", state="averaged"),
 ]
 
 
@@ -78,14 +82,15 @@ def test_every_plan_is_sound(strategy, profile):
 @settings(max_examples=25, deadline=None)
 @given(profile=random_plans.profiles(most_buckets=6))
 def test_every_bucket_moves_as_often_as_promised(strategy, profile):
+    if getattr(strategy, "split", False):  # which slices fill is not in the notes
+        strategy = replace(strategy, fill=False)
     plan = strategy.plan(profile)
     filled = [bucket for buckets in plan.notes.get("fill", []) for bucket in buckets]
-    moved = Counter(
-        (t.payload.kind, bucket)
-        for phase in plan.phases[plan.prologue :]
-        for t in plan.at(phase)
-        for bucket in t.payload.buckets
-    )
+    moved: Counter[tuple[str, int]] = Counter()
+    for phase in plan.phases[plan.prologue :]:
+        for t in plan.at(phase):
+            for bucket in t.payload.buckets:
+                moved[t.payload.kind, bucket] += Fraction(1, t.payload.parts)
     synchronous = isinstance(strategy, BSP | DDP | WFBP)
     kinds = ["grad"] if synchronous else ["param"]
     if strategy.state_policy == "averaged":
@@ -111,6 +116,27 @@ def test_a_prologue_averages_gradients():
         [],
         ["param"],
     ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(profile=random_plans.profiles(most_buckets=6))
+def test_slices_are_never_predicted_slower(profile):
+    whole = predict(DreamDDP(period=3, fill=False), profile)
+    sliced = predict(DreamDDP(period=3, fill=False, split=True), profile)
+    assert sliced.iteration_s <= whole.iteration_s * (1 + 1e-9)
+
+
+def test_slices_reach_the_closed_form():
+    """20 equal layers, C / H just above B: each iteration sends a fifth of every layer."""
+    layers = tuple(Bucket(f"h.{i}", 0.005, 0.010, 400_000) for i in range(20))
+    profile = Profile(layers, (Link("net", 0.0, 8e6 / 1.05),), world_size=4)
+    plan = DreamDDP(period=5, split=True).plan(profile)
+    assert {t.payload.parts for t in plan.transfers} == {5}
+    assert [len(plan.at(h)) for h in range(5)] == [20] * 5
+    first_gradient_s, share_s = 0.010, 1.05 / 5
+    assert predict(DreamDDP(period=5, split=True), profile).iteration_s == pytest.approx(
+        0.1 + first_gradient_s + share_s
+    )
 
 
 def test_more_iterations_than_buckets():
@@ -156,6 +182,7 @@ def test_texts_show_what_was_changed():
         "period": 5,
         "solver": "best",
         "fill": True,
+        "split": False,
         "average": "after_update",
         "state": "local",
     }

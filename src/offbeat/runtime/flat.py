@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.profile import Profile
+from offbeat.runtime.checksum import checksum
 
 Key = tuple[torch.dtype, torch.device]
 
@@ -223,18 +224,22 @@ class Flat:
         return sum(grads._version for grads in self._grads.values())
 
 
-def changed_buffers(model: nn.Module, versions: dict[str, int]) -> list[str]:
-    """Floating-point buffers that were written since `buffer_versions`: running statistics."""
-    return [
-        name
+def changed_buffers(model: nn.Module, before: dict[str, int]) -> list[str]:
+    """Floating-point buffers that were written since `buffer_checksums`: running statistics."""
+    now = buffer_checksums(model)
+    return [name for name in now if now[name] != before.get(name, now[name])]
+
+
+def buffer_checksums(model: nn.Module) -> dict[str, int]:
+    """Checksums of the floating-point buffers, to see later which of them training writes.
+
+    Version counters would not do: batch norm writes its statistics past them.
+    """
+    return {
+        name: checksum(buffer)
         for name, buffer in model.named_buffers()
-        if buffer.is_floating_point() and buffer._version != versions.get(name, buffer._version)
-    ]
-
-
-def buffer_versions(model: nn.Module) -> dict[str, int]:
-    """Version counters of the buffers, to see later which of them training writes."""
-    return {name: buffer._version for name, buffer in model.named_buffers()}
+        if buffer.is_floating_point() and buffer.numel()
+    }
 
 
 def require_supported(model: nn.Module) -> None:

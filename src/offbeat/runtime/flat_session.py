@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from offbeat.check import raise_if_wrong
 from offbeat.profile import Profile
+from offbeat.runtime.checksum import checksum
 from offbeat.runtime.engine import Engine, Iteration
 from offbeat.runtime.flat import BucketSpec, Flat, specs_of_profile
 from offbeat.runtime.observe import Observer, measure_links, observing_plan, worthwhile_bytes
@@ -228,23 +229,3 @@ def _differ(tensors: Sequence[Tensor], cluster: Cluster) -> list[int]:
     """Ranks whose replica is not bit-identical to rank 0's."""
     sums = cluster.control.gather([checksum(t) for t in tensors])
     return [rank for rank, values in enumerate(sums) if values != sums[0]]
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-_CHUNK = 1 << 20  # elements; bounds the memory that a checksum takes
-
-
-def checksum(tensor: Tensor) -> int:
-    """Sum of the bits read as integers, weighted by odd numbers so that places count: equal for
-    equal tensors, on any device."""
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    whole = flat.view(_INTEGERS[flat.element_size()])
-    weights = torch.arange(1, 2 * min(_CHUNK, whole.numel()), 2, device=flat.device)
-    total = 0
-    for i, chunk in enumerate(whole.split(_CHUNK)):
-        total += int((chunk * weights[: chunk.numel()]).sum()) * (2 * i + 1)
-    return total % 2**64

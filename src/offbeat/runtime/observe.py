@@ -17,7 +17,7 @@ from offbeat.runtime.engine import Engine, Iteration
 from offbeat.runtime.flat import (
     BucketSpec,
     Flat,
-    buffer_versions,
+    buffer_checksums,
     changed_buffers,
     group_parameters,
 )
@@ -59,7 +59,7 @@ class Observer:
     def __init__(self, model: nn.Module, engine: Engine, device: Device):
         self._model, self._engine, self._device = model, engine, device
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._versions = buffer_versions(model)
+        self._buffers = buffer_checksums(model)
         self._ready: list[tuple[str, Mark]] = []
         self._entered: list[tuple[str, Mark]] = []
         self._times: list[_Times] = []
@@ -115,7 +115,7 @@ class Observer:
         """Buckets in rank 0's ready order, parameters without a gradient last; same everywhere."""
         silent = [n for n, p in self._model.named_parameters() if p.requires_grad]
         order = self.order + [n for n in silent if n not in set(self.order)]
-        buffers = changed_buffers(self._model, self._versions)
+        buffers = changed_buffers(self._model, self._buffers)
         order, buffers = control.gather((order, buffers))[0]
         return group_parameters(self._model, order, min_bytes, buffers)
 

@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache, partial
@@ -72,6 +73,12 @@ def prepare(
             f"observe ({observe!r}) must be at least 1 iteration; pass a profile for none"
         )
     _require_unprepared(model, optimizer)
+    if hasattr(model, "_orig_mod"):  # what torch.compile returns
+        warnings.warn(
+            "a model compiled as a whole yields all gradients at the end of backward, so nothing "
+            "can be sent under it; compile its blocks instead",
+            stacklevel=2,
+        )
     require_supported(model)
     _require_own_parameters(model, optimizer)
     _require_one_backward(optimizer)

@@ -73,23 +73,26 @@ def require_count(name: str, value: Any, *, least: int = 1, remedy: str = "") ->
         raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}{more}")
 
 
-def synchronous_bound_s(profile: Profile) -> float:
+def synchronous_bound_s(profile: Profile, *, fused: bool) -> float:
     """`max(F + B, C)` with the update: no one-link schedule that averages every gradient in
-    every iteration is faster. C is one message of all gradients, F and B the slowest rank's."""
+    every iteration is faster. F and B are the slowest rank's; C is one message of all gradients
+    if a plan may fuse, else one per bucket."""
     profile = profile.slowest()
     compute = profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
-    return max(compute, _everything_s(profile, "grad"))
+    return max(compute, _everything_s(profile, "grad", fused))
 
 
-def periodic_bound_s(profile: Profile, period: int) -> float:
+def periodic_bound_s(profile: Profile, period: int, *, fused: bool) -> float:
     """`F + max(B, C / H)` with the update: every parameter averaged once per period on one
-    link, never under a forward pass of the slowest rank (DreamDDP, Section 3.2)."""
+    link, never under a forward pass of the slowest rank (DreamDDP, Section 3.2). C as above."""
     profile = profile.slowest()
     hidden = profile.backward_s + profile.update_s
-    return (
-        profile.other_s + profile.forward_s + max(hidden, _everything_s(profile, "param") / period)
-    )
+    share = _everything_s(profile, "param", fused) / period
+    return profile.other_s + profile.forward_s + max(hidden, share)
 
 
-def _everything_s(profile: Profile, kind: Kind) -> float:
-    return profile.message_s(profile.default_link.name, kind, range(len(profile.buckets)))
+def _everything_s(profile: Profile, kind: Kind, fused: bool) -> float:
+    link = profile.default_link.name
+    if fused:
+        return profile.message_s(link, kind, range(len(profile.buckets)))
+    return sum(profile.communication_s(link, kind))

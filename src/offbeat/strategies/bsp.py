@@ -22,7 +22,7 @@ class BSP(Strategy):
         return Plan(self.name, size, (all_gradients(profile, phases=[0]),))
 
     def bound_s(self, profile: Profile) -> float:
-        return synchronous_bound_s(profile)
+        return synchronous_bound_s(profile, fused=True)
 
 
 def all_gradients(profile: Profile, phases: list[int] | range) -> Transfer:

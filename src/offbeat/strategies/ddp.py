@@ -63,4 +63,4 @@ class DDP(Strategy):
         return min(sorted(caps), key=end_s) / MIB
 
     def bound_s(self, profile: Profile) -> float:
-        return synchronous_bound_s(profile)
+        return synchronous_bound_s(profile, fused=True)

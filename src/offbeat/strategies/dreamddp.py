@@ -72,7 +72,7 @@ class DreamDDP(Strategy):
         return list(dict.fromkeys([*some, frozenset(range(size))]))
 
     def bound_s(self, profile: Profile) -> float:
-        return periodic_bound_s(profile, self.period)
+        return periodic_bound_s(profile, self.period, fused=False)
 
     @property
     def state_policy(self) -> StatePolicy:

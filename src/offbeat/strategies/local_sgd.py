@@ -55,7 +55,7 @@ class LocalSGD(Strategy):
         )
 
     def bound_s(self, profile: Profile) -> float:
-        return periodic_bound_s(profile, self.period)
+        return periodic_bound_s(profile, self.period, fused=True)
 
     @property
     def state_policy(self) -> StatePolicy:

@@ -41,7 +41,7 @@ class PartialSync(Strategy):
         return partial_plan(self.name, profile, sets, ((),) * self.period, self.average, self.state)
 
     def bound_s(self, profile: Profile) -> float:
-        return periodic_bound_s(profile, self.period)
+        return periodic_bound_s(profile, self.period, fused=False)
 
     @property
     def state_policy(self) -> StatePolicy:

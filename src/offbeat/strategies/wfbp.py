@@ -37,7 +37,7 @@ class WFBP(Strategy):
         return gradients_when_ready(self.name, profile, groups)
 
     def bound_s(self, profile: Profile) -> float:
-        return synchronous_bound_s(profile)
+        return synchronous_bound_s(profile, fused=self.fusion != "none")
 
 
 def gradients_when_ready(name: str, profile: Profile, groups: Fusion) -> Plan:
