@@ -94,8 +94,7 @@ class Observer:
         for name, mark in [*self._entered, (None, marks.forward_end)]:
             now = seconds(mark)
             if now >= start:  # earlier ones belong to an evaluation or a micro-batch
-                if at is not start or current is not None:
-                    times.forward[current or name or ""] += now - at
+                times.forward[current or name or ""] += now - at
                 current, at = name, now
         for name, mark in self._ready:
             times.backward[name] = seconds(mark) - at

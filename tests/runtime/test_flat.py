@@ -1,0 +1,391 @@
+"""Flat storage: the same tensors, in one place, without a copy."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from models import Case, build_model, build_optimizer, profile_of
+from oddities import Odd
+from torch import Tensor, nn
+
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.runtime.checksum import checksum
+from offbeat.runtime.flat import (
+    BucketSpec,
+    Flat,
+    buffer_checksums,
+    changed_buffers,
+    group_parameters,
+    require_supported,
+    specs_of_profile,
+)
+from offbeat.runtime.state import StateStore
+
+
+def specs(model: nn.Module, buffers: tuple[str, ...] = ()) -> list[BucketSpec]:
+    """One bucket per parameter, the buffers in the last one."""
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    return [BucketSpec(n, (n,), buffers if n == names[-1] else ()) for n in names]
+
+
+def inside(tensor: Tensor, flat: Tensor) -> bool:
+    """Whether a tensor's memory lies in another's."""
+    start, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+    return start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end
+
+
+# ---- zero copies ----------------------------------------------------------------------------
+
+
+def test_parameters_gradients_and_buffers_are_views() -> None:
+    model = build_model(Case("conv"))
+    values = {n: t.clone() for n, t in model.state_dict().items()}
+    flat = Flat(model, specs_of_profile(model, profile_of(Case("conv"), 1)))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, values[name]), name
+    for b, bucket in enumerate(flat.buckets):
+        [params], [grads] = flat.params(range(b, b + 1)), flat.grads(range(b, b + 1))
+        for p, view in zip(bucket.parameters, bucket.grad_views, strict=True):
+            assert inside(p, params)
+            assert inside(view, grads)
+            assert p.grad is view
+        params.fill_(b)
+        assert all((p == b).all() for p in bucket.parameters)
+    assert (model[2].running_mean == 3).all(), "statistics travel with their module"
+
+
+def test_a_run_of_buckets_is_one_slice() -> None:
+    model = build_model(Case("mlp"))
+    flat = Flat(model, specs_of_profile(model, profile_of(Case("mlp"), 1)))
+    sizes = [sum(p.numel() for p in bucket.parameters) for bucket in flat.buckets]
+    for start in range(4):
+        for stop in range(start + 1, 5):
+            for tensors in (flat.params(range(start, stop)), flat.grads(range(start, stop))):
+                assert [t.numel() for t in tensors] == [sum(sizes[start:stop])]
+                assert tensors[0].is_contiguous()
+
+
+def test_autograd_writes_into_the_buckets() -> None:
+    model = build_model(Case("mlp"))
+    flat = Flat(model, specs(model))
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    assert flat.grads_attached()
+    before = flat.grad_version()
+    [grads] = flat.grads(range(len(flat.buckets)))
+    assert grads.abs().sum() > 0
+    flat.zero_grad()
+    assert grads.abs().sum() == 0
+    assert flat.grad_version() != before
+
+
+def test_gradients_that_exist_are_kept() -> None:
+    model = build_model(Case("mlp"))
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    before = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    Flat(model, specs(model))
+    after = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_nothing_of_the_model_is_left_twice() -> None:
+    """After moving house twice, as after observation, the old storage is gone."""
+    model = build_model(Case("mlp"))
+    first = Flat(model, specs(model))
+    second = Flat(model, list(reversed(specs(model))))
+    del first
+    gc.collect()
+    trainable = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for p in model.parameters()
+        if p.requires_grad
+        for t in (p.data, p.grad)
+    }
+    assert sum(storages.values()) == 2 * trainable
+    assert len(storages) == 2
+    assert len(second.everything()) == 1
+
+
+def test_strides_are_kept() -> None:
+    model = Odd()
+    before = {n: (p.size(), p.stride(), p.clone()) for n, p in model.named_parameters()}
+    flat = Flat(model, specs(model, ("sliced",)))
+    for name, p in model.named_parameters():
+        size, stride, value = before[name]
+        assert (p.size(), p.stride()) == (size, stride), name
+        assert p.grad.stride() == stride, name
+        assert torch.equal(p, value), name
+    assert model.sliced.tolist() == [[0, 2]] * 3
+    assert len(flat.params(range(len(flat.buckets)))) == 1
+
+
+def test_tied_weights_are_stored_once() -> None:
+    model = build_model(Case("tied"))
+    flat = Flat(model, specs(model))
+    assert model.head.weight is model.embedding.weight
+    assert sum(t.numel() for t in flat.everything()) == sum(p.numel() for p in model.parameters())
+
+
+def test_every_dtype_has_its_own_storage() -> None:
+    model = build_model(Case("mixed", dtype=torch.float32))
+    flat = Flat(model, specs(model))
+    assert {t.dtype for t in flat.everything()} == {torch.float32, torch.bfloat16}
+    run = flat.params(range(len(flat.buckets)))
+    assert sum(t.nbytes for t in run) == sum(p.nbytes for p in model.parameters())
+    assert all(p.dtype == torch.bfloat16 for p in model.middle.parameters())
+
+
+# ---- layout ---------------------------------------------------------------------------------
+
+
+def test_modules_stay_together_and_small_ones_join() -> None:
+    model = build_model(Case("backwards"))
+    order = [
+        "head.weight",
+        "head.bias",
+        "middle.bias",
+        "middle.weight",
+        "first.weight",
+        "first.bias",
+    ]
+    alone = group_parameters(model, order, min_bytes=1)
+    assert [spec.name for spec in alone] == ["head", "middle", "first"]
+    assert alone[1].parameters == ("middle.bias", "middle.weight")
+    joined = group_parameters(model, order, min_bytes=300)
+    assert [spec.name for spec in joined] == ["middle", "first"], "named after the largest"
+    assert [spec.name for spec in group_parameters(model, order, min_bytes=10**9)] == ["middle"]
+
+
+def test_bucket_names_are_unique() -> None:
+    model = build_model(Case("backwards"))
+    order = [
+        "head.weight",
+        "middle.bias",
+        "head.bias",
+        "middle.weight",
+        "first.weight",
+        "first.bias",
+    ]
+    names = [spec.name for spec in group_parameters(model, order, min_bytes=1)]
+    assert names == ["head", "middle", "head#2", "middle#2", "first"]
+
+
+def test_a_bucket_has_one_dtype() -> None:
+    model = build_model(Case("mixed", dtype=torch.float32))
+    order = [n for n, _ in model.named_parameters()]
+    groups = group_parameters(model, order, min_bytes=10**9)
+    assert [len(spec.parameters) for spec in groups] == [2, 2, 2]
+
+
+def test_buffers_of_another_dtype_stay_at_home() -> None:
+    """They keep their dtype; each rank has its own until consolidate()."""
+    model = nn.Sequential(nn.Linear(2, 2).to(torch.bfloat16), nn.BatchNorm1d(2, affine=False))
+    order = ["0.weight", "0.bias"]
+    buffers = ["1.running_mean", "1.running_var"]
+    assert group_parameters(model, order, 1, buffers)[0].buffers == ()
+    model[1].to(torch.bfloat16)
+    assert group_parameters(model, order, 1, buffers)[0].buffers == tuple(buffers)
+
+
+def test_changed_buffers_are_found_by_value() -> None:
+    """Batch norm writes its statistics without touching their version counters."""
+    model = build_model(Case("conv"))
+    model.register_buffer("constant", torch.ones(3))
+    before = buffer_checksums(model)
+    assert changed_buffers(model, before) == []
+    model(torch.randn(2, 2, 4, 4, dtype=torch.float64))
+    statistics = ["2.running_mean", "2.running_var", "5.running_mean", "5.running_var"]
+    assert changed_buffers(model, before) == statistics
+
+
+# ---- profiles -------------------------------------------------------------------------------
+
+
+def test_profile_may_name_modules() -> None:
+    model = build_model(Case("backwards"))
+    sizes = {n: sum(p.nbytes for p in m.parameters()) for n, m in model.named_children()}
+    profile = handmade([Bucket(n, 0, 0, sizes[n]) for n in ("head", "middle", "first")])
+    assert [spec.parameters for spec in specs_of_profile(model, profile)] == [
+        (f"{n}.weight", f"{n}.bias") for n in ("head", "middle", "first")
+    ]
+
+
+def handmade(buckets: list[Bucket]) -> Profile:
+    return Profile(tuple(buckets), (Link("net", 0.0, 1.0),), 1)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "text"),
+    [
+        ([Bucket("tail", 0, 0, 8)], "its bucket 'tail' holds parameters that the model does not"),
+        ([Bucket("head", 0, 0, 8)], "bucket 'head' has 8 bytes there and 240 in the model"),
+        ([Bucket("head", 0, 0, 240)], "parameter 'first.bias' must be in exactly one bucket"),
+        (
+            [Bucket("head", 0, 0, 240), Bucket("again", 0, 0, 24, tensors=("head.bias",))],
+            "must be in exactly one bucket",
+        ),
+        ([Bucket("x", 0, 0, 8, tensors=("head.gain",))], "'x' holds tensor 'head.gain' that"),
+    ],
+)
+def test_profile_of_another_model(buckets: list[Bucket], text: str) -> None:
+    with pytest.raises(ValueError, match="the profile does not match the model") as caught:
+        specs_of_profile(build_model(Case("backwards")), handmade(buckets))
+    assert text in str(caught.value)
+    assert "measure the model again with `offbeat profile`" in str(caught.value)
+
+
+def test_profile_with_two_dtypes_in_a_bucket() -> None:
+    model = nn.Sequential(build_model(Case("mixed", dtype=torch.float32)))
+    size = sum(p.nbytes for p in model.parameters())
+    with pytest.raises(ValueError, match="'0' of the profile must hold parameters of one dtype"):
+        specs_of_profile(model, handmade([Bucket("0", 0, 0, size)]))
+
+
+# ---- what cannot be flat --------------------------------------------------------------------
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(3))
+
+
+def complex_() -> nn.Module:
+    return nn.Linear(2, 2).to(torch.complex64)
+
+
+def shared() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    return model
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(2, 2).requires_grad_(False)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")  # torch's own remark
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lazy, "parameter '0.weight' is lazy; run one forward pass before prepare"),
+        (complex_, "'weight' has dtype torch.complex64; only real floats are supported"),
+        (shared, "'0.weight' and '1.weight' share memory but are two objects; tie them by"),
+        (frozen, "the model has no parameter that requires a gradient; nothing to train"),
+    ],
+)
+def test_unsupported_models(build, text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        require_supported(build())
+    assert text in str(caught.value)
+
+
+def test_supported_models() -> None:
+    for name in ("mlp", "conv", "tied"):
+        require_supported(build_model(Case(name)))
+    require_supported(Odd())
+
+
+# ---- checksums ------------------------------------------------------------------------------
+
+
+def test_checksum_sees_bits_and_places() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert checksum(x) == checksum(x.clone())
+    assert checksum(x) != checksum(x[[1, 0, 2]])
+    assert checksum(x) != checksum(torch.tensor([1.0, 2.0, 3.0000002]))
+    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+    nan = torch.tensor([float("nan")])
+    assert checksum(nan) == checksum(nan.clone())
+    turned = torch.arange(6.0).view(2, 3).t()
+    assert checksum(turned) == checksum(turned.contiguous())
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.complex64],
+    ids=str,
+)
+def test_checksum_of_every_dtype(dtype: torch.dtype) -> None:
+    x = torch.tensor([1, 0, 1]).to(dtype)
+    assert checksum(x) == checksum(x.clone())
+    assert checksum(x) != checksum(torch.tensor([0, 1, 1]).to(dtype))
+
+
+def test_checksum_of_more_than_a_chunk() -> None:
+    x = torch.zeros((1 << 20) + 5)
+    x[-1] = 1
+    y = torch.zeros((1 << 20) + 5)
+    y[4] = 1
+    assert checksum(x) == checksum(x.clone())
+    assert checksum(x) != checksum(y)
+
+
+# ---- optimizer state ------------------------------------------------------------------------
+
+
+def test_state_has_one_layout_whatever_was_used() -> None:
+    """A place for every parameter; what does not exist is zero, and is not created."""
+    case = Case("branches", "adam")
+    sizes = []
+    for sign in (1, -1):
+        model, optimizer, store = state_store(case)
+        model(sign * torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        unused = model.negative if sign > 0 else model.positive
+        for p in unused.parameters():
+            p.grad = None
+        optimizer.step()
+        tensors = store.tensors(range(4))
+        sizes.append([t.numel() for t in tensors])
+        assert all(p not in optimizer.state for p in unused.parameters())
+        kept = sum(
+            (s["exp_avg"].abs().sum() + s["exp_avg_sq"].abs().sum())
+            for s in optimizer.state.values()
+        )
+        assert sum(t.abs().sum() for t in tensors) == pytest.approx(kept.item())
+    assert sizes[0] == sizes[1] == [2 * sum(p.numel() for p in model.parameters())]
+
+
+def test_state_is_shared_with_the_optimizer() -> None:
+    model, optimizer, store = state_store(Case("mlp", "nesterov"))
+    for _ in range(2):
+        model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        [flat] = store.tensors(range(4))
+    flat.fill_(7.0)
+    assert all((s["momentum_buffer"] == 7).all() for s in optimizer.state.values())
+    assert store.tensors(range(4))[0] is flat
+    assert sum(store.bytes_of(b) for b in range(4)) == flat.nbytes
+
+
+def test_reset_state_begins_anew() -> None:
+    model, optimizer, store = state_store(Case("mlp", "adam"))
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    store.reset(range(1))
+    assert model[6].weight not in optimizer.state
+    assert model[4].weight in optimizer.state
+    store.tensors(range(4))
+    optimizer.step()
+    assert optimizer.state[model[6].weight]["step"] == 1
+    assert optimizer.state[model[4].weight]["step"] == 2
+
+
+def test_trying_an_optimizer_out_leaves_no_trace() -> None:
+    calls: list[int] = []
+    model, optimizer, store = state_store(Case("mlp", "adamw"))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # patches step()
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    assert store.bytes_of(0) == 2 * sum(p.nbytes for p in model[6].parameters())
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert calls == []
+    assert len(optimizer.state) == 0
+
+
+def state_store(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, StateStore]:
+    model = build_model(case)
+    optimizer = build_optimizer(case, model)
+    flat = Flat(model, specs_of_profile(model, profile_of(case, 1)))
+    return model, optimizer, StateStore(optimizer, flat)

@@ -1,0 +1,53 @@
+"""The public names, and what importing them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import offbeat
+
+DOCUMENTED = [
+    "BSP",
+    "DDP",
+    "WFBP",
+    "DreamDDP",
+    "LocalSGD",
+    "PartialSync",
+    "Plan",
+    "Profile",
+    "Strategy",
+    "Trace",
+    "prepare",
+]
+
+
+def test_public_names() -> None:
+    assert offbeat.__all__ == DOCUMENTED
+    for name in DOCUMENTED:
+        assert getattr(offbeat, name).__name__ == name
+
+
+def test_version() -> None:
+    from importlib.metadata import version
+
+    assert offbeat.__version__ == version("offbeat")
+
+
+def test_unknown_attribute() -> None:
+    with pytest.raises(AttributeError, match="module 'offbeat' has no attribute 'prepair'"):
+        _ = offbeat.prepair
+
+
+def test_import_does_not_need_torch() -> None:
+    """Planning and simulating work where torch is not installed."""
+    code = "import sys; sys.modules['torch'] = None; import offbeat, offbeat.sim, offbeat.solve"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_prepare_is_the_runtimes() -> None:
+    from offbeat.runtime import prepare
+
+    assert offbeat.prepare is prepare
