@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from models import Case, build_model, build_optimizer, profile_of
+from models import Case, batch, build_model, build_optimizer, loss_of, profile_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from workers import Trained, bits, prepared, rank, train, world_size
@@ -211,3 +211,43 @@ def train_odd_shapes(strategy: Strategy) -> dict[str, Any]:
             "strides": [model.conv.weight.stride(), model.turned.stride()],
             "between": model.whole[:, 1::2].tolist(),
         }
+
+
+# ---- GPU ------------------------------------------------------------------------------------
+
+
+def train_on_gpu(strategy: Strategy, scaled: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights of plain training and of training with a strategy, both alone on one GPU."""
+    case = Case("conv", "adam")
+    plain = build_model(case).cuda()
+    train_on_cuda(plain, build_optimizer(case, plain), scaled)
+    model = build_model(case).cuda()
+    options = {"profile": profile_of(case, world_size())}
+    with prepared(model, build_optimizer(case, model), strategy, **options) as (model, optimizer):
+        train_on_cuda(model, optimizer, scaled)
+        model.consolidate()
+    return cpu(plain.state_dict()), cpu(model.state_dict())
+
+
+def train_on_cuda(model: Any, optimizer: Any, scaled: bool) -> None:
+    scaler = torch.amp.GradScaler("cuda", 1024.0, enabled=scaled)
+    for t in range(12):
+        optimizer.zero_grad()
+        x, y = (tensor.cuda() for tensor in batch(Case("conv"), 0, t))
+        scaler.scale(loss_of(model, x, y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def observe_on_gpu() -> Profile:
+    """The profile that is measured with CUDA events."""
+    case = Case("conv", "adam")
+    model = build_model(case).cuda()
+    optimizer = build_optimizer(case, model)
+    with prepared(model, optimizer, WFBP(), observe=4, min_bucket_bytes=1) as (model, optimizer):
+        train_on_cuda(model, optimizer, scaled=False)
+        return model._session.profile
+
+
+def cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in state.items()}

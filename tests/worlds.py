@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,14 @@ def watch_world(
     """How every rank ended, failures included. Only `ranks` are started (default: all); nobody
     waits for the `doomed` ones."""
     ctx = _context()
-    port = _free_port()
+    port = free_port()
     started = time.monotonic()
     processes, pipes = {}, {}
     try:
         for rank in range(world_size) if ranks is None else ranks:
             here, there = ctx.Pipe(duplex=False)
-            variables = _variables(rank, world_size, port)
-            process = ctx.Process(target=_rank, args=(there, variables, function, args))
+            environment = variables(rank, world_size, port)
+            process = ctx.Process(target=_rank, args=(there, environment, function, args))
             process.start()
             there.close()
             processes[rank], pipes[rank] = process, here
@@ -85,11 +86,14 @@ def watch_world(
             pipe.close()
 
 
+@cache
 def _context() -> Any:
-    """A forkserver that imports torch once; it inherits this process's environment."""
+    """A forkserver that imports torch once, which takes seconds; it is ready on return."""
     ctx = multiprocessing.get_context("forkserver")
     ctx.set_forkserver_preload(PRELOAD)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    first = ctx.Process(target=int)
+    first.start()
+    first.join()
     return ctx
 
 
@@ -127,7 +131,7 @@ def _words(o: Outcome) -> str:
     return f"rank {o.rank} {how}: {o.kind} {o.error}\n{o.traceback}"
 
 
-def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+def variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     """What torchrun sets."""
     return {
         "RANK": str(rank),
@@ -139,7 +143,7 @@ def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port below the ephemeral range, so that no outgoing connection takes it meanwhile."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)

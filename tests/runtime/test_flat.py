@@ -324,6 +324,8 @@ def test_checksum_of_more_than_a_chunk() -> None:
 
 # ---- optimizer state ------------------------------------------------------------------------
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 def test_state_has_one_layout_whatever_was_used() -> None:
     """A place for every parameter; what does not exist is zero, and is not created."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -61,14 +62,14 @@ def test_an_early_release_waits_for_what_is_before_it() -> None:
 
 
 def test_marks_follow_each_other() -> None:
-    with link_of(lambda t: None) as link:
+    with link_of(lambda _: None) as link:
         flights = book(link, 3)
         for flight in reversed(flights):
             link.release(flight)
         assert all(flight.wait(LONG_S) for flight in flights)
     for flight in flights:
         assert flight.released <= flight.start <= flight.end
-    for before, after in zip(flights, flights[1:], strict=False):
+    for before, after in pairwise(flights):
         assert before.end <= after.start
 
 
@@ -107,7 +108,7 @@ def test_a_failure_fails_everything_after_it() -> None:
 
 def test_close_says_when_it_is_stuck() -> None:
     leave = threading.Event()
-    link = Link("net", lambda t: leave.wait(LONG_S) and None, CPU())
+    link = Link("net", lambda _: leave.wait(LONG_S) and None, CPU())
     [flight] = book(link, 1)
     link.release(flight)
     assert not link.close(timeout_s=0.05)
@@ -117,7 +118,7 @@ def test_close_says_when_it_is_stuck() -> None:
 
 
 def test_unreleased_flights_do_not_keep_a_link_open() -> None:
-    with link_of(lambda t: None) as link:
+    with link_of(lambda _: None) as link:
         flights = book(link, 2)
         link.release(flights[1])
     assert not flights[0].wait(0.0)

@@ -225,6 +225,7 @@ class Engine:
         p.grad = view
 
     def _twice(self) -> None:
+        self._require_alive()
         raise RuntimeError(
             "backward ran twice without optimizer.step() in between, but gradients were already "
             "handed on; wrap all but the last backward in `with model.no_sync():`, skip no step, "
@@ -264,8 +265,7 @@ class Engine:
     def step(self, skip_update: bool = False) -> None:
         """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is
         due by the end, and the next iteration."""
-        if self._failure is not None:
-            raise RuntimeError("this worker has failed; start it again") from self._failure
+        self._require_alive()
         if not self._backward_over:
             self._backward_ended()
         marks, mark = self.marks, self._device.mark
@@ -287,6 +287,10 @@ class Engine:
         if self.listener is not None:
             self.listener(done)  # may attach another storage and adopt another plan
         self.begin()
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("this worker has failed; start it again") from self._failure
 
     def _flush(self) -> list[nn.Parameter]:
         """Parameters without a gradient keep no bucket from being sent; they count as zero in

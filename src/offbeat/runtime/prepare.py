@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -41,6 +42,7 @@ from offbeat.transport.link import THREAD_PREFIX
 
 OBSERVE = 6
 TIMEOUT_S = 120.0
+LINGER_S = 2.0  # after a failure rank 0 keeps its store open so long: others ask it who is behind
 SAME_MODEL = "build it from the same configuration everywhere"
 
 
@@ -365,6 +367,8 @@ def _leave_world(joined_here: bool) -> None:
     failed = getattr(sys, "last_value", None) is not None
     stuck = any(t.name.startswith(THREAD_PREFIX) for t in threading.enumerate())
     if failed or stuck:
+        if dist.is_initialized() and dist.get_rank() == 0:
+            time.sleep(LINGER_S)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

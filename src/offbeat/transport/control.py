@@ -22,7 +22,7 @@ from offbeat.transport.link import THREAD_PREFIX, Link
 
 PUBLISH_EVERY_S = 1.0
 STORE_ANSWERS_S = 3.0
-STORE_IS_SILENT = "The store of rank 0 does not answer: rank 0 or its host is gone."
+STORE_IS_SILENT = "The store of rank 0 does not answer: it has failed itself, or its host is gone."
 MEASURE_S = 1.0  # seconds spent per message size, within 3 to 15 repetitions
 
 

@@ -1,0 +1,314 @@
+"""What the ranks do in the tests of preparation and of failures."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Case, batch, build_model, loss_of, profile_of
+from oddities import build
+from torch import nn
+from workers import bits, prepared, rank, snapshot, world_size
+
+import offbeat
+from offbeat import BSP, DDP, WFBP, LocalSGD, Profile, Strategy
+
+CASE = Case("mlp", "nesterov")
+
+
+def iterate(model: Any, optimizer: Any, t: int, case: Case = CASE) -> None:
+    optimizer.zero_grad()
+    loss_of(model, *batch(case, rank(), t)).backward()
+    optimizer.step()
+
+
+# ---- failures -------------------------------------------------------------------------------
+
+
+def train_until(strategy: Strategy, how: str, who: int, timeout_s: float, observe: bool) -> str:
+    """Four whole iterations; in the fifth something happens to one rank."""
+    model, optimizer = build(CASE)
+    how_to_profile: dict[str, Any] = (
+        {"observe": 20} if observe else {"profile": profile_of(CASE, world_size())}
+    )
+    model, optimizer = offbeat.prepare(
+        model, optimizer, strategy, timeout_s=timeout_s, **how_to_profile
+    )
+    for t in range(12):
+        if t == 4 and rank() == who:
+            happen(how)
+            break
+        iterate(model, optimizer, t)
+    model.consolidate()
+    return "done"
+
+
+def happen(how: str) -> None:
+    if how == "raises":
+        raise KeyError("a mistake in the user's loop")
+    if how == "sleeps":
+        time.sleep(3600)
+    elif how == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "is stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    assert how == "has less data"
+
+
+def train_on_after_failure() -> list[str]:
+    """Words of the first failure and of the step after it, on the rank that survives."""
+    model, optimizer = build(CASE)
+    model, optimizer = offbeat.prepare(
+        model, optimizer, WFBP(), profile=profile_of(CASE, world_size()), timeout_s=4
+    )
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    words = []
+    for t in range(2):
+        try:
+            iterate(model, optimizer, t)
+        except RuntimeError as error:
+            words.append(str(error))
+    model.close()
+    return words
+
+
+def meet(timeout_s: float) -> None:
+    model, optimizer = build(CASE)
+    offbeat.prepare(model, optimizer, BSP(), timeout_s=timeout_s)
+
+
+# ---- differences between ranks --------------------------------------------------------------
+
+
+def prepare_differently(what: str) -> None:
+    """The last rank does one thing differently."""
+    model = build_model(CASE)
+    options: dict[str, Any] = {"strategy": LocalSGD(period=4), "observe": 2}
+    rate = 0.1
+    if rank() == world_size() - 1:
+        options |= OPTIONS.get(what, {})
+        CHANGES.get(what, lambda _: None)(model)
+        rate = 0.2 if what == "rate" else rate
+    names = ("SGD", "Adam") if what == "optimizer" else ("SGD", "SGD")
+    cls = getattr(torch.optim, names[rank() == world_size() - 1])
+    offbeat.prepare(model, cls(model[6].parameters(), lr=rate), timeout_s=20, **options)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "strategy": {"strategy": BSP()},
+    "settings": {"strategy": LocalSGD(period=5)},
+    "observe": {"observe": 3},
+    "profile": {"profile": profile_of(CASE, 3)},
+}
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "shape": lambda model: setattr(model, "6", nn.Linear(7, 4).double()),
+    "dtype": lambda model: model.float(),
+    "frozen": lambda model: model[4].requires_grad_(False),
+    "more": lambda model: model.append(nn.Linear(3, 3).double()),
+    "strides": lambda model: setattr(model[1], "weight", turned(model[1].weight)),
+    "buffers": lambda model: model.register_buffer("extra", torch.zeros(2)),
+}
+
+
+def turned(p: nn.Parameter) -> nn.Parameter:
+    """The same numbers, stored by columns."""
+    return nn.Parameter(p.detach().t().contiguous().t())
+
+
+# ---- preparation ----------------------------------------------------------------------------
+
+
+def train_alone() -> tuple[str, int]:
+    """Without a launcher, without a strategy."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    model, optimizer = build(CASE)
+    model, optimizer = offbeat.prepare(model, optimizer, observe=2, timeout_s=10)
+    for t in range(4):
+        optimizer.zero_grad()
+        loss_of(model, *batch(CASE, 0, t)).backward()
+        optimizer.step()
+    model.consolidate()
+    name = model._session.plan.strategy
+    model.close()
+    return name, dist.get_world_size()
+
+
+def prepare_again() -> list[str]:
+    """Errors of prepare on what is prepared already; then once more after close()."""
+    model, plain = build(CASE)
+    profile = profile_of(CASE, 1)
+    wrapped, optimizer = offbeat.prepare(model, plain, BSP(), profile=profile)
+    words = []
+    for again in ((wrapped, plain), (model, plain), (model, optimizer)):
+        try:
+            offbeat.prepare(*again, BSP(), profile=profile)
+        except ValueError as error:
+            words.append(str(error))
+    wrapped.close()
+    wrapped.close()
+    model, optimizer = offbeat.prepare(model, plain, LocalSGD(), profile=profile)
+    iterate(model, optimizer, 0)
+    model.close()
+    return words
+
+
+def prepare_after_an_error() -> list[str]:
+    """A prepare that fails leaves nothing behind: neither threads nor hooks."""
+    model, optimizer = build(CASE)
+    profile = profile_of(CASE, world_size() + 1)
+    try:
+        offbeat.prepare(model, optimizer, BSP(), profile=profile, timeout_s=10)
+    except ValueError as error:
+        words = str(error)
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("offbeat")]
+    with prepared(model, optimizer, BSP(), observe=1) as (model, optimizer):
+        for t in range(3):
+            iterate(model, optimizer, t)
+    return [words, *threads]
+
+
+def memory_after_close() -> list[bool]:
+    """Whether the session and the flat storage are gone once nothing refers to them."""
+    model, optimizer = build(CASE)
+    model, optimizer = offbeat.prepare(model, optimizer, BSP(), profile=profile_of(CASE, 1))
+    for t in range(2):
+        iterate(model, optimizer, t)
+    session = weakref.ref(model._session)
+    parameter = weakref.ref(next(iter(model.parameters())))
+    model.close()
+    del model, optimizer
+    gc.collect()
+    return [session() is None, parameter() is None]
+
+
+def looks() -> dict[str, Any]:
+    """How a prepared model and optimizer look from outside."""
+    plain, raw = build(Case("conv", "adamw"))
+    expected, groups = list(plain.state_dict()), raw.param_groups
+    plain.some_attribute = "kept"
+    scheduler = torch.optim.lr_scheduler.StepLR(raw, 1, 0.5)
+    with prepared(plain, raw, LocalSGD(), observe=1) as (model, optimizer):
+        for t in range(3):
+            iterate(model, optimizer, t, Case("conv"))
+            scheduler.step()
+        state = optimizer.state_dict()
+        seen = {
+            "keys": list(model.state_dict()) == expected,
+            "groups": optimizer.param_groups is groups,
+            "state": state["state"].keys() == raw.state_dict()["state"].keys(),
+            "rates": [group["lr"] for group in optimizer.param_groups],
+            "attribute": model.some_attribute,
+            "module": model.module is plain,
+            "training": (model.eval().module.training, model.train().module.training),
+            "repr": "SGD" in repr(optimizer) or "lr" in repr(optimizer),
+        }
+        errors = {}
+        for name, call in {
+            "missing": lambda: model.no_such_thing,
+            "group": lambda: optimizer.add_param_group({"params": [torch.zeros(1)]}),
+            "assign": lambda: model.load_state_dict(model.state_dict(), assign=True),
+            "double": lambda: model.float(),
+        }.items():
+            try:
+                call()
+            except (ValueError, AttributeError) as error:
+                errors[name] = str(error)
+        model.double()  # what it is already
+        return {**seen, "errors": errors}
+
+
+def reload_in_the_middle(strategy: Strategy) -> list[bool]:
+    """Load weights and optimizer state into a session that goes on, twice: whether training
+    moves the weights, and both times in the same way."""
+    model, optimizer = build(CASE)
+    with prepared(model, optimizer, strategy, profile=profile_of(CASE, 1)) as (model, optimizer):
+        for t in range(2):
+            iterate(model, optimizer, t)
+        saved = snapshot([model.state_dict(), optimizer.state_dict()])
+        ends = []
+        for _ in range(2):
+            weights, state = snapshot(saved)
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            for t in range(2, 4):
+                iterate(model, optimizer, t)
+            ends.append(bits(model))
+        model.load_state_dict(saved[0])
+        return [bits(model) != ends[0], ends[0] == ends[1]]
+
+
+def sparse_gradients() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with prepared(model, optimizer, BSP(), observe=1) as (model, _):
+        model.zero_grad(set_to_none=True)
+        model(torch.arange(3)).sum().backward()
+
+
+def compile_whole() -> list[str]:
+    """Warnings of prepare."""
+    model, optimizer = build(CASE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = torch.compile(model, backend="eager")
+        with prepared(model, optimizer, BSP(), profile=None, observe=1):
+            pass
+    return [str(w.message) for w in caught]
+
+
+# ---- profiles and jobs ----------------------------------------------------------------------
+
+
+def train_with_cache(path: str, name: str) -> tuple[str, bool]:
+    """Fingerprint of the profile, and whether it was there from the start."""
+    case = Case(name, "nesterov")
+    model, optimizer = build(case)
+    with prepared(model, optimizer, WFBP(), profile=path, observe=2) as (model, optimizer):
+        known = hasattr(model._session, "plan")
+        for t in range(3):
+            iterate(model, optimizer, t, case)
+        return model._session.profile.model, known
+
+
+def prepare_with(profile: Any, case: Case = CASE, links: Any = None) -> None:
+    model, optimizer = build(case)
+    with prepared(model, optimizer, WFBP(), profile=profile, links=links):
+        pass
+
+
+def prepare_tuned(profile: Profile | None) -> bool:
+    model, optimizer = build(CASE)
+    with prepared(model, optimizer, DDP(bucket_cap_mb="tuned"), profile=profile):
+        return True
+
+
+def train_as_job(job: dict[str, Any], given: Strategy | None) -> dict[str, Any]:
+    """As a process that `offbeat run` has started."""
+    path = Path(job["record_dir"]) / f"job{rank()}.json"
+    path.write_text(json.dumps({"schema": 1, **job}))
+    os.environ["OFFBEAT_JOB"] = str(path)
+    model, optimizer = build(CASE)
+    losses = []
+    with prepared(model, optimizer, given, observe=2) as (model, optimizer):
+        for t in range(8):
+            optimizer.zero_grad()
+            loss = loss_of(model, *batch(CASE, rank(), t))
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+        profile: Profile = model._session.profile
+        plan = model._session.plan
+    return {"losses": losses, "plan": plan, "profile": profile}

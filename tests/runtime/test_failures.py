@@ -1,0 +1,161 @@
+"""Failures are words, on every rank that is left, and never a hang."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import failing
+import pytest
+from worlds import Outcome, free_port, variables, watch_world
+
+from offbeat import DDP, WFBP, DreamDDP, LocalSGD, PartialSync, Strategy
+
+EAGER = WFBP(fusion="none")
+AFTER = PartialSync(period=2)
+TIMEOUT_S = 4.0
+# The group's own timeout, then at most so long for asking who is behind.
+PATIENCE_S = TIMEOUT_S + 12
+
+
+def survivors(
+    strategy: Strategy, how: str, who: int, *, world: int = 3, observe: bool = False
+) -> list[Outcome]:
+    """Outcomes of the ranks to which nothing happened; all of them must have ended in time."""
+    doomed = () if how in ("raises", "has less data") else (who,)
+    args = (strategy, how, who, TIMEOUT_S, observe)
+    outcomes = watch_world(
+        failing.train_until, world, *args, timeout_s=PATIENCE_S + 10, doomed=doomed
+    )
+    left = [o for o in outcomes if o.rank != who]
+    for outcome in left:
+        assert outcome.kind == "RuntimeError", outcome.error
+        assert outcome.seconds < PATIENCE_S
+    return left
+
+
+WHERE = r"^rank \d: (grad|param) of bucket \S+ on link 'net' in iteration (\d+) failed: "
+SILENT = r"The store of rank 0 does not answer: it has failed itself, or its host is gone\."
+HEARD = r"Last heard of: rank 0 \(\S+\): iteration \d, \d s ago; rank 1 .*; rank 2 "
+LAST_HEARD = f"{HEARD}|{SILENT}"  # rank 0 fails as well, and here it does not linger
+REMEDY = r"Restart the missing ranks, or raise timeout_s \(4 s\) if they are only slow\."
+
+
+@pytest.mark.parametrize(
+    ("strategy", "iteration"),
+    [(EAGER, "4"), (AFTER, "4"), (LocalSGD(period=3), "5"), (DreamDDP(period=2), "4")],
+    ids=str,
+)
+def test_killed_peer(strategy: Strategy, iteration: str) -> None:
+    """Bucket, link and iteration are named, and at once: nobody waits for the timeout."""
+    for outcome in survivors(strategy, "is killed", 1):
+        where = re.search(WHERE, outcome.error)
+        assert where, outcome.error
+        assert where[2] == iteration
+        assert re.search(LAST_HEARD, outcome.error), outcome.error
+        assert re.search(REMEDY, outcome.error)
+        assert "Timed out" not in outcome.error
+
+
+def test_killed_rank_0() -> None:
+    """Its store goes with it, so nobody knows who is behind; that is said."""
+    for outcome in survivors(EAGER, "is killed", 0):
+        assert re.search(WHERE, outcome.error), outcome.error
+        assert re.search(SILENT, outcome.error), outcome.error
+
+
+def test_killed_peer_during_observation() -> None:
+    for outcome in survivors(EAGER, "is killed", 1, observe=True):
+        assert re.search(WHERE, outcome.error), outcome.error
+
+
+@pytest.mark.parametrize("how", ["sleeps", "is stopped"])
+def test_silent_peer(how: str) -> None:
+    for outcome in survivors(AFTER, how, 1, world=2):
+        assert re.search(WHERE, outcome.error), outcome.error
+        assert re.search(r"rank 1 \(\S+\): iteration \d+, \d+ s ago", outcome.error)
+        assert "Timed out waiting 4000ms" in outcome.error
+        assert outcome.seconds > TIMEOUT_S - 1
+
+
+def test_stopped_rank_0() -> None:
+    """Its store accepts questions and never answers them."""
+    for outcome in survivors(EAGER, "is stopped", 0, world=2):
+        assert re.search(WHERE, outcome.error), outcome.error
+        assert re.search(SILENT, outcome.error), outcome.error
+
+
+@pytest.mark.parametrize("strategy", [EAGER, LocalSGD(period=3), DDP()], ids=str)
+def test_a_rank_that_raises(strategy: Strategy) -> None:
+    """Its own error is its own; the others end soon and say where they were."""
+    for outcome in survivors(strategy, "raises", 2):
+        assert "Timed out" not in outcome.error
+        if strategy != DDP():  # torch's own words
+            assert re.search(WHERE, outcome.error), outcome.error
+
+
+def test_a_rank_with_less_data() -> None:
+    """It consolidates while the others train on: both sides time out, in words."""
+    [other] = survivors(EAGER, "has less data", 1, world=2)
+    assert re.search(WHERE, other.error), other.error
+
+
+def test_every_step_after_a_failure_refers_to_it() -> None:
+    outcomes = watch_world(failing.train_on_after_failure, 2, doomed=(1,), timeout_s=PATIENCE_S)
+    first, second = outcomes[0].result
+    assert re.search(WHERE, first)
+    assert second == "this worker has failed; start it again"
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_missing_rank_at_start(present: int) -> None:
+    [outcome] = watch_world(failing.meet, 2, 3.0, ranks=[present], timeout_s=PATIENCE_S)
+    assert outcome.kind == "RuntimeError", outcome
+    assert re.match(
+        rf"rank {present} could not meet the other 2 ranks at 127.0.0.1:\d+ within 3 s: ",
+        outcome.error,
+    ), outcome.error
+    assert outcome.seconds < PATIENCE_S
+
+
+# ---- whole programs: how they leave ---------------------------------------------------------
+
+SCRIPT = """
+    import os, sys, torch, offbeat
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = offbeat.prepare(model, optimizer, offbeat.BSP(), observe=1, timeout_s=20)
+    for i in range(5):
+        if i == 3 and os.environ["RANK"] == "1" and sys.argv[1] == "fail":
+            raise KeyError("a mistake in the user's loop")
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    print("trained")
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("well", 0), ("fail", 1)])
+def test_exit_codes(tmp_path: Path, how: str, code: int) -> None:
+    """No abort, no hang, and a failure is one to the shell, on all ranks."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    port = free_port()
+    ranks = [run_script(script, how, variables(rank, 2, port)) for rank in range(2)]
+    for process in ranks:
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == code, errors
+        assert ("trained" in output) == (code == 0)
+        assert "terminate called" not in errors
+    if how == "fail":
+        assert "KeyError" in errors
+
+
+def run_script(script: Path, how: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, str(script), how], env=environment, **pipes)

@@ -1,0 +1,254 @@
+"""prepare: what it refuses, what it agrees on with the other ranks, and what it returns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import failing
+import pytest
+import torch
+from models import Case, build_model, build_optimizer, profile_of
+from torch import nn
+from worlds import run_world, watch_world
+
+import offbeat
+from offbeat import BSP, DDP, WFBP, DreamDDP, LocalSGD, PartialSync, Profile, Strategy
+
+CASE = failing.CASE
+
+# ---- what it refuses ------------------------------------------------------------------------
+
+
+def mlp() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build_model(CASE)
+    return model, build_optimizer(CASE, model)
+
+
+def foreign() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = mlp()
+    extra = nn.Parameter(torch.zeros(2))
+    return model, torch.optim.SGD([{"params": list(model.parameters())}, {"params": [extra]}], 0.1)
+
+
+def lbfgs() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = mlp()
+    return model, torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad])
+
+
+def shared() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "text"),
+    [
+        (mlp, {"observe": 0}, "observe (0) must be at least 1 iteration; pass a profile for none"),
+        (mlp, {"timeout_s": 0}, "timeout_s (0) must be a number of seconds above 0"),
+        (mlp, {"timeout_s": float("inf")}, "timeout_s (inf) must be a number of seconds above 0"),
+        (mlp, {"links": "eth0"}, "links ('eth0') must be a list of network interfaces"),
+        (mlp, {"links": []}, "links ([]) must be a list of network interfaces, at least one"),
+        (
+            mlp,
+            {"links": ["a", "a"]},
+            "a list of network interfaces, at least one, each once",
+        ),
+        (foreign, {}, "parameter 0 of the optimizer's group 1 must belong to the model; build the"),
+        (lbfgs, {}, "LBFGS runs backward several times in one step; only optimizers whose step()"),
+        (shared, {}, "parameters '0.weight' and '1.weight' share memory but are two objects"),
+    ],
+)
+def test_refused_before_anything_is_opened(
+    build: Callable[[], Any], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        offbeat.prepare(*build(), BSP(), **options)
+    assert text in str(caught.value)
+    assert not torch.distributed.is_initialized()
+
+
+def test_refused_when_prepared_already() -> None:
+    [[model, again, optimizer]] = run_world(failing.prepare_again, 1)
+    assert model == again
+    assert model.startswith("the model is prepared already; call prepare once, or model.close()")
+    assert optimizer == "the optimizer is prepared already; call prepare once"
+
+
+def test_an_error_leaves_nothing_behind() -> None:
+    for words, *threads in run_world(failing.prepare_after_an_error, 2):
+        assert "the profile does not match: its world_size (3) must be 2" in words
+        assert threads == []
+
+
+def test_sparse_gradients() -> None:
+    [outcome] = watch_world(failing.sparse_gradients, 1)
+    assert outcome.kind == "ValueError"
+    assert "flat buckets need dense ones: use Embedding(sparse=False)" in outcome.error
+
+
+def test_missing_interface() -> None:
+    [outcome] = watch_world(failing.prepare_with, 1, None, CASE, ["nonexistent0"])
+    assert "nonexistent0" in outcome.error
+
+
+def test_a_model_compiled_as_a_whole_is_warned_about() -> None:
+    [warned] = run_world(failing.compile_whole, 1)
+    assert any("compile its blocks instead" in text for text in warned)
+
+
+# ---- what ranks must have in common ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("strategy", "the strategy must be the same on all ranks: rank 0 has local-sgd"),
+        ("settings", "rank 2 has local-sgd {'period': 5, 'warmup': 0, 'state': 'local'}; start"),
+        (
+            "observe",
+            "has observe=2, min_bucket_bytes=None, profile=none, rank 2 has observe=3",
+        ),
+        ("profile", "rank 2 has observe=2, min_bucket_bytes=None, profile=given; call it alike"),
+        (
+            "shape",
+            "rank 0 has '6.weight' [3, 7] torch.float64 trainable with strides [7, 1]",
+        ),
+        ("dtype", "rank 2 '0.weight' [6, 5] torch.float32 frozen"),
+        ("frozen", "trainable with strides [8, 1], rank 2 '4.weight' [7, 8] torch.float64 frozen"),
+        ("more", "rank 0 has 10 parameters, rank 2 12"),
+        ("strides", "with strides [6, 1], rank 2 '1.weight' [8, 6] torch.float64 trainable with"),
+        ("buffers", "the model's buffers must be the same on all ranks: rank 0 has [], rank 2 has"),
+        ("optimizer", "the optimizer must be the same on all ranks: rank 0 has SGD {"),
+        ("rate", "'lr': 0.2"),
+    ],
+)
+def test_differences_are_named_on_every_rank(what: str, text: str) -> None:
+    for outcome in watch_world(failing.prepare_differently, 3, what):
+        assert outcome.kind == "ValueError", outcome.error
+        assert "must be the same on all ranks" in outcome.error
+        assert text in outcome.error
+        assert "rank 1" not in outcome.error, "it is not at fault"
+
+
+# ---- what it returns ------------------------------------------------------------------------
+
+
+def test_looks_like_the_users_own() -> None:
+    [seen] = run_world(failing.looks, 1)
+    errors = seen.pop("errors")
+    assert seen == {
+        "keys": True,
+        "groups": True,
+        "state": True,
+        "rates": [0.02 / 8, 0.01 / 8],
+        "attribute": "kept",
+        "module": True,
+        "training": (False, True),
+        "repr": True,
+    }
+    assert "'Sequential' object has no attribute 'no_such_thing'" in errors["missing"]
+    assert errors["group"] == "param groups must be added before offbeat.prepare"
+    assert errors["assign"].startswith("assign (True) would put tensors in the place of those")
+    assert errors["double"] == "move or convert the model before offbeat.prepare, not after it"
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [WFBP(), PartialSync(2), LocalSGD(2, state="averaged"), LocalSGD(2, state="reset"), DDP()],
+    ids=str,
+)
+def test_loading_in_the_middle(strategy: Strategy) -> None:
+    assert run_world(failing.reload_in_the_middle, 1, strategy) == [[True, True]]
+
+
+def test_a_lone_process_trains_alone() -> None:
+    assert run_world(failing.train_alone, 1) == [("wfbp", 1)]
+
+
+def test_nothing_is_kept_after_close() -> None:
+    assert run_world(failing.memory_after_close, 1) == [[True, True]]
+
+
+# ---- profiles -------------------------------------------------------------------------------
+
+
+def test_profile_cache(tmp_path: Path) -> None:
+    """Written when missing, reused, measured anew on another model."""
+    path = tmp_path / "cache" / "profile.json"
+    [(first, known), _] = run_world(failing.train_with_cache, 2, str(path), "mlp")
+    assert not known
+    assert Profile.load(path).model == first
+    assert run_world(failing.train_with_cache, 2, str(path), "mlp") == [(first, True)] * 2
+    [(other, known), _] = run_world(failing.train_with_cache, 2, str(path), "backwards")
+    assert not known
+    assert Profile.load(path).model == other != first
+
+
+@pytest.mark.parametrize(
+    ("profile", "text"),
+    [
+        (profile_of(Case("backwards"), 1), "bucket 'first' holds tensor 'first.weight' that the m"),
+        (profile_of(CASE, 3), "its world_size (3) must be 1; measure it again with `offbeat pro"),
+        (profile_of(CASE, 1, ("a", "b")), "its links (a, b) must be net; measure it again"),
+    ],
+)
+def test_a_given_profile_must_match(profile: Profile, text: str) -> None:
+    [outcome] = watch_world(failing.prepare_with, 1, profile)
+    assert outcome.kind == "ValueError"
+    assert "the profile does not match" in outcome.error
+    assert text in outcome.error
+
+
+def test_a_broken_profile_file(tmp_path: Path) -> None:
+    """Only rank 0 reads it, but all ranks raise."""
+    path = tmp_path / "profile.json"
+    path.write_text('{"schema": 1, "world_size": ')
+    for outcome in watch_world(failing.prepare_with, 2, str(path)):
+        assert outcome.kind == "ValueError"
+        assert f"{path} is not JSON" in outcome.error
+
+
+def test_tuned_ddp_needs_a_profile() -> None:
+    assert run_world(failing.prepare_tuned, 1, profile_of(CASE, 1)) == [True]
+    [outcome] = watch_world(failing.prepare_tuned, 1, None)
+    assert "bucket_cap_mb ('tuned') needs a profile; pass profile=" in outcome.error
+
+
+# ---- jobs -----------------------------------------------------------------------------------
+
+
+def test_a_job_chooses_the_strategy_and_records(tmp_path: Path) -> None:
+    job = {"strategy": "dreamddp", "settings": {"period": 2}, "record_dir": str(tmp_path)}
+    ranks = run_world(failing.train_as_job, 2, job, None)
+    for rank, result in enumerate(ranks):
+        assert result["plan"].strategy == "dreamddp"
+        record = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert record["observed"] == 2
+        assert [loss for _, _, loss in record["losses"]] == pytest.approx(result["losses"])
+        assert len(record["trace"]["ends_s"][0]) == 8
+        moved = sum(b.size_bytes for b in result["profile"].buckets)
+        assert record["bytes"]["net"] >= moved * (2 + 3)
+    assert json.loads((tmp_path / "plan.json").read_text()) == ranks[0]["plan"].to_dict()
+
+
+def test_a_job_and_a_script_must_agree(tmp_path: Path) -> None:
+    job = {"strategy": "bsp", "record_dir": str(tmp_path)}
+    [outcome] = watch_world(failing.train_as_job, 1, job, DreamDDP())
+    assert "strategy (dreamddp) of prepare must be left out where the launcher" in outcome.error
+
+
+def test_a_job_that_only_measures(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    job = {"save_profile": str(path), "stop_after_profile": True, "record_dir": str(tmp_path)}
+    for outcome in watch_world(failing.train_as_job, 2, job, None):
+        assert (outcome.kind, outcome.error) == ("SystemExit", "0")
+    profile = Profile.load(path)
+    assert profile.world_size == 2
+    assert sum(b.size_bytes for b in profile.buckets) == sum(
+        p.nbytes for p in build_model(CASE).parameters() if p.requires_grad
+    )
+    assert profile.links[0].bytes_per_s > 0
