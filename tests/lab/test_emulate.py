@@ -80,7 +80,7 @@ def test_sleeping_late_does_not_add_up(monkeypatch):
     assert now_s[0] == pytest.approx(1.501)
 
 
-def test_waiting_between_layers_is_not_made_up_for(monkeypatch):
+def test_what_the_host_does_in_backward_is_hidden_up_to_the_layers_own_time(monkeypatch):
     now_s = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -93,7 +93,7 @@ def test_waiting_between_layers_is_not_made_up_for(monkeypatch):
     model.get_parameter("layers.1.weight").register_post_accumulate_grad_hook(lambda _: sleep(1.0))
     begin_s = now_s[0]
     loss.backward()
-    assert now_s[0] - begin_s == pytest.approx(1.04, abs=0.00021)
+    assert now_s[0] - begin_s == pytest.approx(1.02, abs=0.00021)
 
 
 def test_gradients_are_deterministic_and_those_of_the_loss():
