@@ -56,6 +56,11 @@ def seconds(iteration: Callable[[], None], iterations: int) -> float:
     return (time.perf_counter() - start) / iterations
 
 
+def spread(values: list[float]) -> str:
+    """Median [min..max]."""
+    return f"{median(values):.2f} [{min(values):.2f}..{max(values):.2f}]"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=200)
@@ -75,13 +80,10 @@ def main() -> None:
             times[name].append(seconds(loop, args.iterations))
     plain = times["plain PyTorch"]
     print(f"{args.layers} layers, {args.repeat} repetitions of {args.iterations} iterations\n")
-    print("| loop | ms per iteration, median [min..max] | microseconds more per layer |\n|---|---|---|")
+    print("| loop | ms per iteration | microseconds more per layer |\n|---|---|---|")
     for name, values in times.items():
         more = [(v - p) / args.layers * 1e6 for v, p in zip(values, plain, strict=True)]
-        print(
-            f"| {name} | {median(values) * 1e3:.2f} [{min(values) * 1e3:.2f}..{max(values) * 1e3:.2f}]"
-            f" | {median(more):.2f} [{min(more):.2f}..{max(more):.2f}] |"
-        )
+        print(f"| {name} | {spread([v * 1e3 for v in values])} | {spread(more)} |")
 
 
 if __name__ == "__main__":
