@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import signal
@@ -227,7 +228,17 @@ def looks() -> dict[str, Any]:
             except (ValueError, AttributeError) as error:
                 errors[name] = str(error)
         model.double()  # what it is already
+        average = torch.optim.swa_utils.AveragedModel(model)
+        average.update_parameters(model)
+        seen["average"] = torch.equal(average.module[1].weight, plain[1].weight)
+        seen["saved"] = saved_bytes(model) - saved_bytes(build_model(Case("conv")))
         return {**seen, "errors": errors}
+
+
+def saved_bytes(model: nn.Module) -> int:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return len(file.getvalue())
 
 
 def reload_in_the_middle(strategy: Strategy) -> list[bool]:

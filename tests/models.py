@@ -33,9 +33,9 @@ class Case:
 class Loop:
     """What a user's loop does beside the usual.
 
-    `clear`: how gradients are cleared (by the optimizer, the model, set to None, or not at all);
-    `micro`: batches per step; `clip`: largest norm; `scale`: of a GradScaler; `overflow`: (rank,
-    iteration) in which a loss is infinite.
+    `clear`: how gradients are cleared (by the optimizer, the model, set to None, or never);
+    `micro`: batches per step; `clip`: largest norm; `scale`: of a GradScaler; `overflow` and
+    `idle`: (rank, iteration) in which a loss is infinite, or there is no backward at all.
     """
 
     clear: str = "optimizer"
@@ -46,6 +46,7 @@ class Loop:
     clip: float | None = None
     scale: float | None = None
     overflow: frozenset[tuple[int, int]] = frozenset()
+    idle: frozenset[tuple[int, int]] = frozenset()
 
 
 USUAL = Loop()

@@ -159,6 +159,8 @@ class User:
 
     def backward(self, t: int) -> Tensor:
         self.clear()
+        if (rank(), t) in self.loop.idle:
+            return torch.zeros(())
         x, y = batch(self.case, rank(), t)
         n = self.loop.micro
         for part in range(n - 1):

@@ -50,8 +50,10 @@ class Replica:
     def gradients(self, iteration: int) -> None:
         """Local gradients at the local weights."""
         self.iteration = iteration
-        self.optimizer.zero_grad()
-        loss_of(self.model, *batch(self.case, self.rank, iteration), self.loop).backward()
+        if self.loop.clear != "never":
+            self.optimizer.zero_grad()
+        if (self.rank, iteration) not in self.loop.idle:
+            loss_of(self.model, *batch(self.case, self.rank, iteration), self.loop).backward()
 
     def step(self) -> None:
         """The local update, with whatever gradients there are; none if they overflowed."""

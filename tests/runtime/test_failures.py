@@ -100,8 +100,11 @@ def test_a_rank_that_raises(strategy: Strategy) -> None:
 
 def test_a_rank_with_less_data() -> None:
     """It consolidates while the others train on: both sides time out, in words."""
-    [other] = survivors(EAGER, "has less data", 1, world=2)
+    args = (EAGER, "has less data", 1, TIMEOUT_S, False)
+    other, early = watch_world(failing.train_until, 2, *args, timeout_s=PATIENCE_S)
     assert re.search(WHERE, other.error), other.error
+    assert early.error.startswith("ranks could not agree: "), early.error
+    assert re.search(rf"{SILENT}|rank 1 .*: iteration \d, ", early.error), early.error
 
 
 def test_every_step_after_a_failure_refers_to_it() -> None:

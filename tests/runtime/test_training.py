@@ -67,6 +67,17 @@ def test_gradients_may_be_cleared_in_any_way(strategy: Strategy, clear: str) -> 
     check(strategy, Loop(clear=clear))
 
 
+@pytest.mark.parametrize("strategy", [EAGER, DDP(), AFTER, BEFORE, LOCAL], **names)
+def test_gradients_that_are_never_cleared_add_up(strategy: Strategy) -> None:
+    check(strategy, Loop(clear="never"))
+
+
+@pytest.mark.parametrize("strategy", [BSP(), EAGER, BEFORE, AFTER, LOCAL], **names)
+def test_a_rank_may_have_nothing_to_do(strategy: Strategy) -> None:
+    """It steps without a backward: zero in an average of gradients, no update of its own."""
+    check(strategy, Loop(idle=frozenset({(0, 2), (1, 5)})))
+
+
 @pytest.mark.parametrize("clear", ["optimizer", "model"])
 @pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), AFTER, BEFORE, LOCAL], **names)
 def test_accumulation_equals_a_big_batch(strategy: Strategy, clear: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -92,6 +93,10 @@ class Model(nn.Module):
         if any(fn(t.detach()).data_ptr() != t.data_ptr() for t in self.parameters() if t.numel()):
             raise ValueError("move or convert the model before offbeat.prepare, not after it")
         return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy is a plain module: for weight averages (`AveragedModel`) and evaluation."""
+        return copy.deepcopy(self.module, memo)
 
     def __getattr__(self, name: str) -> Any:
         try:
