@@ -85,7 +85,8 @@ def main() -> None:
     shown = ", ".join(sorted({f"{t:.3f}" for t in targets if t is not None}))
     print(f"\n{args.hosts} hosts, {args.rate}, {args.steps} iterations, {args.seeds} seeds")
     print(f"target losses: {shown}")
-    print("\n| strategy | " + " | ".join(columns) + " |\n|---" * (len(columns) + 1) + "|")
+    print("\n| strategy | " + " | ".join(columns) + " |")
+    print("|---" * (len(columns) + 1) + "|")
     for label, values in table.items():
         cells = [spread(values[c], 1 if "seconds" in c else 3) for c in columns]
         print(f"| {label} | " + " | ".join(cells) + " |")
