@@ -23,6 +23,8 @@ from models import (
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from offbeat.plan import Plan, Transfer
+
 Names = Collection[str]
 
 
@@ -143,6 +145,44 @@ def partial_sync(
                 replica.step()
         for replica in world:
             replica.end()
+
+
+def as_planned(
+    world: list[Replica], iterations: range, plan: Plan, tensors: Sequence[Names], state: str
+) -> None:
+    """Whatever a plan averages, in the order gradients, parameters, update, parameters; for
+    strategies that have no equations of their own here. `tensors[b]`: names in bucket b."""
+    for r, t in enumerate(iterations):
+        for replica in world:
+            replica.gradients(t)
+        for transfer in plan.at(r):
+            if transfer.payload.kind == "grad":
+                piece = _piece(transfer, tensors)
+                average([_gradients(replica, piece) for replica in world], piece)
+        early = [m for m in plan.at(r) if m.payload.kind == "param" and m.after.point == "grad"]
+        late = [m for m in plan.at(r) if m.payload.kind == "param" and m.after.point == "updated"]
+        for transfer in early:
+            average_parameters(world, _piece(transfer, tensors))
+            treat_state(world, _piece(transfer, tensors), state)
+        for replica in world:
+            replica.step()
+        for transfer in late:
+            average_parameters(world, _piece(transfer, tensors))
+            treat_state(world, _piece(transfer, tensors), state)
+        for replica in world:
+            replica.end()
+
+
+def _piece(transfer: Transfer, tensors: Sequence[Names]) -> Piece:
+    payload = transfer.payload
+    return Piece(tuple(n for b in payload.buckets for n in tensors[b]), payload.part, payload.parts)
+
+
+def _gradients(replica: Replica, piece: Piece) -> list[Tensor]:
+    """Gradients of a piece; where there is none, zero."""
+    for p in _parameters(replica, piece):
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    return [p.grad for p in _parameters(replica, piece)]
 
 
 def consolidate(world: list[Replica]) -> None:
