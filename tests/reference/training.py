@@ -27,6 +27,8 @@ from offbeat.plan import Plan, Transfer
 
 Names = Collection[str]
 
+torch.set_num_threads(1)  # the tensors are tiny; a second thread would only spin
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -48,6 +50,12 @@ class Replica:
     scheduler: LRScheduler | None
     loop: Loop = USUAL
     iteration: int = -1
+
+    def __post_init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {
+            **dict(self.model.named_parameters()),
+            **dict(self.model.named_buffers()),
+        }
 
     def gradients(self, iteration: int) -> None:
         """Local gradients at the local weights."""
@@ -187,8 +195,8 @@ def _gradients(replica: Replica, piece: Piece) -> list[Tensor]:
 
 def consolidate(world: list[Replica]) -> None:
     """Every floating-point tensor becomes the mean; integers are rank 0's."""
-    for name, first in world[0].model.state_dict().items():
-        tensors = [replica.model.state_dict()[name] for replica in world]
+    for name, first in world[0].tensors.items():
+        tensors = [_tensor(replica, name) for replica in world]
         _assign(tensors, _mean(tensors) if first.is_floating_point() else first)
 
 
@@ -250,8 +258,8 @@ def average(worlds_tensors: Sequence[Sequence[Tensor]], piece: Piece) -> None:
 
 
 def _parameters(replica: Replica, piece: Piece) -> list[nn.Parameter]:
-    named = dict(replica.model.named_parameters())
-    return [named[name] for name in piece.names if name in named]
+    tensors = [replica.tensors[name] for name in piece.names]
+    return [t for t in tensors if isinstance(t, nn.Parameter)]
 
 
 def _state(replica: Replica, piece: Piece, keys: Sequence[tuple[int, str]]) -> list[Tensor]:
@@ -267,7 +275,7 @@ def _copy_buffers(world: list[Replica]) -> None:
 
 
 def _tensor(replica: Replica, name: str) -> Tensor:
-    return replica.model.state_dict()[name]
+    return replica.tensors[name]
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
