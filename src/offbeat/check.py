@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from fractions import Fraction
+from itertools import pairwise
 
-from offbeat.plan import Moment, Plan, Transfer, format_phases
+from offbeat.plan import Moment, Payload, Plan, Transfer, base_link, format_phases
 from offbeat.profile import Profile
 
 
@@ -46,8 +47,10 @@ def _check_one(plan: Plan, profile: Profile | None) -> list[Problem]:
         *_deadlines(plan),
         *_stuck(plan),
         *_overwritten(plan),
+        *_halves(plan),
         *_moved_twice(plan),
         *_never_moved(plan),
+        *_generations(plan),
     ]
 
 
@@ -66,7 +69,8 @@ def _shape(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
             yield Problem(
                 f"{t.id} must move a run of buckets within 0..{plan.buckets - 1}", plan, (t,)
             )
-        if not 0 <= t.payload.part < t.payload.parts:
+        last = t.payload.part + t.payload.width
+        if not 0 <= t.payload.part < last <= t.payload.parts:
             yield Problem(f"{t.id} must be one of its {t.payload.parts} parts", plan, (t,))
         for role, moment in (("release", t.after), ("deadline", t.before)):
             if moment.bucket is not None and not 0 <= moment.bucket < plan.buckets:
@@ -83,7 +87,7 @@ def _shape(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
                 plan,
                 (t,),
             )
-        if links is not None and t.link not in links:
+        if links is not None and base_link(t.link) not in links:
             yield Problem(
                 f"link {t.link!r} of {t.id} must be one of {', '.join(links)}", plan, (t,)
             )
@@ -93,15 +97,21 @@ def _position(moment: Moment, plan: Plan, *, iterations: int = 0) -> int:
     """Place of a moment, so many iterations later, in one worker's order of events."""
     size = plan.buckets
     b = size - 1 if moment.bucket is None else moment.bucket  # the first forward, else the last
-    in_backward = plan.updates == "in_backward"
+    iteration = 5 * size + 2
+    forward = 2 * (size - 1 - b)
+    updated = {
+        "at_step": 4 * size + 1 + b,
+        "in_backward": 2 * size + 2 * b + 1,
+        "on_arrival": iteration + forward + 1,
+    }[plan.updates]
     place = {
-        "forward": size - 1 - b,
-        "grad": size + 2 * b,
-        "updated": size + 2 * b + 1 if in_backward else 3 * size + 1 + b,
-        "step": 3 * size,
-        "end": 4 * size + 1,
+        "forward": forward,
+        "grad": 2 * size + 2 * b,
+        "updated": updated,
+        "step": 4 * size,
+        "end": 5 * size + 1,
     }[moment.point]
-    return place + (moment.lag + iterations) * (4 * size + 2)
+    return place + (moment.lag + iterations) * iteration
 
 
 def _deadlines(plan: Plan) -> Iterator[Problem]:
@@ -155,9 +165,13 @@ def _writer(t: Transfer, bucket: int, plan: Plan) -> Moment | None:
     updated = [Moment("updated", bucket, lag) for lag in lags]
     grads = [Moment("grad", bucket, lag) for lag in lags]
     if t.payload.kind == "grad":
+        if t.payload.age:
+            return None  # closed long ago; _generations looks at its deadline
         # Released too early the gradient is incomplete; the update must find it averaged.
         if start < _position(grads[0], plan):
             return grads[0]
+        if plan.closes is not None:
+            return None  # what is added later belongs to the next generation
         return next((m for m in updated + grads[1:] if start <= _position(m, plan) < end), None)
     forwards = [Moment("forward", bucket, lag) for lag in lags]
     touching = updated + (forwards + grads if t.payload.kind == "param" else [])
@@ -165,32 +179,162 @@ def _writer(t: Transfer, bucket: int, plan: Plan) -> Moment | None:
     return next((m for m in touching if start < _position(m, plan) < end), None)
 
 
+def _halves(plan: Plan) -> Iterator[Problem]:
+    """reduce_scatter and all_gather come in pairs, one after the other."""
+    for phase in plan.phases:
+        halves: dict[Payload, dict[str, Transfer]] = {}
+        for t in plan.at(phase):
+            if t.verb != "mean":
+                halves.setdefault(t.payload, {})[t.verb] = t
+        for both in halves.values():
+            if len(both) < 2:
+                (alone,) = both.values()
+                yield Problem(
+                    f"{alone.id} must come with its other half in the same iteration",
+                    plan,
+                    (alone,),
+                )
+                continue
+            first, second = both["reduce_scatter"], both["all_gather"]
+            if _position(second.after, plan) < _position(first.before, plan):
+                yield Problem(
+                    f"{second.id} is released {second.after}, before its first half is due "
+                    f"({first.before})",
+                    plan,
+                    (first, second),
+                )
+
+
 def _moved_twice(plan: Plan) -> Iterator[Problem]:
-    for a, b in combinations(plan.transfers, 2):
-        phases = a.phases & b.phases
-        if phases and a.payload.overlaps(b.payload):
-            bucket = max(a.payload.buckets.start, b.payload.buckets.start)
-            yield Problem(
-                f"bucket {bucket} is moved twice in phases {format_phases(phases)}: "
-                f"by {a.id} and {b.id}",
-                plan,
-                (a, b),
-            )
+    if plan.closes is not None:
+        return  # _generations
+    for phase in plan.phases:
+        for bucket, pieces in _pieces_by_bucket(plan.at(phase), ("grad", "param", "state")):
+            for pair in _overlapping(pieces):
+                a, b = sorted(pair, key=plan.transfers.index)
+                phases = a.phases & b.phases
+                if phase == min(phases) and bucket == max(
+                    a.payload.buckets.start, b.payload.buckets.start
+                ):
+                    yield Problem(
+                        f"bucket {bucket} is moved twice in phases {format_phases(phases)}: "
+                        f"by {a.id} and {b.id}",
+                        plan,
+                        (a, b),
+                    )
 
 
 def _never_moved(plan: Plan) -> Iterator[Problem]:
     """Buckets of which some element is never averaged; slices count as their share."""
+    if plan.closes is not None:
+        return  # _generations
     cycle = set(range(plan.prologue, plan.prologue + plan.period))
-    moved: dict[int, set[tuple[int, int]]] = {}
-    for t in plan.transfers:
-        if t.phases & cycle and t.payload.kind in ("grad", "param"):
-            for bucket in t.payload.buckets:
-                moved.setdefault(bucket, set()).add((t.payload.part, t.payload.parts))
+    moving = [t for t in plan.transfers if t.phases & cycle]
+    moved = dict(_pieces_by_bucket(moving, ("grad", "param"), together=True))
     for bucket in range(plan.buckets):
-        slices = moved.get(bucket, set())
-        if not any(all((k, n) in slices for k in range(n)) for _, n in slices):
-            what = "only moved in part" if slices else "never moved"
+        if not _whole(moved.get(bucket, [])):
+            what = "only moved in part" if bucket in moved else "never moved"
             yield Problem(f"bucket {bucket} is {what} in the period", plan)
+
+
+def _generations(plan: Plan) -> Iterator[Problem]:
+    """Merged gradients: every element of a generation once, complete, and before its update."""
+    if plan.closes is None:
+        return
+    if not plan.closes & set(range(plan.prologue, plan.prologue + plan.period)):
+        yield Problem("no generation closes in the period, so nothing is ever applied", plan)
+        return
+    if plan.updates != "at_step":
+        yield Problem(f"merged gradients need updates at_step, not {plan.updates}", plan)
+    carried: dict[range, list[Transfer]] = {}
+    last = plan.prologue + 3 * plan.period
+    for iteration in range(last):
+        for t in plan.at(iteration):
+            found = _generation_of(t, iteration, plan)
+            if isinstance(found, Problem):
+                yield found
+                return
+            carried.setdefault(found, []).append(t)
+    for generation, transfers in carried.items():
+        applied = plan.generation(generation.stop).stop - 1
+        if applied >= last:
+            continue  # its last messages lie beyond the iterations looked at
+        for bucket, pieces in _pieces_by_bucket(transfers, ("grad",)):
+            for a, b in _overlapping(pieces):
+                yield Problem(f"bucket {bucket} is moved twice: by {a.id} and {b.id}", plan, (a, b))
+                return
+        moved = dict(_pieces_by_bucket(transfers, ("grad",)))
+        for bucket in range(plan.buckets):
+            if not _whole(moved.get(bucket, [])):
+                yield Problem(
+                    f"bucket {bucket} is not moved whole in the generation of iterations "
+                    f"{generation.start}..{generation.stop - 1}",
+                    plan,
+                )
+                return
+
+
+def _generation_of(t: Transfer, iteration: int, plan: Plan) -> range | Problem:
+    """The generation that a message carries, or what is wrong with it."""
+    if t.payload.kind != "grad" or t.verb != "mean" or t.payload.age > 1:
+        return Problem(f"{t.id} must be a mean of gradients of age 0 or 1", plan, (t,))
+    generation = plan.generation(iteration, t.payload.age)
+    if not generation:
+        return Problem(f"{t.id} has no generation to carry in iteration {iteration}", plan, (t,))
+    if t.payload.age == 0 and generation.stop != iteration + 1:
+        return Problem(
+            f"{t.id} leaves in iteration {iteration}, but its generation is added to until "
+            f"{generation.stop - 1}",
+            plan,
+            (t,),
+        )
+    applied = plan.generation(generation.stop).stop - 1
+    if t.before.point != "step" or iteration + t.before.lag != applied:
+        return Problem(
+            f"{t.id} of iteration {iteration} is due {t.before}, but its generation is applied at "
+            f"the step of iteration {applied}",
+            plan,
+            (t,),
+        )
+    return generation
+
+
+Share = tuple[Fraction, Fraction, Transfer]
+
+
+def _pieces_by_bucket(
+    transfers: Iterable[Transfer], kinds: tuple[str, ...], *, together: bool = False
+) -> Iterator[tuple[int, list[Share]]]:
+    """Per bucket, and per kind unless `together`, which shares of it are moved, in order."""
+    pieces: dict[tuple[str, int], list[Share]] = {}
+    for t in transfers:
+        payload = t.payload
+        if payload.kind in kinds and t.verb != "reduce_scatter":
+            share = (
+                Fraction(payload.part, payload.parts),
+                Fraction(payload.part + payload.width, payload.parts),
+                t,
+            )
+            for bucket in payload.buckets:
+                pieces.setdefault(("" if together else payload.kind, bucket), []).append(share)
+    for (_, bucket), shares in pieces.items():
+        yield bucket, sorted(shares, key=lambda share: share[:2])
+
+
+def _overlapping(shares: list[Share]) -> Iterator[tuple[Transfer, Transfer]]:
+    """Neighbours that hold the same elements; slices of different runs may."""
+    for (_, _, a), (_, _, b) in pairwise(shares):
+        if a.payload.overlaps(b.payload):
+            yield a, b
+
+
+def _whole(shares: list[Share]) -> bool:
+    reached = Fraction(0)
+    for start, stop, _ in shares:
+        if start > reached:
+            return False
+        reached = max(reached, stop)
+    return reached == 1
 
 
 def _orders_that_disagree(plans: Sequence[Plan]) -> Iterator[Problem]:

@@ -17,10 +17,14 @@ SCHEMA = 1
 
 Point = Literal["forward", "grad", "step", "updated", "end"]
 Kind = Literal["grad", "param", "state"]
-Updates = Literal["at_step", "in_backward"]
+Verb = Literal["mean", "reduce_scatter", "all_gather"]
+Updates = Literal["at_step", "in_backward", "on_arrival"]
+Merge = Literal["sum", "mean"]
 
 POINTS: tuple[str, ...] = get_args(Point)
 KINDS: tuple[str, ...] = get_args(Kind)
+VERBS: tuple[str, ...] = get_args(Verb)
+CHANNEL = "#"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Moment:
     forward(b): bucket b's forward begins; grad(b): its gradient is complete; step: the user
     called `optimizer.step()`; updated(b): its local update is done; end: `optimizer.step()`
     returns. `bucket=None` means the whole model, `lag` counts iterations after the transfer's own.
+    With updates on arrival, `updated(b)` comes right after `forward(b)+1` and before its compute.
     """
 
     point: Point
@@ -46,34 +51,48 @@ class Payload:
     """What moves: one kind of tensor of a run of neighbouring buckets (backward order).
 
     grad: gradients; param: parameters and floating-point buffers; state: optimizer state.
-    `part` of `parts` equal slices of them, by default all.
+    Of `parts` equal slices of them it holds `width` from `part` on, by default all. `age` counts
+    generations of gradients: 0 is the one that this iteration adds to, 1 the one closed before.
     """
 
     kind: Kind
     buckets: range
     part: int = 0
     parts: int = 1
+    width: int = 1
+    age: int = 0
 
     def __str__(self) -> str:
-        slice_ = "" if self.parts == 1 else f"/{self.part + 1}of{self.parts}"
-        return f"{self.kind}[{self.buckets.start}:{self.buckets.stop}]{slice_}"
+        last = "" if self.width == 1 else f"-{self.part + self.width}"
+        slice_ = "" if self.parts == 1 else f"/{self.part + 1}{last}of{self.parts}"
+        age = f"-{self.age}" if self.age else ""
+        return f"{self.kind}{age}[{self.buckets.start}:{self.buckets.stop}]{slice_}"
 
     def overlaps(self, other: Payload) -> bool:
-        """Whether both hold some tensor element (or may, when cut into different numbers)."""
-        apart = self.parts == other.parts and self.part != other.part
+        """Whether both hold some tensor element (or may, when cut from different runs)."""
+        apart = (self.part + self.width) * other.parts <= other.part * self.parts or (
+            other.part + other.width
+        ) * self.parts <= self.part * other.parts
         return (
             self.kind == other.kind
+            and self.age == other.age
             and self.buckets.start < other.buckets.stop
             and other.buckets.start < self.buckets.stop
             and not (apart and self.buckets == other.buckets)
         )
+
+    def slice_of(self, size: int) -> slice:
+        """Which of `size` elements laid end to end it holds."""
+        return slice(size * self.part // self.parts, size * (self.part + self.width) // self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """One rule: `payload` is averaged over all ranks, on `link`, in the iterations of `phases`.
 
-    The order of a plan's transfers is the order in which every rank issues them on a link.
+    The order of a plan's transfers is the order in which every rank issues them on a link; a
+    link's name may end in `#n`, its n-th further channel. `verb`: averaged at once (mean), or in
+    two halves: reduce_scatter leaves each rank one part of the mean, all_gather spreads the parts.
     """
 
     payload: Payload
@@ -81,12 +100,13 @@ class Transfer:
     before: Moment
     phases: frozenset[int]
     link: str
-    verb: Literal["mean"] = "mean"
+    verb: Verb = "mean"
 
     @property
     def id(self) -> str:
         """Name, unique among the transfers of one iteration, the same on every rank."""
-        return f"{self.payload}@{self.link}"
+        verb = "" if self.verb == "mean" else f"{self.verb} "
+        return f"{verb}{self.payload}@{self.link}"
 
 
 @dataclass(frozen=True)
@@ -95,7 +115,12 @@ class Plan:
 
     Iteration t has phase t in the prologue, then prologue + (t - prologue) % period.
     `updates` says when a bucket's optimizer step happens: `at_step` inside `optimizer.step()`,
-    `in_backward` as soon as the bucket's gradient exists.
+    `in_backward` as soon as the bucket's gradient exists, `on_arrival` right before the bucket's
+    next forward, when its averaged gradient has landed.
+
+    With `closes`, gradients are merged and late: what has been added up since the last close forms
+    a generation when an iteration of these phases ends, and is applied (its `merge` over those
+    iterations) at the step of the next such iteration; other iterations do not step.
     """
 
     strategy: str
@@ -104,6 +129,8 @@ class Plan:
     period: int = 1
     prologue: int = 0
     updates: Updates = "at_step"
+    closes: frozenset[int] | None = None
+    merge: Merge = "sum"
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -128,6 +155,34 @@ class Plan:
         """Transfers of one iteration, in issue order."""
         return self._by_phase.get(self.phase(iteration), ())
 
+    def generation(self, iteration: int, age: int = 0) -> range:
+        """Iterations whose gradients are merged with this one's, or `age` generations before;
+        empty if there was none."""
+        if self.closes is None:
+            return range(max(iteration - age, 0), max(iteration - age + 1, 0))
+        stop = iteration
+        while self.phase(stop) not in self.closes:
+            stop += 1
+        start = self._after_last_close(iteration)
+        for _ in range(age):
+            start, stop = self._after_last_close(start - 1), start - 1
+        return range(start, stop + 1)
+
+    def _after_last_close(self, iteration: int) -> int:
+        assert self.closes is not None
+        start = max(iteration, 0)
+        while start > 0 and self.phase(start - 1) not in self.closes:
+            start -= 1
+        return start
+
+    def applied(self, iteration: int) -> range:
+        """Iterations whose gradients this iteration's optimizer step applies; empty: no step."""
+        if self.closes is None:
+            return range(iteration, iteration + 1)
+        if self.phase(iteration) not in self.closes:
+            return range(iteration, iteration)
+        return self.generation(iteration, age=1)
+
     @property
     def links(self) -> tuple[str, ...]:
         """Names of the links that the plan uses, in order of first use."""
@@ -151,9 +206,11 @@ class Plan:
         head = f"{self.strategy}: {size}, period {cycle}"
         head += f" after a prologue of {self.prologue}" if self.prologue else ""
         head += f", updates {self.updates.replace('_', ' ')}"
+        if self.closes is not None:
+            head += f", generations ({self.merge}) close in {format_phases(self.closes)}"
         rows = [
             (
-                str(t.payload),
+                str(t.payload) if t.verb == "mean" else f"{t.verb} {t.payload}",
                 f"after {t.after}",
                 f"before {t.before}",
                 f"in {format_phases(t.phases)}",
@@ -177,6 +234,7 @@ class Plan:
             "period": self.period,
             "prologue": self.prologue,
             "updates": self.updates,
+            **_generations_to_dict(self),
             "transfers": [_transfer_to_dict(t) for t in self.transfers],
             "notes": dict(self.notes),
         }
@@ -197,6 +255,8 @@ class Plan:
                 period=int(data["period"]),
                 prologue=int(data["prologue"]),
                 updates=_one_of("updates", data["updates"], get_args(Updates)),
+                closes=parse_phases(data["closes"]) if "closes" in data else None,
+                merge=_one_of("merge", data.get("merge", "sum"), get_args(Merge)),
                 notes=data.get("notes", {}),
             )
         except KeyError as error:
@@ -213,10 +273,23 @@ def transfer(
     link: str,
     part: int = 0,
     parts: int = 1,
+    width: int = 1,
+    age: int = 0,
+    verb: Verb = "mean",
 ) -> Transfer:
     """A transfer from its fields, the short way to write one."""
-    payload = Payload(kind, buckets, part, parts)
-    return Transfer(payload, after, before, frozenset(phases), link)
+    payload = Payload(kind, buckets, part, parts, width, age)
+    return Transfer(payload, after, before, frozenset(phases), link, verb)
+
+
+def channel(link: str, index: int) -> str:
+    """Name of a link's index-th channel: the link itself, then `link#1`, `link#2`, ..."""
+    return f"{link}{CHANNEL}{index}" if index else link
+
+
+def base_link(name: str) -> str:
+    """The link that a channel belongs to."""
+    return name.partition(CHANNEL)[0]
 
 
 def format_phases(phases: Iterable[int]) -> str:
@@ -243,8 +316,20 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("s" if number != 1 else "")
 
 
+def _generations_to_dict(plan: Plan) -> dict[str, Any]:
+    if plan.closes is None:
+        return {}
+    return {"closes": format_phases(plan.closes), "merge": plan.merge}
+
+
 def _transfer_to_dict(t: Transfer) -> dict[str, Any]:
-    slice_ = {"part": t.payload.part, "parts": t.payload.parts} if t.payload.parts > 1 else {}
+    slice_: dict[str, int] = {}
+    if t.payload.parts > 1:
+        slice_ = {"part": t.payload.part, "parts": t.payload.parts}
+    if t.payload.width > 1:
+        slice_["width"] = t.payload.width
+    if t.payload.age:
+        slice_["age"] = t.payload.age
     return {
         "verb": t.verb,
         "kind": t.payload.kind,
@@ -262,12 +347,19 @@ def _transfer_from_dict(data: Mapping[str, Any]) -> Transfer:
     run = range(int(start), int(stop))
     kind = _one_of("kind", data["kind"], KINDS)
     return Transfer(
-        payload=Payload(kind, run, int(data.get("part", 0)), int(data.get("parts", 1))),
+        payload=Payload(
+            kind,
+            run,
+            *(
+                int(data.get(f, d))
+                for f, d in (("part", 0), ("parts", 1), ("width", 1), ("age", 0))
+            ),
+        ),
         after=parse_moment(data["after"]),
         before=parse_moment(data["before"]),
         phases=parse_phases(data["phases"]),
         link=data["link"],
-        verb=_one_of("verb", data["verb"], ("mean",)),
+        verb=_one_of("verb", data["verb"], VERBS),
     )
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from offbeat.plan import Kind, Payload
+from offbeat.plan import CHANNEL, Kind, Payload, Verb, base_link
 
 SCHEMA = 1
 
@@ -47,13 +47,48 @@ class Link:
     """Alpha-beta model of one link: an all-reduce of M bytes takes latency_s + M / bytes_per_s.
 
     Fitted on the collective itself, so `bytes_per_s` counts payload, not bytes on the wire.
-    `fit_error` is the fit's mean relative error; None when it was not fitted here.
+    `fit_error` is the fit's mean relative error; None when it was not fitted here. `halves` says
+    the same, (latency_s, bytes_per_s), of reduce_scatter and all_gather; one that is not there
+    counts as the latency of an all-reduce and half the rest of its time.
     """
 
     name: str
     latency_s: float
     bytes_per_s: float
     fit_error: float | None = None
+    halves: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def half(self, verb: Verb) -> tuple[float, float]:
+        """(latency_s, bytes_per_s) of reduce_scatter or all_gather."""
+        return self.halves.get(verb, (self.latency_s, 2 * self.bytes_per_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """What two links lose while both carry messages: link i then runs at `speeds[i]` of its own.
+
+    The same link twice means two messages at once on two of its channels.
+    """
+
+    links: tuple[str, str]
+    speeds: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientNoise:
+    """What training looked like while it was observed, for estimates of convergence.
+
+    `loss`: mean over ranks; `gradient_sq`: squared norm of the true gradient; `noise_sq`: trace of
+    the covariance of the gradient averaged over all ranks' batches; `learning_rate` then.
+    """
+
+    loss: float
+    gradient_sq: float
+    noise_sq: float
+    learning_rate: float
+
+
+SIMULTANEOUS_SPEED = 2 / 3  # two messages at once on one link: 4/3 of its rate (ASC-WFBP)
 
 
 @dataclass(frozen=True)
@@ -63,7 +98,8 @@ class Profile:
     `update_s` is the optimizer's time, `other_s` what the loop spends outside forward, backward
     and update (data loading, logging), both per iteration. Times are means over ranks;
     `rank_scale[r]` is rank r's compute time relative to that mean (empty: all alike).
-    `model` is a fingerprint of the model, empty when unknown.
+    `model` is a fingerprint of the model, empty when unknown. `contention` lists what links lose
+    while they run together; other pairs lose nothing, two channels of one link a third each.
     """
 
     buckets: tuple[Bucket, ...]
@@ -73,6 +109,8 @@ class Profile:
     other_s: float = 0.0
     rank_scale: tuple[float, ...] = ()
     model: str = ""
+    contention: tuple[Contention, ...] = ()
+    noise: GradientNoise | None = None
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -107,11 +145,32 @@ class Profile:
         return self.links[0]
 
     def link(self, name: str) -> Link:
-        """The link of that name; ValueError if there is none."""
-        if name not in self._links:
+        """The link of that name, or the one that this is a channel of; ValueError if there is
+        none."""
+        base = base_link(name)
+        if base not in self._links:
             known = ", ".join(self._links)
             raise ValueError(f"link ({name!r}) must be one of the profile's links: {known}")
-        return self._links[name]
+        return self._links[base]
+
+    def speed(self, link: str, others: Iterable[str]) -> float:
+        """Share of its speed at which a link (or channel) runs while `others` carry messages:
+        the product of what it loses to each."""
+        mine, speed = base_link(link), 1.0
+        for other in others:
+            theirs = base_link(other)
+            default = SIMULTANEOUS_SPEED if mine == theirs else 1.0
+            speed *= self._speeds.get((mine, theirs), default)
+        return speed
+
+    @cached_property
+    def _speeds(self) -> dict[tuple[str, str], float]:
+        speeds: dict[tuple[str, str], float] = {}
+        for c in self.contention:
+            (a, b), (speed_a, speed_b) = c.links, c.speeds
+            speeds[b, a] = speed_b
+            speeds[a, b] = speed_a
+        return speeds
 
     @cached_property
     def _links(self) -> dict[str, Link]:
@@ -123,12 +182,18 @@ class Profile:
 
     def bytes_of(self, payload: Payload) -> int:
         """Bytes of a payload; of a slice, up to one tensor element."""
-        size, parts = self.payload_bytes(payload.kind, payload.buckets), payload.parts
-        return size * (payload.part + 1) // parts - size * payload.part // parts
+        held = payload.slice_of(self.payload_bytes(payload.kind, payload.buckets))
+        return held.stop - held.start
 
-    def seconds_of(self, payload: Payload, link: str) -> float:
-        """Time of one message with this payload."""
-        return self.message_s(link, payload.kind, payload.buckets, payload.parts)
+    def seconds_of(self, payload: Payload, link: str, verb: Verb = "mean") -> float:
+        """Time of one message with this payload, alone on the link."""
+        share = payload.width / payload.parts
+        latency, transfer = self._message(link, payload.kind, payload.buckets, share)
+        if verb != "mean" and (latency or transfer):
+            facts = self.link(link)
+            latency, rate = facts.half(verb)
+            transfer *= facts.bytes_per_s / rate
+        return latency + transfer
 
     def transfer_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
         """Each bucket's share of a fused message's time, without the latency."""
@@ -141,15 +206,19 @@ class Profile:
     def message_s(self, link: str, kind: Kind, buckets: range, slices: int = 1) -> float:
         """Time of one message over neighbouring buckets, or of one of equal slices of them: one
         latency, all bytes."""
+        return sum(self._message(link, kind, buckets, 1 / slices))
+
+    def _message(self, link: str, kind: Kind, buckets: range, share: float) -> tuple[float, float]:
+        """(latency, the rest) of one message over a share of neighbouring buckets."""
         parts = self._parts(link, kind)[buckets.start : buckets.stop]
         latency = max((latency for _, latency in parts), default=0.0)
-        return latency + sum(time - latency for time, latency in parts) / slices
+        return latency, sum(time - latency for time, latency in parts) * share
 
     def _parts(self, link: str, kind: Kind) -> tuple[tuple[float, float], ...]:
         """(time alone, latency within it) per bucket; cached, as planners ask in loops."""
-        key = (link, kind)
+        facts = self.link(link)
+        key = (facts.name, kind)
         if key not in self._part_cache:
-            facts = self.link(link)
             self._part_cache[key] = tuple(_alone(b, facts, kind) for b in self.buckets)
         return self._part_cache[key]
 
@@ -183,6 +252,10 @@ class Profile:
             data["rank_scale"] = list(self.rank_scale)
         if self.model:
             data["model"] = self.model
+        if self.contention:
+            data["contention"] = [_compact(contention) for contention in self.contention]
+        if self.noise is not None:
+            data["noise"] = _compact(self.noise)
         return data
 
     @classmethod
@@ -208,6 +281,10 @@ class Profile:
             other_s=data.get("other_s", 0.0),
             rank_scale=tuple(data.get("rank_scale", ())),
             model=data.get("model", ""),
+            contention=tuple(
+                _record(Contention, "contention", c) for c in data.get("contention", ())
+            ),
+            noise=_record(GradientNoise, "noise", data["noise"]) if data.get("noise") else None,
         )
 
     def save(self, path: str | Path) -> None:
@@ -283,6 +360,9 @@ def _validate(profile: Profile) -> None:
     for link in profile.links:
         _number(f"latency_s of link {link.name!r}", link.latency_s)
         _number(f"bytes_per_s of link {link.name!r}", link.bytes_per_s, positive=True)
+        _validate_halves(link)
+    for contention in profile.contention:
+        _validate_contention(contention, [link.name for link in profile.links])
     for bucket in profile.buckets:
         _validate_bucket(bucket, {link.name for link in profile.links})
     _number("update_s", profile.update_s)
@@ -294,6 +374,28 @@ def _validate(profile: Profile) -> None:
         )
     for rank, scale in enumerate(profile.rank_scale):
         _number(f"rank_scale[{rank}]", scale, positive=True)
+
+
+def _validate_halves(link: Link) -> None:
+    if CHANNEL in link.name:
+        raise ValueError(f"link name ({link.name!r}) must not contain {CHANNEL!r}; rename it")
+    for verb, pair in link.halves.items():
+        if verb not in ("reduce_scatter", "all_gather") or len(pair) != 2:
+            raise ValueError(
+                f"halves[{verb!r}] of link {link.name!r} must be reduce_scatter or all_gather "
+                "with its latency_s and bytes_per_s"
+            )
+        _number(f"latency of {verb} of link {link.name!r}", pair[0])
+        _number(f"rate of {verb} of link {link.name!r}", pair[1], positive=True)
+
+
+def _validate_contention(contention: Contention, links: Sequence[str]) -> None:
+    if len(contention.links) != 2 or not set(contention.links) <= set(links):
+        raise ValueError(
+            f"contention ({contention.links}) must be between two of {', '.join(links)}"
+        )
+    for link, speed in zip(contention.links, contention.speeds, strict=True):
+        _number(f"speed of link {link!r} in a contention", speed, positive=True)
 
 
 def _validate_bucket(bucket: Bucket, links: set[str]) -> None:
