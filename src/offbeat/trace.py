@@ -21,6 +21,7 @@ class Span:
 
     Lanes are `compute` and the links' names. Kinds on compute: forward, backward, update, wait,
     other; on links: grad, param, state. `buckets` is a run of neighbours, None for the model.
+    `carries`: the iterations [first, stop) whose gradients a message holds; None: its own.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Span:
     end_s: float
     buckets: tuple[int, int] | None = None
     bytes: int = 0
+    carries: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -154,8 +156,11 @@ def _steps(start: float, ends: list[float]) -> list[float]:
 
 
 def _span(values: dict[str, Any]) -> Span:
-    buckets = values["buckets"]
-    return Span(**{**values, "buckets": tuple(buckets) if buckets is not None else None})
+    pairs: dict[str, Any] = {
+        name: None if values.get(name) is None else tuple(values[name])
+        for name in ("buckets", "carries")
+    }
+    return Span(**(values | pairs))
 
 
 def _meta(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

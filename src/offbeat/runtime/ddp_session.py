@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from offbeat.runtime.cluster import Cluster
 from offbeat.runtime.engine import Iteration, Marks
-from offbeat.runtime.flat_session import Cluster, unite
+from offbeat.runtime.flat_session import unite
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Session
 

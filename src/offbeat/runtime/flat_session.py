@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,42 +14,15 @@ from torch import Tensor, nn
 from offbeat.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.runtime.checksum import checksum
+from offbeat.runtime.cluster import Cluster
 from offbeat.runtime.engine import Engine, Iteration
 from offbeat.runtime.flat import BucketSpec, Flat, specs_of_profile
-from offbeat.runtime.observe import Observer, measure_links, observing_plan, worthwhile_bytes
+from offbeat.runtime.measure import measure_links, worthwhile_bytes
+from offbeat.runtime.observe import Observer, observing_plan
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Session
 from offbeat.strategies import Strategy
-from offbeat.transport.control import Control, averaging
-from offbeat.transport.device import Device
-from offbeat.transport.link import Link
-
-
-@dataclass
-class Cluster:
-    """What this process is connected to: control, links with their groups, the device."""
-
-    control: Control
-    links: dict[str, Link]
-    groups: dict[str, dist.ProcessGroup]
-    device: Device
-    timeout_s: float
-    closed: bool = False
-    leave: Callable[[], None] | None = None  # registered to run at exit; holds the session
-
-    def close(self) -> bool:
-        """Stop the links and drop the groups; False if a link is stuck in a collective, which
-        nothing can interrupt: then the groups stay, as dropping them could abort the process."""
-        self.closed = True
-        if self.leave is not None:
-            atexit.unregister(self.leave)
-            self.leave = None
-        closed = [link.close() for link in self.links.values()]
-        if not all(closed):
-            return False
-        for group in (*self.groups.values(), self.control.group):
-            dist.destroy_process_group(group)
-        return True
+from offbeat.transport.control import averaging
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.profile import Profile
+from offbeat.runtime.cluster import Cluster
 from offbeat.runtime.ddp_session import DDPSession
 from offbeat.runtime.flat import require_supported
 from offbeat.runtime.flat_session import (
-    Cluster,
     FlatSession,
     Observation,
     broadcast_model,
