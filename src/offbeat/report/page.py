@@ -6,7 +6,7 @@ import base64
 import hashlib
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
@@ -14,13 +14,15 @@ from urllib.parse import quote
 import jinja2
 from markupsafe import Markup
 
-from offbeat.plan import format_phases
 from offbeat.report import curves, words
+from offbeat.report.decisions import decisions
+from offbeat.report.places import grouped
 from offbeat.report.run import Contestant, Run
 from offbeat.report.strict_json import dumps, script_safe
 from offbeat.report.summary import Row, how_measured, ranked
 from offbeat.report.timeline import (
     Window,
+    lane_name,
     lanes_of,
     measured_window,
     pack,
@@ -31,7 +33,7 @@ from offbeat.report.verdict import winner
 
 Pair = tuple[Window | None, Window | None]  # predicted, measured
 
-SCRIPTS = ("page.js", "timeline.js", "losses.js")
+SCRIPTS = ("page.js", "legend.js", "timeline.js", "losses.js")
 
 
 def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> str:
@@ -88,8 +90,8 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "started": run.started.replace("T", " ").replace("Z", " UTC").replace("+00:00", " UTC"),
         "failed": _failed(run),
         "problems": run.failures(),
-        "warnings": _grouped(run, "warnings"),
-        "checks": _grouped(run, "checks"),
+        "warnings": grouped(run.records(), lambda record: record.warnings),
+        "checks": grouped(run.records(), lambda record: record.checks),
     }
 
 
@@ -126,7 +128,7 @@ def _timeline(run: Run, pair: Pair) -> dict[str, Any]:
     links = [link.name for link in run.profile.links] if run.profile else []
     lanes = lanes_of(pair, links)
     predicted, measured = (None if window is None else pack(window, lanes) for window in pair)
-    return {"lanes": lanes, "predicted": predicted, "measured": measured}
+    return {"lanes": [*map(lane_name, lanes)], "predicted": predicted, "measured": measured}
 
 
 def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
@@ -172,6 +174,7 @@ def _strategy(
         "plan": None if contestant.plan is None else str(contestant.plan),
         "has_timeline": any(pair),
         "iterations": None if measured is None else _iterations(measured.iterations),
+        "decisions": decisions(contestant),
         "traces": {
             source: f"{quote(contestant.label)}/{quote(name)}" for source, name in traces.items()
         },
@@ -191,7 +194,7 @@ def _cluster_tables(cluster: Mapping[str, Any]) -> list[dict[str, Any]]:
         records = _records(value)
         if records:
             columns = list(dict.fromkeys(column for record in records for column in record))
-            cells = [[_cell(record.get(column)) for column in columns] for record in records]
+            cells = [[words.plain(record.get(column)) for column in columns] for record in records]
             tables.append({"name": name, "columns": columns, "rows": cells})
     return tables
 
@@ -207,14 +210,6 @@ def _records(value: Any) -> list[Mapping[str, Any]]:
     return []
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_cell(item)}" for key, item in value.items()) or words.NONE
-    if isinstance(value, list):
-        return ", ".join(map(_cell, value)) or words.NONE
-    return words.NONE if value is None else str(value)
-
-
 def _failed(run: Run) -> list[dict[str, Any]]:
     """Repetitions that do not count, with what the ranks without a record said last."""
     return [
@@ -228,28 +223,3 @@ def _failed(run: Run) -> list[dict[str, Any]]:
         for rep in contestant.repetitions
         if not rep.complete
     ]
-
-
-def _grouped(run: Run, field: str) -> list[tuple[str, str]]:
-    """Every distinct warning or check once, with everywhere it was said."""
-    said: dict[str, dict[str, dict[int, set[int]]]] = {}
-    for contestant, rep, record in run.records():
-        for text in getattr(record, field):
-            places = said.setdefault(text, {}).setdefault(contestant.label, {})
-            places.setdefault(rep.index, set()).add(record.rank)
-    return [(text, "; ".join(_places(places))) for text, places in said.items()]
-
-
-def _places(by_label: Mapping[str, Mapping[int, set[int]]]) -> Iterable[str]:
-    for label, reps in by_label.items():
-        everywhere = set.union(*reps.values())
-        if all(ranks == everywhere for ranks in reps.values()):
-            yield f"{label}, {_many('repetition', reps)}, {_many('rank', everywhere)}"
-            continue
-        for index, ranks in reps.items():
-            yield f"{label}, repetition {index}, {_many('rank', ranks)}"
-
-
-def _many(noun: str, numbers: Iterable[int]) -> str:
-    numbers = set(numbers)
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {format_phases(numbers)}"

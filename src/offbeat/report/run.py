@@ -24,7 +24,8 @@ class RankRecord:
     """What one rank recorded; `losses` are (iteration, seconds from the trace's origin, loss).
 
     `sent_bytes` is the payload handed to each link over the whole run, by link name; `observed`
-    the number of iterations spent on profiling before the plan took over.
+    the number of iterations spent on profiling before the plan took over; `decisions` what was
+    decided while it ran, each an iteration with words.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class RankRecord:
     emulated: bool = False
     warnings: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
+    decisions: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -284,6 +286,7 @@ def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
         emulated=bool(data.get("emulated", False)),
         warnings=tuple(map(str, data.get("warnings", ()))),
         checks=tuple(map(str, data.get("checks", ()))),
+        decisions=tuple(data.get("decisions") or ()),
     )
 
 

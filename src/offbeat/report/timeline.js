@@ -2,23 +2,29 @@
 
 const KINDS = {
   forward: "forward", backward: "backward", update: "update", wait: "wait (blocked on communication)",
-  other: "other", grad: "gradients", param: "parameters", state: "optimizer state",
+  other: "other", grad: "gradients", reduce_scatter: "reduce-scatter of gradients",
+  all_gather: "all-gather of gradients", param: "parameters", state: "optimizer state",
 };
 const PANELS = ["predicted", "measured"];
 const HEAD = 26, LANE = 28, COMPACT = 7, FOOT = 28, LEAST_WIDTH = 420;
 const view = { rank: "0", scale: "own", zoom: 1 };
 
 // Spans of every rank from the packed rows: name, iteration, start since the last, duration.
+// A span's generation is [first, stop, colour]: the iterations whose gradients it holds.
 function unpack(packed) {
   if (!packed) return null;
   const unit = packed.unit_s;
+  const generations = new Map(packed.generations.map((g) => [g[0], g]));
   const stored = packed.rows.map((flat) => {
     const spans = [];
     for (let i = 0, start = 0; i < flat.length; i += 4) {
       start += flat[i + 2];
-      const [lane, kind, from, to, size] = packed.names[flat[i]];
-      const end = (start + flat[i + 3]) * unit;
-      spans.push({ lane, kind, from, to, size, iteration: packed.first + flat[i + 1], start: start * unit, end });
+      const [lane, kind, from, to, size, back, merged] = packed.names[flat[i]];
+      const end = (start + flat[i + 3]) * unit, iteration = packed.first + flat[i + 1];
+      const generation = merged ? generations.get(iteration - back) : null;
+      const known = kind in KINDS ? kind : "other";
+      const fill = lane && generation ? `g${generation[2]}` : known;
+      spans.push({ lane, kind, known, fill, from, to, size, iteration, generation, start: start * unit, end });
     }
     return spans;
   });
@@ -26,7 +32,7 @@ function unpack(packed) {
     rank, { spans: stored[packed.which[i]], bounds: packed.bounds[i].map((b) => b * unit) },
   ]));
   const messages = packed.names.some((name) => name[0] > 0);
-  return { ranks, length: packed.length * unit, first: packed.first, alike: packed.stands_for_all, messages };
+  return { ranks, length: packed.length * unit, first: packed.first, alike: packed.stands_for_all, messages, generations: packed.generations };
 }
 
 // What a window holds of a rank; one simulated row stands for every rank if all are alike.
@@ -84,9 +90,17 @@ function layout(timeline) {
   return { rows, height: y + FOOT };
 }
 
+function runOf(from, to) {
+  return to - from === 1 ? `${from}` : `${from}–${to - 1}`;
+}
+
 function spanName(span) {
-  if (span.from < 0) return span.kind;
-  return `${span.kind} ${span.to - span.from === 1 ? span.from : `${span.from}–${span.to - 1}`}`;
+  const kind = span.kind.replace("_", "-");
+  return span.from < 0 ? kind : `${kind} ${runOf(span.from, span.to)}`;
+}
+
+function gradientsOf([first, stop]) {
+  return `gradients of iteration${stop - first > 1 ? "s" : ""} ${runOf(first, stop)}`;
 }
 
 function rankName(row) {
@@ -100,6 +114,7 @@ function unrecorded(row) {
 
 function describe(row, span) {
   const lines = [`${spanName(span)} · ${row.panel}`, `${rankName(row)}, ${row.name}, iteration ${span.iteration}`];
+  if (span.generation) lines.push(`${span.lane ? "holds" : "applies"} the ${gradientsOf(span.generation)}`);
   lines.push(`starts at ${seconds(span.start)}, takes ${seconds(span.end - span.start)}`);
   if (span.size) lines.push(`${bytes(span.size)}, ${bytes(span.size / (span.end - span.start))}/s`);
   if (span.from >= 0) {
@@ -110,7 +125,7 @@ function describe(row, span) {
   return lines.join("\n");
 }
 
-// Rectangles of a lane: neighbours thinner than a pixel share one, in the kind that fills most of
+// Rectangles of a lane: neighbours thinner than a pixel share one, in the look that fills most of
 // it; a lone one is widened into the free space after it.
 function shapes(row, x, width) {
   const found = [];
@@ -124,35 +139,57 @@ function shapes(row, x, width) {
       group = { left, right, shares: new Map() };
       found.push(group);
     }
-    group.shares.set(span.kind, (group.shares.get(span.kind) || 0) + right - left);
+    const look = span.fill === span.known ? span.known : `${span.known} ${span.fill}`;
+    group.shares.set(look, (group.shares.get(look) || 0) + right - left);
   }
   found.forEach((g, i) => {
     const free = i + 1 < found.length ? found[i + 1].left : width;
     g.right = Math.max(g.right, Math.min(free, g.left + 1));
-    g.kind = [...g.shares].reduce((a, b) => (b[1] > a[1] ? b : a))[0];
+    g.look = [...g.shares].reduce((a, b) => (b[1] > a[1] ? b : a))[0];
   });
   return found;
 }
 
+// Where in its lane a kind is drawn: the halves of an all-reduce take the lower and the upper part.
+function part(kind, { y, height }) {
+  const half = Math.round(0.62 * height);
+  if (kind === "reduce_scatter") return { y: y + height - half, height: half };
+  return { y, height: kind === "all_gather" ? half : height };
+}
+
 function drawSpans(svg, row, x, width) {
   const paths = new Map();
-  for (const { left, right, kind } of shapes(row, x, width)) {
+  for (const { left, right, look } of shapes(row, x, width)) {
     const gap = !row.compact && right - left > 4 ? 0.7 : 0;
-    const shape = `M${left.toFixed(2)} ${row.y}h${(right - left - gap).toFixed(2)}v${row.height}H${left.toFixed(2)}z`;
-    paths.set(kind, (paths.get(kind) || "") + shape);
+    const { y, height } = part(look.split(" ")[0], row);
+    const shape = `M${left.toFixed(2)} ${y}h${(right - left - gap).toFixed(2)}v${height}H${left.toFixed(2)}z`;
+    paths.set(look, (paths.get(look) || "") + shape);
   }
-  for (const [kind, d] of paths) draw("path", { class: kind in KINDS ? kind : "other", d }, svg);
+  for (const [look, d] of paths) draw("path", { class: look, d }, svg);
+  if (row.lane === 0) for (const span of row.spans) markApplied(svg, row, span, x, width);
   if (!row.compact) for (const span of row.spans) labelSpan(svg, row, span, x, width);
+}
+
+// The foot of an update has the colour of the gradients that it applies.
+function markApplied(svg, row, span, x, width) {
+  const left = Math.max(0, x(span.start)), right = Math.min(width, x(span.end));
+  if (!span.generation || right < 0 || left > width) return;
+  const height = row.compact ? 3 : 8;
+  const box = { x: left, y: row.y + row.height - height, width: Math.max(2, right - left), height };
+  draw("rect", { class: `g${span.generation[2]}`, ...box }, svg);
 }
 
 function labelSpan(svg, row, span, x, width) {
   const left = Math.max(0, x(span.start)), room = Math.min(width, x(span.end)) - left;
-  const short = span.from < 0 ? "" : span.to - span.from === 1 ? `${span.from}` : `${span.from}–${span.to - 1}`;
-  const text = [spanName(span), short].find((t) => t && t.length * 6.2 + (t === short ? 4 : 8) < room);
+  const short = span.from < 0 ? "" : runOf(span.from, span.to);
+  const of = span.lane && span.generation ? ` of it. ${runOf(...span.generation)}` : "";
+  const names = of ? [spanName(span) + of, short + of, short] : [spanName(span), short];
+  const text = names.find((t) => t && t.length * 6.2 + (t === short ? 4 : 8) < room);
   if (!text) return;
-  const at = { x: left + room / 2, y: row.y + row.height / 2 + 4, "text-anchor": "middle" };
+  const { y, height } = part(span.kind, row);
+  const at = { x: left + room / 2, y: y + height / 2 + 4, "text-anchor": "middle" };
   const halo = span.kind === "wait" ? " halo" : "";
-  draw("text", { ...at, class: `in in-${span.kind in KINDS ? span.kind : "other"}${halo}` }, svg, text);
+  draw("text", { ...at, class: `in in-${span.fill}${halo}` }, svg, text);
 }
 
 function drawBounds(svg, row, x) {
@@ -182,6 +219,16 @@ function drawHead(svg, row, x) {
     const label = [`iteration ${row.window.first + i}`, `${row.window.first + i}`].find((t) => t.length * 6 + 8 < room);
     if (label) draw("text", { x: left + room / 2, y: baseline, "text-anchor": "middle" }, svg, label);
   });
+  drawGenerations(svg, row, own.bounds, x);
+}
+
+// Above its iterations, a bar in the colour of every generation.
+function drawGenerations(svg, row, bounds, x) {
+  for (const [first, stop, colour] of row.window.generations) {
+    const [from, to] = [first, stop].map((t) => Math.min(bounds.length - 1, Math.max(0, t - row.window.first)));
+    const left = x(bounds[from]) + 2, width = x(bounds[to]) - 2 - left;
+    if (width > 0) draw("rect", { class: `g${colour}`, x: left, y: row.y + HEAD - 6, width, height: 3 }, svg);
+  }
 }
 
 function drawAxis(svg, domain, x, width, height) {
@@ -209,7 +256,7 @@ function drawNames(names, rows, timeline) {
       element("span", "", place(row.y, HEAD, "panel"), row.head);
     } else if (!row.compact) {
       const line = place(row.y, row.height, "");
-      element("span", "", line, row.name).title = row.name;
+      element("span", "lane-name", line, row.name).title = row.name;
       const known = row.panel === "predicted" || row.window.messages;
       const busy = known ? `${Math.round(100 * busyShare(row.spans, row.window.length))} %` : "–";
       const share = element("span", "busy", line, busy);
@@ -308,24 +355,6 @@ function step(lanes, current, key) {
   return { row, span: row.spans.reduce((a, b) => (distance(b) < distance(a) ? b : a)) };
 }
 
-function legendOfKinds() {
-  const list = document.getElementById("kinds");
-  const used = new Set();
-  for (const t of data.timelines)
-    for (const panel of PANELS) if (t[panel]) for (const name of t[panel].names) used.add(name[1]);
-  for (const kind of Object.keys(KINDS).filter((k) => used.has(k))) {
-    const item = element("li", "", list);
-    const key = draw("svg", { width: 14, height: 12, "aria-hidden": "true" }, item);
-    draw("rect", { class: kind, width: 14, height: 12, rx: 2 }, key);
-    item.append(KINDS[kind]);
-  }
-  if (!used.size) return;
-  const item = element("li", "", list);
-  const key = draw("svg", { width: 4, height: 12, "aria-hidden": "true" }, item);
-  draw("line", { class: "period", x1: 2, x2: 2, y1: 0, y2: 12 }, key);
-  item.append("iteration boundary");
-}
-
 function startTimelines() {
   const figures = [...document.querySelectorAll("[data-timeline]")];
   if (!figures.length) return;
@@ -334,7 +363,7 @@ function startTimelines() {
   if (ranks.length > 1) rank.append(new Option("all", "all"));
   view.rank = rank.value;
   document.getElementById("controls").hidden = false;
-  legendOfKinds();
+  drawLegend();
   const redraws = figures.map((figure) => {
     element("div", "names", figure);
     const scroll = element("div", "scroll", figure);

@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from offbeat.plan import CHANNEL, base_link
+from offbeat.report.generations import Generation, Generations, carried
 from offbeat.report.run import Contestant, Repetition, Run
 from offbeat.trace import COMPUTE, Span, Trace
 
 MOST_SPANS = 60_000  # in one page; beyond, ranks and then iterations are left out and named
 TICKS = 100_000  # resolution of a window
 
-Key = tuple[str, str, tuple[int, int] | None]
+Key = tuple[str, str, tuple[int, int] | None, tuple[int, int] | None]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,24 @@ class Window:
     def stands_for_all(self) -> bool:
         """True if the only row stands for every rank: all are alike in a simulation."""
         return self.trace.world_size == 1 and self.trace.notes.get("ranks", 1) > 1
+
+    @property
+    def generations(self) -> Generations:
+        """What its messages hold if gradients of several iterations can be seen under way in one;
+        else none, as telling them apart would say nothing."""
+        found = Generations.among(self.trace.spans)
+        return found if found.late or self._carried_over() else Generations()
+
+    def _carried_over(self) -> bool:
+        """Whether a message with gradients lasts beyond the end of its iteration."""
+        before = self.iterations.start - 1
+        for rank, spans in self.shown.items():
+            late = self.zero_s[rank] + self.length_s / TICKS
+            ends = [late + end for end in self.bounds_s(rank)]
+            sent = [s for s in spans if carried(s) and s.iteration < self.iterations.stop]
+            if any(s.end_s > ends[max(0, s.iteration - before)] for s in sent):
+                return True
+        return False
 
     def bounds_s(self, rank: int) -> list[float]:
         """Where the rank's iterations begin, and where the last one ends, from zero."""
@@ -88,11 +108,12 @@ def start_of(trace: Trace, rank: int, iteration: int) -> float:
 def pack(window: Window, lanes: Sequence[str]) -> dict[str, Any]:
     """JSON-ready form of a window; equal ranks are stored once."""
     unit = 10.0 ** math.floor(math.log10(max(window.length_s, 1e-6) / TICKS))
+    generations = window.generations
     names: dict[tuple[Any, ...], int] = {}
     stored: dict[tuple[int, ...], int] = {}
     which = []
     for rank in window.shown:
-        rows = tuple(_rows(window, rank, lanes, names, unit))
+        rows = tuple(_rows(window, rank, lanes, generations, names, unit))
         which.append(stored.setdefault(rows, len(stored)))
     return {
         "unit_s": unit,
@@ -104,6 +125,7 @@ def pack(window: Window, lanes: Sequence[str]) -> dict[str, Any]:
         "which": which,
         "names": [list(name) for name in names],
         "rows": [list(rows) for rows in stored],
+        "generations": [(*g, colour) for g, colour in _coloured(window, generations).items()],
         "bounds": [[round(s / unit) for s in window.bounds_s(rank)] for rank in window.shown],
     }
 
@@ -125,10 +147,22 @@ def shrink(windows: Sequence[Window | None], most: int = MOST_SPANS) -> tuple[li
 
 
 def lanes_of(windows: Iterable[Window | None], links: Iterable[str]) -> list[str]:
-    """Compute first, then the links in the order of the profile, then any other lane."""
+    """Compute first, then the links in the order of the profile, each with its channels, then
+    any other lane."""
     used = {span.lane for w in windows if w for spans in w.shown.values() for span in spans}
-    ordered = [COMPUTE, *(link for link in links if link in used), *sorted(used)]
-    return list(dict.fromkeys(ordered))
+    order = [COMPUTE, *links]
+
+    def place(lane: str) -> tuple[int, str, int, str]:
+        base = base_link(lane)
+        return order.index(base) if base in order else len(order), base, len(lane), lane
+
+    return sorted(used | {COMPUTE}, key=place)
+
+
+def lane_name(lane: str) -> str:
+    """A lane in words: 'net', 'net, channel 2'."""
+    base, _, index = lane.partition(CHANNEL)
+    return f"{base}, channel {int(index) + 1}" if index.isdecimal() else lane
 
 
 def _typical_start(run: Run, contestant: Contestant, rep: Repetition) -> int | None:
@@ -163,7 +197,7 @@ def _messages(trace: Trace, rank: int) -> dict[int, Counter[Key]]:
         if span.rank == rank:
             keys = sent.setdefault(span.iteration, Counter())
             if span.lane != COMPUTE:
-                keys[(span.lane, span.kind, span.buckets)] += 1
+                keys[(span.lane, span.kind, span.buckets, _age(span, carried(span)))] += 1
     return sent
 
 
@@ -241,6 +275,7 @@ def _repeated(trace: Trace) -> Trace:
             start_s=span.start_s + k * step_s,
             end_s=span.end_s + k * step_s,
             iteration=span.iteration + k * trace.period,
+            carries=_later(span.carries, k * trace.period),
         )
         for k in (-1, 1)
         for span in trace.spans
@@ -248,18 +283,45 @@ def _repeated(trace: Trace) -> Trace:
     return replace(trace, spans=(*trace.spans, *copies))
 
 
+def _later(carries: tuple[int, int] | None, iterations: int) -> tuple[int, int] | None:
+    return carries and (carries[0] + iterations, carries[1] + iterations)
+
+
 def _rows(
-    window: Window, rank: int, lanes: Sequence[str], names: dict[tuple[Any, ...], int], unit: float
+    window: Window,
+    rank: int,
+    lanes: Sequence[str],
+    generations: Generations,
+    names: dict[tuple[Any, ...], int],
+    unit: float,
 ) -> Iterable[int]:
     previous = 0
     for span in window.shown[rank]:
-        name = (lanes.index(span.lane), span.kind, *(span.buckets or (-1, -1)), span.bytes)
+        what = (lanes.index(span.lane), span.kind, *(span.buckets or (-1, -1)), span.bytes)
+        name = (*what, *(_age(span, generations.of(span)) or (0, 0)))
         start = round((span.start_s - window.zero_s[rank]) / unit)
         yield names.setdefault(name, len(names))
         yield span.iteration - window.iterations.start
         yield start - previous
         yield round((span.end_s - span.start_s) / unit)
         previous = start
+
+
+def _age(span: Span, generation: Generation | None) -> tuple[int, int] | None:
+    """A generation as seen from a span's iteration: how far back it begins, how many it merges."""
+    return generation and (span.iteration - generation[0], generation[1] - generation[0])
+
+
+def _coloured(window: Window, generations: Generations) -> dict[Generation, int]:
+    """Colours of the generations that the window shows: in messages and updates, or as its own."""
+    held = {generations.of(span) for spans in window.shown.values() for span in spans}
+    own = window.iterations
+    colours = generations.colours(own.start)
+    return {
+        g: colour
+        for g, colour in colours.items()
+        if g in held or (g[0] < own.stop and own.start < g[1])
+    }
 
 
 def _spread(shown: Mapping[int, tuple[Span, ...]], count: int) -> dict[int, tuple[Span, ...]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 NONE = "–"
 
@@ -93,3 +94,12 @@ def count(number: int, noun: str) -> str:
 def sentence(text: str) -> str:
     """With a capital at the beginning and a full stop."""
     return text[:1].upper() + text[1:] + "."
+
+
+def plain(value: Any) -> str:
+    """A value of a JSON file on one line: 'a: 1, b: 2'."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {plain(item)}" for key, item in value.items()) or NONE
+    if isinstance(value, list):
+        return ", ".join(map(plain, value)) or NONE
+    return NONE if value is None else str(value)

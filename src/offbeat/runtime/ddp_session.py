@@ -59,7 +59,7 @@ class DDPSession(Session):
         self._marks = Marks(begin=mark())
 
     def zero_grad(self, set_to_none: bool) -> None:
-        self._optimizer.zero_grad(set_to_none)
+        self._model.zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.module.no_sync()

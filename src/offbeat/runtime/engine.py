@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,31 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.plan import Moment, Payload, Plan, Transfer
+from offbeat.runtime.agenda import Agenda, agenda
 from offbeat.runtime.flat import Flat
-from offbeat.runtime.state import StateStore, delegates
+from offbeat.runtime.forward import ForwardHooks
+from offbeat.runtime.schedulers import SchedulerGate
+from offbeat.runtime.state import StateStore
+from offbeat.runtime.stepper import BucketStepper, Settings
 from offbeat.strategies.base import StatePolicy
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device, Mark
-from offbeat.transport.link import Flight, Link, deadline
+from offbeat.transport.link import Flight, Link
 
-Booking = list[Flight]
+EARLY_REMEDY = {
+    "in_backward": "use average='before_update'",
+    "on_arrival": "use a strategy that steps at once, such as WFBP()",
+}
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One bucket's gradient awaited and applied, before its next forward."""
+
+    bucket: int
+    begin: Mark
+    landed: Mark
+    updated: Mark
 
 
 @dataclass(slots=True)
@@ -28,6 +45,7 @@ class Marks:
     """When things happened in one iteration, as device marks; None or empty: not marked."""
 
     begin: Mark = None
+    arrivals: list[Arrival] = field(default_factory=list)
     forward: Mark = None
     forward_end: Mark = None
     ready: list[Mark] = field(default_factory=list)
@@ -41,37 +59,41 @@ class Marks:
 
 @dataclass(slots=True)
 class Iteration:
-    """What one iteration did: its number, its marks and its flights."""
+    """What one iteration did: its number, its marks, its flights; `planned` is its number in the
+    plan, which begins anew after `drain`."""
 
     number: int
     marks: Marks
     flights: list[Flight]
+    planned: int = 0
 
 
 @dataclass(slots=True)
-class _Agenda:
-    """One phase of a plan as tables: the transfers in issue order and, by their index, what each
-    moment releases and waits for."""
+class _Planned(Iteration):
+    """An iteration under way, or over with flights still out."""
 
-    transfers: tuple[Transfer, ...]
-    at_grad: list[list[int]]
-    at_updated: list[list[int]]
-    at_step: list[int] = field(default_factory=list)
-    due_step: list[int] = field(default_factory=list)
-    due_end: list[int] = field(default_factory=list)
+    agenda: Agenda = field(kw_only=True)
+    awaited: int = 0  # flights that have been waited for
+    over: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return self.over and self.awaited == len(self.flights)
 
 
 class Engine:
-    """Runs a plan through gradient hooks and `optimizer.step()`.
+    """Runs a plan through hooks and `optimizer.step()`.
 
     `grad(b)` fires when the gradients of buckets 0..b are complete, so a message of several
-    buckets is never sent half-ready, whatever order autograd takes. What is due by `step` is
-    waited for as soon as backward has ended, so that code between backward and
-    `optimizer.step()` - clipping, unscaling - sees averaged gradients.
+    buckets is never sent half-ready, whatever order autograd takes; `forward(b)` likewise stands
+    for all buckets from the input side down to b. What is due by `step` is waited for as soon as
+    backward has ended, so that code between backward and `optimizer.step()` - clipping, unscaling -
+    sees averaged gradients.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         flat: Flat,
         optimizer: torch.optim.Optimizer,
         links: dict[str, Link],
@@ -85,11 +107,14 @@ class Engine:
         self.accumulating = False
         self.listener: Callable[[Iteration], None] | None = None
         self.on_parameter: Callable[[nn.Parameter], None] | None = None
+        self._model = model
         self._device = device
         self._control = control
         self._timeout_s = timeout_s
         self._failure: BaseException | None = None
         self._handles: list[RemovableHandle] = []
+        self._forward_hooks: ForwardHooks | None = None
+        self._gate: SchedulerGate | None = None
         self.attach(flat)
 
     # ---- set-up -----------------------------------------------------------------------------
@@ -98,74 +123,88 @@ class Engine:
         """Use a (new) flat storage: hooks on its parameters, tables per bucket."""
         self.detach()
         self.flat = flat
-        self.state = StateStore(self.optimizer, flat)
-        self._bucket_of: list[int] = []
-        self._views: list[Tensor] = []
-        for b, bucket in enumerate(flat.buckets):
-            for p, view in zip(bucket.parameters, bucket.grad_views, strict=True):
-                hook = self._hook(len(self._views))
-                self._handles.append(p.register_post_accumulate_grad_hook(hook))
-                self._bucket_of.append(b)
-                self._views.append(view)
+        self.refresh_groups()
+        self._parameters = [p for bucket in flat.buckets for p in bucket.parameters]
+        self._bucket_of = [b for b, bucket in enumerate(flat.buckets) for _ in bucket.parameters]
         self._sizes = [len(bucket.parameters) for bucket in flat.buckets]
-        self._members = self._members_by_group()
+        self._open_copy(0)
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook(i))
+            for i, p in enumerate(self._parameters)
+        ]
 
     def detach(self) -> None:
         """Remove the hooks; the parameters stay views of the flat storage."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._release_plan()
 
     def adopt(self, plan: Plan, state_policy: StatePolicy) -> None:
-        """Run this plan from the next `begin` on, counted as its iteration 0."""
+        """Run this plan from the next iteration on, counted as its iteration 0."""
+        self._release_plan()
         self.plan = plan
         self.plan_start = self.iteration
         self._reset_state = state_policy == "reset"
-        self._in_backward = plan.updates == "in_backward"
-        if self._in_backward and delegates(self.optimizer):
-            raise ValueError(
-                f"{type(self.optimizer).__name__} hands its step to another optimizer, so it "
-                "cannot step bucket by bucket; use average='before_update'"
-            )
-        self._agendas = {phase: _agenda(plan, phase) for phase in plan.phases}
-        self._payloads: dict[Transfer, tuple[Tensor, ...]] = {
-            t: self._tensors(t) for t in plan.transfers if t.payload.kind != "state"
+        self._remedy = EARLY_REMEDY.get(plan.updates)
+        if self._remedy is not None:
+            self._stepper.require_independent(self._remedy)
+        self._agendas = {phase: agenda(plan, phase) for phase in plan.phases}
+        self._open_copy(0)
+        copies = range(1 if plan.closes is None else 2)
+        self._payloads: dict[Transfer, list[tuple[Tensor, ...]]] = {
+            t: [self._tensors(t.payload, copy) for copy in copies]
+            for t in plan.transfers
+            if t.payload.kind != "state"
         }
+        if plan.updates == "on_arrival":
+            self._forward_hooks = ForwardHooks(self._model, self.flat, self._arrive)
+        if plan.closes is not None:
+            self._gate = SchedulerGate(self.optimizer)
+        self._now: _Planned | None = None
+        self._recent: deque[_Planned] = deque()
+        self._due: dict[int, list[tuple[_Planned, list[int]]]] = {}
+        self._arriving: _Planned | None = None
+        self._zero_on_arrival = False
 
-    def _tensors(self, t: Transfer) -> tuple[Tensor, ...]:
-        run = t.payload.buckets
-        whole = self.flat.grads(run) if t.payload.kind == "grad" else self.flat.params(run)
-        return _slices(whole, t.payload)
+    def _release_plan(self) -> None:
+        """Undo what the plan so far has attached elsewhere."""
+        if self._forward_hooks is not None:
+            self._forward_hooks.remove()
+        if self._gate is not None:
+            self._gate.close()
+        self._forward_hooks = self._gate = None
 
-    def _members_by_group(self) -> list[list[tuple[dict[str, Any], list[nn.Parameter]]]]:
-        """Per bucket: (param group, its parameters in this bucket)."""
-        group_of = {id(p): g for g in self.optimizer.param_groups for p in g["params"]}
-        members = []
-        for bucket in self.flat.buckets:
-            mine: dict[int, tuple[dict[str, Any], list[nn.Parameter]]] = {}
-            for p in bucket.parameters:
-                group = group_of.get(id(p))
-                if group is not None:  # in no group: averaged, never updated
-                    mine.setdefault(id(group), (group, []))[1].append(p)
-            members.append(list(mine.values()))
-        return members
+    def _tensors(self, payload: Payload, copy: int) -> tuple[Tensor, ...]:
+        run = payload.buckets
+        whole = self.flat.grads(run, copy) if payload.kind == "grad" else self.flat.params(run)
+        # .data: with a version counter of their own, so that collectives do not look like the user.
+        return tuple(t.data[payload.slice_of(t.numel())] for t in whole)
 
     def refresh_groups(self) -> None:
         """The optimizer's groups or state were replaced (load_state_dict)."""
-        self._members = self._members_by_group()
+        self._stepper = BucketStepper(self.optimizer, self.flat)
         self.state = StateStore(self.optimizer, self.flat)
 
     # ---- one iteration ----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin an iteration: book its transfers. `step` does so for the next one."""
-        number = self.iteration - self.plan_start
-        self._agenda = self._agendas[self.plan.phase(number)]
-        self._flights: Booking = [
-            self.links[t.link].book(t, self.iteration, self._payloads.get(t, ()))
-            for t in self._agenda.transfers
-        ]
+        """The time from here on belongs to the next iteration."""
         buckets = len(self._sizes)
+        self._marks = Marks(
+            begin=self._device.mark(), ready=[None] * buckets, updated=[None] * buckets
+        )
+
+    def _book(self) -> _Planned:
+        """The iteration's first sign of life: give its messages their places on the links."""
+        planned = self.iteration - self.plan_start
+        tables = self._agendas[self.plan.phase(planned)]
+        flights = [
+            self.links[t.link].book(t, self.iteration, self._payload(t)) for t in tables.transfers
+        ]
+        self._now = now = _Planned(self.iteration, self._marks, flights, planned, agenda=tables)
+        for lag, indices in tables.due_step.items():
+            self._due.setdefault(self.iteration + lag, []).append((now, indices))
         self._seen = bytearray(len(self._views))
         self._ready = bytearray(len(self._views))
         self._missing = list(self._sizes)
@@ -174,18 +213,33 @@ class Engine:
         self._backward_awaited = False
         self._backward_over = False
         self._grad_version = -1
-        self.marks = Marks(
-            begin=self._device.mark(), ready=[None] * buckets, updated=[None] * buckets
-        )
+        self._release(now, tables.at_forward)
+        return now
+
+    def _payload(self, t: Transfer) -> tuple[Tensor, ...]:
+        if t.payload.kind == "state":
+            return ()  # made when it is released: the optimizer replaces its tensors
+        copies = self._payloads[t]
+        return copies[(self._open + t.payload.age) % len(copies)]
 
     def forward_begins(self) -> None:
-        self.marks.forward = self._device.mark()
+        if self._now is None and torch.is_grad_enabled():
+            self._book()
+        if self._forward_hooks is not None and self._forward_hooks.at_start is not None:
+            self._arrive(self._forward_hooks.at_start)
+        self._marks.forward = self._device.mark()
 
     def forward_ends(self) -> None:
-        self.marks.forward_end = self._device.mark()
+        if self._forward_hooks is not None and torch.is_grad_enabled():
+            self._arrive(0)  # of modules that were not called this time
+            self._forward_hooks.forward_ended()
+        self._marks.forward_end = self._device.mark()
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def gradient_ready(p: Tensor) -> None:
+            now = self._now or self._book()
+            if self._arriving is not None:
+                self._arrive(0)
             view = self._views[index]
             if p.grad is not view:
                 self._adopt_gradient(p, view)
@@ -205,12 +259,12 @@ class Engine:
             bucket = self._bucket_of[index]
             self._missing[bucket] -= 1
             if bucket == self._next and not self._missing[bucket]:
-                self._advance()
+                self._advance(now)
 
         return gradient_ready
 
     def _adopt_gradient(self, p: Tensor, view: Tensor) -> None:
-        """The user set `p.grad` to None (model.zero_grad()): copy the new one into the bucket."""
+        """The user set `p.grad` to None (model.zero_grad()): take the new one into the bucket."""
         assert p.grad is not None
         if p.grad.is_sparse:
             raise ValueError(
@@ -221,7 +275,10 @@ class Engine:
                 "backward(create_graph=True) leaves gradients that are no plain numbers; take the "
                 "inner derivative with torch.autograd.grad(..., create_graph=True)"
             )
-        view.copy_(p.grad)
+        if self.plan.closes is None:
+            view.copy_(p.grad)
+        else:
+            view.add_(p.grad)  # to those of the generation's earlier iterations
         p.grad = view
 
     def _twice(self) -> None:
@@ -232,87 +289,108 @@ class Engine:
             "and use activation checkpointing with use_reentrant=False"
         )
 
-    def _advance(self) -> None:
+    def _advance(self, now: _Planned) -> None:
         """Fire grad(b), and with updates in backward updated(b), for every bucket that can."""
         while self._next < len(self._missing) and not self._missing[self._next]:
             b = self._next
             self._next += 1
-            self.marks.ready[b] = self._device.mark()
-            self._release(self._agenda.at_grad[b])
-            if self._in_backward:
-                self._update_bucket(b)
-                self.marks.updated[b] = self._device.mark()
-                self._release(self._agenda.at_updated[b])
+            now.marks.ready[b] = self._device.mark()
+            self._release(now, now.agenda.at_grad[b])
+            if self.plan.updates == "in_backward":
+                self._stepper.step(b, remedy=self._remedy if now.planned == 0 else None)
+                now.marks.updated[b] = self._device.mark()
+                self._release(now, now.agenda.at_updated[b])
 
-    def _release(self, indices: Sequence[int]) -> None:
+    def _release(self, now: _Planned, indices: Sequence[int]) -> None:
         for i in indices:
-            flight = self._flights[i]
-            if flight.transfer.payload.kind == "state":
-                payload = flight.transfer.payload
-                flight.tensors = _slices(self.state.tensors(payload.buckets), payload)
+            flight = now.flights[i]
+            payload = flight.transfer.payload
+            if payload.kind == "state":
+                tensors = self.state.tensors(payload.buckets)
+                flight.tensors = tuple(t[payload.slice_of(t.numel())] for t in tensors)
             self.links[flight.transfer.link].release(flight)
 
     def _backward_ended(self) -> None:
         """Late releases, and the wait for what the update needs."""
+        now = self._now
+        assert now is not None
         self._backward_over = True
-        self._unused = self._flush()
-        self.marks.backward_end = self._device.mark()
-        self._release(self._agenda.at_step)
-        self._wait(self._agenda.due_step)
-        self.marks.waited = self._device.mark()
+        self._unused = self._flush(now)
+        now.marks.backward_end = self._device.mark()
+        self._release(now, now.agenda.at_step)
+        for iteration, indices in self._due.pop(self.iteration, ()):
+            self._wait(iteration, indices)
+        now.marks.waited = self._device.mark()
+        if self.plan.closes is not None:
+            self._show(self.plan.applied(now.planned))
         self._grad_version = self.flat.grad_version()
 
     def step(self, skip_update: bool = False) -> None:
         """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is
         due by the end, and the next iteration."""
         self._require_alive()
+        now = self._now or self._book()
+        self._arrive(0)
         if not self._backward_over:
             self._backward_ended()
-        marks, mark = self.marks, self._device.mark
-        marks.step = mark()
-        if self._in_backward:
+        mark = self._device.mark
+        now.marks.step = mark()
+        if self._remedy is not None:
             self._gradients_untouched()
-        else:
+        if self.plan.closes is not None:
+            self._step_merged(now)
+        elif self.plan.updates == "at_step":
             if not skip_update:
                 with self._without(self._unused):
                     self.optimizer.step()
-            for released in self._agenda.at_updated:
-                self._release(released)
-        marks.stepped = mark()
-        self._wait(self._agenda.due_end)
-        marks.end = mark()
-        done = Iteration(self.iteration, marks, self._flights)
+            for released in now.agenda.at_updated:
+                self._release(now, released)
+        elif self.plan.updates == "on_arrival":
+            self._await_arrivals(now)
+        now.marks.stepped = mark()
+        self._wait(now, now.agenda.due_end)
+        now.marks.end = mark()
+        now.over = True
+        self._now = None
+        self._recent.append(now)
         self.iteration += 1
         self._control.publish(self.iteration)
-        if self.listener is not None:
-            self.listener(done)  # may attach another storage and adopt another plan
+        self._report()
         self.begin()
+
+    def _report(self) -> None:
+        """Hand on the iterations that are complete, in their order."""
+        while self._recent and self._recent[0].complete:
+            done = self._recent.popleft()
+            if self.listener is not None:
+                self.listener(done)  # may attach another storage and adopt another plan
 
     def _require_alive(self) -> None:
         if self._failure is not None:
             raise RuntimeError("this worker has failed; start it again") from self._failure
 
-    def _flush(self) -> list[nn.Parameter]:
+    def _flush(self, now: _Planned) -> list[nn.Parameter]:
         """Parameters without a gradient keep no bucket from being sent; they count as zero in
         averages. Returns those whose own step must be skipped, as plain PyTorch does."""
         if self._next == len(self._missing):
             return []
         unused: list[nn.Parameter] = []
-        index = 0
         averaged = {
-            b for t in self._agenda.transfers if t.payload.kind == "grad" for b in t.payload.buckets
+            b for t in now.agenda.transfers if t.payload.kind == "grad" for b in t.payload.buckets
         }
-        for b, bucket in enumerate(self.flat.buckets):
-            for p, view in zip(bucket.parameters, bucket.grad_views, strict=True):
-                if not self._seen[index]:
+        merged = self.plan.closes is not None
+        for seen, p, view, b in zip(
+            self._seen, self._parameters, self._views, self._bucket_of, strict=True
+        ):
+            if not seen:
+                p.grad = view
+                if not merged:
                     view.zero_()
-                    p.grad = view
                     if b not in averaged:
                         unused.append(p)
-                index += 1
             self._missing[b] = 0
         with self._without(unused):
-            self._advance()
+            self._advance(now)
         return unused
 
     @contextmanager
@@ -325,52 +403,175 @@ class Engine:
         for p, grad in zip(unused, kept, strict=True):
             p.grad = grad
 
-    def _update_bucket(self, b: int) -> None:
-        """The user's optimizer, restricted to one bucket's parameters."""
-        members = self._members[b]
-        if not members:
-            return
-        groups = self.optimizer.param_groups
-        whole = [group["params"] for group, _ in members]
-        before = _scalars(members) if self.iteration == self.plan_start else None
-        for group, mine in members:
-            group["params"] = mine
-        # Assigned to the instance: load_state_dict and schedulers keep the same group objects.
-        self.optimizer.param_groups = [group for group, _ in members]
-        try:
-            self.optimizer.step()
-        finally:
-            for (group, _), params in zip(members, whole, strict=True):
-                group["params"] = params
-            self.optimizer.param_groups = groups
-        if before is not None and _scalars(members) != before:
-            raise ValueError(
-                f"{type(self.optimizer).__name__} changes its param groups in step(), so it does "
-                "not treat parameters independently and cannot step bucket by bucket; use "
-                "average='before_update'"
-            )
-
     def _gradients_untouched(self) -> None:
         if self.flat.grad_version() != self._grad_version or not self.flat.grads_attached():
             raise ValueError(
                 "gradients were changed between backward and optimizer.step() (clipping or "
-                "unscaling?), but this strategy has already applied them in backward; use "
-                "average='before_update'"
+                "unscaling?), but this strategy applies them bucket by bucket, at other times; "
+                f"{self._remedy}"
             )
+
+    def zero_grad(self) -> None:
+        """Zero the gradients in place, each as soon as nothing needs it any more."""
+        if self.plan.closes is not None:
+            return  # the generation is added to; what was applied is zeroed when it was
+        if self._arriving is None:
+            self.flat.zero_grad()
+            return
+        self._zero_on_arrival = True
+        for bucket in self.flat.buckets[self._next_arrival + 1 :]:
+            bucket.zero_grad()
+
+    # ---- updates on arrival -----------------------------------------------------------------
+
+    def _await_arrivals(self, now: _Planned) -> None:
+        """The update is due, bucket by bucket, before each one's next forward; with the settings
+        (learning rate) of this moment, which a scheduler may change in between."""
+        self._arriving = now
+        self._next_arrival = len(self._sizes) - 1
+        self._settings: Settings = self._stepper.settings()
+        self._zero_on_arrival = False
+        self.optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers look for
+
+    def _arrive(self, first: int) -> None:
+        """Bring every bucket from the input side down to `first` up to date."""
+        while self._arriving is not None and self._next_arrival >= first:
+            self._arrive_next(self._arriving)
+
+    def _arrive_next(self, iteration: _Planned) -> None:
+        b, mark = self._next_arrival, self._device.mark
+        begin = mark()
+        self._wait(iteration, iteration.agenda.due_next_forward[b])
+        self._release(iteration, iteration.agenda.at_next_forward[b])
+        landed = mark()
+        bucket = self.flat.buckets[b]
+        detached = [
+            (p, view)
+            for p, view in zip(bucket.parameters, bucket.grad_views, strict=True)
+            if p.grad is not view
+        ]
+        for p, view in detached:  # the user has set p.grad to None, before it was applied
+            p.grad = view
+        self._stepper.step(
+            b, self._settings, remedy=self._remedy if iteration.planned == 0 else None
+        )
+        if self._zero_on_arrival:
+            bucket.zero_grad()
+        for _, view in detached:
+            view.zero_()
+        self._marks.arrivals.append(Arrival(b, begin, landed, mark()))
+        self._next_arrival -= 1
+        if self._next_arrival < 0:
+            self._arriving = None
+            self._report()
+
+    # ---- merged generations -----------------------------------------------------------------
+
+    def _open_copy(self, copy: int) -> None:
+        """Gradients go to this copy of the storage from now on."""
+        self._open = copy
+        self._views = self.flat.views(copy)
+        for p, view in zip(self._parameters, self._views, strict=True):
+            p.grad = view
+
+    def _show(self, applied: range) -> None:
+        """What code between backward and step sees: the gradients that are applied now, if any."""
+        closed: Iterable[Tensor | None] = [None] * len(self._parameters)
+        if applied:
+            closed = self.flat.views(1 - self._open)
+            if self.plan.merge == "mean" and len(applied) > 1:
+                self.flat.scale_grads(1 / len(applied), 1 - self._open)
+        for p, view in zip(self._parameters, closed, strict=True):
+            p.grad = view
+
+    def _step_merged(self, now: _Planned) -> None:
+        applied = self.plan.applied(now.planned)
+        if applied:
+            self.optimizer.step()
+            self.flat.scale_grads(0.0, 1 - self._open)
+        assert self.plan.closes is not None
+        closes = self.plan.phase(now.planned) in self.plan.closes
+        self._open_copy(1 - self._open if closes else self._open)
+        assert self._gate is not None
+        self._gate.iteration(bool(applied))
 
     # ---- waiting ----------------------------------------------------------------------------
 
-    def _wait(self, indices: Sequence[int]) -> None:
-        left = deadline(self._timeout_s + 5)  # the group's own timeout speaks first
+    def flush(self) -> None:
+        """Between iterations: every update that was asked for is done."""
+        self._require_alive()
+        self._arrive(0)
+
+    def drain(self) -> None:
+        """Between iterations: also apply gradients that are merged but not yet due, and begin the
+        plan anew. Every rank must call it. RuntimeError in the middle of an iteration."""
+        self.flush()
+        if self.plan.closes is None:
+            return
+        if self._now is not None:
+            raise RuntimeError(
+                "gradients are being merged; call consolidate() between iterations: after "
+                "optimizer.step() and before the next forward"
+            )
+        done = self.iteration - self.plan_start
+        closed, opened = self.plan.generation(done, age=1), self.plan.generation(done)
+        if closed:
+            self._send_rest(done, closed)
+            self._apply(closed)
+        opened = range(opened.start, done)
+        if opened:
+            everything = Payload("grad", range(len(self._sizes)))
+            self._open_copy(1 - self._open)  # the open generation is closed now
+            self._send(everything, next(iter(self.links)))
+            self._apply(opened)
+        self._open_copy(0)
+        self.plan_start = self.iteration
+
+    def _send_rest(self, done: int, generation: range) -> None:
+        """What the plan would send of a closed generation in iterations to come."""
+        for iterations in self._due.values():
+            for iteration, indices in iterations:
+                self._wait(iteration, indices)
+        self._due.clear()
+        planned = done
+        while True:
+            for t in self.plan.at(planned):
+                if t.payload.age and self.plan.generation(planned, t.payload.age) == generation:
+                    self._send(t.payload, t.link)
+            if self.plan.applied(planned) == generation:
+                break
+            planned += 1
+        self._report()
+
+    def _send(self, payload: Payload, link: str) -> None:
+        """Average some of the closed copy now."""
+        moment = Moment("end")
+        t = Transfer(payload, moment, moment, frozenset(), link)
+        tensors = self._tensors(payload, 1 - self._open)
+        flight = self.links[link].book(t, self.iteration, tensors)
+        self.links[link].release(flight)
+        self._land(flight)
+
+    def _apply(self, generation: range) -> None:
+        self._show(generation)
+        self.optimizer.step()
+        self.flat.scale_grads(0.0, 1 - self._open)
+
+    def _wait(self, iteration: _Planned, indices: Sequence[int]) -> None:
         for i in indices:
-            flight = self._flights[i]
-            if not flight.wait(left()):
-                self._fail(flight, f"did not land within {self._timeout_s + 5:.0f} s")
-            if flight.error is not None:
-                self._fail(flight, f"failed: {flight.error}")
-            self._device.follow(flight.end)
+            flight = iteration.flights[i]
+            self._land(flight)
+            iteration.awaited += 1
             if self._reset_state and flight.transfer.payload.kind == "param":
                 self.state.reset(flight.transfer.payload.buckets)
+
+    def _land(self, flight: Flight) -> None:
+        limit_s = self._timeout_s + 5  # the group's own timeout speaks first
+        if not flight.wait(limit_s):
+            self._fail(flight, f"did not land within {limit_s:.0f} s")
+        if flight.error is not None:
+            self._fail(flight, f"failed: {flight.error}")
+        self._device.follow(flight.end)
 
     def _fail(self, flight: Flight, what: str) -> None:
         run = flight.transfer.payload.buckets
@@ -389,40 +590,3 @@ class Engine:
         )
         self._failure = error
         raise error from flight.error
-
-
-def _slices(tensors: tuple[Tensor, ...], payload: Payload) -> tuple[Tensor, ...]:
-    """The payload's part of flat tensors."""
-    if payload.parts == 1:
-        return tensors
-    k, n = payload.part, payload.parts
-    return tuple(t[t.numel() * k // n : t.numel() * (k + 1) // n] for t in tensors)
-
-
-def _agenda(plan: Plan, phase: int) -> _Agenda:
-    transfers = tuple(t for t in plan.transfers if phase in t.phases)
-    size = plan.buckets
-    agenda = _Agenda(transfers, [[] for _ in range(size)], [[] for _ in range(size)])
-    for i, t in enumerate(transfers):
-        _released(agenda, t.after, size).append(i)
-        due = {Moment("step"): agenda.due_step, Moment("end"): agenda.due_end}.get(t.before)
-        if due is None:
-            raise ValueError(f"deadline {t.before} of {t.id} must be `step` or `end`")
-        due.append(i)
-    return agenda
-
-
-def _released(agenda: _Agenda, after: Moment, size: int) -> list[int]:
-    last = size - 1 if after.bucket is None else after.bucket
-    if after.point == "grad":
-        return agenda.at_grad[last]
-    if after.point == "updated":
-        return agenda.at_updated[last]
-    if after.point == "step":
-        return agenda.at_step
-    raise ValueError(f"release {after} must be grad, updated or step")
-
-
-def _scalars(members: Sequence[tuple[dict[str, Any], list[nn.Parameter]]]) -> list[dict[str, Any]]:
-    """Param-group settings without the parameters, to see whether a step changes them."""
-    return [{k: v for k, v in group.items() if k != "params"} for group, _ in members]

@@ -127,6 +127,16 @@ class FlatBucket:
         self.param = param
         self.grad = grad
 
+    def zero_grad(self) -> None:
+        """Zero this bucket's gradients in place; the views stay attached."""
+        self.grad.zero_()
+        self.attach()
+
+    def attach(self) -> None:
+        """Every parameter's gradient is its view of the flat storage."""
+        for p, view in zip(self.parameters, self.grad_views, strict=True):
+            p.grad = view
+
 
 class Flat:
     """A model's trainable tensors re-homed into one flat tensor per dtype and device.
@@ -140,14 +150,15 @@ class Flat:
         keys = [_key(parameters[spec.parameters[0]]) for spec in specs]
         self.keys: list[Key] = keys
         self._params: dict[Key, Tensor] = {}
-        self._grads: dict[Key, Tensor] = {}
+        grads: dict[Key, Tensor] = {}
         for key in dict.fromkeys(keys):
             mine = [spec for spec, k in zip(specs, keys, strict=True) if k == key]
             moved = [parameters[n] for spec in mine for n in spec.parameters]
             count = sum(p.numel() for p in moved)
             extra = sum(buffers[n].numel() for spec in mine for n in spec.buffers)
             self._params[key] = torch.empty(count + extra, dtype=key[0], device=key[1])
-            self._grads[key] = torch.zeros(count, dtype=key[0], device=key[1])
+            grads[key] = torch.zeros(count, dtype=key[0], device=key[1])
+        self._copies = [grads]  # of the gradients; merged generations need a second one
         used: dict[Key, tuple[int, int]] = dict.fromkeys(self._params, (0, 0))
         self.buckets: list[FlatBucket] = []
         self._spans: list[tuple[int, int, int, int]] = []
@@ -164,7 +175,7 @@ class Flat:
         buffers: dict[str, Tensor],
     ) -> tuple[int, int]:
         at, grad_at = start
-        flat, grads = self._params[key], self._grads[key]
+        flat, grads = self._params[key], self._copies[0][key]
         views: list[Tensor] = []
         mine = [parameters[n] for n in spec.parameters]
         for p in mine:
@@ -187,9 +198,25 @@ class Flat:
         """Parameters and buffers of a run of buckets, one slice per dtype and device."""
         return self._slices(self._params, run, 0)
 
-    def grads(self, run: range) -> tuple[Tensor, ...]:
+    def grads(self, run: range, copy: int = 0) -> tuple[Tensor, ...]:
         """Gradients of a run of buckets, one slice per dtype and device."""
-        return self._slices(self._grads, run, 2)
+        return self._slices(self._copy(copy), run, 2)
+
+    def views(self, copy: int = 0) -> list[Tensor]:
+        """The gradient of every parameter, bucket by bucket, as a view of a copy of them."""
+        if copy == 0:
+            return [view for bucket in self.buckets for view in bucket.grad_views]
+        store, views = self._copy(copy), []
+        for key, (_, _, at, _), bucket in zip(self.keys, self._spans, self.buckets, strict=True):
+            for p in bucket.parameters:
+                views.append(view_like(store[key], p, at))
+                at += p.numel()
+        return views
+
+    def _copy(self, copy: int) -> dict[Key, Tensor]:
+        while len(self._copies) <= copy:
+            self._copies.append({k: torch.zeros_like(g) for k, g in self._copies[0].items()})
+        return self._copies[copy]
 
     def _slices(self, store: dict[Key, Tensor], run: range, column: int) -> tuple[Tensor, ...]:
         bounds: dict[Key, tuple[int, int]] = {}
@@ -205,11 +232,9 @@ class Flat:
 
     def zero_grad(self) -> None:
         """Zero every gradient in place; the views stay attached."""
-        for grads in self._grads.values():
-            grads.zero_()
+        self.scale_grads(0.0, 0)
         for bucket in self.buckets:
-            for p, view in zip(bucket.parameters, bucket.grad_views, strict=True):
-                p.grad = view
+            bucket.attach()
 
     def grads_attached(self) -> bool:
         """Whether every parameter's gradient is still its view of the flat storage."""
@@ -219,9 +244,17 @@ class Flat:
             for p, view in zip(bucket.parameters, bucket.grad_views, strict=True)
         )
 
+    def scale_grads(self, factor: float, copy: int) -> None:
+        """Multiply a copy of all gradients; by 0 it becomes zero, whatever it held."""
+        for grads in self._copy(copy).values():
+            if factor:
+                grads.mul_(factor)
+            else:
+                grads.zero_()
+
     def grad_version(self) -> int:
         """Changes whenever anyone writes a gradient in place."""
-        return sum(grads._version for grads in self._grads.values())
+        return sum(grads._version for grads in self._copies[0].values())
 
 
 def changed_buffers(model: nn.Module, before: dict[str, int]) -> list[str]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from offbeat.check import raise_if_wrong
+from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.runtime.checksum import checksum
 from offbeat.runtime.cluster import Cluster
@@ -51,8 +52,19 @@ class FlatSession(Session):
         self._model, self._strategy, self._cluster = model, strategy, cluster
         self._recorder = recorder
         self.engine = Engine(
-            flat, optimizer, cluster.links, cluster.device, cluster.control, cluster.timeout_s
+            model,
+            flat,
+            optimizer,
+            cluster.links,
+            cluster.device,
+            cluster.control,
+            cluster.timeout_s,
         )
+        # Also of the bare module: whoever reads or replaces its weights finds them up to date.
+        self._handles = [
+            model.register_state_dict_pre_hook(lambda *_: self.flush()),
+            model.register_load_state_dict_pre_hook(lambda *_: self.flush()),
+        ]
 
     def run_from(self, profile: Profile, observed: int = 0) -> None:
         """Plan from a profile that all ranks share, check, agree on the plan, adopt it."""
@@ -61,7 +73,7 @@ class FlatSession(Session):
         raise_if_wrong([plan], profile)
         control.agree("the plan", plan.digest, "start all ranks with the same offbeat version")
         self.profile, self.plan = profile, plan
-        self.updates_in_backward = plan.updates == "in_backward"
+        self.scaler_remedy = _scaler_remedy(plan)
         self.engine.adopt(plan, self._strategy.state_policy)
         self.engine.listener = self._recorder.iteration if self._recorder else None
         if self._recorder:
@@ -113,7 +125,10 @@ class FlatSession(Session):
         self.engine.step(skip_update)
 
     def zero_grad(self, set_to_none: bool) -> None:
-        self.engine.flat.zero_grad()
+        self.engine.zero_grad()
+
+    def flush(self) -> None:
+        self.engine.flush()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -127,6 +142,7 @@ class FlatSession(Session):
         self.engine.refresh_groups()
 
     def consolidate(self) -> None:
+        self.engine.drain()
         unite(self._model, self._cluster)
 
     def close(self) -> None:
@@ -135,7 +151,18 @@ class FlatSession(Session):
         if self._recorder:
             self._recorder.write({n: link.bytes_sent for n, link in self._cluster.links.items()})
         self.engine.detach()
+        for handle in self._handles:
+            handle.remove()
         self._cluster.close()
+
+
+def _scaler_remedy(plan: Plan) -> str | None:
+    """What to do instead of unscaling gradients, if this plan's cannot be; else None."""
+    if plan.closes is not None:
+        return "merged gradients of several scales cannot be unscaled together"
+    if plan.updates == "in_backward":
+        return "they are applied in backward; use average='before_update'"
+    return "they are applied later, bucket by bucket" if plan.updates == "on_arrival" else None
 
 
 def build_flat(model: nn.Module, profile: Profile | None) -> Flat:

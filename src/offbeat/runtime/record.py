@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.plan import Plan
-from offbeat.runtime.engine import Iteration, Marks
+from offbeat.plan import Plan, Transfer
+from offbeat.runtime.engine import Arrival, Iteration, Marks
 from offbeat.trace import COMPUTE, Span, Trace
 from offbeat.transport.device import Device, Mark
 
@@ -35,6 +35,7 @@ class Recorder:
         self.observed = 0
         self.strategy = ""
         self.warnings: list[str] = []
+        self.decisions: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
         self._loss: Tensor | None = None
         self._backward = torch.Tensor.backward
@@ -59,7 +60,7 @@ class Recorder:
         if self._loss is not None:
             self._losses.append((done.number, self._loss))
             self._loss = None
-        self._spans.append(list(_spans(done, self._rank, self._device, self._origin)))
+        self._spans.append(list(_spans(done, self._plan, self._rank, self._device, self._origin)))
 
     def write(self, bytes_sent: dict[str, int]) -> None:
         """Write the record, in one move."""
@@ -83,6 +84,7 @@ class Recorder:
             "bytes": bytes_sent,
             "trace": trace.to_dict(),
             "warnings": self.warnings,
+            "decisions": self.decisions,
             "checks": [],
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,11 +109,13 @@ def _catch_losses(recorder: Recorder) -> None:
     torch.Tensor.backward = backward  # type: ignore[method-assign,assignment]
 
 
-def _spans(done: Iteration, rank: int, device: Device, origin: float) -> Iterator[Span]:
+def _spans(
+    done: Iteration, plan: Plan | None, rank: int, device: Device, origin: float
+) -> Iterator[Span]:
     def at(mark: Mark) -> float:
         return device.seconds(mark) - origin
 
-    for kind, start, end, bucket in _compute(done.marks):
+    for kind, start, end, bucket in _compute(done.marks, device):
         run = None if bucket is None else (bucket, bucket + 1)
         yield Span(rank, COMPUTE, kind, done.number, at(start), at(end), run)
     for flight in done.flights:
@@ -119,18 +123,40 @@ def _spans(done: Iteration, rank: int, device: Device, origin: float) -> Iterato
             continue
         t = flight.transfer
         run = (t.payload.buckets.start, t.payload.buckets.stop)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in flight.tensors)
-        yield Span(
-            rank, t.link, t.payload.kind, done.number, at(flight.start), at(flight.end), run, size
+        kind = t.payload.kind if t.verb == "mean" else t.verb
+        start, end = at(flight.start), at(flight.end)
+        size = sum(x.numel() * x.element_size() for x in flight.tensors) // (
+            1 if t.verb == "mean" else 2
         )
+        carries = _carries(plan, done, t)
+        yield Span(rank, t.link, kind, done.number, start, end, run, size, carries)
 
 
-def _compute(marks: Marks) -> Iterator[tuple[str, Mark, Mark, int | None]]:
+def _carries(plan: Plan | None, done: Iteration, t: Transfer) -> tuple[int, int] | None:
+    """Iterations whose gradients a message of merged gradients holds."""
+    if plan is None or plan.closes is None:
+        return None
+    generation = plan.generation(done.planned, t.payload.age)
+    begun = done.number - done.planned
+    return begun + generation.start, begun + generation.stop
+
+
+def _compute(marks: Marks, device: Device) -> Iterator[tuple[str, Mark, Mark, int | None]]:
     """(kind, start, end, bucket) of what the compute lane did, in order."""
-    at = marks.begin
+    at, bucket = marks.begin, None
     if marks.forward is not None:
+        early, later = _split(marks, device)
+        for arrival in early:
+            yield "other", at, arrival.begin, None
+            yield from _arrived(arrival)
+            at = arrival.updated
         yield "other", at, marks.forward, None
-        yield "forward", marks.forward, marks.forward_end, None
+        at = marks.forward
+        for arrival in later:
+            yield "forward", at, arrival.begin, bucket
+            yield from _arrived(arrival)
+            at, bucket = arrival.updated, arrival.bucket
+        yield "forward", at, marks.forward_end, bucket
         at = marks.forward_end
     for b, ready in enumerate(marks.ready):
         if ready is not None:
@@ -144,3 +170,17 @@ def _compute(marks: Marks) -> Iterator[tuple[str, Mark, Mark, int | None]]:
     yield "other", marks.waited, marks.step, None
     yield "update", marks.step, marks.stepped, None
     yield "wait", marks.stepped, marks.end, None
+
+
+def _split(marks: Marks, device: Device) -> tuple[list[Arrival], list[Arrival]]:
+    """What arrived before the forward began (for an evaluation, say), and during it."""
+    if not marks.arrivals:
+        return [], []
+    begin_s = device.seconds(marks.forward)
+    early = [a for a in marks.arrivals if device.seconds(a.begin) < begin_s]
+    return early, marks.arrivals[len(early) :]
+
+
+def _arrived(arrival: Arrival) -> Iterator[tuple[str, Mark, Mark, int | None]]:
+    yield "wait", arrival.begin, arrival.landed, arrival.bucket
+    yield "update", arrival.landed, arrival.updated, arrival.bucket

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,7 +39,11 @@ class Session(ABC):
     def close(self) -> None:
         """Leave the other ranks: write the record, stop the links, drop their groups."""
 
-    updates_in_backward = False
+    scaler_remedy: str | None = None
+    """Why GradScaler cannot unscale this session's gradients, and what else to do."""
+
+    def flush(self) -> None:  # noqa: B027 - nothing to do by default
+        """Do every update that `step` has asked for."""
 
     def optimizer_reloaded(self) -> None:  # noqa: B027 - nothing to do by default
         """The optimizer's state and groups were replaced."""
@@ -71,9 +75,26 @@ class Model(nn.Module):
         """
         self._session.consolidate()
 
+    def flush(self) -> None:
+        """Finish updates that wait for their bucket's next forward.
+
+        Only for code that reads weights through references of its own: this object's parameters,
+        state, copies and evaluations are up to date anyway.
+        """
+        self._session.flush()
+
     def close(self) -> None:
         """Leave the other ranks. Called at exit; earlier only to prepare another model after."""
+        self._session.flush()
         self._session.close()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients where they are, as `optimizer.zero_grad()` does."""
+        self._session.zero_grad(set_to_none)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self._session.flush()
+        return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.module.state_dict(*args, **kwargs)
@@ -96,6 +117,7 @@ class Model(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy is a plain module: for weight averages (`AveragedModel`) and evaluation."""
+        self._session.flush()
         return copy.deepcopy(self.module, memo)
 
     def __getattr__(self, name: str) -> Any:
@@ -151,9 +173,11 @@ class Optimizer(torch.optim.Optimizer):
         self._session.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
+        self._session.flush()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._session.flush()
         self.inner.load_state_dict(state_dict)
         self._alias()
         self._session.optimizer_reloaded()
@@ -166,9 +190,9 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by GradScaler.step alone."""
-        if self._session.updates_in_backward:
+        if self._session.scaler_remedy is not None:
             raise ValueError(
-                "GradScaler cannot unscale gradients that this strategy has already applied in "
-                "backward; use average='before_update', or bf16 autocast without a scaler"
+                "GradScaler cannot unscale this strategy's gradients: "
+                f"{self._session.scaler_remedy}. Or use bf16 autocast without a scaler"
             )
         return True

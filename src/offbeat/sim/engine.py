@@ -1,7 +1,8 @@
 """Engine: all ranks run their programs until their iterations are done.
 
 Links serve in a fixed order, so no event queue is needed: a group of ranks runs until it waits
-for a message that some rank has not released, and then another group runs.
+for a message that some rank has not released, and then another group runs. Only links that slow
+each other down move in the order of time, and only when every group waits.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.sim.fifo import FifoLink
 from offbeat.sim.group import Blocked, Group, Times
-from offbeat.sim.program import Program, queue
+from offbeat.sim.program import Program, lag_of, queue
 from offbeat.sim.ranks import Ranks, alike
+from offbeat.sim.shared import Shared, coupled
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,14 @@ def run(
     ranks.fit(profile)
     teams = _teams(plans, profile)
     _agree([team.plan for team in teams])
-    # A message of the last iteration may be released after it, each team waiting for the next one.
-    lags = (t.after.lag for team in teams for t in team.plan.transfers)
-    horizon = iterations + max(lags, default=0) * len(teams)
     links = _links(teams[0].plan, profile, ranks, len(teams))
+    shared = Shared([link for link in links.values() if link.coupled], profile)
+    horizon = iterations + _overhang(teams, coupled=bool(shared.links))
     groups = _groups(teams, profile, _Factors(profile, ranks, horizon, seed), links, record)
-    _finish(groups, iterations, horizon)
+    _finish(groups, shared, iterations, horizon)
     for link in links.values():
         link.issue()  # what nobody has waited for yet
+    shared.advance()
     return Run(
         groups,
         links,
@@ -99,10 +101,31 @@ class _Team(NamedTuple):
     ranks: tuple[int, ...]
 
 
+def _overhang(teams: Sequence[_Team], *, coupled: bool) -> int:
+    """Iterations to run beyond the last one for its messages, each team waiting for the next one:
+    until they are released, and on coupled links until what shares their time has run, too."""
+    lags = (
+        lag_of(moment, team.plan)
+        for team in teams
+        for t in team.plan.transfers
+        for moment in ((t.after, t.before) if coupled else (t.after,))
+    )
+    return max(lags, default=0) * len(teams)
+
+
 def _links(plan: Plan, profile: Profile, ranks: Ranks, groups: int) -> dict[str, FifoLink]:
-    names = [link.name for link in profile.links]
+    """The profile's links and the plan's channels."""
+    together = coupled(plan.links, profile)
+    names = dict.fromkeys([*(link.name for link in profile.links), *plan.links])
     return {
-        name: FifoLink(name, plan, profile, groups=groups, rate=ranks.link_rate(name))
+        name: FifoLink(
+            name,
+            plan,
+            profile,
+            groups=groups,
+            rate=ranks.link_rate(name),
+            coupled=name in together,
+        )
         for name in names
     }
 
@@ -157,8 +180,8 @@ def _agree(plans: Sequence[Plan]) -> None:
             )
 
 
-def _finish(groups: Sequence[Group], iterations: int, horizon: int) -> None:
-    """Resume the groups in turn until all are done, or none of them moves any more."""
+def _finish(groups: Sequence[Group], shared: Shared, iterations: int, horizon: int) -> None:
+    """Resume the groups in turn until all are done, or nothing moves any more."""
     lives = {group: group.live(horizon) for group in groups}
     blocked: dict[Group, Blocked] = {}
     while lives:
@@ -169,11 +192,21 @@ def _finish(groups: Sequence[Group], iterations: int, horizon: int) -> None:
                 del lives[group]
             else:
                 blocked[group] = state
-        if blocked and blocked == before:
+        # Nobody releases anything before the first end that somebody waits for: up to there the
+        # shared links can run. Before all are blocked, one could still release something earlier.
+        if blocked and blocked == before and not shared.advance(_awaited(blocked)):
             group = min(blocked, key=lambda g: blocked[g].iteration)
             if blocked[group].iteration < iterations:
                 raise ValueError(_deadlock(group, blocked[group]))
             return  # beyond the iterations that were asked for
+
+
+def _awaited(blocked: dict[Group, Blocked]) -> set[tuple[str, int]]:
+    """Link and number of every message that a group waits for."""
+    return {
+        (slot.link, group.links[slot.link].number(iteration - slot.lag, slot.position))
+        for group, (iteration, slot) in blocked.items()
+    }
 
 
 def _deadlock(group: Group, blocked: Blocked) -> str:

@@ -14,12 +14,21 @@ class FifoLink:
 
     A message starts when every rank has released it and the link is free, and ends on all ranks
     at once. `ends_s[n]` is the end of the n-th message; those of iteration i begin at `begins[i]`.
+    The messages of a coupled link end only when `Shared` says so.
     """
 
     def __init__(
-        self, name: str, plan: Plan, profile: Profile, *, groups: int, rate: float = 1.0
+        self,
+        name: str,
+        plan: Plan,
+        profile: Profile,
+        *,
+        groups: int,
+        rate: float = 1.0,
+        coupled: bool = False,
     ) -> None:
         self.name = name
+        self.coupled = coupled
         self.begins: list[int] = []
         self.ends_s: list[float] = []
         self._plan = plan
@@ -27,7 +36,7 @@ class FifoLink:
         self._message_s: list[float] = []
         self._released: dict[int, tuple[int, float]] = {}  # by how many groups, when last
         self._phase_s = [
-            [profile.seconds_of(t.payload, name) / rate for t in transfers]
+            [profile.seconds_of(t.payload, name, t.verb) / rate for t in transfers]
             for transfers in (queue(plan, name, phase) for phase in plan.phases)
         ]
 
@@ -52,7 +61,9 @@ class FifoLink:
         return self.ends_s[number] if number < len(self.ends_s) else None
 
     def issue(self) -> None:
-        """Run every message that is released on all ranks, in order."""
+        """Run every message that is released on all ranks, in order; not on a coupled link."""
+        if self.coupled:
+            return
         number = len(self.ends_s)
         free_s = self.ends_s[-1] if number else 0.0
         while (state := self._released.get(number)) is not None and state[0] == self._groups:
@@ -62,9 +73,28 @@ class FifoLink:
             self.ends_s.append(free_s)
             number += 1
 
+    def waiting(self) -> tuple[float, float] | None:
+        """Start and seconds of the first message that has not ended; None before its release."""
+        number = len(self.ends_s)
+        count, released_s = self._released.get(number, (0, 0.0))
+        if count < self._groups:
+            return None
+        return max(released_s, self.ends_s[-1] if number else 0.0), self._message_s[number]
+
+    def land(self, start_s: float, end_s: float) -> None:
+        """End the first message that has not ended."""
+        number = len(self.ends_s)
+        del self._released[number]
+        self._message_s[number] = end_s - start_s
+        self.ends_s.append(end_s)
+
+    def number(self, iteration: int, position: int) -> int:
+        """A message's place among all on the link."""
+        return self.begins[iteration] + position
+
     def free_s(self, iteration: int, position: int) -> float:
         """When the link became free for a message."""
-        number = self.begins[iteration] + position
+        number = self.number(iteration, position)
         return self.ends_s[number - 1] if number else 0.0
 
     def busy_s(self, iterations: range) -> float:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.sim.engine import Run, run
+from offbeat.sim.program import message_bytes
 from offbeat.sim.ranks import Ranks
 from offbeat.sim.simulation import as_plans, default_iterations, recorded, to_trace
 from offbeat.strategies.base import Strategy
@@ -32,6 +33,8 @@ class Prediction:
     `bound_s` is the lower bound of the strategy's family (None: unknown). `exposed_s` is the time
     for which compute waits for communication, mean over ranks; it contains waiting for slower
     ranks. `busy_s` is the time for which a link carries messages, `idle_s` the rest.
+    `bytes_per_iteration` is payload, for a reduce_scatter or all_gather half of it. Channels of a
+    link that the plan uses count as links of their own.
     Means are over the iterations in `window`: a whole cycle if the timeline repeats itself
     (`steady`), else the second half of the simulation. `trace` is the last whole period, with
     the numbers in its notes.
@@ -112,7 +115,7 @@ def predict_plan(
         exposed_s=float(result.waited_s[window.start : window.stop].mean()),
         idle_s={name: max(iteration_s - busy, 0.0) for name, busy in busy_s.items()},
         busy_s=busy_s,
-        bytes_per_iteration=_bytes(plans[0], profile, window),
+        bytes_per_iteration=_bytes(plans[0], profile, result, window),
         window=window,
         steady=cycle is not None,
         plan=plans[0],
@@ -184,11 +187,10 @@ def _seconds(result: Run, window: range) -> float:
     return float(result.ends_s[window.stop - 1].max() - begin_s) / len(window)
 
 
-def _bytes(plan: Plan, profile: Profile, window: range) -> dict[str, float]:
-    """Payload per iteration on every link of the profile."""
-    total = {link.name: 0.0 for link in profile.links}
+def _bytes(plan: Plan, profile: Profile, result: Run, window: range) -> dict[str, float]:
+    """Payload per iteration on every link."""
+    total = dict.fromkeys(result.links, 0.0)
     for phase, count in Counter(map(plan.phase, window)).items():
         for t in plan.at(phase):
-            size = profile.bytes_of(t.payload)
-            total[t.link] += size * count / len(window)
+            total[t.link] += message_bytes(t, profile) * count / len(window)
     return total

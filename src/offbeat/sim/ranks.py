@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.plan import base_link
 from offbeat.profile import Profile
 
 
@@ -19,8 +20,8 @@ class Ranks:
     `scale[r]` is rank r's forward, backward and update time relative to the profile's (empty: the
     profile's `rank_scale`). `jitter` is the relative standard deviation of a lognormal factor with
     mean 1 on the same times, drawn per rank and iteration. `link_rates[link][r]` is rank r's rate
-    on a link relative to the profile's; a collective runs at the slowest rank's. ValueError on
-    values that are not finite and positive.
+    on a link (and its channels) relative to the profile's; a collective runs at the slowest
+    rank's. ValueError on values that are not finite and positive.
     """
 
     scale: tuple[float, ...] = ()
@@ -44,7 +45,11 @@ class Ranks:
                     f"({profile.world_size})"
                 )
         for link in self.link_rates:
-            profile.link(link)
+            if profile.link(link).name != link:
+                raise ValueError(
+                    f"link_rates ({link!r}) must name a link, not a channel; its rates count for "
+                    "all of its channels"
+                )
 
     def _per_rank(self) -> Iterator[tuple[str, tuple[float, ...]]]:
         """Every setting with one value per rank, by name."""
@@ -57,8 +62,8 @@ class Ranks:
         return self.scale or profile.rank_scale or (1.0,) * profile.world_size
 
     def link_rate(self, link: str) -> float:
-        """Rate of a collective on a link relative to the profile's: the slowest rank's."""
-        return min(self.link_rates.get(link, ()), default=1.0)
+        """Rate of a collective on a link or channel relative to the profile's: the slowest rank's."""
+        return min(self.link_rates.get(base_link(link), ()), default=1.0)
 
     def noise(self, iterations: int, world_size: int, seed: int) -> NDArray[np.float64]:
         """Jitter factors [iteration, rank]; a longer draw begins with the shorter one."""

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from offbeat.plan import Plan
+from offbeat.plan import Plan, Transfer
 from offbeat.profile import Profile
 from offbeat.sim.engine import Run, run
 from offbeat.sim.group import Group, Release, Times
+from offbeat.sim.program import message_bytes
 from offbeat.sim.ranks import Ranks
 from offbeat.trace import COMPUTE, Span, Trace
 
@@ -29,7 +30,8 @@ def simulate(
     """Trace of a plan (or of one plan per rank) in virtual time, in seconds from 0.
 
     `iterations` defaults to the prologue and at least four periods. Spans cover the last `record`
-    iterations (default: the last whole period) of at most the first 16 ranks. If all ranks are
+    iterations (default: the last whole period) of at most the first 16 ranks; the kind of half an
+    all-reduce is its verb, and its bytes are half the payload. If all ranks are
     alike, the trace has one row that stands for all of them; `notes["ranks"]` is their number.
     ValueError if the plans do not fit the profile, disagree, or can never proceed.
     """
@@ -99,19 +101,28 @@ def _spans(group: Group, result: Run) -> Iterator[Span]:
 
 def _messages(group: Group, result: Run, places: Iterable[tuple[int, int]]) -> Iterator[Span]:
     """A message's span on a rank begins when the rank issues it, before the others may have."""
-    program = group.program
+    program, plan = group.program, group.program.plan
     for name, iteration, position, at in sorted(group.releases, key=_issue_order):
-        payload = program.queues[name, program.plan.phase(iteration)][position].payload
+        t = program.queues[name, plan.phase(iteration)][position]
         link = result.links[name]
         end_s = link.arrival_s(iteration, position)
         if end_s is None:
             continue
-        buckets = (payload.buckets.start, payload.buckets.stop)
-        size = program.profile.bytes_of(payload)
+        kind = t.payload.kind if t.verb == "mean" else t.verb
+        buckets = (t.payload.buckets.start, t.payload.buckets.stop)
+        size, carries = message_bytes(t, program.profile), _carries(plan, t, iteration)
         free_s = link.free_s(iteration, position)
         for i, rank in places:
             start_s = max(_pick(at, i), free_s)
-            yield Span(rank, name, payload.kind, iteration, start_s, end_s, buckets, size)
+            yield Span(rank, name, kind, iteration, start_s, end_s, buckets, size, carries)
+
+
+def _carries(plan: Plan, t: Transfer, iteration: int) -> tuple[int, int] | None:
+    """Iterations [first, stop) whose merged gradients a message holds; None: just its own."""
+    if plan.closes is None or t.payload.kind != "grad":
+        return None
+    generation = plan.generation(iteration, t.payload.age)
+    return generation.start, generation.stop
 
 
 def _issue_order(release: Release) -> tuple[int, int]:

@@ -21,10 +21,15 @@ from offbeat.solve.partition import (
     optimal,
     period_cost,
 )
+from offbeat.solve.priority import Compute, Slice, iteration_s, priority_order
+from offbeat.solve.simultaneous import simultaneous_fusion
+from offbeat.solve.usbyte import improved, unit_runs
 
 __all__ = [
+    "Compute",
     "Fusion",
     "Sets",
+    "Slice",
     "balanced",
     "best",
     "brute_force",
@@ -36,8 +41,13 @@ __all__ = [
     "finish",
     "fusion_finish",
     "greedy_fusion",
+    "improved",
+    "iteration_s",
     "no_fusion",
     "optimal",
     "optimal_fusion",
     "period_cost",
+    "priority_order",
+    "simultaneous_fusion",
+    "unit_runs",
 ]

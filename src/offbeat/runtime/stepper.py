@@ -1,0 +1,87 @@
+"""The user's optimizer, restricted to one bucket's parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.runtime.flat import Flat
+from offbeat.runtime.state import delegates
+
+Group = dict[str, Any]
+Settings = dict[int, Group]
+"""Param-group settings (learning rates and so on) by the group's id."""
+
+
+class BucketStepper:
+    """Steps the optimizer bucket by bucket; state, settings and hooks are the user's own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, flat: Flat):
+        self._optimizer = optimizer
+        self._members = _members(optimizer, flat)
+
+    def require_independent(self, remedy: str) -> None:
+        """ValueError for an optimizer that cannot step one bucket alone."""
+        if delegates(self._optimizer):
+            raise ValueError(
+                f"{type(self._optimizer).__name__} hands its step to another optimizer, so it "
+                f"cannot step bucket by bucket; {remedy}"
+            )
+
+    def settings(self) -> Settings:
+        """The groups' settings as they are now, for steps that come later."""
+        return {id(group): _settings(group) for group in self._optimizer.param_groups}
+
+    def step(self, b: int, settings: Settings | None = None, *, remedy: str | None = None) -> None:
+        """Step one bucket, with these settings instead of the present ones.
+
+        With a `remedy` ValueError if the step changes its groups' settings: such an optimizer
+        does not treat parameters independently.
+        """
+        members = self._members[b]
+        if not members:
+            return
+        narrowed = [
+            {**(group if settings is None else settings[id(group)]), "params": mine}
+            for group, mine in members
+        ]
+        before = [_settings(group) for group in narrowed] if remedy is not None else None
+        whole = self._optimizer.param_groups
+        # Assigned to the instance: load_state_dict and schedulers keep the same group objects.
+        self._optimizer.param_groups = narrowed
+        try:
+            self._optimizer.step()
+        finally:
+            self._optimizer.param_groups = whole
+        if before is not None and [_settings(group) for group in narrowed] != before:
+            raise ValueError(
+                f"{type(self._optimizer).__name__} changes its param groups in step(), so it does "
+                f"not treat parameters independently and cannot step bucket by bucket; {remedy}"
+            )
+
+
+def _members(
+    optimizer: torch.optim.Optimizer, flat: Flat
+) -> list[list[tuple[Group, list[nn.Parameter]]]]:
+    """Per bucket: (param group, its parameters in this bucket)."""
+    group_of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
+    members = []
+    for bucket in flat.buckets:
+        mine: dict[int, tuple[Group, list[nn.Parameter]]] = {}
+        for p in bucket.parameters:
+            group = group_of.get(id(p))
+            if group is not None:  # in no group: averaged, never updated
+                mine.setdefault(id(group), (group, []))[1].append(p)
+        members.append(list(mine.values()))
+    return members
+
+
+def _settings(group: Group) -> Group:
+    """A copy of everything but the parameters; tensors (a learning rate may be one) copied too."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }

@@ -1,0 +1,87 @@
+"""Shared capacity: links that slow each other down while they carry messages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import permutations
+
+from offbeat.profile import Profile
+from offbeat.sim.fifo import FifoLink
+
+
+def coupled(links: Sequence[str], profile: Profile) -> frozenset[str]:
+    """Those of some links and channels that slow another of them down, or are slowed down."""
+    pairs = (pair for pair in permutations(links, 2) if profile.speed(pair[0], pair[1:]) != 1.0)
+    return frozenset(name for pair in pairs for name in pair)
+
+
+class Shared:
+    """Coupled links, advanced together in the order of time.
+
+    A message is so many seconds of work, done at its link's current speed, which changes whenever
+    a message on another of the links begins or ends. What is released between two advances must
+    not be released before the end of the first.
+    """
+
+    def __init__(self, links: Sequence[FifoLink], profile: Profile) -> None:
+        self.links = tuple(links)
+        self._profile = profile
+        self._now_s = 0.0
+        self._starts_s: dict[str, float] = {}  # of the messages under way, by link
+        self._left_s: dict[str, float] = {}  # their work, alone on the link
+        self._speeds: dict[tuple[str, ...], dict[str, float]] = {}  # by who is under way
+
+    def advance(self, awaited: Collection[tuple[str, int]] = ()) -> bool:
+        """Run until one of the awaited messages (link, number) ends; by default all that can.
+
+        False if none of them ends with what has been released so far.
+        """
+        while (event := self._next()) is not None:
+            now_s, link = event
+            self._work(now_s)
+            if link.name not in self._left_s:
+                self._begin(link)
+                continue
+            number = len(link.ends_s)
+            del self._left_s[link.name]
+            link.land(self._starts_s.pop(link.name), now_s)
+            if (link.name, number) in awaited:
+                return True
+        return False
+
+    def _next(self) -> tuple[float, FifoLink] | None:
+        """When and on which link the next message begins or ends."""
+        speeds = self._current_speeds()
+        first: tuple[float, FifoLink] | None = None
+        for link in self.links:
+            if link.name in speeds:
+                at_s = self._now_s + self._left_s[link.name] / speeds[link.name]
+            elif (waiting := link.waiting()) is not None:
+                at_s = waiting[0]
+            else:
+                continue
+            if first is None or at_s < first[0]:
+                first = at_s, link
+        return first
+
+    def _begin(self, link: FifoLink) -> None:
+        waiting = link.waiting()
+        assert waiting is not None
+        self._starts_s[link.name], self._left_s[link.name] = waiting
+
+    def _work(self, until_s: float) -> None:
+        """Let time pass for the messages under way."""
+        for name, speed in self._current_speeds().items():
+            left_s = self._left_s[name] - (until_s - self._now_s) * speed
+            self._left_s[name] = max(left_s, 0.0)  # rounding must not let time run backwards
+        self._now_s = until_s
+
+    def _current_speeds(self) -> dict[str, float]:
+        """Share of its speed at which each link runs that carries a message."""
+        running = tuple(self._left_s)
+        if running not in self._speeds:
+            self._speeds[running] = {
+                name: self._profile.speed(name, [other for other in running if other != name])
+                for name in running
+            }
+        return self._speeds[running]

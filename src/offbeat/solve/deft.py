@@ -1,0 +1,251 @@
+"""DeFT's two queues: which gradients are sent under forward and backward of which iteration.
+
+Every iteration adds its gradients to the future queue. The current queue holds what is still to be
+sent of an earlier generation; when backward has room for all of it, the generation is complete,
+its update is applied at the end of the iteration, and what is left of the future queue becomes the
+current one. The queues are played until they repeat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from offbeat.solve import _check, knapsack
+
+MOST_GENERATIONS = 24  # until the queues must have repeated; then a repetition is made
+
+_Queue = frozenset[int]
+
+
+class Send(NamedTuple):
+    """A piece on its way, and the index of its link."""
+
+    piece: int
+    link: int
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What one iteration sends, each in issue order, and whether a generation closes at its end.
+
+    `forward` and `current` are of the generation closed before, `future` of the one that closes.
+    """
+
+    forward: tuple[Send, ...]
+    current: tuple[Send, ...]
+    future: tuple[Send, ...]
+    closes: bool
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Iterations that come once, then those that repeat; both end with a close."""
+
+    prologue: tuple[Iteration, ...]
+    cycle: tuple[Iteration, ...]
+
+    @property
+    def merges(self) -> tuple[int, ...]:
+        """How many iterations each generation of the cycle merges."""
+        closes = [-1, *(t for t, iteration in enumerate(self.cycle) if iteration.closes)]
+        return tuple(b - a for a, b in pairwise(closes))
+
+    @property
+    def updates_per_iteration(self) -> float:
+        return len(self.merges) / len(self.cycle)
+
+
+Policy = Callable[[_Queue], Iteration]  # what an iteration does with this current queue
+
+
+def simulate(
+    forward_s: float,
+    backward_s: float,
+    ready_s: Sequence[float],
+    weights_s: Sequence[Sequence[float]],
+    *,
+    capacity: float = 1.0,
+    solver: knapsack.Solver = knapsack.exact,
+    names: Sequence[str] = (),
+) -> Schedule:
+    """Schedule in which every window sends what its knapsack chooses.
+
+    `forward_s` and `backward_s` are the windows, both taken `capacity` times; `ready_s` per piece
+    counts from the start of backward, `weights_s[link][piece]` is its time on a link. If the queues
+    have not repeated after 24 generations, the stretch between two closes with most updates per
+    iteration is repeated, of those whose second close can leave what the first one left.
+    Raises ValueError, also for a piece that fits into neither window (by `names`, if given).
+    Source: DeFT, Algorithm 2.
+    """
+    ready = _check.ready(ready_s).tolist()
+    for k, row in enumerate(weights_s):
+        _check.same_length(
+            f"weights_s[{k}]", _check.numbers(f"weights_s[{k}]", row), "ready_s", ready
+        )
+    if not capacity > 0:
+        raise ValueError(f"capacity ({capacity:g}) must be above 0; 1 is the time of compute")
+    windows = _Windows(
+        forward_s * capacity, backward_s * capacity, ready, [list(row) for row in weights_s], solver
+    )
+    enough = _enough(windows.forward_s, windows.backward_s, windows.weights_s)
+    return _repeated(windows.iteration, len(ready), enough, names)
+
+
+def fixed(forward: int, backward: int, ready_s: Sequence[float], backward_s: float) -> Schedule:
+    """Schedule that sends so many pieces per forward and per backward, first in, first out.
+
+    In backward first those of the current queue, then of the future one as they become ready, all
+    but those ready only when backward ends (`backward_s`). One link. Raises ValueError.
+    Source: DeFT, Section III-B (f and b), as a baseline for the knapsacks.
+    """
+    ready = _check.ready(ready_s).tolist()
+    for name, count in (("forward", forward), ("backward", backward)):
+        if count < 0:
+            raise ValueError(f"{name} ({count}) must be at least 0; give a number of pieces")
+    early = [piece for piece, at_s in enumerate(ready) if at_s < backward_s]
+
+    def iteration(queue: _Queue) -> Iteration:
+        waiting = sorted(queue)
+        under_forward, left = waiting[:forward], waiting[forward:]
+        current = left[:backward]
+        closes = len(current) == len(left)
+        future = early[: backward - len(current)] if closes else []
+        return Iteration(
+            *(tuple(Send(i, 0) for i in p) for p in (under_forward, current, future)), closes
+        )
+
+    return _repeated(iteration, len(ready), 1.0, ())
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """The knapsacks of one iteration."""
+
+    forward_s: float
+    backward_s: float
+    ready_s: list[float]
+    weights_s: list[list[float]]
+    solver: knapsack.Solver
+
+    @cached_property
+    def alike(self) -> list[int]:
+        """Per piece the first one with the same times."""
+        times = list(zip(self.ready_s, *self.weights_s, strict=True))
+        first = {time: piece for piece, time in reversed(list(enumerate(times)))}
+        return [first[time] for time in times]
+
+    def iteration(self, queue: _Queue) -> Iteration:
+        """Cases 1 to 4 of the paper."""
+        forward = self._chosen(sorted(queue), self.forward_s)
+        left = sorted(queue - {send.piece for send in forward})
+        current = self._chosen(left, self.backward_s)
+        if len(current) < len(left):
+            return Iteration(forward, current, (), closes=False)
+        busy_s = [0.0] * len(self.weights_s)
+        for piece, link in current:
+            busy_s[link] += self.weights_s[link][piece]
+        everything = range(len(self.ready_s))
+        future = self._chosen(everything, self.backward_s, self.ready_s, busy_s)
+        return Iteration(forward, current, future, closes=True)
+
+    def _chosen(
+        self,
+        pieces: Sequence[int],
+        window_s: float,
+        ready_s: list[float] | None = None,
+        busy_s: list[float] | None = None,
+    ) -> tuple[Send, ...]:
+        """What the solver sends of these pieces, in order of readiness."""
+        if not pieces:
+            return ()
+        weights_s = [[row[i] for i in pieces] for row in self.weights_s]
+        placement = self.solver(weights_s, window_s, ready_s, busy_s)
+        alike: dict[int, deque[int]] = {}  # slices of one bucket: always the first ones go first
+        for piece in pieces:
+            alike.setdefault(self.alike[piece], deque()).append(piece)
+        chosen = sorted((pieces[i], link) for link, items in enumerate(placement) for i in items)
+        return tuple(Send(alike[self.alike[piece]].popleft(), link) for piece, link in chosen)
+
+
+def _repeated(policy: Policy, count: int, enough: float, names: Sequence[str]) -> Schedule:
+    """Play the queues from the empty one, and repeat the best stretch of what they did."""
+    played = _Played([], [(0, frozenset())])
+    played.play(policy, count, enough, names)
+    if played.best is None:  # what a close that sends nothing early leaves contains anything
+        first = Iteration((), (), (), closes=True)
+        played = _Played([first], [(1, frozenset(range(count)))])
+        played.play(policy, count, enough, names)
+    return played.cut()
+
+
+@dataclass
+class _Played:
+    """Iterations from the first on, and after which of them a generation closed and left what."""
+
+    iterations: list[Iteration]
+    closes: list[tuple[int, _Queue]]
+    best: tuple[int, int] | None = None
+    best_rate: float = 0.0
+
+    def play(self, policy: Policy, count: int, enough: float, names: Sequence[str]) -> None:
+        """Go on until a close leaves what one has left before, or the rate is `enough`."""
+        queue = self.closes[-1][1]
+        while len(self.closes) <= MOST_GENERATIONS:
+            iteration = policy(queue)
+            self.iterations.append(iteration)
+            if iteration.closes:
+                queue = frozenset(range(count)) - {send.piece for send in iteration.future}
+                again = any(queue == left for _, left in self.closes)
+                self._closed(queue)
+                if again or self.best_rate >= enough:
+                    return
+            else:
+                sent = {send.piece for send in iteration.forward + iteration.current}
+                if not sent:
+                    raise _stuck(min(queue), names)
+                queue -= sent
+
+    def _closed(self, queue: _Queue) -> None:
+        """Note a close, and the stretch to it from an earlier one that left as much and more."""
+        self.closes.append((len(self.iterations), queue))
+        stop = len(self.closes) - 1
+        for start in range(stop - 1, -1, -1):
+            first, left = self.closes[start]
+            rate = (stop - start) / (len(self.iterations) - first)
+            if left >= queue and rate > self.best_rate:
+                self.best, self.best_rate = (start, stop), rate
+
+    def cut(self) -> Schedule:
+        """The best stretch as a cycle: its last iteration leaves what there was at its start."""
+        assert self.best is not None
+        (first, left), (end, _) = (self.closes[i] for i in self.best)
+        *cycle, last = self.iterations[first:end]
+        future = tuple(send for send in last.future if send.piece not in left)
+        return Schedule(tuple(self.iterations[:first]), (*cycle, replace(last, future=future)))
+
+
+def _stuck(piece: int, names: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"piece {names[piece] if names else piece} fits into neither window, so no update would "
+        "ever be complete; cut it into smaller slices"
+    )
+
+
+def _enough(forward_s: float, backward_s: float, weights_s: list[list[float]]) -> float:
+    """Updates per iteration that no stretch of 24 generations can exceed."""
+    total_s = sum(weights_s[0])
+    carried_s = sum(
+        (forward_s + backward_s)
+        * max((a / b for a, b in zip(weights_s[0], row, strict=True) if b), default=0.0)
+        for row in weights_s
+    )
+    if carried_s >= total_s:
+        return 1.0
+    most = carried_s / total_s * (1 + 1e-9)
+    return max(n / math.ceil(n / most) for n in range(1, MOST_GENERATIONS + 1))

@@ -1,0 +1,65 @@
+"""ASC-WFBP: gradients leave at once, beside messages that are still under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from offbeat.plan import Moment, Plan, channel, transfer
+from offbeat.profile import Profile
+from offbeat.solve import simultaneous_fusion
+from offbeat.strategies.base import Strategy, require_count
+
+
+@dataclass(frozen=True)
+class ASCWFBP(Strategy):
+    """Messages take `groups` channels of the default link in turn. A bucket joins the message
+    before it only if that one still waits for its channel; otherwise both are sent at the same
+    time. What channels lose to each other is the profile's `contention`."""
+
+    groups: int = 2
+
+    name: ClassVar[str] = "asc-wfbp"
+    citation: ClassVar[str] = (
+        "Shi et al., Exploiting Simultaneous Communications to Accelerate Data Parallel "
+        "Distributed Deep Learning, INFOCOM 2021"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("groups", self.groups, remedy="use WFBP() for one message at a time")
+
+    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+        slowest, link = profile.slowest(), profile.default_link.name
+        groups, _ = simultaneous_fusion(
+            slowest.ready_s,
+            lambda group: slowest.message_s(link, "grad", group),
+            channel_speeds(slowest, self.groups),
+        )
+        transfers = tuple(
+            transfer(
+                "grad",
+                group,
+                after=Moment("grad", group[-1]),
+                before=Moment("step"),
+                phases=[0],
+                link=channel(link, i % self.groups),
+            )
+            for i, group in enumerate(groups)
+        )
+        return Plan(self.name, len(profile.buckets), transfers)
+
+    def bound_s(self, profile: Profile) -> float:
+        """`max(F + B, C / rate)`, rate: the most that any number of the channels carry."""
+        slowest, link = profile.slowest(), profile.default_link.name
+        speeds = channel_speeds(slowest, self.groups)
+        rate = max(count * speed for count, speed in enumerate(speeds, start=1))
+        everything_s = slowest.message_s(link, "grad", range(len(slowest.buckets)))
+        compute_s = slowest.forward_s + slowest.backward_s + slowest.update_s + slowest.other_s
+        return max(compute_s, everything_s / rate)
+
+
+def channel_speeds(profile: Profile, channels: int) -> list[float]:
+    """Speed of each of 1, 2, ... channels of the default link while all of them carry messages."""
+    link = profile.default_link.name
+    return [profile.speed(link, [link] * others) for others in range(channels)]

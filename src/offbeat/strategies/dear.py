@@ -1,0 +1,121 @@
+"""DeAR: an all-reduce in two halves, one under backward, the other under the next forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar
+
+from offbeat.plan import Moment, Payload, Plan, Transfer, Verb
+from offbeat.profile import Profile
+from offbeat.solve import Fusion, cap_fusion
+from offbeat.strategies.base import Strategy, require_count
+from offbeat.strategies.slices import compute_of
+
+
+@dataclass(frozen=True)
+class DeAR(Strategy):
+    """Groups of neighbouring buckets are reduce-scattered as soon as their gradients exist; the
+    step waits for that. Each group is all-gathered once the forward has reached the group before
+    it, and stepped when it has landed.
+
+    A group is closed as soon as it holds `fusion_bytes` (None: the value with the shortest
+    predicted iteration).
+    """
+
+    fusion_bytes: int | None = None
+
+    name: ClassVar[str] = "dear"
+    citation: ClassVar[str] = (
+        "Zhang et al., DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce "
+        "Pipelining, ICDCS 2023"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fusion_bytes is not None:
+            require_count(
+                "fusion_bytes", self.fusion_bytes, remedy="use 1 to fuse nothing, None to tune it"
+            )
+
+    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+        cap_bytes = self.fusion_bytes or _best_cap_bytes(profile.slowest())
+        groups = cap_fusion([bucket.size_bytes for bucket in profile.buckets], cap_bytes)
+        link = profile.default_link.name
+        return Plan(
+            self.name,
+            len(profile.buckets),
+            (*_reduce_scatters(groups, link), *_all_gathers(groups, link)),
+            updates="on_arrival",
+            notes={"fusion_bytes": cap_bytes},
+        )
+
+    def bound_s(self, profile: Profile) -> float:
+        """`max(B, C_1) + max(F, C_2)` with the update: the step parts the two halves, and each
+        has its own side of the compute to hide under."""
+        slowest, everything = profile.slowest(), range(len(profile.buckets))
+        forward_s = slowest.other_s + slowest.update_s + slowest.forward_s
+        backward_s = slowest.backward_s
+        return max(backward_s, _half_s(slowest, everything, "reduce_scatter")) + max(
+            forward_s, _half_s(slowest, everything, "all_gather")
+        )
+
+
+def decoupled_s(groups: Sequence[range], profile: Profile) -> float:
+    """Seconds of an iteration, from the start of backward to the end of the next forward."""
+    compute = compute_of(profile)
+    scattered_s = 0.0
+    for group in groups:
+        start_s = max(scattered_s, compute.ready_s[group[-1]])
+        scattered_s = start_s + _half_s(profile, group, "reduce_scatter")
+    released_s = max(scattered_s, compute.ready_s[-1])
+    now_s = released_s + compute.other_s
+    for group in reversed(groups):
+        start_s = max(now_s, released_s + _half_s(profile, group, "all_gather"))
+        released_s = start_s
+        now_s = start_s + sum(compute.forward_s[group.start : group.stop])
+    return now_s
+
+
+def _best_cap_bytes(profile: Profile) -> int:
+    """Of the sizes of the runs from the output side, the cap with the shortest iteration; ties
+    go to the largest."""
+    sizes = [bucket.size_bytes for bucket in profile.buckets]
+    caps = sorted({max(total, 1) for total in (1, *accumulate(sizes))}, reverse=True)
+    return min(caps, key=lambda cap: decoupled_s(cap_fusion(sizes, cap), profile))
+
+
+def _reduce_scatters(groups: Fusion, link: str) -> tuple[Transfer, ...]:
+    return tuple(
+        Transfer(
+            Payload("grad", group),
+            after=Moment("grad", group[-1]),
+            before=Moment("step"),
+            phases=frozenset([0]),
+            link=link,
+            verb="reduce_scatter",
+        )
+        for group in groups
+    )
+
+
+def _all_gathers(groups: Fusion, link: str) -> tuple[Transfer, ...]:
+    """In forward order: from the input side to the output side."""
+    in_order = groups[::-1]
+    releases = [Moment("step"), *(Moment("forward", group[-1], lag=1) for group in in_order)]
+    return tuple(
+        Transfer(
+            Payload("grad", group),
+            after=release,
+            before=Moment("forward", group[-1], lag=1),
+            phases=frozenset([0]),
+            link=link,
+            verb="all_gather",
+        )
+        for group, release in zip(in_order, releases, strict=False)
+    )
+
+
+def _half_s(profile: Profile, group: range, verb: Verb) -> float:
+    return profile.seconds_of(Payload("grad", group), profile.default_link.name, verb)

@@ -1,0 +1,37 @@
+"""P3: small slices of gradients, the input side's first, one in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from offbeat.plan import Plan
+from offbeat.profile import Profile
+from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
+from offbeat.strategies.slices import by_priority, forward_plan
+
+
+@dataclass(frozen=True)
+class P3(Strategy):
+    """Slices of at most `slice_elements`, one in flight; of those that are ready the one whose
+    forward comes first goes first. Each bucket's next forward waits only for its own slices and
+    comes right after its optimizer step."""
+
+    slice_elements: int = 40_000
+
+    name: ClassVar[str] = "p3"
+    citation: ClassVar[str] = (
+        "Jayarajan et al., Priority-based Parameter Propagation for Distributed DNN Training, "
+        "MLSys 2019"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("slice_elements", self.slice_elements)
+
+    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+        order = by_priority(profile.slowest(), self.slice_elements, credit_bytes=1)
+        return forward_plan(self.name, profile, order)
+
+    def bound_s(self, profile: Profile) -> float:
+        return synchronous_bound_s(profile, fused=True)

@@ -1,0 +1,91 @@
+"""Slices of gradients that the next forward waits for, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offbeat.plan import Moment, Payload, Plan, transfer
+from offbeat.profile import Profile
+from offbeat.solve import Compute, Slice, iteration_s, priority_order
+
+ELEMENT_BYTES = 4  # papers count elements of 32 bits
+MOST_MESSAGES = 2048  # slices that tuning still considers; more is slow to plan and to send
+TIE = 1e-3  # predictions are no more precise: of two this close the one with fewer messages wins
+
+Order = tuple[Payload, ...]
+
+
+def compute_of(profile: Profile) -> Compute:
+    """The compute that messages run beside; each bucket's update comes before its forward."""
+    forward_s = [
+        bucket.forward_s + update_s
+        for bucket, update_s in zip(profile.buckets, profile.bucket_update_s, strict=True)
+    ]
+    return Compute(profile.ready_s, forward_s, profile.other_s)
+
+
+def slice_of(payload: Payload, profile: Profile) -> Slice:
+    """What the solvers know of a message on the default link; an empty one counts as a byte."""
+    seconds = profile.seconds_of(payload, profile.default_link.name)
+    return Slice(payload.buckets[-1], seconds, max(profile.bytes_of(payload), 1))
+
+
+def parts_of(profile: Profile, elements: int) -> list[int]:
+    """Into how many equal slices of at most so many elements each bucket falls."""
+    most_bytes = elements * ELEMENT_BYTES
+    return [max(-(-bucket.size_bytes // most_bytes), 1) for bucket in profile.buckets]
+
+
+def sizes_to_try(profile: Profile) -> list[int]:
+    """Sizes of slices in elements: the largest bucket, halved while there are not too many."""
+    largest_bytes = max(bucket.size_bytes for bucket in profile.buckets)
+    sizes = [max(-(-largest_bytes // ELEMENT_BYTES), 1)]
+    while sizes[-1] > 1 and sum(parts_of(profile, -(-sizes[-1] // 2))) <= MOST_MESSAGES:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes
+
+
+def by_priority(profile: Profile, elements: int, credit_bytes: int) -> Order:
+    """Slices of at most so many elements in the order of a priority queue with a credit."""
+    payloads = [
+        Payload("grad", range(bucket, bucket + 1), part, parts)
+        for bucket, parts in enumerate(parts_of(profile, elements))
+        for part in range(parts)
+    ]
+    slices = [slice_of(payload, profile) for payload in payloads]
+    return tuple(payloads[i] for i in priority_order(slices, profile.ready_s, credit_bytes))
+
+
+def order_s(order: Sequence[Payload], profile: Profile) -> float:
+    """Predicted seconds of an iteration that sends the messages in this order."""
+    return iteration_s([slice_of(payload, profile) for payload in order], compute_of(profile))
+
+
+def fastest(orders: Sequence[Order], profile: Profile) -> int:
+    """Index of the order with the shortest iteration; ties go to the fewest messages."""
+    seconds = [order_s(order, profile) for order in orders]
+    limit_s = min(seconds) * (1 + TIE)
+    good = [i for i, order_seconds in enumerate(seconds) if order_seconds <= limit_s]
+    return min(good, key=lambda i: (len(orders[i]), seconds[i]))
+
+
+def forward_plan(
+    name: str, profile: Profile, order: Sequence[Payload], notes: Mapping[str, Any] | None = None
+) -> Plan:
+    """Plan that sends gradients in this order; the next forward of each bucket waits for them."""
+    transfers = tuple(
+        transfer(
+            "grad",
+            payload.buckets,
+            after=Moment("grad", payload.buckets[-1]),
+            before=Moment("forward", payload.buckets[-1], lag=1),
+            phases=[0],
+            link=profile.default_link.name,
+            part=payload.part,
+            parts=payload.parts,
+            width=payload.width,
+        )
+        for payload in order
+    )
+    return Plan(name, len(profile.buckets), transfers, updates="on_arrival", notes=notes or {})

@@ -1,0 +1,100 @@
+"""US-Byte: unequal messages of unit blocks, so that none delays a more urgent gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+from offbeat.plan import Payload, Plan
+from offbeat.profile import Profile
+from offbeat.solve import improved, iteration_s, unit_runs
+from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
+from offbeat.strategies.slices import (
+    Order,
+    compute_of,
+    fastest,
+    forward_plan,
+    parts_of,
+    sizes_to_try,
+    slice_of,
+)
+
+MOST_EVALUATIONS = 5000  # of whole orders
+
+
+@dataclass(frozen=True)
+class USByte(Strategy):
+    """Buckets fall into unit blocks of at most `unit_elements` (None: tuned by simulation).
+
+    During backward the bucket nearest the input sends as many of its blocks in one message as
+    end near the next gradient; during forward all that are left. Messages then change places, or
+    join a neighbour, as long as the predicted iteration gets shorter.
+    """
+
+    unit_elements: int | None = None
+
+    name: ClassVar[str] = "us-byte"
+    citation: ClassVar[str] = (
+        "Gao et al., US-Byte: An Efficient Communication Framework for Scheduling Unequal-Sized "
+        "Tensor Blocks in Distributed Deep Learning, IEEE TPDS 2023"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.unit_elements is not None:
+            require_count("unit_elements", self.unit_elements, remedy="use None to have it tuned")
+
+    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+        slowest = profile.slowest()
+        one = self.unit_elements
+        sizes = sizes_to_try(slowest) if one is None else [one]
+        orders = [_messages(slowest, size) for size in sizes]
+        best = fastest(orders, slowest)
+        order = _improved(orders[best], slowest)
+        return forward_plan(self.name, profile, order, {"unit_elements": sizes[best]})
+
+    def bound_s(self, profile: Profile) -> float:
+        return synchronous_bound_s(profile, fused=True)
+
+
+def _messages(profile: Profile, unit_elements: int) -> Order:
+    """Unequal-sized fusion of the unit blocks of each bucket."""
+    link = profile.default_link.name
+    parts, transfer_s = parts_of(profile, unit_elements), profile.transfer_s(link)
+    unit_s = [seconds / count for seconds, count in zip(transfer_s, parts, strict=True)]
+    alone_s = profile.communication_s(link)
+    latency_s = [max(c - t, 0.0) for c, t in zip(alone_s, transfer_s, strict=True)]
+    return tuple(
+        _payload(range(b, b + 1), run, parts[b])
+        for b, run in unit_runs(profile.ready_s, parts, unit_s, latency_s)
+    )
+
+
+def _improved(order: Order, profile: Profile) -> Order:
+    compute = compute_of(profile)
+    slice_ = cache(lambda payload: slice_of(payload, profile))
+    return tuple(
+        improved(
+            order,
+            lambda payloads: iteration_s([slice_(p) for p in payloads], compute),
+            _joined,
+            MOST_EVALUATIONS,
+        )
+    )
+
+
+def _joined(first: Payload, second: Payload) -> Payload | None:
+    """One message for two that are neighbours: blocks of one run, or whole runs."""
+    if first.buckets == second.buckets and first.part + first.width == second.part:
+        blocks = range(first.part, second.part + second.width)
+        return _payload(first.buckets, blocks, first.parts)
+    if first.buckets.stop == second.buckets.start and first.parts == second.parts == 1:
+        return Payload("grad", range(first.buckets.start, second.buckets.stop))
+    return None
+
+
+def _payload(buckets: range, blocks: range, parts: int) -> Payload:
+    if len(blocks) == parts:
+        return Payload("grad", buckets)
+    return Payload("grad", buckets, blocks.start, parts, len(blocks))

@@ -1,0 +1,186 @@
+"""Collectives: in-place operations of one process group on flat contiguous tensors, by verb.
+
+A tensor of n elements is cut into K shards of ceil(n / K), the last ones shorter or empty; rank r
+owns shard r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.plan import VERBS, Verb
+
+Collective = Callable[[Tensor], None]
+Collectives = Mapping[Verb, Collective]
+
+# torch 2.13 renames them and warns about the old names.
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+
+
+def collectives(
+    group: dist.ProcessGroup, backend: str, device: torch.device, timeout_s: float
+) -> Collectives:
+    """mean; reduce_scatter (afterwards rank r's shard holds the mean, the rest anything);
+    all_gather (every rank's shard on all). Alone they do nothing.
+
+    Autograd sees none of it: a tensor's version counter stays. Every floating-point dtype works.
+    """
+    if group.size() == 1:
+        return dict.fromkeys(VERBS, _nothing)  # type: ignore[arg-type]
+    halves = Ring(group, timeout_s) if backend == "gloo" else Native(group)
+    by_verb: dict[Verb, Collective] = {
+        "mean": averaging(group),
+        "reduce_scatter": halves.reduce_scatter,
+        "all_gather": halves.all_gather,
+    }
+    if backend == "gloo" and device.type == "cuda":
+        buffers = Scratch(pinned=True)
+        return {verb: staged(operation, buffers) for verb, operation in by_verb.items()}
+    return by_verb
+
+
+def averaging(group: dist.ProcessGroup) -> Collective:
+    """All-reduce to the mean."""
+
+    def average(tensor: Tensor) -> None:
+        dist.all_reduce(tensor.data, op=dist.ReduceOp.AVG, group=group)
+
+    return average
+
+
+def _nothing(tensor: Tensor) -> None:
+    pass
+
+
+class Scratch:
+    """Memory for one message at a time: a flat buffer per dtype and device, grown on demand."""
+
+    def __init__(self, pinned: bool = False):
+        self._pinned = pinned
+        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def like(self, tensor: Tensor, size: int) -> Tensor:
+        """`size` elements of a tensor's kind, of any value; pinned ones are the host's."""
+        device = torch.device("cpu") if self._pinned else tensor.device
+        key = (tensor.dtype, device)
+        if key not in self._buffers or self._buffers[key].numel() < size:
+            self._buffers[key] = torch.empty(
+                size, dtype=tensor.dtype, device=device, pin_memory=self._pinned
+            )
+        return self._buffers[key][:size]
+
+
+def shards(tensor: Tensor, count: int) -> list[Tensor]:
+    """Views of the shards, in the order of their ranks."""
+    size = tensor.numel()
+    each = -(-size // count)
+    return [tensor[min(size, k * each) : min(size, (k + 1) * each)] for k in range(count)]
+
+
+class Ring:
+    """The two halves as a ring of sends, K - 1 steps of one shard each.
+
+    On gloo torch's reduce_scatter puts a whole all-reduce on the wire, and all_to_all has all
+    ranks send to one at a time: 1 MB between 4 hosts at 100 Mbit/s took 136 ms with the all-reduce
+    and torch's reduce_scatter (1.6 bytes on the wire per byte), 83 to 105 ms with all_to_all (0.8)
+    and 70 ms with this ring (0.8).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float):
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._scratch = Scratch()
+
+    def reduce_scatter(self, tensor: Tensor) -> None:
+        """Every shard collects what it lacks on its way round, and ends at its owner."""
+        parts = shards(tensor.data, self._size)
+        landing = self._scratch.like(parts[0], parts[0].numel())
+        for step in range(1, self._size):
+            given = parts[(self._rank - step) % self._size]
+            taken = parts[(self._rank - step - 1) % self._size]
+            self._pass_on(given, landing[: taken.numel()])
+            taken += landing[: taken.numel()]
+        parts[self._rank] /= self._size
+
+    def all_gather(self, tensor: Tensor) -> None:
+        """Every shard goes round once."""
+        parts = shards(tensor.data, self._size)
+        for step in range(self._size - 1):
+            self._pass_on(
+                parts[(self._rank - step) % self._size],
+                parts[(self._rank - step - 1) % self._size],
+            )
+
+    def _pass_on(self, given: Tensor, taken: Tensor) -> None:
+        """Send to the next rank what the rank before sends us; empty shards stay where they are."""
+        works: list[Any] = []
+        if taken.numel():
+            works.append(self._group.recv([taken], (self._rank - 1) % self._size, 0))
+        if given.numel():
+            works.append(self._group.send([given], (self._rank + 1) % self._size, 0))
+        for work in works:
+            work.wait(self._timeout)
+
+
+class Native:
+    """The backend's own halves (NCCL); uneven shards go through a padded copy."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+        self._scratch = Scratch()
+
+    def reduce_scatter(self, tensor: Tensor) -> None:
+        tensor = tensor.data
+        whole = self._padded(tensor)
+        if whole is not tensor:
+            whole[: tensor.numel()] = tensor
+        own = shards(whole, self._size)[self._rank]
+        _reduce_scatter(own, whole, op=dist.ReduceOp.AVG, group=self._group)
+        if whole is not tensor:
+            kept = shards(tensor, self._size)[self._rank]
+            kept.copy_(own[: kept.numel()])
+
+    def all_gather(self, tensor: Tensor) -> None:
+        tensor = tensor.data
+        whole = self._padded(tensor)
+        own = shards(whole, self._size)[self._rank]
+        if whole is not tensor:
+            kept = shards(tensor, self._size)[self._rank]
+            own[: kept.numel()] = kept
+        _all_gather(whole, own, group=self._group)
+        if whole is not tensor:
+            tensor.copy_(whole[: tensor.numel()])
+
+    def _padded(self, tensor: Tensor) -> Tensor:
+        """The tensor itself if its shards are even, else scratch memory that has room for them."""
+        size = -(-tensor.numel() // self._size) * self._size
+        return tensor if size == tensor.numel() else self._scratch.like(tensor, size)
+
+
+def staged(operation: Collective, buffers: Scratch) -> Collective:
+    """A collective of host memory for tensors of a GPU: to a pinned buffer, there, and back.
+
+    Both copies go to the current stream, a link's own. So the next message, which waits for that
+    stream before it touches the buffer on the host, cannot overtake this one's way back.
+    """
+
+    def through_host(tensor: Tensor) -> None:
+        tensor = tensor.data
+        host = buffers.like(tensor, tensor.numel())
+        host.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        operation(host)
+        tensor.copy_(host, non_blocking=True)
+
+    return through_host
