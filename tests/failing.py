@@ -265,7 +265,8 @@ def sparse_gradients() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with prepared(model, optimizer, BSP(), observe=1) as (model, _):
-        model.zero_grad(set_to_none=True)
+        for p in model.parameters():
+            p.grad = None
         model(torch.arange(3)).sum().backward()
 
 

@@ -10,9 +10,14 @@ import pytest
 import offbeat
 
 DOCUMENTED = [
+    "ASCWFBP",
     "BSP",
     "DDP",
+    "P3",
     "WFBP",
+    "ByteScheduler",
+    "DeAR",
+    "DeFT",
     "DreamDDP",
     "LocalSGD",
     "PartialSync",
@@ -20,6 +25,7 @@ DOCUMENTED = [
     "Profile",
     "Strategy",
     "Trace",
+    "USByte",
     "prepare",
 ]
 

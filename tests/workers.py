@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.plan import Plan
+from offbeat.plan import Payload, Plan, Transfer
 from offbeat.profile import Profile
 from offbeat.strategies import Strategy
+from offbeat.transport.link import Flight, Link
 
 TIMEOUT_S = 20.0
 
@@ -117,7 +118,6 @@ def train(
             user.iterate(t)
             if scheduler is not None:
                 scheduler.step()
-            spy.iteration_over()
         trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
         spy.fill(trained)
         trained.united = unite(model, slow)
@@ -202,53 +202,73 @@ class Spy:
     def __init__(self, model: Any):
         self._session = model._session
         self._engine = getattr(self._session, "engine", None)
-        self._seen: list[tuple[str, Tensor]] = []
-        self._bounds = [0]
-        self._flights: list[tuple[float, int, str, str]] = []
-        for name, link in self._engine.links.items() if self._engine else ():
-            link._collective = self._spying(name, link._collective)
-        if self._engine and self._engine.listener is None:
-            self._engine.listener = self._listen
+        self._seen: list[tuple[Flight, Tensor]] = []
+        self._flights: list[Flight] = []
+        for link in self._engine.links.values() if self._engine else ():
+            self._watch(link)
 
-    def _spying(self, link: str, collective: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        def average(tensor: Tensor) -> None:
-            self._seen.append((link, tensor))
-            collective(tensor)
+    def _watch(self, link: Link) -> None:
+        run, now = link._run, []
 
-        return average
+        def running(flight: Flight) -> None:
+            now[:] = [flight]
+            self._flights.append(flight)
+            run(flight)
 
-    def _listen(self, done: Any) -> None:
-        for f in done.flights:
-            self._flights.append((f.start, done.number, f.transfer.link, str(f.transfer.payload)))
+        def spying(collective: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+            def seen(tensor: Tensor) -> None:
+                self._seen.append((now[0], tensor))
+                collective(tensor)
 
-    def iteration_over(self) -> None:
-        self._bounds.append(len(self._seen))
+            return seen
+
+        link._run = running  # type: ignore[method-assign]
+        link.collectives = {verb: spying(op) for verb, op in link.collectives.items()}
 
     def fill(self, trained: Trained) -> None:
         if self._engine is None:
             return
+        for iterations in list(self._engine._due.values()):  # merged gradients: some are under way
+            for iteration, indices in iterations:
+                assert all(iteration.flights[i].wait(TIMEOUT_S) for i in indices)
         trained.plan = getattr(self._session, "plan", None)
         trained.profile = getattr(self._session, "profile", None)
-        trained.flights = [flight[1:] for flight in sorted(self._flights)]
-        names = self._names(trained.plan)
-        trained.collectives = [
-            (t, link, names.get((x.data_ptr(), x.numel()), "unknown"), x.nbytes)
-            for t, (a, z) in enumerate(zip(self._bounds, self._bounds[1:], strict=False))
-            for link, x in self._seen[a:z]
+        trained.flights = [
+            (f.iteration, f.transfer.link, name_of(f.transfer)) for f in self._flights
         ]
+        places = self._places(trained.plan)
+        for flight, x in self._seen:
+            t = flight.transfer
+            there = places.get((x.data_ptr(), x.numel()))
+            name = promise_of(t) if there == replace(t.payload, age=0) else "another tensor"
+            trained.collectives.append((flight.iteration, t.link, name, x.nbytes))
         trained.bytes_sent = {n: link.bytes_sent for n, link in self._engine.links.items()}
 
-    def _names(self, plan: Plan | None) -> dict[tuple[int, int], str]:
-        """Which payload a tensor is, by where it lies."""
-        flat, names = self._engine.flat, {}
+    def _places(self, plan: Plan | None) -> dict[tuple[int, int], Payload]:
+        """Which payload a tensor is, by where it lies; copies of the gradients are alike."""
+        flat, places = self._engine.flat, {}
         for t in plan.transfers if plan is not None else ():
-            run, k, n = t.payload.buckets, t.payload.part, t.payload.parts
+            run = t.payload.buckets
             tensors = {
-                "grad": flat.grads, "param": flat.params, "state": self._engine.state.tensors
+                "grad": lambda run: flat.grads(run, 0) + (flat.grads(run, 1) if plan.closes else ()),
+                "param": flat.params,
+                "state": self._engine.state.tensors,
             }[t.payload.kind](run)  # fmt: skip
-            slices = [x[x.numel() * k // n : x.numel() * (k + 1) // n] for x in tensors]
-            names.update({(x.data_ptr(), x.numel()): str(t.payload) for x in slices})
-        return names
+            for x in tensors:
+                part = x[t.payload.slice_of(x.numel())]
+                places[part.data_ptr(), part.numel()] = replace(t.payload, age=0)
+        return places
+
+
+def name_of(t: Transfer) -> str:
+    """A message's name in a trace."""
+    kind = t.payload.kind if t.verb == "mean" else t.verb
+    return f"{kind}[{t.payload.buckets.start}:{t.payload.buckets.stop}]"
+
+
+def promise_of(t: Transfer) -> str:
+    """Verb and payload."""
+    return f"{t.verb} {t.payload}"
 
 
 # ---- conformance ----------------------------------------------------------------------------

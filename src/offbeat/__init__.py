@@ -6,7 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.plan import Plan
 from offbeat.profile import Profile
-from offbeat.strategies import BSP, DDP, WFBP, DreamDDP, LocalSGD, PartialSync, Strategy
+from offbeat.strategies import (
+    ASCWFBP,
+    BSP,
+    DDP,
+    P3,
+    WFBP,
+    ByteScheduler,
+    DeAR,
+    DeFT,
+    DreamDDP,
+    LocalSGD,
+    PartialSync,
+    Strategy,
+    USByte,
+)
 from offbeat.trace import Trace
 
 if TYPE_CHECKING:
@@ -15,9 +29,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ASCWFBP",
     "BSP",
     "DDP",
+    "P3",
     "WFBP",
+    "ByteScheduler",
+    "DeAR",
+    "DeFT",
     "DreamDDP",
     "LocalSGD",
     "PartialSync",
@@ -25,6 +44,7 @@ __all__ = [
     "Profile",
     "Strategy",
     "Trace",
+    "USByte",
     "prepare",
 ]
 

@@ -72,6 +72,9 @@ class Where:
     lab: Annotated[
         Literal["auto", "none"], option("none: loopback, unshaped, no privileges needed.")
     ] = "auto"
+    links: Annotated[
+        str | None, option("With --lab none: interfaces with commas between, as eth0,gloo:eth1.")
+    ] = None
     seed: Annotated[int, option("Passed to the script as OFFBEAT_SEED.")] = 0
     timeout: Annotated[float | None, option("Stop a launch after so many seconds.")] = None
     wait: Annotated[float, option("Seconds that a rank waits for another one.")] = 120.0
@@ -346,6 +349,7 @@ def _setup(where: Where, script: Path, args: Sequence[str]) -> Setup:
         seed=where.seed,
         timeout_s=NO_LIMIT_S if where.timeout is None else where.timeout,
         wait_s=where.wait,
+        links=tuple(link.strip() for link in where.links.split(",")) if where.links else (),
     )
 
 

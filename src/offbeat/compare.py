@@ -45,6 +45,7 @@ class Setup:
 
     `shaped` asks for the lab with the cluster's rates, else the loopback is used. A launch is
     stopped after `timeout_s` seconds; a rank waits at most `wait_s` seconds for another one.
+    `links` are those of `offbeat.prepare`, in place of the cluster's; in the lab there are none.
     """
 
     script: tuple[str, ...]
@@ -53,10 +54,16 @@ class Setup:
     seed: int = 0
     timeout_s: float = NO_LIMIT_S
     wait_s: float = WAIT_S
+    links: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.script or not Path(self.script[0]).is_file():
             raise ValueError(f"script ({' '.join(self.script)!r}) must begin with an existing file")
+        if self.links and self.shaped:
+            raise ValueError(
+                f"links ({', '.join(self.links)}) must be left to the cluster's description in the "
+                "lab; put them into the cluster file, or add --lab none"
+            )
         for name in ("timeout_s", "wait_s"):
             if not 0 < getattr(self, name) <= NO_LIMIT_S:
                 raise ValueError(
@@ -308,10 +315,13 @@ def _launch(
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "job.json"
     _write_json(path, job)
+    env = {"OFFBEAT_JOB": str(path.absolute()), "OFFBEAT_SEED": str(setup.seed)}
+    if setup.links:
+        env["OFFBEAT_LINKS"] = ",".join(setup.links)
     result = launch(
         lab,
         [sys.executable, *setup.script],
-        env={"OFFBEAT_JOB": str(path.absolute()), "OFFBEAT_SEED": str(setup.seed)},
+        env=env,
         log_dir=directory,
         timeout_s=setup.timeout_s,
         on_line=lambda rank, line: on_line(line) if rank == 0 else None,
@@ -347,6 +357,7 @@ def _describe(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
         "command": list(comparison.command),
         "script": list(setup.script),
         "cluster": setup.cluster.record(),
+        "links": list(setup.links),
         "lab": "netns" if setup.shaped else "none",
         "note": lab.note,
         "emulated": False,

@@ -161,7 +161,7 @@ class Plan:
         if self.closes is None:
             return range(max(iteration - age, 0), max(iteration - age + 1, 0))
         stop = iteration
-        while self.phase(stop) not in self.closes:
+        while not self.closing(stop):
             stop += 1
         start = self._after_last_close(iteration)
         for _ in range(age):
@@ -169,19 +169,20 @@ class Plan:
         return range(start, stop + 1)
 
     def _after_last_close(self, iteration: int) -> int:
-        assert self.closes is not None
         start = max(iteration, 0)
-        while start > 0 and self.phase(start - 1) not in self.closes:
+        while start > 0 and not self.closing(start - 1):
             start -= 1
         return start
 
+    def closing(self, iteration: int) -> bool:
+        """Whether the gradients added up so far are complete when this iteration ends."""
+        return self.closes is None or self.phase(iteration) in self.closes
+
     def applied(self, iteration: int) -> range:
         """Iterations whose gradients this iteration's optimizer step applies; empty: no step."""
-        if self.closes is None:
-            return range(iteration, iteration + 1)
-        if self.phase(iteration) not in self.closes:
+        if not self.closing(iteration):
             return range(iteration, iteration)
-        return self.generation(iteration, age=1)
+        return self.generation(iteration, age=0 if self.closes is None else 1)
 
     @property
     def links(self) -> tuple[str, ...]:

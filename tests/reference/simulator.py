@@ -1,19 +1,21 @@
-"""Slow twin of offbeat.sim: longest paths through an explicit graph of every rank's events.
+"""Slow twin of offbeat.sim: one loop over time, in which every rank is a coroutine.
 
-Nodes are moments of ranks and ends of messages; an edge says "not before that, plus so long".
+At every instant each rank runs until it computes or waits; then time passes until the next
+computation or message ends. Messages under way advance at whatever speed holds until then.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 
-from offbeat.plan import Moment, Plan, Transfer
+from offbeat.plan import Moment, Plan, Transfer, base_link
 from offbeat.profile import Profile
 
-Node = tuple[object, ...]
+Event = tuple[str, int, int]  # point, bucket, iteration
 
 
 class DeadlockError(Exception):
-    """Some event waits for itself."""
+    """Nothing can happen any more, and some rank is not done."""
 
 
 @dataclass
@@ -25,26 +27,98 @@ class Timeline:
     messages: dict[tuple[int, str, int], tuple[list[float], float]]
 
 
-class Graph:
-    """Events and what they come after."""
+@dataclass(eq=False)
+class Message:
+    left_s: float
+    released_s: dict[int, float] = field(default_factory=dict)
+    end_s: float = inf
 
-    def __init__(self) -> None:
-        self.after: dict[Node, list[tuple[Node, float]]] = {}
-        self.times: dict[Node, float] = {("start",): 0.0}
 
-    def edge(self, before: Node, node: Node, seconds: float = 0.0) -> None:
-        self.after.setdefault(node, []).append((before, seconds))
+@dataclass
+class Rank:
+    """A worker's progress; `awaits` is the time or the message that it goes on at."""
 
-    def time(self, node: Node, path: frozenset[Node] = frozenset()) -> float:
-        """Longest path to a node; KeyError if it is beyond the horizon."""
-        if node in path:
-            raise DeadlockError(node)
-        if node not in self.times:
-            longer = path | {node}
-            self.times[node] = max(
-                self.time(before, longer) + seconds for before, seconds in self.after[node]
-            )
-        return self.times[node]
+    due: dict[Event, list[Message]] = field(default_factory=dict)
+    released: dict[Event, list[Message]] = field(default_factory=dict)
+    ends_s: list[float] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
+    awaits: float | Message = 0.0
+
+
+class World:
+    """Ranks and the messages of every link, in issue order, at one time."""
+
+    def __init__(
+        self, plans: Sequence[Plan], profile: Profile, days: int, rates: dict[str, float]
+    ) -> None:
+        self.now_s = 0.0
+        self.profile = profile
+        self.ranks = [Rank() for _ in plans]
+        self.lines: dict[str, dict[tuple[int, int], Message]] = {}
+        for link in sorted({t.link for plan in plans for t in plan.transfers}):
+            line = self.lines[link] = {}
+            for i in range(days):
+                for k, own in enumerate(zip(*(on_link(p, i, link) for p in plans), strict=True)):
+                    seconds = profile.seconds_of(own[0].payload, link, own[0].verb)
+                    line[i, k] = Message(seconds / rates.get(base_link(link), 1.0))
+                    for rank, plan, t in zip(self.ranks, plans, own, strict=True):
+                        rank.due.setdefault(event(t.before, i, plan), []).append(line[i, k])
+                        rank.released.setdefault(event(t.after, i, plan), []).append(line[i, k])
+
+    def under_way(self) -> dict[str, Message]:
+        """The first message of every link that has not ended, if every rank has released it."""
+        heads = {
+            link: next((m for m in line.values() if m.end_s == inf), None)
+            for link, line in self.lines.items()
+        }
+        return {link: m for link, m in heads.items() if m and len(m.released_s) == len(self.ranks)}
+
+    def run(self, workers: list[Iterator[float | Message]]) -> None:
+        while True:
+            while any(self.step(*pair) for pair in zip(self.ranks, workers, strict=True)):
+                pass
+            running = self.under_way()
+            speeds = {link: speed(self.profile, link, {*running} - {link}) for link in running}
+            ends = {link: self.now_s + m.left_s / speeds[link] for link, m in running.items()}
+            wakes = [r.awaits for r in self.ranks if isinstance(r.awaits, float)]
+            next_s = min([*ends.values(), *wakes], default=inf)
+            if next_s == inf:
+                return
+            for link, message in running.items():
+                message.left_s -= (next_s - self.now_s) * speeds[link]
+                if ends[link] == next_s:
+                    message.end_s = next_s
+            self.now_s = next_s
+
+    def step(self, rank: Rank, worker: Iterator[float | Message]) -> bool:
+        """Resume a rank, if what it awaits is there."""
+        awaits = rank.awaits.end_s if isinstance(rank.awaits, Message) else rank.awaits
+        if awaits > self.now_s:
+            return False
+        rank.awaits = next(worker, inf)
+        return True
+
+    def work(
+        self, rank: int, plan: Plan, factors: Sequence[float], days: int
+    ) -> Iterator[float | Message]:
+        """One worker: yields the time at which it goes on, or the message that it needs."""
+        me = self.ranks[rank]
+        for i in range(days):
+            waited = 0.0
+            yield self.now_s + self.profile.other_s
+            for what, value in day(plan, self.profile, i):
+                if what == "compute":
+                    yield self.now_s + value * factors[i]
+                elif what == "wait":
+                    begun = self.now_s
+                    for message in me.due.get(value, []):
+                        yield message
+                    waited += self.now_s - begun
+                else:
+                    for message in me.released.get(value, []):
+                        message.released_s[rank] = self.now_s
+            me.ends_s.append(self.now_s)
+            me.waited_s.append(waited)
 
 
 def simulate(
@@ -58,88 +132,89 @@ def simulate(
 
     `rates[link]` is the slowest rank's relative rate. Raises DeadlockError.
     """
-    # Past the last iteration, every rank may wait for a later one of the next rank.
-    most_lag = max((t.after.lag for p in plans for t in p.transfers), default=0)
-    horizon = iterations + most_lag * len(plans)
-    graph = Graph()
-    chain: dict[tuple[int, int], list[Node]] = {}
-    for rank, plan in enumerate(plans):
-        previous: Node = ("start",)
-        for i in range(horizon):
-            chain[rank, i] = []
-            for name, seconds in day(plan, profile, factors[rank][i]):
-                node = (rank, i, *name)
-                graph.edge(previous, node, seconds)
-                chain[rank, i].append(previous := node)
-    sent = add_messages(graph, plans, profile, horizon, rates or {})
-    for rank in range(len(plans)):
-        for i in range(iterations):
-            for node in chain[rank, i]:
-                graph.time(node)
-    return read(graph, plans, chain, sent, iterations)
+    days = horizon(plans, iterations)
+    world = World(plans, profile, days, rates or {})
+    world.run([world.work(r, plan, factors[r], days) for r, plan in enumerate(plans)])
+    if any(len(rank.ends_s) < iterations for rank in world.ranks):
+        raise DeadlockError
+    return Timeline(
+        [rank.ends_s[:iterations] for rank in world.ranks],
+        [rank.waited_s[:iterations] for rank in world.ranks],
+        dict(read(world, iterations)),
+    )
 
 
-def day(plan: Plan, profile: Profile, factor: float) -> Iterator[tuple[Node, float]]:
-    """Events of one iteration in order, each with the seconds since the one before."""
+def horizon(plans: Sequence[Plan], iterations: int) -> int:
+    """Iterations until the messages of the first ones are done, each rank waiting for the next."""
+    moments = [m for plan in plans for t in plan.transfers for m in (t.after, t.before)]
+    return iterations + (1 + max((m.lag for m in moments), default=0)) * len(plans)
+
+
+def day(plan: Plan, profile: Profile, i: int) -> Iterator[tuple[str, object]]:
+    """What one worker does in an iteration: compute, wait for an event's messages, release them."""
     size = plan.buckets
-    seconds = profile.other_s
     for b in range(size - 1, -1, -1):
-        yield ("forward", b), seconds
-        seconds = profile.buckets[b].forward_s * factor
+        yield from at("forward", b, i)
+        if plan.updates == "on_arrival":
+            yield from update(plan, profile, b, i - 1)
+        yield "compute", profile.buckets[b].forward_s
     for b in range(size):
-        yield ("grad", b), seconds + profile.buckets[b].backward_s * factor
-        seconds = 0.0
+        yield "compute", profile.buckets[b].backward_s
+        yield from at("grad", b, i)
         if plan.updates == "in_backward":
-            yield ("update", b), 0.0
-            yield ("updated", b), profile.bucket_update_s[b] * factor
-    yield ("step",), 0.0
+            yield from update(plan, profile, b, i)
+    yield from at("step", 0, i)
     if plan.updates == "at_step":
         for b in range(size):
-            yield ("update", b), 0.0
-            yield ("updated", b), profile.bucket_update_s[b] * factor
-    yield ("end",), 0.0
+            yield from update(plan, profile, b, i)
+    yield from at("end", 0, i)
 
 
-def name_of(moment: Moment, size: int) -> Node:
+def at(*name: object) -> Iterator[tuple[str, object]]:
+    yield "wait", name
+    yield "release", name
+
+
+def update(plan: Plan, profile: Profile, b: int, of: int) -> Iterator[tuple[str, object]]:
+    """The update by the gradients of an iteration, or by the generation that is due then."""
+    yield "wait", ("updated", b, of)
+    if of >= 0 and (plan.closes is None or len(closed(plan, of)) > 1):
+        yield "compute", profile.bucket_update_s[b]
+    yield "release", ("updated", b, of)
+
+
+def closed(plan: Plan, iteration: int) -> list[int]:
+    """If this iteration closes a generation, the iterations so far that did."""
+    closes = plan.closes or set()
+    if plan.phase(iteration) not in closes:
+        return []
+    return [i for i in range(iteration + 1) if plan.phase(i) in closes]
+
+
+def event(moment: Moment, i: int, plan: Plan) -> Event:
+    bucket = moment.bucket
     if moment.point in ("step", "end"):
-        return (moment.point,)
-    return (moment.point, size - 1 if moment.bucket is None else moment.bucket)
+        bucket = 0
+    elif bucket is None and moment.point == "updated" and plan.updates == "on_arrival":
+        bucket = 0  # the last that is updated
+    elif bucket is None:
+        bucket = plan.buckets - 1
+    return moment.point, bucket, i + moment.lag
 
 
-def deadline_of(moment: Moment, size: int) -> Node:
-    """What waits: an update waits before it begins."""
-    point, *rest = name_of(moment, size)
-    return ("update" if point == "updated" else point, *rest)
-
-
-def add_messages(
-    graph: Graph, plans: Sequence[Plan], profile: Profile, horizon: int, rates: dict[str, float]
-) -> dict[tuple[int, str, int], tuple[Node | None, list[Node]]]:
-    """Per message: the node of the message before it on its link, and its releases."""
-    found = {}
-    for link in profile.links:
-        previous: Node | None = None
-        for i in range(horizon):
-            for k in range(len(on_link(plans[0], i, link.name))):
-                node: Node = ("message", i, link.name, k)
-                ours = [on_link(plan, i, link.name)[k] for plan in plans]
-                payload = ours[0].payload
-                seconds = profile.message_s(link.name, payload.kind, payload.buckets)
-                seconds /= rates.get(link.name, 1.0)
-                releases: list[Node] = []
-                for rank, t in enumerate(ours):
-                    size = plans[rank].buckets
-                    release = (rank, i + t.after.lag, *name_of(t.after, size))
-                    due = (rank, i + t.before.lag, *deadline_of(t.before, size))
-                    graph.edge(release, node, seconds)
-                    if i + t.before.lag < horizon:
-                        graph.edge(node, due)
-                    releases.append(release)
-                if previous is not None:
-                    graph.edge(previous, node, seconds)
-                found[i, link.name, k] = (previous, releases)
-                previous = node
-    return found
+def speed(profile: Profile, link: str, others: set[str]) -> float:
+    """Share of its speed that a link is left with while others carry messages."""
+    share = 1.0
+    for other in others:
+        pair = base_link(link), base_link(other)
+        loss = 2 / 3 if pair[0] == pair[1] else 1.0
+        for contention in profile.contention:
+            if contention.links == pair:
+                loss = contention.speeds[0]
+            elif contention.links == pair[::-1]:
+                loss = contention.speeds[1]
+        share *= loss
+    return share
 
 
 def on_link(plan: Plan, iteration: int, link: str) -> list[Transfer]:
@@ -147,25 +222,12 @@ def on_link(plan: Plan, iteration: int, link: str) -> list[Transfer]:
 
 
 def read(
-    graph: Graph,
-    plans: Sequence[Plan],
-    chain: dict[tuple[int, int], list[Node]],
-    sent: dict[tuple[int, str, int], tuple[Node | None, list[Node]]],
-    iterations: int,
-) -> Timeline:
-    def waited(node: Node) -> float:
-        own = graph.after[node][0]  # the edge from the event before, which was added first
-        return graph.time(node) - (graph.time(own[0]) + own[1])
-
-    ranks = range(len(plans))
-    messages = {}
-    for key, (previous, releases) in sent.items():
-        if key[0] < iterations:
-            end_s = graph.time(("message", *key))
-            free_s = 0.0 if previous is None else graph.time(previous)
-            messages[key] = ([max(graph.time(r), free_s) for r in releases], end_s)
-    return Timeline(
-        [[graph.time(chain[rank, i][-1]) for i in range(iterations)] for rank in ranks],
-        [[sum(map(waited, chain[rank, i])) for i in range(iterations)] for rank in ranks],
-        messages,
-    )
+    world: World, iterations: int
+) -> Iterator[tuple[tuple[int, str, int], tuple[list[float], float]]]:
+    for link, line in world.lines.items():
+        free_s = 0.0
+        for (i, k), message in line.items():
+            if i < iterations and message.end_s < inf:
+                releases = [message.released_s[rank] for rank in range(len(world.ranks))]
+                yield (i, link, k), ([max(at_s, free_s) for at_s in releases], message.end_s)
+            free_s = message.end_s

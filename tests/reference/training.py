@@ -6,8 +6,8 @@ replicas as the real ranks must be.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from models import (
@@ -32,11 +32,12 @@ torch.set_num_threads(1)  # the tensors are tiny; a second thread would only spi
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors that are averaged together, or one of equal slices of them laid end to end."""
+    """Tensors that are averaged together, or `width` of equal slices of them laid end to end."""
 
     names: tuple[str, ...]
     part: int = 0
     parts: int = 1
+    width: int = 1
 
 
 @dataclass
@@ -50,6 +51,12 @@ class Replica:
     scheduler: LRScheduler | None
     loop: Loop = USUAL
     iteration: int = -1
+
+    # Gradients of the generation that closed last, and of the one that is added to, if any.
+    closed: list[Tensor] = field(default_factory=list)
+    opened: list[Tensor] = field(default_factory=list)
+    closed_size: int = 0
+    merged: int = 0
 
     def __post_init__(self) -> None:
         self.tensors: dict[str, Tensor] = {
@@ -155,16 +162,75 @@ def partial_sync(
             replica.end()
 
 
+def merged(
+    world: list[Replica], iterations: range, closes: Callable[[int], bool], merge: str = "sum"
+) -> None:
+    """w <- opt.step(sum_{i in g} mean_k(g_i)), one generation late; nothing steps in between.
+
+    Every replica adds its own gradients up; when `closes(r)`, the generation closed before is
+    averaged over replicas (over its iterations too if `merge` is "mean") and applied.
+    """
+    for r, t in enumerate(iterations):
+        for replica in world:
+            replica.gradients(t)
+            replica.opened = _added(replica.opened, _own_gradients(replica))
+            replica.merged += 1
+        if closes(r):
+            if world[0].closed:
+                _apply_closed(world, merge)
+                for replica in world:
+                    replica.end()
+            for replica in world:
+                replica.closed, replica.opened = replica.opened, []
+                replica.closed_size, replica.merged = replica.merged, 0
+
+
+def apply_merged(world: list[Replica], merge: str) -> None:
+    """What `consolidate` does first: apply both generations, however little they merge."""
+    for _ in range(2):
+        if world[0].closed:
+            _apply_closed(world, merge)
+        for replica in world:
+            replica.closed, replica.opened = replica.opened, []
+            replica.closed_size, replica.merged = replica.merged, 0
+
+
+def _apply_closed(world: list[Replica], merge: str) -> None:
+    divisor = world[0].closed_size if merge == "mean" else 1
+    averages = [_mean(grads) / divisor for grads in zip(*(r.closed for r in world), strict=True)]
+    for replica in world:
+        for p, grad in zip(_trainable(replica), averages, strict=True):
+            p.grad = grad.clone()
+        replica.step()
+
+
+def _trainable(replica: Replica) -> list[nn.Parameter]:
+    return [p for p in replica.model.parameters() if p.requires_grad]
+
+
+def _own_gradients(replica: Replica) -> list[Tensor]:
+    parameters = _trainable(replica)
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+
+
+def _added(sums: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    return [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
+
+
 def as_planned(
     world: list[Replica], iterations: range, plan: Plan, tensors: Sequence[Names], state: str
 ) -> None:
     """Whatever a plan averages, in the order gradients, parameters, update, parameters; for
     strategies that have no equations of their own here. `tensors[b]`: names in bucket b."""
+    if plan.closes is not None:
+        closing = plan.closes
+        merged(world, iterations, lambda r: plan.phase(r) in closing, plan.merge)
+        return
     for r, t in enumerate(iterations):
         for replica in world:
             replica.gradients(t)
         for transfer in plan.at(r):
-            if transfer.payload.kind == "grad":
+            if transfer.payload.kind == "grad" and transfer.verb != "reduce_scatter":
                 piece = _piece(transfer, tensors)
                 average([_gradients(replica, piece) for replica in world], piece)
         early = [m for m in plan.at(r) if m.payload.kind == "param" and m.after.point == "grad"]
@@ -183,7 +249,8 @@ def as_planned(
 
 def _piece(transfer: Transfer, tensors: Sequence[Names]) -> Piece:
     payload = transfer.payload
-    return Piece(tuple(n for b in payload.buckets for n in tensors[b]), payload.part, payload.parts)
+    names = tuple(n for b in payload.buckets for n in tensors[b])
+    return Piece(names, payload.part, payload.parts, payload.width)
 
 
 def _gradients(replica: Replica, piece: Piece) -> list[Tensor]:
@@ -193,8 +260,9 @@ def _gradients(replica: Replica, piece: Piece) -> list[Tensor]:
     return [p.grad for p in _parameters(replica, piece)]
 
 
-def consolidate(world: list[Replica]) -> None:
+def consolidate(world: list[Replica], merge: str = "sum") -> None:
     """Every floating-point tensor becomes the mean; integers are rank 0's."""
+    apply_merged(world, merge)
     for name, first in world[0].tensors.items():
         tensors = [_tensor(replica, name) for replica in world]
         _assign(tensors, _mean(tensors) if first.is_floating_point() else first)
@@ -249,7 +317,7 @@ def average(worlds_tensors: Sequence[Sequence[Tensor]], piece: Piece) -> None:
         return
     flats = [torch.cat([t.detach().reshape(-1) for t in tensors]) for tensors in worlds_tensors]
     size = len(flats[0])
-    run = slice(size * piece.part // piece.parts, size * (piece.part + 1) // piece.parts)
+    run = slice(size * piece.part // piece.parts, size * (piece.part + piece.width) // piece.parts)
     mean = _mean([flat[run] for flat in flats])
     for flat, tensors in zip(flats, worlds_tensors, strict=True):
         flat[run] = mean

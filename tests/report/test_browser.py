@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from report.synthetic import profile, three, write_run
+from report.synthetic import NEAR_AND_FAR, late, profile, three, write_run
 from report.tiny import record, steady, write_tiny
 
 from offbeat.report import write
@@ -83,6 +83,46 @@ def test_charts_are_drawn_and_keys_move_from_span_to_span(tmp_path):
     assert 'data-left="true"' in pressed
     assert re.search(r'data-second="\w+ [\d–]+ · predicted\s+rank [01], ', pressed)
     assert 'data-lines="4"' in pressed
+
+
+def test_generations_are_coloured_named_and_explained(tmp_path):
+    facts = profile(6, 2, NEAR_AND_FAR)
+    run = write_run(tmp_path / "run", facts, late(facts), iterations=24, recorded=20)
+    text = write(run).read_text()
+    press = """<script>
+      const seen = (label, panel) => {
+        const window = timelines[data.labels.indexOf(label)][panel];
+        const row = { panel, window, rank: 0, name: "lane" };
+        return window.ranks.get(0).spans.map((s) => describe(row, s).split("\\n")[2]);
+      };
+      document.body.dataset.deft = seen("deft", "predicted").join("; ");
+      document.body.dataset.ddp = seen("ddp", "predicted").join("; ");
+    </script></body>"""
+    text = re.sub(r"<meta http-equiv[^>]*>", "", text).replace("</body>", press)
+    (run / "pressed.html").write_text(text)
+    drawn = dom(run / "pressed.html", tmp_path)
+    deft, ddp = (re.search(rf'data-{label}="([^"]*)"', drawn) for label in ("deft", "ddp"))
+    assert deft is not None
+    assert ddp is not None
+    said = deft[1].split("; ")
+    assert said.count("holds the gradients of iterations 3–4") == 2
+    assert said.count("applies the gradients of iteration 2") == 1
+    assert said.count("applies the gradients of iterations 3–4") == 1
+    assert "gradients" not in ddp[1]
+    figures = dict(re.findall(r'aria-label="Timeline of (\w+),.*?(<svg.*?</svg>)', drawn))
+    for look in ("grad g0", "grad g1", "grad g2"):
+        assert re.search(rf'<path class="{look}" d="M', figures["deft"])
+    assert re.search(r">grad \d–\d of it. 3–4<", figures["deft"])
+    assert re.search(r'<path class="reduce_scatter g0" d="M', figures["dear"])
+    assert re.search(r'<path class="all_gather g2" d="M', figures["dear"])
+    assert re.search(r'<path class="grad" d="M', figures["ddp"])
+    assert not re.search(r'class="[^"]*g\d', figures["ddp"])
+    assert "net, channel 2" in drawn
+    legend = re.search(r'id="kinds">(.*?)</ul>', drawn)
+    assert legend is not None
+    words = re.sub(r"<[^>]*>", "|", legend[1])
+    for item in ("reduce-scatter of gradients", "gradients in the colour of the bar above"):
+        assert item in words
 
 
 def test_a_run_with_nothing_in_it_has_no_error(tmp_path):

@@ -11,12 +11,14 @@ from io import StringIO
 
 import pytest
 from report.synthetic import Entry, every_gradient, profile, three, write_run
-from report.tiny import record, steady, write_tiny
+from report.tiny import dump, record, steady, write_tiny
 from rich.console import Console
 
+from offbeat.plan import Plan
 from offbeat.profile import Link
 from offbeat.report import load, summarize, write
 from offbeat.report.text import table
+from offbeat.trace import Span
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"'\u2028"
 
@@ -148,7 +150,15 @@ def test_an_unshaped_run_is_said_even_without_a_note(tmp_path):
 
 
 def test_nothing_that_a_user_wrote_becomes_markup(tmp_path):
-    bad = record(0, steady(1, 8), strategy=NASTY, warnings=[NASTY], checks=[NASTY])
+    bad = record(
+        0,
+        steady(1, 8),
+        strategy=NASTY,
+        warnings=[NASTY],
+        checks=[NASTY],
+        decisions=[{"iteration": NASTY, "what": NASTY, NASTY: NASTY}],
+        spans=[Span(0, f"{NASTY}#1", NASTY, 7, 7.0, 8.0)],
+    )
     label = "<b>&\"'"
     write_tiny(
         tmp_path,
@@ -161,6 +171,9 @@ def test_nothing_that_a_user_wrote_becomes_markup(tmp_path):
         started=NASTY,
         lab=NASTY,
     )
+    tried = dict.fromkeys(("capacity", "ratio", "merges", "accepted"), NASTY)
+    notes = {"links": NASTY, "merges": NASTY, "preserver": {"tries": [tried], "decision": NASTY}}
+    dump(tmp_path / label / "plan.json", Plan(NASTY, 1, (), notes=notes).to_dict())
     (tmp_path / "gone/rep0").mkdir(parents=True)
     (tmp_path / "gone/rep0/rank0.log").write_text(NASTY)
     elements = Elements(write(tmp_path).read_text())

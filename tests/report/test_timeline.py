@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from report.synthetic import NEAR_AND_FAR, late, profile, write_run
 from report.tiny import dump, record, write_tiny
 
 from offbeat.report import load
 from offbeat.report.timeline import (
+    Window,
+    lane_name,
     lanes_of,
     measured_window,
     pack,
@@ -17,7 +22,7 @@ from offbeat.trace import COMPUTE, Span, Trace
 
 
 def unpack(packed):
-    """Rank -> (lane, kind, buckets from, to, bytes, iteration, start, end) per span."""
+    """Rank -> (lane, kind, buckets from, to, bytes, generation, iteration, start, end) per span."""
     found = {}
     for rank, which in zip(packed["ranks"], packed["which"], strict=True):
         flat, start, spans = packed["rows"][which], 0, []
@@ -25,7 +30,10 @@ def unpack(packed):
             start += flat[i + 2]
             end = start + flat[i + 3]
             times = (start * packed["unit_s"], end * packed["unit_s"])
-            spans.append((*packed["names"][flat[i]], packed["first"] + flat[i + 1], *times))
+            *name, back, merged = packed["names"][flat[i]]
+            iteration = packed["first"] + flat[i + 1]
+            held = (iteration - back, iteration - back + merged) if merged else None
+            spans.append((*name, held, iteration, *times))
         found[rank] = spans
     return found
 
@@ -156,6 +164,7 @@ def test_packing_keeps_names_and_times(tmp_path):
             s.kind,
             *(s.buckets or (-1, -1)),
             s.bytes,
+            None,
             s.iteration,
             s.start_s - window.zero_s[0],
             s.end_s - window.zero_s[0],
@@ -163,8 +172,8 @@ def test_packing_keeps_names_and_times(tmp_path):
         for s in window.shown[0]
     ]
     for got, want in zip(spans, expected, strict=True):
-        assert got[:6] == want[:6]
-        assert got[6:] == pytest.approx(want[6:], abs=window.length_s / 50_000)
+        assert got[:7] == want[:7]
+        assert got[7:] == pytest.approx(want[7:], abs=window.length_s / 50_000)
 
 
 def test_shrinking_leaves_out_ranks_first_then_iterations(tmp_path):
@@ -180,3 +189,109 @@ def test_shrinking_leaves_out_ranks_first_then_iterations(tmp_path):
     assert list(least.shown) == [0]
     assert len(least.iterations) == 1
     assert len(said) == 2
+
+
+@pytest.fixture(scope="module")
+def late_run(tmp_path_factory):
+    facts = profile(12, 2, NEAR_AND_FAR)
+    path = tmp_path_factory.mktemp("late")
+    return load(write_run(path, facts, late(facts), iterations=20, recorded=15))
+
+
+@pytest.mark.parametrize("source", ["predicted", "measured"])
+def test_messages_keep_the_generation_that_they_carry(late_run, source):
+    deft = next(c for c in late_run.contestants if c.label == "deft")
+    found = measured_window(late_run, deft)
+    assert found is not None
+    window = found[1] if source == "measured" else predicted_window(deft)
+    assert window is not None
+    packed = pack(window, lanes_of([window], ["net", "slow"]))
+    messages = [span for span in unpack(packed)[0] if span[0]]
+    assert {lane for lane, *_ in messages} == {1, 2}
+    for (*_, held, iteration, _, _), span in zip(
+        messages, [s for s in window.shown[0] if s.bytes], strict=True
+    ):
+        age = next(a for a in (0, 1) if held == _ends(deft.plan.generation(iteration, a)))
+        assert span.carries == held
+        assert age == (0 if span.start_s - window.zero_s[0] > _ready(window, iteration) else 1)
+    # two iterations merged, one alone: at least one colour each, and the one closed before
+    colours = {(first, stop): colour for first, stop, colour in packed["generations"]}
+    lengths = {stop - first: colour for (first, stop), colour in colours.items()}
+    assert set(lengths) == {1, 2}
+    assert colours[_ends(deft.plan.generation(window.iterations.start))] == 0
+    assert {held for *_, held, _, _, _ in messages} <= set(colours)
+
+
+def _ends(those):
+    return those.start, those.stop
+
+
+def _ready(window, iteration):
+    """When the first backward of an iteration starts, in the window's time."""
+    starts = [
+        s.start_s
+        for s in window.trace.spans
+        if s.rank == 0 and (s.iteration, s.kind) == (iteration, "backward")
+    ]
+    return min(starts) - window.zero_s[0]
+
+
+def test_synchronous_messages_that_cross_into_the_next_iteration_are_told_apart(late_run):
+    told = {}
+    for contestant in late_run.contestants:
+        window = predicted_window(contestant)
+        assert window is not None
+        first = window.iterations.start
+        told[contestant.label] = [
+            (start - first, stop - first, colour)
+            for start, stop, colour in pack(window, lanes_of([window], []))["generations"]
+        ]
+    assert told["ddp"] == [], "one iteration in view keeps its plain look"
+    assert told["dear"] == [(-1, 0, 2), (0, 1, 0)]
+
+
+def test_a_message_in_one_iteration_only_is_told_apart_when_another_reaches_in():
+    spans = [Span(0, COMPUTE, "forward", i, float(i), i + 1.0) for i in range(3)]
+    plain = [*spans, *(Span(0, "net", "grad", i, i + 0.5, i + 1.0, (0, 1), 8) for i in range(3))]
+    late_end = replace(plain[-2], end_s=2.25)
+    for messages, iterations, told in (
+        (plain, range(1, 2), []),
+        ([*plain, late_end], range(1, 2), [(1, 2, 0)]),
+        ([*plain, late_end], range(2, 3), [(1, 2, 2), (2, 3, 0)]),
+        ([*plain, late_end], range(1), []),
+    ):
+        trace = Trace("simulated", "x", ((1.0, 2.0, 3.0),), (0.0,), tuple(messages))
+        shown = tuple(s for s in messages if s.end_s > iterations.start)
+        shown = tuple(s for s in shown if s.start_s < iterations.stop)
+        window = Window(trace, iterations, (float(iterations.start),), 1.0, {0: shown})
+        assert pack(window, [COMPUTE, "net"])["generations"] == told
+
+
+def test_the_measured_period_is_in_phase_by_what_messages_carry(tmp_path):
+    """The same bucket in both iterations: only the age of its gradients tells the phases."""
+
+    def spans(first, count):
+        for i in range(first, first + count):
+            yield Span(0, COMPUTE, "forward", i, float(i), i + 1.0)
+            carries = (i, i + 1) if i % 2 else (i - 2, i)
+            yield Span(0, "net", "grad", i, i + 0.5, i + 0.6, (0, 1), 8, carries)
+
+    ends = [float(i + 1) for i in range(9)]
+    write_tiny(tmp_path, {"a": [[record(0, ends, spans=list(spans(0, 9)), period=2)]]}, skip=3)
+    predicted = Trace("simulated", "a", ((11.0, 12.0),), (10.0,), tuple(spans(10, 2)), 10, 2)
+    dump(tmp_path / "a/predicted.json", predicted.to_dict())
+    run = load(tmp_path)
+    found = measured_window(run, run.contestants[0])
+    assert found is not None
+    assert found[1].iterations == range(4, 6)
+
+
+def test_channels_follow_their_link_and_have_readable_names():
+    names = ["net#10", "other", "slow", "net#2", "net", "slow#1"]
+    spans = tuple(Span(0, name, "grad", 0, 0.0, 1.0) for name in names)
+    trace = Trace("simulated", "x", ((1.0,),), (0.0,), spans)
+    window = Window(trace, range(1), (0.0,), 1.0, {0: spans})
+    lanes = lanes_of([window, None], ["slow", "net", "unused"])
+    assert lanes == [COMPUTE, "slow", "slow#1", "net", "net#2", "net#10", "other"]
+    assert [lane_name(lane) for lane in lanes[:4]] == ["compute", "slow", "slow, channel 2", "net"]
+    assert lane_name("odd#name") == "odd#name"

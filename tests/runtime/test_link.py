@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offbeat.plan import Moment, transfer
+from offbeat.plan import Moment, Verb, transfer
 from offbeat.transport.device import CPU
 from offbeat.transport.link import Flight, Link, deadline
 
@@ -25,7 +26,7 @@ LONG_S = 10.0
 
 @contextmanager
 def link_of(collective: Callable[[Tensor], None]) -> Iterator[Link]:
-    link = Link("net", collective, CPU())
+    link = Link("net", {"mean": collective}, CPU())
     yield link
     assert link.close()
 
@@ -85,6 +86,19 @@ def test_several_tensors_are_one_flight() -> None:
     assert link.bytes_sent == 12 + 4
 
 
+def test_halves_count_half() -> None:
+    issued: list[str] = []
+    verbs: tuple[Verb, ...] = ("reduce_scatter", "all_gather", "mean")
+    link = Link("net", {verb: lambda _, verb=verb: issued.append(verb) for verb in verbs}, CPU())
+    for verb in verbs:
+        flight = link.book(replace(TRANSFER, verb=verb), 0, (torch.zeros(3),))
+        link.release(flight)
+        assert flight.wait(LONG_S)
+    assert link.close()
+    assert issued == list(verbs)
+    assert link.bytes_sent == 6 + 6 + 12
+
+
 def test_a_failure_fails_everything_after_it() -> None:
     """With the same cause, and without another collective: the ranks are out of step."""
     issued: list[float] = []
@@ -108,7 +122,7 @@ def test_a_failure_fails_everything_after_it() -> None:
 
 def test_close_says_when_it_is_stuck() -> None:
     leave = threading.Event()
-    link = Link("net", lambda _: leave.wait(LONG_S) and None, CPU())
+    link = Link("net", {"mean": lambda _: leave.wait(LONG_S) and None}, CPU())
     [flight] = book(link, 1)
     link.release(flight)
     assert not link.close(timeout_s=0.05)

@@ -85,6 +85,7 @@ def test_values_that_make_no_sense(settings, text):
         (Ranks(scale=(1.0, 2.0)), r"scale \(2 values\) must have one value per rank \(4\)"),
         (Ranks(link_rates={"net": (1.0,)}), r"link_rates\['net'\] \(1 values\) must have one"),
         (Ranks(link_rates={"nat": (1.0,) * 4}), r"link \('nat'\) must be one of the profile's"),
+        (Ranks(link_rates={"net#1": (1.0,) * 4}), r"link_rates \('net#1'\) must name a link, not"),
     ],
 )
 def test_ranks_that_do_not_fit_the_profile(ranks, text):

@@ -127,11 +127,11 @@ def test_two_messages_at_once_by_hand():
 
 
 def test_a_bucket_ready_when_the_message_starts_does_not_join():
-    assert simultaneous_fusion([1, 1, 4], lambda g: 3.0, [1.0]) == (
+    assert simultaneous_fusion([1, 1, 4], lambda _: 3.0, [1.0]) == (
         (range(1), range(1, 2), range(2, 3)),
         [4.0, 7.0, 10.0],
     )
-    assert simultaneous_fusion([1, 1, 3], lambda g: 3.0, [1.0])[0] == (range(1), range(1, 3))
+    assert simultaneous_fusion([1, 1, 3], lambda _: 3.0, [1.0])[0] == (range(1), range(1, 3))
 
 
 def test_channels_that_lose_nothing_are_links_of_their_own():
@@ -193,7 +193,7 @@ def test_unit_runs_cover_every_block_once():
             assert blocks == list(range(units[bucket]))
 
 
-def never(first, second):
+def never(*_):
     return None
 
 
@@ -223,9 +223,7 @@ def test_messages_are_joined_where_that_is_faster():
 
 def test_evaluations_are_bounded():
     spent = []
-    improved(
-        list(range(50)), lambda order: spent.append(order) or 1000 - len(spent), never, 70
-    )
+    improved(list(range(50)), lambda order: spent.append(order) or 1000 - len(spent), never, 70)
     assert len(spent) == 71
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from offbeat.report import words
 from offbeat.report.places import grouped
 from offbeat.report.run import Contestant, RankRecord
+
+Fact = tuple[str, str, str]  # name, value, what it means
 
 
 def decisions(contestant: Contestant) -> dict[str, Any] | None:
@@ -18,22 +20,18 @@ def decisions(contestant: Contestant) -> dict[str, Any] | None:
     """
     notes = _mapping(None if contestant.plan is None else contestant.plan.notes)
     preserver = _mapping(notes.get("preserver"))
-    tried = preserver.get("tries")
+    tries = preserver.get("tries")
+    tries = tries if isinstance(tries, list) else []
     records = [(contestant, rep, record) for rep in contestant.repetitions for record in rep.ranks]
     found = {
         "facts": [fact for fact in _facts(notes, preserver) if fact[1] != words.NONE],
-        "tries": [_try(t) for t in tried if isinstance(t, Mapping)]
-        if isinstance(tried, list)
-        else [],
+        "tries": [_try(tried) for tried in tries if isinstance(tried, Mapping)],
         "later": grouped(records, _said_by),
     }
     return found if any(found.values()) else None
 
 
-def _facts(
-    notes: Mapping[str, Any], preserver: Mapping[str, Any]
-) -> Sequence[tuple[str, str, str]]:
-    """(name, value, what it means)."""
+def _facts(notes: Mapping[str, Any], preserver: Mapping[str, Any]) -> Iterable[Fact]:
     return (
         ("links", words.plain(notes.get("links")), ""),
         (
@@ -49,13 +47,12 @@ def _facts(
 
 def _try(tried: Mapping[str, Any]) -> dict[str, str]:
     accepted = tried.get("accepted")
+    verdict = "accepted" if accepted is True else "rejected" if accepted is False else words.NONE
     return {
         "capacity": _factor(tried.get("capacity")),
         "merges": words.plain(tried.get("merges")),
         "ratio": _number(tried.get("ratio"), 4),
-        "verdict": {True: "accepted", False: "rejected"}[accepted]
-        if isinstance(accepted, bool)
-        else words.NONE,
+        "verdict": verdict,
     }
 
 

@@ -3,27 +3,70 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
-from offbeat.transport.control import Control
+from offbeat.plan import base_link
+from offbeat.transport.collectives import collectives
+from offbeat.transport.control import Control, new_group
 from offbeat.transport.device import Device
+from offbeat.transport.interfaces import LinkSpec, agree_on_links, bound_to
 from offbeat.transport.link import Link
 
 
 @dataclass
 class Cluster:
-    """What this process is connected to: control, links with their groups, the device."""
+    """What this process is connected to: control, links with their groups, the device.
+
+    `specs` are the links by name; `links` and `groups` hold them and their further channels.
+    """
 
     control: Control
-    links: dict[str, Link]
-    groups: dict[str, dist.ProcessGroup]
+    specs: dict[str, LinkSpec]
+    where: torch.device
     device: Device
     timeout_s: float
+    links: dict[str, Link] = field(default_factory=dict)
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     closed: bool = False
     leave: Callable[[], None] | None = None  # registered to run at exit; holds the session
+
+    def open(self, names: Iterable[str]) -> None:
+        """Open the links and channels among `names` that are not open yet.
+
+        Every rank must call it with the same names in the same order. ValueError for a channel of
+        an unknown link; RuntimeError on every rank, naming the link, if a group cannot be built.
+        """
+        for name in names:
+            if name in self.links:
+                continue
+            spec = self.specs.get(base_link(name))
+            if spec is None:
+                known = ", ".join(self.specs)
+                raise ValueError(f"link ({name!r}) must be one of {known}, or a channel of one")
+            group = self._group(name, spec)
+            by_verb = collectives(group, str(spec.backend), self.where, self.timeout_s)
+            self.groups[name] = group
+            self.links[name] = Link(name, by_verb, self.device)
+
+    def _group(self, name: str, spec: LinkSpec) -> dist.ProcessGroup:
+        """A group bound to the link's interface that has carried a first message."""
+        try:
+            with bound_to(spec.interface):
+                group = new_group(str(spec.backend), self.timeout_s)
+                where = self.where if spec.backend == "nccl" else torch.device("cpu")
+                dist.all_reduce(torch.zeros(1, device=where), group=group)
+                self.device.finish()
+        except RuntimeError as error:
+            interface = spec.interface or "any interface"
+            raise RuntimeError(
+                f"link {name!r} ({spec.backend} on {interface}) could not be opened: {error}. "
+                f"{self.control.behind()}"
+            ) from error
+        return group
 
     def close(self) -> bool:
         """Stop the links and drop the groups; False if a link is stuck in a collective, which
@@ -38,3 +81,19 @@ class Cluster:
         for group in (*self.groups.values(), self.control.group):
             dist.destroy_process_group(group)
         return True
+
+
+def connect(
+    specs: Sequence[LinkSpec], where: torch.device, device: Device, timeout_s: float
+) -> Cluster:
+    """Control and all links; ValueError on every rank unless the links are the same everywhere
+    and connect all ranks."""
+    control = Control(timeout_s)
+    cluster = Cluster(control, {}, where, device, timeout_s)
+    try:
+        cluster.specs = {spec.name: spec for spec in agree_on_links(specs, control)}
+        cluster.open(cluster.specs)
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster

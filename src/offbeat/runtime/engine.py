@@ -16,6 +16,7 @@ from offbeat.plan import Moment, Payload, Plan, Transfer
 from offbeat.runtime.agenda import Agenda, agenda
 from offbeat.runtime.flat import Flat
 from offbeat.runtime.forward import ForwardHooks
+from offbeat.runtime.noise import NoiseMeter
 from offbeat.runtime.schedulers import SchedulerGate
 from offbeat.runtime.state import StateStore
 from offbeat.runtime.stepper import BucketStepper, Settings
@@ -107,6 +108,7 @@ class Engine:
         self.accumulating = False
         self.listener: Callable[[Iteration], None] | None = None
         self.on_parameter: Callable[[nn.Parameter], None] | None = None
+        self.meter: NoiseMeter | None = None
         self._model = model
         self._device = device
         self._control = control
@@ -295,6 +297,8 @@ class Engine:
             b = self._next
             self._next += 1
             now.marks.ready[b] = self._device.mark()
+            if self.meter is not None and self.plan.closing(now.planned):
+                self.meter.own(self.flat.grads(range(b, b + 1), self._open))
             self._release(now, now.agenda.at_grad[b])
             if self.plan.updates == "in_backward":
                 self._stepper.step(b, remedy=self._remedy if now.planned == 0 else None)
@@ -317,12 +321,18 @@ class Engine:
         self._backward_over = True
         self._unused = self._flush(now)
         now.marks.backward_end = self._device.mark()
+        if self.meter is not None and self.plan.closing(now.planned):
+            self.meter.complete()
         self._release(now, now.agenda.at_step)
         for iteration, indices in self._due.pop(self.iteration, ()):
             self._wait(iteration, indices)
         now.marks.waited = self._device.mark()
+        applied = self.plan.applied(now.planned)
+        if self.meter is not None and applied:
+            everything, copy = range(len(self._sizes)), self._applied_copy
+            self.meter.averaged(self.flat.grads(everything, copy), len(applied))
         if self.plan.closes is not None:
-            self._show(self.plan.applied(now.planned))
+            self._show(applied)
         self._grad_version = self.flat.grad_version()
 
     def step(self, skip_update: bool = False) -> None:
@@ -467,6 +477,11 @@ class Engine:
 
     # ---- merged generations -----------------------------------------------------------------
 
+    @property
+    def _applied_copy(self) -> int:
+        """The copy of the gradients that is averaged and applied."""
+        return self._open if self.plan.closes is None else 1 - self._open
+
     def _open_copy(self, copy: int) -> None:
         """Gradients go to this copy of the storage from now on."""
         self._open = copy
@@ -489,9 +504,7 @@ class Engine:
         if applied:
             self.optimizer.step()
             self.flat.scale_grads(0.0, 1 - self._open)
-        assert self.plan.closes is not None
-        closes = self.plan.phase(now.planned) in self.plan.closes
-        self._open_copy(1 - self._open if closes else self._open)
+        self._open_copy(1 - self._open if self.plan.closing(now.planned) else self._open)
         assert self._gate is not None
         self._gate.iteration(bool(applied))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from offbeat.runtime.checksum import checksum
 from offbeat.runtime.cluster import Cluster
 from offbeat.runtime.engine import Engine, Iteration
 from offbeat.runtime.flat import BucketSpec, Flat, specs_of_profile
-from offbeat.runtime.measure import measure_links, worthwhile_bytes
+from offbeat.runtime.guard import ConvergenceGuard, Finding
+from offbeat.runtime.measure import measure_cluster, worthwhile_bytes
 from offbeat.runtime.observe import Observer, observing_plan
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Session
-from offbeat.strategies import Strategy
+from offbeat.strategies import WFBP, Strategy
 from offbeat.transport.control import averaging
 
 
@@ -51,6 +53,7 @@ class FlatSession(Session):
     ):
         self._model, self._strategy, self._cluster = model, strategy, cluster
         self._recorder = recorder
+        self._guard: ConvergenceGuard | None = None
         self.engine = Engine(
             model,
             flat,
@@ -68,16 +71,60 @@ class FlatSession(Session):
 
     def run_from(self, profile: Profile, observed: int = 0) -> None:
         """Plan from a profile that all ranks share, check, agree on the plan, adopt it."""
-        control = self._cluster.control
-        plan = self._strategy.plan(profile, control.rank)
-        raise_if_wrong([plan], profile)
-        control.agree("the plan", plan.digest, "start all ranks with the same offbeat version")
-        self.profile, self.plan = profile, plan
-        self.scaler_remedy = _scaler_remedy(plan)
-        self.engine.adopt(plan, self._strategy.state_policy)
+        self.profile = profile
+        self._adopt(self._strategy, self._checked(self._strategy))
         self.engine.listener = self._recorder.iteration if self._recorder else None
         if self._recorder:
-            self._recorder.start(str(self._strategy), plan, observed)
+            self._recorder.start(str(self._strategy), self.plan, observed)
+        if self._strategy.guards_convergence:
+            self._guard = ConvergenceGuard(self._cluster.control, self.engine.optimizer)
+            self.engine.meter = self._guard.meter
+
+    def _checked(self, strategy: Strategy) -> Plan:
+        plan = strategy.plan(self.profile, self._cluster.control.rank)
+        raise_if_wrong([plan], self.profile)
+        return plan
+
+    def _adopt(self, strategy: Strategy, plan: Plan) -> None:
+        self._cluster.control.agree(
+            "the plan", plan.digest, "start all ranks with the same offbeat version"
+        )
+        self._cluster.open(plan.links)
+        self.plan = plan
+        if self._recorder:
+            self._recorder.plan = plan
+        self.scaler_remedy = _scaler_remedy(plan)
+        self.engine.adopt(plan, strategy.state_policy)
+
+    def _heed(self, finding: Finding) -> None:
+        """Fall back to a synchronous schedule if the loss departs, plan again if the noise says
+        so. All ranks see the same finding and do the same."""
+        if finding.departed is not None:
+            fallback = WFBP()
+            self._decide(f"{finding.departed}: fell back from {self._strategy} to {fallback}")
+            self._unguard()
+            self.engine.drain()
+            self._adopt(fallback, self._checked(fallback))
+        elif finding.noise is not None:
+            self.profile = replace(self.profile, noise=finding.noise)
+            plan = self._checked(self._strategy)
+            if plan.digest != self.plan.digest:
+                why = plan.notes.get("preserver", {}).get("decision", "the gradient noise changed")
+                self._decide(f"planned again, {why}", warn=False)
+                self.engine.drain()
+                self._adopt(self._strategy, plan)
+
+    def _decide(self, what: str, warn: bool = True) -> None:
+        what = f"iteration {self.engine.iteration}: {what}"
+        if self._recorder:
+            self._recorder.decide(self.engine.iteration, what, warn)
+        if warn and self._cluster.control.rank == 0:
+            warnings.warn(what, stacklevel=2)
+
+    def _unguard(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+        self._guard = self.engine.meter = None
 
     def observe(self, how: Observation) -> None:
         """Run plain BSP first, measure, and plan from what was measured."""
@@ -97,15 +144,14 @@ class FlatSession(Session):
     def _plan_from(self, observer: Observer, how: Observation) -> None:
         observer.finish()
         control = self._cluster.control
+        flat = self.engine.flat
         first = next(iter(self._cluster.groups.values()))
-        least = how.min_bucket_bytes or worthwhile_bytes(
-            first, self.engine.flat, self._cluster.device
-        )
+        least = how.min_bucket_bytes or worthwhile_bytes(first, flat, self._cluster.device)
         specs = observer.layout(control, least)
         flat = Flat(self._model, specs)
         self.engine.attach(flat)
-        links = measure_links(self._cluster.groups, flat, self._cluster.device)
-        profile = observer.profile(specs, flat, links, control, how.model)
+        links, contention = measure_cluster(self._cluster, flat)
+        profile = observer.profile(specs, flat, links, contention, control, how.model)
         profile = control.gather(profile)[0]  # every rank plans from the same numbers
         if how.save_to and control.rank == 0:
             profile.save(how.save_to)
@@ -123,6 +169,9 @@ class FlatSession(Session):
 
     def step(self, skip_update: bool) -> None:
         self.engine.step(skip_update)
+        finding = self._guard.iteration() if self._guard is not None else None
+        if finding is not None:
+            self._heed(finding)
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.engine.zero_grad()
@@ -150,6 +199,7 @@ class FlatSession(Session):
             return
         if self._recorder:
             self._recorder.write({n: link.bytes_sent for n, link in self._cluster.links.items()})
+        self._unguard()
         self.engine.detach()
         for handle in self._handles:
             handle.remove()

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from offbeat.transport.interfaces import LinkSpec, parse_link
+
 VARIABLE = "OFFBEAT_JOB"
 LINKS_VARIABLE = "OFFBEAT_LINKS"
 SCHEMA = 1
@@ -44,9 +46,11 @@ def current_job() -> Job:
     return Job(**data)
 
 
-def current_links() -> list[tuple[str, str | None]]:
-    """(name, network interface) of every link, as the launcher set them; one unbound by default."""
+def current_links() -> list[LinkSpec]:
+    """The links that the launcher set, or "eth0,gloo:eth1" from a user; one unbound by default."""
     text = os.environ.get(LINKS_VARIABLE)
     if not text:
-        return [("net", None)]
-    return [(link["name"], link["interface"]) for link in json.loads(text)]
+        return [LinkSpec("net")]
+    if not text.startswith("["):
+        return [parse_link(link.strip()) for link in text.split(",")]
+    return [LinkSpec(**link) for link in json.loads(text)]

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 import numpy as np
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from offbeat.plan import Moment, Plan, transfer
-from offbeat.profile import Bucket, Link, Profile
+from offbeat.profile import Bucket, Contention, GradientNoise, Link, Profile
 from offbeat.runtime.engine import Engine, Iteration
 from offbeat.runtime.flat import (
     BucketSpec,
@@ -20,6 +21,8 @@ from offbeat.runtime.flat import (
     changed_buffers,
     group_parameters,
 )
+from offbeat.runtime.loss import LossTap
+from offbeat.runtime.noise import NoiseMeter, agreed_noise
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device, Mark
 
@@ -60,6 +63,9 @@ class Observer:
         self._entered: list[tuple[str, Mark]] = []
         self._times: list[_Times] = []
         self.order: list[str] = []
+        self._tap = LossTap()
+        self._losses: list[Tensor] = []
+        self._meter = engine.meter = NoiseMeter(dist.get_world_size())
         engine.on_parameter = self._parameter_ready
         self._handles = [
             module.register_forward_pre_hook(self._enter(name))
@@ -98,11 +104,15 @@ class Observer:
         times.update = seconds(marks.stepped) - seconds(marks.step)
         times.other = start - seconds(marks.begin) + seconds(marks.step) - seconds(marks.waited)
         self._times.append(times)
+        loss = self._tap.take()
+        if loss is not None:
+            self._losses.append(loss)
         self._ready, self._entered = [], []
 
     def finish(self) -> None:
         """Remove every hook."""
-        self._engine.on_parameter = None
+        self._engine.on_parameter = self._engine.meter = None
+        self._tap.close()
         for handle in self._handles:
             handle.remove()
 
@@ -119,6 +129,7 @@ class Observer:
         specs: Sequence[BucketSpec],
         flat: Flat,
         links: Sequence[Link],
+        contention: Sequence[Contention],
         control: Control,
         model: str,
     ) -> Profile:
@@ -150,7 +161,16 @@ class Observer:
             other_s=float(mean[-1]),
             rank_scale=() if alike else tuple(float(s) for s in scale),
             model=model,
+            contention=tuple(contention),
+            noise=self._noise(control),
         )
+
+    def _noise(self, control: Control) -> GradientNoise | None:
+        """Loss and gradient noise while observing; None in a world of one, or with ranks that
+        called backward on no scalar."""
+        losses = [float(loss) for loss in self._losses]
+        rate = self._engine.optimizer.param_groups[0].get("lr", 0.0)
+        return agreed_noise(control, fmean(losses) if losses else None, self._meter, float(rate))
 
     def _per_bucket(self, specs: Sequence[BucketSpec]) -> list[float]:
         """Forward and backward seconds per bucket, update and other, of the middle iterations:

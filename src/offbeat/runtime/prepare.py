@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.profile import Profile
-from offbeat.runtime.cluster import Cluster
+from offbeat.runtime.cluster import Cluster, connect
 from offbeat.runtime.ddp_session import DDPSession
 from offbeat.runtime.flat import require_supported
 from offbeat.runtime.flat_session import (
@@ -36,13 +37,15 @@ from offbeat.runtime.job import Job, current_job, current_links
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Model, Optimizer
 from offbeat.strategies import DDP, WFBP, Strategy, create
-from offbeat.transport.control import Control, open_link
+from offbeat.transport.control import Control
 from offbeat.transport.device import device_of
+from offbeat.transport.interfaces import LinkSpec, parse_link
 from offbeat.transport.link import THREAD_PREFIX
 
 OBSERVE = 6
 TIMEOUT_S = 120.0
 LINGER_S = 2.0  # after a failure rank 0 keeps its store open so long: others ask it who is behind
+OF_INTERFACES = "of network interfaces, at least one, each once, as in ['eth0', 'gloo:eth1']"
 SAME_MODEL = "build it from the same configuration everywhere"
 
 
@@ -63,9 +66,10 @@ def prepare(
     run`); a lone process trains alone. Without `strategy` it is the one that the launcher chose,
     else WFBP(). `profile`: a Profile that must match, or a file that is reused if it matches and
     written if not; without one the first `observe` iterations run BSP and are measured. `links`:
-    network interfaces, one link each. Buckets hold at least `min_bucket_bytes`, by default what
-    makes a message worth its measured latency. No wait outlasts `timeout_s` seconds. ValueError
-    on every rank if models or strategies differ between ranks.
+    network interfaces, one link each, in the same order on all ranks; "gloo:eth1" names the backend
+    too, "nccl" leaves the interface to it. Buckets hold at least `min_bucket_bytes`, by default
+    what makes a message worth its measured latency. No wait outlasts `timeout_s` seconds.
+    ValueError on every rank if models, strategies or links differ between ranks.
     """
     job = current_job()
     strategy = _chosen(strategy, job)
@@ -192,25 +196,37 @@ def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) 
 # ---- connecting -----------------------------------------------------------------------------
 
 
-def _connect(model: nn.Module, interfaces: Sequence[str] | None, timeout_s: float) -> Cluster:
+def _connect(model: nn.Module, links: Sequence[str] | None, timeout_s: float) -> Cluster:
     where = next(model.parameters()).device
     device = device_of(where)
-    backend = "nccl" if where.type == "cuda" else "gloo"
-    names = [(i, i) for i in interfaces] if interfaces is not None else current_links()
-    if isinstance(interfaces, str) or not names or len({name for name, _ in names}) < len(names):
-        raise ValueError(
-            f"links ({interfaces!r}) must be a list of network interfaces, at least one, each once"
-        )
+    specs = _specs(links, where)
     joined_here = not dist.is_initialized()
     if joined_here:
-        _join(backend, timeout_s)
+        _join("nccl" if any(spec.backend == "nccl" for spec in specs) else "gloo", timeout_s)
     _leave_world_at_exit(joined_here)
-    control = Control(timeout_s)
-    control.agree("links", [name for name, _ in names], "give every rank the same links")
-    links, groups = {}, {}
-    for name, interface in names:
-        links[name], groups[name] = open_link(name, interface, device, backend, timeout_s)
-    return Cluster(control, links, groups, device, timeout_s)
+    return connect(specs, where, device, timeout_s)
+
+
+def _specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSpec]:
+    """What the links are made of; ValueError on those that cannot be, before anything is opened."""
+    if isinstance(links, str):
+        raise ValueError(f"links ({links!r}) must be a list {OF_INTERFACES}")
+    given = current_links() if links is None else [parse_link(link) for link in links]
+    if not given or len({spec.name for spec in given}) < len(given):
+        raise ValueError(f"links ({links!r}) must be a list {OF_INTERFACES}")
+    default = "nccl" if where.type == "cuda" else "gloo"
+    specs = [replace(spec, backend=spec.backend or default) for spec in given]
+    over_nccl = [spec for spec in specs if spec.backend == "nccl"]
+    if over_nccl and where.type != "cuda":
+        raise ValueError(
+            f"{over_nccl[0]} needs a model on a GPU ({where}); give gloo:INTERFACE instead"
+        )
+    if len({spec.interface for spec in over_nccl}) > 1:
+        raise ValueError(
+            f"{over_nccl[1]} must have the interface of {over_nccl[0]}, as NCCL uses one choice in "
+            f"the whole process; give gloo:{over_nccl[1].interface} instead"
+        )
+    return specs
 
 
 def _join(backend: str, timeout_s: float) -> None:

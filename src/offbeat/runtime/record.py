@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from offbeat.plan import Plan, Transfer
 from offbeat.runtime.engine import Arrival, Iteration, Marks
+from offbeat.runtime.loss import LossTap
 from offbeat.trace import COMPUTE, Span, Trace
 from offbeat.transport.device import Device, Mark
 
@@ -31,36 +31,36 @@ class Recorder:
         self._ends: list[Mark] = []
         self._losses: list[tuple[int, Tensor]] = []
         self._spans: deque[list[Span]] = deque(maxlen=WINDOW_PERIODS)
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
         self.observed = 0
         self.strategy = ""
         self.warnings: list[str] = []
         self.decisions: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
-        self._loss: Tensor | None = None
-        self._backward = torch.Tensor.backward
-        _catch_losses(self)
+        self._tap = LossTap()
 
     def start(self, strategy: str, plan: Plan | None, observed: int) -> None:
         """The strategy's own iterations begin now; `observed` ones came before."""
-        self.strategy, self._plan, self.observed = strategy, plan, observed
+        self.strategy, self.plan, self.observed = strategy, plan, observed
         window = WINDOW_PERIODS * (plan.period if plan else 1)
         self._spans = deque(maxlen=max(2, window))
         if plan is not None and self._rank == 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             (self._path.parent / "plan.json").write_text(json.dumps(plan.to_dict()))
 
-    def loss(self, value: Tensor) -> None:
-        """The scalar that backward was called on; the last one of an iteration counts."""
-        self._loss = value
+    def decide(self, iteration: int, what: str, warn: bool) -> None:
+        """The runtime has changed the plan, or fallen back."""
+        self.decisions.append({"iteration": iteration, "what": what})
+        if warn:
+            self.warnings.append(what)
 
     def iteration(self, done: Iteration) -> None:
         """Take in one finished iteration."""
         self._ends.append(done.marks.end)
-        if self._loss is not None:
-            self._losses.append((done.number, self._loss))
-            self._loss = None
-        self._spans.append(list(_spans(done, self._plan, self._rank, self._device, self._origin)))
+        loss = self._tap.take()
+        if loss is not None:
+            self._losses.append((done.number, loss))
+        self._spans.append(list(_spans(done, self.plan, self._rank, self._device, self._origin)))
 
     def write(self, bytes_sent: dict[str, int]) -> None:
         """Write the record, in one move."""
@@ -71,7 +71,7 @@ class Recorder:
             ends_s=(tuple(ends),),
             starts_s=(0.0,),
             spans=tuple(span for spans in self._spans for span in spans),
-            period=self._plan.period if self._plan else 1,
+            period=self.plan.period if self.plan else 1,
             notes=self.notes,
         )
         record = {
@@ -91,22 +91,7 @@ class Recorder:
         draft = self._path.with_suffix(".part")
         draft.write_text(json.dumps(record))
         draft.replace(self._path)
-        torch.Tensor.backward = self._backward  # type: ignore[method-assign]
-
-
-def _catch_losses(recorder: Recorder) -> None:
-    """Note the value of every scalar `loss.backward()`, so that scripts need not report it.
-
-    Installed only while a launcher records; one attribute look-up per iteration.
-    """
-    original = torch.Tensor.backward
-
-    def backward(self: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self.numel() == 1:
-            recorder.loss(self.detach())
-        original(self, *args, **kwargs)
-
-    torch.Tensor.backward = backward  # type: ignore[method-assign,assignment]
+        self._tap.close()
 
 
 def _spans(

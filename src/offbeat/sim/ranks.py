@@ -62,7 +62,7 @@ class Ranks:
         return self.scale or profile.rank_scale or (1.0,) * profile.world_size
 
     def link_rate(self, link: str) -> float:
-        """Rate of a collective on a link or channel relative to the profile's: the slowest rank's."""
+        """Rate of a collective on a link or channel relative to the profile's."""
         return min(self.link_rates.get(base_link(link), ()), default=1.0)
 
     def noise(self, iterations: int, world_size: int, seed: int) -> NDArray[np.float64]:

@@ -1,5 +1,6 @@
 """Solvers: numbers in, numbers out, no torch."""
 
+from offbeat.solve import deft, knapsack, preserver
 from offbeat.solve.fusion import (
     Fusion,
     cap_fusion,
@@ -35,6 +36,7 @@ __all__ = [
     "brute_force",
     "cap_fusion",
     "cost",
+    "deft",
     "dfs",
     "equal_number",
     "fill_bubbles",
@@ -43,10 +45,12 @@ __all__ = [
     "greedy_fusion",
     "improved",
     "iteration_s",
+    "knapsack",
     "no_fusion",
     "optimal",
     "optimal_fusion",
     "period_cost",
+    "preserver",
     "priority_order",
     "simultaneous_fusion",
     "unit_runs",

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from offbeat.solve import _check, knapsack
 
@@ -52,16 +52,29 @@ class Schedule:
 
     @property
     def merges(self) -> tuple[int, ...]:
-        """How many iterations each generation of the cycle merges."""
+        """How many iterations each generation of the cycle merges; of its rotations the greatest."""
         closes = [-1, *(t for t, iteration in enumerate(self.cycle) if iteration.closes)]
-        return tuple(b - a for a, b in pairwise(closes))
+        merges = [b - a for a, b in pairwise(closes)]
+        return tuple(max(merges[i:] + merges[:i] for i in range(len(merges))))
 
     @property
     def updates_per_iteration(self) -> float:
         return len(self.merges) / len(self.cycle)
 
 
-Policy = Callable[[_Queue], Iteration]  # what an iteration does with this current queue
+class _Policy(Protocol):
+    """What an iteration does with a current queue."""
+
+    @property
+    def count(self) -> int:
+        """How many pieces there are."""
+        ...
+
+    def iteration(self, queue: _Queue) -> Iteration: ...
+
+    def only(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
+        """How a closing iteration sends just these pieces early; None if it cannot."""
+        ...
 
 
 def simulate(
@@ -70,14 +83,12 @@ def simulate(
     ready_s: Sequence[float],
     weights_s: Sequence[Sequence[float]],
     *,
-    capacity: float = 1.0,
     solver: knapsack.Solver = knapsack.exact,
     names: Sequence[str] = (),
 ) -> Schedule:
     """Schedule in which every window sends what its knapsack chooses.
 
-    `forward_s` and `backward_s` are the windows, both taken `capacity` times; `ready_s` per piece
-    counts from the start of backward, `weights_s[link][piece]` is its time on a link. If the queues
+    `forward_s` and `backward_s` are the windows; `ready_s` per piece counts from the start of backward, `weights_s[link][piece]` is its time on a link. If the queues
     have not repeated after 24 generations, the stretch between two closes with most updates per
     iteration is repeated, of those whose second close can leave what the first one left.
     Raises ValueError, also for a piece that fits into neither window (by `names`, if given).
@@ -88,13 +99,25 @@ def simulate(
         _check.same_length(
             f"weights_s[{k}]", _check.numbers(f"weights_s[{k}]", row), "ready_s", ready
         )
-    if not capacity > 0:
-        raise ValueError(f"capacity ({capacity:g}) must be above 0; 1 is the time of compute")
-    windows = _Windows(
-        forward_s * capacity, backward_s * capacity, ready, [list(row) for row in weights_s], solver
+    windows = _Windows(forward_s, backward_s, ready, [list(row) for row in weights_s], solver)
+    enough = most_updates(windows.forward_s, windows.backward_s, windows.weights_s)
+    return _repeated(windows, enough, names)
+
+
+def most_updates(
+    forward_s: float, backward_s: float, weights_s: Sequence[Sequence[float]]
+) -> float:
+    """Updates per iteration that no stretch of 24 generations can exceed."""
+    total_s = sum(weights_s[0])
+    carried_s = sum(
+        (forward_s + backward_s)
+        * max((a / b for a, b in zip(weights_s[0], row, strict=True) if b), default=0.0)
+        for row in weights_s
     )
-    enough = _enough(windows.forward_s, windows.backward_s, windows.weights_s)
-    return _repeated(windows.iteration, len(ready), enough, names)
+    if carried_s >= total_s:
+        return 1.0
+    most = carried_s / total_s * (1 + 1e-9)
+    return max(n / math.ceil(n / most) for n in range(1, MOST_GENERATIONS + 1))
 
 
 def fixed(forward: int, backward: int, ready_s: Sequence[float], backward_s: float) -> Schedule:
@@ -108,19 +131,29 @@ def fixed(forward: int, backward: int, ready_s: Sequence[float], backward_s: flo
     for name, count in (("forward", forward), ("backward", backward)):
         if count < 0:
             raise ValueError(f"{name} ({count}) must be at least 0; give a number of pieces")
-    early = [piece for piece, at_s in enumerate(ready) if at_s < backward_s]
+    early = tuple(Send(piece, 0) for piece, at_s in enumerate(ready) if at_s < backward_s)
+    return _repeated(_Counts(forward, backward, early, len(ready)), 1.0, ())
 
-    def iteration(queue: _Queue) -> Iteration:
-        waiting = sorted(queue)
-        under_forward, left = waiting[:forward], waiting[forward:]
-        current = left[:backward]
+
+@dataclass(frozen=True)
+class _Counts:
+    """So many pieces per window."""
+
+    forward: int
+    backward: int
+    early: tuple[Send, ...]
+    count: int
+
+    def iteration(self, queue: _Queue) -> Iteration:
+        waiting = tuple(Send(piece, 0) for piece in sorted(queue))
+        left = waiting[self.forward :]
+        current = left[: self.backward]
         closes = len(current) == len(left)
-        future = early[: backward - len(current)] if closes else []
-        return Iteration(
-            *(tuple(Send(i, 0) for i in p) for p in (under_forward, current, future)), closes
-        )
+        future = self.early[: self.backward - len(current)] if closes else ()
+        return Iteration(waiting[: self.forward], current, future, closes)
 
-    return _repeated(iteration, len(ready), 1.0, ())
+    def only(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
+        return last.future if _pieces(last.future) == pieces else None
 
 
 @dataclass(frozen=True)
@@ -132,6 +165,10 @@ class _Windows:
     ready_s: list[float]
     weights_s: list[list[float]]
     solver: knapsack.Solver
+
+    @property
+    def count(self) -> int:
+        return len(self.ready_s)
 
     @cached_property
     def alike(self) -> list[int]:
@@ -147,12 +184,21 @@ class _Windows:
         current = self._chosen(left, self.backward_s)
         if len(current) < len(left):
             return Iteration(forward, current, (), closes=False)
+        future = self._early(current, range(self.count))
+        return Iteration(forward, current, future, closes=True)
+
+    def only(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
+        if pieces <= _pieces(last.future):
+            return tuple(send for send in last.future if send.piece in pieces)
+        future = self._early(last.current, sorted(pieces))
+        return future if len(future) == len(pieces) else None
+
+    def _early(self, current: tuple[Send, ...], pieces: Sequence[int]) -> tuple[Send, ...]:
+        """Pieces sent in their own backward, after what is left of the current queue."""
         busy_s = [0.0] * len(self.weights_s)
         for piece, link in current:
             busy_s[link] += self.weights_s[link][piece]
-        everything = range(len(self.ready_s))
-        future = self._chosen(everything, self.backward_s, self.ready_s, busy_s)
-        return Iteration(forward, current, future, closes=True)
+        return self._chosen(pieces, self.backward_s, [self.ready_s[i] for i in pieces], busy_s)
 
     def _chosen(
         self,
@@ -173,61 +219,60 @@ class _Windows:
         return tuple(Send(alike[self.alike[piece]].popleft(), link) for piece, link in chosen)
 
 
-def _repeated(policy: Policy, count: int, enough: float, names: Sequence[str]) -> Schedule:
+def _repeated(policy: _Policy, enough: float, names: Sequence[str]) -> Schedule:
     """Play the queues from the empty one, and repeat the best stretch of what they did."""
-    played = _Played([], [(0, frozenset())])
-    played.play(policy, count, enough, names)
-    if played.best is None:  # what a close that sends nothing early leaves contains anything
+    played = _Played(policy, [], [(0, frozenset())])
+    played.play(enough, names)
+    if played.best is None:  # a close that sends nothing early can be returned to from any other
         first = Iteration((), (), (), closes=True)
-        played = _Played([first], [(1, frozenset(range(count)))])
-        played.play(policy, count, enough, names)
-    return played.cut()
+        played = _Played(policy, [first], [(1, frozenset(range(policy.count)))])
+        played.play(enough, names)
+    assert played.best is not None
+    return played.best
 
 
 @dataclass
 class _Played:
     """Iterations from the first on, and after which of them a generation closed and left what."""
 
+    policy: _Policy
     iterations: list[Iteration]
     closes: list[tuple[int, _Queue]]
-    best: tuple[int, int] | None = None
-    best_rate: float = 0.0
+    best: Schedule | None = None
 
-    def play(self, policy: Policy, count: int, enough: float, names: Sequence[str]) -> None:
-        """Go on until a close leaves what one has left before, or the rate is `enough`."""
+    def play(self, enough: float, names: Sequence[str]) -> None:
+        """Go on until a close leaves what one has left before, or the best rate is `enough`."""
         queue = self.closes[-1][1]
         while len(self.closes) <= MOST_GENERATIONS:
-            iteration = policy(queue)
+            iteration = self.policy.iteration(queue)
             self.iterations.append(iteration)
             if iteration.closes:
-                queue = frozenset(range(count)) - {send.piece for send in iteration.future}
+                queue = frozenset(range(self.policy.count)) - _pieces(iteration.future)
+                self._repeat(iteration)
                 again = any(queue == left for _, left in self.closes)
-                self._closed(queue)
-                if again or self.best_rate >= enough:
+                self.closes.append((len(self.iterations), queue))
+                if again or (self.best and self.best.updates_per_iteration >= enough):
                     return
             else:
-                sent = {send.piece for send in iteration.forward + iteration.current}
+                sent = _pieces(iteration.forward + iteration.current)
                 if not sent:
                     raise _stuck(min(queue), names)
                 queue -= sent
 
-    def _closed(self, queue: _Queue) -> None:
-        """Note a close, and the stretch to it from an earlier one that left as much and more."""
-        self.closes.append((len(self.iterations), queue))
-        stop = len(self.closes) - 1
-        for start in range(stop - 1, -1, -1):
-            first, left = self.closes[start]
-            rate = (stop - start) / (len(self.iterations) - first)
-            if left >= queue and rate > self.best_rate:
-                self.best, self.best_rate = (start, stop), rate
+    def _repeat(self, last: Iteration) -> None:
+        """The stretch from an earlier close to this one, if it can leave the same and is better."""
+        for generations, (first, left) in enumerate(reversed(self.closes), start=1):
+            rate = generations / (len(self.iterations) - first)
+            if self.best and rate <= self.best.updates_per_iteration:
+                continue
+            future = self.policy.only(last, frozenset(range(self.policy.count)) - left)
+            if future is not None:
+                cycle = (*self.iterations[first:-1], replace(last, future=future))
+                self.best = Schedule(tuple(self.iterations[:first]), cycle)
 
-    def cut(self) -> Schedule:
-        """The best stretch as a cycle: its last iteration leaves what there was at its start."""
-        assert self.best is not None
-        (first, left), (end, _) = (self.closes[i] for i in self.best)
-        *cycle, last = self.iterations[first:end]
-        future = tuple(send for send in last.future if send.piece not in left)
-        return Schedule(tuple(self.iterations[:first]), (*cycle, replace(last, future=future)))
+
+def _pieces(sends: Iterable[Send]) -> _Queue:
+    return frozenset(send.piece for send in sends)
 
 
 def _stuck(piece: int, names: Sequence[str]) -> ValueError:
@@ -235,17 +280,3 @@ def _stuck(piece: int, names: Sequence[str]) -> ValueError:
         f"piece {names[piece] if names else piece} fits into neither window, so no update would "
         "ever be complete; cut it into smaller slices"
     )
-
-
-def _enough(forward_s: float, backward_s: float, weights_s: list[list[float]]) -> float:
-    """Updates per iteration that no stretch of 24 generations can exceed."""
-    total_s = sum(weights_s[0])
-    carried_s = sum(
-        (forward_s + backward_s)
-        * max((a / b for a, b in zip(weights_s[0], row, strict=True) if b), default=0.0)
-        for row in weights_s
-    )
-    if carried_s >= total_s:
-        return 1.0
-    most = carried_s / total_s * (1 + 1e-9)
-    return max(n / math.ceil(n / most) for n in range(1, MOST_GENERATIONS + 1))

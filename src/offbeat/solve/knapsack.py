@@ -22,7 +22,7 @@ Solver = Callable[
 ]
 
 MOST_ENUMERATED = 14  # messages; two links take 0.6 ms at 14, 2.5 ms at 16
-CELLS = 1 << 18  # of the window, where subset sums are counted instead of enumerated
+CELLS = 1 << 16  # of the window, where subset sums are counted instead of enumerated
 _ROUNDING = 1e-9  # of the window: what fills it up to rounding fits
 
 _Ends = NDArray[np.float64]  # per subset of the messages (bit i: message i) the end on a link
@@ -42,7 +42,7 @@ def exact(
 
     Optimal for up to 14 messages that could be sent at all, on any number of links, by looking at
     every subset; of the ways to place the same messages, on two links the one that ends first.
-    With more messages it is optimal on one link up to 2^-18 of the window per message, and on
+    With more messages it is optimal on one link up to 2^-16 of the window per message, and on
     several links each is filled that way, the slowest first, which need not be optimal together
     (the better of this and `greedy`); sums of so many messages lie close together.
     """
@@ -80,9 +80,9 @@ class _Window:
 
     def end_s(self, link: int, messages: Iterable[int]) -> float:
         """When the last of ascending messages ends on a link."""
-        end_s = float(self.busy_s[link])
+        end_s, ready_s, weights_s = self.busy_s[link], self.ready_list_s, self.lists_s[link]
         for i in messages:
-            end_s = max(end_s, self.ready_s[i]) + self.weights_s[link, i]
+            end_s = max(end_s, ready_s[i]) + weights_s[i]
         return end_s
 
     def only(self, messages: NDArray[np.intp]) -> _Window:
@@ -260,9 +260,13 @@ def _first_fit(window: _Window) -> list[list[int]]:
     sets: list[list[int]] = [[] for _ in range(window.links)]
     left = np.argsort(-window.weights_s[0], kind="stable").tolist()
     for link in window.slowest_first():
+        room_s = window.limit_s - window.busy_s[link]
         for i in list(left):
+            weight_s = window.lists_s[link][i]
+            if weight_s > room_s:  # no need to look at when they are ready
+                continue
             longer = sorted([*sets[link], i])
             if window.end_s(link, longer) <= window.limit_s:
-                sets[link] = longer
+                sets[link], room_s = longer, room_s - weight_s
                 left.remove(i)
     return sets

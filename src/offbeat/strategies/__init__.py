@@ -6,16 +6,23 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from offbeat.strategies.asc_wfbp import ASCWFBP
 from offbeat.strategies.base import StatePolicy, Strategy, require_choice
 from offbeat.strategies.bsp import BSP
+from offbeat.strategies.bytescheduler import ByteScheduler
 from offbeat.strategies.ddp import DDP
+from offbeat.strategies.dear import DeAR
+from offbeat.strategies.deft import DeFT
 from offbeat.strategies.dreamddp import DreamDDP
 from offbeat.strategies.local_sgd import LocalSGD
+from offbeat.strategies.p3 import P3
 from offbeat.strategies.partial_sync import PartialSync
+from offbeat.strategies.us_byte import USByte
 from offbeat.strategies.wfbp import WFBP
 
+SYNCHRONOUS = (DDP, BSP, WFBP, ASCWFBP, P3, ByteScheduler, USByte, DeAR)
 STRATEGIES: dict[str, type[Strategy]] = {
-    cls.name: cls for cls in (DDP, BSP, WFBP, LocalSGD, PartialSync, DreamDDP)
+    cls.name: cls for cls in (*SYNCHRONOUS, DeFT, LocalSGD, PartialSync, DreamDDP)
 }
 
 
@@ -29,14 +36,21 @@ def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
 
 
 __all__ = [
+    "ASCWFBP",
     "BSP",
     "DDP",
+    "P3",
     "STRATEGIES",
+    "SYNCHRONOUS",
     "WFBP",
+    "ByteScheduler",
+    "DeAR",
+    "DeFT",
     "DreamDDP",
     "LocalSGD",
     "PartialSync",
     "StatePolicy",
     "Strategy",
+    "USByte",
     "create",
 ]

@@ -13,9 +13,11 @@ from offbeat.strategies.base import Strategy, require_count
 
 @dataclass(frozen=True)
 class ASCWFBP(Strategy):
-    """Messages take `groups` channels of the default link in turn. A bucket joins the message
-    before it only if that one still waits for its channel; otherwise both are sent at the same
-    time. What channels lose to each other is the profile's `contention`."""
+    """Messages take `groups` channels of the default link in turn.
+
+    A bucket joins the message before it only if that one still waits for its channel; otherwise
+    both are sent at the same time. What channels lose to each other is the profile's `contention`.
+    """
 
     groups: int = 2
 

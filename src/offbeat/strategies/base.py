@@ -43,6 +43,11 @@ class Strategy(ABC):
         """What becomes of optimizer state when parameters are averaged."""
         return "local"
 
+    @property
+    def guards_convergence(self) -> bool:
+        """Whether the runtime watches loss and gradient noise, and plans again by what it sees."""
+        return False
+
     def settings(self) -> dict[str, Any]:
         """Settings as JSON-ready values."""
         return dataclasses.asdict(self)

@@ -17,7 +17,6 @@ from offbeat.strategies.slices import (
 )
 
 TUNED = "use None to have it tuned"
-SLICES_IN_FLIGHT = (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,8 @@ class ByteScheduler(Strategy):
     `credit_elements` are in flight, the ready slice whose forward comes first is sent.
 
     The next forward of a bucket waits only for its own slices and comes right after its optimizer
-    step. Small buckets are never fused. None: tuned by simulation; the paper starts its own
-    tuning at 4,000,000 and 16,000,000.
+    step. Small buckets are never fused. A credit of 1 sends one slice at a time. Elements are of
+    4 bytes. None: tuned by simulation; the paper's values are 4,000,000 and 16,000,000.
     """
 
     partition_elements: int | None = None
@@ -58,10 +57,10 @@ class ByteScheduler(Strategy):
         return synchronous_bound_s(profile, fused=True)
 
     def _settings_to_try(self, profile: Profile) -> list[tuple[int, int]]:
-        """Pairs of partition and credit, in elements."""
+        """Pairs of partition and credit, in elements: one slice at a time, or more."""
         partition, credit = self.partition_elements, self.credit_elements
         return [
-            (size, size * count if credit is None else credit)
+            (size, in_flight)
             for size in (sizes_to_try(profile) if partition is None else [partition])
-            for count in (SLICES_IN_FLIGHT if credit is None else [1])
+            for in_flight in ((1, size, 4 * size) if credit is None else [credit])
         ]

@@ -13,9 +13,12 @@ from offbeat.strategies.slices import by_priority, forward_plan
 
 @dataclass(frozen=True)
 class P3(Strategy):
-    """Slices of at most `slice_elements`, one in flight; of those that are ready the one whose
-    forward comes first goes first. Each bucket's next forward waits only for its own slices and
-    comes right after its optimizer step."""
+    """Slices of at most `slice_elements` (of 4 bytes), one in flight; of those that are ready the
+    one whose forward comes first goes first.
+
+    The next forward of a bucket waits only for its own slices and comes right after its optimizer
+    step.
+    """
 
     slice_elements: int = 40_000
 

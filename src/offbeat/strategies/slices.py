@@ -10,7 +10,7 @@ from offbeat.profile import Profile
 from offbeat.solve import Compute, Slice, iteration_s, priority_order
 
 ELEMENT_BYTES = 4  # papers count elements of 32 bits
-MOST_MESSAGES = 2048  # slices that tuning still considers; more is slow to plan and to send
+MOST_MESSAGES = 1024  # slices that tuning still considers; more is slow to plan and to send
 TIE = 1e-3  # predictions are no more precise: of two this close the one with fewer messages wins
 
 Order = tuple[Payload, ...]
@@ -47,7 +47,8 @@ def sizes_to_try(profile: Profile) -> list[int]:
 
 
 def by_priority(profile: Profile, elements: int, credit_bytes: int) -> Order:
-    """Slices of at most so many elements in the order of a priority queue with a credit."""
+    """Slices of at most so many elements in the order of a priority queue with a credit; a credit
+    of 1 sends one at a time."""
     payloads = [
         Payload("grad", range(bucket, bucket + 1), part, parts)
         for bucket, parts in enumerate(parts_of(profile, elements))

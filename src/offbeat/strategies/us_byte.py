@@ -25,11 +25,12 @@ MOST_EVALUATIONS = 5000  # of whole orders
 
 @dataclass(frozen=True)
 class USByte(Strategy):
-    """Buckets fall into unit blocks of at most `unit_elements` (None: tuned by simulation).
+    """Buckets fall into unit blocks of at most `unit_elements` of 4 bytes (None: tuned by
+    simulation). During backward the bucket nearest the input sends as many of its blocks in one
+    message as end near the next gradient, during forward all that are left.
 
-    During backward the bucket nearest the input sends as many of its blocks in one message as
-    end near the next gradient; during forward all that are left. Messages then change places, or
-    join a neighbour, as long as the predicted iteration gets shorter.
+    Messages then change places, or join a neighbour (blocks of one bucket, or whole buckets), as
+    long as the predicted iteration gets shorter.
     """
 
     unit_elements: int | None = None
@@ -89,7 +90,7 @@ def _joined(first: Payload, second: Payload) -> Payload | None:
     if first.buckets == second.buckets and first.part + first.width == second.part:
         blocks = range(first.part, second.part + second.width)
         return _payload(first.buckets, blocks, first.parts)
-    if first.buckets.stop == second.buckets.start and first.parts == second.parts == 1:
+    if first.buckets.stop == second.buckets.start and first.parts == second.parts:
         return Payload("grad", range(first.buckets.start, second.buckets.stop))
     return None
 

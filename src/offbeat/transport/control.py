@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from offbeat.transport.device import Device
-from offbeat.transport.link import THREAD_PREFIX, Link
+from offbeat.transport.collectives import averaging as averaging
+from offbeat.transport.link import THREAD_PREFIX
 
 PUBLISH_EVERY_S = 1.0
 STORE_ANSWERS_S = 3.0
 STORE_IS_SILENT = "The store of rank 0 does not answer: it has failed itself, or its host is gone."
-MEASURE_S = 1.0  # seconds spent per message size, within 3 to 15 repetitions
 
 
 class Control:
@@ -104,79 +99,8 @@ class Control:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
-@contextmanager
-def bound_to(interface: str | None):
-    """Groups made inside use this network interface (gloo and NCCL read it at creation)."""
-    if interface is None:
-        yield
-        return
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, interface))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def new_group(backend: str, timeout_s: float) -> dist.ProcessGroup:
     """A process group over all ranks."""
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def open_link(
-    name: str, interface: str | None, device: Device, backend: str, timeout_s: float
-) -> tuple[Link, dist.ProcessGroup]:
-    """A link over all ranks on its own process group, bound to an interface."""
-    with bound_to(interface):
-        group = new_group(backend, timeout_s)
-    return Link(name, averaging(group), device), group
-
-
-def averaging(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
-    """All-reduce to the mean, in place."""
-
-    def average(tensor: Tensor) -> None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group)
-
-    return average
-
-
-def measure_link(
-    group: dist.ProcessGroup, sizes: Sequence[int], like: Tensor, device: Device, budget_s: float
-) -> list[tuple[int, float]]:
-    """Seconds of an all-reduce of each size in bytes: (size, median over repetitions).
-
-    Every rank must call it with the same sizes, ascending; once a size would take more than
-    `budget_s` the rest is left out, by a time that all ranks share.
-    """
-    average = averaging(group)
-    width = like.element_size()
-    points: list[tuple[int, float]] = []
-    for size in sizes:
-        if points and points[-1][1] * size / points[-1][0] > budget_s:
-            break
-        buffer = like.new_ones(max(1, size // width))
-        average(buffer)  # the first one opens connections and fills the token bucket
-        elapsed = like.new_zeros(1)
-        expected_s = points[-1][1] * size / points[-1][0] if points else 0.01
-        repeats = int(min(15, max(3, MEASURE_S / expected_s)))
-        times = sorted(_timed(average, buffer, device) for _ in range(repeats))
-        elapsed[0] = times[len(times) // 2]
-        dist.all_reduce(elapsed, op=dist.ReduceOp.AVG, group=group)
-        points.append((buffer.numel() * width, float(elapsed)))
-    return points
-
-
-def _timed(average: Callable[[Tensor], None], buffer: Tensor, device: Device) -> float:
-    device.finish()
-    start = time.perf_counter()
-    average(buffer)
-    device.finish()
-    return time.perf_counter() - start

@@ -19,6 +19,7 @@ from offbeat.transport.control import Control
 
 BACKENDS = ("gloo", "nccl")
 CHECK_S = 15.0
+SHOWN = 4  # failed connections in an error
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
 
 
@@ -50,13 +51,14 @@ def parse_link(text: str) -> LinkSpec:
 
 @contextmanager
 def bound_to(interface: str | None):
-    """Groups made inside use this network interface (gloo and NCCL read it at creation)."""
+    """Groups whose first message is sent inside use this network interface: gloo reads it when a
+    group is made, NCCL with the first message of the whole process."""
     if interface is None:
         yield
         return
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, interface))
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
@@ -112,8 +114,7 @@ def agree_on_links(specs: Sequence[LinkSpec], control: Control) -> tuple[LinkSpe
     if problem:
         raise ValueError(problem)
     agreed = tuple(
-        replace(mine, name=theirs.name)
-        for mine, theirs in zip(specs, hosts[0].links, strict=True)
+        replace(mine, name=theirs.name) for mine, theirs in zip(specs, hosts[0].links, strict=True)
     )
     for spec, address in zip(agreed, addresses, strict=True):
         _require_reach(spec, str(address.ip) if address else None, control)
@@ -156,7 +157,7 @@ def _disorder(hosts: Sequence[_Host], control: Control) -> str | None:
 
 def _index_of(network: str | None, spec: LinkSpec, first: _Host) -> int | None:
     """Which of rank 0's links this is: the one in its network, else of its name."""
-    if network in first.networks and network is not None:
+    if network is not None and network in first.networks:
         return first.networks.index(network)
     names = [link.name for link in first.links]
     return names.index(spec.name) if spec.name in names else None
@@ -169,10 +170,12 @@ def _described(host: _Host, i: int) -> str:
 
 def _reordered(host: _Host, first: _Host) -> list[str]:
     """A host's links in rank 0's order; those that rank 0 does not know come last."""
-    known = [_index_of(n, s, first) for n, s in zip(host.networks, host.links, strict=True)]
-    last = len(first.links)
-    order = sorted(range(len(known)), key=lambda i: last if known[i] is None else known[i])
-    return [host.links[i].name for i in order]
+
+    def place(i: int) -> int:
+        known = _index_of(host.networks[i], host.links[i], first)
+        return len(first.links) if known is None else known
+
+    return [host.links[i].name for i in sorted(range(len(host.links)), key=place)]
 
 
 # ---- reach ----------------------------------------------------------------------------------
@@ -187,28 +190,25 @@ def _require_reach(spec: LinkSpec, own: str | None, control: Control) -> None:
     # Half of it: a rank that has nothing to wait for waits for the others' word.
     limit_s = min(control.timeout_s / 2, CHECK_S)
     with ExitStack() as stack:
-        port = None
+        mine: tuple[str, int] | None = None
         if own is not None:
-            server = stack.enter_context(
-                socket.create_server((own, 0), backlog=control.world_size)
-            )
-            port = server.getsockname()[1]
-        everyone: list[tuple[str | None, int]] = control.gather((own, port))
+            listening = socket.create_server((own, 0), backlog=control.world_size)
+            mine = (own, stack.enter_context(listening).getsockname()[1])
+        everyone: list[tuple[str, int] | None] = control.gather(mine)
         others = {
             rank: address
             for rank, address in enumerate(everyone)
-            if rank != control.rank and address[0] is not None
+            if rank != control.rank and address is not None
         }
         missed = [] if own is None else unreachable(own, others, limit_s)
-        failures = control.gather(missed)  # the servers stay until everyone has tried
+        failures = control.gather(missed)  # everyone listens until all have tried
     pairs = [(a, b) for a, missed in enumerate(failures) for b in missed]
     if pairs:
         words = "; ".join(
-            f"{_where(a, control)} at {everyone[a][0]} cannot reach {_where(b, control)} at "
-            f"{everyone[b][0]}"
-            for a, b in pairs[:4]
+            f"{_where(a, control)} cannot reach {_where(b, control)} at {everyone[b][0]}"  # type: ignore[index]
+            for a, b in pairs[:SHOWN]
         )
-        more = f"; and {len(pairs) - 4} more" if len(pairs) > 4 else ""
+        more = f"; and {len(pairs) - SHOWN} more" if len(pairs) > SHOWN else ""
         raise ValueError(
             f"{spec} must connect all ranks, but within {limit_s:g} s {words}{more}; open the "
             "firewall between them, or give other interfaces as links"

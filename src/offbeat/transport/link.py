@@ -13,9 +13,9 @@ from torch import Tensor
 from offbeat.plan import Transfer
 
 if TYPE_CHECKING:
+    from offbeat.transport.collectives import Collectives
     from offbeat.transport.device import Device, Mark
 
-Collective = Callable[[Tensor], None]
 THREAD_PREFIX = "offbeat-link-"
 
 
@@ -58,12 +58,13 @@ class Link:
 
     torch.distributed matches collectives by issue order alone, so a flight released early waits
     here until everything before it has been issued: every rank issues the same sequence.
+    `bytes_sent` counts what was averaged; each half of an all-reduce counts half.
     """
 
-    def __init__(self, name: str, collective: Collective, device: Device):
+    def __init__(self, name: str, collectives: Collectives, device: Device):
         self.name = name
         self.bytes_sent = 0
-        self._collective = collective
+        self.collectives = collectives
         self._device = device
         self._released: SimpleQueue[Flight | None] = SimpleQueue()
         self._next_order = 0
@@ -111,9 +112,10 @@ class Link:
         return failed
 
     def _run(self, flight: Flight) -> None:
+        verb = flight.transfer.verb
         for tensor in flight.tensors:
-            self._collective(tensor)
-            self.bytes_sent += tensor.numel() * tensor.element_size()
+            self.collectives[verb](tensor)
+            self.bytes_sent += tensor.nbytes if verb == "mean" else tensor.nbytes // 2
 
 
 def deadline(timeout_s: float) -> Callable[[], float]:

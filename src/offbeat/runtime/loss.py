@@ -1,0 +1,40 @@
+"""The training loss, seen where the user computes it: in `loss.backward()`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class LossTap:
+    """Notes the value of the last scalar that backward was called on, until `close`.
+
+    Scripts need not report their loss. One attribute look-up per iteration; taps may be nested
+    and closed in any order.
+    """
+
+    def __init__(self) -> None:
+        self._loss: Tensor | None = None
+        self._open = True
+        self._original = original = torch.Tensor.backward
+        tap = self
+
+        def backward(self: Tensor, *args: Any, **kwargs: Any) -> None:
+            if tap._open and self.numel() == 1:
+                tap._loss = self.detach()
+            original(self, *args, **kwargs)
+
+        self._installed = backward
+        torch.Tensor.backward = backward  # type: ignore[method-assign,assignment]
+
+    def take(self) -> Tensor | None:
+        """The loss since it was last taken; None if there was none."""
+        loss, self._loss = self._loss, None
+        return loss
+
+    def close(self) -> None:
+        self._open = False
+        if torch.Tensor.backward is self._installed:
+            torch.Tensor.backward = self._original  # type: ignore[method-assign]

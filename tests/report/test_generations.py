@@ -1,0 +1,86 @@
+"""Which gradients spans hold, against the plan that says so, and the colours of generations."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.plan import Plan
+from offbeat.report.generations import COLOURS, Generations, carried
+from offbeat.trace import COMPUTE, Span
+
+
+def message(iteration, carries=None, kind="grad"):
+    return Span(0, "net", kind, iteration, 0.0, 1.0, (0, 1), 8, carries)
+
+
+def update(iteration, carries=None):
+    return Span(0, COMPUTE, "update", iteration, 0.0, 1.0, carries=carries)
+
+
+@pytest.mark.parametrize(
+    ("span", "held"),
+    [
+        (message(4), (4, 5)),
+        (message(4, (2, 4)), (2, 4)),
+        (message(4, kind="reduce_scatter"), (4, 5)),
+        (message(4, kind="all_gather"), (4, 5)),
+        (message(4, kind="param"), None),
+        (message(4, kind="state"), None),
+        (update(4), None),
+    ],
+)
+def test_what_a_message_carries(span, held):
+    assert carried(span) == held
+
+
+closings = st.integers(1, 6).flatmap(
+    lambda period: st.tuples(
+        st.just(period), st.sets(st.integers(0, period - 1), min_size=1).map(frozenset)
+    )
+)
+
+
+@given(closings)
+def test_updates_apply_what_the_plan_says(closing):
+    """Every generation is sent in the iteration after it closes; updates say nothing themselves."""
+    period, closes = closing
+    plan = Plan("x", 1, (), period=period, closes=closes)
+    sent = []
+    for iteration in range(1, 8 * period):
+        held = plan.generation(iteration, age=1)
+        sent += [message(iteration, (held.start, held.stop))] if held else []
+    found = Generations.among([*sent, *map(update, range(8 * period))])
+    assert found.late
+    for iteration in range(6 * period):
+        applied = plan.applied(iteration)
+        expected = (applied.start, applied.stop) if applied else None
+        assert found.of(update(iteration)) == expected
+
+
+def test_an_update_that_names_its_gradients_is_believed():
+    found = Generations.among([message(2, (0, 2)), message(3, (2, 3))])
+    assert found.of(update(5, (2, 3))) == (2, 3)
+    assert found.of(update(5, (3, 5))) is None, "no message of these gradients was seen"
+
+
+def test_synchronous_updates_are_not_guessed():
+    """When a synchronous update happens, its trace does not say which iteration it belongs to."""
+    found = Generations.among([message(0), message(1), message(2)])
+    assert not found.late
+    assert [found.of(message(i)) for i in range(3)] == [(0, 1), (1, 2), (2, 3)]
+    assert found.of(update(1)) is None
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=20), st.data())
+def test_neighbours_differ_in_colour_and_the_first_in_view_is_the_first(merges, data):
+    stops = [sum(merges[: i + 1]) for i in range(len(merges))]
+    known = tuple((stop - k, stop) for k, stop in zip(merges, stops, strict=True))
+    iteration = data.draw(st.integers(0, stops[-1] - 1))
+    colours = Generations(known).colours(iteration)
+    assert set(colours.values()) <= set(range(COLOURS))
+    assert all(colours[a] != colours[b] for a, b in pairwise(known))
+    assert next(colours[a, b] for a, b in known if a <= iteration < b) == 0

@@ -1,0 +1,307 @@
+"""Collectives over real process groups; channels; links that are not alike on all ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from worlds import run_world, watch_world
+
+from offbeat.plan import Moment, Verb, transfer
+from offbeat.runtime.cluster import Cluster, connect
+from offbeat.runtime.job import current_links
+from offbeat.transport.collectives import Native, collectives, shards
+from offbeat.transport.control import new_group
+from offbeat.transport.device import CPU
+from offbeat.transport.interfaces import LinkSpec, ipv4_of, parse_link, unreachable
+
+HOST = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+VERBS: tuple[Verb, ...] = ("mean", "reduce_scatter", "all_gather")
+
+
+def sizes(world_size: int) -> list[int]:
+    return [0, 1, world_size - 1, world_size, world_size + 1, 10_000, 100_003]
+
+
+def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def exact_mean(world_size: int, size: int, dtype: torch.dtype) -> np.ndarray:
+    everyone = [values(rank, size, dtype).double().numpy() for rank in range(world_size)]
+    return np.mean(everyone, axis=0).reshape(size)
+
+
+def own_shard(rank: int, world_size: int, size: int) -> slice:
+    """By its definition: ceil(size / world_size) elements from rank times as many on."""
+    each = -(-size // world_size)
+    return slice(min(rank * each, size), min((rank + 1) * each, size))
+
+
+# ---- in worlds ------------------------------------------------------------------------------
+
+
+def join() -> tuple[int, int]:
+    dist.init_process_group("gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def run_verbs(native: bool) -> list[tuple[str, bytes, bytes, bytes, int]]:
+    """Per dtype and size: bytes after mean, own shard after reduce_scatter, all after all_gather,
+    and by how much autograd's version counters moved."""
+    rank, world_size = join()
+    group = new_group("gloo", 30.0)
+    by_verb = dict(collectives(group, "gloo", HOST, 30.0))
+    if native:
+        halves = Native(group)
+        by_verb |= {"reduce_scatter": halves.reduce_scatter, "all_gather": halves.all_gather}
+    done = []
+    for dtype in TOLERANCE:
+        for size in sizes(world_size):
+            at_once, halved = (values(rank, size, dtype) for _ in range(2))
+            by_verb["mean"](at_once)
+            by_verb["reduce_scatter"](halved)
+            own = own_shard(rank, world_size, size)
+            shard = halved[own].clone()
+            moved = halved._version
+            halved.data.masked_fill_(~mask_of(own, size), 7.0)  # the rest is unspecified
+            by_verb["all_gather"](halved)
+            moved += halved._version + at_once._version
+            done.append((str(dtype), raw(at_once), raw(shard), raw(halved), moved))
+    return done
+
+
+def mask_of(own: slice, size: int) -> Tensor:
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[own] = True
+    return mask
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.double().numpy().tobytes()
+
+
+def run_alone() -> bool:
+    join()
+    by_verb = collectives(new_group("gloo", 30.0), "gloo", HOST, 30.0)
+    tensor = torch.arange(3.0)
+    for verb in VERBS:
+        by_verb[verb](tensor)
+    return torch.equal(tensor, torch.arange(3.0)) and sorted(by_verb) == sorted(VERBS)
+
+
+def wait_for_a_silent_rank(limit_s: float) -> float:
+    """Seconds until a half gives up on the last rank, which never takes part."""
+    rank, world_size = join()
+    halves = collectives(new_group("gloo", limit_s), "gloo", HOST, limit_s)
+    dist.barrier()
+    if rank == world_size - 1:
+        time.sleep(3 * limit_s)
+        return limit_s
+    start = time.monotonic()
+    try:
+        halves["reduce_scatter"](torch.ones(100))
+    except RuntimeError:
+        return time.monotonic() - start
+    return 0.0
+
+
+@contextmanager
+def connected(*specs: LinkSpec) -> Iterator[Cluster]:
+    join()
+    cluster = connect(specs, HOST, CPU(), 30.0)
+    yield cluster
+    assert cluster.close()
+
+
+def use_channels() -> list[Any]:
+    """Messages on two channels, released in another order on every rank."""
+    with connected(LinkSpec("net", None, "gloo")) as cluster:
+        names = ["net", "net#1", "net#2"]
+        cluster.open(names)
+        cluster.open(["net#1"])
+        rank = cluster.control.rank
+        buffers = {name: torch.full((1000,), float(i + rank)) for i, name in enumerate(names)}
+        flights = {
+            name: cluster.links[name].book(rule(name), 0, (buffers[name],)) for name in names
+        }
+        for i in range(len(names)):
+            name = names[(i + rank) % len(names)]
+            cluster.links[name].release(flights[name])
+        landed = all(flight.wait(20.0) for flight in flights.values())
+        apart = len({id(group) for group in cluster.groups.values()})
+        try:
+            cluster.open(["other#1"])
+        except ValueError as error:
+            words = str(error)
+        found = [float(buffers[name].mean()) for name in names]
+        return [landed, list(cluster.links), apart, found, words]
+
+
+def rule(link: str, verb: Verb = "mean"):
+    return transfer(
+        "grad",
+        range(1),
+        after=Moment("step"),
+        before=Moment("end"),
+        phases=[0],
+        link=link,
+        verb=verb,
+    )
+
+
+def connect_with(specs: list[tuple[LinkSpec, ...]]) -> list[str]:
+    """Names of the links that one gets with `specs[rank]`."""
+    with_mine = specs[int(os.environ["RANK"])]
+    with connected(*with_mine) as cluster:
+        return list(cluster.links)
+
+
+# ---- collectives ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["ring", "torch's own"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_verbs_are_the_mean(world_size: int, native: bool) -> None:
+    """Against float64, of every dtype and of sizes that do not divide; all ranks bit by bit."""
+    ranks = run_world(run_verbs, world_size, native)
+    cases = [(dtype, size) for dtype in TOLERANCE for size in sizes(world_size)]
+    for i, (dtype, size) in enumerate(cases):
+        expected, tolerance = exact_mean(world_size, size, dtype), TOLERANCE[dtype]
+        for rank, done in enumerate(ranks):
+            name, *results, moved = done[i]
+            at_once, shard, halves = (np.frombuffer(result) for result in results)
+            own = own_shard(rank, world_size, size)
+            np.testing.assert_allclose(at_once, expected, atol=tolerance)
+            np.testing.assert_allclose(shard, expected[own], atol=tolerance)
+            np.testing.assert_allclose(halves, expected, atol=tolerance)
+            assert halves.tobytes() == ranks[0][i][3], "replicas must stay identical"
+            assert shard.tobytes() == halves[own].tobytes(), "all_gather keeps the owner's bits"
+            assert (name, moved) == (str(dtype), 0)
+
+
+def test_alone_nothing_happens() -> None:
+    assert run_world(run_alone, 1) == [True]
+
+
+def test_a_half_gives_up_after_its_timeout() -> None:
+    outcomes = watch_world(wait_for_a_silent_rank, 3, 1.0)
+    for outcome in outcomes[:2]:
+        assert 0 < outcome.result < 2.5
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 6, 7, 12])
+def test_shards_follow_their_definition(size: int) -> None:
+    tensor = torch.arange(float(size))
+    cut = shards(tensor, 6)
+    assert torch.equal(torch.cat(cut), tensor)
+    for rank, shard in enumerate(cut):
+        assert torch.equal(shard, tensor[own_shard(rank, 6, size)])
+
+
+# ---- channels -------------------------------------------------------------------------------
+
+
+def test_channels_are_groups_of_their_own() -> None:
+    for landed, links, apart, means, words in run_world(use_channels, 2):
+        assert landed
+        assert links == ["net", "net#1", "net#2"]
+        assert apart == 3
+        assert means == [0.5, 1.5, 2.5]
+        assert words == "link ('other#1') must be one of net, or a channel of one"
+
+
+# ---- what a link is -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("eth0", LinkSpec("eth0", "eth0", None)),
+        ("gloo:eth1", LinkSpec("gloo:eth1", "eth1", "gloo")),
+        ("nccl:", LinkSpec("nccl", None, "nccl")),
+        ("nccl", LinkSpec("nccl", None, "nccl")),
+        ("eth0:1", LinkSpec("eth0:1", "eth0:1", None)),
+    ],
+)
+def test_syntax_of_a_link(text: str, spec: LinkSpec) -> None:
+    assert parse_link(text) == spec
+
+
+@pytest.mark.parametrize("text", ["", "eth0#1"])
+def test_wrong_syntax_of_a_link(text: str) -> None:
+    with pytest.raises(ValueError, match="must read INTERFACE or BACKEND:INTERFACE"):
+        parse_link(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "specs"),
+    [
+        (None, [LinkSpec("net")]),
+        ("eth0, gloo:eth1", [LinkSpec("eth0", "eth0"), LinkSpec("gloo:eth1", "eth1", "gloo")]),
+        ('[{"name": "wan", "interface": "eth1"}]', [LinkSpec("wan", "eth1")]),
+    ],
+)
+def test_links_of_the_environment(
+    text: str | None, specs: list[LinkSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OFFBEAT_LINKS", raising=False)
+    if text is not None:
+        monkeypatch.setenv("OFFBEAT_LINKS", text)
+    assert current_links() == specs
+
+
+def test_address_of_an_interface() -> None:
+    assert str(ipv4_of("lo")) == "127.0.0.1/8"
+    assert ipv4_of("nonexistent0") is None
+
+
+def test_who_cannot_be_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody listens: refused
+        others = {1: server.getsockname(), 2: silent.getsockname()}
+        assert unreachable("127.0.0.1", others, 5.0) == [2]
+        assert unreachable("127.0.0.1", {1: others[1]}, 5.0) == []
+
+
+# ---- links that are not alike ---------------------------------------------------------------
+
+LO, ANY = LinkSpec("lo", "lo", "gloo"), LinkSpec("any", None, "gloo")
+
+
+def test_names_are_rank_0_s() -> None:
+    """The same network may be called otherwise on another host."""
+    assert (
+        run_world(connect_with, 2, [(LO,), (LinkSpec("loopback", "lo", "gloo"),)]) == [["lo"]] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("specs", "text"),
+    [
+        (
+            [(LO,), (LinkSpec("b", "eth77", "gloo"),)],
+            "link 'b': interface 'eth77' must exist on every host; rank 1 (host",
+        ),
+        (
+            [(ANY, LinkSpec("b", None, "gloo")), (LinkSpec("b", None, "gloo"), ANY)],
+            "has link 0 'b' where rank 0 (host",
+        ),
+        ([(ANY, LO), (ANY,)], "the backends of the links must be the same on all ranks: rank 0"),
+    ],
+)
+def test_differences_are_said_on_every_rank(specs: Any, text: str) -> None:
+    for outcome in watch_world(connect_with, 2, specs):
+        assert outcome.kind == "ValueError", outcome.error
+        assert text in outcome.error
+        assert outcome.seconds < 20

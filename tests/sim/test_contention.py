@@ -1,0 +1,135 @@
+"""Channels, and links that slow each other down, in timelines worked out by hand."""
+
+import pytest
+
+from offbeat.plan import Moment, Plan, transfer
+from offbeat.profile import Bucket, Contention, Link, Profile
+from offbeat.sim import Ranks, predict_plan, simulate
+from offbeat.trace import COMPUTE
+
+STEP = Moment("step")
+
+
+def profile_of(net_s, *, links=("net", "aux"), contention=()):
+    """Buckets of 1 s of backward each, with their seconds on net; twice as many on aux."""
+    return Profile(
+        buckets=tuple(
+            Bucket(f"b{i}", 0.0, 1.0, 100, {n: s * (1 + k) for k, n in enumerate(links)})
+            for i, s in enumerate(net_s)
+        ),
+        links=tuple(Link(name, 0.0, 1e9) for name in links),
+        world_size=2,
+        contention=contention,
+    )
+
+
+def plan_of(*links, after=None, before=STEP):
+    """Bucket b goes over the b-th of these links, by default once its gradient exists."""
+    transfers = tuple(
+        transfer(
+            "grad",
+            range(b, b + 1),
+            after=after or Moment("grad", b),
+            before=before,
+            phases=[0],
+            link=link,
+        )
+        for b, link in enumerate(links)
+    )
+    return Plan("x", len(links), transfers)
+
+
+def messages(trace):
+    return {s.lane: (s.start_s, s.end_s) for s in trace.spans if s.lane != COMPUTE}
+
+
+def exactly(*seconds):
+    return pytest.approx(seconds, rel=1e-12)
+
+
+def test_two_messages_at_once_take_half_as_long_again():
+    plan = plan_of("net", "net#1", after=Moment("grad"))
+    prediction = predict_plan(plan, profile_of([2.0, 2.0], links=("net", "idle")))
+    (seconds,) = exactly(2.0 + 2.0 * 3 / 2)
+    assert prediction.iteration_s == seconds
+    assert prediction.steady
+    assert prediction.busy_s == pytest.approx({"net": 3.0, "idle": 0.0, "net#1": 3.0})
+    assert prediction.idle_s == pytest.approx({"net": 2.0, "idle": 5.0, "net#1": 2.0})
+    assert prediction.bytes_per_iteration == {"net": 100.0, "idle": 0.0, "net#1": 100.0}
+
+
+def test_speed_changes_whenever_a_message_begins_or_ends():
+    # Alone from 1 to 2, net has 3 of 4 s left; at 2/3 of the speed net#1 needs 3 s for its 2, in
+    # which net does 2 of its 3; the last one it does alone.
+    trace = simulate(plan_of("net", "net#1"), profile_of([4.0, 2.0]), iterations=1)
+    assert messages(trace) == {"net": exactly(1.0, 6.0), "net#1": exactly(2.0, 5.0)}
+    assert trace.ends_s == (exactly(6.0),)
+
+
+def test_each_of_two_links_loses_its_own_share():
+    # net is alone for 1 s; then 1/4 of its speed is left to it, and 4/5 of its own to aux.
+    lossy = (Contention(("aux", "net"), (0.8, 0.25)),)
+    trace = simulate(plan_of("net", "aux"), profile_of([3.0, 2.0], contention=lossy), iterations=1)
+    assert messages(trace) == {"net": exactly(1.0, 2 + 5 + 0.75), "aux": exactly(2.0, 2 + 4 / 0.8)}
+
+
+def test_three_channels_lose_twice():
+    plan = plan_of("net", "net#1", "net#2", after=Moment("grad"))
+    trace = simulate(plan, profile_of([4.0, 4.0, 4.0]), iterations=1)
+    assert set(messages(trace).values()) == {exactly(3.0, 12.0)}
+
+
+def test_what_another_link_carries_only_counts_if_it_slows_down():
+    plan = plan_of("net", "net#1", "aux", after=Moment("grad"))
+    trace = simulate(plan, profile_of([2.0, 2.0, 2.0]), iterations=1)
+    assert messages(trace)["aux"] == (3.0, 7.0)
+    alone = (Contention(("net", "net"), (1.0, 1.0)),)
+    trace = simulate(plan, profile_of([2.0, 2.0, 2.0], contention=alone), iterations=1)
+    assert messages(trace) == {"net": (3.0, 5.0), "net#1": (3.0, 5.0), "aux": (3.0, 7.0)}
+
+
+def test_a_later_iteration_slows_down_what_is_still_under_way():
+    # From the second iteration on, net's message is slowed from 2 s after its release on, when
+    # net#1 begins in the iteration after: 3 s of work are left, 1 s alone, 1 for 1.5 s, 2 s alone.
+    late = transfer(
+        "grad",
+        range(1),
+        after=Moment("grad", 0),
+        before=Moment("end", lag=3),
+        phases=[0],
+        link="net",
+    )
+    short = transfer(
+        "grad",
+        range(1, 2),
+        after=Moment("forward", lag=1),
+        before=Moment("end", lag=1),
+        phases=[0],
+        link="net#1",
+    )
+    profile = profile_of([3.5, 1.0])
+    trace = simulate(Plan("late", 2, (late, short), 4), profile, iterations=1, record=1)
+    assert messages(trace) == {"net": exactly(1.0, 5.0), "net#1": exactly(2.0, 3.5)}
+
+
+def test_a_slow_rank_decides_when_messages_share():
+    # Rank 1 computes at half the speed: messages begin at 2 and 4, after 2 of 4 s alone.
+    trace = simulate(
+        plan_of("net", "net#1"), profile_of([4.0, 2.0]), iterations=1, ranks=Ranks(scale=(1.0, 2.0))
+    )
+    ends = {(s.rank, s.lane): s.end_s for s in trace.spans if s.lane != COMPUTE}
+    assert set(trace.ends_s) == {exactly(7.0)}
+    assert ends == {(r, lane): 7.0 for r in (0, 1) for lane in ("net", "net#1")}
+
+
+def test_channels_have_their_links_rate():
+    ranks = Ranks(link_rates={"net": (1.0, 0.5)})
+    profile = profile_of([2.0, 0.0], contention=(Contention(("net", "net"), (1.0, 1.0)),))
+    trace = simulate(plan_of("net#1", "net"), profile, iterations=1, ranks=ranks)
+    assert messages(trace)["net#1"] == (1.0, 5.0)
+
+
+def test_messages_that_can_never_go_on_shared_links():
+    plan = plan_of("net", "net#1", after=Moment("end"))
+    with pytest.raises(ValueError, match=r"waits before step for grad\[0:1\]@net, which is rel"):
+        simulate(plan, profile_of([1.0, 1.0]))

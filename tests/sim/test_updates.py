@@ -1,0 +1,212 @@
+"""When updates happen: on arrival, once per generation; and halves of an all-reduce, by hand."""
+
+import pytest
+from hypothesis import given, settings
+from reference import random_plans
+
+from offbeat.plan import Moment, Plan, transfer
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.sim import predict_plan, simulate
+from offbeat.trace import COMPUTE
+
+ALIKE = random_plans.profiles(most_buckets=8, links=("net",), rank_scales=False)
+
+
+def exactly(seconds):
+    return pytest.approx(seconds, rel=1e-9, abs=1e-12)
+
+
+def profile_of(*communication_s, update_s=0.0):
+    """Buckets of 1 s of forward and backward and 100 bytes."""
+    return Profile(
+        tuple(Bucket(f"b{i}", 1.0, 1.0, 100, {"net": s}) for i, s in enumerate(communication_s)),
+        (Link("net", 0.0, 1e9),),
+        world_size=2,
+        update_s=update_s,
+    )
+
+
+def due_by_the_next_forward(b, part=0, parts=1):
+    return transfer(
+        "grad",
+        range(b, b + 1),
+        after=Moment("grad", b),
+        before=Moment("forward", b, lag=1),
+        phases=[0],
+        link="net",
+        part=part,
+        parts=parts,
+    )
+
+
+def compute(trace, iteration):
+    return [
+        (s.name, s.start_s, s.end_s)
+        for s in trace.spans
+        if s.lane == COMPUTE and s.iteration == iteration
+    ]
+
+
+def test_slices_by_priority_and_updates_on_arrival():
+    profile = profile_of(4.0, 3.0, update_s=1.0)
+    # Gradients exist at 3 and 4; the input side's slices overtake the second of the output side.
+    slices = [(0, 0), (1, 0), (1, 1), (0, 1)]
+    transfers = tuple(due_by_the_next_forward(b, part, parts=2) for b, part in slices)
+    plan = Plan("priority", 2, transfers, updates="on_arrival")
+    trace = simulate(plan, profile, iterations=2, record=2)
+    assert trace.ends_s == ((4.0, 13.5),)
+    assert [(s.name, s.start_s, s.end_s) for s in trace.spans if s.lane == "net"][:4] == [
+        ("grad[0:1]", 3.0, 5.0),
+        ("grad[1:2]", 5.0, 6.5),
+        ("grad[1:2]", 6.5, 8.0),
+        ("grad[0:1]", 8.0, 10.0),
+    ]
+    assert compute(trace, 0) == [
+        ("forward[1:2]", 0.0, 1.0),
+        ("forward[0:1]", 1.0, 2.0),
+        ("backward[0:1]", 2.0, 3.0),
+        ("backward[1:2]", 3.0, 4.0),
+    ]
+    assert compute(trace, 1) == [
+        ("wait", 4.0, 8.0),
+        ("update[1:2]", 8.0, 8.5),
+        ("forward[1:2]", 8.5, 9.5),
+        ("wait", 9.5, 10.0),
+        ("update[0:1]", 10.0, 10.5),
+        ("forward[0:1]", 10.5, 11.5),
+        ("backward[0:1]", 11.5, 12.5),
+        ("backward[1:2]", 12.5, 13.5),
+    ]
+    prediction = predict_plan(plan, profile)
+    assert (prediction.iteration_s, prediction.exposed_s) == (9.5, 4.5)
+    assert prediction.bytes_per_iteration == {"net": 200.0}
+    in_order = Plan("fifo", 2, tuple(map(due_by_the_next_forward, range(2))), updates="on_arrival")
+    assert predict_plan(in_order, profile).iteration_s == 11.0
+
+
+def test_updates_on_arrival_release_before_their_forward():
+    profile = profile_of(0.5, 0.5, update_s=1.0)
+    state = [
+        transfer(
+            "param", range(2), after=after, before=Moment("end", lag=1), phases=[0], link="net"
+        )
+        for after in (Moment("updated", 1), Moment("updated"), Moment("forward", 0, lag=1))
+    ]
+    for moment, released_s in zip(state, (4.5, 6.0, 5.5), strict=True):
+        trace = simulate(Plan("x", 2, (moment,), updates="on_arrival"), profile, iterations=1)
+        (message,) = (s for s in trace.spans if s.lane == "net")
+        assert (message.iteration, message.start_s) == (0, released_s)
+
+
+@pytest.mark.parametrize("merged", [1, 2, 3])
+@settings(max_examples=40, deadline=None)
+@given(profile=ALIKE)
+def test_generations_that_are_one_late_hide_everything_but_the_slower_side(merged, profile):
+    transfers = tuple(
+        transfer(
+            "grad",
+            range(b, b + 1),
+            after=Moment("grad", b),
+            before=Moment("step", lag=merged),
+            phases=[merged - 1],
+            link="net",
+        )
+        for b in range(len(profile.buckets))
+    )
+    closes = frozenset({merged - 1})
+    plan = Plan("late", len(profile.buckets), transfers, period=merged, closes=closes)
+    computed_s = profile.other_s + profile.forward_s + profile.backward_s
+    communicated_s = sum(profile.communication_s("net")) / merged
+    computed_s += profile.update_s / merged
+    prediction = predict_plan(plan, profile)
+    assert prediction.iteration_s == exactly(max(computed_s, communicated_s))
+    assert prediction.exposed_s == exactly(max(communicated_s - computed_s, 0.0))
+
+
+def test_generations_are_applied_once_and_shown_with_their_iterations():
+    # The prologue merges iterations 0 and 1, the period 2 and 3, 4 and 5, ...; bucket 0 leaves
+    # when its generation closes, bucket 1 an iteration later.
+    at_close = transfer(
+        "grad",
+        range(1),
+        after=Moment("grad", 0),
+        before=Moment("step", lag=2),
+        phases=[1, 3],
+        link="net",
+    )
+    later = transfer(
+        "grad",
+        range(1, 2),
+        after=Moment("forward"),
+        before=Moment("step", lag=1),
+        phases=[2],
+        link="net",
+        age=1,
+    )
+    plan = Plan("deft", 2, (at_close, later), period=2, prologue=2, closes=frozenset({1, 3}))
+    profile = profile_of(3.0, 1.0, update_s=1.0)
+    trace = simulate(plan, profile, iterations=8, record=8)
+    assert trace.iteration_seconds() == [4.0, 4.0, 4.0, 5.0, 4.0, 5.0, 4.0, 5.0]
+    assert {s.iteration for s in trace.spans if s.kind == "update"} == {3, 5, 7}
+    assert [(s.iteration, s.buckets, s.carries) for s in trace.spans if s.lane == "net"] == [
+        (1, (0, 1), (0, 2)),
+        (2, (1, 2), (0, 2)),
+        (3, (0, 1), (2, 4)),
+        (4, (1, 2), (2, 4)),
+        (5, (0, 1), (4, 6)),
+        (6, (1, 2), (4, 6)),
+        (7, (0, 1), (6, 8)),
+    ]
+    assert {s.carries for s in trace.spans if s.lane == COMPUTE} == {None}
+    prediction = predict_plan(plan, profile)
+    assert (prediction.iteration_s, prediction.exposed_s) == (4.5, 0.0)
+    assert (prediction.busy_s, prediction.bytes_per_iteration) == ({"net": 2.0}, {"net": 100.0})
+    assert len(prediction.window) % 2 == 0
+
+
+def test_a_message_that_lands_in_a_later_iteration_is_shown_in_its_own():
+    plan = Plan("late", 1, (due_by_the_next_forward(0),), updates="on_arrival")
+    trace = simulate(plan, profile_of(5.0), iterations=3, record=1)
+    (message,) = (s for s in trace.spans if s.lane == "net")
+    assert message.iteration == 2
+    assert message.start_s < trace.ends_s[0][2] + 1e-9 < message.end_s
+
+
+def test_generations_must_go_on_closing():
+    plan = Plan("x", 1, (), period=2, prologue=1, closes=frozenset({0}))
+    text = r"closes \(0\) must hold a phase of the period \(1-2\), or nothing is applied after"
+    with pytest.raises(ValueError, match=text):
+        simulate(plan, profile_of(1.0))
+
+
+@pytest.mark.parametrize(
+    ("halves", "seconds"),
+    [
+        ({}, (0.5 + 2.0, 0.5 + 2.0)),  # half of what is not latency
+        ({"all_gather": (0.25, 50.0)}, (0.5 + 2.0, 0.25 + 2.0)),
+        ({"reduce_scatter": (1.0, 25.0), "all_gather": (0.0, 100.0)}, (1.0 + 4.0, 1.0)),
+    ],
+)
+def test_halves_of_an_all_reduce(halves, seconds):
+    forward, step = Moment("forward", 0, lag=1), Moment("step")
+    plan = Plan(
+        "halves",
+        1,
+        tuple(
+            transfer("grad", range(1), after=a, before=b, phases=[0], link="net", verb=verb)
+            for verb, a, b in (
+                ("reduce_scatter", Moment("grad", 0), step),
+                ("all_gather", step, forward),
+            )
+        ),
+        updates="on_arrival",
+    )
+    link = Link("net", 0.5, 25.0, halves=halves)
+    profile = Profile((Bucket("a", 1.0, 1.0, 100),), (link,), world_size=2, update_s=0.5)
+    prediction = predict_plan(plan, profile)
+    assert prediction.iteration_s == exactly(2.5 + sum(seconds))
+    assert prediction.busy_s["net"] == exactly(sum(seconds))
+    assert prediction.bytes_per_iteration == {"net": 100.0}
+    spans = [s for s in prediction.trace.spans if s.lane == "net"]
+    assert [(s.kind, s.bytes) for s in spans] == [("reduce_scatter", 50), ("all_gather", 50)]
+    assert [s.end_s - s.start_s for s in spans] == [exactly(s) for s in seconds]
