@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024, help="of the hidden layer")
     parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=int(os.environ.get("OFFBEAT_SEED", 0)))
     args = parser.parse_args()
 

@@ -249,11 +249,12 @@ class Spy:
         flat, places = self._engine.flat, {}
         for t in plan.transfers if plan is not None else ():
             run = t.payload.buckets
-            tensors = {
-                "grad": lambda run: flat.grads(run, 0) + (flat.grads(run, 1) if plan.closes else ()),
-                "param": flat.params,
-                "state": self._engine.state.tensors,
-            }[t.payload.kind](run)  # fmt: skip
+            if t.payload.kind == "grad":
+                tensors = flat.grads(run, 0) + (flat.grads(run, 1) if plan.closes else ())
+            elif t.payload.kind == "param":
+                tensors = flat.params(run)
+            else:
+                tensors = self._engine.state.tensors(run)
             for x in tensors:
                 part = x[t.payload.slice_of(x.numel())]
                 places[part.data_ptr(), part.numel()] = replace(t.payload, age=0)

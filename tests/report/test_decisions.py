@@ -36,7 +36,7 @@ def test_the_tries_are_a_table_and_the_rest_is_in_words(page):
     ]
     for said in (
         "<dd>net, and slow for what net cannot hide: 9 % less time than net alone</dd>",
-        "<dd>1.12 <small>time to send all gradients / forward and backward</small></dd>",
+        "<dd>1.12 <small>time to send all gradients on the first link / ",
         "<dd>2, 1 <small>",
         "<dd>accepted at the second try: the expected loss is within 1 %</dd>",
         "<summary>1 decision during the run</summary>",

@@ -37,10 +37,10 @@ def _facts(notes: Mapping[str, Any], preserver: Mapping[str, Any]) -> Iterable[F
         (
             "coverage rate",
             _number(notes.get("coverage_rate")),
-            "time to send all gradients / forward and backward",
+            "time to send all gradients on the first link / forward and backward",
         ),
         ("merged per update", words.plain(notes.get("merges")), "iterations, over one cycle"),
-        ("capacity", _factor(notes.get("capacity")), "of the time that compute can hide"),
+        ("capacity", _factor(notes.get("capacity")), "the time of forward and of backward"),
         ("convergence", words.plain(preserver.get("decision")), ""),
     )
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from offbeat.solve import _check, knapsack
 
-MOST_GENERATIONS = 24  # until the queues must have repeated; then a repetition is made
+MOST_GENERATIONS = 8  # until the queues must have repeated; then a repetition is made
 
 _Queue = frozenset[int]
 
@@ -52,7 +52,10 @@ class Schedule:
 
     @property
     def merges(self) -> tuple[int, ...]:
-        """How many iterations each generation of the cycle merges; of its rotations the greatest."""
+        """How many iterations each generation of the cycle merges.
+
+        The rotation that is greatest; where a cycle starts is arbitrary.
+        """
         closes = [-1, *(t for t, iteration in enumerate(self.cycle) if iteration.closes)]
         merges = [b - a for a, b in pairwise(closes)]
         return tuple(max(merges[i:] + merges[:i] for i in range(len(merges))))
@@ -88,9 +91,10 @@ def simulate(
 ) -> Schedule:
     """Schedule in which every window sends what its knapsack chooses.
 
-    `forward_s` and `backward_s` are the windows; `ready_s` per piece counts from the start of backward, `weights_s[link][piece]` is its time on a link. If the queues
-    have not repeated after 24 generations, the stretch between two closes with most updates per
-    iteration is repeated, of those whose second close can leave what the first one left.
+    `forward_s` and `backward_s` are the windows; `ready_s` per piece counts from the start of
+    backward, `weights_s[link][piece]` is its time on a link. Repeated is the stretch between two
+    closes with most updates per iteration, of those whose second close can leave what the first
+    one left, among the generations until the queues repeat, or 8 of them: exact sums hardly do.
     Raises ValueError, also for a piece that fits into neither window (by `names`, if given).
     Source: DeFT, Algorithm 2.
     """
@@ -107,7 +111,7 @@ def simulate(
 def most_updates(
     forward_s: float, backward_s: float, weights_s: Sequence[Sequence[float]]
 ) -> float:
-    """Updates per iteration that no stretch of 24 generations can exceed."""
+    """Updates per iteration that no stretch of 8 generations can exceed."""
     total_s = sum(weights_s[0])
     carried_s = sum(
         (forward_s + backward_s)

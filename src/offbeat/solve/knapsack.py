@@ -9,6 +9,8 @@ most the time that the link has left at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,17 +64,27 @@ def greedy(
     return _placed(_first_fit, weights_s, window_s, ready_s, busy_s)
 
 
+@dataclass(frozen=True)
 class _Window:
     """A checked problem whose messages are in order of readiness."""
 
-    def __init__(self, weights_s: Numbers, limit_s: float, ready_s: Numbers, busy_s: Numbers):
-        self.weights_s, self.limit_s, self.ready_s, self.busy_s = (
-            weights_s,
-            limit_s,
-            ready_s,
-            busy_s,
-        )
-        self.links, self.count = weights_s.shape
+    weights_s: Numbers  # [link, message]
+    limit_s: float
+    ready_s: Numbers
+    busy_s: Numbers
+
+    @property
+    def links(self) -> int:
+        return self.weights_s.shape[0]
+
+    @property
+    def count(self) -> int:
+        return self.weights_s.shape[1]
+
+    @cached_property
+    def _lists_s(self) -> tuple[list[list[float]], list[float], list[float]]:
+        """Weights, ready and busy times as lists, which loops read faster."""
+        return self.weights_s.tolist(), self.ready_s.tolist(), self.busy_s.tolist()
 
     def fits_alone(self) -> NDArray[np.bool_]:
         """[link, message]: whether the message could be sent there if it were the only one."""
@@ -80,9 +92,10 @@ class _Window:
 
     def end_s(self, link: int, messages: Iterable[int]) -> float:
         """When the last of ascending messages ends on a link."""
-        end_s, ready_s, weights_s = self.busy_s[link], self.ready_list_s, self.lists_s[link]
+        weights_s, ready_s, busy_s = self._lists_s
+        own_s, end_s = weights_s[link], busy_s[link]
         for i in messages:
-            end_s = max(end_s, ready_s[i]) + weights_s[i]
+            end_s = max(end_s, ready_s[i]) + own_s[i]
         return end_s
 
     def only(self, messages: NDArray[np.intp]) -> _Window:
@@ -207,11 +220,15 @@ def _members(subset: int) -> list[int]:
 
 def _earliest_end(window: _Window) -> list[list[int]] | None:
     """Everything, longest first, each on the link that then ends first; None if it does not fit."""
+    worth = window.weights_s[0] / np.maximum(window.weights_s, np.finfo(float).tiny)
+    if window.weights_s[0].sum() > (window.limit_s - window.busy_s) @ worth.max(axis=1):
+        return None
     sets: list[list[int]] = [[] for _ in range(window.links)]
-    load_s = window.busy_s.copy()
+    load_s, columns_s = window.busy_s.tolist(), window.weights_s.T.tolist()
     for i in np.argsort(-window.weights_s[0], kind="stable").tolist():
-        link = int((load_s + window.weights_s[:, i]).argmin())
-        load_s[link] += window.weights_s[link, i]
+        ends_s = [load + weight for load, weight in zip(load_s, columns_s[i], strict=True)]
+        link = ends_s.index(min(ends_s))
+        load_s[link] = ends_s[link]
         sets[link].append(i)
     sets = [sorted(messages) for messages in sets]
     fits = all(window.end_s(k, messages) <= window.limit_s for k, messages in enumerate(sets))
@@ -224,7 +241,7 @@ def _filled(window: _Window) -> list[list[int]]:
     sets: list[list[int]] = [[] for _ in range(window.links)]
     for link in window.slowest_first():
         sets[link] = left[_fullest(window.only(left), link)].tolist()
-        left = np.setdiff1d(left, sets[link])
+        left = np.setdiff1d(left, sets[link], assume_unique=True)
     return sets
 
 
@@ -262,7 +279,7 @@ def _first_fit(window: _Window) -> list[list[int]]:
     for link in window.slowest_first():
         room_s = window.limit_s - window.busy_s[link]
         for i in list(left):
-            weight_s = window.lists_s[link][i]
+            weight_s = float(window.weights_s[link, i])
             if weight_s > room_s:  # no need to look at when they are ready
                 continue
             longer = sorted([*sets[link], i])

@@ -90,7 +90,7 @@ def _joined(first: Payload, second: Payload) -> Payload | None:
     if first.buckets == second.buckets and first.part + first.width == second.part:
         blocks = range(first.part, second.part + second.width)
         return _payload(first.buckets, blocks, first.parts)
-    if first.buckets.stop == second.buckets.start and first.parts == second.parts:
+    if first.buckets.stop == second.buckets.start and first.parts == second.parts == 1:
         return Payload("grad", range(first.buckets.start, second.buckets.stop))
     return None
 

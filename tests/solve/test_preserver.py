@@ -1,0 +1,102 @@
+"""The Preserver's model of the loss against simulation and the paper; the watch on the real one."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from offbeat.solve import preserver
+
+WALKS = 400_000
+SINGLE_STEPS = [0.2103, 0.2054, 0.1989, 0.1967, 0.1922]  # DeFT, Table V, row O_B
+
+
+@pytest.mark.parametrize("target", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("above", "eta", "mu", "sigma", "batch"),
+    [(1.0, 0.1, 2.0, 3.0, 4), (0.1, 0.1, 1.0, 20.0, 16), (0.05, 0.2, 3.0, 1.0, 1)],
+    ids=["far", "at the target", "beyond it"],
+)
+def test_expectation_is_that_of_the_rebounding_walk(above, eta, mu, sigma, batch, target):
+    rng = np.random.default_rng(0)
+    moved = target + above - eta * rng.normal(mu, sigma / math.sqrt(batch), WALKS)
+    walked = np.where(moved >= target, moved, 2 * target - moved)
+    error = walked.std() / math.sqrt(WALKS)
+    expected = preserver.expected_next(target + above, eta, mu, sigma, batch, target)
+    assert expected == pytest.approx(walked.mean(), abs=5 * error)
+
+
+def test_without_noise_the_step_is_certain():
+    assert preserver.expected_next(1.0, 0.1, 3.0, 0.0) == pytest.approx(0.7)
+    assert preserver.expected_next(0.2, 0.1, 3.0, 0.0) == pytest.approx(0.1)
+    nearly = preserver.expected_next(0.2, 0.1, 3.0, 1e-9)
+    assert nearly == pytest.approx(0.1)
+
+
+def test_table_v():
+    eta = 0.01
+    mu = [(before - after) / eta for before, after in pairwise(SINGLE_STEPS)]
+    after = preserver.expected_loss([1, 1, 1, 1], SINGLE_STEPS[0], eta, mu, 0.0)
+    assert after == pytest.approx(SINGLE_STEPS[-1])
+    ratio = preserver.ratio([2, 1, 1], SINGLE_STEPS[0], eta, mu, 0.0)
+    assert ratio == pytest.approx(0.993, abs=0.003)
+
+
+def test_scales():
+    """Under sum a merged step is as long as its iterations together, under mean as one."""
+    mu = [1.0, 50.0]
+    assert preserver.expected_loss([2], 1.0, 0.1, mu, 0.0) == pytest.approx(0.8)
+    assert preserver.expected_loss([2], 1.0, 0.1, mu, 0.0, scale="mean") == pytest.approx(0.9)
+    one = preserver.expected_next(0.1, 0.1, 1.0, 2.0, batch=8)
+    assert preserver.expected_loss([2], 0.1, 0.1, mu, 2.0, batch=4, scale="mean") == one
+    assert preserver.ratio([1, 1], 1.0, 0.1, mu, 2.0) == 1.0
+    assert preserver.ratio([2], 0.2, 0.1, [1.0, 2.0], 0.0) == math.inf  # 0.1 over nothing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (([2, 1], 1.0, 0.1, [1.0], 1.0), r"merges \(\[2, 1\]\) must .* number of mu \(1\)"),
+        (([0, 1], 1.0, 0.1, [1.0], 1.0), r"merges \(\[0, 1\]\) must be at least 1 each"),
+        (([1], 1.0, 0.1, [1.0], -1.0), r"sigma \(-1\) and eta \(0.1\) must be at least 0"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        preserver.expected_loss(*arguments)
+
+
+def test_the_watch_is_silent_while_the_loss_goes_down_or_is_noisy():
+    watch = preserver.LossWatch()
+    rng = np.random.default_rng(1)
+    for window in range(200):
+        level = 1.0 + math.exp(-window / 20)
+        assert watch.see(list(rng.normal(level, 0.5, 50))) is None
+
+
+def test_the_watch_wants_two_windows_in_a_row():
+    watch = preserver.LossWatch()
+    means = [1.0, 1.05, 1.2, 1.0, 1.2]
+    assert [watch.see([mean] * 4) for mean in means] == [None] * 5
+    said = watch.see([1.3] * 4)
+    assert said == (
+        "the loss rose to 1.3 (mean of 4 iterations), above 1.1 in 2 windows in a row; "
+        "the lowest mean so far was 1"
+    )
+    assert watch.see([1.0] * 4) is None
+
+
+def test_the_watch_allows_for_the_windows_own_noise():
+    watch = preserver.LossWatch()
+    watch.see([1.0, 1.0])
+    assert [watch.see([0.2, 2.4]) for _ in range(3)] == [None] * 3  # mean 1.3, error 1.1
+
+
+def test_the_watch_sees_losses_that_are_not_finite_at_once():
+    watch = preserver.LossWatch()
+    assert watch.see([1.0, math.nan]) == "the loss is not finite (mean nan of 2 iterations)"
+    assert watch.see([math.inf]) == "the loss is not finite (mean inf of 1 iterations)"
+    assert watch.see([5.0]) is None  # the first that counts
+    with pytest.raises(ValueError, match=r"losses \(\[\]\) must hold at least one"):
+        watch.see([])
