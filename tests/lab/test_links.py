@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.compare import Setup
 from offbeat.lab import Cluster, Lab, Link, launch
 
 pytest.importorskip("torch", exc_type=ImportError)
@@ -120,10 +119,3 @@ def test_what_links_lose_is_measured(tmp_path: Path) -> None:
     print("speeds of two channels and of two links:", channels["speeds"], links["speeds"])
     assert (channels["links"], links["links"]) == (["eth0", "eth0"], ["eth0", "eth1"])
     assert sum(channels["speeds"]) < sum(links["speeds"])
-
-
-def test_links_of_a_setup_are_for_machines_without_the_lab(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.touch()
-    with pytest.raises(ValueError, match=r"links \(eth0, eth1\) must be left to the cluster's"):
-        Setup((str(script),), Cluster.simple(2), links=("eth0", "eth1"))

@@ -247,7 +247,7 @@ def test_synchronous_messages_that_cross_into_the_next_iteration_are_told_apart(
             for start, stop, colour in pack(window, lanes_of([window], []))["generations"]
         ]
     assert told["ddp"] == [], "one iteration in view keeps its plain look"
-    assert told["dear"] == [(-1, 0, 2), (0, 1, 0)]
+    assert told["dear"] == [(-1, 0, 3), (0, 1, 0)]
 
 
 def test_a_message_in_one_iteration_only_is_told_apart_when_another_reaches_in():
@@ -257,7 +257,7 @@ def test_a_message_in_one_iteration_only_is_told_apart_when_another_reaches_in()
     for messages, iterations, told in (
         (plain, range(1, 2), []),
         ([*plain, late_end], range(1, 2), [(1, 2, 0)]),
-        ([*plain, late_end], range(2, 3), [(1, 2, 2), (2, 3, 0)]),
+        ([*plain, late_end], range(2, 3), [(1, 2, 3), (2, 3, 0)]),
         ([*plain, late_end], range(1), []),
     ):
         trace = Trace("simulated", "x", ((1.0, 2.0, 3.0),), (0.0,), tuple(messages))

@@ -5,10 +5,16 @@ from __future__ import annotations
 import oddities
 import pytest
 import torch
+import torch.distributed as dist
 from comparing import assert_close
 from worlds import run_world
 
 from offbeat import BSP, DDP, WFBP, LocalSGD, PartialSync, Strategy
+from offbeat.plan import VERBS, Moment, transfer
+from offbeat.runtime.cluster import connect
+from offbeat.transport.collectives import collectives, shards
+from offbeat.transport.device import device_of
+from offbeat.transport.interfaces import LinkSpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,3 +52,46 @@ def test_profile_is_measured_with_events() -> None:
     assert profile.forward_s > 0
     assert profile.backward_s > 0
     assert profile.update_s > 0
+
+
+def send_over_gloo() -> list[bool]:
+    """Whether a link through the host's memory gives, bit by bit, what the host's tensors get;
+    all messages are in the air at once, growing and shrinking."""
+    dist.init_process_group("gloo")
+    rank, device = dist.get_rank(), torch.device("cuda", 0)
+    cluster = connect([LinkSpec("gloo", None, "gloo")], device, device_of(device), 30.0)
+    link, group = cluster.links["gloo"], cluster.groups["gloo"]
+    tensors = [
+        torch.randn(size, generator=torch.Generator().manual_seed(rank))
+        for size in (1, 1000, 2_000_003, 10, 500_000)
+    ]
+    flights = [
+        (link.book(rule(verb), 0, (t.to(device),)), verb, t.clone())
+        for verb in VERBS
+        for t in tensors
+    ]
+    for flight, _, _ in flights:
+        link.release(flight)
+    assert all(flight.wait(60.0) and flight.error is None for flight, _, _ in flights)
+    cluster.device.finish()
+    host = collectives(group, "gloo", torch.device("cpu"), 30.0)
+    same = []
+    for flight, verb, expected in flights:
+        host[verb](expected)
+        seen = flight.tensors[0].cpu()
+        if verb == "reduce_scatter":
+            expected, seen = (shards(t, dist.get_world_size())[rank] for t in (expected, seen))
+        same.append(torch.equal(seen, expected))
+    assert cluster.close()
+    return same
+
+
+def rule(verb: str):
+    when = {"after": Moment("step"), "before": Moment("end"), "phases": [0]}
+    return transfer("grad", range(1), link="gloo", verb=verb, **when)
+
+
+def test_gloo_through_pinned_memory() -> None:
+    """Two processes may share one GPU, which NCCL refuses."""
+    for same in run_world(send_over_gloo, 2, timeout_s=100):
+        assert same == [True] * 15

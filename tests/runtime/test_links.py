@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from worlds import run_world, watch_world
 
+from offbeat import cli
 from offbeat.plan import Moment, Verb, transfer
 from offbeat.runtime.cluster import Cluster, connect
 from offbeat.runtime.job import current_links
+from offbeat.runtime.prepare import _specs
+from offbeat.transport import interfaces
 from offbeat.transport.collectives import Native, collectives, shards
 from offbeat.transport.control import new_group
 from offbeat.transport.device import CPU
@@ -46,6 +50,9 @@ def own_shard(rank: int, world_size: int, size: int) -> slice:
     """By its definition: ceil(size / world_size) elements from rank times as many on."""
     each = -(-size // world_size)
     return slice(min(rank * each, size), min((rank + 1) * each, size))
+
+
+LO, ANY = LinkSpec("lo", "lo", "gloo"), LinkSpec("any", None, "gloo")
 
 
 # ---- in worlds ------------------------------------------------------------------------------
@@ -160,6 +167,21 @@ def rule(link: str, verb: Verb = "mean"):
     )
 
 
+def connect_deaf() -> None:
+    """Rank 1 has an address, but nobody listens there."""
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        interfaces.socket.create_server = lambda address, **_: bound(address)  # type: ignore[assignment]
+    with connected(LO):
+        pass
+
+
+def bound(address: tuple[str, int]) -> socket.socket:
+    s = socket.socket()
+    s.bind(address)
+    return s
+
+
 def connect_with(specs: list[tuple[LinkSpec, ...]]) -> list[str]:
     """Names of the links that one gets with `specs[rank]`."""
     with_mine = specs[int(os.environ["RANK"])]
@@ -261,6 +283,29 @@ def test_links_of_the_environment(
     assert current_links() == specs
 
 
+@pytest.mark.parametrize(
+    ("links", "device", "text"),
+    [
+        (["nccl:eth0"], "cpu", "link 'nccl:eth0' (eth0) needs a model on a GPU (cpu); give gloo:"),
+        (
+            ["eth0", "nccl:eth1"],
+            "cuda",
+            "link 'nccl:eth1' (eth1) must have the interface of link 'eth0', as NCCL uses one",
+        ),
+    ],
+)
+def test_links_that_nccl_cannot_be(links: list[str], device: str, text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        _specs(links, torch.device(device))
+    assert text in str(caught.value)
+
+
+def test_the_backend_follows_the_device() -> None:
+    backends = [spec.backend for spec in _specs(["eth0", "gloo:eth1"], torch.device("cuda"))]
+    assert backends == ["nccl", "gloo"]
+    assert _specs(["eth0"], HOST)[0].backend == "gloo"
+
+
 def test_address_of_an_interface() -> None:
     assert str(ipv4_of("lo")) == "127.0.0.1/8"
     assert ipv4_of("nonexistent0") is None
@@ -275,8 +320,6 @@ def test_who_cannot_be_reached() -> None:
 
 
 # ---- links that are not alike ---------------------------------------------------------------
-
-LO, ANY = LinkSpec("lo", "lo", "gloo"), LinkSpec("any", None, "gloo")
 
 
 def test_names_are_rank_0_s() -> None:
@@ -305,3 +348,35 @@ def test_differences_are_said_on_every_rank(specs: Any, text: str) -> None:
         assert outcome.kind == "ValueError", outcome.error
         assert text in outcome.error
         assert outcome.seconds < 20
+
+
+def test_a_rank_that_nobody_reaches_is_named() -> None:
+    outcomes = watch_world(connect_deaf, 3)
+    for outcome in outcomes:
+        assert outcome.kind == "ValueError", outcome.error
+        assert outcome.error.startswith("link 'lo' must connect all ranks, but within 15 s rank 0 ")
+        assert outcome.error.count("cannot reach rank 1 (host") == 2
+        assert "reach rank 0" not in outcome.error
+        assert "reach rank 2" not in outcome.error
+
+
+# ---- the command line -----------------------------------------------------------------------
+
+
+def test_links_of_the_command_line_reach_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("echo.py").write_text("import os, sys; sys.exit(os.environ['OFFBEAT_LINKS'])")
+    argv = ["run", "--lab", "none", "--hosts", "1", "--links", "lo, gloo:lo", "echo.py"]
+    assert cli.main(argv) == 1
+    assert "    lo,gloo:lo" in capsys.readouterr().err  # the end of rank 0's log
+
+
+def test_links_are_for_machines_without_the_lab(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    assert cli.main(["run", "--links", "eth0,eth1", str(script)]) == cli.WRONG_USE
+    assert "links (eth0, eth1) must be left to the cluster's" in capsys.readouterr().err

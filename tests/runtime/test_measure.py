@@ -85,6 +85,6 @@ def test_a_fit_finds_what_made_the_times(latency: float, rate: float, sizes: lis
 
 def test_rate_counts_what_is_cut_off_in_proportion() -> None:
     spans = [(0.0, 2.0), (2.0, 3.0), (4.0, 8.0)]
-    assert _rate(spans) == pytest.approx(3 / 8)
+    assert _rate(spans, 0.0, 8.0) == pytest.approx(3 / 8)
     assert _rate(spans, 1.0, 5.0) == pytest.approx((1 / 2 + 1 + 1 / 4) / 4)
     assert _rate(spans, 3.0, 4.0) == 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from offbeat.trace import COMPUTE, Span
 
 GRADIENTS = ("grad", "reduce_scatter", "all_gather")  # kinds of messages that hold gradients
-COLOURS = 3  # g0, g1, ... of the style sheet; at most two generations are under way at a time
+COLOURS = 4  # g0, g1, ... of the style sheet; at most two generations are under way at a time
 
 Generation = tuple[int, int]  # iterations [first, stop)
 

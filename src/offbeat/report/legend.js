@@ -23,8 +23,8 @@ function drawLegend() {
 
 function legendOfGenerations(list, names) {
   const words = "gradients in the colour of the bar above the iterations that they are from";
-  const key = legendItem(list, words, 48);
-  for (const i of [0, 1, 2]) draw("rect", { class: `g${i}`, x: 17 * i, width: 14, height: 12, rx: 2 }, key);
+  const key = legendItem(list, words, 65);
+  for (const i of [0, 1, 2, 3]) draw("rect", { class: `g${i}`, x: 17 * i, width: 14, height: 12, rx: 2 }, key);
   if (!names.some(([lane, , , , , , merged]) => lane === 0 && merged)) return;
   const update = legendItem(list, "update that applies gradients of that colour", 14);
   draw("rect", { class: "update", width: 14, height: 12, rx: 2 }, update);

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.runtime.cluster import Cluster
-from offbeat.runtime.engine import Iteration, Marks
 from offbeat.runtime.flat_session import unite
+from offbeat.runtime.marks import Iteration, Marks
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Session
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -13,73 +12,26 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.plan import Moment, Payload, Plan, Transfer
-from offbeat.runtime.agenda import Agenda, agenda
+from offbeat.runtime.agenda import agenda
+from offbeat.runtime.arrivals import Arrivals
+from offbeat.runtime.copies import Copies
 from offbeat.runtime.flat import Flat
 from offbeat.runtime.forward import ForwardHooks
+from offbeat.runtime.landing import Landing
+from offbeat.runtime.marks import Iteration, Marks, Planned
 from offbeat.runtime.noise import NoiseMeter
 from offbeat.runtime.schedulers import SchedulerGate
 from offbeat.runtime.state import StateStore
-from offbeat.runtime.stepper import BucketStepper, Settings
+from offbeat.runtime.stepper import BucketStepper
 from offbeat.strategies.base import StatePolicy
 from offbeat.transport.control import Control
-from offbeat.transport.device import Device, Mark
-from offbeat.transport.link import Flight, Link
+from offbeat.transport.device import Device
+from offbeat.transport.link import Link
 
 EARLY_REMEDY = {
     "in_backward": "use average='before_update'",
     "on_arrival": "use a strategy that steps at once, such as WFBP()",
 }
-
-
-@dataclass(slots=True)
-class Arrival:
-    """One bucket's gradient awaited and applied, before its next forward."""
-
-    bucket: int
-    begin: Mark
-    landed: Mark
-    updated: Mark
-
-
-@dataclass(slots=True)
-class Marks:
-    """When things happened in one iteration, as device marks; None or empty: not marked."""
-
-    begin: Mark = None
-    arrivals: list[Arrival] = field(default_factory=list)
-    forward: Mark = None
-    forward_end: Mark = None
-    ready: list[Mark] = field(default_factory=list)
-    updated: list[Mark] = field(default_factory=list)
-    backward_end: Mark = None
-    waited: Mark = None
-    step: Mark = None
-    stepped: Mark = None
-    end: Mark = None
-
-
-@dataclass(slots=True)
-class Iteration:
-    """What one iteration did: its number, its marks, its flights; `planned` is its number in the
-    plan, which begins anew after `drain`."""
-
-    number: int
-    marks: Marks
-    flights: list[Flight]
-    planned: int = 0
-
-
-@dataclass(slots=True)
-class _Planned(Iteration):
-    """An iteration under way, or over with flights still out."""
-
-    agenda: Agenda = field(kw_only=True)
-    awaited: int = 0  # flights that have been waited for
-    over: bool = False
-
-    @property
-    def complete(self) -> bool:
-        return self.over and self.awaited == len(self.flights)
 
 
 class Engine:
@@ -112,8 +64,7 @@ class Engine:
         self._model = model
         self._device = device
         self._control = control
-        self._timeout_s = timeout_s
-        self._failure: BaseException | None = None
+        self._landing = Landing(device, control, timeout_s)
         self._handles: list[RemovableHandle] = []
         self._forward_hooks: ForwardHooks | None = None
         self._gate: SchedulerGate | None = None
@@ -129,7 +80,7 @@ class Engine:
         self._parameters = [p for bucket in flat.buckets for p in bucket.parameters]
         self._bucket_of = [b for b, bucket in enumerate(flat.buckets) for _ in bucket.parameters]
         self._sizes = [len(bucket.parameters) for bucket in flat.buckets]
-        self._open_copy(0)
+        self._copies = Copies(flat, merged=False)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(i))
             for i, p in enumerate(self._parameters)
@@ -152,22 +103,24 @@ class Engine:
         if self._remedy is not None:
             self._stepper.require_independent(self._remedy)
         self._agendas = {phase: agenda(plan, phase) for phase in plan.phases}
-        self._open_copy(0)
-        copies = range(1 if plan.closes is None else 2)
+        self._copies = Copies(self.flat, merged=plan.closes is not None)
         self._payloads: dict[Transfer, list[tuple[Tensor, ...]]] = {
-            t: [self._tensors(t.payload, copy) for copy in copies]
+            t: [self._tensors(t.payload, copy) for copy in range(self._copies.count)]
             for t in plan.transfers
             if t.payload.kind != "state"
         }
+        self._arrivals: Arrivals | None = None
         if plan.updates == "on_arrival":
+            assert self._remedy is not None
+            self._arrivals = Arrivals(
+                self.flat, self._device, self._wait, self._release, self._remedy
+            )
             self._forward_hooks = ForwardHooks(self._model, self.flat, self._arrive)
         if plan.closes is not None:
             self._gate = SchedulerGate(self.optimizer)
-        self._now: _Planned | None = None
-        self._recent: deque[_Planned] = deque()
-        self._due: dict[int, list[tuple[_Planned, list[int]]]] = {}
-        self._arriving: _Planned | None = None
-        self._zero_on_arrival = False
+        self._now: Planned | None = None
+        self._recent: deque[Planned] = deque()
+        self._due: dict[int, list[tuple[Planned, list[int]]]] = {}
 
     def _release_plan(self) -> None:
         """Undo what the plan so far has attached elsewhere."""
@@ -197,18 +150,18 @@ class Engine:
             begin=self._device.mark(), ready=[None] * buckets, updated=[None] * buckets
         )
 
-    def _book(self) -> _Planned:
+    def _book(self) -> Planned:
         """The iteration's first sign of life: give its messages their places on the links."""
         planned = self.iteration - self.plan_start
         tables = self._agendas[self.plan.phase(planned)]
         flights = [
             self.links[t.link].book(t, self.iteration, self._payload(t)) for t in tables.transfers
         ]
-        self._now = now = _Planned(self.iteration, self._marks, flights, planned, agenda=tables)
+        self._now = now = Planned(self.iteration, self._marks, flights, planned, agenda=tables)
         for lag, indices in tables.due_step.items():
             self._due.setdefault(self.iteration + lag, []).append((now, indices))
-        self._seen = bytearray(len(self._views))
-        self._ready = bytearray(len(self._views))
+        self._seen = bytearray(len(self._parameters))
+        self._ready = bytearray(len(self._parameters))
         self._missing = list(self._sizes)
         self._next = 0  # buckets before this one have fired grad(b)
         self._unused: list[nn.Parameter] = []
@@ -221,8 +174,8 @@ class Engine:
     def _payload(self, t: Transfer) -> tuple[Tensor, ...]:
         if t.payload.kind == "state":
             return ()  # made when it is released: the optimizer replaces its tensors
-        copies = self._payloads[t]
-        return copies[(self._open + t.payload.age) % len(copies)]
+        copies = self._copies
+        return self._payloads[t][copies.closed if t.payload.age else copies.opened]
 
     def forward_begins(self) -> None:
         if self._now is None and torch.is_grad_enabled():
@@ -240,9 +193,8 @@ class Engine:
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def gradient_ready(p: Tensor) -> None:
             now = self._now or self._book()
-            if self._arriving is not None:
-                self._arrive(0)
-            view = self._views[index]
+            self._arrive(0)
+            view = self._copies.views[index]
             if p.grad is not view:
                 self._adopt_gradient(p, view)
             self._seen[index] = 1
@@ -284,28 +236,28 @@ class Engine:
         p.grad = view
 
     def _twice(self) -> None:
-        self._require_alive()
+        self._landing.require_alive()
         raise RuntimeError(
             "backward ran twice without optimizer.step() in between, but gradients were already "
             "handed on; wrap all but the last backward in `with model.no_sync():`, skip no step, "
             "and use activation checkpointing with use_reentrant=False"
         )
 
-    def _advance(self, now: _Planned) -> None:
+    def _advance(self, now: Planned) -> None:
         """Fire grad(b), and with updates in backward updated(b), for every bucket that can."""
         while self._next < len(self._missing) and not self._missing[self._next]:
             b = self._next
             self._next += 1
             now.marks.ready[b] = self._device.mark()
             if self.meter is not None and self.plan.closing(now.planned):
-                self.meter.own(self.flat.grads(range(b, b + 1), self._open))
+                self.meter.own(self.flat.grads(range(b, b + 1), self._copies.opened))
             self._release(now, now.agenda.at_grad[b])
             if self.plan.updates == "in_backward":
-                self._stepper.step(b, remedy=self._remedy if now.planned == 0 else None)
+                self._stepper.step(b, None, self._remedy if now.planned == 0 else None)
                 now.marks.updated[b] = self._device.mark()
                 self._release(now, now.agenda.at_updated[b])
 
-    def _release(self, now: _Planned, indices: Sequence[int]) -> None:
+    def _release(self, now: Planned, indices: Sequence[int]) -> None:
         for i in indices:
             flight = now.flights[i]
             payload = flight.transfer.payload
@@ -329,16 +281,16 @@ class Engine:
         now.marks.waited = self._device.mark()
         applied = self.plan.applied(now.planned)
         if self.meter is not None and applied:
-            everything, copy = range(len(self._sizes)), self._applied_copy
-            self.meter.averaged(self.flat.grads(everything, copy), len(applied))
+            grads = self.flat.grads(range(len(self._sizes)), self._copies.closed)
+            self.meter.averaged(grads, len(applied))
         if self.plan.closes is not None:
-            self._show(applied)
+            self._copies.show(applied, self.plan.merge)
         self._grad_version = self.flat.grad_version()
 
     def step(self, skip_update: bool = False) -> None:
         """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is
         due by the end, and the next iteration."""
-        self._require_alive()
+        self._landing.require_alive()
         now = self._now or self._book()
         self._arrive(0)
         if not self._backward_over:
@@ -355,8 +307,9 @@ class Engine:
                     self.optimizer.step()
             for released in now.agenda.at_updated:
                 self._release(now, released)
-        elif self.plan.updates == "on_arrival":
-            self._await_arrivals(now)
+        elif self._arrivals is not None:
+            self._arrivals.expect(now, self._stepper)
+            self.optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
         now.marks.stepped = mark()
         self._wait(now, now.agenda.due_end)
         now.marks.end = mark()
@@ -368,6 +321,18 @@ class Engine:
         self._report()
         self.begin()
 
+    def _step_merged(self, now: Planned) -> None:
+        applied = self.plan.applied(now.planned)
+        if applied:
+            self.optimizer.step()
+            self._copies.discard()
+        if self.plan.closing(now.planned):
+            self._copies.swap()
+        else:
+            self._copies.open(self._copies.opened)
+        assert self._gate is not None
+        self._gate.iteration(bool(applied))
+
     def _report(self) -> None:
         """Hand on the iterations that are complete, in their order."""
         while self._recent and self._recent[0].complete:
@@ -375,11 +340,7 @@ class Engine:
             if self.listener is not None:
                 self.listener(done)  # may attach another storage and adopt another plan
 
-    def _require_alive(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError("this worker has failed; start it again") from self._failure
-
-    def _flush(self, now: _Planned) -> list[nn.Parameter]:
+    def _flush(self, now: Planned) -> list[nn.Parameter]:
         """Parameters without a gradient keep no bucket from being sent; they count as zero in
         averages. Returns those whose own step must be skipped, as plain PyTorch does."""
         if self._next == len(self._missing):
@@ -390,7 +351,7 @@ class Engine:
         }
         merged = self.plan.closes is not None
         for seen, p, view, b in zip(
-            self._seen, self._parameters, self._views, self._bucket_of, strict=True
+            self._seen, self._parameters, self._copies.views, self._bucket_of, strict=True
         ):
             if not seen:
                 p.grad = view
@@ -425,94 +386,21 @@ class Engine:
         """Zero the gradients in place, each as soon as nothing needs it any more."""
         if self.plan.closes is not None:
             return  # the generation is added to; what was applied is zeroed when it was
-        if self._arriving is None:
+        if self._arrivals is not None and self._arrivals.pending:
+            self._arrivals.zero_grad()
+        else:
             self.flat.zero_grad()
-            return
-        self._zero_on_arrival = True
-        for bucket in self.flat.buckets[self._next_arrival + 1 :]:
-            bucket.zero_grad()
-
-    # ---- updates on arrival -----------------------------------------------------------------
-
-    def _await_arrivals(self, now: _Planned) -> None:
-        """The update is due, bucket by bucket, before each one's next forward; with the settings
-        (learning rate) of this moment, which a scheduler may change in between."""
-        self._arriving = now
-        self._next_arrival = len(self._sizes) - 1
-        self._settings: Settings = self._stepper.settings()
-        self._zero_on_arrival = False
-        self.optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers look for
 
     def _arrive(self, first: int) -> None:
         """Bring every bucket from the input side down to `first` up to date."""
-        while self._arriving is not None and self._next_arrival >= first:
-            self._arrive_next(self._arriving)
-
-    def _arrive_next(self, iteration: _Planned) -> None:
-        b, mark = self._next_arrival, self._device.mark
-        begin = mark()
-        self._wait(iteration, iteration.agenda.due_next_forward[b])
-        self._release(iteration, iteration.agenda.at_next_forward[b])
-        landed = mark()
-        bucket = self.flat.buckets[b]
-        detached = [
-            (p, view)
-            for p, view in zip(bucket.parameters, bucket.grad_views, strict=True)
-            if p.grad is not view
-        ]
-        for p, view in detached:  # the user has set p.grad to None, before it was applied
-            p.grad = view
-        self._stepper.step(
-            b, self._settings, remedy=self._remedy if iteration.planned == 0 else None
-        )
-        if self._zero_on_arrival:
-            bucket.zero_grad()
-        for _, view in detached:
-            view.zero_()
-        self._marks.arrivals.append(Arrival(b, begin, landed, mark()))
-        self._next_arrival -= 1
-        if self._next_arrival < 0:
-            self._arriving = None
+        if self._arrivals is not None and self._arrivals.until(first, self._marks.arrivals):
             self._report()
 
-    # ---- merged generations -----------------------------------------------------------------
-
-    @property
-    def _applied_copy(self) -> int:
-        """The copy of the gradients that is averaged and applied."""
-        return self._open if self.plan.closes is None else 1 - self._open
-
-    def _open_copy(self, copy: int) -> None:
-        """Gradients go to this copy of the storage from now on."""
-        self._open = copy
-        self._views = self.flat.views(copy)
-        for p, view in zip(self._parameters, self._views, strict=True):
-            p.grad = view
-
-    def _show(self, applied: range) -> None:
-        """What code between backward and step sees: the gradients that are applied now, if any."""
-        closed: Iterable[Tensor | None] = [None] * len(self._parameters)
-        if applied:
-            closed = self.flat.views(1 - self._open)
-            if self.plan.merge == "mean" and len(applied) > 1:
-                self.flat.scale_grads(1 / len(applied), 1 - self._open)
-        for p, view in zip(self._parameters, closed, strict=True):
-            p.grad = view
-
-    def _step_merged(self, now: _Planned) -> None:
-        applied = self.plan.applied(now.planned)
-        if applied:
-            self.optimizer.step()
-            self.flat.scale_grads(0.0, 1 - self._open)
-        self._open_copy(1 - self._open if self.plan.closing(now.planned) else self._open)
-        assert self._gate is not None
-        self._gate.iteration(bool(applied))
-
-    # ---- waiting ----------------------------------------------------------------------------
+    # ---- between iterations -----------------------------------------------------------------
 
     def flush(self) -> None:
         """Between iterations: every update that was asked for is done."""
-        self._require_alive()
+        self._landing.require_alive()
         self._arrive(0)
 
     def drain(self) -> None:
@@ -529,77 +417,49 @@ class Engine:
         done = self.iteration - self.plan_start
         closed, opened = self.plan.generation(done, age=1), self.plan.generation(done)
         if closed:
-            self._send_rest(done, closed)
+            self._send_rest(closed)
             self._apply(closed)
-        opened = range(opened.start, done)
-        if opened:
-            everything = Payload("grad", range(len(self._sizes)))
-            self._open_copy(1 - self._open)  # the open generation is closed now
-            self._send(everything, next(iter(self.links)))
-            self._apply(opened)
-        self._open_copy(0)
+        if opened.start < done:
+            self._copies.swap()
+            self._send(Payload("grad", range(len(self._sizes))), next(iter(self.links)))
+            self._apply(range(opened.start, done))
+        self._copies.open(0)
         self.plan_start = self.iteration
 
-    def _send_rest(self, done: int, generation: range) -> None:
-        """What the plan would send of a closed generation in iterations to come."""
+    def _send_rest(self, generation: range) -> None:
+        """What the plan would send of the closed generation in iterations to come."""
         for iterations in self._due.values():
             for iteration, indices in iterations:
                 self._wait(iteration, indices)
         self._due.clear()
-        planned = done
+        self._report()
+        planned = self.iteration - self.plan_start
         while True:
             for t in self.plan.at(planned):
-                if t.payload.age and self.plan.generation(planned, t.payload.age) == generation:
+                if t.payload.age:
                     self._send(t.payload, t.link)
             if self.plan.applied(planned) == generation:
-                break
+                return
             planned += 1
-        self._report()
 
     def _send(self, payload: Payload, link: str) -> None:
         """Average some of the closed copy now."""
-        moment = Moment("end")
-        t = Transfer(payload, moment, moment, frozenset(), link)
-        tensors = self._tensors(payload, 1 - self._open)
+        end = Moment("end")
+        t = Transfer(payload, end, end, frozenset(), link)
+        tensors = self._tensors(payload, self._copies.closed)
         flight = self.links[link].book(t, self.iteration, tensors)
         self.links[link].release(flight)
-        self._land(flight)
+        self._landing.wait(flight, self.flat)
 
     def _apply(self, generation: range) -> None:
-        self._show(generation)
+        self._copies.show(generation, self.plan.merge)
         self.optimizer.step()
-        self.flat.scale_grads(0.0, 1 - self._open)
+        self._copies.discard()
 
-    def _wait(self, iteration: _Planned, indices: Sequence[int]) -> None:
+    def _wait(self, iteration: Planned, indices: Sequence[int]) -> None:
         for i in indices:
             flight = iteration.flights[i]
-            self._land(flight)
+            self._landing.wait(flight, self.flat)
             iteration.awaited += 1
             if self._reset_state and flight.transfer.payload.kind == "param":
                 self.state.reset(flight.transfer.payload.buckets)
-
-    def _land(self, flight: Flight) -> None:
-        limit_s = self._timeout_s + 5  # the group's own timeout speaks first
-        if not flight.wait(limit_s):
-            self._fail(flight, f"did not land within {limit_s:.0f} s")
-        if flight.error is not None:
-            self._fail(flight, f"failed: {flight.error}")
-        self._device.follow(flight.end)
-
-    def _fail(self, flight: Flight, what: str) -> None:
-        run = flight.transfer.payload.buckets
-        names = [self.flat.buckets[b].name for b in (run.start, run.stop - 1)]
-        between = names[0] if len(run) == 1 else f"{names[0]}..{names[1]}"
-        waited = ""
-        if flight.released is not None:
-            now, released = self._device.mark(), flight.released
-            seconds = self._device.seconds(now) - self._device.seconds(released)
-            waited = f" {seconds:.1f} s after its release"
-        error = RuntimeError(
-            f"rank {self._control.rank}: {flight.transfer.payload.kind} of bucket {between} on "
-            f"link {flight.transfer.link!r} in iteration {flight.iteration} {what}{waited}. "
-            f"{self._control.behind()} Restart the missing ranks, or raise timeout_s "
-            f"({self._timeout_s:g} s) if they are only slow."
-        )
-        self._failure = error
-        raise error from flight.error

@@ -132,10 +132,14 @@ class FlatBucket:
         self.grad.zero_()
         self.attach()
 
-    def attach(self) -> None:
-        """Every parameter's gradient is its view of the flat storage."""
+    def attach(self) -> list[Tensor]:
+        """Make every parameter's gradient its view of the flat storage; the views that were not."""
+        missing = []
         for p, view in zip(self.parameters, self.grad_views, strict=True):
-            p.grad = view
+            if p.grad is not view:
+                p.grad = view
+                missing.append(view)
+        return missing
 
 
 class Flat:

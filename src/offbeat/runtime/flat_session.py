@@ -17,9 +17,10 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.runtime.checksum import checksum
 from offbeat.runtime.cluster import Cluster
-from offbeat.runtime.engine import Engine, Iteration
+from offbeat.runtime.engine import Engine
 from offbeat.runtime.flat import BucketSpec, Flat, specs_of_profile
 from offbeat.runtime.guard import ConvergenceGuard, Finding
+from offbeat.runtime.marks import Iteration
 from offbeat.runtime.measure import measure_cluster, worthwhile_bytes
 from offbeat.runtime.observe import Observer, observing_plan
 from offbeat.runtime.record import Recorder
@@ -209,10 +210,12 @@ class FlatSession(Session):
 def _scaler_remedy(plan: Plan) -> str | None:
     """What to do instead of unscaling gradients, if this plan's cannot be; else None."""
     if plan.closes is not None:
-        return "merged gradients of several scales cannot be unscaled together"
+        return "merged gradients of several scales cannot be unscaled together; use WFBP()"
     if plan.updates == "in_backward":
         return "they are applied in backward; use average='before_update'"
-    return "they are applied later, bucket by bucket" if plan.updates == "on_arrival" else None
+    if plan.updates == "on_arrival":
+        return "they are applied later, bucket by bucket; use WFBP()"
+    return None
 
 
 def build_flat(model: nn.Module, profile: Profile | None) -> Flat:

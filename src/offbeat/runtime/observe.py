@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from offbeat.plan import Moment, Plan, transfer
 from offbeat.profile import Bucket, Contention, GradientNoise, Link, Profile
-from offbeat.runtime.engine import Engine, Iteration
+from offbeat.runtime.engine import Engine
 from offbeat.runtime.flat import (
     BucketSpec,
     Flat,
@@ -22,6 +22,7 @@ from offbeat.runtime.flat import (
     group_parameters,
 )
 from offbeat.runtime.loss import LossTap
+from offbeat.runtime.marks import Iteration
 from offbeat.runtime.noise import NoiseMeter, agreed_noise
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device, Mark

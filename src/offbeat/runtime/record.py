@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from offbeat.plan import Plan, Transfer
-from offbeat.runtime.engine import Arrival, Iteration, Marks
 from offbeat.runtime.loss import LossTap
+from offbeat.runtime.marks import Arrival, Iteration, Marks
 from offbeat.trace import COMPUTE, Span, Trace
 from offbeat.transport.device import Device, Mark
 

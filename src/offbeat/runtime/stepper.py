@@ -34,8 +34,8 @@ class BucketStepper:
         """The groups' settings as they are now, for steps that come later."""
         return {id(group): _settings(group) for group in self._optimizer.param_groups}
 
-    def step(self, b: int, settings: Settings | None = None, *, remedy: str | None = None) -> None:
-        """Step one bucket, with these settings instead of the present ones.
+    def step(self, b: int, settings: Settings | None, remedy: str | None) -> None:
+        """Step one bucket, with these settings or else the present ones.
 
         With a `remedy` ValueError if the step changes its groups' settings: such an optimizer
         does not treat parameters independently.

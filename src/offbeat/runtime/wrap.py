@@ -193,6 +193,6 @@ class Optimizer(torch.optim.Optimizer):
         if self._session.scaler_remedy is not None:
             raise ValueError(
                 "GradScaler cannot unscale this strategy's gradients: "
-                f"{self._session.scaler_remedy}. Or use bf16 autocast without a scaler"
+                f"{self._session.scaler_remedy}, or bf16 autocast without a scaler"
             )
         return True

@@ -44,9 +44,10 @@ def exact(
 
     Optimal for up to 14 messages that could be sent at all, on any number of links, by looking at
     every subset; of the ways to place the same messages, on two links the one that ends first.
-    With more messages it is optimal on one link up to 2^-16 of the window per message, and on
-    several links each is filled that way, the slowest first, which need not be optimal together
-    (the better of this and `greedy`); sums of so many messages lie close together.
+    With more messages, weights are rounded up to 2^-16 of the window: on one link it is as good as
+    the optimum of a window shorter by that per message. On several links each is then filled that
+    way, the slowest first, which need not be optimal together; the sums of so many messages lie
+    close together. It is never worse than `greedy`.
     """
     return _placed(_best, weights_s, window_s, ready_s, busy_s)
 
@@ -169,8 +170,7 @@ def _best(window: _Window) -> list[list[int]]:
     balanced = _earliest_end(window)
     if balanced is not None:
         return balanced
-    filled = _filled(window)
-    return max(filled, _first_fit(window), key=window.value_s) if window.links > 1 else filled
+    return max(_filled(window), _first_fit(window), key=window.value_s)
 
 
 def _enumerated(window: _Window) -> list[list[int]]:

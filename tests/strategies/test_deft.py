@@ -1,0 +1,255 @@
+"""DeFT: plans that pass every check, and what they say about themselves."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat import check
+from offbeat.plan import Plan
+from offbeat.profile import Bucket, Contention, GradientNoise, Link, Profile
+from offbeat.strategies.deft import DeFT
+
+VARIANTS = [
+    DeFT(),
+    DeFT(scale="mean", solver="greedy"),
+    DeFT(links="all"),
+    DeFT(links="first", partition_elements=1000),
+    DeFT.fixed(1, 2),
+    DeFT.fixed(0, 1),
+    DeFT.fixed(3, 0),
+]
+NOISE = GradientNoise(loss=2.0, gradient_sq=1.0, noise_sq=4.0, learning_rate=0.05)
+
+
+def profile(latency_s=0.001, coverage=1.5, layers=8, second=True, mu=1.65):
+    """Equal layers whose bytes take `coverage` times compute on the first link."""
+    compute_s = layers * 0.03
+    rate = layers * 1e6 / (coverage * compute_s)
+    links = (Link("fast", latency_s, rate), Link("slow", latency_s, rate / mu))
+    return Profile(
+        buckets=tuple(Bucket(f"h.{i}", 0.01, 0.02, 1_000_000) for i in range(layers)),
+        links=links[: 1 + second],
+        world_size=4,
+        update_s=0.005,
+        other_s=0.002,
+    )
+
+
+@st.composite
+def profiles(draw, most_buckets=6):
+    """Profiles on which every message can be cut small enough for backward."""
+    names = ("net", "aux", "third")[: draw(st.integers(1, 3))]
+    milliseconds = st.integers(1, 30)
+    buckets = []
+    for i in range(draw(st.integers(1, most_buckets))):
+        size = draw(st.sampled_from([0, 4, 4000, 40_000, 400_000]))
+        given_s = {n: draw(milliseconds) / 100 for n in names if draw(st.integers(0, 4)) == 0}
+        forward_s, backward_s = draw(milliseconds) / 1000, draw(milliseconds) / 500
+        buckets.append(Bucket(f"b{i}", forward_s, backward_s, size, given_s))
+    pairs = [(a, b) for a in names for b in names if a < b]
+    return Profile(
+        buckets=tuple(buckets),
+        links=tuple(Link(n, draw(st.sampled_from([0.0, 1e-4, 9e-4])), 2e6) for n in names),
+        world_size=2,
+        contention=tuple(
+            Contention(pair, (0.9, draw(st.sampled_from([0.5, 1.0]))))
+            for pair in pairs
+            if draw(st.booleans())
+        ),
+        rank_scale=draw(st.sampled_from([(), (1.0, 1.5)])),
+        noise=draw(st.sampled_from([None, NOISE])),
+    )
+
+
+@pytest.mark.parametrize("strategy", VARIANTS, ids=str)
+@settings(max_examples=25, deadline=None)
+@given(profile=profiles())
+def test_every_plan_is_sound(strategy, profile):
+    plan = strategy.plan(profile)
+    check.raise_if_wrong([plan], profile)
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert plan == strategy.plan(profile)
+    merges = plan.notes["merges"]
+    assert sum(merges) == plan.period
+    second = plan.prologue + plan.period  # the first cycle also applies what the prologue closed
+    applied = [plan.applied(t) for t in range(second, second + plan.period)]
+    assert Counter(len(one) for one in applied if one) == Counter(merges)
+    moved = Counter()
+    for phase in plan.phases[plan.prologue :]:
+        for t in plan.at(phase):
+            for bucket in t.payload.buckets:
+                moved[bucket] += Fraction(1, t.payload.parts)
+    assert moved == {bucket: len(merges) for bucket in range(len(profile.buckets))}
+
+
+@settings(max_examples=50, deadline=None)
+@given(profile=profiles())
+def test_messages_fit_the_windows(profile):
+    plan = DeFT(preserver=False).plan(profile)
+    view = profile.slowest()
+    used = plan.links
+    for t in plan.transfers:
+        speed = view.speed(t.link, [link for link in used if link != t.link])
+        assert view.seconds_of(t.payload, t.link) / speed <= view.backward_s * (1 + 1e-6)
+    for phase in plan.phases:
+        for link in used:
+            seconds = sum(
+                view.seconds_of(t.payload, link) for t in plan.at(phase) if t.link == link
+            )
+            assert seconds <= (view.forward_s + view.backward_s) * (1 + 1e-6)
+
+
+def test_one_link_with_room_updates_in_every_iteration():
+    plan = DeFT().plan(profile(coverage=0.8))
+    assert plan.notes["merges"] == [1]
+    assert plan.links == ("fast",)
+    assert plan.notes["links"] == ("fast alone; an update in every iteration needs no further link")
+    assert plan.notes["coverage_rate"] == pytest.approx(0.8, abs=0.05)
+    ages = {t.payload.age for t in plan.at(plan.prologue)}
+    assert ages == {0, 1}  # the input side goes under the next forward
+
+
+def test_a_second_link_is_used_where_it_gives_more_updates():
+    plan = DeFT().plan(profile(coverage=1.2))
+    assert set(plan.links) == {"fast", "slow"}
+    assert plan.notes["merges"] == [1]
+    assert plan.notes["links"].startswith("fast and slow: 1.000 updates per iteration")
+    assert "instead of 0." in plan.notes["links"]
+    alone = DeFT(links="first").plan(profile(coverage=1.2))
+    assert len(alone.notes["merges"]) / alone.period < 1
+    assert alone.links == ("fast",)
+    assert alone.notes["links"] == "fast, as set"
+
+
+def test_a_second_link_that_takes_as_much_as_it_gives_is_left_alone():
+    contended = replace(
+        profile(coverage=1.5), contention=(Contention(("fast", "slow"), (0.5, 0.5)),)
+    )
+    plan = DeFT().plan(contended)
+    assert plan.links == ("fast",)
+    assert plan.notes["links"].startswith("fast alone; not fast and slow (")
+    assert set(DeFT(links="all").plan(contended).links) == {"fast", "slow"}
+
+
+def test_a_link_of_no_use_does_not_spoil_the_plan():
+    """Its latency alone is longer than backward."""
+    base = profile(coverage=1.5)
+    plan = DeFT().plan(replace(base, links=(base.links[0], Link("far", 5.0, 1e9))))
+    assert plan.links == ("fast",)
+    assert "not fast and far (bucket 'h.0' takes" in plan.notes["links"]
+
+
+def test_latency_fuses_messages():
+    def messages(latency_s):
+        plan = DeFT(links="first").plan(profile(latency_s, coverage=0.5))
+        return len(plan.at(plan.prologue))
+
+    assert messages(0.01) < 8
+    assert DeFT(partition_elements=100_000).plan(profile()).transfers[0].payload.parts == 3
+
+
+def test_a_latency_longer_than_forward():
+    short = profile(latency_s=0.1, coverage=0.5)
+    assert short.forward_s < 0.1 < short.backward_s
+    plan = DeFT().plan(short)
+    check.raise_if_wrong([plan], short)
+    assert plan.notes["merges"][0] >= 2
+
+
+def test_a_latency_longer_than_backward():
+    text = (
+        r"bucket 'h.0' takes 1\.045 s on link 'fast': even a slice of 1/256 is too long for "
+        r"backward \(0\.16 s\); use a synchronous strategy"
+    )
+    with pytest.raises(ValueError, match=text):
+        DeFT().plan(profile(latency_s=1.0))
+
+
+def test_counted_messages():
+    plan = DeFT.fixed(2, 4).plan(profile(layers=8))
+    assert plan.notes["merges"] == [2, 1, 1]
+    assert plan.notes["preserver"]["decision"].startswith("skipped: ")
+    assert plan.links == ("fast",)
+    most = [Counter(t.payload.age for t in plan.at(phase)) for phase in plan.phases]
+    assert max(sum(ages.values()) for ages in most) == 6
+
+
+def test_the_preserver_accepts_small_steps():
+    small = replace(NOISE, learning_rate=1e-4)
+    plan = DeFT(links="first").plan(replace(profile(), noise=small))
+    (only,) = plan.notes["preserver"]["tries"]
+    assert only["accepted"]
+    assert only["merges"] == plan.notes["merges"]
+    assert abs(only["ratio"] - 1) <= 0.01
+    assert plan.notes["capacity"] == 1.0
+
+
+def test_the_preserver_enlarges_windows_until_it_accepts():
+    """Merging two noisy steps near the target costs more than 1 %; single ones cost nothing."""
+    noisy = replace(NOISE, loss=0.2, noise_sq=9.0)
+    plan = DeFT(links="first").plan(replace(profile(), noise=noisy))
+    tries = plan.notes["preserver"]["tries"]
+    assert [t["accepted"] for t in tries] == [False] * (len(tries) - 1) + [True]
+    assert len(tries) > 1
+    assert [t["capacity"] for t in tries] == pytest.approx([1.1**i for i in range(len(tries))])
+    assert plan.notes["capacity"] == tries[-1]["capacity"] > 1
+    assert plan.notes["merges"] == tries[-1]["merges"]
+    assert "within 1 +- 0.01 (an upper bound" in plan.notes["preserver"]["decision"]
+
+
+def test_the_preserver_gives_up_after_ten_retries():
+    """Windows 2.6 times as long are not enough for a coverage rate of 6."""
+    noisy = replace(NOISE, loss=0.2, noise_sq=9.0)
+    plan = DeFT(links="first").plan(replace(profile(coverage=6.0), noise=noisy))
+    preserved = plan.notes["preserver"]
+    assert len(preserved["tries"]) == 11
+    assert not any(t["accepted"] for t in preserved["tries"])
+    nearest = min(preserved["tries"], key=lambda t: abs(t["ratio"] - 1))
+    assert plan.notes["merges"] == nearest["merges"]
+    assert "the nearest to 1 of 11, outside 1 +- 0.01" in preserved["decision"]
+
+
+def test_the_preserver_says_why_it_was_skipped():
+    assert DeFT().plan(profile()).notes["preserver"] == {
+        "tries": [],
+        "decision": "skipped: the profile holds no gradient noise",
+    }
+    plan = DeFT(preserver=False).plan(replace(profile(), noise=NOISE))
+    assert plan.notes["preserver"]["decision"] == "skipped: it is switched off"
+
+
+def test_bound_is_compute_of_the_slowest_rank():
+    even = profile()
+    assert DeFT().bound_s(even) == pytest.approx(0.002 + 8 * 0.03 + 0.005)
+    uneven = replace(even, rank_scale=(1.0, 1.0, 1.0, 2.0))
+    assert DeFT().bound_s(uneven) == pytest.approx(0.002 + 2 * (8 * 0.03 + 0.005))
+    assert DeFT().plan(uneven) == DeFT().plan(uneven.slowest())
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: DeFT(scale="max"), r"scale \('max'\) must be one of sum, mean"),  # pyright: ignore
+        (lambda: DeFT(solver="exat"), r"solver \('exat'\) .*; did you mean 'exact'\?"),  # pyright: ignore
+        (lambda: DeFT(links="both"), r"links \('both'\) must be one of auto, all, first"),  # pyright: ignore
+        (lambda: DeFT(partition_elements=0), r"partition_elements \(0\) must be an integer of at"),
+        (lambda: DeFT(epsilon=0), r"epsilon \(0\) must be a number above 0; use preserver=False"),
+        (lambda: DeFT(epsilon=math.nan), r"epsilon \(nan\) must be a number above 0"),
+        (lambda: DeFT(forward=1), r"forward \(1\) and backward \(None\) must be given together"),
+        (lambda: DeFT.fixed(-1, 2), r"forward \(-1\) must be an integer of at least 0"),
+        (lambda: DeFT.fixed(0, 0), r"forward \(0\) and backward \(0\) must not both be 0"),
+        (
+            lambda: DeFT(forward=1, backward=1, links="all"),
+            r"links \('all'\) must be left out with forward and backward",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
