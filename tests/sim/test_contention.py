@@ -120,6 +120,26 @@ def test_a_slow_rank_decides_when_messages_share():
     assert messages(trace) == {"net": (2.0, 7.0), "net#1": (4.0, 7.0)}
 
 
+def test_a_rank_that_does_not_wait_for_a_shared_link_goes_first():
+    # Rank 0 needs aux before it releases net#1 at 2; rank 1 needs net, which that slows down.
+    begin, grad, end = Moment("forward"), Moment("grad"), Moment("end")
+
+    def plan(net, channel):
+        moments = {"net": net, "aux": (begin, grad), "net#1": channel}
+        transfers = tuple(
+            transfer("grad", range(1), after=after, before=before, phases=[0], link=link)
+            for link, (after, before) in moments.items()
+        )
+        return Plan("x", 1, transfers)
+
+    bucket = Bucket("b", 1.0, 1.0, 100, {"net": 4.0, "aux": 1.0})
+    profile = Profile((bucket,), (Link("net", 0.0, 1e9), Link("aux", 0.0, 1e9)), world_size=2)
+    plans = [plan((begin, end), (grad, end)), plan((begin, grad), (begin, end))]
+    trace = simulate(plans, profile, iterations=1)
+    ends = {s.lane: s.end_s for s in trace.spans if s.lane != COMPUTE}
+    assert ends == {"aux": 1.0, "net": pytest.approx(5.0), "net#1": pytest.approx(7.0)}
+
+
 def test_channels_have_their_links_rate():
     ranks = Ranks(link_rates={"net": (1.0, 0.5)})
     profile = profile_of([2.0, 0.0], contention=(Contention(("net", "net"), (1.0, 1.0)),))

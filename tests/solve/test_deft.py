@@ -198,6 +198,24 @@ def test_counted_messages(forward, backward, backwards_s):
         assert all(ready_s[send.piece] < ready_s[-1] for send in iteration.future)
 
 
+def test_counted_messages_repeat_however_many():
+    ready_s = [float(i) for i in range(1, 60)]
+    for forward, backward in ((7, 20), (0, 31), (13, 41), (1, 57)):
+        schedule = deft.fixed(forward, backward, ready_s, 59.0)
+        assert_carries_all(schedule, 59)
+        sent = sum(len(i.forward + i.current + i.future) for i in schedule.cycle)
+        assert sent == 59 * len(schedule.merges)
+
+
+def test_most_updates():
+    assert deft.most_updates(1.0, 2.0, [[1.0, 2.0]]) == 1.0
+    assert deft.most_updates(1.0, 2.0, [[4.0, 2.0]]) == 0.5
+    assert deft.most_updates(1.0, 2.0, [[4.0, 2.0], [8.0, 4.0]]) == 0.75
+    assert deft.most_updates(1.0, 2.0, [[4.0, 6.0], [8.0, 0.0]]) == 1.0  # the second is free there
+    assert deft.most_updates(0.0, 0.0, [[1.0]]) == 0.0
+    assert deft.most_updates(0.0, 0.0, [[0.0]]) == 1.0
+
+
 def test_counted_messages_by_hand():
     schedule = deft.fixed(1, 2, [1.0, 2.0, 3.0, 4.0], 4.0)
 
@@ -216,6 +234,7 @@ def test_counted_messages_by_hand():
     ("arguments", "text"),
     [
         ((1.0, 2.0, [1.0, 2.0], [[1.0, 3.0]]), r"piece 1 fits into neither window"),
+        ((0.0, 0.0, [0.0], [[1.0]]), r"piece 0 fits into neither window"),
         ((1.0, 2.0, [2.0, 1.0], [[1.0, 1.0]]), r"ready_s\[1\] \(1\) must be at least ready_s\[0\]"),
         (
             (1.0, 2.0, [1.0], [[1.0, 1.0]]),

@@ -167,7 +167,9 @@ def test_a_cap_makes_torchs_groups():
 
 
 def test_registry_and_creation():
-    assert list(STRATEGIES) == ["ddp", "bsp", "wfbp", "local-sgd", "partial-sync", "dreamddp"]
+    late = ["deft", "local-sgd", "partial-sync", "dreamddp"]
+    priority = ["asc-wfbp", "p3", "bytescheduler", "us-byte", "dear"]
+    assert list(STRATEGIES) == ["ddp", "bsp", "wfbp", *priority, *late]
     for name, cls in STRATEGIES.items():
         assert create(name) == cls()
         assert cls.citation

@@ -112,15 +112,14 @@ def most_updates(
     forward_s: float, backward_s: float, weights_s: Sequence[Sequence[float]]
 ) -> float:
     """Updates per iteration that no stretch of 8 generations can exceed."""
-    total_s = sum(weights_s[0])
-    carried_s = sum(
-        (forward_s + backward_s)
-        * max((a / b for a, b in zip(weights_s[0], row, strict=True) if b), default=0.0)
-        for row in weights_s
-    )
-    if carried_s >= total_s:
+    slow = [i for i, column in enumerate(zip(*weights_s, strict=True)) if all(column)]
+    own_s = [weights_s[0][i] for i in slow]  # what no link carries in no time
+    if not slow:
         return 1.0
-    most = carried_s / total_s * (1 + 1e-9)
+    rates = [max(s / row[i] for s, i in zip(own_s, slow, strict=True)) for row in weights_s]
+    most = (forward_s + backward_s) * sum(rates) / sum(own_s) * (1 + 1e-9)
+    if most == 0 or most >= 1:
+        return min(most, 1.0)
     return max(n / math.ceil(n / most) for n in range(1, MOST_GENERATIONS + 1))
 
 
@@ -136,7 +135,7 @@ def fixed(forward: int, backward: int, ready_s: Sequence[float], backward_s: flo
         if count < 0:
             raise ValueError(f"{name} ({count}) must be at least 0; give a number of pieces")
     early = tuple(Send(piece, 0) for piece, at_s in enumerate(ready) if at_s < backward_s)
-    return _repeated(_Counts(forward, backward, early, len(ready)), 1.0, ())
+    return _repeated(_Counts(forward, backward, early, len(ready)), 1.0, (), len(ready) + 2)
 
 
 @dataclass(frozen=True)
@@ -157,6 +156,7 @@ class _Counts:
         return Iteration(waiting[: self.forward], current, future, closes)
 
     def only(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
+        # As many leftovers as there are pieces, so the queues do repeat exactly.
         return last.future if _pieces(last.future) == pieces else None
 
 
@@ -223,13 +223,15 @@ class _Windows:
         return tuple(Send(alike[self.alike[piece]].popleft(), link) for piece, link in chosen)
 
 
-def _repeated(policy: _Policy, enough: float, names: Sequence[str]) -> Schedule:
+def _repeated(
+    policy: _Policy, enough: float, names: Sequence[str], most_generations: int = MOST_GENERATIONS
+) -> Schedule:
     """Play the queues from the empty one, and repeat the best stretch of what they did."""
-    played = _Played(policy, [], [(0, frozenset())])
+    played = _Played(policy, most_generations, [], [(0, frozenset())])
     played.play(enough, names)
     if played.best is None:  # a close that sends nothing early can be returned to from any other
         first = Iteration((), (), (), closes=True)
-        played = _Played(policy, [first], [(1, frozenset(range(policy.count)))])
+        played = _Played(policy, most_generations, [first], [(1, frozenset(range(policy.count)))])
         played.play(enough, names)
     assert played.best is not None
     return played.best
@@ -240,6 +242,7 @@ class _Played:
     """Iterations from the first on, and after which of them a generation closed and left what."""
 
     policy: _Policy
+    most_generations: int
     iterations: list[Iteration]
     closes: list[tuple[int, _Queue]]
     best: Schedule | None = None
@@ -247,7 +250,7 @@ class _Played:
     def play(self, enough: float, names: Sequence[str]) -> None:
         """Go on until a close leaves what one has left before, or the best rate is `enough`."""
         queue = self.closes[-1][1]
-        while len(self.closes) <= MOST_GENERATIONS:
+        while len(self.closes) <= self.most_generations:
             iteration = self.policy.iteration(queue)
             self.iterations.append(iteration)
             if iteration.closes:

@@ -108,9 +108,14 @@ class DeFT(Strategy):
         return _encoded(self, len(profile.buckets), chosen, notes)
 
     def bound_s(self, profile: Profile) -> float:
-        """Compute alone, of the slowest rank: late, merged updates can hide any communication."""
+        """Compute alone, of the slowest rank: late, merged updates can hide any communication,
+        and merging enough of them the update too."""
         profile = profile.slowest()
-        return profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
+        return profile.other_s + profile.forward_s + profile.backward_s
+
+    @property
+    def guards_convergence(self) -> bool:
+        return self.preserver
 
     def _counted(self, profile: Profile, forward: int, backward: int) -> _Choice:
         links = [profile.default_link.name]
@@ -303,7 +308,7 @@ class _Messages:
         result: list[Payload] = []
         start = 0
         while start < len(self._names):
-            stop = self._fused(start, limit_s * fused, self._most_bytes * fused)
+            stop = self._fused(start, limit_s, fused) if fused else start + 1
             parts = 1 if stop > start + 1 else self._parts(start, limit_s, sliced)
             if parts is None:
                 return None
@@ -312,9 +317,9 @@ class _Messages:
             start = stop
         return result
 
-    def _fused(self, start: int, limit_s: float, limit_bytes: float) -> int:
-        """Where the longest message from a bucket on ends that is within the limits; at least one
-        bucket."""
+    def _fused(self, start: int, limit_s: float, fused: float) -> int:
+        """Where the longest message from a bucket on ends that is within this share of the limits;
+        at least one bucket."""
         size_bytes = 0
         sums = [(0.0, 0.0)] * len(self._links)  # latency, the rest
         for stop in range(start, len(self._names)):
@@ -325,7 +330,8 @@ class _Messages:
                     sums, self._whole_s, self._transfer_s, strict=True
                 )
             ]
-            if size_bytes > limit_bytes or max(map(sum, sums)) > limit_s:
+            over = size_bytes > fused * self._most_bytes or max(map(sum, sums)) > fused * limit_s
+            if over:
                 return max(stop, start + 1)
         return len(self._names)
 
