@@ -1,4 +1,4 @@
-"""One rank of `benchmarks/emulated.py`: the contestants, one after another in one process.
+"""One rank of a contest (`contest.py`): the contestants, one after another in one process.
 
 Each gets a fresh model and `offbeat.prepare`. Before them plain BSP is observed for a few
 iterations; all plan from the profile measured there. Rank 0 writes when every iteration ended.
@@ -7,29 +7,34 @@ iterations; all plan from the profile measured there. Rank 0 writes when every i
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from contest import counted
 
 import offbeat
-from offbeat.lab.emulate import EmulatedModel, uniform_profile
+from offbeat.lab.emulate import EmulatedModel
+from offbeat.profile import Bucket
 from offbeat.strategies import Strategy, create
 
 OBSERVED = 5
 
 
 def main(job: dict[str, Any]) -> None:
-    """`job`: folder, arguments of uniform_profile, contestants with their iterations."""
+    """`job`: folder, layers as buckets, contestants with the iterations to measure."""
     torch.manual_seed(0)
-    layers, path = uniform_profile(**job["layers"]), Path(job["folder"], "profile.json")
+    layers = [Bucket(**layer) for layer in job["layers"]]
+    path = Path(job["folder"], "profile.json")
     train(layers, offbeat.BSP(), path, OBSERVED)
     profile = offbeat.Profile.load(path)
     ends_s: dict[str, list[float]] = {}
     for contestant in job["contestants"]:
         strategy = create(contestant["strategy"], contestant["settings"])
-        ends_s[contestant["label"]] = train(layers, strategy, profile, contestant["iterations"])
+        iterations = counted(strategy.plan(profile), contestant["iterations"]).stop
+        ends_s[contestant["label"]] = train(layers, strategy, profile, iterations)
         if dist.get_rank() == 0:
             print(f"{contestant['label']} is done", flush=True)
     if dist.get_rank() == 0:
@@ -37,13 +42,16 @@ def main(job: dict[str, Any]) -> None:
 
 
 def train(
-    layers: offbeat.Profile, strategy: Strategy, profile: offbeat.Profile | Path, iterations: int
+    layers: Sequence[Bucket],
+    strategy: Strategy,
+    profile: offbeat.Profile | Path,
+    iterations: int,
 ) -> list[float]:
     """When each iteration ended on the slowest rank, in seconds of the machine's clock."""
     model = EmulatedModel(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer = offbeat.prepare(
-        model, optimizer, strategy, profile=profile, observe=OBSERVED
+        model, optimizer, strategy, profile=profile, observe=OBSERVED, min_bucket_bytes=1
     )
     inputs = torch.full((1,), float(dist.get_rank()))
     dist.barrier()
@@ -56,6 +64,7 @@ def train(
         ends_s.append(time.perf_counter())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, ends_s)
+    model.consolidate()  # delayed gradients land now, not beside the next contestant's
     model.close()
     return [max(ends) for ends in zip(*everyone, strict=True)]
 

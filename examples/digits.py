@@ -11,6 +11,7 @@ all test the same network on the same images it has not seen.
 
 import argparse
 import os
+from contextlib import nullcontext
 
 import torch
 from sklearn.datasets import load_digits
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024, help="of the hidden layer")
     parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--accumulate", type=int, default=1, help="steps summed per update")
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=int(os.environ.get("OFFBEAT_SEED", 0)))
     args = parser.parse_args()
@@ -69,10 +71,13 @@ def main() -> None:
 
     for step in range(args.steps):
         chosen = torch.randint(len(images), (args.batch,), generator=rng)
-        loss = nn.functional.cross_entropy(model(images[chosen]), labels[chosen])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        updates = (step + 1) % args.accumulate == 0
+        with nullcontext() if updates else model.no_sync():
+            loss = nn.functional.cross_entropy(model(images[chosen]), labels[chosen])
+            loss.backward()
+        if updates:
+            optimizer.step()
+            optimizer.zero_grad()
         if RANK == 0 and (step % 10 == 0 or step == args.steps - 1):
             print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
 

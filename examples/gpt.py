@@ -13,6 +13,7 @@ import math
 import os
 import random
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -49,7 +50,8 @@ class GPT(nn.Module):
         self.token, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
-        self.apply(self._init)
+        for matrix in (p for p in self.parameters() if p.dim() >= 2):
+            nn.init.normal_(matrix, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -57,11 +59,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-    @staticmethod
-    def _init(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
 
 
 def corpus() -> tuple[Tensor, Tensor]:
@@ -101,6 +98,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--accumulate", type=int, default=1, help="steps summed per update")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=int(os.environ.get("OFFBEAT_SEED", 0)))
     args = parser.parse_args()
@@ -126,11 +124,14 @@ def main() -> None:
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     for step in range(args.steps):
-        loss = loss_of(model, *batch_of(train, args.batch, args.context, rng))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
+        updates = (step + 1) % args.accumulate == 0
+        with nullcontext() if updates else model.no_sync():
+            loss = loss_of(model, *batch_of(train, args.batch, args.context, rng))
+            loss.backward()
+        if updates:
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
         if RANK == 0 and (step % 10 == 0 or step == args.steps - 1):
             print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
 

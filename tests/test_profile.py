@@ -163,7 +163,10 @@ def test_the_slowest_rank_plans():
         ([], "a profile must be a JSON object"),
         (altered({"schema": 2}), r"schema \(2\) of the profile must be 1; measure it again with"),
         (altered({"links": None}), "the profile lacks 'links'"),
-        (altered({"speed": 1}), r"profile field \('speed'\) must be one of buckets, contention, links, model"),
+        (
+            altered({"speed": 1}),
+            r"profile field \('speed'\) must be one of buckets, contention, links, model",
+        ),
         (altered({"world_size": 0}), r"world_size \(0\) must be an integer of at least 1"),
         (altered({"world_size": 1.5}), r"world_size \(1.5\) must be an integer"),
         (altered({"update_s": -1}), r"update_s \(-1\) must be a finite number of at least 0"),

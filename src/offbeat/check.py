@@ -96,7 +96,10 @@ def _shape(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
 def _position(moment: Moment, plan: Plan, *, iterations: int = 0) -> int:
     """Place of a moment, so many iterations later, in one worker's order of events."""
     size = plan.buckets
-    b = size - 1 if moment.bucket is None else moment.bucket  # the first forward, else the last
+    # The whole model's first forward is that of its last bucket; so is its last gradient and, but
+    # for updates on arrival, its last update.
+    whole = 0 if moment.point == "updated" and plan.updates == "on_arrival" else size - 1
+    b = whole if moment.bucket is None else moment.bucket
     iteration = 5 * size + 2
     forward = 2 * (size - 1 - b)
     updated = {
@@ -124,7 +127,7 @@ def _deadlines(plan: Plan) -> Iterator[Problem]:
 
 def _stuck(plan: Plan) -> Iterator[Problem]:
     """Deadlines that come before the release of a message ahead on the link."""
-    most_lag = max((t.after.lag for t in plan.transfers), default=0)
+    most_lag = 1 + max((t.after.lag for t in plan.transfers), default=0)
     last: dict[str, tuple[int, Transfer]] = {}  # per link the latest release so far
     found: set[tuple[Transfer, Transfer]] = set()
     for iteration in range(plan.prologue + plan.period + most_lag):

@@ -20,7 +20,8 @@ class Span:
     """Something that took time on one lane of one rank; seconds from the trace's origin.
 
     Lanes are `compute` and the links' names. Kinds on compute: forward, backward, update, wait,
-    other; on links: grad, param, state. `buckets` is a run of neighbours, None for the model.
+    other; on links: grad, param, state, and of gradients also reduce_scatter and all_gather.
+    `buckets` is a run of neighbours, None for the model.
     `carries`: the iterations [first, stop) whose gradients a message holds; None: its own.
     """
 
@@ -145,7 +146,7 @@ class Trace:
                     "tid": lanes.index(span.lane),
                     "ts": span.start_s * 1e6,
                     "dur": (span.end_s - span.start_s) * 1e6,
-                    "args": {"iteration": span.iteration, "bytes": span.bytes},
+                    "args": _arguments(span),
                 }
             )
         return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -161,6 +162,11 @@ def _span(values: dict[str, Any]) -> Span:
         for name in ("buckets", "carries")
     }
     return Span(**(values | pairs))
+
+
+def _arguments(span: Span) -> dict[str, Any]:
+    carries = {} if span.carries is None else {"carries": list(range(*span.carries))}
+    return {"iteration": span.iteration, "bytes": span.bytes, **carries}
 
 
 def _meta(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

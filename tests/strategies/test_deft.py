@@ -226,9 +226,9 @@ def test_the_preserver_says_why_it_was_skipped():
 
 def test_bound_is_compute_of_the_slowest_rank():
     even = profile()
-    assert DeFT().bound_s(even) == pytest.approx(0.002 + 8 * 0.03 + 0.005)
+    assert DeFT().bound_s(even) == pytest.approx(0.002 + 8 * 0.03)
     uneven = replace(even, rank_scale=(1.0, 1.0, 1.0, 2.0))
-    assert DeFT().bound_s(uneven) == pytest.approx(0.002 + 2 * (8 * 0.03 + 0.005))
+    assert DeFT().bound_s(uneven) == pytest.approx(0.002 + 2 * 8 * 0.03)
     assert DeFT().plan(uneven) == DeFT().plan(uneven.slowest())
 
 

@@ -13,14 +13,13 @@ Indices = list[int]
 class Agenda:
     """A phase's transfers in issue order and, by their index, the moments that concern them.
 
-    `at_*` release, `due_*` wait. `*_next_forward[b]` belong to forward(b) of the iteration after;
-    `due_step[lag]` to the step so many iterations later.
+    `at_*` release, `due_*` wait: `due_next_forward[b]` forward(b) of the iteration after,
+    `due_step[lag]` the step so many iterations later.
     """
 
     transfers: tuple[Transfer, ...]
     at_grad: list[Indices]
     at_updated: list[Indices]
-    at_next_forward: list[Indices]
     due_next_forward: list[Indices]
     at_forward: Indices = field(default_factory=list)
     at_step: Indices = field(default_factory=list)
@@ -31,8 +30,8 @@ class Agenda:
 def agenda(plan: Plan, phase: int) -> Agenda:
     """Tables of one phase; ValueError for a moment that the runtime does not act on."""
     transfers = tuple(t for t in plan.transfers if phase in t.phases)
-    a, b, c, d = ([[] for _ in range(plan.buckets)] for _ in range(4))
-    tables = Agenda(transfers, a, b, c, d)
+    a, b, c = ([[] for _ in range(plan.buckets)] for _ in range(3))
+    tables = Agenda(transfers, a, b, c)
     for i, t in enumerate(transfers):
         _releasing(tables, t.after, plan).append(i)
         _awaiting(tables, t.before, plan).append(i)
@@ -49,11 +48,9 @@ def _releasing(tables: Agenda, after: Moment, plan: Plan) -> Indices:
         return tables.at_updated[last]
     if after.point == "forward" and after.lag == 0 and last == plan.buckets - 1:
         return tables.at_forward
-    if after.point == "forward" and after.lag == 1 and plan.updates == "on_arrival":
-        return tables.at_next_forward[last]
     raise ValueError(
-        f"release {after} must be forward, grad, updated or step of its own iteration, or with "
-        "updates on arrival a forward of the next one"
+        f"release {after} must be grad, updated, step or the model's forward, of its own "
+        "iteration: later ones would make a rank's updates wait for the other ranks' forwards"
     )
 
 

@@ -9,18 +9,17 @@ from offbeat.runtime.marks import Arrival, Planned
 from offbeat.runtime.stepper import BucketStepper, Settings
 from offbeat.transport.device import Device
 
-Act = Callable[[Planned, Sequence[int]], None]
+Wait = Callable[[Planned, Sequence[int]], None]
 
 
 class Arrivals:
     """The updates of one iteration that are still to come, from the input side on.
 
-    `wait` and `release` are the engine's, for flights of an iteration by their indices.
+    `wait` is the engine's, for flights of an iteration by their indices.
     """
 
-    def __init__(self, flat: Flat, device: Device, wait: Act, release: Act, remedy: str):
-        self._flat, self._device = flat, device
-        self._wait, self._release, self._remedy = wait, release, remedy
+    def __init__(self, flat: Flat, device: Device, wait: Wait, remedy: str):
+        self._flat, self._device, self._wait, self._remedy = flat, device, wait, remedy
         self._iteration: Planned | None = None
         self._zero = False
 
@@ -58,7 +57,6 @@ class Arrivals:
         mark, bucket = self._device.mark, self._flat.buckets[b]
         begin = mark()
         self._wait(iteration, iteration.agenda.due_next_forward[b])
-        self._release(iteration, iteration.agenda.at_next_forward[b])
         landed = mark()
         cleared = bucket.attach()  # by the user's p.grad = None, before it was applied
         self._stepper.step(b, self._settings, self._remedy if iteration.planned == 0 else None)

@@ -68,6 +68,11 @@ class Cluster:
             ) from error
         return group
 
+    def bytes_sent(self) -> dict[str, int]:
+        """By link, and by channel where one was used."""
+        sent = {name: link.bytes_sent for name, link in self.links.items()}
+        return {name: size for name, size in sent.items() if size or name in self.specs}
+
     def close(self) -> bool:
         """Stop the links and drop the groups; False if a link is stuck in a collective, which
         nothing can interrupt: then the groups stay, as dropping them could abort the process."""

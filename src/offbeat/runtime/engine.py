@@ -112,9 +112,7 @@ class Engine:
         self._arrivals: Arrivals | None = None
         if plan.updates == "on_arrival":
             assert self._remedy is not None
-            self._arrivals = Arrivals(
-                self.flat, self._device, self._wait, self._release, self._remedy
-            )
+            self._arrivals = Arrivals(self.flat, self._device, self._wait, self._remedy)
             self._forward_hooks = ForwardHooks(self._model, self.flat, self._arrive)
         if plan.closes is not None:
             self._gate = SchedulerGate(self.optimizer)

@@ -26,7 +26,7 @@ from offbeat.runtime.observe import Observer, observing_plan
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Session
 from offbeat.strategies import WFBP, Strategy
-from offbeat.transport.control import averaging
+from offbeat.transport.collectives import averaging
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class FlatSession(Session):
         if self._cluster.closed:
             return
         if self._recorder:
-            self._recorder.write({n: link.bytes_sent for n, link in self._cluster.links.items()})
+            self._recorder.write(self._cluster.bytes_sent())
         self._unguard()
         self.engine.detach()
         for handle in self._handles:

@@ -17,11 +17,13 @@ from offbeat.strategies.slices import compute_of
 @dataclass(frozen=True)
 class DeAR(Strategy):
     """Groups of neighbouring buckets are reduce-scattered as soon as their gradients exist; the
-    step waits for that. Each group is all-gathered once the forward has reached the group before
-    it, and stepped when it has landed.
+    step waits for that. Then they are all-gathered under the next forward, the input side first,
+    and each is stepped when it has landed.
 
-    A group is closed as soon as it holds `fusion_bytes` (None: the value with the shortest
-    predicted iteration).
+    The paper launches a group's all-gather when the forward reaches the group before; here all of
+    them are queued at the step. That is never later, and no rank's forward is needed for another
+    to finish its updates (to evaluate or to save, say). A group is closed as soon as it holds
+    `fusion_bytes` (None: the value with the shortest predicted iteration).
     """
 
     fusion_bytes: int | None = None
@@ -70,11 +72,10 @@ def decoupled_s(groups: Sequence[range], profile: Profile) -> float:
         start_s = max(scattered_s, compute.ready_s[group[-1]])
         scattered_s = start_s + _half_s(profile, group, "reduce_scatter")
     released_s = max(scattered_s, compute.ready_s[-1])
-    now_s = released_s + compute.other_s
+    now_s, gathered_s = released_s + compute.other_s, released_s
     for group in reversed(groups):
-        start_s = max(now_s, released_s + _half_s(profile, group, "all_gather"))
-        released_s = start_s
-        now_s = start_s + sum(compute.forward_s[group.start : group.stop])
+        gathered_s += _half_s(profile, group, "all_gather")
+        now_s = max(now_s, gathered_s) + sum(compute.forward_s[group.start : group.stop])
     return now_s
 
 
@@ -102,18 +103,16 @@ def _reduce_scatters(groups: Fusion, link: str) -> tuple[Transfer, ...]:
 
 def _all_gathers(groups: Fusion, link: str) -> tuple[Transfer, ...]:
     """In forward order: from the input side to the output side."""
-    in_order = groups[::-1]
-    releases = [Moment("step"), *(Moment("forward", group[-1], lag=1) for group in in_order)]
     return tuple(
         Transfer(
             Payload("grad", group),
-            after=release,
+            after=Moment("step"),
             before=Moment("forward", group[-1], lag=1),
             phases=frozenset([0]),
             link=link,
             verb="all_gather",
         )
-        for group, release in zip(in_order, releases, strict=False)
+        for group in reversed(groups)
     )
 
 

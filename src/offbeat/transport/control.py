@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from offbeat.transport.collectives import averaging as averaging
 from offbeat.transport.link import THREAD_PREFIX
 
 PUBLISH_EVERY_S = 1.0

@@ -1,0 +1,293 @@
+"""Updates on arrival: whoever looks sees updated weights, and the numbers are plain training's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import failing
+import oddities
+import pytest
+import schedules_support as support
+import workers
+from comparing import assert_close, assert_same
+from models import Case, Loop
+from reference.training import Replica, bsp, replicas
+from schedules_support import CASE, Script, evaluate_on_rank_0, look, look_on_rank_0
+from workers import Trained
+from worlds import free_port, run_world, variables, watch_world
+
+from offbeat import P3, ByteScheduler, DeAR, Strategy
+from offbeat.plan import Moment, Plan, transfer
+from offbeat.runtime.agenda import agenda
+
+SLICES = ByteScheduler(partition_elements=10, credit_elements=20)
+HALVES = DeAR(fusion_bytes=1)
+ITERATIONS = 8
+REMEDY = "use a strategy that steps at once, such as WFBP()"
+
+each = pytest.mark.parametrize("strategy", [SLICES, HALVES], ids=str)
+
+LOOPS = [
+    *(Loop(clear=how) for how in ("model", "none", "in place", "never", "after forward")),
+    *(Loop(clear=how) for how in ("after step", "inner")),
+    Loop(micro=3),
+    Loop(micro=3, clear="none"),
+    Loop(closure=True),
+    Loop(evaluate=True),
+    Loop(idle=frozenset({(0, 2), (1, 5)})),
+]
+MODELS = ["attending", "reading", "twice", "late", "branches", "tied", "checkpointed", "conv"]
+SCRIPTS = [
+    *(Script(loop=loop) for loop in LOOPS),
+    *(Script(Case(model, "nesterov")) for model in MODELS),
+    *(Script(Case(model, "adam"), bare=True) for model in ("attending", "reading")),
+    *(Script(after=after) for after in (look, look_on_rank_0, evaluate_on_rank_0)),
+    *(Script(after=after) for after in (support.set_rates, support.reload)),
+    Script(Case("mlp", "nesterov", "step")),
+    Script(Case("conv", "adamw", "cosine"), after=look),
+]
+
+
+@cache
+def trained(strategy: Strategy) -> list[list[tuple[Trained, list[Any]]]]:
+    """Per rank and script what there is in the end, and what was seen meanwhile."""
+    return run_world(support.follow_all, 2, SCRIPTS, strategy, ITERATIONS)
+
+
+@cache
+def expected(i: int) -> list[tuple[Replica, list[Any]]]:
+    return support.followed(SCRIPTS[i], ITERATIONS)
+
+
+@pytest.mark.parametrize("i", range(len(SCRIPTS)), ids=lambda i: str(SCRIPTS[i]))
+@each
+def test_equals_plain_training(strategy: Strategy, i: int) -> None:
+    """In the end, and wherever the script looks."""
+    for mine, (replica, seen) in zip(trained(strategy), expected(i), strict=True):
+        assert_close(mine[i][1], seen, f"rank {replica.rank}: seen")
+        assert_same(mine[i][0], replica, f"rank {replica.rank}")
+
+
+def test_p3_is_seen_updated_too() -> None:
+    script = Script(after=look_on_rank_0)
+    ranks = run_world(support.follow_all, 2, [script], P3(slice_elements=7), ITERATIONS)
+    for [(mine, saw)], (replica, seen) in zip(
+        ranks, support.followed(script, ITERATIONS), strict=True
+    ):
+        assert_close(saw, seen, f"rank {replica.rank}: seen")
+        assert_same(mine, replica, f"rank {replica.rank}")
+
+
+def test_compiled_blocks() -> None:
+    case = Case("blocks", "nesterov")
+    world = replicas(replace(case, model="backwards"), 2)
+    bsp(world, range(ITERATIONS))
+    for [(mine, _)], replica in zip(
+        run_world(support.follow_all, 2, [Script(case)], SLICES, ITERATIONS), world, strict=True
+    ):
+        plain = {name.replace("_orig_mod.", ""): t for name, t in mine.model.items()}
+        assert_close(plain, replica.model.state_dict(), f"rank {replica.rank}")
+
+
+def test_updates_wait_for_the_next_forward() -> None:
+    """Else none of the other tests here would mean anything."""
+    [[at_once, flushed]] = run_world(support.when_updated, 1, SLICES)
+    assert (at_once, flushed) == (False, True)
+
+
+@pytest.mark.parametrize("what", ["a submodule", "a submodule's state", "a parameter", "a method"])
+def test_what_is_reached_through_the_model_is_updated(what: str) -> None:
+    assert run_world(support.look_through, 1, SLICES, what) == [True]
+
+
+def test_a_weight_that_is_read_before_its_module_is_called() -> None:
+    script = Script(Case("peeking", "nesterov"))
+    [[(mine, _)]] = run_world(support.follow_all, 1, [script], SLICES, ITERATIONS)
+    [(replica, _)] = support.followed(script, ITERATIONS, ranks=1)
+    assert_same(mine, replica, "peeking")
+
+
+def test_evaluation_in_inference_mode_before_the_first_update() -> None:
+    """Optimizer state that is made meanwhile must be fit for training."""
+    [weights] = run_world(support.evaluate_in_inference_mode, 1, SLICES)
+    world = replicas(CASE, 1)
+    bsp(world, range(4))
+    assert_close(weights, list(world[0].model.parameters()), "weights")
+
+
+def test_gradients_zeroed_behind_the_scenes() -> None:
+    """In place, while they are still needed: they are applied all the same, or it is an error."""
+    script = Script(loop=Loop(clear="inner in place"))
+    [outcome] = watch_world(support.follow_all, 1, [script], SLICES, ITERATIONS)
+    if outcome.error:
+        assert outcome.kind == "ValueError"
+        assert "gradients were changed" in outcome.error
+        return
+    [(replica, _)] = support.followed(script, ITERATIONS, ranks=1)
+    assert_same(outcome.result[0][0], replica, "weights")
+
+
+def test_a_copy_is_a_plain_module() -> None:
+    """Without hooks, so that it can be pickled; and the model itself has none left at the end."""
+    assert run_world(support.pickle_a_copy, 1, SLICES) == [0]
+    assert run_world(support.hooks_left, 1, SLICES) == [0]
+
+
+# ---- what cannot be done ------------------------------------------------------------------------
+
+
+@each
+def test_clipping_is_an_error(strategy: Strategy) -> None:
+    args = (CASE, strategy, range(2), Loop(clip=0.05), {})
+    [outcome] = watch_world(workers.train_with, 1, *args)
+    assert outcome.kind == "ValueError"
+    assert "gradients were changed between backward and optimizer.step()" in outcome.error
+    assert REMEDY in outcome.error
+
+
+def test_gradient_scaler_is_an_error() -> None:
+    args = (CASE, SLICES, range(2), Loop(scale=8.0), {})
+    [outcome] = watch_world(workers.train_with, 1, *args)
+    assert outcome.kind == "ValueError"
+    assert "GradScaler cannot unscale this strategy's gradients" in outcome.error
+    assert "bf16 autocast without a scaler" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        (oddities.train_counting, "Counting changes its param groups in step()"),
+        (oddities.train_wrapped, "Wrapper hands its step to another optimizer"),
+        (oddities.drop_a_gradient, "gradients were changed between backward and optimizer.step()"),
+    ],
+)
+def test_optimizers_that_cannot_step_bucket_by_bucket(train: Any, words: str) -> None:
+    [outcome] = watch_world(train, 1, SLICES)
+    assert outcome.kind == "ValueError"
+    assert words in outcome.error
+    assert REMEDY in outcome.error
+
+
+def test_killed_peer_while_a_forward_waits() -> None:
+    """The survivors' next forward needs what the dead one has not sent, or their step does."""
+    args = (SLICES, "is killed", 1, 10.0, False)
+    outcomes = watch_world(failing.train_until, 3, *args, doomed=(1,))
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.kind == "RuntimeError", outcome.error
+        where = re.match(
+            r"rank \d: grad of bucket \d on link 'net' in iteration [34] failed: ", outcome.error
+        )
+        assert where, outcome.error
+        assert "forward" in outcome.traceback
+        assert outcome.seconds < 10
+
+
+# ---- moments that the runtime does not act on ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("after", "before", "updates", "words"),
+    [
+        (Moment("end"), Moment("step", lag=1), "at_step", "release end must be forward, grad,"),
+        (Moment("grad", 0, 1), Moment("step", lag=2), "at_step", "release grad(0)+1 must be"),
+        (Moment("forward", 0), Moment("step"), "at_step", "release forward(0) must be"),
+        (Moment("updated", 0), Moment("end"), "on_arrival", "release updated(0) must be"),
+        (Moment("forward", 1, 1), Moment("end"), "at_step", "release forward(1)+1 must be"),
+        (Moment("grad", 0), Moment("end", lag=1), "at_step", "deadline end+1 must be a step,"),
+        (Moment("grad", 0), Moment("forward", 0, 1), "at_step", "deadline forward(0)+1 must be"),
+        (Moment("grad", 0), Moment("updated", 0), "on_arrival", "deadline updated(0) must be"),
+        (Moment("grad", 0), Moment("forward", 0, 2), "on_arrival", "deadline forward(0)+2 must be"),
+    ],
+    ids=str,
+)
+def test_agenda_refuses(after: Moment, before: Moment, updates: Any, words: str) -> None:
+    rule = transfer("grad", range(1), after=after, before=before, phases=[0], link="net")
+    with pytest.raises(ValueError, match=re.escape(words)):
+        agenda(Plan("odd", 2, (rule,), updates=updates), 0)
+
+
+def test_agenda_knows_what_each_moment_concerns() -> None:
+    on_time = transfer(
+        "grad", range(1), after=Moment("grad", 0), before=Moment("forward", 0, 1), phases=[0],
+        link="net",
+    )  # fmt: skip
+    early = replace(on_time, after=Moment("forward"), before=Moment("step", lag=2))
+    late = replace(on_time, after=Moment("forward", 1, 1), phases=frozenset({0, 1}))
+    plan = Plan("three", 2, (on_time, early, late), period=2, updates="on_arrival")
+    tables = agenda(plan, 0)
+    assert tables.transfers == (on_time, early, late)
+    assert (tables.at_grad, tables.at_forward, tables.at_next_forward) == (
+        [[0], []],
+        [1],
+        [[], [2]],
+    )
+    assert (tables.due_next_forward, tables.due_step) == ([[0, 2], []], {2: [1]})
+    assert agenda(plan, 1).transfers == (late,)
+
+
+# ---- whole programs: how they leave -------------------------------------------------------------
+
+SCRIPT = """
+    import sys, time, torch, offbeat
+    import torch.distributed as dist
+    torch.set_num_threads(1)
+    how, strategy = sys.argv[1], eval(sys.argv[2], vars(offbeat))
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"observe": 1, "min_bucket_bytes": 1, "timeout_s": 8}
+    model, optimizer = offbeat.prepare(model, optimizer, strategy, **options)
+
+    def slowly(collective):
+        return lambda tensor: (time.sleep(3), collective(tensor))
+
+    for t in range(4):
+        optimizer.zero_grad()
+        if t == 3 and how == "slow":
+            [link] = model._session.engine.links.values()
+            link.collectives = {verb: slowly(op) for verb, op in link.collectives.items()}
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        if t == 2 and how == "meets":
+            if dist.get_rank() == 0:
+                model.state_dict()
+            dist.barrier()
+    if dist.get_rank() == 0 and how == "saves":
+        model.state_dict()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "strategy"),
+    [
+        ("meets", "ByteScheduler()"),
+        ("meets", "DeAR(fusion_bytes=1)"),
+        ("saves", "ByteScheduler()"),
+        ("saves", "DeAR(fusion_bytes=1)"),
+        ("slow", "ByteScheduler(partition_elements=1000)"),
+    ],
+)
+def test_rank_0_looks_alone(tmp_path: Path, how: str, strategy: str) -> None:
+    """It saves a checkpoint in the middle, when the others wait at a barrier, or at the end, when
+    they leave; and whoever leaves first takes with it no message that is still under way."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), how, strategy],
+            env=variables(rank, 2, port),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors

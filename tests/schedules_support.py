@@ -1,0 +1,561 @@
+"""What the ranks do in the tests of late updates: on arrival, merged, and guarded."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from models import (
+    MODELS,
+    USUAL,
+    Backwards,
+    Case,
+    Loop,
+    batch,
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    loss_of,
+    profile_of,
+)
+from oddities import build
+from reference.training import Replica, bsp, merged, replicas
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
+from workers import Trained, User, bits, prepared, rank, snapshot, world_size
+
+from offbeat import Plan, Profile, Strategy
+from offbeat.plan import Merge, Moment, transfer
+from offbeat.runtime import guard
+
+CASE = Case("mlp", "nesterov")
+
+# ---- models whose parameters are not used where hooks see it -----------------------------------
+
+
+class Attending(nn.Module):
+    """Attention reads the weight of its output projection and never calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+
+class Reading(nn.Module):
+    """Reads a child's weight without a call, and holds a parameter and a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+        self.child = nn.Linear(5, 6)
+        self.shifts = nn.ParameterList([torch.zeros(6), torch.ones(6)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.linear(x * self.scale, self.child.weight, self.child.bias)
+        return self.head(torch.tanh(x) * self.shifts[1] + self.shifts[0])
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+class Peeking(nn.Module):
+    """Reads a child's weight first and calls the child later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.child(x @ self.child.weight.t())))
+
+
+class Twice(Backwards):
+    """Its middle is wide enough to be called twice; a weight is normalized on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = weight_norm(nn.Linear(8, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.head(self.middle(torch.tanh(self.middle(x))))
+
+
+class Late(Backwards):
+    """The middle is left out until the fourth training forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += self.training
+        x = torch.tanh(self.first(x))
+        return self.head(torch.tanh(self.middle(x)) if self.forwards > 3 else x)
+
+
+class Blocks(Backwards):
+    """One block is compiled in a wrapper, one in place; no machine code is made, for time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.compile(self.first, backend="eager")  # type: ignore[assignment]
+        self.middle.compile(backend="eager")
+
+
+MODELS.update(
+    attending=Attending, reading=Reading, peeking=Peeking, twice=Twice, late=Late, blocks=Blocks
+)
+
+# ---- one training run, watched -----------------------------------------------------------------
+
+After = Callable[[Any, Any, int, int], Any]  # (model, optimizer, iteration, rank)
+
+
+def nothing(model: Any, optimizer: Any, t: int, rank: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Script:
+    """A user's loop; `after` is called after every iteration, on the reference as well. `bare`:
+    the module that was given to `prepare` is called, not what it returned."""
+
+    case: Case = CASE
+    loop: Loop = USUAL
+    after: After = nothing
+    bare: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{k}={v}" for k, v in vars(self.loop).items() if v != getattr(USUAL, k)]
+        words += [self.after.__name__] * (self.after is not nothing) + ["bare"] * self.bare
+        return " ".join([str(self.case), *words])
+
+
+class Clearing(User):
+    """Clears gradients at other times, and past the objects that `prepare` returned."""
+
+    def loss(self, x: Tensor, y: Tensor, t: int) -> Tensor:
+        loss = super().loss(x, y, t)
+        if self.loop.clear == "after forward":
+            self.optimizer.zero_grad()
+        return loss
+
+    def iterate(self, t: int) -> None:
+        super().iterate(t)
+        if self.loop.clear == "after step":
+            self.optimizer.zero_grad()
+        elif self.loop.clear == "inner":
+            self.optimizer.inner.zero_grad()
+        elif self.loop.clear == "inner in place":
+            self.optimizer.inner.zero_grad(set_to_none=False)
+
+
+def follow(
+    script: Script, strategy: Strategy, iterations: int, **options: Any
+) -> tuple[Trained, list[Any]]:
+    """What this rank has in the end, and what it saw after every iteration."""
+    case = script.case
+    model = build_model(case, seed=rank())
+    optimizer = build_optimizer(case, model)
+    options.setdefault("profile", profile_of(case, world_size()))
+    seen: list[Any] = []
+    with prepared(model, optimizer, strategy, **options) as (model, optimizer):
+        scheduler = build_scheduler(case, optimizer)
+        user = Clearing(case, model.module if script.bare else model, optimizer, script.loop)
+        for t in range(iterations):
+            user.iterate(t)
+            if scheduler is not None:
+                scheduler.step()
+            seen.append(script.after(model, optimizer, t, rank()))
+        trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
+    return trained, seen
+
+
+def follow_all(
+    scripts: Sequence[Script], strategy: Strategy, iterations: int
+) -> list[tuple[Trained, list[Any]]]:
+    return [follow(script, strategy, iterations) for script in scripts]
+
+
+def followed(script: Script, iterations: int, ranks: int = 2) -> list[tuple[Replica, list[Any]]]:
+    """The reference: BSP, and what is seen of its plain models and optimizers."""
+    world = replicas(script.case, ranks, script.loop)
+    seen: list[list[Any]] = [[] for _ in world]
+    for t in range(iterations):
+        bsp(world, range(t, t + 1), absent_is_zero=True)
+        for replica, mine in zip(world, seen, strict=True):
+            mine.append(script.after(replica.model, replica.optimizer, t, replica.rank))
+    return list(zip(world, seen, strict=True))
+
+
+# ---- after an iteration ------------------------------------------------------------------------
+
+
+def look(model: Any, optimizer: Any, t: int, rank: int) -> Any:
+    """The weights, in another way every time."""
+    if t % 7 == 0:
+        return snapshot(model.state_dict())
+    if t % 7 == 1:
+        return snapshot(list(model.parameters()))
+    if t % 7 == 2:
+        return snapshot(copy.deepcopy(model).state_dict())
+    if t % 7 == 3:
+        return snapshot(optimizer.state_dict())
+    if t % 7 == 4:
+        return snapshot(getattr(model, "module", model).state_dict())
+    if t % 7 == 5:
+        return snapshot(torch.optim.swa_utils.AveragedModel(model).module.state_dict())
+    return evaluate(model, optimizer, t, rank)
+
+
+def evaluate(model: Any, optimizer: Any, t: int, rank: int) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        output = model(batch(CASE, 7, 100)[0])
+    model.train()
+    return output
+
+
+def look_on_rank_0(model: Any, optimizer: Any, t: int, rank: int) -> Any:
+    """The other rank goes on at once."""
+    return look(model, optimizer, t, rank) if rank == 0 else None
+
+
+def evaluate_on_rank_0(model: Any, optimizer: Any, t: int, rank: int) -> Any:
+    return evaluate(model, optimizer, t, rank) if rank == 0 else None
+
+
+def set_rates(model: Any, optimizer: Any, t: int, rank: int) -> None:
+    """A schedule by hand, of everything that a group holds."""
+    group = optimizer.param_groups[0]
+    group["lr"], group["momentum"], group["weight_decay"] = 0.1 / (t + 2), 0.9 - 0.1 * t, 0.01 * t
+
+
+def reload(model: Any, optimizer: Any, t: int, rank: int) -> None:
+    """Other weights after the fourth iteration, another rate after the sixth."""
+    if t == 3:
+        model.load_state_dict(build_model(CASE, seed=9).state_dict())
+    if t == 5:
+        state = snapshot(optimizer.state_dict())
+        state["param_groups"][0]["lr"] = 0.02
+        optimizer.load_state_dict(state)
+
+
+# ---- alone, on arrival -------------------------------------------------------------------------
+
+
+@contextmanager
+def started(strategy: Strategy, case: Case, iterations: int) -> Iterator[tuple[Any, Any, Any]]:
+    """(module, model, optimizer) after some iterations, the last one's update to come."""
+    module, plain = build(case)
+    profile = profile_of(case, world_size())
+    with prepared(module, plain, strategy, profile=profile) as (model, optimizer):
+        go_on(model, optimizer, case, range(iterations))
+        yield module, model, optimizer
+
+
+def go_on(model: Any, optimizer: Any, case: Case, iterations: range) -> None:
+    for t in iterations:
+        optimizer.zero_grad()
+        loss_of(model, *batch(case, rank(), t)).backward()
+        optimizer.step()
+
+
+def when_updated(strategy: Strategy) -> list[bool]:
+    """Whether a reference to a weight shows the update after step(), and after flush()."""
+    with started(strategy, CASE, 2) as (module, model, optimizer):
+        before = module[6].weight.detach().clone()
+        go_on(model, optimizer, CASE, range(2, 3))
+        model.flush()
+        assert not torch.equal(before, module[6].weight)
+        before = module[6].weight.detach().clone()
+        go_on(model, optimizer, CASE, range(3, 4))
+        at_once = not torch.equal(before, module[6].weight)
+        model.flush()
+        return [at_once, not torch.equal(before, module[6].weight)]
+
+
+def look_through(strategy: Strategy, what: str) -> bool:
+    """Whether weights that are reached through the prepared model are up to date."""
+    case = Case("reading", "nesterov")
+    x = batch(case, 7, 100)[0]
+    ways: dict[str, Callable[[Any], Any]] = {
+        "a submodule": lambda model: model.head.weight.detach().clone(),
+        "a submodule's state": lambda model: snapshot(model.module.head.state_dict())["weight"],
+        "a parameter": lambda model: model.scale.detach().clone(),
+        "a method": lambda model: model.encode(x).detach(),
+    }
+    with started(strategy, case, 3) as (_, model, _):
+        before = ways[what](model)
+        model.flush()
+        return torch.equal(before, ways[what](model))
+
+
+def evaluate_in_inference_mode(strategy: Strategy) -> list[Tensor]:
+    """Weights after an evaluation in inference mode while the first update waits."""
+    with started(strategy, CASE, 1) as (_, model, optimizer):
+        with torch.inference_mode():
+            model(batch(CASE, 7, 100)[0])
+        go_on(model, optimizer, CASE, range(1, 4))
+        return snapshot(list(model.parameters()))
+
+
+def pickle_a_copy(strategy: Strategy) -> int:
+    """A copy is a plain module: its forward hooks, after it went through pickle."""
+    with started(strategy, CASE, 2) as (_, model, _):
+        plain = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        return sum(len(module._forward_pre_hooks) for module in plain.modules())
+
+
+def hooks_left(strategy: Strategy) -> int:
+    with started(strategy, CASE, 2) as (module, _, _):
+        pass
+    hooks = [
+        len(part._forward_pre_hooks) + len(part._state_dict_pre_hooks) for part in module.modules()
+    ]
+    return sum(hooks)
+
+
+# ---- merged ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Merging(Strategy):
+    """Generations of `period` iterations. The output side's bucket leaves in the backward that
+    closes its generation, the others under the next forward, links in turn.
+
+    `guards`: watched; `by`: what the period depends on once gradient noise is known: then it is
+    one longer, with "rate" only at rates above 0.07.
+    """
+
+    period: int = 2
+    merge: Merge = "sum"
+    guards: bool = False
+    by: str = ""
+
+    name: ClassVar[str] = "merging"
+    citation: ClassVar[str] = "tests"
+
+    @property
+    def guards_convergence(self) -> bool:
+        return self.guards
+
+    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+        n, size = self.period, len(profile.buckets)
+        noise = profile.noise
+        if noise is not None and self.by == "rate":
+            n += noise.learning_rate > 0.07
+        elif noise is not None and self.by:
+            n += 1
+        first, close = range(1), Moment("grad", 0)
+        links = [link.name for link in profile.links]
+        closes = frozenset({n - 1, 2 * n - 1})
+        transfers = [
+            transfer(
+                "grad",
+                range(b, b + 1),
+                after=Moment("forward"),
+                before=Moment("step", lag=n - 1),
+                phases=[n],
+                link=links[b % len(links)],
+                age=1,
+            )
+            for b in range(1, size)
+        ]
+        due = Moment("step", lag=n)
+        transfers.append(
+            transfer("grad", first, after=close, before=due, phases=closes, link=links[0])
+        )
+        return Plan(
+            self.name, size, tuple(transfers), n, prologue=n, closes=closes, merge=self.merge
+        )
+
+    def bound_s(self, profile: Profile) -> float:
+        return 0.0
+
+
+def closes_every(period: int) -> Callable[[int], bool]:
+    """When a generation of `Merging` is complete."""
+    return lambda r: r % period == period - 1
+
+
+def merged_reference(script: Script, strategy: Merging, iterations: int) -> list[Replica]:
+    world = replicas(script.case, 2, script.loop)
+    merged(world, range(iterations), closes_every(strategy.period), strategy.merge)
+    return world
+
+
+def train_merged_with_pauses(strategy: Strategy, pauses: Sequence[int], iterations: int) -> Trained:
+    """Consolidate after these iterations, and at the end."""
+
+    def pause(model: Any, optimizer: Any, t: int, rank: int) -> None:
+        if t in pauses:
+            model.consolidate()
+
+    return follow(Script(after=pause), strategy, iterations)[0]
+
+
+def consolidate_in_between(strategy: Strategy) -> list[str]:
+    """Errors of consolidate after a forward, and after a backward; then training goes on."""
+    words: list[str] = []
+
+    def refused(model: Any) -> None:
+        try:
+            model.consolidate()
+        except RuntimeError as error:
+            words.append(str(error))
+
+    with started(strategy, CASE, 3) as (_, model, optimizer):
+        loss = loss_of(model, *batch(CASE, rank(), 3))
+        refused(model)
+        loss.backward()
+        refused(model)
+        optimizer.step()
+        model.consolidate()
+    return words
+
+
+def train_on_two_links(strategy: Strategy, iterations: int) -> tuple[Trained, dict[str, int]]:
+    links = [{"name": name, "interface": "lo"} for name in ("a", "b")]
+    os.environ["OFFBEAT_LINKS"] = json.dumps(links)
+    profile = profile_of(CASE, world_size(), links=("a", "b"))
+    sent: dict[str, int] = {}
+
+    def count(model: Any, optimizer: Any, t: int, rank: int) -> None:
+        sent.update({n: link.bytes_sent for n, link in model._session.engine.links.items()})
+
+    trained, _ = follow(Script(after=count), strategy, iterations, profile=profile)
+    return trained, sent
+
+
+def rates_of(strategy: Strategy, name: str, iterations: int) -> list[float]:
+    """Learning rates after each iteration; the scheduler `name` is stepped as its users do."""
+    with started(strategy, CASE, 0) as (_, model, optimizer):
+        scheduler, every = SCHEDULERS[name](optimizer)
+        rates = []
+        for t in range(iterations):
+            go_on(model, optimizer, CASE, range(t, t + 1))
+            if t % every == every - 1:
+                plateau = isinstance(scheduler, ReduceLROnPlateau)
+                scheduler.step(1.0) if plateau else scheduler.step()  # type: ignore[call-arg]
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+
+def sequential(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    parts = [StepLR(optimizer, 1, 0.9), StepLR(optimizer, 1, 0.5)]
+    return SequentialLR(optimizer, parts, milestones=[2])
+
+
+# (scheduler, iterations between its steps)
+SCHEDULERS: dict[str, Callable[[Any], tuple[Any, int]]] = {
+    "per iteration": lambda o: (StepLR(o, 1, 0.5), 1),
+    "per epoch": lambda o: (StepLR(o, 1, 0.5), 3),
+    "plateau": lambda o: (ReduceLROnPlateau(o, factor=0.5, patience=1), 1),
+    "plateau per epoch": lambda o: (ReduceLROnPlateau(o, factor=0.5, patience=0), 3),
+    "sequential": lambda o: (sequential(o), 1),
+}
+
+
+def tensor_bytes(strategy: Strategy) -> tuple[int, int]:
+    """(bytes of all tensors alive, of one copy of the gradients) after some iterations."""
+    case = Case("mlp", "sgd")
+    with started(strategy, case, 5) as (_, model, optimizer):
+        optimizer.zero_grad()
+        gc.collect()
+        alive = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if isinstance(t, Tensor)
+        }
+        return sum(alive.values()), sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+# ---- guarded -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a guarded rank saw."""
+
+    trained: Trained
+    strategies: list[str]  # of the plan after each iteration
+    periods: list[int]
+    warnings: list[str]
+    decisions: list[dict[str, Any]]
+    united: str  # hash of all bits after consolidate()
+
+
+def train_guarded(
+    strategy: Strategy,
+    window: int,
+    offsets: dict[tuple[int, int], float],
+    iterations: int,
+    directory: str,
+    rates: Sequence[float] = (0.05, 0.05),
+) -> Watched:
+    """Train with a guard that looks every `window` iterations. `offsets`: what is added to the
+    loss per (rank, iteration), without an effect on gradients; `rates`: per rank."""
+    guard.WINDOW = window
+    job = Path(directory) / f"job{rank()}.json"
+    job.write_text(json.dumps({"schema": 1, "record_dir": directory}))
+    os.environ["OFFBEAT_JOB"] = str(job)
+    module, plain = build(CASE)
+    names, periods = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {"profile": profile_of(CASE, world_size()), "timeout_s": 8.0}
+        with prepared(module, plain, strategy, **options) as (model, optimizer):
+            optimizer.param_groups[0]["lr"] = rates[rank()]
+            for t in range(iterations):
+                optimizer.zero_grad()
+                loss = loss_of(model, *batch(CASE, rank(), t))
+                (loss + offsets.get((rank(), t), 0.0)).backward()
+                optimizer.step()
+                names.append(model._session.plan.strategy)
+                periods.append(model._session.plan.period)
+            trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
+            model.consolidate()
+            united = bits(model)
+    decisions = json.loads((Path(directory) / f"rank{rank()}.json").read_text())["decisions"]
+    texts = [str(w.message) for w in caught]
+    return Watched(trained, names, periods, texts, decisions, united)
+
+
+def noise_around_a_pause(strategy: Strategy, iterations: int) -> list[tuple[float, float]]:
+    """(|G|^2, S / K) before consolidate and after it, where all gradients are three times as
+    large; they are constants, twice as large on rank 1."""
+    found = []
+    with started(strategy, CASE, 0) as (_, model, optimizer):
+        for scale in (1.0, 3.0):
+            for _ in range(iterations):
+                optimizer.zero_grad()
+                loss = sum(p.sum() for p in model.parameters() if p.requires_grad)
+                (scale * (1 + rank()) * loss).backward()
+                optimizer.step()
+            found.append(model._session._guard.meter.take())
+            model.consolidate()
+    return found
