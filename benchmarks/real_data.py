@@ -42,7 +42,8 @@ from offbeat.strategies import (
 )
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-RATES = {"gpt": "200mbit", "digits": "500mbit"}  # coverage rates of about 2 on two cores
+RATES = {"gpt": "200mbit", "digits": "200mbit"}  # coverage rates of about 2 on two cores
+SETTINGS = {"gpt": (), "digits": ("--width", "256", "--batch", "64")}
 
 PERIODIC = (
     Contestant("ddp", DDP()),
@@ -124,7 +125,6 @@ def rows_of(runs: Sequence[Run], profile: Profile, batches: int) -> list[Row]:
 
 def per_batch(row: Row, contestant: Finished, profile: Profile, batches: int) -> Row:
     """The row of a contestant whose recorded iterations are of so many batches each."""
-    assert row.iteration_s is not None
     local = profile.slowest()
     alone_s = local.other_s + local.forward_s + local.backward_s
     synchronized_s = sim.predict(DDP(), profile).iteration_s
@@ -134,7 +134,7 @@ def per_batch(row: Row, contestant: Finished, profile: Profile, batches: int) ->
         reached = curve.reach(row.target_loss)
     return replace(
         row,
-        iteration_s=row.iteration_s / batches,
+        iteration_s=None if row.iteration_s is None else row.iteration_s / batches,
         predicted_s=(synchronized_s + (batches - 1) * alone_s) / batches,
         target_s=reached[1] if reached else None,
     )
@@ -210,7 +210,8 @@ def main() -> None:
     rate = args.rate or (RATES[args.example] if delayed else "100mbit")
     out = args.out or Path(tempfile.mkdtemp(prefix="offbeat-real-data-"))
     path = out / "profile.json"
-    setup = Setup((str(EXAMPLES / f"{args.example}.py"),), Cluster.simple(args.hosts, rate))
+    script = (str(EXAMPLES / f"{args.example}.py"), *SETTINGS[args.example])
+    setup = Setup(script, Cluster.simple(args.hosts, rate))
     profile = measured_profile(setup, path)
     batches = merged(profile) if delayed else 1
     steps = max(args.steps // batches, 1) * batches  # as many samples for everyone

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import gc
 import json
 import os
 import pickle
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from models import (
     MODELS,
     USUAL,
@@ -29,12 +32,13 @@ from models import (
     profile_of,
 )
 from oddities import build
-from reference.training import Replica, bsp, merged, replicas
+from reference.training import Replica, bsp, replicas
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
 from workers import Trained, User, bits, prepared, rank, snapshot, world_size
 
+import offbeat
 from offbeat import Plan, Profile, Strategy
 from offbeat.plan import Merge, Moment, transfer
 from offbeat.runtime import guard
@@ -171,6 +175,10 @@ class Clearing(User):
             self.optimizer.inner.zero_grad()
         elif self.loop.clear == "inner in place":
             self.optimizer.inner.zero_grad(set_to_none=False)
+        elif self.loop.clear == "gradients in place":
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.grad.zero_()
 
 
 def follow(
@@ -180,7 +188,8 @@ def follow(
     case = script.case
     model = build_model(case, seed=rank())
     optimizer = build_optimizer(case, model)
-    options.setdefault("profile", profile_of(case, world_size()))
+    if "observe" not in options:
+        options.setdefault("profile", profile_of(case, world_size()))
     seen: list[Any] = []
     with prepared(model, optimizer, strategy, **options) as (model, optimizer):
         scheduler = build_scheduler(case, optimizer)
@@ -198,6 +207,10 @@ def follow_all(
     scripts: Sequence[Script], strategy: Strategy, iterations: int
 ) -> list[tuple[Trained, list[Any]]]:
     return [follow(script, strategy, iterations) for script in scripts]
+
+
+def follow_observed(script: Script, strategy: Strategy, iterations: int) -> Trained:
+    return follow(script, strategy, iterations, observe=3, min_bucket_bytes=1)[0]
 
 
 def followed(script: Script, iterations: int, ranks: int = 2) -> list[tuple[Replica, list[Any]]]:
@@ -330,6 +343,38 @@ def pickle_a_copy(strategy: Strategy) -> int:
         return sum(len(module._forward_pre_hooks) for module in plain.modules())
 
 
+def leave(how: str, strategy: Strategy) -> None:
+    """Rank 0 saves a checkpoint before the others meet it at a barrier, or after the last
+    iteration; or the last messages are slow. Then the process ends as a script does."""
+    module, plain = build(CASE)
+    profile = profile_of(CASE, world_size())
+    model, optimizer = offbeat.prepare(module, plain, strategy, profile=profile, timeout_s=8)
+    go_on(model, optimizer, CASE, range(3))
+    if how == "meets":
+        save_on_rank_0(model)
+        dist.barrier()
+    if how == "slow":
+        for link in model._session.engine.links.values():
+            link.collectives = {verb: slowly(op) for verb, op in link.collectives.items()}
+    go_on(model, optimizer, CASE, range(3, 4))
+    if how == "saves":
+        save_on_rank_0(model)
+    atexit._run_exitfuncs()
+
+
+def save_on_rank_0(model: Any) -> None:
+    if rank() == 0:
+        model.state_dict()
+
+
+def slowly(collective: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    def slow(tensor: Tensor) -> None:
+        time.sleep(0.7)
+        collective(tensor)
+
+    return slow
+
+
 def hooks_left(strategy: Strategy) -> int:
     with started(strategy, CASE, 2) as (module, _, _):
         pass
@@ -402,20 +447,25 @@ def closes_every(period: int) -> Callable[[int], bool]:
     return lambda r: r % period == period - 1
 
 
-def merged_reference(script: Script, strategy: Merging, iterations: int) -> list[Replica]:
-    world = replicas(script.case, 2, script.loop)
-    merged(world, range(iterations), closes_every(strategy.period), strategy.merge)
-    return world
-
-
-def train_merged_with_pauses(strategy: Strategy, pauses: Sequence[int], iterations: int) -> Trained:
+def train_with_pauses(strategy: Strategy, pauses: Sequence[int], iterations: int) -> Trained:
     """Consolidate after these iterations, and at the end."""
 
     def pause(model: Any, optimizer: Any, t: int, rank: int) -> None:
         if t in pauses:
             model.consolidate()
 
-    return follow(Script(after=pause), strategy, iterations)[0]
+    trained, _ = follow(Script(after=pause), strategy, iterations)
+    trained.plan = strategy.plan(profile_of(CASE, world_size()))
+    return trained
+
+
+def load_and_consolidate(strategy: Strategy) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights that were loaded while gradients wait, and after consolidate."""
+    with started(strategy, CASE, 4) as (_, model, _):
+        model.load_state_dict(build_model(CASE, seed=9).state_dict())
+        before = snapshot(list(model.parameters()))
+        model.consolidate()
+        return before, snapshot(list(model.parameters()))
 
 
 def consolidate_in_between(strategy: Strategy) -> list[str]:
@@ -459,10 +509,17 @@ def rates_of(strategy: Strategy, name: str, iterations: int) -> list[float]:
         for t in range(iterations):
             go_on(model, optimizer, CASE, range(t, t + 1))
             if t % every == every - 1:
-                plateau = isinstance(scheduler, ReduceLROnPlateau)
-                scheduler.step(1.0) if plateau else scheduler.step()  # type: ignore[call-arg]
+                step_scheduler(scheduler)
             rates.append(optimizer.param_groups[0]["lr"])
         return rates
+
+
+def step_scheduler(scheduler: Any) -> None:
+    """A metric that never gets better."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step(1.0)
+    else:
+        scheduler.step()
 
 
 def sequential(optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import random_plans
 
+from offbeat.plan import Payload
 from offbeat.profile import Bucket, Link, Profile
 
 # The public form: what a user may write by hand.
@@ -212,3 +213,15 @@ def test_malformed_profiles(data, text):
 def test_an_unknown_link():
     with pytest.raises(ValueError, match=r"link \('x'\) must be one of the profile's links: net"):
         PROFILE.link("x")
+
+
+def test_small_messages_take_a_least_time():
+    link = Link("net", 0.001, 1e6, least_s=0.004)
+    sizes = (1000, 2000, 10_000, 0)
+    buckets = tuple(Bucket(str(i), 0.1, 0.1, size) for i, size in enumerate(sizes))
+    profile = Profile(buckets, (link,), 2)
+    assert profile.communication_s("net") == pytest.approx((0.004, 0.004, 0.011, 0.0))
+    assert profile.message_s("net", "grad", range(0, 2)) == pytest.approx(0.004)  # and both
+    assert profile.transfer_s("net") == pytest.approx((0.001, 0.002, 0.010, 0.0))
+    half = Payload("grad", range(2, 3), part=0, parts=10)
+    assert profile.seconds_of(half, "net", "all_gather") == pytest.approx(0.002)

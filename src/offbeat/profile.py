@@ -46,7 +46,9 @@ class Bucket:
 class Link:
     """Alpha-beta model of one link: an all-reduce of M bytes takes latency_s + M / bytes_per_s.
 
-    Fitted on the collective itself, so `bytes_per_s` counts payload, not bytes on the wire.
+    Fitted on the collective itself, so `bytes_per_s` counts payload, not bytes on the wire. No
+    message takes less than `least_s`: small ones take a constant time (on TCP with gloo up to some
+    40 KB) that no straight line through the larger ones meets.
     `fit_error` is the fit's mean relative error; None when it was not fitted here. `halves` says
     the same, (latency_s, bytes_per_s), of reduce_scatter and all_gather; one that is not there
     counts as the latency of an all-reduce and half the rest of its time.
@@ -56,6 +58,7 @@ class Link:
     latency_s: float
     bytes_per_s: float
     fit_error: float | None = None
+    least_s: float = 0.0
     halves: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def half(self, verb: Verb) -> tuple[float, float]:
@@ -188,34 +191,37 @@ class Profile:
     def seconds_of(self, payload: Payload, link: str, verb: Verb = "mean") -> float:
         """Time of one message with this payload, alone on the link."""
         share = payload.width / payload.parts
-        latency, transfer = self._message(link, payload.kind, payload.buckets, share)
-        if verb != "mean" and (latency or transfer):
-            facts = self.link(link)
-            latency, rate = facts.half(verb)
-            transfer *= facts.bytes_per_s / rate
-        return latency + transfer
+        return self._message_s(link, payload.kind, payload.buckets, share, verb)
 
     def transfer_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
         """Each bucket's share of a fused message's time, without the latency."""
-        return tuple(time - latency for time, latency in self._parts(link, kind))
+        return tuple(transfer for _, transfer in self._parts(link, kind))
 
     def communication_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
         """c_i: time of each bucket sent alone; an empty bucket takes no time."""
-        return tuple(time for time, _ in self._parts(link, kind))
+        return tuple(self._message_s(link, kind, range(b, b + 1)) for b in range(len(self.buckets)))
 
     def message_s(self, link: str, kind: Kind, buckets: range, slices: int = 1) -> float:
         """Time of one message over neighbouring buckets, or of one of equal slices of them: one
         latency, all bytes."""
-        return sum(self._message(link, kind, buckets, 1 / slices))
+        return self._message_s(link, kind, buckets, 1 / slices)
 
-    def _message(self, link: str, kind: Kind, buckets: range, share: float) -> tuple[float, float]:
-        """(latency, the rest) of one message over a share of neighbouring buckets."""
+    def _message_s(
+        self, link: str, kind: Kind, buckets: range, share: float = 1.0, verb: Verb = "mean"
+    ) -> float:
         parts = self._parts(link, kind)[buckets.start : buckets.stop]
-        latency = max((latency for _, latency in parts), default=0.0)
-        return latency, sum(time - latency for time, latency in parts) * share
+        latency = max((latency for latency, _ in parts), default=0.0)
+        transfer = sum(transfer for _, transfer in parts) * share
+        if not latency and not transfer:
+            return 0.0
+        facts = self.link(link)
+        if verb == "mean":
+            return max(facts.least_s, latency + transfer)
+        latency, rate = facts.half(verb)
+        return max(facts.least_s / 2, latency + transfer * facts.bytes_per_s / rate)
 
     def _parts(self, link: str, kind: Kind) -> tuple[tuple[float, float], ...]:
-        """(time alone, latency within it) per bucket; cached, as planners ask in loops."""
+        """(latency, the rest) of each bucket alone; cached, as planners ask in loops."""
         facts = self.link(link)
         key = (facts.name, kind)
         if key not in self._part_cache:
@@ -309,16 +315,16 @@ class Profile:
 
 
 def _alone(bucket: Bucket, link: Link, kind: Kind) -> tuple[float, float]:
+    """(latency, the rest) of a message."""
     size = bucket.payload_bytes(kind)
     given = bucket.communication_s.get(link.name)
     if size == 0 and (given is None or kind == "state"):
         return 0.0, 0.0
-    if given is not None and size == bucket.size_bytes:
-        return given, min(link.latency_s, given)
-    if given is None or not bucket.size_bytes:
-        return link.latency_s + size / link.bytes_per_s, link.latency_s
+    if given is None or (size != bucket.size_bytes and not bucket.size_bytes):
+        return link.latency_s, size / link.bytes_per_s
     latency = min(link.latency_s, given)
-    return latency + (given - latency) * size / bucket.size_bytes, latency
+    share = 1.0 if size == bucket.size_bytes else size / bucket.size_bytes
+    return latency, (given - latency) * share
 
 
 def _compact(record: Any) -> dict[str, Any]:
@@ -359,6 +365,7 @@ def _validate(profile: Profile) -> None:
     _unique("link", [link.name for link in profile.links])
     for link in profile.links:
         _number(f"latency_s of link {link.name!r}", link.latency_s)
+        _number(f"least_s of link {link.name!r}", link.least_s)
         _number(f"bytes_per_s of link {link.name!r}", link.bytes_per_s, positive=True)
         _validate_halves(link)
     for contention in profile.contention:

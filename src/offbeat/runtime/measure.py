@@ -57,10 +57,7 @@ def measure_cluster(
     """
     like = flat.everything()[0]
     sizes = _sizes(flat)
-    links = [
-        fit_link(name, _measure(cluster, name, "mean", sizes, like, SPEND_S))
-        for name in cluster.specs
-    ]
+    links = [_measure_link(cluster, name, sizes, like) for name in cluster.specs]
     if cluster.control.world_size == 1:
         return tuple(links), ()
     left = _countdown(cluster, EXTRAS_BUDGET_S)
@@ -148,6 +145,13 @@ def _measure(
 ) -> list[tuple[int, float]]:
     collective = cluster.links[name].collectives[verb]
     return measure(collective, cluster.groups[name], sizes, like, cluster.device, spend_s=spend_s)
+
+
+def _measure_link(cluster: Cluster, name: str, sizes: Sequence[int], like: Tensor) -> Link:
+    """Alpha, beta, and what the smallest message takes."""
+    ((_, least_s),) = _measure(cluster, name, "mean", [SMALL_BYTES], like, SPEND_S)
+    points = _measure(cluster, name, "mean", sizes, like, SPEND_S)
+    return replace(fit_link(name, points), least_s=least_s)
 
 
 def _with_halves(cluster: Cluster, link: Link, total: int, like: Tensor) -> Link:
