@@ -459,15 +459,6 @@ def train_with_pauses(strategy: Strategy, pauses: Sequence[int], iterations: int
     return trained
 
 
-def load_and_consolidate(strategy: Strategy) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights that were loaded while gradients wait, and after consolidate."""
-    with started(strategy, CASE, 4) as (_, model, _):
-        model.load_state_dict(build_model(CASE, seed=9).state_dict())
-        before = snapshot(list(model.parameters()))
-        model.consolidate()
-        return before, snapshot(list(model.parameters()))
-
-
 def consolidate_in_between(strategy: Strategy) -> list[str]:
     """Errors of consolidate after a forward, and after a backward; then training goes on."""
     words: list[str] = []

@@ -9,7 +9,7 @@ import pytest
 import schedules_support as support
 import torch
 import workers
-from comparing import assert_close, assert_same
+from comparing import assert_same
 from models import Case, Loop, build_model
 from reference.training import Replica, apply_merged, merged, replicas
 from schedules_support import CASE, Merging, Script, closes_every
@@ -29,7 +29,6 @@ STEPPED = "nesterov", "step"
 
 LOOPS = [
     *(Loop(clear=how) for how in ("optimizer", "model", "none", "in place", "after step")),
-    Loop(clear="gradients in place"),
     Loop(clip=0.05),
     Loop(clip=0.05, clear="none"),
     Loop(evaluate=True),
@@ -96,10 +95,16 @@ def test_two_links() -> None:
         assert sorted(sent) == ["a", "b"]
 
 
-def test_loaded_weights_stay_what_was_loaded() -> None:
-    """What was merged before belongs to the weights that were replaced."""
-    for before, after in run_world(support.load_and_consolidate, 2, PAIRS):
-        assert_close(after, before, "weights")
+def test_gradients_zeroed_in_place() -> None:
+    """They hold what the generation has added up so far: it is applied, or it is an error."""
+    script = Script(loop=Loop(clear="gradients in place"))
+    outcomes = watch_world(support.follow_all, 2, [script], PAIRS, ITERATIONS)
+    for outcome, replica in zip(outcomes, reference(script, PAIRS), strict=True):
+        if outcome.error:
+            assert outcome.kind == "ValueError"
+            assert "gradients" in outcome.error
+        else:
+            assert_same(outcome.result[0][0], replica, f"rank {replica.rank}")
 
 
 def test_gradient_scaler_is_an_error() -> None:
@@ -141,7 +146,7 @@ def test_schedulers(name: str) -> None:
 
 def expected_rates(name: str, iterations: int) -> list[float]:
     """The same scheduler on a plain optimizer, stepped when it should be."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.05)
+    optimizer = plain_optimizer()
     scheduler, every = support.SCHEDULERS[name](optimizer)
     rates = []
     for t in range(iterations):
