@@ -44,6 +44,9 @@ from offbeat.strategies import (
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RATES = {"gpt": "200mbit", "digits": "200mbit"}  # coverage rates of about 2 on two cores
 SETTINGS = {"gpt": (), "digits": ("--width", "256", "--batch", "64")}
+# Merged updates come less often, and the schedule of the learning rate with them: to compare by
+# samples it has to be constant.
+CONSTANT_RATE = {"gpt": ("--decay", "1"), "digits": ()}
 
 PERIODIC = (
     Contestant("ddp", DDP()),
@@ -211,6 +214,8 @@ def main() -> None:
     out = args.out or Path(tempfile.mkdtemp(prefix="offbeat-real-data-"))
     path = out / "profile.json"
     script = (str(EXAMPLES / f"{args.example}.py"), *SETTINGS[args.example])
+    if args.set == "delayed":
+        script = (*script, *CONSTANT_RATE[args.example])
     setup = Setup(script, Cluster.simple(args.hosts, rate))
     profile = measured_profile(setup, path)
     batches = merged(profile) if delayed else 1

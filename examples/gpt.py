@@ -4,7 +4,6 @@
     torchrun --nproc-per-node 2 examples/gpt.py                        two processes, no lab
     offbeat run --hosts 4 --rate 100mbit examples/gpt.py               four hosts, slow network
     offbeat compare --strategies ddp,dreamddp examples/gpt.py --steps 200
-
 Ordinary PyTorch but for the line marked below. Each rank trains on its own part of the files.
 """
 
@@ -100,9 +99,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--accumulate", type=int, default=1, help="steps summed per update")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--decay", type=float, default=0.1, help="share of lr in the last step")
     parser.add_argument("--seed", type=int, default=int(os.environ.get("OFFBEAT_SEED", 0)))
     args = parser.parse_args()
-
     torch.manual_seed(args.seed)
     train, held_out = corpus()
     train = train.chunk(WORLD_SIZE)[RANK]
@@ -117,10 +116,11 @@ def main() -> None:
     model, optimizer = offbeat.prepare(model, optimizer)  # <- the one changed line
 
     def schedule(step: int) -> float:
-        """Warm-up, then a cosine down to a tenth."""
+        """Warm-up, then a cosine."""
         warmup = max(1, args.steps // 10)
         progress = min(1.0, max(0, step - warmup) / max(1, args.steps - warmup))
-        return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * progress))
+        fall = (1 - args.decay) / 2 * (1 - math.cos(math.pi * progress))
+        return min(1.0, (step + 1) / warmup) * (1 - fall)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     for step in range(args.steps):

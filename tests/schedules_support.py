@@ -135,10 +135,21 @@ MODELS.update(
 
 # ---- one training run, watched -----------------------------------------------------------------
 
-After = Callable[[Any, Any, int, int], Any]  # (model, optimizer, iteration, rank)
+
+@dataclass(frozen=True)
+class Now:
+    """An iteration that is just over, of a rank or of a replica."""
+
+    model: Any
+    optimizer: Any
+    t: int
+    rank: int
 
 
-def nothing(model: Any, optimizer: Any, t: int, rank: int) -> None:
+After = Callable[[Now], Any]
+
+
+def nothing(_: Now) -> None:
     pass
 
 
@@ -198,7 +209,7 @@ def follow(
             user.iterate(t)
             if scheduler is not None:
                 scheduler.step()
-            seen.append(script.after(model, optimizer, t, rank()))
+            seen.append(script.after(Now(model, optimizer, t, rank())))
         trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
     return trained, seen
 
@@ -220,61 +231,60 @@ def followed(script: Script, iterations: int, ranks: int = 2) -> list[tuple[Repl
     for t in range(iterations):
         bsp(world, range(t, t + 1), absent_is_zero=True)
         for replica, mine in zip(world, seen, strict=True):
-            mine.append(script.after(replica.model, replica.optimizer, t, replica.rank))
+            mine.append(script.after(Now(replica.model, replica.optimizer, t, replica.rank)))
     return list(zip(world, seen, strict=True))
 
 
 # ---- after an iteration ------------------------------------------------------------------------
 
 
-def look(model: Any, optimizer: Any, t: int, rank: int) -> Any:
+def look(now: Now) -> Any:
     """The weights, in another way every time."""
-    if t % 7 == 0:
-        return snapshot(model.state_dict())
-    if t % 7 == 1:
-        return snapshot(list(model.parameters()))
-    if t % 7 == 2:
-        return snapshot(copy.deepcopy(model).state_dict())
-    if t % 7 == 3:
-        return snapshot(optimizer.state_dict())
-    if t % 7 == 4:
-        return snapshot(getattr(model, "module", model).state_dict())
-    if t % 7 == 5:
-        return snapshot(torch.optim.swa_utils.AveragedModel(model).module.state_dict())
-    return evaluate(model, optimizer, t, rank)
+    return snapshot(WAYS[now.t % len(WAYS)](now))
 
 
-def evaluate(model: Any, optimizer: Any, t: int, rank: int) -> Tensor:
-    model.eval()
+def evaluate(now: Now) -> Tensor:
+    now.model.eval()
     with torch.no_grad():
-        output = model(batch(CASE, 7, 100)[0])
-    model.train()
+        output = now.model(batch(CASE, 7, 100)[0])
+    now.model.train()
     return output
 
 
-def look_on_rank_0(model: Any, optimizer: Any, t: int, rank: int) -> Any:
+WAYS: list[After] = [
+    lambda now: now.model.state_dict(),
+    lambda now: list(now.model.parameters()),
+    lambda now: copy.deepcopy(now.model).state_dict(),
+    lambda now: now.optimizer.state_dict(),
+    lambda now: getattr(now.model, "module", now.model).state_dict(),
+    lambda now: torch.optim.swa_utils.AveragedModel(now.model).module.state_dict(),
+    evaluate,
+]
+
+
+def look_on_rank_0(now: Now) -> Any:
     """The other rank goes on at once."""
-    return look(model, optimizer, t, rank) if rank == 0 else None
+    return look(now) if now.rank == 0 else None
 
 
-def evaluate_on_rank_0(model: Any, optimizer: Any, t: int, rank: int) -> Any:
-    return evaluate(model, optimizer, t, rank) if rank == 0 else None
+def evaluate_on_rank_0(now: Now) -> Any:
+    return evaluate(now) if now.rank == 0 else None
 
 
-def set_rates(model: Any, optimizer: Any, t: int, rank: int) -> None:
+def set_rates(now: Now) -> None:
     """A schedule by hand, of everything that a group holds."""
-    group = optimizer.param_groups[0]
+    group, t = now.optimizer.param_groups[0], now.t
     group["lr"], group["momentum"], group["weight_decay"] = 0.1 / (t + 2), 0.9 - 0.1 * t, 0.01 * t
 
 
-def reload(model: Any, optimizer: Any, t: int, rank: int) -> None:
+def reload(now: Now) -> None:
     """Other weights after the fourth iteration, another rate after the sixth."""
-    if t == 3:
-        model.load_state_dict(build_model(CASE, seed=9).state_dict())
-    if t == 5:
-        state = snapshot(optimizer.state_dict())
+    if now.t == 3:
+        now.model.load_state_dict(build_model(CASE, seed=9).state_dict())
+    if now.t == 5:
+        state = snapshot(now.optimizer.state_dict())
         state["param_groups"][0]["lr"] = 0.02
-        optimizer.load_state_dict(state)
+        now.optimizer.load_state_dict(state)
 
 
 # ---- alone, on arrival -------------------------------------------------------------------------
@@ -450,9 +460,9 @@ def closes_every(period: int) -> Callable[[int], bool]:
 def train_with_pauses(strategy: Strategy, pauses: Sequence[int], iterations: int) -> Trained:
     """Consolidate after these iterations, and at the end."""
 
-    def pause(model: Any, optimizer: Any, t: int, rank: int) -> None:
-        if t in pauses:
-            model.consolidate()
+    def pause(now: Now) -> None:
+        if now.t in pauses:
+            now.model.consolidate()
 
     trained, _ = follow(Script(after=pause), strategy, iterations)
     trained.plan = strategy.plan(profile_of(CASE, world_size()))
@@ -485,8 +495,8 @@ def train_on_two_links(strategy: Strategy, iterations: int) -> tuple[Trained, di
     profile = profile_of(CASE, world_size(), links=("a", "b"))
     sent: dict[str, int] = {}
 
-    def count(model: Any, optimizer: Any, t: int, rank: int) -> None:
-        sent.update({n: link.bytes_sent for n, link in model._session.engine.links.items()})
+    def count(now: Now) -> None:
+        sent.update({n: link.bytes_sent for n, link in now.model._session.engine.links.items()})
 
     trained, _ = follow(Script(after=count), strategy, iterations, profile=profile)
     return trained, sent
@@ -514,7 +524,7 @@ def step_scheduler(scheduler: Any) -> None:
 
 
 def sequential(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    parts = [StepLR(optimizer, 1, 0.9), StepLR(optimizer, 1, 0.5)]
+    parts: list[LRScheduler] = [StepLR(optimizer, 1, 0.9), StepLR(optimizer, 1, 0.5)]
     return SequentialLR(optimizer, parts, milestones=[2])
 
 
@@ -601,9 +611,12 @@ def noise_around_a_pause(strategy: Strategy, iterations: int) -> list[tuple[floa
         for scale in (1.0, 3.0):
             for _ in range(iterations):
                 optimizer.zero_grad()
-                loss = sum(p.sum() for p in model.parameters() if p.requires_grad)
+                trainable = [p for p in model.parameters() if p.requires_grad]
+                loss = torch.stack([p.sum() for p in trainable]).sum()
                 (scale * (1 + rank()) * loss).backward()
                 optimizer.step()
-            found.append(model._session._guard.meter.take())
+            meter = model._session._guard.meter
+            found.append(meter.take())
             model.consolidate()
+            meter.take()  # of what consolidate has applied, if that counts
     return found

@@ -54,6 +54,7 @@ class DDPSession(Session):
         marks.stepped = marks.end = mark()
         self._cluster.control.publish(self._iteration + 1)
         if self._recorder:
+            self._recorder.stepped(self._iteration)
             self._recorder.iteration(Iteration(self._iteration, marks, []))
         self._iteration += 1
         self._marks = Marks(begin=mark())

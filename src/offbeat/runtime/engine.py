@@ -338,6 +338,11 @@ class Engine:
             if self.listener is not None:
                 self.listener(done)  # may attach another storage and adopt another plan
 
+    def report_rest(self) -> None:
+        """At the end, hand on iterations whose messages nobody has waited for yet."""
+        while self._recent and self.listener is not None:
+            self.listener(self._recent.popleft())
+
     def _flush(self, now: Planned) -> list[nn.Parameter]:
         """Parameters without a gradient keep no bucket from being sent; they count as zero in
         averages. Returns those whose own step must be skipped, as plain PyTorch does."""

@@ -169,6 +169,8 @@ class FlatSession(Session):
         return output
 
     def step(self, skip_update: bool) -> None:
+        if self._recorder:
+            self._recorder.stepped(self.engine.iteration)
         self.engine.step(skip_update)
         finding = self._guard.iteration() if self._guard is not None else None
         if finding is not None:
@@ -199,6 +201,7 @@ class FlatSession(Session):
         if self._cluster.closed:
             return
         if self._recorder:
+            self.engine.report_rest()
             self._recorder.write(self._cluster.bytes_sent())
         self._unguard()
         self.engine.detach()

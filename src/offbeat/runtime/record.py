@@ -48,6 +48,12 @@ class Recorder:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             (self._path.parent / "plan.json").write_text(json.dumps(plan.to_dict()))
 
+    def stepped(self, iteration: int) -> None:
+        """The user has called `optimizer.step()`: the loss of this iteration is known."""
+        loss = self._tap.take()
+        if loss is not None:
+            self._losses.append((iteration, loss))
+
     def decide(self, iteration: int, what: str, warn: bool) -> None:
         """The runtime has changed the plan, or fallen back."""
         self.decisions.append({"iteration": iteration, "what": what})
@@ -57,9 +63,6 @@ class Recorder:
     def iteration(self, done: Iteration) -> None:
         """Take in one finished iteration."""
         self._ends.append(done.marks.end)
-        loss = self._tap.take()
-        if loss is not None:
-            self._losses.append((done.number, loss))
         self._spans.append(list(_spans(done, self.plan, self._rank, self._device, self._origin)))
 
     def write(self, bytes_sent: dict[str, int]) -> None:
@@ -80,7 +83,7 @@ class Recorder:
             "strategy": self.strategy,
             "observed": self.observed,
             "emulated": bool(self.notes.get("emulated")),
-            "losses": [[i, ends[i], float(loss)] for i, loss in self._losses],
+            "losses": [[i, ends[i], float(loss)] for i, loss in self._losses if i < len(ends)],
             "bytes": bytes_sent,
             "trace": trace.to_dict(),
             "warnings": self.warnings,
@@ -104,7 +107,7 @@ def _spans(
         run = None if bucket is None else (bucket, bucket + 1)
         yield Span(rank, COMPUTE, kind, done.number, at(start), at(end), run)
     for flight in done.flights:
-        if flight.start is None:
+        if flight.end is None:  # it has failed, or the run ended before it
             continue
         t = flight.transfer
         run = (t.payload.buckets.start, t.payload.buckets.stop)
