@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
 
+import merging_support as support
 import pytest
-import schedules_support as support
 import torch
 from comparing import assert_same
+from merging_support import Merging, Watched, closes_every
 from reference.training import Replica, apply_merged, bsp, merged, replicas
-from schedules_support import CASE, Merging, Watched, closes_every
+from schedules_support import CASE
 from worlds import run_world
 
 from offbeat import DeFT

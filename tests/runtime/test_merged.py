@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
+import merging_support as support
 import pytest
-import schedules_support as support
+import schedules_support
 import torch
 import workers
 from comparing import assert_same
+from merging_support import Merging, closes_every
 from models import Case, Loop, build_model
 from reference.training import Replica, apply_merged, merged, replicas
-from schedules_support import CASE, Merging, Script, closes_every
+from schedules_support import CASE, Script
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from worlds import Outcome, run_world, watch_world
 
@@ -44,7 +47,7 @@ SCRIPTS = [
 
 @cache
 def trained(strategy: Strategy) -> list[Outcome]:
-    return watch_world(support.follow_all, 2, SCRIPTS, strategy, ITERATIONS)
+    return watch_world(schedules_support.follow_all, 2, SCRIPTS, strategy, ITERATIONS)
 
 
 @pytest.mark.parametrize("i", range(len(SCRIPTS)), ids=lambda i: str(SCRIPTS[i]))
@@ -72,7 +75,7 @@ def test_consolidate_applies_everything_once_and_begins_anew(
     world = replicas(CASE, 2)
     plan = ranks[0].plan
     bounds = [0, *(t + 1 for t in pauses), ITERATIONS]
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         if start:
             apply_merged(world, plan.merge)
         merged(world, range(start, stop), lambda r: plan.phase(r) in plan.closes, plan.merge)
@@ -98,7 +101,7 @@ def test_two_links() -> None:
 def test_gradients_zeroed_in_place() -> None:
     """They hold what the generation has added up so far: it is applied, or it is an error."""
     script = Script(loop=Loop(clear="gradients in place"))
-    outcomes = watch_world(support.follow_all, 2, [script], PAIRS, ITERATIONS)
+    outcomes = watch_world(schedules_support.follow_all, 2, [script], PAIRS, ITERATIONS)
     for outcome, replica in zip(outcomes, reference(script, PAIRS), strict=True):
         if outcome.error:
             assert outcome.kind == "ValueError"

@@ -16,14 +16,13 @@ from comparing import assert_close, assert_same
 from models import Case, Loop
 from reference.training import Replica, bsp, replicas
 from schedules_support import CASE, Script, evaluate_on_rank_0, look, look_on_rank_0
-from workers import Trained
 from worlds import Outcome, run_world, watch_world
 
 from offbeat import P3, ByteScheduler, DeAR, Strategy
 from offbeat.plan import Moment, Plan, transfer
 from offbeat.runtime.agenda import agenda
 
-SLICES = ByteScheduler(partition_elements=10, credit_elements=20)
+SLICES = ByteScheduler(partition_elements=40, credit_elements=80)
 HALVES = DeAR(fusion_bytes=1)
 WHOLE = ByteScheduler(partition_elements=1000)
 ITERATIONS = 8
