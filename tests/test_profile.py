@@ -215,13 +215,15 @@ def test_an_unknown_link():
         PROFILE.link("x")
 
 
-def test_small_messages_take_a_least_time():
-    link = Link("net", 0.001, 1e6, least_s=0.004)
-    sizes = (1000, 2000, 10_000, 0)
+def test_small_messages_take_what_was_measured():
+    link = Link("net", 0.001, 1e6, small=((1000, 0.004), (3000, 0.008)))
+    sizes = (500, 2000, 10_000, 0)
     buckets = tuple(Bucket(str(i), 0.1, 0.1, size) for i, size in enumerate(sizes))
     profile = Profile(buckets, (link,), 2)
-    assert profile.communication_s("net") == pytest.approx((0.004, 0.004, 0.011, 0.0))
-    assert profile.message_s("net", "grad", range(2)) == pytest.approx(0.004)  # and both
-    assert profile.transfer_s("net") == pytest.approx((0.001, 0.002, 0.010, 0.0))
-    half = Payload("grad", range(2, 3), part=0, parts=10)
-    assert profile.seconds_of(half, "net", "all_gather") == pytest.approx(0.002)
+    assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+    assert profile.communication_s("net") == pytest.approx((0.004, 0.006, 0.011, 0.0))
+    assert profile.message_s("net", "grad", range(2)) == pytest.approx(0.007)
+    assert profile.transfer_s("net") == pytest.approx((0.0005, 0.002, 0.010, 0.0))
+    slice_ = Payload("grad", range(2, 3), part=0, parts=10)
+    assert profile.seconds_of(slice_, "net") == pytest.approx(0.004)
+    assert profile.seconds_of(slice_, "net", "all_gather") == pytest.approx(0.002)

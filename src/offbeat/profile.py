@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property
@@ -46,9 +47,9 @@ class Bucket:
 class Link:
     """Alpha-beta model of one link: an all-reduce of M bytes takes latency_s + M / bytes_per_s.
 
-    Fitted on the collective itself, so `bytes_per_s` counts payload, not bytes on the wire. No
-    message takes less than `least_s`: small ones take a constant time (on TCP with gloo up to some
-    40 KB) that no straight line through the larger ones meets.
+    Fitted on the collective itself, so `bytes_per_s` counts payload, not bytes on the wire.
+    `small` are measured (bytes, seconds) of smaller messages, ascending: they take longer than the
+    line through the larger ones says (on TCP with gloo up to some 40 KB a constant time).
     `fit_error` is the fit's mean relative error; None when it was not fitted here. `halves` says
     the same, (latency_s, bytes_per_s), of reduce_scatter and all_gather; one that is not there
     counts as the latency of an all-reduce and half the rest of its time.
@@ -58,8 +59,19 @@ class Link:
     latency_s: float
     bytes_per_s: float
     fit_error: float | None = None
-    least_s: float = 0.0
+    small: tuple[tuple[int, float], ...] = ()
     halves: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def least_s(self, size_bytes: float) -> float:
+        """What a message takes at least, between measured `small` ones by interpolation."""
+        if not self.small or size_bytes > self.small[-1][0]:
+            return 0.0
+        at = bisect_left(self.small, (size_bytes, 0.0))
+        size, seconds = self.small[at]
+        if at == 0:
+            return seconds
+        below, least_s = self.small[at - 1]
+        return least_s + (seconds - least_s) * (size_bytes - below) / (size - below)
 
     def half(self, verb: Verb) -> tuple[float, float]:
         """(latency_s, bytes_per_s) of reduce_scatter or all_gather."""
@@ -215,10 +227,13 @@ class Profile:
         if not latency and not transfer:
             return 0.0
         facts = self.link(link)
+        least_s = 0.0
+        if facts.small:
+            least_s = facts.least_s(self.payload_bytes(kind, buckets) * share)
         if verb == "mean":
-            return max(facts.least_s, latency + transfer)
+            return max(least_s, latency + transfer)
         latency, rate = facts.half(verb)
-        return max(facts.least_s / 2, latency + transfer * facts.bytes_per_s / rate)
+        return max(least_s / 2, latency + transfer * facts.bytes_per_s / rate)
 
     def _parts(self, link: str, kind: Kind) -> tuple[tuple[float, float], ...]:
         """(latency, the rest) of each bucket alone; cached, as planners ask in loops."""
@@ -349,11 +364,15 @@ def _record(cls: type, what: str, data: Any) -> Any:
     known = {f.name for f in fields(cls)}
     _reject_unknown(f"{what} {data.get('name', '?')!r}", data, known)
     try:
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        return cls(**{k: _tuples(v) for k, v in data.items()})
     except TypeError:
         raise ValueError(
             f"{what} {data.get('name', '?')!r} must have the fields {', '.join(sorted(known))}"
         ) from None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _validate(profile: Profile) -> None:
@@ -365,7 +384,7 @@ def _validate(profile: Profile) -> None:
     _unique("link", [link.name for link in profile.links])
     for link in profile.links:
         _number(f"latency_s of link {link.name!r}", link.latency_s)
-        _number(f"least_s of link {link.name!r}", link.least_s)
+        _validate_small(link)
         _number(f"bytes_per_s of link {link.name!r}", link.bytes_per_s, positive=True)
         _validate_halves(link)
     for contention in profile.contention:
@@ -381,6 +400,15 @@ def _validate(profile: Profile) -> None:
         )
     for rank, scale in enumerate(profile.rank_scale):
         _number(f"rank_scale[{rank}]", scale, positive=True)
+
+
+def _validate_small(link: Link) -> None:
+    for size, seconds in link.small:
+        _number(f"bytes of a small message on link {link.name!r}", size)
+        _number(f"seconds of a small message on link {link.name!r}", seconds)
+    sizes = [size for size, _ in link.small]
+    if sizes != sorted(set(sizes)):
+        raise ValueError(f"small messages of link {link.name!r} ({sizes}) must be in order of size")
 
 
 def _validate_halves(link: Link) -> None:

@@ -44,7 +44,12 @@ def _releasing(tables: Agenda, after: Moment, plan: Plan) -> Indices:
         return tables.at_step
     if after.point == "grad" and after.lag == 0:
         return tables.at_grad[last]
-    if after.point == "updated" and after.lag == 0 and plan.updates != "on_arrival":
+    if (
+        after.point == "updated"
+        and after.lag == 0
+        and plan.updates != "on_arrival"
+        and not plan.closes
+    ):
         return tables.at_updated[last]
     if after.point == "forward" and after.lag == 0 and last == plan.buckets - 1:
         return tables.at_forward

@@ -116,6 +116,7 @@ class Engine:
             self._forward_hooks = ForwardHooks(self._model, self.flat, self._arrive)
         if plan.closes is not None:
             self._gate = SchedulerGate(self.optimizer)
+        self._merged_version = self.flat.grad_version()
         self._now: Planned | None = None
         self._recent: deque[Planned] = deque()
         self._due: dict[int, list[tuple[Planned, list[int]]]] = {}
@@ -177,6 +178,7 @@ class Engine:
 
     def forward_begins(self) -> None:
         if self._now is None and torch.is_grad_enabled():
+            self._require_unchanged()
             self._book()
         if self._forward_hooks is not None and self._forward_hooks.at_start is not None:
             self._arrive(self._forward_hooks.at_start)
@@ -191,7 +193,7 @@ class Engine:
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def gradient_ready(p: Tensor) -> None:
             now = self._now or self._book()
-            self._arrive(0)
+            self._arrive(0, in_backward=True)
             view = self._copies.views[index]
             if p.grad is not view:
                 self._adopt_gradient(p, view)
@@ -328,6 +330,7 @@ class Engine:
             self._copies.swap()
         else:
             self._copies.open(self._copies.opened)
+        self._merged_version = self.flat.grad_version()
         assert self._gate is not None
         self._gate.iteration(bool(applied))
 
@@ -394,17 +397,35 @@ class Engine:
         else:
             self.flat.zero_grad()
 
-    def _arrive(self, first: int) -> None:
+    def _arrive(self, first: int, *, in_backward: bool = False) -> None:
         """Bring every bucket from the input side down to `first` up to date."""
-        if self._arrivals is not None and self._arrivals.until(first, self._marks.arrivals):
+        if self._arrivals is None or not self._arrivals.pending:
+            return
+        self._landing.require_alive()
+        if self._arrivals.until(first, self._marks.arrivals, in_backward=in_backward):
             self._report()
 
     # ---- between iterations -----------------------------------------------------------------
 
     def flush(self) -> None:
         """Between iterations: every update that was asked for is done."""
-        self._landing.require_alive()
         self._arrive(0)
+
+    def settle(self) -> None:
+        """Between iterations, before leaving: finish updates, and messages that others wait for."""
+        if not self._landing.failed:
+            self.flush()
+            self._land_all()
+
+    def discard(self) -> None:
+        """Other weights are about to be loaded: forget what is merged, and begin the plan anew."""
+        self.flush()
+        if self.plan.closes is not None:
+            self._require_between()
+            self._land_all()
+            for copy in range(self._copies.count):
+                self.flat.scale_grads(0.0, copy)
+            self._begin_anew()
 
     def drain(self) -> None:
         """Between iterations: also apply gradients that are merged but not yet due, and begin the
@@ -412,11 +433,8 @@ class Engine:
         self.flush()
         if self.plan.closes is None:
             return
-        if self._now is not None:
-            raise RuntimeError(
-                "gradients are being merged; call consolidate() between iterations: after "
-                "optimizer.step() and before the next forward"
-            )
+        self._require_between()
+        self._land_all()
         done = self.iteration - self.plan_start
         closed, opened = self.plan.generation(done, age=1), self.plan.generation(done)
         if closed:
@@ -426,16 +444,41 @@ class Engine:
             self._copies.swap()
             self._send(Payload("grad", range(len(self._sizes))), next(iter(self.links)))
             self._apply(range(opened.start, done))
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._copies.open(0)
         self.plan_start = self.iteration
+        self._merged_version = self.flat.grad_version()
+        if self.meter is not None:
+            self.meter.reset()
 
-    def _send_rest(self, generation: range) -> None:
-        """What the plan would send of the closed generation in iterations to come."""
+    def _require_between(self) -> None:
+        if self._now is not None:
+            raise RuntimeError(
+                "gradients are being merged; consolidate and load between iterations: after "
+                "optimizer.step() and before the next forward"
+            )
+
+    def _require_unchanged(self) -> None:
+        """Merged gradients must survive from one iteration to the next."""
+        if self.plan.closes is not None and self.flat.grad_version() != self._merged_version:
+            raise ValueError(
+                "gradients were changed between iterations (zeroed in place?), but this strategy "
+                "merges them over several; use zero_grad() of the prepared model or optimizer, "
+                "which leaves them alone"
+            )
+
+    def _land_all(self) -> None:
+        """Wait for every message of earlier iterations."""
         for iterations in self._due.values():
             for iteration, indices in iterations:
                 self._wait(iteration, indices)
         self._due.clear()
         self._report()
+
+    def _send_rest(self, generation: range) -> None:
+        """What the plan would send of the closed generation in iterations to come."""
         planned = self.iteration - self.plan_start
         while True:
             for t in self.plan.at(planned):

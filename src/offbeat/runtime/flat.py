@@ -258,7 +258,7 @@ class Flat:
 
     def grad_version(self) -> int:
         """Changes whenever anyone writes a gradient in place."""
-        return sum(grads._version for grads in self._copies[0].values())
+        return sum(grads._version for copy in self._copies for grads in copy.values())
 
 
 def changed_buffers(model: nn.Module, before: dict[str, int]) -> list[str]:

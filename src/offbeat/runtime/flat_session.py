@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from offbeat.check import raise_if_wrong
 from offbeat.plan import Plan
 from offbeat.profile import Profile
+from offbeat.runtime.attached import Attached
 from offbeat.runtime.checksum import checksum
 from offbeat.runtime.cluster import Cluster
 from offbeat.runtime.engine import Engine
@@ -64,11 +66,10 @@ class FlatSession(Session):
             cluster.control,
             cluster.timeout_s,
         )
-        # Also of the bare module: whoever reads or replaces its weights finds them up to date.
-        self._handles = [
-            model.register_state_dict_pre_hook(lambda *_: self.flush()),
-            model.register_load_state_dict_pre_hook(lambda *_: self.flush()),
-        ]
+        # Also of bare modules: whoever reads or replaces weights finds them up to date.
+        flush, discard = Attached(self.flush), Attached(self.engine.discard)
+        self._handles = [model.register_load_state_dict_pre_hook(discard)]
+        self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
 
     def run_from(self, profile: Profile, observed: int = 0) -> None:
         """Plan from a profile that all ranks share, check, agree on the plan, adopt it."""
@@ -200,6 +201,8 @@ class FlatSession(Session):
     def close(self) -> None:
         if self._cluster.closed:
             return
+        if getattr(sys, "last_value", None) is None:  # else this rank is going down: at once
+            self.engine.settle()
         if self._recorder:
             self.engine.report_rest()
             self._recorder.write(self._cluster.bytes_sent())

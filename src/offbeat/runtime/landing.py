@@ -15,6 +15,10 @@ class Landing:
         self._device, self._control, self._timeout_s = device, control, timeout_s
         self._failure: BaseException | None = None
 
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
     def require_alive(self) -> None:
         """RuntimeError once a wait has failed."""
         if self._failure is not None:

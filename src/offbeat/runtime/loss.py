@@ -26,7 +26,7 @@ class LossTap:
                 tap._loss = self.detach()
             original(self, *args, **kwargs)
 
-        self._installed = backward
+        backward.tap = self  # type: ignore[attr-defined]
         torch.Tensor.backward = backward  # type: ignore[method-assign,assignment]
 
     def take(self) -> Tensor | None:
@@ -36,5 +36,6 @@ class LossTap:
 
     def close(self) -> None:
         self._open = False
-        if torch.Tensor.backward is self._installed:
-            torch.Tensor.backward = self._original  # type: ignore[method-assign]
+        # An older tap that was closed first is still installed below this one.
+        while (tap := getattr(torch.Tensor.backward, "tap", None)) is not None and not tap._open:
+            torch.Tensor.backward = tap._original  # type: ignore[method-assign]

@@ -24,6 +24,8 @@ from offbeat.transport.device import Device
 MIN_BUCKET_BYTES = 64 * 1024
 SMALL_BYTES = 4096
 LINK_BUDGET_S = 5.0  # no single measured message takes longer
+SMALL_SIZES = tuple(SMALL_BYTES << i for i in range(6))  # to 128 KiB: slices that P3 would send
+SMALL_SPEND_S = 0.2
 SPEND_S = 1.0  # per size of an all-reduce, within 3 to 15 repetitions
 HALF_SPEND_S = 0.25  # the same per size of its halves
 HALF_S = 0.25  # the largest half that is measured belongs to an all-reduce of this time
@@ -148,10 +150,10 @@ def _measure(
 
 
 def _measure_link(cluster: Cluster, name: str, sizes: Sequence[int], like: Tensor) -> Link:
-    """Alpha, beta, and what the smallest message takes."""
-    ((_, least_s),) = _measure(cluster, name, "mean", [SMALL_BYTES], like, SPEND_S)
+    """Alpha, beta, and what small messages take."""
+    small = _measure(cluster, name, "mean", SMALL_SIZES, like, SMALL_SPEND_S)
     points = _measure(cluster, name, "mean", sizes, like, SPEND_S)
-    return replace(fit_link(name, points), least_s=least_s)
+    return replace(fit_link(name, points), small=tuple(small))
 
 
 def _with_halves(cluster: Cluster, link: Link, total: int, like: Tensor) -> Link:

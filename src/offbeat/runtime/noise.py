@@ -44,6 +44,11 @@ class NoiseMeter:
         noise = (own - average) / self._others
         self._found.append(((average - noise) / merged**2, noise / merged))
 
+    def reset(self) -> None:
+        """Forget gradients whose average will not be shown."""
+        self._own = 0.0
+        self._waiting.clear()
+
     def take(self) -> tuple[float, float] | None:
         """(|G|^2, S / K), means since last taken, None without any. Unbiased once averaged over
         ranks, so single values may be negative."""
@@ -59,15 +64,17 @@ class NoiseMeter:
 def agreed_noise(
     control: Control, loss: float | None, meter: NoiseMeter, learning_rate: float
 ) -> GradientNoise | None:
-    """What all ranks have seen since they were last asked, averaged; every rank must call it.
+    """What all ranks have seen since they were last asked, averaged, and rank 0's learning rate.
+
+    Every rank must call it.
     None if some rank has no loss or no gradients to tell, or there is only one."""
-    everyone = control.gather((loss, meter.take()))
-    known = [(own, found) for own, found in everyone if own is not None and found is not None]
+    everyone = control.gather((loss, meter.take(), learning_rate))
+    known = [(own, found) for own, found, _ in everyone if own is not None and found is not None]
     if control.world_size < 2 or len(known) < control.world_size:
         return None
     mean = fmean(own for own, _ in known)
     signal, noise = (fmean(values) for values in zip(*(found for _, found in known), strict=True))
-    values = (mean, max(0.0, signal), max(0.0, noise), learning_rate)
+    values = (mean, max(0.0, signal), max(0.0, noise), everyone[0][2])
     return GradientNoise(*values) if all(map(math.isfinite, values)) else None
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+
+from offbeat.runtime.wrap import Optimizer
 
 
 class SchedulerGate:
@@ -15,19 +17,21 @@ class SchedulerGate:
 
     Only of schedulers of this optimizer that are stepped once per iteration: one that is stepped
     more rarely (per epoch) goes on as it is. torch offers no hook on schedulers, so their classes
-    are patched until `close`; a subclass defined later that does not call its parent's step is
-    missed.
+    are patched while any gate is open; a subclass defined later that does not call its parent's
+    step is missed.
     """
+
+    _open: ClassVar[list[SchedulerGate]] = []
+    _originals: ClassVar[dict[type[LRScheduler], Callable[..., None]]] = {}
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
         self._iterations = 0
         self._applied = True
         self._seen: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
-        self._patched: list[tuple[type[LRScheduler], Callable[..., None]]] = []
-        for cls in _classes(LRScheduler):
-            if "step" in vars(cls):
-                self._patch(cls)
+        if not self._open:
+            self._patch()
+        self._open.append(self)
 
     def iteration(self, applied: bool) -> None:
         """`optimizer.step()` was called, and did or did not update."""
@@ -35,23 +39,31 @@ class SchedulerGate:
         self._applied = applied
 
     def close(self) -> None:
-        for cls, step in self._patched:
-            cls.step = step  # type: ignore[method-assign]
-        self._patched = []
+        self._open.remove(self)
+        if not self._open:
+            for cls, step in self._originals.items():
+                cls.step = step  # type: ignore[method-assign]
+            self._originals.clear()
 
-    def _patch(self, cls: type[LRScheduler]) -> None:
-        original = cls.step
-        gate = self
+    @classmethod
+    def _patch(cls) -> None:
+        for scheduler in dict.fromkeys(_classes(LRScheduler)):
+            if "step" in vars(scheduler):
+                cls._originals[scheduler] = scheduler.step
+                scheduler.step = cls._gated(scheduler.step)  # type: ignore[method-assign]
 
+    @classmethod
+    def _gated(cls, original: Callable[..., None]) -> Callable[..., None]:
         def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-            if not gate._skips(self):
+            if not any(gate._skips(self) for gate in cls._open):
                 original(self, *args, **kwargs)
 
-        cls.step = step  # type: ignore[method-assign,assignment]
-        self._patched.append((cls, original))
+        return step
 
     def _skips(self, scheduler: LRScheduler) -> bool:
-        optimizer = getattr(scheduler.optimizer, "inner", scheduler.optimizer)  # prepare's or not
+        optimizer = scheduler.optimizer
+        if isinstance(optimizer, Optimizer):
+            optimizer = optimizer.inner
         if optimizer is not self._optimizer or getattr(scheduler, "_is_initial", False):
             return False
         since = self._iterations - self._seen.get(scheduler, 0)

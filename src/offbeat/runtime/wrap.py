@@ -85,7 +85,6 @@ class Model(nn.Module):
 
     def close(self) -> None:
         """Leave the other ranks. Called at exit; earlier only to prepare another model after."""
-        self._session.flush()
         self._session.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -124,7 +123,10 @@ class Model(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            value = getattr(super().__getattr__("module"), name)
+        if isinstance(value, (torch.Tensor, nn.Module)) or callable(value):
+            self._session.flush()  # what it reads must be up to date
+        return value
 
 
 class Optimizer(torch.optim.Optimizer):
