@@ -338,11 +338,18 @@ def evaluate_in_inference_mode(strategy: Strategy) -> list[Tensor]:
         return snapshot(list(model.parameters()))
 
 
-def pickle_a_copy(strategy: Strategy) -> int:
-    """A copy is a plain module: its forward hooks, after it went through pickle."""
-    with started(strategy, CASE, 2) as (_, model, _):
+def use_copies(strategy: Strategy) -> list[bool]:
+    """Whether the model's update is still to come after copies of it were used, and what they
+    hold is up to date."""
+    with started(strategy, CASE, 2) as (module, model, optimizer):
         plain = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-        return sum(len(module._forward_pre_hooks) for module in plain.modules())
+        equal = [
+            torch.equal(a, b) for a, b in zip(plain.parameters(), module.parameters(), strict=True)
+        ]
+        go_on(model, optimizer, CASE, range(2, 3))
+        plain.state_dict()
+        loss_of(plain, *batch(CASE, rank(), 3)).backward()
+        return [*equal, model._session.engine._arrivals.pending]
 
 
 def leave(how: str, strategy: Strategy) -> None:

@@ -87,7 +87,7 @@ def test_consolidate_within_an_iteration_is_an_error() -> None:
     for rank in run_world(support.consolidate_in_between, 2, PAIRS):
         assert len(rank) == 2
         for words in rank:
-            assert "gradients are being merged; call consolidate() between iterations" in words
+            assert "gradients are being merged; consolidate and load between iterations" in words
 
 
 def test_two_links() -> None:

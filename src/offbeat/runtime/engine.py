@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -176,13 +177,16 @@ class Engine:
         copies = self._copies
         return self._payloads[t][copies.closed if t.payload.age else copies.opened]
 
-    def forward_begins(self) -> None:
+    def forward_begins(self) -> AbstractContextManager[Any]:
+        """The prepared model is called; its forward runs in what this returns."""
         if self._now is None and torch.is_grad_enabled():
             self._require_unchanged()
             self._book()
-        if self._forward_hooks is not None and self._forward_hooks.at_start is not None:
-            self._arrive(self._forward_hooks.at_start)
+        hooks = self._forward_hooks
+        if hooks is not None and hooks.at_start is not None:
+            self._arrive(hooks.at_start)
         self._marks.forward = self._device.mark()
+        return nullcontext() if hooks is None else hooks.watching()
 
     def forward_ends(self) -> None:
         if self._forward_hooks is not None and torch.is_grad_enabled():

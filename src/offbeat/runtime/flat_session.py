@@ -164,8 +164,8 @@ class FlatSession(Session):
     # ---- what the user calls ----------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.forward_begins()
-        output = self._model(*args, **kwargs)
+        with self.engine.forward_begins():
+            output = self._model(*args, **kwargs)
         self.engine.forward_ends()
         return output
 

@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from offbeat.runtime.attached import Attached
 from offbeat.runtime.flat import Flat
 
 
 class ForwardHooks:
     """Calls `needed(b)` before a module runs that uses parameters of bucket b.
 
-    Not every module is called: attention reads the weight of its output projection, whose own
-    hooks then never run. So the first forward is watched, and a module that was not called in it
-    answers for its parameters through the nearest one around it that was. In that first forward
-    everything is needed at once. `at_start` is what the model as a whole needs when it begins:
-    a bucket, and with it all that come before it in the forward.
+    A module need not be the one that uses its parameters: attention reads the weight of its output
+    projection, which is never called. So the first forward is watched, and everything is needed at
+    once in it; from then on a parameter is answered for by the innermost module that was running
+    when it was first read, or by its own. `at_start` is what the model as a whole needs when it
+    begins: a bucket, and with it all that come before it in the forward.
     """
 
     def __init__(self, model: nn.Module, flat: Flat, needed: Callable[[int], None]):
         self._model, self._needed = model, needed
-        bucket_of = {id(p): b for b, bucket in enumerate(flat.buckets) for p in bucket.parameters}
-        self._uses = {
-            name: min(buckets)
-            for name, module in model.named_modules(remove_duplicate=False)
-            if (
-                buckets := [
-                    bucket_of[id(p)] for p in module._parameters.values() if id(p) in bucket_of
-                ]
-            )
+        self._bucket_of = {
+            id(p): b for b, bucket in enumerate(flat.buckets) for p in bucket.parameters
         }
         self.at_start: int | None = 0
         self._called: set[str] = set()
+        self._running: list[str] = []
+        self._first_read: dict[int, str] = {}
         self._handles: list[RemovableHandle] = []
-        for name, module in _outside_compiled(model):
-            self._watch(name, module)
+        modules = list(model.named_modules(remove_duplicate=False))
+        watched = _outside_compiled(modules)
+        self._compiled = len(watched) < len(modules)
+        for name, module in watched:
+            self._handles += self._watch(name, module)
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """For one forward of the whole model: sees parameters read, in the first one."""
+        if not self._handles or self.at_start != 0 or self._compiled or self._first_read:
+            return nullcontext()
+        return _Reads(self._read)
 
     def forward_ended(self) -> None:
         """A training forward of the whole model is over: from the first one learn who is called."""
@@ -44,12 +53,16 @@ class ForwardHooks:
             return
         self.remove()
         first: dict[str, int] = {}
-        for name, bucket in self._uses.items():
-            home = self._answering(name)
-            first[home] = min(bucket, first.get(home, bucket))
+        for name, module in self._model.named_modules(remove_duplicate=False):
+            for p in module._parameters.values():
+                if id(p) in self._bucket_of:
+                    home, bucket = self._home(name, id(p)), self._bucket_of[id(p)]
+                    first[home] = min(bucket, first.get(home, bucket))
         self.at_start = first.get("")
         for name, bucket in first.items():
-            self._attach(self._model.get_submodule(name), bucket)
+            module, hook = self._model.get_submodule(name), partial(self._needed, bucket)
+            handle = module.register_forward_pre_hook(Attached(hook), prepend=True)
+            self._handles.append(handle)
         self._called = set()
 
     def remove(self) -> None:
@@ -57,31 +70,62 @@ class ForwardHooks:
             handle.remove()
         self._handles = []
 
-    def _answering(self, name: str) -> str:
+    def _home(self, owner: str, parameter: int) -> str:
+        """Who answers for a parameter of this module."""
+        reader = self._first_read.get(parameter, owner)
+        inside = reader == owner or reader.startswith(f"{owner}.") or not owner
+        name = owner if inside else reader
         while name and name not in self._called:
             name = name.rpartition(".")[0]
         return name
 
-    def _watch(self, name: str, module: nn.Module) -> None:
-        def called(_module: nn.Module, _inputs: object) -> None:
-            self._called.add(name)
-            self._needed(0)
+    def _watch(self, name: str, module: nn.Module) -> list[RemovableHandle]:
+        return [
+            module.register_forward_pre_hook(Attached(partial(self._enter, name)), prepend=True),
+            module.register_forward_hook(Attached(self._leave), always_call=True),
+        ]
 
-        self._handles.append(module.register_forward_pre_hook(called, prepend=True))
+    def _enter(self, name: str) -> None:
+        self._called.add(name)
+        self._running.append(name)
+        self._needed(0)
 
-    def _attach(self, module: nn.Module, bucket: int) -> None:
-        def about_to_run(_module: nn.Module, _inputs: object) -> None:
-            self._needed(bucket)
+    def _leave(self) -> None:
+        if self._running:
+            self._running.pop()
 
-        self._handles.append(module.register_forward_pre_hook(about_to_run, prepend=True))
+    def _read(self, parameter: int) -> None:
+        if parameter in self._bucket_of and parameter not in self._first_read:
+            self._first_read[parameter] = self._running[-1] if self._running else ""
 
 
-def _outside_compiled(model: nn.Module) -> list[tuple[str, nn.Module]]:
+class _Reads(TorchFunctionMode):
+    """Reports the id of whatever torch functions are given."""
+
+    def __init__(self, report: Callable[[int], None]):
+        super().__init__()
+        self._report = report
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                self._report(id(item))
+        return func(*args, **kwargs)
+
+
+def _outside_compiled(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """Modules whose hooks run as Python: the graph of a compiled module leaves out hooks that
     were registered after it was compiled."""
     found: list[tuple[str, nn.Module]] = []
     compiled: list[str] = []
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in modules:
         if any(name.startswith(prefix) for prefix in compiled):
             continue
         in_place = getattr(module, "_compiled_call_impl", None) is not None
