@@ -99,6 +99,7 @@ class Engine:
         self._release_plan()
         self.plan = plan
         self.plan_start = self.iteration
+        self._early = any(t.after.point == "grad" for t in plan.transfers)  # sent in backward
         self._reset_state = state_policy == "reset"
         self._remedy = EARLY_REMEDY.get(plan.updates)
         if self._remedy is not None:
@@ -253,7 +254,7 @@ class Engine:
             b = self._next
             self._next += 1
             now.marks.ready[b] = self._device.mark()
-            if self.meter is not None and self.plan.closing(now.planned):
+            if self.meter is not None and self._early and self.plan.closing(now.planned):
                 self.meter.own(self.flat.grads(range(b, b + 1), self._copies.opened))
             self._release(now, now.agenda.at_grad[b])
             if self.plan.updates == "in_backward":
@@ -278,15 +279,17 @@ class Engine:
         self._unused = self._flush(now)
         now.marks.backward_end = self._device.mark()
         if self.meter is not None and self.plan.closing(now.planned):
+            if not self._early:
+                self.meter.own(self.flat.grads(range(len(self._sizes)), self._copies.opened))
             self.meter.complete()
         self._release(now, now.agenda.at_step)
         for iteration, indices in self._due.pop(self.iteration, ()):
             self._wait(iteration, indices)
-        now.marks.waited = self._device.mark()
         applied = self.plan.applied(now.planned)
         if self.meter is not None and applied:
             grads = self.flat.grads(range(len(self._sizes)), self._copies.closed)
             self.meter.averaged(grads, len(applied))
+        now.marks.waited = self._device.mark()
         if self.plan.closes is not None:
             self._copies.show(applied, self.plan.merge)
         self._grad_version = self.flat.grad_version()

@@ -79,4 +79,4 @@ def agreed_noise(
 
 
 def _squared_norm(grads: Sequence[Tensor]) -> Tensor | float:
-    return sum((torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in grads), 0.0)
+    return sum((torch.linalg.vector_norm(g).double().square() for g in grads), 0.0)
