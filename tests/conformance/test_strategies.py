@@ -87,7 +87,17 @@ ITERATIONS = 12
 
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES_UNDER_TEST, ids=str)
 every_plan = pytest.mark.parametrize("strategy", PLANNED, ids=str)
-two_and_three = pytest.mark.parametrize("world_size", [2, 3])
+
+
+def worlds(strategies: list[Strategy]) -> pytest.MarkDecorator:
+    """Every setting in a world of two, each strategy's defaults in a world of three too."""
+    threes = [s for s in strategies if s == create(s.name)]
+    pairs = [(s, 2) for s in strategies] + [(s, 3) for s in threes]
+    return pytest.mark.parametrize(("strategy", "world_size"), pairs, ids=str)
+
+
+every_world = worlds(STRATEGIES_UNDER_TEST)
+every_planned_world = worlds(PLANNED)
 
 
 # ---- (a) the numbers ------------------------------------------------------------------------
@@ -149,8 +159,7 @@ def trained(strategy: Strategy, world_size: int) -> list[list[Trained]]:
     return run_world(train_cases, world_size, strategy, cases, ITERATIONS)
 
 
-@two_and_three
-@every_strategy
+@every_world
 def test_equals_the_equations(strategy: Strategy, world_size: int) -> None:
     cases = CASES if world_size == 2 else CASES_OF_THREE
     for i, case in enumerate(cases):
@@ -187,8 +196,7 @@ def weights(trained: Trained) -> dict[str, Tensor]:
 # ---- (c) what is moved ----------------------------------------------------------------------
 
 
-@two_and_three
-@every_plan
+@every_planned_world
 def test_moves_what_the_plan_promises(strategy: Strategy, world_size: int) -> None:
     """Every message of the plan reaches the collective in its iteration, once, and whole."""
     cases = CASES if world_size == 2 else CASES_OF_THREE
@@ -255,8 +263,7 @@ def bytes_moved(trained: Trained, iterations: range, kind: str) -> int:
 # ---- (d) the same order as in the simulator -------------------------------------------------
 
 
-@two_and_three
-@every_plan
+@every_planned_world
 def test_order_equals_the_simulators(strategy: Strategy, world_size: int) -> None:
     cases = CASES if world_size == 2 else CASES_OF_THREE
     for i, case in enumerate(cases):
@@ -273,8 +280,7 @@ def test_order_equals_the_simulators(strategy: Strategy, world_size: int) -> Non
 # ---- (e) the end ----------------------------------------------------------------------------
 
 
-@two_and_three
-@every_strategy
+@every_world
 def test_consolidate_makes_replicas_identical(strategy: Strategy, world_size: int) -> None:
     """Frozen parameters and buffers too, and with a straggler."""
     for case in zip(*trained(strategy, world_size), strict=True):
