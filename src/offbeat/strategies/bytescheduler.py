@@ -21,12 +21,13 @@ TUNED = "use None to have it tuned"
 
 @dataclass(frozen=True)
 class ByteScheduler(Strategy):
-    """Buckets fall into slices of at most `partition_elements`; while less than
-    `credit_elements` are in flight, the ready slice whose forward comes first is sent.
+    """Slices of gradients, those first whose next forward comes first.
 
-    The next forward of a bucket waits only for its own slices and comes right after its optimizer
-    step. Small buckets are never fused. A credit of 1 sends one slice at a time. Elements are of
-    4 bytes. None: tuned by simulation; the paper's values are 4,000,000 and 16,000,000.
+    Buckets fall into slices of at most `partition_elements`; while less than `credit_elements` are
+    in flight, the ready slice nearest the input side is sent. The next forward of a bucket waits
+    only for its own slices and comes right after its optimizer step. Small buckets are never
+    fused. A credit of 1 sends one slice at a time. Elements are of 4 bytes. None: tuned by
+    simulation; the paper's values are 4,000,000 and 16,000,000.
     """
 
     partition_elements: int | None = None

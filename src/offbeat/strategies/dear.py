@@ -16,7 +16,9 @@ from offbeat.strategies.slices import compute_of
 
 @dataclass(frozen=True)
 class DeAR(Strategy):
-    """Groups of neighbouring buckets are reduce-scattered as soon as their gradients exist; the
+    """Reduce-scatter under backward, all-gather under the next forward.
+
+    Groups of neighbouring buckets are reduce-scattered as soon as their gradients exist; the
     step waits for that. Then they are all-gathered under the next forward, the input side first,
     and each is stepped when it has landed.
 

@@ -52,7 +52,8 @@ class DeFT(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("partition_elements", self.partition_elements)
+        remedy = f"{type(self).partition_elements:,} is the paper's"
+        require_count("partition_elements", self.partition_elements, remedy=remedy)
         number = isinstance(self.epsilon, (int, float)) and not isinstance(self.epsilon, bool)
         if not number or not 0 < self.epsilon < math.inf:
             raise ValueError(

@@ -13,10 +13,9 @@ from offbeat.strategies.slices import by_priority, forward_plan
 
 @dataclass(frozen=True)
 class P3(Strategy):
-    """Slices of at most `slice_elements` (of 4 bytes), one in flight; of those that are ready the
-    one whose forward comes first goes first.
+    """Small slices of gradients, one in flight, those first whose next forward comes first.
 
-    The next forward of a bucket waits only for its own slices and comes right after its optimizer
+    Slices have at most `slice_elements` of 4 bytes. The next forward of a bucket waits only for its own slices and comes right after its optimizer
     step.
     """
 

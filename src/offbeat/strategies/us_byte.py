@@ -25,7 +25,9 @@ MOST_EVALUATIONS = 5000  # of whole orders
 
 @dataclass(frozen=True)
 class USByte(Strategy):
-    """Buckets fall into unit blocks of at most `unit_elements` of 4 bytes (None: tuned by
+    """Unequal messages, each to end when the next gradient is ready.
+
+    Buckets fall into unit blocks of at most `unit_elements` of 4 bytes (None: tuned by
     simulation). During backward the bucket nearest the input sends as many of its blocks in one
     message as end near the next gradient, during forward all that are left.
 
