@@ -15,8 +15,8 @@ from offbeat.strategies.slices import by_priority, forward_plan
 class P3(Strategy):
     """Small slices of gradients, one in flight, those first whose next forward comes first.
 
-    Slices have at most `slice_elements` of 4 bytes. The next forward of a bucket waits only for its own slices and comes right after its optimizer
-    step.
+    Slices have at most `slice_elements` of 4 bytes. The next forward of a bucket waits only for
+    its own slices and comes right after its optimizer step.
     """
 
     slice_elements: int = 40_000
