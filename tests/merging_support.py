@@ -118,6 +118,14 @@ def consolidate_in_between(strategy: Strategy) -> list[str]:
     return words
 
 
+def load_and_consolidate(strategy: Strategy) -> bool:
+    """Whether weights loaded while gradients are merged stay as they are."""
+    with started(strategy, CASE, 3) as (module, model, _):
+        model.load_state_dict({n: torch.ones_like(t) for n, t in module.state_dict().items()})
+        model.consolidate()
+        return all(bool((t == 1).all()) for t in module.state_dict().values())
+
+
 def train_on_two_links(strategy: Strategy, iterations: int) -> tuple[Trained, dict[str, int]]:
     links = [{"name": name, "interface": "lo"} for name in ("a", "b")]
     os.environ["OFFBEAT_LINKS"] = json.dumps(links)

@@ -214,3 +214,9 @@ def plain_optimizer() -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.05)
     optimizer._opt_called = True  # type: ignore[attr-defined] # else schedulers warn
     return optimizer
+
+
+def test_loading_weights_discards_what_was_merged_for_others() -> None:
+    """Gradients of the weights before are not applied to those that were loaded."""
+    for equal in run_world(support.load_and_consolidate, 2, PAIRS):
+        assert equal
