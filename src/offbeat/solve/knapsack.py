@@ -25,6 +25,7 @@ Solver = Callable[
 
 MOST_ENUMERATED = 14  # messages; two links take 1.5 ms at 14, 7 ms at 16
 CELLS = 1 << 16  # of the window, where subset sums are counted instead of enumerated
+_TINY = float(np.finfo(float).tiny)
 _ROUNDING = 1e-9  # of the window: what fills it up to rounding fits
 
 _Ends = NDArray[np.float64]  # per subset of the messages (bit i: message i) the end on a link
@@ -220,7 +221,7 @@ def _members(subset: int) -> list[int]:
 
 def _earliest_end(window: _Window) -> list[list[int]] | None:
     """Everything, longest first, each on the link that then ends first; None if it does not fit."""
-    worth = window.weights_s[0] / np.maximum(window.weights_s, np.finfo(float).tiny)
+    worth = window.weights_s[0] / np.maximum(window.weights_s, _TINY)
     if window.weights_s[0].sum() > (window.limit_s - window.busy_s) @ worth.max(axis=1):
         return None
     sets: list[list[int]] = [[] for _ in range(window.links)]
@@ -240,8 +241,9 @@ def _filled(window: _Window) -> list[list[int]]:
     left = np.arange(window.count)
     sets: list[list[int]] = [[] for _ in range(window.links)]
     for link in window.slowest_first():
-        sets[link] = left[_fullest(window.only(left), link)].tolist()
-        left = np.setdiff1d(left, sets[link], assume_unique=True)
+        chosen = _fullest(window.only(left), link)
+        sets[link] = left[chosen].tolist()
+        left = np.delete(left, chosen)
     return sets
 
 
