@@ -292,7 +292,8 @@ def test_two_links() -> None:
         assert_same(mine, replica, f"rank {replica.rank}")
         for link in ("a", "b"):
             moved = [(t, p) for t, name, p, _ in mine.collectives if name == link]
-            runs = ["grad[0:1]", "grad[2:3]"] if link == "a" else ["grad[1:2]", "grad[3:4]"]
+            first = 0 if link == "a" else 1
+            runs = [f"mean grad[{b}:{b + 1}]" for b in (first, first + 2)]
             assert moved == [(t, run) for t in range(ITERATIONS) for run in runs]
         assert mine.bytes_sent["a"] + mine.bytes_sent["b"] == ITERATIONS * sum(
             p.nbytes for p in build_model(CASE).parameters() if p.requires_grad
