@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from offbeat.plan import Moment, Verb, transfer
 from offbeat.transport.device import CPU
-from offbeat.transport.link import Flight, Link, deadline
+from offbeat.transport.link import Flight, Link
 
 TRANSFER = transfer(
     "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
@@ -136,11 +135,3 @@ def test_unreleased_flights_do_not_keep_a_link_open() -> None:
         flights = book(link, 2)
         link.release(flights[1])
     assert not flights[0].wait(0.0)
-
-
-def test_deadline_counts_down_to_zero() -> None:
-    left = deadline(0.02)
-    assert 0 < left() <= 0.02
-    threading.Event().wait(0.03)
-    assert left() == 0
-    assert deadline(5)() == pytest.approx(5, abs=1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -116,9 +115,3 @@ class Link:
         for tensor in flight.tensors:
             self.collectives[verb](tensor)
             self.bytes_sent += tensor.nbytes if verb == "mean" else tensor.nbytes // 2
-
-
-def deadline(timeout_s: float) -> Callable[[], float]:
-    """Countdown: each call returns the seconds left, at least 0."""
-    end = time.monotonic() + timeout_s
-    return lambda: max(0.0, end - time.monotonic())
