@@ -56,7 +56,7 @@ def profile(mus: dict[str, float]) -> Profile:
 def table_v() -> float:
     """Expected loss after single steps over that after the merges of two links."""
     mu = [(before - after) / ETA for before, after in pairwise(SINGLE_STEPS)]
-    return preserver.ratio([2, 1, 1], SINGLE_STEPS[0], ETA, mu, sigma=0.0)
+    return preserver.LossWalk(SINGLE_STEPS[0], ETA, sigma=0.0).ratio([2, 1, 1], mu)
 
 
 def main() -> None:

@@ -214,7 +214,7 @@ def train_guarded(
 ) -> Watched:
     """Train with a guard that looks every `window` iterations. `offsets`: what is added to the
     loss per (rank, iteration), without an effect on gradients; `rates`: per rank."""
-    guard.WINDOW = window
+    guard.WINDOW, guard.WINDOWS_PER_LOOK, guard.LOOKS_PER_ESTIMATE = window, 1, 1
     job = Path(directory) / f"job{rank()}.json"
     job.write_text(json.dumps({"schema": 1, "record_dir": directory}))
     os.environ["OFFBEAT_JOB"] = str(job)

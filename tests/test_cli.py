@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat import cli
+from offbeat import cli, texts
 from offbeat.plan import Plan
 from offbeat.strategies import STRATEGIES
 
@@ -226,13 +226,13 @@ def test_simulate_text(capsys):
     ],
 )
 def test_values_of_settings(text, value):
-    parsed = cli.parse_value(text)
+    parsed = texts.parse_value(text)
     assert parsed == value
     assert type(parsed) is type(value)
 
 
 def test_contestants_with_settings():
-    chosen = cli.contestants(
+    chosen = texts.contestants(
         "ddp, ddp:bucket_cap_mb=0.5,local-sgd,dreamddp:period=8:fill=false,dreamddp",
         ["period=4", "dreamddp.solver=optimal"],
     )

@@ -1,4 +1,4 @@
-"""The command line: the only place that turns names and text into objects."""
+"""The command line; with `texts` the only place that turns names and text into objects."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from offbeat import __version__
-from offbeat.check import raise_if_wrong
-from offbeat.plan import Plan
+from offbeat import __version__, texts
 from offbeat.profile import Profile
-from offbeat.strategies import STRATEGIES, Strategy, create
-from offbeat.strategies.base import require_choice
+from offbeat.strategies import STRATEGIES
 
 if TYPE_CHECKING:  # the lab, the report and rich are imported by the commands that need them
-    from offbeat.compare import Comparison, Contestant, Outcome, Setup
+    from offbeat.compare import Comparison, Outcome, Setup
     from offbeat.lab import Cluster
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
@@ -103,7 +100,7 @@ def run(
     """
     from offbeat.compare import Comparison, Contestant
 
-    chosen = (Contestant(strategy, _strategy(strategy, set_)),)
+    chosen = (Contestant(strategy, texts.strategy(strategy, set_)),)
     setup = _setup(where, script, args)
     return _compare(Comparison(setup, chosen, profile=profile), out, json_)
 
@@ -133,7 +130,7 @@ def compare(
     """
     from offbeat.compare import Comparison
 
-    chosen = contestants(strategies, set_ or [])
+    chosen = texts.contestants(strategies, set_ or [])
     setup = _setup(where, script, args)
     comparison = Comparison(setup, chosen, repeat, target_loss, profile)
     return _compare(comparison, out, json_)
@@ -175,7 +172,7 @@ def plan(
 
     Example: offbeat plan --profile profile.json --strategy dreamddp --set period=5
     """
-    made = _strategy(strategy, set_).plan(_profile(profile))
+    made = texts.strategy(strategy, set_).plan(texts.load_profile(profile))
     if out is not None:
         out.write_text(json.dumps(made.to_dict(), indent=1))
     shown = {name: made.notes[name] for name in ("sets", "fill") if name in made.notes}
@@ -201,13 +198,13 @@ def simulate(
 
     if (plan is None) == (strategy is None):
         raise ValueError("simulate takes either --plan FILE or --strategy NAME")
-    facts = _profile(profile)
+    facts = texts.load_profile(profile)
     if plan is None:
         assert strategy is not None
-        prediction = sim.predict(_strategy(strategy, set_), facts, iterations=iterations)
+        prediction = sim.predict(texts.strategy(strategy, set_), facts, iterations=iterations)
     else:
-        made = _plan(plan, facts)
-        bound_s = _bound_s(made, facts)
+        made = texts.load_plan(plan, facts)
+        bound_s = texts.plan_bound_s(made, facts)
         prediction = sim.predict_plan(made, facts, bound_s=bound_s, iterations=iterations)
     bound = "unknown" if prediction.bound_s is None else f"{prediction.bound_s:.6g}"
     text = (
@@ -253,95 +250,13 @@ def strategies(*, json_: Json = False) -> int:
     return 0
 
 
-# --- names and text to objects -------------------------------------------------------------------
-
-
-def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
-    """Contestants of "ddp,dreamddp:period=8" and of --set texts; settings inline win.
-
-    ValueError for a strategy or setting that does not exist, with the nearest one.
-    """
-    from offbeat.compare import Contestant
-
-    items = [item.strip().split(":") for item in names.split(",")]
-    chosen = [name for name, *_ in items]
-    for name in chosen:
-        require_choice("strategy", name, STRATEGIES)
-    shared: dict[str, dict[str, Any]] = {name: {} for name in chosen}
-    for key, value in _pairs(settings).items():
-        for name, setting in _addressed(key, chosen):
-            shared[name][setting] = value
-    return tuple(
-        Contestant("-".join([name, *inline]), create(name, shared[name] | _pairs(inline)))
-        for name, *inline in items
-    )
-
-
-def _addressed(key: str, chosen: Sequence[str]) -> list[tuple[str, str]]:
-    """(strategy, setting) of `dreamddp.period`, or of `period` for all strategies that have it."""
-    scope, _, setting = key.rpartition(".")
-    if scope:
-        require_choice("strategy of --set", scope, chosen)
-        return [(scope, setting)]
-    known = {name: [f.name for f in fields(STRATEGIES[name])] for name in chosen}
-    every = dict.fromkeys(setting for settings in known.values() for setting in settings)
-    require_choice(f"setting of {', '.join(known)}", key, every)
-    return [(name, key) for name in known if key in known[name]]
-
-
-def parse_value(text: str) -> int | float | bool | str | None:
-    """Value of a setting: int, float, true, false, none, else the text."""
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _pairs(texts: Sequence[str] | None) -> dict[str, Any]:
-    for text in texts or []:
-        if not text.partition("=")[0] or "=" not in text:
-            raise ValueError(f"setting ({text!r}) must read NAME=VALUE, as in period=5")
-    return {text.partition("=")[0]: parse_value(text.partition("=")[2]) for text in texts or []}
-
-
-def _strategy(name: str, settings: Sequence[str] | None) -> Strategy:
-    return create(name, _pairs(settings))
-
-
-def _profile(path: Path) -> Profile:
-    _require_file(path, "measure one with `offbeat profile`")
-    return Profile.load(path)
-
-
-def _plan(path: Path, facts: Profile) -> Plan:
-    """A plan's file, checked against the profile; ValueError naming the file."""
-    _require_file(path, "write one with `offbeat plan -o`")
-    try:
-        plan = Plan.from_dict(json.loads(path.read_text()))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no plan ({error}); write it with `offbeat plan`") from None
-    raise_if_wrong([plan], facts)
-    return plan
-
-
-def _bound_s(plan: Plan, facts: Profile) -> float | None:
-    """Lower bound of the family that a plan's name and period stand for, None if unknown."""
-    cls = STRATEGIES.get(plan.strategy)
-    if cls is None:
-        return None
-    periodic = "period" in {field.name for field in fields(cls)}
-    return create(plan.strategy, {"period": plan.period} if periodic else {}).bound_s(facts)
+# --- options to objects --------------------------------------------------------------------------
 
 
 def _setup(where: Where, script: Path, args: Sequence[str]) -> Setup:
     from offbeat.compare import NO_LIMIT_S, Setup
 
-    _require_file(script, "give the path of a training script")
+    texts.require_file(script, "give the path of a training script")
     return Setup(
         script=(str(script), *args),
         cluster=_cluster(where),
@@ -363,13 +278,8 @@ def _cluster(where: Where) -> Cluster:
         return Cluster.from_toml(short)
     if where.hosts is not None or where.rate is not None:
         raise ValueError("--cluster says what --hosts and --rate say; give one or the other")
-    _require_file(where.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
+    texts.require_file(where.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
     return Cluster.load(where.cluster)
-
-
-def _require_file(path: Path, remedy: str) -> None:
-    if not path.is_file():
-        raise ValueError(f"file ({path}) must exist; {remedy}")
 
 
 # --- running and showing -------------------------------------------------------------------------

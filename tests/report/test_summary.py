@@ -146,16 +146,17 @@ def test_target_is_the_median_over_repetitions_and_never_if_most_miss_it(tmp_pat
     assert row.target_spread_s is None
 
 
-def test_default_target_is_reached_by_everybody_that_trained(tmp_path):
+def test_default_target_is_reached_by_everybody_that_kept_up(tmp_path):
     noise = [0.3 * (-1) ** i for i in range(60)]
     good = [3 - i / 30 + e for i, e in enumerate(noise)]
-    worse = [3 - i / 60 + e for i, e in enumerate(noise)]
+    worse = [3 - i / 35 + e for i, e in enumerate(noise)]
+    lazy = [3 - i / 60 + e for i, e in enumerate(noise)]
     rising = [3 + i / 60 for i in range(60)]
     broken = [1.0] * 30 + [math.nan] * 30
-    losses = {"good": good, "worse": worse, "rising": rising, "broken": broken}
+    losses = {"good": good, "worse": worse, "lazy": lazy, "rising": rising, "broken": broken}
     rows = rows_of(tmp_path, {k: [[record(0, steady(1, 60), v)]] for k, v in losses.items()})
     reached = {label: row.target_s is not None for label, row in rows.items()}
-    assert reached == {"good": True, "worse": True, "rising": False, "broken": False}
+    assert [label for label in reached if reached[label]] == ["good", "worse"]
     assert rows["worse"].target_loss == pytest.approx(min(smoothed_of(tmp_path, "worse")))
     assert rows["broken"].final_loss is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import merging_support as support
 import pytest
@@ -16,6 +17,7 @@ from schedules_support import CASE
 from worlds import run_world
 
 from offbeat import DeFT
+from offbeat.runtime.guard import ConvergenceGuard
 from offbeat.runtime.loss import LossTap
 from offbeat.runtime.noise import NoiseMeter
 from offbeat.strategies import Strategy
@@ -104,6 +106,32 @@ def test_ranks_with_different_rates_plan_alike(tmp_path: Path) -> None:
     first, second = run_world(support.train_guarded, 2, *args)
     assert first.periods == second.periods
     assert first.united == second.united
+
+
+class Alone:
+    """A control group of one."""
+
+    world_size = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def test_looks_after_two_windows_of_ten() -> None:
+    parameter = torch.zeros(1, requires_grad=True)
+    guard = ConvergenceGuard(Alone(), torch.optim.SGD([parameter], lr=0.1))  # type: ignore[arg-type]
+    looks = {}
+    try:
+        for t in range(40):
+            loss_of(1.0 if t < 10 else 5.0).backward()
+            finding = guard.iteration()
+            if finding is not None:
+                looks[t + 1] = finding.departed
+    finally:
+        guard.close()
+    assert looks[20] is None  # high in one window
+    assert looks[40].startswith("the loss rose to 5 (mean of 10 iterations), above 1.1 in 2 windows")
+    assert len(looks) == 2
 
 
 # ---- the meter ----------------------------------------------------------------------------------

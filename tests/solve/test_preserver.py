@@ -23,48 +23,49 @@ def test_expectation_is_that_of_the_rebounding_walk(above, eta, mu, sigma, batch
     moved = target + above - eta * rng.normal(mu, sigma / math.sqrt(batch), WALKS)
     walked = np.where(moved >= target, moved, 2 * target - moved)
     error = walked.std() / math.sqrt(WALKS)
-    expected = preserver.expected_next(target + above, eta, mu, sigma, batch, target)
+    walk = preserver.LossWalk(target + above, eta, sigma, batch, target)
+    expected = walk.after([1], [mu])
     assert expected == pytest.approx(walked.mean(), abs=5 * error)
 
 
 def test_without_noise_the_step_is_certain():
-    assert preserver.expected_next(1.0, 0.1, 3.0, 0.0) == pytest.approx(0.7)
-    assert preserver.expected_next(0.2, 0.1, 3.0, 0.0) == pytest.approx(0.1)
-    nearly = preserver.expected_next(0.2, 0.1, 3.0, 1e-9)
+    assert preserver.LossWalk(1.0, 0.1, 0.0).after([1], [3.0]) == pytest.approx(0.7)
+    assert preserver.LossWalk(0.2, 0.1, 0.0).after([1], [3.0]) == pytest.approx(0.1)
+    nearly = preserver.LossWalk(0.2, 0.1, 1e-9).after([1], [3.0])
     assert nearly == pytest.approx(0.1)
 
 
 def test_table_v():
     eta = 0.01
     mu = [(before - after) / eta for before, after in pairwise(SINGLE_STEPS)]
-    after = preserver.expected_loss([1, 1, 1, 1], SINGLE_STEPS[0], eta, mu, 0.0)
-    assert after == pytest.approx(SINGLE_STEPS[-1])
-    ratio = preserver.ratio([2, 1, 1], SINGLE_STEPS[0], eta, mu, 0.0)
-    assert ratio == pytest.approx(0.993, abs=0.003)
+    walk = preserver.LossWalk(SINGLE_STEPS[0], eta, 0.0)
+    assert walk.after([1, 1, 1, 1], mu) == pytest.approx(SINGLE_STEPS[-1])
+    assert walk.ratio([2, 1, 1], mu) == pytest.approx(0.993, abs=0.003)
 
 
 def test_scales():
     """Under sum a merged step is as long as its iterations together, under mean as one."""
     mu = [1.0, 50.0]
-    assert preserver.expected_loss([2], 1.0, 0.1, mu, 0.0) == pytest.approx(0.8)
-    assert preserver.expected_loss([2], 1.0, 0.1, mu, 0.0, scale="mean") == pytest.approx(0.9)
-    one = preserver.expected_next(0.1, 0.1, 1.0, 2.0, batch=8)
-    assert preserver.expected_loss([2], 0.1, 0.1, mu, 2.0, batch=4, scale="mean") == one
-    assert preserver.ratio([1, 1], 1.0, 0.1, mu, 2.0) == 1.0
-    assert preserver.ratio([2], 0.2, 0.1, [1.0, 2.0], 0.0) == math.inf  # 0.1 over nothing
+    assert preserver.LossWalk(1.0, 0.1, 0.0).after([2], mu) == pytest.approx(0.8)
+    assert preserver.LossWalk(1.0, 0.1, 0.0, scale="mean").after([2], mu) == pytest.approx(0.9)
+    one = preserver.LossWalk(0.1, 0.1, 2.0, batch=8).after([1], [1.0])
+    assert preserver.LossWalk(0.1, 0.1, 2.0, batch=4, scale="mean").after([2], mu) == one
+    assert preserver.LossWalk(1.0, 0.1, 2.0).ratio([1, 1], mu) == 1.0
+    # 0.1 over nothing
+    assert preserver.LossWalk(0.2, 0.1, 0.0).ratio([2], [1.0, 2.0]) == math.inf
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("merges", "sigma", "text"),
     [
-        (([2, 1], 1.0, 0.1, [1.0], 1.0), r"merges \(\[2, 1\]\) must .* number of mu \(1\)"),
-        (([0, 1], 1.0, 0.1, [1.0], 1.0), r"merges \(\[0, 1\]\) must be at least 1 each"),
-        (([1], 1.0, 0.1, [1.0], -1.0), r"sigma \(-1\) and eta \(0.1\) must be at least 0"),
+        ([2, 1], 1.0, r"merges \(\[2, 1\]\) must .* number of mu \(1\)"),
+        ([0, 1], 1.0, r"merges \(\[0, 1\]\) must be at least 1 each"),
+        ([1], -1.0, r"sigma \(-1\) and eta \(0.1\) must be at least 0"),
     ],
 )
-def test_arguments_that_make_no_sense(arguments, text):
+def test_arguments_that_make_no_sense(merges, sigma, text):
     with pytest.raises(ValueError, match=text):
-        preserver.expected_loss(*arguments)
+        preserver.LossWalk(1.0, 0.1, sigma).after(merges, [1.0])
 
 
 def test_the_watch_is_silent_while_the_loss_goes_down_or_is_noisy():
@@ -93,10 +94,24 @@ def test_the_watch_allows_for_the_windows_own_noise():
     assert [watch.see([0.2, 2.4]) for _ in range(3)] == [None] * 3  # mean 1.3, error 1.1
 
 
+def test_the_watch_measures_a_rise_by_the_fall_before():
+    """So the noise of a loss near 0 says nothing, and a tenth of what was gained a lot."""
+    watch = preserver.LossWatch()
+    rng = np.random.default_rng(2)
+    watch.see([2.0] * 10)
+    for _ in range(1000):
+        assert watch.see(list(rng.exponential(0.02, 10))) is None
+    rises = [watch.see([0.19] * 10), watch.see([0.19] * 10)]
+    assert rises == [None, None]
+    rises = [watch.see([0.3] * 10), watch.see([0.3] * 10)]
+    assert rises[0] is None
+    assert rises[1] is not None
+
+
 def test_the_watch_sees_losses_that_are_not_finite_at_once():
     watch = preserver.LossWatch()
-    assert watch.see([1.0, math.nan]) == "the loss is not finite (mean nan of 2 iterations)"
-    assert watch.see([math.inf]) == "the loss is not finite (mean inf of 1 iterations)"
+    assert watch.see([1.0, math.nan]) == "the loss is not finite (in a window of 2 iterations)"
+    assert watch.see([math.inf]) == "the loss is not finite (in a window of 1 iterations)"
     assert watch.see([5.0]) is None  # the first that counts
     with pytest.raises(ValueError, match=r"losses \(\[\]\) must hold at least one"):
         watch.see([])

@@ -11,6 +11,7 @@ from offbeat.report.run import Contestant, RankRecord, Repetition, Run
 SMOOTH = 10  # iterations of the trailing mean
 FINAL_SHARE = 0.1
 FINAL_LEAST = 5
+KEPT_UP = 0.8  # of the best one's fall: whoever has less says nothing of when to stop
 
 
 @dataclass(frozen=True)
@@ -70,24 +71,27 @@ def first_loss(contestant: Contestant) -> float | None:
     return fmean(firsts) if firsts else None
 
 
-def trained(contestant: Contestant) -> bool:
-    """True if the loss is finite at the end and lower than in the beginning."""
-    first, final = first_loss(contestant), final_loss(contestant)
-    return first is not None and final is not None and final < first
-
-
 def target_loss(run: Run) -> float | None:
-    """The run's target; else the worst final loss of those that trained, None if nobody did or if
-    compute was emulated, as then nothing is learned.
+    """The run's target; else the worst final loss of those whose loss fell at least 80 % as far
+    as the best one's, None if nobody's did or if compute was emulated, as then nothing is learned.
 
     The trailing mean lags behind a falling loss, so the target is raised to the lowest smoothed
-    loss of every repetition where needed: all of those that trained reach it.
+    loss of every repetition where needed: all of those reach it.
     """
     if run.target_loss is not None:
         return run.target_loss
     if run.emulated:
         return None
-    return max((_easiest(c) for c in run.contestants if trained(c)), default=None)
+    falls = {c.label: _fall(c) for c in run.contestants}
+    enough = KEPT_UP * max(falls.values(), default=0.0)
+    kept_up = [c for c in run.contestants if falls[c.label] >= enough > 0]
+    return max(map(_easiest, kept_up), default=None)
+
+
+def _fall(contestant: Contestant) -> float:
+    """How far the loss fell; 0 if it did not or is not finite in the end."""
+    first, final = first_loss(contestant), final_loss(contestant)
+    return 0.0 if first is None or final is None else max(0.0, first - final)
 
 
 def _easiest(contestant: Contestant) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.plan import Moment, Payload, Plan, Transfer
+from offbeat.plan import Plan, Transfer
 from offbeat.runtime.agenda import agenda
 from offbeat.runtime.arrivals import Arrivals
 from offbeat.runtime.copies import Copies
@@ -20,8 +20,8 @@ from offbeat.runtime.flat import Flat
 from offbeat.runtime.forward import ForwardHooks
 from offbeat.runtime.landing import Landing
 from offbeat.runtime.marks import Iteration, Marks, Planned
+from offbeat.runtime.merging import Merging
 from offbeat.runtime.noise import NoiseMeter
-from offbeat.runtime.schedulers import SchedulerGate
 from offbeat.runtime.state import StateStore
 from offbeat.runtime.stepper import BucketStepper
 from offbeat.strategies.base import StatePolicy
@@ -68,7 +68,7 @@ class Engine:
         self._landing = Landing(device, control, timeout_s)
         self._handles: list[RemovableHandle] = []
         self._forward_hooks: ForwardHooks | None = None
-        self._gate: SchedulerGate | None = None
+        self._merging: Merging | None = None
         self.attach(flat)
 
     # ---- set-up -----------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Engine:
         self._agendas = {phase: agenda(plan, phase) for phase in plan.phases}
         self._copies = Copies(self.flat, merged=plan.closes is not None)
         self._payloads: dict[Transfer, list[tuple[Tensor, ...]]] = {
-            t: [self._tensors(t.payload, copy) for copy in range(self._copies.count)]
+            t: [self.flat.tensors(t.payload, copy) for copy in range(self._copies.count)]
             for t in plan.transfers
             if t.payload.kind != "state"
         }
@@ -117,8 +117,9 @@ class Engine:
             self._arrivals = Arrivals(self.flat, self._device, self._wait, self._remedy)
             self._forward_hooks = ForwardHooks(self._model, self.flat, self._arrive)
         if plan.closes is not None:
-            self._gate = SchedulerGate(self.optimizer)
-        self._merged_version = self.flat.grad_version()
+            self._merging = Merging(
+                plan, self.optimizer, self.flat, self._copies, self.links, self._landing
+            )
         self._now: Planned | None = None
         self._recent: deque[Planned] = deque()
         self._due: dict[int, list[tuple[Planned, list[int]]]] = {}
@@ -127,15 +128,9 @@ class Engine:
         """Undo what the plan so far has attached elsewhere."""
         if self._forward_hooks is not None:
             self._forward_hooks.remove()
-        if self._gate is not None:
-            self._gate.close()
-        self._forward_hooks = self._gate = None
-
-    def _tensors(self, payload: Payload, copy: int) -> tuple[Tensor, ...]:
-        run = payload.buckets
-        whole = self.flat.grads(run, copy) if payload.kind == "grad" else self.flat.params(run)
-        # .data: with a version counter of their own, so that collectives do not look like the user.
-        return tuple(t.data[payload.slice_of(t.numel())] for t in whole)
+        if self._merging is not None:
+            self._merging.close()
+        self._forward_hooks = self._merging = None
 
     def refresh_groups(self) -> None:
         """The optimizer's groups or state were replaced (load_state_dict)."""
@@ -181,7 +176,8 @@ class Engine:
     def forward_begins(self) -> AbstractContextManager[Any]:
         """The prepared model is called; its forward runs in what this returns."""
         if self._now is None and torch.is_grad_enabled():
-            self._require_unchanged()
+            if self._merging is not None:
+                self._merging.require_unchanged()
             self._book()
         hooks = self._forward_hooks
         if hooks is not None and hooks.at_start is not None:
@@ -234,7 +230,7 @@ class Engine:
                 "backward(create_graph=True) leaves gradients that are no plain numbers; take the "
                 "inner derivative with torch.autograd.grad(..., create_graph=True)"
             )
-        if self.plan.closes is None:
+        if self._merging is None:
             view.copy_(p.grad)
         else:
             view.add_(p.grad)  # to those of the generation's earlier iterations
@@ -290,7 +286,7 @@ class Engine:
             grads = self.flat.grads(range(len(self._sizes)), self._copies.closed)
             self.meter.averaged(grads, len(applied))
         now.marks.waited = self._device.mark()
-        if self.plan.closes is not None:
+        if self._merging is not None:
             self._copies.show(applied, self.plan.merge)
         self._grad_version = self.flat.grad_version()
 
@@ -306,8 +302,8 @@ class Engine:
         now.marks.step = mark()
         if self._remedy is not None:
             self._gradients_untouched()
-        if self.plan.closes is not None:
-            self._step_merged(now)
+        if self._merging is not None:
+            self._merging.step(now.planned)
         elif self.plan.updates == "at_step":
             if not skip_update:
                 with self._without(self._unused):
@@ -327,19 +323,6 @@ class Engine:
         self._control.publish(self.iteration)
         self._report()
         self.begin()
-
-    def _step_merged(self, now: Planned) -> None:
-        applied = self.plan.applied(now.planned)
-        if applied:
-            self.optimizer.step()
-            self._copies.discard()
-        if self.plan.closing(now.planned):
-            self._copies.swap()
-        else:
-            self._copies.open(self._copies.opened)
-        self._merged_version = self.flat.grad_version()
-        assert self._gate is not None
-        self._gate.iteration(bool(applied))
 
     def _report(self) -> None:
         """Hand on the iterations that are complete, in their order."""
@@ -362,13 +345,12 @@ class Engine:
         averaged = {
             b for t in now.agenda.transfers if t.payload.kind == "grad" for b in t.payload.buckets
         }
-        merged = self.plan.closes is not None
         for seen, p, view, b in zip(
             self._seen, self._parameters, self._copies.views, self._bucket_of, strict=True
         ):
             if not seen:
                 p.grad = view
-                if not merged:
+                if self._merging is None:
                     view.zero_()
                     if b not in averaged:
                         unused.append(p)
@@ -397,7 +379,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Zero the gradients in place, each as soon as nothing needs it any more."""
-        if self.plan.closes is not None:
+        if self._merging is not None:
             return  # the generation is added to; what was applied is zeroed when it was
         if self._arrivals is not None and self._arrivals.pending:
             self._arrivals.zero_grad()
@@ -427,54 +409,32 @@ class Engine:
     def discard(self) -> None:
         """Other weights are about to be loaded: forget what is merged, and begin the plan anew."""
         self.flush()
-        if self.plan.closes is not None:
-            self._require_between()
-            self._land_all()
-            for copy in range(self._copies.count):
-                self.flat.scale_grads(0.0, copy)
+        if self._merging is not None:
+            self._land_merged()
+            self._merging.discard()
             self._begin_anew()
 
     def drain(self) -> None:
         """Between iterations: also apply gradients that are merged but not yet due, and begin the
         plan anew. Every rank must call it. RuntimeError in the middle of an iteration."""
         self.flush()
-        if self.plan.closes is None:
-            return
-        self._require_between()
-        self._land_all()
-        done = self.iteration - self.plan_start
-        closed, opened = self.plan.generation(done, age=1), self.plan.generation(done)
-        if closed:
-            self._send_rest(closed)
-            self._apply(closed)
-        if opened.start < done:
-            self._copies.swap()
-            self._send(Payload("grad", range(len(self._sizes))), next(iter(self.links)))
-            self._apply(range(opened.start, done))
-        self._begin_anew()
+        if self._merging is not None:
+            self._land_merged()
+            self._merging.drain(self.iteration, self.iteration - self.plan_start)
+            self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._copies.open(0)
         self.plan_start = self.iteration
-        self._merged_version = self.flat.grad_version()
         if self.meter is not None:
             self.meter.reset()
 
-    def _require_between(self) -> None:
+    def _land_merged(self) -> None:
         if self._now is not None:
             raise RuntimeError(
                 "gradients are being merged; consolidate and load between iterations: after "
                 "optimizer.step() and before the next forward"
             )
-
-    def _require_unchanged(self) -> None:
-        """Merged gradients must survive from one iteration to the next."""
-        if self.plan.closes is not None and self.flat.grad_version() != self._merged_version:
-            raise ValueError(
-                "gradients were changed between iterations (zeroed in place?), but this strategy "
-                "merges them over several; use zero_grad() of the prepared model or optimizer, "
-                "which leaves them alone"
-            )
+        self._land_all()
 
     def _land_all(self) -> None:
         """Wait for every message of earlier iterations."""
@@ -483,31 +443,6 @@ class Engine:
                 self._wait(iteration, indices)
         self._due.clear()
         self._report()
-
-    def _send_rest(self, generation: range) -> None:
-        """What the plan would send of the closed generation in iterations to come."""
-        planned = self.iteration - self.plan_start
-        while True:
-            for t in self.plan.at(planned):
-                if t.payload.age:
-                    self._send(t.payload, t.link)
-            if self.plan.applied(planned) == generation:
-                return
-            planned += 1
-
-    def _send(self, payload: Payload, link: str) -> None:
-        """Average some of the closed copy now."""
-        end = Moment("end")
-        t = Transfer(payload, end, end, frozenset(), link)
-        tensors = self._tensors(payload, self._copies.closed)
-        flight = self.links[link].book(t, self.iteration, tensors)
-        self.links[link].release(flight)
-        self._landing.wait(flight, self.flat)
-
-    def _apply(self, generation: range) -> None:
-        self._copies.show(generation, self.plan.merge)
-        self.optimizer.step()
-        self._copies.discard()
 
     def _wait(self, iteration: Planned, indices: Sequence[int]) -> None:
         for i in indices:

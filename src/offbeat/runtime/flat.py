@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from offbeat.plan import Payload
 from offbeat.profile import Profile
 from offbeat.runtime.checksum import checksum
 
@@ -205,6 +206,13 @@ class Flat:
     def grads(self, run: range, copy: int = 0) -> tuple[Tensor, ...]:
         """Gradients of a run of buckets, one slice per dtype and device."""
         return self._slices(self._copy(copy), run, 2)
+
+    def tensors(self, payload: Payload, copy: int = 0) -> tuple[Tensor, ...]:
+        """What a message of gradients (of one copy) or parameters carries, as views of it."""
+        run = payload.buckets
+        whole = self.grads(run, copy) if payload.kind == "grad" else self.params(run)
+        # .data: with a version counter of their own, so that collectives do not look like the user.
+        return tuple(t.data[payload.slice_of(t.numel())] for t in whole)
 
     def views(self, copy: int = 0) -> list[Tensor]:
         """The gradient of every parameter, bucket by bucket, as a view of a copy of them."""

@@ -9,11 +9,13 @@ import torch
 
 from offbeat.profile import GradientNoise
 from offbeat.runtime.loss import LossTap
-from offbeat.runtime.noise import NoiseMeter, agreed_noise
+from offbeat.runtime.noise import NoiseMeter, Seen, noise_of
 from offbeat.solve.preserver import LossWatch
 from offbeat.transport.control import Control
 
-WINDOW = 50  # iterations between two looks, each one small message on the control group
+WINDOW = 10  # iterations whose losses are judged together
+WINDOWS_PER_LOOK = 2  # a look is one small message on the control group
+LOOKS_PER_ESTIMATE = 3  # of the noise, which leads to another plan
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Finding:
 
 
 class ConvergenceGuard:
-    """Collects this rank's losses and gradient norms, and compares notes once per window."""
+    """Collects this rank's losses and gradient norms, and compares notes every few windows."""
 
     def __init__(self, control: Control, optimizer: torch.optim.Optimizer):
         self._control, self._optimizer = control, optimizer
@@ -36,21 +38,24 @@ class ConvergenceGuard:
         self._iterations = 0
 
     def iteration(self) -> Finding | None:
-        """An iteration is over; at the end of a window what was found in it."""
+        """An iteration is over; what the look found if it is time for one."""
         loss = self._tap.take()
         if loss is not None:
             self._losses.append(loss)
         self._iterations += 1
-        return self._look() if self._iterations % WINDOW == 0 else None
+        looks, rest = divmod(self._iterations, WINDOW * WINDOWS_PER_LOOK)
+        return self._look(looks % LOOKS_PER_ESTIMATE == 0) if rest == 0 else None
 
     def close(self) -> None:
         self._tap.close()
 
-    def _look(self) -> Finding:
+    def _look(self, estimate: bool) -> Finding:
         mine = [float(loss) for loss in self._losses]
         self._losses = []
-        everyone = self._control.gather(mine)
-        means = [fmean(losses) for losses in zip(*everyone, strict=False)]
         rate = float(self._optimizer.param_groups[0].get("lr", 0.0))
-        noise = agreed_noise(self._control, fmean(mine) if mine else None, self.meter, rate)
-        return Finding(self._watch.see(means) if means else None, noise)
+        gradients = self.meter.take() if estimate else None
+        everyone = self._control.gather(Seen(mine, gradients, rate))
+        means = [fmean(losses) for losses in zip(*(s.losses for s in everyone), strict=False)]
+        windows = [means[i : i + WINDOW] for i in range(0, len(means), WINDOW)]
+        words = [self._watch.see(window) for window in windows]
+        return Finding(next(filter(None, words), None), noise_of(everyone))

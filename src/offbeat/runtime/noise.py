@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from offbeat.profile import GradientNoise
-from offbeat.transport.control import Control
 
 
 class NoiseMeter:
@@ -61,20 +61,24 @@ class NoiseMeter:
         return signal / len(found), noise / len(found)
 
 
-def agreed_noise(
-    control: Control, loss: float | None, meter: NoiseMeter, learning_rate: float
-) -> GradientNoise | None:
-    """What all ranks have seen since they were last asked, averaged, and rank 0's learning rate.
+@dataclass(frozen=True)
+class Seen:
+    """What one rank has seen of its training: losses, gradients (as of `NoiseMeter.take`), rate."""
 
-    Every rank must call it.
-    None if some rank has no loss or no gradients to tell, or there is only one."""
-    everyone = control.gather((loss, meter.take(), learning_rate))
-    known = [(own, found) for own, found, _ in everyone if own is not None and found is not None]
-    if control.world_size < 2 or len(known) < control.world_size:
+    losses: list[float]
+    gradients: tuple[float, float] | None
+    learning_rate: float
+
+
+def noise_of(everyone: Sequence[Seen]) -> GradientNoise | None:
+    """The average over ranks, with rank 0's learning rate; None if some rank has no losses or no
+    gradients to tell, or there is only one."""
+    gradients = [seen.gradients for seen in everyone if seen.losses and seen.gradients is not None]
+    if len(everyone) < 2 or len(gradients) < len(everyone):
         return None
-    mean = fmean(own for own, _ in known)
-    signal, noise = (fmean(values) for values in zip(*(found for _, found in known), strict=True))
-    values = (mean, max(0.0, signal), max(0.0, noise), everyone[0][2])
+    loss = fmean(fmean(seen.losses) for seen in everyone)
+    signal, noise = (fmean(values) for values in zip(*gradients, strict=True))
+    values = (loss, max(0.0, signal), max(0.0, noise), everyone[0].learning_rate)
     return GradientNoise(*values) if all(map(math.isfinite, values)) else None
 
 

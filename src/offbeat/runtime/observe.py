@@ -23,7 +23,7 @@ from offbeat.runtime.flat import (
 )
 from offbeat.runtime.loss import LossTap
 from offbeat.runtime.marks import Iteration
-from offbeat.runtime.noise import NoiseMeter, agreed_noise
+from offbeat.runtime.noise import NoiseMeter, Seen, noise_of
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device, Mark
 
@@ -171,7 +171,7 @@ class Observer:
         called backward on no scalar."""
         losses = [float(loss) for loss in self._losses]
         rate = self._engine.optimizer.param_groups[0].get("lr", 0.0)
-        return agreed_noise(control, fmean(losses) if losses else None, self._meter, float(rate))
+        return noise_of(control.gather(Seen(losses, self._meter.take(), float(rate))))
 
     def _per_bucket(self, specs: Sequence[BucketSpec]) -> list[float]:
         """Forward and backward seconds per bucket, update and other, of the middle iterations:

@@ -16,7 +16,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from offbeat.solve import _check, knapsack
+from offbeat.solve._check import Numbers
 
 MOST_GENERATIONS = 8  # until the queues must have repeated; then a repetition is made
 
@@ -98,29 +101,34 @@ def simulate(
     Raises ValueError, also for a piece that fits into neither window (by `names`, if given).
     Source: DeFT, Algorithm 2.
     """
-    ready = _check.ready(ready_s).tolist()
-    for k, row in enumerate(weights_s):
-        _check.same_length(
-            f"weights_s[{k}]", _check.numbers(f"weights_s[{k}]", row), "ready_s", ready
-        )
-    windows = _Windows(forward_s, backward_s, ready, [list(row) for row in weights_s], solver)
-    enough = most_updates(windows.forward_s, windows.backward_s, windows.weights_s)
-    return _repeated(windows, enough, names)
+    for name, window_s in (("forward_s", forward_s), ("backward_s", backward_s)):
+        _check.number(name, window_s)
+    ready = _check.ready(ready_s)
+    rows = [_check.numbers(f"weights_s[{k}]", row) for k, row in enumerate(weights_s)]
+    for k, row in enumerate(rows):
+        _check.same_length(f"weights_s[{k}]", row, "ready_s", ready)
+    windows = _Windows(forward_s, backward_s, ready, np.stack(rows), solver)
+    return _repeated(windows, most_updates(forward_s, backward_s, weights_s), names)
 
 
 def most_updates(
     forward_s: float, backward_s: float, weights_s: Sequence[Sequence[float]]
 ) -> float:
     """Updates per iteration that no stretch of 8 generations can exceed."""
-    slow = [i for i, column in enumerate(zip(*weights_s, strict=True)) if all(column)]
-    own_s = [weights_s[0][i] for i in slow]  # what no link carries in no time
-    if not slow:
+    worth_s, rates = _worth(np.asarray(weights_s, dtype=float))
+    if not worth_s.any():
         return 1.0
-    rates = [max(s / row[i] for s, i in zip(own_s, slow, strict=True)) for row in weights_s]
-    most = (forward_s + backward_s) * sum(rates) / sum(own_s) * (1 + 1e-9)
+    most = (forward_s + backward_s) * float(rates.sum() / worth_s.sum()) * knapsack.FILLED
     if most == 0 or most >= 1:
         return min(most, 1.0)
     return max(n / math.ceil(n / most) for n in range(1, MOST_GENERATIONS + 1))
+
+
+def _worth(weights_s: Numbers) -> tuple[Numbers, Numbers]:
+    """Each piece's seconds on the first link, 0 if some link carries it in no time; and how much
+    of that each link carries in a second at most."""
+    worth_s = np.where((weights_s > 0).all(axis=0), weights_s[0], 0.0)
+    return worth_s, (worth_s / np.where(weights_s > 0, weights_s, 1.0)).max(axis=1, initial=0.0)
 
 
 def fixed(forward: int, backward: int, ready_s: Sequence[float], backward_s: float) -> Schedule:
@@ -166,8 +174,8 @@ class _Windows:
 
     forward_s: float
     backward_s: float
-    ready_s: list[float]
-    weights_s: list[list[float]]
+    ready_s: Numbers
+    weights_s: Numbers  # [link, piece]
     solver: knapsack.Solver
 
     @property
@@ -175,9 +183,13 @@ class _Windows:
         return len(self.ready_s)
 
     @cached_property
+    def worth(self) -> tuple[Numbers, Numbers]:
+        return _worth(self.weights_s)
+
+    @cached_property
     def alike(self) -> list[int]:
         """Per piece the first one with the same times."""
-        times = list(zip(self.ready_s, *self.weights_s, strict=True))
+        times = list(zip(self.ready_s.tolist(), *self.weights_s.tolist(), strict=True))
         first = {time: piece for piece, time in reversed(list(enumerate(times)))}
         return [first[time] for time in times]
 
@@ -188,34 +200,45 @@ class _Windows:
         current = self._chosen(left, self.backward_s)
         if len(current) < len(left):
             return Iteration(forward, current, (), closes=False)
-        future = self._early(current, range(self.count))
+        future = self._early(self._busy_s(current), range(self.count))
         return Iteration(forward, current, future, closes=True)
 
     def only(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
         if pieces <= _pieces(last.future):
             return tuple(send for send in last.future if send.piece in pieces)
-        future = self._early(last.current, sorted(pieces))
+        busy_s, early = self._busy_s(last.current), sorted(pieces)
+        worth_s, rates = self.worth
+        if worth_s[early].sum() > (self.backward_s * knapsack.FILLED - busy_s) @ rates:
+            return None  # at a glance
+        future = self._early(busy_s, early)
         return future if len(future) == len(pieces) else None
 
-    def _early(self, current: tuple[Send, ...], pieces: Sequence[int]) -> tuple[Send, ...]:
-        """Pieces sent in their own backward, after what is left of the current queue."""
-        busy_s = [0.0] * len(self.weights_s)
+    def _busy_s(self, current: tuple[Send, ...]) -> Numbers:
+        """Per link, how long what is left of the current queue takes in backward."""
+        busy_s = np.zeros(len(self.weights_s))
         for piece, link in current:
-            busy_s[link] += self.weights_s[link][piece]
-        return self._chosen(pieces, self.backward_s, [self.ready_s[i] for i in pieces], busy_s)
+            busy_s[link] += self.weights_s[link, piece]
+        return busy_s
+
+    def _early(self, busy_s: Numbers, pieces: Sequence[int]) -> tuple[Send, ...]:
+        """Pieces sent in their own backward, after what is left of the current queue."""
+        return self._chosen(pieces, self.backward_s, self.ready_s[list(pieces)], busy_s)
 
     def _chosen(
         self,
         pieces: Sequence[int],
         window_s: float,
-        ready_s: list[float] | None = None,
-        busy_s: list[float] | None = None,
+        ready_s: Numbers | None = None,
+        busy_s: Numbers | None = None,
     ) -> tuple[Send, ...]:
         """What the solver sends of these pieces, in order of readiness."""
         if not pieces:
             return ()
-        weights_s = [[row[i] for i in pieces] for row in self.weights_s]
-        placement = self.solver(weights_s, window_s, ready_s, busy_s)
+        weights_s = self.weights_s[:, list(pieces)]
+        ready_s = np.zeros(len(pieces)) if ready_s is None else ready_s
+        busy_s = np.zeros(len(weights_s)) if busy_s is None else busy_s
+        limit_s = window_s * knapsack.FILLED
+        placement = self.solver.place(knapsack.Window(weights_s, limit_s, ready_s, busy_s))
         alike: dict[int, deque[int]] = {}  # slices of one bucket: always the first ones go first
         for piece in pieces:
             alike.setdefault(self.alike[piece], deque()).append(piece)

@@ -19,59 +19,22 @@ from offbeat.solve import _check
 from offbeat.solve._check import Numbers
 
 Placement = tuple[tuple[int, ...], ...]  # per link its messages, in the order of sending
-Solver = Callable[
-    [Sequence[Sequence[float]], float, Sequence[float] | None, Sequence[float] | None], Placement
-]
 
 MOST_ENUMERATED = 14  # messages; two links take 1.5 ms at 14, 7 ms at 16
 CELLS = 1 << 16  # of the window, where subset sums are counted instead of enumerated
 _TINY = float(np.finfo(float).tiny)
-_ROUNDING = 1e-9  # of the window: what fills it up to rounding fits
+_ROUNDING = 1e-9  # of the window
+FILLED = 1 + _ROUNDING  # times the window: what fills it up to rounding fits
 
 _Ends = NDArray[np.float64]  # per subset of the messages (bit i: message i) the end on a link
 
 
-def exact(
-    weights_s: Sequence[Sequence[float]],
-    window_s: float,
-    ready_s: Sequence[float] | None = None,
-    busy_s: Sequence[float] | None = None,
-) -> Placement:
-    """The messages that fill the window best, each on at most one link.
-
-    `weights_s[link][message]` in seconds; a message is worth its seconds on the first link.
-    `ready_s` per message and `busy_s` per link (when it becomes free) count from the start of the
-    window, 0 by default. Raises ValueError. Source: DeFT, Problems 1 and 2.
-
-    Optimal for up to 14 messages that could be sent at all, on any number of links, by looking at
-    every subset; of the ways to place the same messages, on two links the one that ends first.
-    With more messages, weights are rounded up to 2^-16 of the window: on one link it is as good as
-    the optimum of a window shorter by that per message. On several links each is then filled that
-    way, the slowest first, which need not be optimal together; the sums of so many messages lie
-    close together. It is never worse than `greedy`.
-    """
-    return _placed(_best, weights_s, window_s, ready_s, busy_s)
-
-
-def greedy(
-    weights_s: Sequence[Sequence[float]],
-    window_s: float,
-    ready_s: Sequence[float] | None = None,
-    busy_s: Sequence[float] | None = None,
-) -> Placement:
-    """Links by increasing capacity, messages by decreasing value: whatever still fits.
-
-    Arguments and result as of `exact`. Raises ValueError. Source: DeFT, Section III-C.
-    """
-    return _placed(_first_fit, weights_s, window_s, ready_s, busy_s)
-
-
 @dataclass(frozen=True)
-class _Window:
-    """A checked problem whose messages are in order of readiness."""
+class Window:
+    """A problem whose messages are in order of readiness; times in seconds from its start."""
 
     weights_s: Numbers  # [link, message]
-    limit_s: float
+    limit_s: float  # when the last message must have ended
     ready_s: Numbers
     busy_s: Numbers
 
@@ -100,9 +63,9 @@ class _Window:
             end_s = max(end_s, ready_s[i]) + own_s[i]
         return end_s
 
-    def only(self, messages: NDArray[np.intp]) -> _Window:
+    def only(self, messages: NDArray[np.intp]) -> Window:
         """The same window for some messages."""
-        return _Window(
+        return Window(
             self.weights_s[:, messages], self.limit_s, self.ready_s[messages], self.busy_s
         )
 
@@ -116,23 +79,44 @@ class _Window:
         return np.argsort(left_s, kind="stable").tolist()
 
 
-def _placed(
-    solve: Callable[[_Window], list[list[int]]],
-    weights_s: Sequence[Sequence[float]],
-    window_s: float,
-    ready_s: Sequence[float] | None,
-    busy_s: Sequence[float] | None,
-) -> Placement:
-    """What costs nothing is placed, what fits nowhere is left out; `solve` places the rest."""
-    window, order = _window(weights_s, window_s, ready_s, busy_s)
-    fits = window.fits_alone()
-    free = fits & (window.weights_s == 0)
-    open_ = np.flatnonzero(fits.any(axis=0) & ~free.any(axis=0))
-    sets = solve(window.only(open_)) if open_.size else [[] for _ in range(window.links)]
-    result = [[int(open_[i]) for i in messages] for messages in sets]
-    for message in np.flatnonzero(free.any(axis=0)).tolist():
-        result[int(free[:, message].argmax())].append(message)
-    return tuple(tuple(order[i] for i in sorted(messages)) for messages in result)
+@dataclass(frozen=True)
+class Solver:
+    """A way to fill a window: `exact` or `greedy`."""
+
+    solve: Callable[[Window], list[list[int]]]  # of messages that could all be sent and cost time
+
+    def __call__(
+        self,
+        weights_s: Sequence[Sequence[float]],
+        window_s: float,
+        ready_s: Sequence[float] | None = None,
+        busy_s: Sequence[float] | None = None,
+    ) -> Placement:
+        """The messages to send, each on at most one link.
+
+        `weights_s[link][message]` in seconds; a message is worth its seconds on the first link.
+        `ready_s` per message and `busy_s` per link (when it becomes free) count from the start of
+        the window, 0 by default. Raises ValueError.
+        """
+        window, order = _window(weights_s, window_s, ready_s, busy_s)
+        return tuple(tuple(order[i] for i in messages) for messages in self.place(window))
+
+    def place(self, window: Window) -> Placement:
+        """The same of a window that is known to make sense.
+
+        What costs nothing is placed, what fits nowhere is left out; `solve` places the rest.
+        """
+        fits = window.fits_alone()
+        free = fits & (window.weights_s == 0)
+        anywhere, gratis = fits.any(axis=0), free.any(axis=0)
+        open_ = np.flatnonzero(anywhere & ~gratis)
+        if open_.size == window.count:
+            return tuple(map(tuple, self.solve(window)))
+        sets = self.solve(window.only(open_)) if open_.size else [[] for _ in range(window.links)]
+        result = [open_[messages].tolist() for messages in sets]
+        for message in np.flatnonzero(gratis).tolist():
+            result[int(free[:, message].argmax())].append(message)
+        return tuple(tuple(sorted(messages)) for messages in result)
 
 
 def _window(
@@ -140,7 +124,7 @@ def _window(
     window_s: float,
     ready_s: Sequence[float] | None,
     busy_s: Sequence[float] | None,
-) -> tuple[_Window, list[int]]:
+) -> tuple[Window, list[int]]:
     """The checked problem, and which message each of its messages was."""
     if not len(weights_s):
         raise ValueError("weights_s ([]) must hold at least one link")
@@ -155,17 +139,17 @@ def _window(
             f"busy_s ({len(busy)} values) must have one value per link ({len(rows)}); "
             "give 0 for a link that is free"
         )
-    limit_s = window_s * (1 + _ROUNDING)
+    limit_s = window_s * FILLED
     if busy.max() > limit_s:
         raise ValueError(
             f"busy_s ({busy.max():g}) must be at most window_s ({window_s:g}); "
             "leave out a link that has no time left"
         )
     order = np.argsort(ready, kind="stable")
-    return _Window(np.stack(rows)[:, order], limit_s, ready[order], busy), order.tolist()
+    return Window(np.stack(rows)[:, order], limit_s, ready[order], busy), order.tolist()
 
 
-def _best(window: _Window) -> list[list[int]]:
+def _best(window: Window) -> list[list[int]]:
     if window.count <= MOST_ENUMERATED:
         return _enumerated(window)
     balanced = _earliest_end(window)
@@ -174,7 +158,7 @@ def _best(window: _Window) -> list[list[int]]:
     return max(_filled(window), _first_fit(window), key=window.value_s)
 
 
-def _enumerated(window: _Window) -> list[list[int]]:
+def _enumerated(window: Window) -> list[list[int]]:
     """The best subset of all, by the least end that each link can have after placing it."""
     alone = [_ends_alone(window, link) for link in range(window.links)]
     ends = [np.where(alone[0] <= window.limit_s, alone[0], np.inf)]
@@ -195,7 +179,7 @@ def _enumerated(window: _Window) -> list[list[int]]:
     return [_members(chosen), *reversed(sets)]
 
 
-def _ends_alone(window: _Window, link: int) -> _Ends:
+def _ends_alone(window: Window, link: int) -> _Ends:
     """For every subset: its end if all of it goes on this link."""
     ends = window.busy_s[link : link + 1]
     for ready_s, weight_s in zip(window.ready_s, window.weights_s[link], strict=True):
@@ -203,7 +187,7 @@ def _ends_alone(window: _Window, link: int) -> _Ends:
     return ends
 
 
-def _ends_with(window: _Window, link: int, before: _Ends) -> _Ends:
+def _ends_with(window: Window, link: int, before: _Ends) -> _Ends:
     """For every subset: the least end on this link if the others before it help, or infinity."""
     ends = np.where(np.isfinite(before), window.busy_s[link], np.inf)
     for i in range(window.count):
@@ -219,7 +203,7 @@ def _members(subset: int) -> list[int]:
     return [i for i in range(subset.bit_length()) if subset >> i & 1]
 
 
-def _earliest_end(window: _Window) -> list[list[int]] | None:
+def _earliest_end(window: Window) -> list[list[int]] | None:
     """Everything, longest first, each on the link that then ends first; None if it does not fit."""
     worth = window.weights_s[0] / np.maximum(window.weights_s, _TINY)
     if window.weights_s[0].sum() > (window.limit_s - window.busy_s) @ worth.max(axis=1):
@@ -236,7 +220,7 @@ def _earliest_end(window: _Window) -> list[list[int]] | None:
     return sets if fits else None
 
 
-def _filled(window: _Window) -> list[list[int]]:
+def _filled(window: Window) -> list[list[int]]:
     """Each link, the slowest first, as full as it gets."""
     left = np.arange(window.count)
     sets: list[list[int]] = [[] for _ in range(window.links)]
@@ -247,7 +231,7 @@ def _filled(window: _Window) -> list[list[int]]:
     return sets
 
 
-def _fullest(window: _Window, link: int) -> list[int]:
+def _fullest(window: Window, link: int) -> list[int]:
     """The messages that fill one link most, from the sums that can be reached (bits of an int).
 
     Latest ready first: the sum of what is ready no earlier is then known when its limit applies.
@@ -275,7 +259,7 @@ def _fullest(window: _Window, link: int) -> list[int]:
     return chosen
 
 
-def _first_fit(window: _Window) -> list[list[int]]:
+def _first_fit(window: Window) -> list[list[int]]:
     sets: list[list[int]] = [[] for _ in range(window.links)]
     left = np.argsort(-window.weights_s[0], kind="stable").tolist()
     for link in window.slowest_first():
@@ -289,3 +273,21 @@ def _first_fit(window: _Window) -> list[list[int]]:
                 sets[link], room_s = longer, room_s - weight_s
                 left.remove(i)
     return sets
+
+
+exact = Solver(_best)
+"""The messages that fill the window best. Source: DeFT, Problems 1 and 2.
+
+Optimal for up to 14 messages that could be sent at all, on any number of links, by looking at
+every subset; of the ways to place the same messages, on two links the one that ends first.
+With more messages, weights are rounded up to 2^-16 of the window: on one link it is as good as
+the optimum of a window shorter by that per message. On several links each is then filled that
+way, the slowest first, which need not be optimal together; the sums of so many messages lie
+close together. It is never worse than `greedy`.
+"""
+
+greedy = Solver(_first_fit)
+"""Links by increasing capacity, messages by decreasing value: whatever still fits.
+
+Source: DeFT, Section III-C.
+"""

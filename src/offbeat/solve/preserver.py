@@ -17,102 +17,111 @@ from offbeat.plan import Merge
 CONSECUTIVE = 2  # windows of too high a loss, before it is said
 
 
-def expected_next(
-    loss: float, eta: float, mu: float, sigma: float, batch: float = 1.0, target: float = 0.0
-) -> float:
-    """Expected loss after one step. Source: DeFT, Section IV-C, with eta * mu for eta * Delta s."""
-    left = loss - target - eta * mu
-    spread = eta * sigma / math.sqrt(batch)
-    if spread == 0:
-        return target + abs(left)
-    a = left / spread
-    rebound = spread * math.sqrt(2 / math.pi) * math.exp(-a * a / 2)
-    return target + left * math.erf(a / math.sqrt(2)) + rebound
+@dataclass(frozen=True)
+class LossWalk:
+    """The loss as a random walk: where it is, and its steps while single iterations make them.
 
-
-def expected_loss(
-    merges: Sequence[int],
-    loss: float,
-    eta: float,
-    mu: Sequence[float],
-    sigma: float,
-    *,
-    batch: float = 1.0,
-    target: float = 0.0,
-    scale: Merge = "sum",
-) -> float:
-    """Expected loss after one step per generation, each merging so many iterations.
-
-    `mu` per iteration; a step uses that of the first iteration it merges. A generation of k has k
-    times the batch, and under "sum" k times the learning rate. Raises ValueError.
+    `sigma` is the deviation for one batch, of `batch` samples. Under `scale="sum"` a step that
+    merges k iterations is k times as long, under "mean" as long as one; its batch is k times one.
     """
-    if sum(merges) != len(mu) or any(k < 1 for k in merges):
-        raise ValueError(
-            f"merges ({list(merges)}) must be at least 1 each and add up to the number of mu "
-            f"({len(mu)}); give one mu per iteration"
-        )
-    if not (sigma >= 0 and eta >= 0 and batch > 0):
-        raise ValueError(
-            f"sigma ({sigma:g}) and eta ({eta:g}) must be at least 0 and batch ({batch:g}) above 0"
-        )
-    first = 0
-    for k in merges:
-        step = k * eta if scale == "sum" else eta
-        loss = expected_next(loss, step, mu[first], sigma, k * batch, target)
-        first += k
-    return loss
+
+    loss: float
+    eta: float
+    sigma: float
+    batch: float = 1.0
+    target: float = 0.0
+    scale: Merge = "sum"
+
+    def __post_init__(self) -> None:
+        if not (self.sigma >= 0 and self.eta >= 0 and self.batch > 0):
+            raise ValueError(
+                f"sigma ({self.sigma:g}) and eta ({self.eta:g}) must be at least 0 and batch "
+                f"({self.batch:g}) above 0"
+            )
+
+    def after(self, merges: Sequence[int], mu: Sequence[float]) -> float:
+        """Expected loss after steps that merge so many iterations each, with `mu` per iteration.
+
+        A step uses the mu of the first iteration that it merges. Raises ValueError.
+        Source: DeFT, Section IV-C.
+        """
+        if sum(merges) != len(mu) or any(k < 1 for k in merges):
+            raise ValueError(
+                f"merges ({list(merges)}) must be at least 1 each and add up to the number of mu "
+                f"({len(mu)}); give one mu per iteration"
+            )
+        loss, first = self.loss, 0
+        for k in merges:
+            loss = self._step(loss, k, mu[first])
+            first += k
+        return loss
+
+    def ratio(self, merges: Sequence[int], mu: Sequence[float]) -> float:
+        """Expected loss after as many single steps, over that after the merged ones; near 1 is
+        good. Source: DeFT, Section IV-C and Table V."""
+        single, merged = self.after([1] * len(mu), mu), self.after(merges, mu)
+        if single == merged:
+            return 1.0
+        return single / merged if merged else math.inf
+
+    def _step(self, loss: float, merged: int, mu: float) -> float:
+        eta = merged * self.eta if self.scale == "sum" else self.eta
+        left = loss - self.target - eta * mu
+        spread = eta * self.sigma / math.sqrt(merged * self.batch)
+        if spread == 0:
+            return self.target + abs(left)
+        a = left / spread
+        rebound = spread * math.sqrt(2 / math.pi) * math.exp(-a * a / 2)
+        return self.target + left * math.erf(a / math.sqrt(2)) + rebound
 
 
-def ratio(
-    merges: Sequence[int],
-    loss: float,
-    eta: float,
-    mu: Sequence[float],
-    sigma: float,
-    *,
-    batch: float = 1.0,
-    target: float = 0.0,
-    scale: Merge = "sum",
-) -> float:
-    """Expected loss after as many single steps, over that after the merged ones; near 1 is good.
+@dataclass(frozen=True)
+class _Window:
+    """Mean of a window's losses and its standard error."""
 
-    Arguments as of `expected_loss`. Source: DeFT, Section IV-C and Table V.
-    """
-    after = [
-        expected_loss(k, loss, eta, mu, sigma, batch=batch, target=target, scale=scale)
-        for k in ([1] * len(mu), merges)
-    ]
-    if after[0] == after[1]:
-        return 1.0
-    return after[0] / after[1] if after[1] else math.inf
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, losses: Sequence[float]) -> _Window:
+        count = len(losses)
+        error = statistics.stdev(losses) / math.sqrt(count) if count > 1 else 0.0
+        return cls(sum(losses) / count, error)
 
 
 @dataclass
 class LossWatch:
     """Says when the real loss departs from going down, from the losses of equal windows.
 
-    A window departs if its mean is not finite, or above the lowest mean of the windows before by
-    more than `tolerance` of it plus three standard errors of the window, twice in a row.
+    A window departs if its mean is not finite, or twice in a row above the lowest mean of the
+    windows before by more than three standard errors (of both) and `tolerance` of the larger of:
+    that lowest mean, and how far it is below the first one.
     """
 
     tolerance: float = 0.1
-    _lowest: float = field(default=math.inf, init=False)
+    _first: _Window | None = field(default=None, init=False)
+    _lowest: _Window | None = field(default=None, init=False)
     _high: int = field(default=0, init=False)
 
     def see(self, losses: Sequence[float]) -> str | None:
         """Take one window's losses, one per iteration; what is wrong in words, or None."""
         if not losses:
             raise ValueError("losses ([]) must hold at least one; give those of a whole window")
-        mean = sum(losses) / len(losses)
-        if not math.isfinite(mean):
-            return f"the loss is not finite (mean {mean:g} of {len(losses)} iterations)"
-        error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
-        lowest, self._lowest = self._lowest, min(self._lowest, mean)
-        limit = lowest + self.tolerance * abs(lowest) + 3 * error if lowest < math.inf else lowest
-        self._high = self._high + 1 if mean > limit else 0
+        if not all(map(math.isfinite, losses)):
+            return f"the loss is not finite (in a window of {len(losses)} iterations)"
+        now = _Window.of(losses)
+        if self._first is None or self._lowest is None:
+            self._first = self._lowest = now
+            return None
+        lowest, fall = self._lowest, self._first.mean - self._lowest.mean
+        allowed = self.tolerance * max(abs(lowest.mean), fall)
+        limit = lowest.mean + allowed + 3 * math.hypot(now.error, lowest.error)
+        self._high = self._high + 1 if now.mean > limit else 0
+        self._lowest = min(lowest, now, key=lambda window: window.mean)
         if self._high < CONSECUTIVE:
             return None
         return (
-            f"the loss rose to {mean:.4g} (mean of {len(losses)} iterations), above {limit:.4g} in "
-            f"{self._high} windows in a row; the lowest mean so far was {lowest:.4g}"
+            f"the loss rose to {now.mean:.4g} (mean of {len(losses)} iterations), above "
+            f"{limit:.4g} in {self._high} windows in a row; the lowest mean so far was "
+            f"{lowest.mean:.4g}"
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.plan import Moment, Plan, channel, transfer
+from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.solve import simultaneous_fusion
 from offbeat.strategies.base import Strategy, require_count
+from offbeat.strategies.wfbp import gradients_when_ready
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,7 @@ class ASCWFBP(Strategy):
             lambda group: slowest.message_s(link, "grad", group),
             channel_speeds(slowest, self.groups),
         )
-        transfers = tuple(
-            transfer(
-                "grad",
-                group,
-                after=Moment("grad", group[-1]),
-                before=Moment("step"),
-                phases=[0],
-                link=channel(link, i % self.groups),
-            )
-            for i, group in enumerate(groups)
-        )
-        return Plan(self.name, len(profile.buckets), transfers)
+        return gradients_when_ready(self.name, profile, groups, self.groups)
 
     def bound_s(self, profile: Profile) -> float:
         """`max(F + B, C / rate)`, rate: the most that any number of the channels carry."""

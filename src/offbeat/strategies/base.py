@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from offbeat.plan import Kind, Plan
@@ -25,10 +26,8 @@ class Strategy(ABC):
     citation: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            hint = get_type_hints(type(self))[field.name]
-            if get_origin(hint) is Literal:
-                require_choice(field.name, getattr(self, field.name), get_args(hint))
+        for name, allowed in _choices(type(self)).items():
+            require_choice(name, getattr(self, name), allowed)
 
     @abstractmethod
     def plan(self, profile: Profile, rank: int = 0) -> Plan:
@@ -59,6 +58,14 @@ class Strategy(ABC):
             if getattr(self, f.name) != f.default
         ]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+@cache
+def _choices(cls: type[Strategy]) -> dict[str, tuple[Any, ...]]:
+    """What settings with a fixed set of values may be."""
+    hints = get_type_hints(cls)
+    settings = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return {name: get_args(hint) for name, hint in settings.items() if get_origin(hint) is Literal}
 
 
 def require_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:

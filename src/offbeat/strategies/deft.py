@@ -155,7 +155,8 @@ class DeFT(Strategy):
         # The variance of g . n for noise n is at most |g|^2 times the trace of its covariance.
         sigma = math.sqrt(noise.gradient_sq * noise.noise_sq)
         mu = [noise.gradient_sq] * sum(merges)
-        return preserver.ratio(merges, noise.loss, noise.learning_rate, mu, sigma, scale=self.scale)
+        walk = preserver.LossWalk(noise.loss, noise.learning_rate, sigma, scale=self.scale)
+        return walk.ratio(merges, mu)
 
     def _accepts(self, ratio: float) -> bool:
         return abs(ratio - 1) <= self.epsilon
@@ -192,6 +193,9 @@ class DeFT(Strategy):
         choices: list[_Choice] = []
         for pieces in _Messages(profile, links, self.partition_elements).variants():
             weights_s = _weights_s(profile, pieces, links)
+            most = deft.most_updates(*windows_s, weights_s)
+            if choices and most <= max(c.schedule.updates_per_iteration for c in choices):
+                break  # smaller messages only add communication
             schedule = deft.simulate(
                 *windows_s,
                 _ready_s(profile, pieces),
@@ -200,8 +204,6 @@ class DeFT(Strategy):
                 names=[str(piece) for piece in pieces],
             )
             choices.append(_Choice(profile, links, pieces, schedule, capacity))
-            if schedule.updates_per_iteration >= deft.most_updates(*windows_s, weights_s):
-                break  # smaller messages only add communication
         return min(choices, key=lambda choice: choice.cost)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from offbeat.plan import Moment, Plan, transfer
+from offbeat.plan import Moment, Plan, channel, transfer
 from offbeat.profile import Profile
 from offbeat.solve import cap_fusion, greedy_fusion, no_fusion, optimal_fusion
 from offbeat.strategies.base import Strategy, synchronous_bound_s
@@ -40,8 +40,9 @@ class WFBP(Strategy):
         return synchronous_bound_s(profile, fused=self.fusion != "none")
 
 
-def gradients_when_ready(name: str, profile: Profile, groups: Fusion) -> Plan:
-    """Plan that sends each group of gradients when its last bucket's gradient exists."""
+def gradients_when_ready(name: str, profile: Profile, groups: Fusion, channels: int = 1) -> Plan:
+    """Plan that sends each group of gradients when its last bucket's gradient exists, the groups
+    taking so many channels of the default link in turn."""
     transfers = tuple(
         transfer(
             "grad",
@@ -49,9 +50,9 @@ def gradients_when_ready(name: str, profile: Profile, groups: Fusion) -> Plan:
             after=Moment("grad", group[-1]),
             before=Moment("step"),
             phases=[0],
-            link=profile.default_link.name,
+            link=channel(profile.default_link.name, i % channels),
         )
-        for group in groups
+        for i, group in enumerate(groups)
     )
     return Plan(name, len(profile.buckets), transfers)
 

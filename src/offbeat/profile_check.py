@@ -1,0 +1,99 @@
+"""What must hold of a profile, said in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from offbeat.plan import CHANNEL
+
+if TYPE_CHECKING:
+    from offbeat.profile import Bucket, Contention, Link, Profile
+
+
+def validate(profile: Profile) -> None:
+    """ValueError naming the first field of a profile that cannot be, its value and the relation."""
+    if not isinstance(profile.world_size, int) or profile.world_size < 1:
+        raise ValueError(f"world_size ({profile.world_size!r}) must be an integer of at least 1")
+    for what, records in (("buckets", profile.buckets), ("links", profile.links)):
+        if not records:
+            raise ValueError(f"{what} ([]) must not be empty")
+    _unique("link", [link.name for link in profile.links])
+    for link in profile.links:
+        _validate_link(link)
+    for contention in profile.contention:
+        _validate_contention(contention, [link.name for link in profile.links])
+    for bucket in profile.buckets:
+        _validate_bucket(bucket, {link.name for link in profile.links})
+    _number("update_s", profile.update_s)
+    _number("other_s", profile.other_s)
+    if profile.rank_scale and len(profile.rank_scale) != profile.world_size:
+        raise ValueError(
+            f"rank_scale ({len(profile.rank_scale)} entries) must have one entry "
+            f"per rank ({profile.world_size})"
+        )
+    for rank, scale in enumerate(profile.rank_scale):
+        _number(f"rank_scale[{rank}]", scale, positive=True)
+
+
+def _validate_link(link: Link) -> None:
+    if CHANNEL in link.name:
+        raise ValueError(f"link name ({link.name!r}) must not contain {CHANNEL!r}; rename it")
+    _number(f"latency_s of link {link.name!r}", link.latency_s)
+    _number(f"bytes_per_s of link {link.name!r}", link.bytes_per_s, positive=True)
+    for size, seconds in link.small:
+        _number(f"bytes of a small message on link {link.name!r}", size)
+        _number(f"seconds of a small message on link {link.name!r}", seconds)
+    sizes = [size for size, _ in link.small]
+    if sizes != sorted(set(sizes)):
+        raise ValueError(f"small messages of link {link.name!r} ({sizes}) must be in order of size")
+    for verb, pair in link.halves.items():
+        if verb not in ("reduce_scatter", "all_gather") or len(pair) != 2:
+            raise ValueError(
+                f"halves[{verb!r}] of link {link.name!r} must be reduce_scatter or all_gather "
+                "with its latency_s and bytes_per_s"
+            )
+        _number(f"latency of {verb} of link {link.name!r}", pair[0])
+        _number(f"rate of {verb} of link {link.name!r}", pair[1], positive=True)
+
+
+def _validate_contention(contention: Contention, links: Sequence[str]) -> None:
+    if len(contention.links) != 2 or not set(contention.links) <= set(links):
+        raise ValueError(
+            f"contention ({contention.links}) must be between two of {', '.join(links)}"
+        )
+    if len(contention.speeds) != 2:
+        raise ValueError(f"speeds ({contention.speeds}) of a contention must be one per link: 2")
+    for link, speed in zip(contention.links, contention.speeds, strict=True):
+        _number(f"speed of link {link!r} in a contention", speed, positive=True)
+
+
+def _validate_bucket(bucket: Bucket, links: set[str]) -> None:
+    for name in ("forward_s", "backward_s", "size_bytes", "buffer_bytes", "state_bytes"):
+        _number(f"{name} of bucket {bucket.name!r}", getattr(bucket, name))
+    if not isinstance(bucket.communication_s, Mapping):
+        raise ValueError(
+            f"communication_s of bucket {bucket.name!r} must map link names to seconds"
+        )
+    for link, seconds in bucket.communication_s.items():
+        if link not in links:
+            raise ValueError(
+                f"communication_s of bucket {bucket.name!r} names the link {link!r}, "
+                f"which must be one of {', '.join(sorted(links))}"
+            )
+        _number(f"communication_s[{link!r}] of bucket {bucket.name!r}", seconds)
+
+
+def _unique(what: str, names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{what} name ({name!r}) must be unique")
+
+
+def _number(name: str, value: Any, *, positive: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or value < 0 or (positive and value == 0):
+        raise ValueError(
+            f"{name} ({value!r}) must be a finite number {'above' if positive else 'of at least'} 0"
+        )
