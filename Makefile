@@ -13,7 +13,7 @@ demo: $(VENV)/installed
 	  --strategies ddp,local-sgd,dreamddp examples/gpt.py --steps $(STEPS)
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 lint: $(VENV)/installed-test
 	$(BIN)/pip install -q -c constraints.txt ruff pyright

@@ -94,7 +94,8 @@ class GradientNoise:
     """What training looked like while it was observed, for estimates of convergence.
 
     `loss`: mean over ranks; `gradient_sq`: squared norm of the true gradient; `noise_sq`: trace of
-    the covariance of the gradient averaged over all ranks' batches; `learning_rate` then.
+    the covariance of the gradient averaged over all ranks' batches; `learning_rate` then, divided
+    by 1 - momentum.
     """
 
     loss: float

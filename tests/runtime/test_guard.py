@@ -19,7 +19,7 @@ from worlds import run_world
 from offbeat import DeFT
 from offbeat.runtime.guard import ConvergenceGuard
 from offbeat.runtime.loss import LossTap
-from offbeat.runtime.noise import NoiseMeter
+from offbeat.runtime.noise import NoiseMeter, step_size
 from offbeat.strategies import Strategy
 
 WINDOW = 3
@@ -130,7 +130,9 @@ def test_looks_after_two_windows_of_ten() -> None:
     finally:
         guard.close()
     assert looks[20] is None  # high in one window
-    assert looks[40].startswith("the loss rose to 5 (mean of 10 iterations), above 1.1 in 2 windows")
+    assert looks[40].startswith(
+        "the loss rose to 5 (mean of 10 iterations), above 1.1 in 2 windows"
+    )
     assert len(looks) == 2
 
 
@@ -182,6 +184,19 @@ def test_consolidate_leaves_the_meter_in_step() -> None:
     strategy = Merging(period=2, guards=True)
     for before, after in run_world(support.noise_around_a_pause, 2, strategy, 7):
         assert after == pytest.approx([9 * value for value in before])
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"momentum": 0.5, "dampening": 0.2}])
+def test_step_size_is_what_a_constant_gradient_moves(settings: dict[str, float]) -> None:
+    parameter = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=0.1, **settings)
+    before = 0.0
+    for _ in range(300):
+        before = parameter.item()
+        parameter.grad = torch.ones(1, dtype=torch.float64)
+        optimizer.step()
+    assert step_size(optimizer) == pytest.approx(before - parameter.item())
+    assert step_size(torch.optim.Adam([parameter], lr=0.1)) == 0.1
 
 
 # ---- the tap ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from offbeat.profile import GradientNoise
 from offbeat.runtime.loss import LossTap
-from offbeat.runtime.noise import NoiseMeter, Seen, noise_of
+from offbeat.runtime.noise import NoiseMeter, Seen, noise_of, step_size
 from offbeat.solve.preserver import LossWatch
 from offbeat.transport.control import Control
 
@@ -52,9 +52,8 @@ class ConvergenceGuard:
     def _look(self, estimate: bool) -> Finding:
         mine = [float(loss) for loss in self._losses]
         self._losses = []
-        rate = float(self._optimizer.param_groups[0].get("lr", 0.0))
         gradients = self.meter.take() if estimate else None
-        everyone = self._control.gather(Seen(mine, gradients, rate))
+        everyone = self._control.gather(Seen(mine, gradients, step_size(self._optimizer)))
         means = [fmean(losses) for losses in zip(*(s.losses for s in everyone), strict=False)]
         windows = [means[i : i + WINDOW] for i in range(0, len(means), WINDOW)]
         words = [self._watch.see(window) for window in windows]

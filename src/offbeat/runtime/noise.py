@@ -70,6 +70,15 @@ class Seen:
     learning_rate: float
 
 
+def step_size(optimizer: torch.optim.Optimizer) -> float:
+    """How far a constant gradient of 1 moves a parameter per iteration in the end: the learning
+    rate of the first group, and what momentum makes of it. Adam's kind counts as if it had none."""
+    group = optimizer.param_groups[0]
+    momentum = float(group.get("momentum", 0.0))
+    gain = (1.0 - float(group.get("dampening", 0.0))) / (1.0 - momentum) if momentum < 1 else 1.0
+    return float(group.get("lr", 0.0)) * (gain if momentum else 1.0)
+
+
 def noise_of(everyone: Sequence[Seen]) -> GradientNoise | None:
     """The average over ranks, with rank 0's learning rate; None if some rank has no losses or no
     gradients to tell, or there is only one."""
