@@ -155,7 +155,8 @@ def decided(contestant: Finished) -> str:
     notes = {} if contestant.plan is None else contestant.plan.notes
     if "merges" not in notes:
         return ""
-    later = [d["what"] for rep in contestant.complete for d in rep.ranks[0].decisions]
+    decisions = [d for rep in contestant.complete for d in rep.ranks[0].decisions]
+    later = [f"iteration {d['iteration']}: {d['what']}" for d in decisions]
     return "; ".join([f"merges {notes['merges']}", notes["preserver"]["decision"], *later])
 
 

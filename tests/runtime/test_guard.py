@@ -61,7 +61,8 @@ def test_falls_back_when_the_loss_departs(
     assert words in decision["what"]
     assert f"fell back from {GUARDED} to wfbp" in decision["what"]
     assert decision["iteration"] == fell
-    assert [w for w in ranks[0].warnings if "fell back" in w] == [decision["what"]]
+    warning = f"iteration {fell}: {decision['what']}"
+    assert [w for w in ranks[0].warnings if "fell back" in w] == [warning]
     world = replicas(CASE, 2)
     merged(world, range(fell), closes_every(2))
     apply_merged(world, "sum")

@@ -117,11 +117,12 @@ class FlatSession(Session):
                 self._adopt(self._strategy, plan)
 
     def _decide(self, what: str, warn: bool = True) -> None:
-        what = f"iteration {self.engine.iteration}: {what}"
+        iteration = self.engine.iteration
+        warning = f"iteration {iteration}: {what}" if warn else None
         if self._recorder:
-            self._recorder.decide(self.engine.iteration, what, warn)
-        if warn and self._cluster.control.rank == 0:
-            warnings.warn(what, stacklevel=2)
+            self._recorder.decide(iteration, what, warning)
+        if warning is not None and self._cluster.control.rank == 0:
+            warnings.warn(warning, stacklevel=2)
 
     def _unguard(self) -> None:
         if self._guard is not None:

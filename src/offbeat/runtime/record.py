@@ -54,11 +54,11 @@ class Recorder:
         if loss is not None:
             self._losses.append((iteration, loss))
 
-    def decide(self, iteration: int, what: str, warn: bool) -> None:
+    def decide(self, iteration: int, what: str, warning: str | None) -> None:
         """The runtime has changed the plan, or fallen back."""
         self.decisions.append({"iteration": iteration, "what": what})
-        if warn:
-            self.warnings.append(what)
+        if warning is not None:
+            self.warnings.append(warning)
 
     def iteration(self, done: Iteration) -> None:
         """Take in one finished iteration."""
