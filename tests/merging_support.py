@@ -51,7 +51,7 @@ class Merging(Strategy):
         n, size = self.period, len(profile.buckets)
         noise = profile.noise
         if noise is not None and self.by == "rate":
-            n += noise.learning_rate > 0.07
+            n += noise.step_size > 0.7  # that of rank 0 is 0.05 / (1 - 0.9), the other's twice that
         elif noise is not None and self.by:
             n += 1
         first, close = range(1), Moment("grad", 0)

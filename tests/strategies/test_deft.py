@@ -24,7 +24,7 @@ VARIANTS = [
     DeFT.fixed(0, 1),
     DeFT.fixed(3, 0),
 ]
-NOISE = GradientNoise(loss=2.0, gradient_sq=1.0, noise_sq=4.0, learning_rate=0.05)
+NOISE = GradientNoise(loss=2.0, gradient_sq=1.0, noise_sq=4.0, step_size=0.05)
 
 
 def profile(latency_s=0.001, coverage=1.5, layers=8, second=True, mu=1.65):
@@ -181,7 +181,7 @@ def test_counted_messages():
 
 
 def test_the_preserver_accepts_small_steps():
-    small = replace(NOISE, learning_rate=1e-4)
+    small = replace(NOISE, step_size=1e-4)
     plan = DeFT(links="first").plan(replace(profile(), noise=small))
     (only,) = plan.notes["preserver"]["tries"]
     assert only["accepted"]

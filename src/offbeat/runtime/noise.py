@@ -63,31 +63,32 @@ class NoiseMeter:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank has seen of its training: losses, gradients (as of `NoiseMeter.take`), rate."""
+    """What one rank has seen of its training; `gradients` as of `NoiseMeter.take`."""
 
     losses: list[float]
     gradients: tuple[float, float] | None
-    learning_rate: float
+    step_size: float
 
 
 def step_size(optimizer: torch.optim.Optimizer) -> float:
     """How far a constant gradient of 1 moves a parameter per iteration in the end: the learning
     rate of the first group, and what momentum makes of it. Adam's kind counts as if it had none."""
     group = optimizer.param_groups[0]
-    momentum = float(group.get("momentum", 0.0))
-    gain = (1.0 - float(group.get("dampening", 0.0))) / (1.0 - momentum) if momentum < 1 else 1.0
-    return float(group.get("lr", 0.0)) * (gain if momentum else 1.0)
+    rate, momentum = float(group.get("lr", 0.0)), float(group.get("momentum", 0.0))
+    if not 0 < momentum < 1:
+        return rate
+    return rate * (1 - float(group.get("dampening", 0.0))) / (1 - momentum)
 
 
 def noise_of(everyone: Sequence[Seen]) -> GradientNoise | None:
-    """The average over ranks, with rank 0's learning rate; None if some rank has no losses or no
+    """The average over ranks, with rank 0's step size; None if some rank has no losses or no
     gradients to tell, or there is only one."""
     gradients = [seen.gradients for seen in everyone if seen.losses and seen.gradients is not None]
     if len(everyone) < 2 or len(gradients) < len(everyone):
         return None
     loss = fmean(fmean(seen.losses) for seen in everyone)
     signal, noise = (fmean(values) for values in zip(*gradients, strict=True))
-    values = (loss, max(0.0, signal), max(0.0, noise), everyone[0].learning_rate)
+    values = (loss, max(0.0, signal), max(0.0, noise), everyone[0].step_size)
     return GradientNoise(*values) if all(map(math.isfinite, values)) else None
 
 

@@ -155,7 +155,7 @@ class DeFT(Strategy):
         # The variance of g . n for noise n is at most |g|^2 times the trace of its covariance.
         sigma = math.sqrt(noise.gradient_sq * noise.noise_sq)
         mu = [noise.gradient_sq] * sum(merges)
-        walk = preserver.LossWalk(noise.loss, noise.learning_rate, sigma, scale=self.scale)
+        walk = preserver.LossWalk(noise.loss, noise.step_size, sigma, scale=self.scale)
         return walk.ratio(merges, mu)
 
     def _accepts(self, ratio: float) -> bool:
