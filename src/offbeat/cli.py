@@ -175,8 +175,8 @@ def plan(
     made = texts.strategy(strategy, set_).plan(texts.load_profile(profile))
     if out is not None:
         out.write_text(json.dumps(made.to_dict(), indent=1))
-    shown = {name: made.notes[name] for name in ("sets", "fill") if name in made.notes}
-    _print(json_, made.to_dict() | shown, made.text())
+    facts = [f"{f.name}: {f.value}" + (f" ({f.meaning})" if f.meaning else "") for f in made.facts]
+    _print(json_, made.to_dict(), "\n".join([made.text(), *facts]))
     return 0
 
 

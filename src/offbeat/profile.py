@@ -198,13 +198,13 @@ class Profile:
 
     def bytes_of(self, payload: Payload) -> int:
         """Bytes of a payload; of a slice, up to one tensor element."""
-        held = payload.slice_of(self.payload_bytes(payload.kind, payload.buckets))
+        held = payload.slice_of(self.payload_bytes(payload.buffer, payload.buckets))
         return held.stop - held.start
 
-    def seconds_of(self, payload: Payload, link: str, verb: Verb = "mean") -> float:
+    def seconds_of(self, payload: Payload, link: str, verb: Verb = "all_reduce") -> float:
         """Time of one message with this payload, alone on the link."""
         share = payload.width / payload.parts
-        return self._message_s(link, payload.kind, payload.buckets, share, verb)
+        return self._message_s(link, payload.buffer, payload.buckets, share, verb)
 
     def transfer_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
         """Each bucket's share of a fused message's time, without the latency."""
@@ -220,7 +220,7 @@ class Profile:
         return self._message_s(link, kind, buckets, 1 / slices)
 
     def _message_s(
-        self, link: str, kind: Kind, buckets: range, share: float = 1.0, verb: Verb = "mean"
+        self, link: str, kind: Kind, buckets: range, share: float = 1.0, verb: Verb = "all_reduce"
     ) -> float:
         parts = self._parts(link, kind)[buckets.start : buckets.stop]
         latency = max((latency for latency, _ in parts), default=0.0)
@@ -231,7 +231,7 @@ class Profile:
         least_s = 0.0
         if facts.small:
             least_s = facts.least_s(self.payload_bytes(kind, buckets) * share)
-        if verb == "mean":
+        if verb == "all_reduce":
             return max(least_s, latency + transfer)
         latency, rate = facts.half(verb)
         return max(least_s / 2, latency + transfer * facts.bytes_per_s / rate)

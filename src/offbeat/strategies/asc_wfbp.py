@@ -32,7 +32,7 @@ class ASCWFBP(Strategy):
         super().__post_init__()
         require_count("groups", self.groups, remedy="use WFBP() for one message at a time")
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         slowest, link = profile.slowest(), profile.default_link.name
         groups, _ = simultaneous_fusion(
             slowest.ready_s,

@@ -13,11 +13,12 @@ from offbeat.plan import Kind, Plan
 from offbeat.profile import Profile
 
 StatePolicy = Literal["local", "averaged", "reset"]
+"""What becomes of optimizer state when parameters are averaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy(ABC):
-    """Settings of one method. Subclasses are frozen dataclasses; `plan` must be pure.
+    """Settings of one method. Subclasses are frozen dataclasses; `schedule` must be pure.
 
     `name` is the method's name on the command line; `citation` its source.
     """
@@ -29,18 +30,17 @@ class Strategy(ABC):
         for name, allowed in _choices(type(self)).items():
             require_choice(name, getattr(self, name), allowed)
 
+    def plan(self, profile: Profile) -> Plan:
+        """Plan of the whole job, with its bound; equal inputs give equal plans."""
+        return dataclasses.replace(self.schedule(profile), bound_s=self.bound_s(profile))
+
     @abstractmethod
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
-        """Plan of one rank; equal inputs give equal plans."""
+    def schedule(self, profile: Profile) -> Plan:
+        """The plan without its bound."""
 
     @abstractmethod
     def bound_s(self, profile: Profile) -> float:
         """Lower bound on seconds per iteration of every schedule of this method's family."""
-
-    @property
-    def state_policy(self) -> StatePolicy:
-        """What becomes of optimizer state when parameters are averaged."""
-        return "local"
 
     @property
     def guards_convergence(self) -> bool:

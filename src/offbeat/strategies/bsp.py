@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.plan import Moment, Plan, Transfer, transfer
+from offbeat.plan import Moment, Plan, Transfer, local, transfer
 from offbeat.profile import Profile
 from offbeat.strategies.base import Strategy, synchronous_bound_s
 
@@ -17,9 +17,10 @@ class BSP(Strategy):
     name: ClassVar[str] = "bsp"
     citation: ClassVar[str] = "Valiant, A bridging model for parallel computation, CACM 1990"
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         size = len(profile.buckets)
-        return Plan(self.name, size, (all_gradients(profile, phases=[0]),))
+        messages = (all_gradients(profile, phases=[0]),)
+        return Plan(self.name, size, messages, (local(size, Moment("step"), [0]),))
 
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=True)

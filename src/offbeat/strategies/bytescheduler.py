@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.plan import Plan
+from offbeat.plan import Fact, Plan
 from offbeat.profile import Profile
 from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
 from offbeat.strategies.slices import (
@@ -45,14 +45,17 @@ class ByteScheduler(Strategy):
             if value is not None:
                 require_count(name, value, remedy=TUNED)
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         slowest = profile.slowest()
         tried = self._settings_to_try(slowest)
         orders = [by_priority(slowest, size, ELEMENT_BYTES * credit) for size, credit in tried]
         best = fastest(orders, slowest)
         size, credit = tried[best]
-        notes = {"partition_elements": size, "credit_elements": credit}
-        return forward_plan(self.name, profile, orders[best], notes)
+        facts = (
+            Fact("partition_elements", size, "most elements of a slice"),
+            Fact("credit_elements", credit, "elements in flight at once"),
+        )
+        return forward_plan(self.name, profile, orders[best], facts)
 
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=True)

@@ -37,7 +37,7 @@ class DDP(Strategy):
                 "torch's default"
             )
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         cap = self.cap_mb(profile)
         sizes = [bucket.size_bytes for bucket in profile.buckets]
         if cap is None:

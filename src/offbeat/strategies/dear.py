@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
 
-from offbeat.plan import Moment, Payload, Plan, Transfer, Verb
+from offbeat.plan import Fact, Moment, Payload, Phases, Plan, Transfer, Verb, local
 from offbeat.profile import Profile
 from offbeat.solve import Fusion, cap_fusion
 from offbeat.strategies.base import Strategy, require_count
@@ -43,7 +43,7 @@ class DeAR(Strategy):
                 "fusion_bytes", self.fusion_bytes, remedy="use 1 to fuse nothing, None to tune it"
             )
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         cap_bytes = self.fusion_bytes or _best_cap_bytes(profile.slowest())
         groups = cap_fusion([bucket.size_bytes for bucket in profile.buckets], cap_bytes)
         link = profile.default_link.name
@@ -51,8 +51,8 @@ class DeAR(Strategy):
             self.name,
             len(profile.buckets),
             (*_reduce_scatters(groups, link), *_all_gathers(groups, link)),
-            updates="on_arrival",
-            notes={"fusion_bytes": cap_bytes},
+            (local(len(profile.buckets), Moment("forward", lag=1), [0]),),
+            facts=(Fact("fusion_bytes", cap_bytes, "a group is closed as soon as it holds them"),),
         )
 
     def bound_s(self, profile: Profile) -> float:
@@ -95,7 +95,7 @@ def _reduce_scatters(groups: Fusion, link: str) -> tuple[Transfer, ...]:
             Payload("grad", group),
             after=Moment("grad", group[-1]),
             before=Moment("step"),
-            phases=frozenset([0]),
+            phases=Phases([0]),
             link=link,
             verb="reduce_scatter",
         )
@@ -110,7 +110,7 @@ def _all_gathers(groups: Fusion, link: str) -> tuple[Transfer, ...]:
             Payload("grad", group),
             after=Moment("step"),
             before=Moment("forward", group[-1], lag=1),
-            phases=frozenset([0]),
+            phases=Phases([0]),
             link=link,
             verb="all_gather",
         )

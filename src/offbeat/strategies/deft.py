@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from offbeat.plan import Merge, Moment, Payload, Plan, Transfer
+from offbeat.plan import Apply, Buffer, Fact, Merge, Moment, Payload, Phases, Plan, Transfer, local
 from offbeat.profile import GradientNoise, Profile
 from offbeat.solve import deft, knapsack, preserver
 from offbeat.strategies.base import Strategy, require_count
@@ -88,7 +88,7 @@ class DeFT(Strategy):
         """So many messages per forward and per backward, first in, first out (an ablation)."""
         return cls(forward=forward, backward=backward)
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         view = profile.slowest()
         if self.forward is not None and self.backward is not None:
             chosen = self._counted(view, self.forward, self.backward)
@@ -379,7 +379,7 @@ def _encoded(strategy: DeFT, buckets: int, choice: _Choice, notes: dict[str, Any
                     payload=replace(choice.pieces[piece], age=1),
                     after=Moment("forward"),
                     before=Moment("step", lag=due[phase]),
-                    phases=frozenset([phase]),
+                    phases=Phases([phase]),
                     link=choice.links[link],
                 )
             )
@@ -390,20 +390,23 @@ def _encoded(strategy: DeFT, buckets: int, choice: _Choice, notes: dict[str, Any
                     payload=payload,
                     after=Moment("grad", payload.buckets[-1]),
                     before=Moment("step", lag=1 + due[phase + 1]),
-                    phases=frozenset([phase]),
+                    phases=Phases([phase]),
                     link=choice.links[link],
                 )
             )
-    closes = frozenset(phase for phase, iteration in enumerate(iterations) if iteration.closes)
+    closes = Phases(phase for phase, iteration in enumerate(iterations) if iteration.closes)
     return Plan(
         strategy.name,
         buckets,
         tuple(transfers),
+        (
+            local(buckets, Moment("step"), closes, age=1, merge=strategy.scale),
+            Apply("close", range(buckets), Moment("end"), closes),
+        ),
+        buffers=(Buffer("grad", "grad", copies=2),),
         period=len(cycle),
         prologue=len(prologue),
-        closes=closes,
-        merge=strategy.scale,
-        notes=notes,
+        facts=tuple(Fact(name, value) for name, value in notes.items()),
     )
 
 

@@ -47,7 +47,7 @@ class DreamDDP(Strategy):
                 "of its own to reset; use state='local' or 'averaged'"
             )
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         solver = _SOLVERS[self.solver]
         backward_s, communication_s = layer_times(profile, self.average, self.state)
         latency_s = profile.default_link.latency_s * (2 if self.state == "averaged" else 1)
@@ -73,10 +73,6 @@ class DreamDDP(Strategy):
 
     def bound_s(self, profile: Profile) -> float:
         return periodic_bound_s(profile, self.period, fused=False)
-
-    @property
-    def state_policy(self) -> StatePolicy:
-        return self.state
 
 
 def cut(

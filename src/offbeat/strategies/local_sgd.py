@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.plan import Moment, Plan, transfer
+from offbeat.plan import Apply, Moment, Phases, Plan, local, transfer
 from offbeat.profile import Profile
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.strategies.bsp import all_gradients
@@ -35,28 +35,33 @@ class LocalSGD(Strategy):
         require_count("period", self.period, remedy=EVERY_ITERATION)
         require_count("warmup", self.warmup, least=0)
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         everything = range(len(profile.buckets))
         transfers = [all_gradients(profile, range(self.warmup))] if self.warmup else []
         kinds = ("param", "state") if self.state == "averaged" else ("param",)
+        averaging = [self.warmup + self.period - 1]
         transfers += [
             transfer(
                 kind,
                 everything,
-                after=Moment("updated"),
+                after=Moment("step"),
                 before=Moment("end"),
-                phases=[self.warmup + self.period - 1],
+                phases=averaging,
                 link=profile.default_link.name,
             )
             for kind in kinds
         ]
+        applies = [local(len(everything), Moment("step"), range(self.warmup + self.period))]
+        if self.state == "reset":
+            applies.append(Apply("reset", everything, Moment("end"), Phases(averaging)))
         return Plan(
-            self.name, len(everything), tuple(transfers), period=self.period, prologue=self.warmup
+            self.name,
+            len(everything),
+            tuple(transfers),
+            tuple(applies),
+            period=self.period,
+            prologue=self.warmup,
         )
 
     def bound_s(self, profile: Profile) -> float:
         return periodic_bound_s(profile, self.period, fused=True)
-
-    @property
-    def state_policy(self) -> StatePolicy:
-        return self.state

@@ -31,7 +31,7 @@ class P3(Strategy):
         super().__post_init__()
         require_count("slice_elements", self.slice_elements)
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         order = by_priority(profile.slowest(), self.slice_elements, credit_bytes=1)
         return forward_plan(self.name, profile, order)
 

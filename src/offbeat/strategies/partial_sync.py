@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from offbeat.plan import Kind, Moment, Plan, transfer
+from offbeat.plan import Apply, Fact, Kind, Moment, Phases, Plan, local, transfer
 from offbeat.profile import Profile
 from offbeat.solve import Sets, equal_number
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
@@ -35,17 +35,13 @@ class PartialSync(Strategy):
         super().__post_init__()
         require_count("period", self.period, remedy=EVERY_ITERATION)
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         backward_s, communication_s = layer_times(profile, self.average, self.state)
         sets = equal_number(backward_s, communication_s, self.period)
         return partial_plan(self.name, profile, sets, ((),) * self.period, self.average, self.state)
 
     def bound_s(self, profile: Profile) -> float:
         return periodic_bound_s(profile, self.period, fused=False)
-
-    @property
-    def state_policy(self) -> StatePolicy:
-        return self.state
 
 
 @dataclass(frozen=True)
@@ -90,14 +86,15 @@ def partial_plan(
     size = len(profile.buckets)
     pieces = pieces or [Piece(bucket) for bucket in range(size)]
     kinds: tuple[Kind, ...] = ("param", "state") if state == "averaged" else ("param",)
-    after_update = average == "after_update"
+    phases = [Phases(h for h in range(len(sets)) if i in sets[h] or i in fill[h]) for i in range(len(pieces))]
+    due = Moment("end" if average == "after_update" else "step")
     transfers = [
         transfer(
             kind,
             range(piece.bucket, piece.bucket + 1),
-            after=Moment("updated" if after_update else "grad", piece.bucket),
-            before=Moment("end" if after_update else "step"),
-            phases=[h for h in range(len(sets)) if i in sets[h] or i in fill[h]],
+            after=Moment("grad", piece.bucket),
+            before=due,
+            phases=phases[i],
             link=profile.default_link.name,
             part=piece.part,
             parts=piece.parts,
@@ -105,13 +102,24 @@ def partial_plan(
         for i, piece in enumerate(pieces)
         for kind in kinds
     ]
+    applies = []
+    if state == "reset":
+        applies += [
+            Apply("reset", range(piece.bucket, piece.bucket + 1), due, phases[i])
+            for i, piece in enumerate(pieces)
+        ]
+    at = Moment("grad" if average == "after_update" else "step")
+    applies.append(local(size, at, range(len(sets))))
     return Plan(
         name,
         size,
         tuple(transfers),
+        tuple(applies),
         period=len(sets),
-        updates="in_backward" if after_update else "at_step",
-        notes={"sets": _buckets(sets, pieces), "fill": _buckets(fill, pieces)},
+        facts=(
+            Fact("sets", _buckets(sets, pieces), "buckets averaged in each iteration"),
+            Fact("fill", _buckets(fill, pieces), "further ones, where they cost no time"),
+        ),
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from offbeat.plan import Moment, Payload, Plan, transfer
+from offbeat.plan import Fact, Moment, Payload, Plan, local, transfer
 from offbeat.profile import Profile
 from offbeat.solve import Compute, Slice, iteration_s, priority_order
 
@@ -72,7 +71,7 @@ def fastest(orders: Sequence[Order], profile: Profile) -> int:
 
 
 def forward_plan(
-    name: str, profile: Profile, order: Sequence[Payload], notes: Mapping[str, Any] | None = None
+    name: str, profile: Profile, order: Sequence[Payload], facts: Sequence[Fact] = ()
 ) -> Plan:
     """Plan that sends gradients in this order; the next forward of each bucket waits for them."""
     transfers = tuple(
@@ -89,4 +88,6 @@ def forward_plan(
         )
         for payload in order
     )
-    return Plan(name, len(profile.buckets), transfers, updates="on_arrival", notes=notes or {})
+    size = len(profile.buckets)
+    updates = (local(size, Moment("forward", lag=1), [0]),)
+    return Plan(name, size, transfers, updates, facts=tuple(facts))

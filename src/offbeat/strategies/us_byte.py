@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
-from offbeat.plan import Payload, Plan
+from offbeat.plan import Fact, Payload, Plan
 from offbeat.profile import Profile
 from offbeat.solve import improved, iteration_s, unit_runs
 from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
@@ -48,14 +48,15 @@ class USByte(Strategy):
         if self.unit_elements is not None:
             require_count("unit_elements", self.unit_elements, remedy="use None to have it tuned")
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         slowest = profile.slowest()
         one = self.unit_elements
         sizes = sizes_to_try(slowest) if one is None else [one]
         orders = [_messages(slowest, size) for size in sizes]
         best = fastest(orders, slowest)
         order = _improved(orders[best], slowest)
-        return forward_plan(self.name, profile, order, {"unit_elements": sizes[best]})
+        facts = [Fact("unit_elements", sizes[best], "most elements of a unit block")]
+        return forward_plan(self.name, profile, order, facts)
 
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from offbeat.plan import Moment, Plan, channel, transfer
+from offbeat.plan import Moment, Plan, channel, local, transfer
 from offbeat.profile import Profile
 from offbeat.solve import cap_fusion, greedy_fusion, no_fusion, optimal_fusion
 from offbeat.strategies.base import Strategy, synchronous_bound_s
@@ -32,7 +32,7 @@ class WFBP(Strategy):
         "Zhang et al., Poseidon, USENIX ATC 2017; fusion: Shi et al., MG-WFBP, INFOCOM 2019"
     )
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         groups = _FUSIONS[self.fusion](profile.slowest())
         return gradients_when_ready(self.name, profile, groups)
 
@@ -54,7 +54,8 @@ def gradients_when_ready(name: str, profile: Profile, groups: Fusion, channels: 
         )
         for i, group in enumerate(groups)
     )
-    return Plan(name, len(profile.buckets), transfers)
+    size = len(profile.buckets)
+    return Plan(name, size, transfers, (local(size, Moment("step"), [0]),))
 
 
 def _none(profile: Profile) -> Fusion:

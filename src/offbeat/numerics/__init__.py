@@ -1,0 +1,23 @@
+"""Numerics: what an apply computes, what a vote asks, what a wire does to numbers; one rule a file.
+
+A rule is a function of a context and the apply (or vote) that asked for it. It works on whatever
+arrays the context hands out - NumPy in the interpreter, torch in the runtime - so it is written
+once. The rule `local`, the user's own optimizer, is the context's.
+"""
+
+from offbeat.numerics.base import Context, Rule, VoteRule, WireRule
+from offbeat.numerics.change import changed
+from offbeat.numerics.close import close
+from offbeat.numerics.delta import delta
+from offbeat.numerics.moves import add, clear, copy, scale
+from offbeat.numerics.optimizer import local, reset
+from offbeat.numerics.outer import outer
+from offbeat.numerics.topk import topk
+
+RULES: dict[str, Rule] = {
+    rule.__name__: rule for rule in (local, close, reset, add, clear, copy, scale, delta, outer)
+}
+VOTES: dict[str, VoteRule] = {rule.__name__: rule for rule in (changed,)}
+WIRES: dict[str, WireRule] = {rule.__name__: rule for rule in (topk,)}
+
+__all__ = ["RULES", "VOTES", "WIRES", "Context", "Rule", "VoteRule", "WireRule"]

@@ -1,0 +1,11 @@
+"""Closing an accumulation window: what was added up so far is complete."""
+
+from __future__ import annotations
+
+from offbeat.numerics.base import Context
+from offbeat.plan import Apply
+
+
+def close(context: Context, apply: Apply) -> None:
+    """The newest gradients become one copy older, and the next ones go to an empty copy."""
+    context.rotate("grad")

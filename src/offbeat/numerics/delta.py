@@ -1,0 +1,16 @@
+"""Delayed averaging: local steps go on while an earlier snapshot is averaged."""
+
+from __future__ import annotations
+
+from offbeat.numerics.base import Context
+from offbeat.plan import Apply
+
+
+def delta(context: Context, apply: Apply) -> None:
+    """`w += mean(snapshot) - snapshot`; settings: the names of the buffers, average and snapshot."""
+    parameters = context.write("param", apply.buckets)
+    averages = context.read(apply.arg("average", "average"), apply.buckets)
+    snapshots = context.read(apply.arg("snapshot", "snapshot"), apply.buckets)
+    for w, average, snapshot in zip(parameters, averages, snapshots, strict=True):
+        w += average
+        w -= snapshot

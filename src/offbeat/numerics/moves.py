@@ -1,0 +1,32 @@
+"""Moves between buffers of one worker, and arithmetic on one of them."""
+
+from __future__ import annotations
+
+from offbeat.numerics.base import Context
+from offbeat.plan import Apply
+
+
+def add(context: Context, apply: Apply) -> None:
+    """`target += source`."""
+    sources = context.read(apply.arg("source"), apply.buckets)
+    for target, source in zip(context.write(apply.arg("target"), apply.buckets), sources, strict=True):
+        target += source
+
+
+def copy(context: Context, apply: Apply) -> None:
+    """`target = source`."""
+    sources = context.read(apply.arg("source"), apply.buckets)
+    for target, source in zip(context.write(apply.arg("target"), apply.buckets), sources, strict=True):
+        target[...] = source
+
+
+def clear(context: Context, apply: Apply) -> None:
+    """`buffer = 0`."""
+    for array in context.write(apply.arg("buffer"), apply.buckets):
+        array[...] = 0
+
+
+def scale(context: Context, apply: Apply) -> None:
+    """`buffer *= by[rank]`: the weight of this worker in an average."""
+    for array in context.write(apply.arg("buffer"), apply.buckets):
+        array *= apply.arg("by")[context.rank]

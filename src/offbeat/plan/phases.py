@@ -1,0 +1,78 @@
+"""Phases: sets of iterations of a plan, kept as runs so that long periods cost nothing."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Set
+from itertools import chain
+
+
+class Phases(Set[int]):
+    """An immutable set of integers from 0 on; equal to any set that holds the same.
+
+    `runs` are its (start, stop) in order, never touching.
+    """
+
+    __slots__ = ("runs",)
+    runs: tuple[tuple[int, int], ...]
+
+    def __init__(self, members: Iterable[int] = ()) -> None:
+        if isinstance(members, Phases):
+            self.runs = members.runs
+        elif isinstance(members, range) and members.step == 1:
+            self.runs = ((members.start, members.stop),) if members else ()
+        else:
+            self.runs = _joined((member, member + 1) for member in sorted(members))
+
+    @classmethod
+    def of_runs(cls, runs: Iterable[tuple[int, int]]) -> Phases:
+        """The union of runs (start, stop) in any order."""
+        found = cls()
+        found.runs = _joined(sorted(run for run in runs if run[0] < run[1]))
+        return found
+
+    @classmethod
+    def parse(cls, text: str) -> Phases:
+        """Inverse of `str`."""
+        runs = []
+        for run in text.split(",") if text != "none" else ():
+            first, _, last = run.partition("-")
+            runs.append((int(first), int(last or first) + 1))
+        return cls.of_runs(runs)
+
+    def __contains__(self, phase: object) -> bool:
+        if not isinstance(phase, int):
+            return False
+        at = bisect_right(self.runs, (phase, float("inf"))) - 1
+        return at >= 0 and phase < self.runs[at][1]
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(range(start, stop) for start, stop in self.runs)
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self.runs)
+
+    def __hash__(self) -> int:
+        return hash(self.runs)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Phases):
+            return self.runs == other.runs
+        return Set.__eq__(self, other)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return ",".join(f"{a}-{z - 1}" if z - a > 1 else str(a) for a, z in self.runs) or "none"
+
+    def __repr__(self) -> str:
+        return f"Phases({self})"
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Runs in order, without gaps or overlaps between neighbours."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

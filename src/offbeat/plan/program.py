@@ -1,0 +1,224 @@
+"""Programs: what one rank does in one iteration, in order. The only place that knows it.
+
+A worker passes the moments of an iteration in one order: forward(L-1) .. forward(0), grad(0) ..
+grad(L-1), step, end. At each it waits for what is due, takes note of votes, applies, has its say
+in votes, and releases - always in this sequence. The compute of forward(b) follows the moment,
+that of grad(b) precedes it. `check`, the simulator, the runtime and the numeric interpreter walk
+programs and nothing else.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from offbeat.plan.model import Apply, Moment, Plan, Transfer, Vote
+
+
+def position(moment: Moment, buckets: int) -> int:
+    """Place of a moment among those of its iteration, from 0."""
+    if moment.point == "step":
+        return 2 * buckets
+    if moment.point == "end":
+        return 2 * buckets + 1
+    if moment.point == "forward":  # of the whole model: its first, the last bucket's
+        return buckets - 1 - (buckets - 1 if moment.bucket is None else moment.bucket)
+    return buckets + (buckets - 1 if moment.bucket is None else moment.bucket)
+
+
+def moment_at(place: int, buckets: int) -> Moment:
+    """Inverse of `position`."""
+    if place >= 2 * buckets:
+        return Moment("step" if place == 2 * buckets else "end")
+    if place >= buckets:
+        return Moment("grad", place - buckets)
+    return Moment("forward", buckets - 1 - place)
+
+
+class Due(NamedTuple):
+    """A message: the `index`-th transfer of this rank's iteration `lag` iterations ago."""
+
+    lag: int
+    index: int
+
+
+class Step(NamedTuple):
+    """What a rank does at one moment, in the order of the fields.
+
+    Applies and votes come with their lag: the iteration that they belong to is so many before
+    this one. `release` holds indices of this iteration's transfers.
+    """
+
+    position: int
+    wait: tuple[Due, ...] = ()
+    decide: tuple[tuple[int, Vote], ...] = ()
+    apply: tuple[tuple[int, Apply], ...] = ()
+    ask: tuple[Vote, ...] = ()
+    release: tuple[int, ...] = ()
+
+
+class _Rules(NamedTuple):
+    """The rules that are active in one iteration, those of this rank."""
+
+    transfers: tuple[Transfer, ...]
+    applies: tuple[Apply, ...]
+    votes: tuple[Vote, ...]
+
+
+class Program:
+    """A plan as the steps of one rank; equal iterations share their tables.
+
+    Moments without anything to do have no step.
+    """
+
+    def __init__(self, plan: Plan, rank: int = 0) -> None:
+        self.plan = plan
+        self.rank = rank
+        rules = (*plan.transfers, *plan.applies, *plan.votes)
+        # Between two neighbouring edges all phases are alike, so long periods cost nothing.
+        edges = {edge for rule in rules for run in rule.phases.runs for edge in run}
+        self._edges = sorted({0, plan.prologue, *edges})
+        self._rules = self._by_segment()
+        self.lags = sorted({0, *(lag for rule in rules for lag in _lags(rule))})
+        self.lag = self.lags[-1]
+        self._steps: dict[tuple[int, ...], tuple[Step, ...]] = {}
+        self._narrow: dict[int, list[Apply]] = {}
+
+    def segment(self, iteration: int) -> int:
+        """Number of the iteration's kind: iterations of one kind have the same rules."""
+        return bisect_right(self._edges, self.plan.phase(iteration)) - 1
+
+    def transfers(self, iteration: int) -> tuple[Transfer, ...]:
+        """Transfers of one iteration that this rank takes part in, in issue order."""
+        return self._rules[self.segment(iteration)].transfers
+
+    def key(self, iteration: int) -> tuple[int, ...]:
+        """Equal for iterations that have the same steps."""
+        return tuple(
+            self.segment(iteration - lag) if lag <= iteration else -1 for lag in self.lags
+        )
+
+    def steps(self, iteration: int) -> tuple[Step, ...]:
+        """Steps of one iteration, by position."""
+        key = self.key(iteration)
+        if key not in self._steps:
+            self._steps[key] = tuple(self._bind(key))
+        return self._steps[key]
+
+    def shape(self) -> tuple[int, list[int]]:
+        """Iterations after which nothing new happens: (prologue, one per kind in the cycle)."""
+        return self.plan.prologue, self._edges
+
+    # ---- tables -----------------------------------------------------------------------------
+
+    def _by_segment(self) -> list[_Rules]:
+        found: list[tuple[list[Any], ...]] = [([], [], []) for _ in self._edges]
+        plan = self.plan
+        for column, rules in enumerate((plan.transfers, plan.applies, plan.votes)):
+            for rule in rules:
+                if not self._mine(rule):
+                    continue
+                for start, stop in rule.phases.runs:
+                    first = bisect_right(self._edges, start) - 1
+                    last = bisect_right(self._edges, stop - 1)
+                    for segment in range(first, last):
+                        found[segment][column].append(rule)
+        return [_Rules(*map(tuple, rules)) for rules in found]
+
+    def _mine(self, rule: Transfer | Apply | Vote) -> bool:
+        return isinstance(rule, Vote) or rule.ranks is None or self.rank in rule.ranks
+
+    def _bind(self, key: tuple[int, ...]) -> Iterator[Step]:
+        """Steps of an iteration; `key[n]` is the kind of the iteration `lags[n]` before."""
+        table: dict[int, tuple[list[Any], ...]] = {}
+
+        def at(moment: Moment) -> tuple[list[Any], ...]:
+            place = position(moment, self.plan.buckets)
+            if place not in table:
+                table[place] = ([], [], [], [], [])
+            return table[place]
+
+        for lag, segment in zip(self.lags, key, strict=True):
+            if segment < 0:
+                continue
+            rules = self._rules[segment]
+            for index, t in enumerate(rules.transfers):
+                if t.before.lag == lag and (t.ranks is None or t.ranks[1] == self.rank):
+                    at(t.before)[0].append(Due(lag, index))
+                if lag == 0 and (t.ranks is None or t.ranks[0] == self.rank):
+                    at(t.after)[4].append(index)
+            for vote in rules.votes:
+                if vote.due.lag == lag:
+                    at(vote.due)[1].append((lag, vote))
+                if lag == 0:
+                    at(vote.at)[3].append(vote)
+            for apply in rules.applies:
+                if apply.at.lag == lag:
+                    for one in self._narrowed(apply):
+                        at(one.at)[2].append((lag, one))
+        for place in sorted(table):
+            yield Step(place, *map(tuple, table[place]))
+
+
+    def _narrowed(self, apply: Apply) -> list[Apply]:
+        """An apply at moments: as it is, or one for each bucket at that bucket's own."""
+        if not spread(apply):
+            return [apply]
+        if id(apply) not in self._narrow:
+            point, lag = apply.at.point, apply.at.lag
+            self._narrow[id(apply)] = [
+                replace(apply, buckets=range(b, b + 1), at=Moment(point, b, lag))
+                for b in apply.buckets
+            ]
+        return self._narrow[id(apply)]
+
+
+def spread(apply: Apply) -> bool:
+    """Whether each bucket has a moment of its own."""
+    return apply.at.bucket is None and apply.at.point in ("forward", "grad")
+
+
+def coalesced(steps: tuple[Step, ...], buckets: int) -> tuple[Step, ...]:
+    """Steps with every run of neighbouring buckets that only apply the same rule as one step:
+    the same outcome where rules only touch their own buckets, in fewer steps."""
+    found: list[Step] = []
+    run: list[Step] = []
+    for step in steps:
+        if run and not _continues(run[-1], step, buckets):
+            found.append(_as_one(run, buckets))
+            run = []
+        run.append(step)
+    return (*found, _as_one(run, buckets)) if run else ()
+
+
+def _continues(last: Step, step: Step, buckets: int) -> bool:
+    if not (_only_applies(last) and _only_applies(step)):
+        return False
+    (lag, a), (other, b) = last.apply[0], step.apply[0]
+    alike = lag == other and (a.rule, a.args, a.when) == (b.rule, b.args, b.when)
+    touching = a.buckets.stop == b.buckets.start or b.buckets.stop == a.buckets.start
+    return alike and touching and (last.position < buckets) == (step.position < buckets)
+
+
+def _only_applies(step: Step) -> bool:
+    busy = step.wait or step.decide or step.ask or step.release
+    return not busy and len(step.apply) == 1 and step.apply[0][1].at.bucket is not None
+
+
+def _as_one(run: list[Step], buckets: int) -> Step:
+    if len(run) == 1:
+        return run[0]
+    first, last = run[0].apply[0][1].buckets, run[-1].apply[0][1].buckets
+    joined = range(min(first.start, last.start), max(first.stop, last.stop))
+    # Forwards follow their moments, so they apply early; gradients come first.
+    kept = run[0] if run[0].position < buckets else run[-1]
+    lag, apply = kept.apply[0]
+    return kept._replace(apply=((lag, replace(apply, buckets=joined)),))
+
+
+def _lags(rule: Transfer | Apply | Vote) -> tuple[int, ...]:
+    if isinstance(rule, Transfer):
+        return (rule.before.lag,)
+    return (rule.at.lag,) if isinstance(rule, Apply) else (rule.due.lag,)
