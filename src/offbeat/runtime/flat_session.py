@@ -13,20 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offbeat.check import raise_if_wrong
 from offbeat.plan import Plan
+from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.runtime.attached import Attached
-from offbeat.runtime.checksum import checksum
 from offbeat.runtime.cluster import Cluster
 from offbeat.runtime.engine import Engine
-from offbeat.runtime.flat import BucketSpec, Flat, specs_of_profile
 from offbeat.runtime.guard import ConvergenceGuard, Finding
-from offbeat.runtime.marks import Iteration
+from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.measure import measure_cluster, worthwhile_bytes
 from offbeat.runtime.observe import Observer, observing_plan
 from offbeat.runtime.record import Recorder
+from offbeat.runtime.updates import early_remedy
+from offbeat.runtime.votes import vote_channel
 from offbeat.runtime.wrap import Session
+from offbeat.storage.checksum import checksum
+from offbeat.storage.flat import Flat
+from offbeat.storage.layout import BucketSpec, specs_of_profile
 from offbeat.strategies import WFBP, Strategy
 from offbeat.transport.collectives import averaging
 
@@ -80,23 +83,27 @@ class FlatSession(Session):
             self._recorder.start(str(self._strategy), self.plan, observed)
         if self._strategy.guards_convergence:
             self._guard = ConvergenceGuard(self._cluster.control, self.engine.optimizer)
-            self.engine.meter = self._guard.meter
+            self.engine.measure(self._guard.meter)
 
     def _checked(self, strategy: Strategy) -> Plan:
-        plan = strategy.plan(self.profile, self._cluster.control.rank)
-        raise_if_wrong([plan], self.profile)
+        plan = strategy.plan(self.profile)
+        raise_if_wrong(plan, self.profile)
         return plan
 
     def _adopt(self, strategy: Strategy, plan: Plan) -> None:
         self._cluster.control.agree(
             "the plan", plan.digest, "start all ranks with the same offbeat version"
         )
-        self._cluster.open(plan.links)
+        first = next(iter(self._cluster.specs))
+        votes = [vote_channel(first)] if plan.votes else []
+        self._cluster.open([*plan.links, *votes], plan.groups)
         self.plan = plan
         if self._recorder:
             self._recorder.plan = plan
         self.scaler_remedy = _scaler_remedy(plan)
-        self.engine.adopt(plan, strategy.state_policy)
+        self.engine.adopt(plan)
+        if self._guard is not None:
+            self.engine.measure(self._guard.meter)
 
     def _heed(self, finding: Finding) -> None:
         """Fall back to a synchronous schedule if the loss departs, plan again if the noise says
@@ -111,7 +118,7 @@ class FlatSession(Session):
             self.profile = replace(self.profile, noise=finding.noise)
             plan = self._checked(self._strategy)
             if plan.digest != self.plan.digest:
-                why = plan.notes.get("preserver", {}).get("decision", "the gradient noise changed")
+                why = plan.fact("preserver", {}).get("decision", "the gradient noise changed")
                 self._decide(f"planned again, {why}", warn=False)
                 self.engine.drain()
                 self._adopt(self._strategy, plan)
@@ -127,13 +134,14 @@ class FlatSession(Session):
     def _unguard(self) -> None:
         if self._guard is not None:
             self._guard.close()
-        self._guard = self.engine.meter = None
+            self.engine.measure(None)
+        self._guard = None
 
     def observe(self, how: Observation) -> None:
         """Run plain BSP first, measure, and plan from what was measured."""
-        observer = Observer(self._model, self.engine, self._cluster.device)
         first = next(iter(self._cluster.links))
-        self.engine.adopt(observing_plan(len(self.engine.flat.buckets), first), "local")
+        self.engine.adopt(observing_plan(len(self.engine.flat.buckets), first))
+        observer = Observer(self._model, self.engine, self._cluster.device)
 
         def listen(done: Iteration) -> None:
             if self._recorder:
@@ -186,11 +194,12 @@ class FlatSession(Session):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        before, self.engine.accumulating = self.engine.accumulating, True
+        hooks = self.engine.hooks
+        before, hooks.accumulating = hooks.accumulating, True
         try:
             yield
         finally:
-            self.engine.accumulating = before
+            hooks.accumulating = before
 
     def optimizer_reloaded(self) -> None:
         self.engine.refresh_groups()
@@ -204,6 +213,7 @@ class FlatSession(Session):
             return
         if getattr(sys, "last_value", None) is None:  # else this rank is going down: at once
             self.engine.settle()
+        self.engine.waiting.closed = True
         if self._recorder:
             self.engine.report_rest()
             self._recorder.write(self._cluster.bytes_sent())
@@ -216,13 +226,10 @@ class FlatSession(Session):
 
 def _scaler_remedy(plan: Plan) -> str | None:
     """What to do instead of unscaling gradients, if this plan's cannot be; else None."""
-    if plan.closes is not None:
-        return "merged gradients of several scales cannot be unscaled together; use WFBP()"
-    if plan.updates == "in_backward":
-        return "they are applied in backward; use average='before_update'"
-    if plan.updates == "on_arrival":
-        return "they are applied later, bucket by bucket; use WFBP()"
-    return None
+    if any(apply.rule == "close" for apply in plan.applies):
+        return "gradients of several scales cannot be unscaled together; use WFBP()"
+    remedy = early_remedy(plan)
+    return remedy and f"they are applied bucket by bucket, at other times; {remedy}"
 
 
 def build_flat(model: nn.Module, profile: Profile | None) -> Flat:

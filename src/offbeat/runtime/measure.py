@@ -17,7 +17,7 @@ from torch import Tensor
 from offbeat.plan import Moment, Verb, base_link, channel, transfer
 from offbeat.profile import Contention, Link
 from offbeat.runtime.cluster import Cluster
-from offbeat.runtime.flat import Flat
+from offbeat.storage.flat import Flat
 from offbeat.transport.collectives import Collective, averaging
 from offbeat.transport.device import Device
 
@@ -145,14 +145,14 @@ def _timed(collective: Collective, buffer: Tensor, device: Device) -> float:
 def _measure(
     cluster: Cluster, name: str, verb: Verb, sizes: Sequence[int], like: Tensor, spend_s: float
 ) -> list[tuple[int, float]]:
-    collective = cluster.links[name].collectives[verb]
+    collective = cluster.links[name].collectives.by_verb[verb]
     return measure(collective, cluster.groups[name], sizes, like, cluster.device, spend_s=spend_s)
 
 
 def _measure_link(cluster: Cluster, name: str, sizes: Sequence[int], like: Tensor) -> Link:
     """Alpha, beta, and what small messages take."""
-    small = _measure(cluster, name, "mean", SMALL_SIZES, like, SMALL_SPEND_S)
-    points = _measure(cluster, name, "mean", sizes, like, SPEND_S)
+    small = _measure(cluster, name, "all_reduce", SMALL_SIZES, like, SMALL_SPEND_S)
+    points = _measure(cluster, name, "all_reduce", sizes, like, SPEND_S)
     return replace(fit_link(name, points), small=tuple(small))
 
 
@@ -203,10 +203,10 @@ def _measure_contention(
             break
         for name in (a, b):
             if name not in alone:
-                spans = _fly(cluster, {name: loads[name]})[name]
+                spans = _run(cluster, {name: loads[name]})[name]
                 # The median: one hiccup alone would let the link look faster in company.
                 alone[name] = 1 / float(np.median([end - start for start, end in spans]))
-        together = _fly(cluster, {name: loads[name] for name in (a, b)})
+        together = _run(cluster, {name: loads[name] for name in (a, b)})
         speeds = _speeds(cluster, together[a], together[b], alone[a], alone[b])
         found.append(Contention((base_link(a), base_link(b)), speeds))
     return tuple(found)
@@ -219,26 +219,26 @@ def _load_of(link: Link, total: int) -> tuple[int, int]:
     return size, int(min(64, max(3, TOGETHER_S / seconds)))
 
 
-def _fly(cluster: Cluster, loads: Mapping[str, Load]) -> dict[str, Spans]:
+def _run(cluster: Cluster, loads: Mapping[str, Load]) -> dict[str, Spans]:
     """Send messages back to back on several links at once, through the links' own threads.
 
     What is sent for measuring does not count as the link's traffic.
     """
     rules = {
         name: transfer(
-            "grad", range(1), after=Moment("step"), before=Moment("end"), phases=(), link=name
+            "grad", range(1), after=Moment("step"), before=Moment("end"), phases=[0], link=name
         )
         for name in loads
     }
     sent = {name: cluster.links[name].bytes_sent for name in loads}
     cluster.control.gather(None)  # begin together
     flights = {
-        name: [cluster.links[name].book(rules[name], 0, (buffer,)) for _ in range(count)]
-        for name, (buffer, count) in loads.items()
+        name: [cluster.links[name].enqueue(rules[name], 0) for _ in range(count)]
+        for name, (_, count) in loads.items()
     }
     for name, mine in flights.items():
         for flight in mine:
-            cluster.links[name].release(flight)
+            cluster.links[name].release(flight, (loads[name][0],))
     spans: dict[str, Spans] = {}
     for name, mine in flights.items():
         for flight in mine:

@@ -26,7 +26,6 @@ from torch._C._distributed_c10d import HashStore
 from offbeat.profile import Profile
 from offbeat.runtime.cluster import Cluster, connect
 from offbeat.runtime.ddp_session import DDPSession
-from offbeat.runtime.flat import require_supported
 from offbeat.runtime.flat_session import (
     FlatSession,
     Observation,
@@ -36,6 +35,7 @@ from offbeat.runtime.flat_session import (
 from offbeat.runtime.job import Job, current_job, current_links
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Model, Optimizer
+from offbeat.storage.flat import require_supported
 from offbeat.strategies import DDP, WFBP, Strategy, create
 from offbeat.transport.control import Control
 from offbeat.transport.device import device_of

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -98,8 +99,13 @@ class Control:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
-def new_group(backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """A process group over all ranks."""
-    group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+def new_group(
+    backend: str, timeout_s: float, parts: Sequence[Sequence[int]] = ()
+) -> dist.ProcessGroup:
+    """A process group over all ranks, or over this rank's part of them."""
+    mine, timeout = None, timedelta(seconds=timeout_s)
+    for part in parts or [range(dist.get_world_size())]:  # every rank must make every group
+        group = dist.new_group(list(part), backend=backend, timeout=timeout)
+        mine = group if dist.get_rank() in part else mine
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.runtime.flat import Flat, view_like
+from offbeat.storage.flat import Flat, view_like
 
 Names = dict[str, torch.dtype]
 
@@ -36,6 +36,11 @@ class StateStore:
         self._flat = flat
         self._names: dict[tuple[int, torch.dtype], Names] = {}
         self._homes: dict[range, _Home] = {}
+
+    def forget(self) -> None:
+        """The optimizer's groups or state were replaced."""
+        self._names.clear()
+        self._homes.clear()
 
     def tensors(self, run: range) -> tuple[Tensor, ...]:
         """Flat state of a run of buckets, up to date; empty if the optimizer keeps none."""
