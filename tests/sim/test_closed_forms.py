@@ -43,7 +43,7 @@ def computed_s(profile):
 @given(ALIKE)
 def test_bsp_adds_one_message(profile):
     size = len(profile.buckets)
-    message_s = profile.message_s("net", "grad", range(size))
+    message_s = profile.message_s(Payload("grad", range(size)), "net")
     prediction = predict(BSP(), profile)
     assert prediction.iteration_s == exactly(computed_s(profile) + message_s)
     assert prediction.exposed_s == exactly(message_s)
@@ -65,8 +65,8 @@ def test_wfbp_follows_its_recursion(profile):
 @given(ALIKE)
 def test_optimal_fusion_takes_what_the_solver_says(profile):
     link = profile.default_link
-    facts = profile.ready_s, profile.transfer_s(link.name), link.latency_s
-    end_s = solve.fusion_finish(solve.optimal_fusion(*facts), *facts)
+    groups = [t.payload.buckets for t in WFBP().plan(profile).transfers]
+    end_s = solve.fusion_finish(groups, profile.ready_s, message_seconds(profile))
     if any(bucket.size_bytes == 0 or bucket.communication_s for bucket in profile.buckets):
         return  # the solver gives every message the link's latency, these may have less
     expected_s = computed_s(profile) + max(end_s - profile.backward_s, 0.0)
@@ -76,7 +76,7 @@ def test_optimal_fusion_takes_what_the_solver_says(profile):
 @settings(max_examples=40, deadline=None)
 @given(ALIKE)
 def test_local_sgd_adds_one_message_per_period(profile):
-    message_s = profile.message_s("net", "param", range(len(profile.buckets)))
+    message_s = profile.message_s(Payload("param", range(len(profile.buckets))), "net")
     prediction = predict(LocalSGD(period=3, warmup=2), profile)
     assert prediction.iteration_s == exactly(computed_s(profile) + message_s / 3)
 

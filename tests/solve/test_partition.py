@@ -204,14 +204,15 @@ def test_fill_bubbles_equals_trying_every_prefix():
                 sets, durations_s, comm_s
             )
             filled += sum(map(len, extra))
-    assert filled > 10_000
+    assert filled > 3_000
 
 
 def test_fill_bubbles_by_hand():
-    # The empty iteration hides buckets 0 and 1 (ends at 3 of 4); bucket 2 would end at 5.
+    # The last iteration hides buckets 0 and 1 (ends at 3 of 4); bucket 2 would end at 5. The empty
+    # one stays empty.
     sets = ((0, 1, 2), (), (3,))
     durations_s, comm_s = [1.0] * 4, [1.0, 1.0, 2.0, 1.0]
-    assert partition.fill_bubbles(sets, durations_s, comm_s) == ((), (0, 1), (0, 1))
+    assert partition.fill_bubbles(sets, durations_s, comm_s) == ((), (), (0, 1))
     assert partition.fill_bubbles(((), ()), [], []) == ((), ())
 
 
