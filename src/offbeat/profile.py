@@ -80,7 +80,9 @@ class Link:
             latency_s, transfer_s = half_s, transfer_s * (self.bytes_per_s / rate)
             least_s = least_s / 2
         line_s = latency_s + transfer_s
-        return np.maximum(least_s, line_s) if isinstance(line_s, np.ndarray) else max(least_s, line_s)
+        return (
+            np.maximum(least_s, line_s) if isinstance(line_s, np.ndarray) else max(least_s, line_s)
+        )
 
     def _least_s(self, size_bytes: Seconds) -> Seconds:
         """The measured times as a curve that never falls: flat below and above them, so that it
@@ -90,7 +92,9 @@ class Link:
         sizes, times_s = _never_falling(self.small)
         if isinstance(size_bytes, np.ndarray):
             return np.interp(size_bytes, sizes, times_s)
-        return float(np.interp(size_bytes, sizes, times_s)) if size_bytes < sizes[-1] else times_s[-1]
+        return (
+            float(np.interp(size_bytes, sizes, times_s)) if size_bytes < sizes[-1] else times_s[-1]
+        )
 
 
 @dataclass(frozen=True, slots=True)

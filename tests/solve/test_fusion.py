@@ -92,7 +92,9 @@ def test_greedy_can_be_worse_than_optimal():
     ready_s, transfer_s, latency_s = [0.0, 1.0, 9.0], [9.0, 0.0, 0.0], 1.5
     greedy = fusion.greedy_fusion(ready_s, Line(transfer_s, latency_s))
     optimal = fusion.optimal_fusion(ready_s, Line(transfer_s, latency_s).ending)
-    end_s = [fusion.fusion_finish(g, ready_s, Line(transfer_s, latency_s)) for g in (greedy, optimal)]
+    end_s = [
+        fusion.fusion_finish(g, ready_s, Line(transfer_s, latency_s)) for g in (greedy, optimal)
+    ]
     assert end_s == [13.0, 12.0]
 
 

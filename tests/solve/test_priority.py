@@ -244,7 +244,7 @@ def test_evaluations_are_bounded():
         (lambda: simultaneous_fusion([], len, []), r"speeds \(\[\]\) must have a value per chan"),
         (lambda: simultaneous_fusion([], len, [1, 0]), r"speeds\[1\] \(0\) must be above 0; use"),
         (
-            lambda: unit_runs([1.0], [1, 1], lambda b, n: 1.0),
+            lambda: unit_runs([1.0], [1, 1], max),
             r"units \(2 values\) must be as long as ready_s \(1 values\)",
         ),
     ],

@@ -114,7 +114,9 @@ def _least_growth(
         if late_s > finish_s:  # else it is hidden by the other messages, wherever it comes
             if open_set.first > i:
                 finish_s = late_s
-            elif own_s + open_set.sum_s + open_set.first_s - open_set.cost_s > growth_s + rounding_s:
+            elif (
+                own_s + open_set.sum_s + open_set.first_s - open_set.cost_s > growth_s + rounding_s
+            ):
                 continue
             else:
                 finish_s = open_set.finish_with(i)

@@ -185,7 +185,8 @@ def fill_bubbles(
 
     Times are per bucket, in seconds; the returned buckets are not in the iteration's set. An
     iteration with an empty set stays empty: any message would make its end a barrier, at which
-    unlike ranks wait for each other. Raises ValueError. Source: DreamDDP, Section 3.4, with the exact cost instead of Eq. 12.
+    unlike ranks wait for each other. Raises ValueError. Source: DreamDDP, Section 3.4, with the
+    exact cost instead of Eq. 12.
     """
     ready_s, comm_s = _lists(backward_s, communication_s)
     _check_sets(sets, len(comm_s))

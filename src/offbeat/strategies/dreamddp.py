@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import ClassVar, Literal, NamedTuple
 
 from offbeat import solve
@@ -70,14 +70,14 @@ class DreamDDP(Strategy):
 
     def plan(self, profile: Profile, rank: int = 0) -> Plan:
         layers = [*self._layer_sets(profile, [frozenset()]), *self._at_once(profile)]
-        chosen_s, plan = self._fastest(layers, profile)
+        chosen_s, chosen = self._fastest(layers, profile)
         slices = self._layer_sets(profile, self._cuts(len(profile.buckets)))
         if slices:
             sliced_s, sliced = self._fastest(slices, profile)
             gain = SLICES_GAIN if self.split == "auto" else ROUNDING
             if sliced_s < chosen_s * (1 - gain):
-                return sliced
-        return plan
+                return self._plan_of(sliced, profile)
+        return self._plan_of(chosen, profile)
 
     def bound_s(self, profile: Profile) -> float:
         return periodic_bound_s(profile, self.period, fused=True)
@@ -86,9 +86,7 @@ class DreamDDP(Strategy):
     def state_policy(self) -> StatePolicy:
         return self.state
 
-    def _layer_sets(
-        self, profile: Profile, cuts: Iterable[frozenset[int]]
-    ) -> list[_Candidate]:
+    def _layer_sets(self, profile: Profile, cuts: Iterable[frozenset[int]]) -> list[_Candidate]:
         """The cheapest sets of all the ways to cut buckets into slices, filled or not."""
         best: _Candidate | None = None
         backward_s, whole_s = layer_times(profile, self.average, self.state)
@@ -136,30 +134,58 @@ class DreamDDP(Strategy):
         most = min(self.period, size)
         ends = {*range(min(most, FEW_ENDS) + 1), *(2**n for n in range(most.bit_length())), most}
         some = [
-            frozenset((*range(a), *range(size - z, size))) for a in sorted(ends) for z in sorted(ends)
+            frozenset((*range(a), *range(size - z, size)))
+            for a in sorted(ends)
+            for z in sorted(ends)
         ]
         return list(dict.fromkeys([*some[1:], frozenset(range(size))]))
 
     def _fastest(
         self, candidates: Iterable[_Candidate], profile: Profile
-    ) -> tuple[float, Plan]:
-        """Seconds per period and plan of the fastest candidate, the first of those as fast."""
-        best: tuple[float, Plan] | None = None
+    ) -> tuple[float, _Candidate]:
+        """The candidate with the shortest period, and its seconds; the first of those as fast."""
+        best_s, best = float("inf"), None
         for candidate in candidates:
-            plan = partial_plan(
-                self.name,
-                profile,
-                candidate.sets,
-                candidate.fill,
-                self.average,
-                self.state,
-                candidate.pieces,
-            )
-            seconds = period_s(plan, candidate.cost_s, profile)
-            if best is None or seconds < best[0] * (1 - ROUNDING):
-                best = seconds, plan
+            seconds = self._period_s(candidate, profile)
+            if best is None or seconds < best_s * (1 - ROUNDING):
+                best_s, best = seconds, candidate
         assert best is not None
-        return best
+        return best_s, best
+
+    def _period_s(self, candidate: _Candidate, profile: Profile) -> float:
+        """Predicted seconds of one period, the processor time of its messages included.
+
+        Without jitter the cost of the sets says it exactly; with it the plan is simulated, always
+        with the same noise, so that candidates can be compared.
+        """
+        link = profile.default_link.name
+        sending_s = sum(
+            profile.sending_s(payload, link)
+            for i in chain(*candidate.sets, *candidate.fill)
+            for payload in candidate.pieces[i].payloads(self.state)
+        )
+        periods = max(4, -(-LEAST_ITERATIONS // self.period))
+        iterations = periods * self.period
+        if not profile.jitter or iterations * len(profile.buckets) > MOST_SIMULATED:
+            slowest = profile.slowest()
+            outside_s = slowest.other_s + slowest.forward_s
+            if self.average == "before_update":
+                outside_s += slowest.update_s
+            return self.period * outside_s + candidate.cost_s + sending_s
+        plan, ranks = self._plan_of(candidate, profile), Ranks(jitter=profile.jitter)
+        trace = simulate(plan, profile, iterations=iterations, ranks=ranks, record=0)
+        return max(ends_s[-1] for ends_s in trace.ends_s) / periods + sending_s
+
+    def _plan_of(self, candidate: _Candidate, profile: Profile) -> Plan:
+        return partial_plan(
+            self.name,
+            profile,
+            candidate.sets,
+            candidate.fill,
+            self.average,
+            self.state,
+            candidate.pieces,
+        )
 
 
 class _Candidate(NamedTuple):
@@ -170,27 +196,6 @@ class _Candidate(NamedTuple):
     sets: solve.Sets
     fill: solve.Sets
     times: tuple[list[float], list[float]]
-
-
-def period_s(plan: Plan, cost_s: float, profile: Profile) -> float:
-    """Predicted seconds of one period, the processor time of its messages included.
-
-    Without jitter the sets' cost says it exactly; with it the plan is simulated, always with the
-    same noise, so that plans can be compared.
-    """
-    sent = [t for h in plan.phases for t in plan.at(h)]
-    sending_s = sum(profile.sending_s(t.payload, t.link, t.verb) for t in sent)
-    periods = max(4, -(-LEAST_ITERATIONS // plan.period))
-    iterations = periods * plan.period
-    if not profile.jitter or iterations * plan.buckets > MOST_SIMULATED:
-        slowest = profile.slowest()
-        outside_s = slowest.other_s + slowest.forward_s
-        if plan.updates == "at_step":
-            outside_s += slowest.update_s
-        return plan.period * outside_s + cost_s + sending_s
-    ranks = Ranks(jitter=profile.jitter)
-    trace = simulate(plan, profile, iterations=iterations, ranks=ranks, record=0)
-    return max(ends_s[-1] for ends_s in trace.ends_s) / periods + sending_s
 
 
 def cut(

@@ -58,14 +58,14 @@ class Piece:
     part: int = 0
     parts: int = 1
 
+    def payloads(self, state: StatePolicy) -> list[Payload]:
+        """Its messages: the parameters, and an averaged state."""
+        return [Payload(kind, self.buckets, self.part, self.parts) for kind in kinds_of(state)]
+
     def seconds(self, profile: Profile, state: StatePolicy) -> float:
-        """Time of its messages on the default link: the parameters, and an averaged state."""
-        return sum(
-            profile.message_s(
-                Payload(kind, self.buckets, self.part, self.parts), profile.default_link.name
-            )
-            for kind in kinds_of(state)
-        )
+        """Time of its messages on the default link."""
+        link = profile.default_link.name
+        return sum(profile.message_s(payload, link) for payload in self.payloads(state))
 
 
 def kinds_of(state: StatePolicy) -> tuple[Kind, ...]:
