@@ -126,7 +126,9 @@ def optimal(backward_s: Sequence[float], communication_s: Sequence[float], perio
     longer_overflow_s = _overflow_s(ready_s, comm_s, longer)
     left_s = np.append(_overflow_s(ready_s, comm_s, np.full(count, count)), 0.0)
     choices: list[_Ends] = []
-    for _ in range(period - 1):  # left_s[i]: least overflow of buckets i.. in the sets so far
+    # left_s[i] is the least overflow of the buckets from i on in the sets so far; more sets than
+    # buckets change nothing.
+    for _ in range(min(period, count) - 1):
         one_more_s = longer_overflow_s + left_s[longer]
         one_more = (hidden == np.arange(count)) | (one_more_s < left_s[hidden])
         choices.append(np.where(one_more, longer, hidden))
@@ -148,7 +150,9 @@ def balanced(backward_s: Sequence[float], communication_s: Sequence[float], peri
     if len(comm_s) == 0:
         return ((),) * period
     order = np.argsort(-(ready_s + comm_s), kind="stable")
-    return balance(order.tolist(), ready_s.tolist(), comm_s.tolist(), period)
+    used = min(period, len(comm_s))
+    sets = balance(order.tolist(), ready_s.tolist(), comm_s.tolist(), used)
+    return sets + ((),) * (period - used)
 
 
 def equal_number(

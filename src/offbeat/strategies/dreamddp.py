@@ -25,7 +25,7 @@ from offbeat.strategies.partial_sync import (
 Solver = Callable[[list[float], list[float], int], solve.Sets]
 
 SLICES_GAIN = 0.02  # what slices must save before they are chosen unasked: they are more messages
-MOST_SLICED = 200  # buckets; with more of them, slices save little and take long to plan
+MOST_SLICES = 4000  # of all buckets: with more, slices save little and take long to plan
 FEW_ENDS = 8  # so many buckets at either end are tried one by one, more of them by doubling
 LEAST_ITERATIONS = 24  # simulated per candidate, and at least four periods
 MOST_SIMULATED = 10_000  # buckets times iterations; beyond that jitter is left out of account
@@ -128,7 +128,8 @@ class DreamDDP(Strategy):
 
     def _cuts(self, size: int) -> list[frozenset[int]]:
         """Sets of buckets to try in slices: some of the first and of the last; all."""
-        unasked = self.solver == "auto" and self.state != "reset" and size <= MOST_SLICED
+        few = size * self.period <= MOST_SLICES
+        unasked = self.solver == "auto" and self.state != "reset" and few
         if not (self.split is True or (self.split == "auto" and unasked)):
             return []
         most = min(self.period, size)
