@@ -59,7 +59,7 @@ class World:
             line = self.lines[link] = {}
             for i in range(days):
                 for k, own in enumerate(zip(*(on_link(p, i, link) for p in plans), strict=True)):
-                    seconds = profile.seconds_of(own[0].payload, link, own[0].verb)
+                    seconds = profile.message_s(own[0].payload, link, own[0].verb)
                     line[i, k] = Message(seconds / rates.get(base_link(link), 1.0))
                     for rank, plan, t in zip(self.ranks, plans, own, strict=True):
                         rank.due.setdefault(event(t.before, i, plan), []).append(line[i, k])

@@ -96,12 +96,10 @@ def test_messages_fit_the_windows(profile):
     used = plan.links
     for t in plan.transfers:
         speed = view.speed(t.link, [link for link in used if link != t.link])
-        assert view.seconds_of(t.payload, t.link) / speed <= view.backward_s * (1 + 1e-6)
+        assert view.message_s(t.payload, t.link) / speed <= view.backward_s * (1 + 1e-6)
     for phase in plan.phases:
         for link in used:
-            seconds = sum(
-                view.seconds_of(t.payload, link) for t in plan.at(phase) if t.link == link
-            )
+            seconds = sum(view.message_s(t.payload, link) for t in plan.at(phase) if t.link == link)
             assert seconds <= (view.forward_s + view.backward_s) * (1 + 1e-6)
 
 

@@ -36,7 +36,7 @@ class FifoLink:
         self._message_s: list[float] = []
         self._released: dict[int, tuple[int, float]] = {}  # by how many groups, when last
         self._phase_s = [
-            [profile.seconds_of(t.payload, name, t.verb) / rate for t in transfers]
+            [profile.message_s(t.payload, name, t.verb) / rate for t in transfers]
             for transfers in (queue(plan, name, phase) for phase in plan.phases)
         ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,10 @@ from offbeat.sim.engine import Run, run
 from offbeat.sim.program import message_bytes
 from offbeat.sim.ranks import Ranks
 from offbeat.sim.simulation import as_plans, default_iterations, recorded, to_trace
-from offbeat.strategies.base import Strategy
 from offbeat.trace import Trace
+
+if TYPE_CHECKING:
+    from offbeat.strategies.base import Strategy
 
 SCHEMA = 1
 MOST_ITERATIONS = 2048  # a pipeline that fills more slowly is not waited for

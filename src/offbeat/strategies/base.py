@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from offbeat.plan import Kind, Plan
+from offbeat.plan import Kind, Payload, Plan
 from offbeat.profile import Profile
 
 StatePolicy = Literal["local", "averaged", "reset"]
@@ -106,5 +106,5 @@ def periodic_bound_s(profile: Profile, period: int, *, fused: bool) -> float:
 def _everything_s(profile: Profile, kind: Kind, fused: bool) -> float:
     link = profile.default_link.name
     if fused:
-        return profile.message_s(link, kind, range(len(profile.buckets)))
+        return profile.message_s(Payload(kind, range(len(profile.buckets))), link)
     return sum(profile.communication_s(link, kind))

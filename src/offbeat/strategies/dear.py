@@ -119,4 +119,4 @@ def _all_gathers(groups: Fusion, link: str) -> tuple[Transfer, ...]:
 
 
 def _half_s(profile: Profile, group: range, verb: Verb) -> float:
-    return profile.seconds_of(Payload("grad", group), profile.default_link.name, verb)
+    return profile.message_s(Payload("grad", group), profile.default_link.name, verb)

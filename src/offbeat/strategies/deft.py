@@ -263,7 +263,7 @@ def _weights_s(
     """Seconds of each message on each link while the others carry messages too."""
     speeds = _speeds(profile, links)
     return [
-        [profile.seconds_of(piece, link) / speed for piece in pieces]
+        [profile.message_s(piece, link) / speed for piece in pieces]
         for link, speed in zip(links, speeds, strict=True)
     ]
 

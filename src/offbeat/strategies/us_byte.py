@@ -64,14 +64,15 @@ class USByte(Strategy):
 
 def _messages(profile: Profile, unit_elements: int) -> Order:
     """Unequal-sized fusion of the unit blocks of each bucket."""
-    link = profile.default_link.name
-    parts, transfer_s = parts_of(profile, unit_elements), profile.transfer_s(link)
-    unit_s = [seconds / count for seconds, count in zip(transfer_s, parts, strict=True)]
-    alone_s = profile.communication_s(link)
-    latency_s = [max(c - t, 0.0) for c, t in zip(alone_s, transfer_s, strict=True)]
+    link, parts = profile.default_link.name, parts_of(profile, unit_elements)
+
+    @cache
+    def blocks_s(b: int, width: int) -> float:
+        return profile.message_s(_payload(range(b, b + 1), range(width), parts[b]), link)
+
     return tuple(
         _payload(range(b, b + 1), run, parts[b])
-        for b, run in unit_runs(profile.ready_s, parts, unit_s, latency_s)
+        for b, run in unit_runs(profile.ready_s, parts, blocks_s)
     )
 
 

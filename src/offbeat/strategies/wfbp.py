@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
-from offbeat.plan import Moment, Plan, channel, local, transfer
+from offbeat.plan import Moment, Payload, Plan, channel, local, transfer
 from offbeat.profile import Profile
-from offbeat.solve import cap_fusion, greedy_fusion, no_fusion, optimal_fusion
+from offbeat.solve import MessageSeconds, cap_fusion, greedy_fusion, no_fusion, optimal_fusion
 from offbeat.strategies.base import Strategy, synchronous_bound_s
 
 Fusion = tuple[range, ...]
@@ -68,13 +69,18 @@ def _ddp(profile: Profile) -> Fusion:
 
 
 def _greedy(profile: Profile) -> Fusion:
-    link = profile.default_link
-    return greedy_fusion(profile.ready_s, profile.transfer_s(link.name), link.latency_s)
+    return greedy_fusion(profile.ready_s, message_seconds(profile))
 
 
 def _optimal(profile: Profile) -> Fusion:
-    link = profile.default_link
-    return optimal_fusion(profile.ready_s, profile.transfer_s(link.name), link.latency_s)
+    link = profile.default_link.name
+    return optimal_fusion(profile.ready_s, partial(profile.messages_ending_s, link, "grad"))
+
+
+def message_seconds(profile: Profile) -> MessageSeconds:
+    """Seconds of a message with the gradients of some neighbouring buckets, on the default link."""
+    link = profile.default_link.name
+    return lambda group: profile.message_s(Payload("grad", group), link)
 
 
 _FUSIONS: dict[str, Callable[[Profile], Fusion]] = {
