@@ -84,6 +84,7 @@ class Program:
         self.lags = sorted({0, *(lag for rule in rules for lag in _lags(rule))})
         self.lag = self.lags[-1]
         self._steps: dict[tuple[int, ...], tuple[Step, ...]] = {}
+        self._sparse: dict[tuple[int, ...], tuple[Step, ...]] = {}
         self._narrow: dict[int, list[Apply]] = {}
 
     def segment(self, iteration: int) -> int:
@@ -106,6 +107,18 @@ class Program:
         if key not in self._steps:
             self._steps[key] = tuple(self._bind(key))
         return self._steps[key]
+
+    def steps_without_spread(self, iteration: int) -> tuple[Step, ...]:
+        """The same without what each bucket applies at a moment of its own (`spread_applies`):
+        as few steps as there are moments of messages, for who only needs to know when."""
+        key = self.key(iteration)
+        if key not in self._sparse:
+            self._sparse[key] = tuple(self._bind(key, narrow=False))
+        return self._sparse[key]
+
+    def spread_applies(self, iteration: int) -> list[tuple[int, Apply]]:
+        """What each bucket applies at a moment of its own (see `places`), with its lag."""
+        return [(lag, a) for lag, a in self._applies(self.key(iteration)) if spread(a)]
 
     def shape(self) -> tuple[int, list[int]]:
         """Iterations after which nothing new happens: (prologue, one per kind in the cycle)."""
@@ -130,8 +143,9 @@ class Program:
     def _mine(self, rule: Transfer | Apply | Vote) -> bool:
         return isinstance(rule, Vote) or rule.ranks is None or self.rank in rule.ranks
 
-    def _bind(self, key: tuple[int, ...]) -> Iterator[Step]:
-        """Steps of an iteration; `key[n]` is the kind of the iteration `lags[n]` before."""
+    def _bind(self, key: tuple[int, ...], *, narrow: bool = True) -> Iterator[Step]:
+        """Steps of an iteration; `key[n]` is the kind of the iteration `lags[n]` before. With
+        `narrow` an apply that is spread becomes one for each bucket, else it is left out."""
         table: dict[int, tuple[list[Any], ...]] = {}
 
         def at(moment: Moment) -> tuple[list[Any], ...]:
@@ -154,13 +168,19 @@ class Program:
                     at(vote.due)[1].append((lag, vote))
                 if lag == 0:
                     at(vote.at)[3].append(vote)
-            for apply in rules.applies:
-                if apply.at.lag == lag:
-                    for one in self._narrowed(apply):
-                        at(one.at)[2].append((lag, one))
+        for lag, apply in self._applies(key):
+            if narrow or not spread(apply):
+                for one in self._narrowed(apply):
+                    at(one.at)[2].append((lag, one))
         for place in sorted(table):
             yield Step(place, *map(tuple, table[place]))
 
+    def _applies(self, key: tuple[int, ...]) -> Iterator[tuple[int, Apply]]:
+        """What an iteration applies, with its lag."""
+        for lag, segment in zip(self.lags, key, strict=True):
+            for apply in self._rules[segment].applies if segment >= 0 else ():
+                if apply.at.lag == lag:
+                    yield lag, apply
 
     def _narrowed(self, apply: Apply) -> list[Apply]:
         """An apply at moments: as it is, or one for each bucket at that bucket's own."""
@@ -178,6 +198,23 @@ class Program:
 def spread(apply: Apply) -> bool:
     """Whether each bucket has a moment of its own."""
     return apply.at.bucket is None and apply.at.point in ("forward", "grad")
+
+
+def places(apply: Apply, buckets: int) -> range:
+    """Positions of the buckets of an apply that is spread, in the order of its buckets."""
+    first, last = (
+        position(Moment(apply.at.point, bucket), buckets)
+        for bucket in (apply.buckets[0], apply.buckets[-1])
+    )
+    return range(first, last + 1) if first <= last else range(first, last - 1, -1)
+
+
+def work_before(place: int, buckets: int) -> tuple[tuple[str, int], ...]:
+    """The compute between the moment before and this one, as (forward or backward, bucket): that
+    of a forward follows its moment, that of a gradient precedes its own."""
+    forward = (("forward", buckets - place),) if 0 < place <= buckets else ()
+    backward = (("backward", place - buckets),) if buckets <= place < 2 * buckets else ()
+    return forward + backward
 
 
 def coalesced(steps: tuple[Step, ...], buckets: int) -> tuple[Step, ...]:

@@ -1,237 +1,137 @@
-"""Engine: all ranks run their programs until their iterations are done.
+"""Engine for plans in which all ranks do the same and every message is of all of them: fast.
 
-Links serve in a fixed order, so no event queue is needed: a group of ranks runs until it waits
-for a message that some rank has not released, and then another group runs. Only links that slow
-each other down move in the order of time, and only when every group waits.
+All ranks go through one program together. Links serve in a fixed order, so no event queue is
+needed. Only links that slow each other down move in the order of time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import repeat
-from typing import Any, NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.plan import Plan
-from offbeat.profile import Profile
-from offbeat.sim.fifo import FifoLink
-from offbeat.sim.group import Blocked, Group, Times
-from offbeat.sim.program import Program, lag_of, queue
-from offbeat.sim.ranks import Ranks, alike
-from offbeat.sim.shared import Shared, coupled
+from offbeat.sim.job import Job, Run, Times
+from offbeat.sim.lines import SharedLine, stuck, undecided
+from offbeat.sim.program import Leg, Slot
+from offbeat.sim.shared import Shared
 
 
-@dataclass(frozen=True)
-class Run:
-    """What happened. `ends_s` and `waited_s` are [iteration, row].
-
-    There is one row per rank, or a single one if all ranks are alike.
-    """
-
-    groups: tuple[Group, ...]
-    links: dict[str, FifoLink]
-    ends_s: NDArray[np.float64]
-    waited_s: NDArray[np.float64]
-
-
-def run(
-    plans: Sequence[Plan],
-    profile: Profile,
-    ranks: Ranks,
-    *,
-    iterations: int,
-    seed: int = 0,
-    record: range = range(0),
-) -> Run:
-    """Run one plan on all ranks, or one per rank; ValueError if they can never proceed."""
-    if iterations < 1:
-        raise ValueError(f"iterations ({iterations}) must be at least 1")
-    ranks.fit(profile)
-    teams = _teams(plans, profile)
-    _agree([team.plan for team in teams])
-    links = _links(teams[0].plan, profile, ranks, len(teams))
-    shared = Shared([link for link in links.values() if link.coupled], profile)
-    horizon = iterations + _overhang(teams, coupled=bool(shared.links))
-    groups = _groups(teams, profile, _Factors(profile, ranks, horizon, seed), links, record)
-    _finish(groups, shared, iterations, horizon)
-    for link in links.values():
-        link.issue()  # what nobody has waited for yet
-    shared.advance()
-    return Run(
-        groups,
-        links,
-        _rows(groups, [group.ends_s[:iterations] for group in groups]),
-        _rows(groups, [group.waited_s[:iterations] for group in groups]),
+def run(job: Job) -> Run:
+    """All ranks' iterations; ValueError if they can never proceed."""
+    together = _Together(job)
+    together.run()
+    lines = {name: [line] for name, line in together.lines.items()}
+    ends_s, waited_s = (
+        _rows(times[: job.iterations]) for times in (together.ends_s, together.waited_s)
     )
+    return Run(job, [together.program], lines, ends_s, waited_s, together.known_s)
 
 
-class _Factors:
-    """Compute times of ranks relative to the profile's."""
+class _Together:
+    """All ranks; `ends_s` and `waited_s` grow by one entry per iteration."""
 
-    def __init__(self, profile: Profile, ranks: Ranks, iterations: int, seed: int) -> None:
-        self._scale = np.asarray(ranks.compute_scale(profile))
-        self._noise: NDArray[np.float64] | None = None
-        if ranks.jitter:
-            self._noise = ranks.noise(iterations, profile.world_size, seed)
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.program = job.program()
+        self.lines = {name: SharedLine(name, coupled=name in job.coupled) for name in job.links}
+        coupled = [line for line in self.lines.values() if line.coupled]
+        self.shared = Shared(coupled, job.profile)
+        self.ends_s: list[Times] = []
+        self.waited_s: list[Times] = []
+        self.known_s: dict[tuple[str, int], float] = {}
+        self._message_s: dict[int, dict[str, list[float]]] = {}
 
-    def alike(self, members: tuple[int, ...]) -> bool:
-        """Whether some ranks take the same time for everything; one rank does."""
-        same = self._noise is None and alike(self._scale[list(members)].tolist())
-        return len(members) == 1 or same
+    def run(self) -> None:
+        job, alike = self.job, self.job.factors.alike
+        none: Times = 0.0 if alike else np.zeros(job.profile.world_size)
+        now = none
+        for iteration in range(job.horizon):
+            self._open(iteration)
+            repeat = self.program.repeat(iteration)
+            factor = job.factors.of(iteration, repeat)
+            now = now + job.profile.other_s * repeat
+            waited = none
+            for leg in self.program.legs(iteration):
+                if leg.due or leg.decided:
+                    begun = now
+                    try:
+                        now = self._wait(iteration, leg, now)
+                    except ValueError:
+                        if iteration < job.iterations:
+                            raise
+                        return  # beyond the iterations that were asked for
+                    waited = waited + (now - begun)
+                if leg.points:
+                    self._leave(iteration, leg, now, factor)
+                now = now + leg.seconds * factor
+            self.ends_s.append(now)
+            self.waited_s.append(waited)
+        for line in self.lines.values():
+            line.issue()  # what nobody has waited for yet
+        self.shared.advance()
 
-    def of(self, members: tuple[int, ...]) -> Iterator[Any]:
-        """One factor per iteration: a float for ranks that are alike, else an array."""
-        chosen = list(members)
-        first = chosen[0]
-        if self._noise is None:
-            scale = self._scale[first].item() if self.alike(members) else self._scale[chosen]
-            return repeat(scale)
-        if len(members) == 1:
-            return iter((self._noise[:, first] * self._scale[first]).tolist())
-        return iter(self._noise[:, chosen] * self._scale[chosen])
+    def _open(self, iteration: int) -> None:
+        """Number the iteration's messages on their lines."""
+        seconds = self._seconds(iteration)
+        for name, line in self.lines.items():
+            line.open(seconds.get(name, ()))
 
+    def _seconds(self, iteration: int) -> dict[str, list[float]]:
+        """Of every message by link; one that a vote passes over takes no time."""
+        program, segment = self.program, self.program.program.segment(iteration)
+        queues = program.queues(iteration)
+        if segment not in self._message_s:
+            self._message_s[segment] = {
+                link: [self.job.costs.message_s(t) for t in queue] for link, queue in queues.items()
+            }
+        seconds = self._message_s[segment]
+        if not self.job.plan.votes:
+            return seconds
+        return {
+            link: [
+                s * program.goes(t, iteration) for s, t in zip(seconds[link], queue, strict=True)
+            ]
+            for link, queue in queues.items()
+        }
 
-class _Team(NamedTuple):
-    """A plan with the ranks that follow it."""
+    def _wait(self, iteration: int, leg: Leg, now: Times) -> Times:
+        later = max if self.job.factors.alike else np.maximum
+        for slot in leg.due:
+            now = later(now, self._end_s(iteration, slot))
+        for name, lag in leg.decided:
+            known_s = self.known_s.get((name, iteration - lag))
+            if known_s is None:
+                raise undecided(self.program, iteration, name)
+            now = later(now, known_s)
+        return now
 
-    plan: Plan
-    ranks: tuple[int, ...]
+    def _end_s(self, iteration: int, slot: Slot) -> float:
+        line = self.lines[slot.link]
+        number = line.number(iteration, slot)
+        end_s = line.end_s(number)
+        # Nobody releases anything before the end that all wait for: up to there the coupled
+        # links can run.
+        if end_s is None and line.coupled and self.shared.advance((line.name, number)):
+            end_s = line.end_s(number)
+        if end_s is None:
+            raise stuck(self.program, iteration, slot, [line.head(self.program)])
+        return end_s
 
-
-def _overhang(teams: Sequence[_Team], *, coupled: bool) -> int:
-    """Iterations to run beyond the last one for its messages, each team waiting for the next one:
-    until they are released, and on coupled links until what shares their time has run, too."""
-    lags = (
-        lag_of(moment, team.plan)
-        for team in teams
-        for t in team.plan.transfers
-        for moment in ((t.after, t.before) if coupled else (t.after,))
-    )
-    return max(lags, default=0) * len(teams)
-
-
-def _links(plan: Plan, profile: Profile, ranks: Ranks, groups: int) -> dict[str, FifoLink]:
-    """The profile's links and the plan's channels."""
-    together = coupled(plan.links, profile)
-    names = dict.fromkeys([*(link.name for link in profile.links), *plan.links])
-    return {
-        name: FifoLink(
-            name,
-            plan,
-            profile,
-            groups=groups,
-            rate=ranks.link_rate(name),
-            coupled=name in together,
-        )
-        for name in names
-    }
-
-
-def _groups(
-    teams: Sequence[_Team],
-    profile: Profile,
-    factors: _Factors,
-    links: dict[str, FifoLink],
-    record: range,
-) -> tuple[Group, ...]:
-    return tuple(
-        Group(
-            ranks=team.ranks,
-            program=Program(team.plan, profile),
-            factors=factors.of(team.ranks),
-            links=links,
-            record=record,
-            alike=factors.alike(team.ranks),
-        )
-        for team in teams
-    )
-
-
-def _teams(plans: Sequence[Plan], profile: Profile) -> list[_Team]:
-    """Every different plan with the ranks that follow it."""
-    if len(plans) == 1:
-        return [_Team(plans[0], tuple(range(profile.world_size)))]
-    if len(plans) != profile.world_size:
-        raise ValueError(
-            f"plans ({len(plans)}) must be one for all ranks or one per rank ({profile.world_size})"
-        )
-    members: dict[str, list[int]] = {}
-    for rank, plan in enumerate(plans):
-        members.setdefault(plan.digest, []).append(rank)
-    return [_Team(plans[chosen[0]], tuple(chosen)) for chosen in members.values()]
-
-
-def _agree(plans: Sequence[Plan]) -> None:
-    """Collectives match by issue order, so every rank must issue the same ones per link."""
-    first = plans[0]
-    for plan in plans[1:]:
-        same = (plan.period, plan.prologue) == (first.period, first.prologue) and all(
-            [t.id for t in queue(plan, link, phase)] == [t.id for t in queue(first, link, phase)]
-            for phase in first.phases
-            for link in {*first.links, *plan.links}
-        )
-        if not same:
-            raise ValueError(
-                f"ranks must issue the same transfers in the same order; these differ:\n"
-                f"{first}\n{plan}"
-            )
+    def _leave(self, iteration: int, leg: Leg, now: Times, factor: Times) -> None:
+        """Votes and releases of a leg, when the last rank comes by."""
+        if self.job.factors.alike:
+            latest_s = [now + point.after_s * factor for point in leg.points]
+        else:
+            latest_s = (now + leg.after_s * factor).max(axis=1).tolist()
+        vote_s = self.job.costs.vote_s if self.job.plan.votes else 0.0
+        for point, last_s in zip(leg.points, latest_s, strict=True):
+            for name in point.asked:
+                self.known_s[name, iteration] = last_s + vote_s
+            for link, _, position in point.released:
+                line = self.lines[link]
+                line.released_s[line.begins[iteration] + position] = last_s
 
 
-def _finish(groups: Sequence[Group], shared: Shared, iterations: int, horizon: int) -> None:
-    """Resume the groups in turn until all are done, or nothing moves any more."""
-    lives = {group: group.live(horizon) for group in groups}
-    blocked: dict[Group, Blocked] = {}
-    while lives:
-        before, blocked = blocked, {}
-        for group, life in list(lives.items()):
-            state = next(life, None)
-            if state is None:
-                del lives[group]
-            else:
-                blocked[group] = state
-        # Nobody releases anything before the first end that somebody waits for: up to there the
-        # shared links can run. Before all are blocked, one could still release something earlier.
-        if blocked and blocked == before and not shared.advance(_awaited(blocked)):
-            group = min(blocked, key=lambda g: blocked[g].iteration)
-            if blocked[group].iteration < iterations:
-                raise ValueError(_deadlock(group, blocked[group]))
-            return  # beyond the iterations that were asked for
-
-
-def _awaited(blocked: dict[Group, Blocked]) -> set[tuple[str, int]]:
-    """Link and number of every message that a group waits for."""
-    return {
-        (slot.link, group.links[slot.link].number(iteration - slot.lag, slot.position))
-        for group, (iteration, slot) in blocked.items()
-    }
-
-
-def _deadlock(group: Group, blocked: Blocked) -> str:
-    """What a group waits for, and what that message waits for in turn."""
-    plan, slot = group.program.plan, blocked.slot
-    awaited_in = blocked.iteration - slot.lag
-    awaited = queue(plan, slot.link, awaited_in)[slot.position]
-    iteration, head = group.links[slot.link].head()
-    if (iteration, head.id) == (awaited_in, awaited.id):
-        cause = f"which is released only after {awaited.after}"
-    else:
-        cause = f"behind {head.id} of iteration {iteration}, released only after {head.after}"
-    return (
-        f"the plan can never proceed: iteration {blocked.iteration} waits before "
-        f"{awaited.before} for {awaited.id}, {cause}; "
-        f"change the order of the transfers or the deadline\n{plan.text(mark=[awaited, head])}"
-    )
-
-
-def _rows(groups: Sequence[Group], times: Sequence[list[Times]]) -> NDArray[np.float64]:
+def _rows(times: list[Times]) -> NDArray[np.float64]:
     """[iteration, rank], or a single column if all ranks are alike."""
-    if len(groups) == 1 and groups[0].alike:
-        return np.asarray(times[0], dtype=np.float64)[:, None]
-    rows = np.empty((len(times[0]), sum(len(group.ranks) for group in groups)))
-    for group, values in zip(groups, times, strict=True):
-        for iteration, value in enumerate(values):
-            rows[iteration, list(group.ranks)] = value
-    return rows
+    rows = np.array(times, dtype=np.float64)
+    return rows if rows.ndim == 2 else rows[:, None]

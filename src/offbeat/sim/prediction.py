@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from numpy.typing import NDArray
 
 from offbeat.plan import Plan
 from offbeat.profile import Profile
-from offbeat.sim.engine import Run, run
-from offbeat.sim.program import message_bytes
+from offbeat.sim.job import Run
 from offbeat.sim.ranks import Ranks
-from offbeat.sim.simulation import as_plans, default_iterations, recorded, to_trace
+from offbeat.sim.run import run
+from offbeat.sim.shorten import SAMPLE, Short, shorten
+from offbeat.sim.simulation import default_iterations, recorded, to_trace
 from offbeat.trace import Trace
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MOST_ITERATIONS = 2048  # a pipeline that fills more slowly is not waited for
-NOISY_ITERATIONS = 400  # with jitter: half of them are averaged
+RANDOM_ITERATIONS = 400  # with jitter or open votes: half of them are averaged
 LONGEST_CYCLE = 12  # periods after which a steady state may repeat
 _SAME = 1e-9  # of an iteration
 
@@ -34,12 +36,13 @@ class Prediction:
 
     `bound_s` is the lower bound of the strategy's family (None: unknown). `exposed_s` is the time
     for which compute waits for communication, mean over ranks; it contains waiting for slower
-    ranks. `busy_s` is the time for which a link carries messages, `idle_s` the rest.
-    `bytes_per_iteration` is payload, for a reduce_scatter or all_gather half of it. Channels of a
-    link that the plan uses count as links of their own.
+    ranks. `busy_s` is the time for which a rank's link carries messages, mean over ranks,
+    `idle_s` the rest. `bytes_per_iteration` is payload, mean over the ranks that it passes
+    through, for a reduce_scatter or all_gather half of it. Channels of a link that the plan uses
+    count as links of their own.
     Means are over the iterations in `window`: a whole cycle if the timeline repeats itself
     (`steady`), else the second half of the simulation. `trace` is the last whole period, with
-    the numbers in its notes.
+    the numbers in its notes; of a period in which iterations were left out, what comes after.
     """
 
     strategy: str
@@ -52,7 +55,15 @@ class Prediction:
     window: range
     steady: bool
     plan: Plan
-    trace: Trace
+    _traced: Callable[[], Trace] = field(repr=False, compare=False)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The last whole period; made when it is first asked for."""
+        trace = self._traced()
+        names = ("iteration_s", "bound_s", "exposed_s", "steady")
+        notes = {**trace.notes, **{name: getattr(self, name) for name in names}}
+        return replace(trace, notes=notes)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, without plan and trace."""
@@ -77,100 +88,139 @@ def predict(
     iterations: int | None = None,
     seed: int = 0,
     ranks: Ranks | None = None,
+    votes: Mapping[str, float] | None = None,
 ) -> Prediction:
-    """Prediction for rank 0's plan of a strategy on all ranks; arguments as of `predict_plan`."""
+    """Prediction for a strategy's plan; arguments as of `predict_plan`."""
     return predict_plan(
         strategy.plan(profile),
         profile,
         strategy=str(strategy),
-        bound_s=strategy.bound_s(profile),
         iterations=iterations,
         seed=seed,
         ranks=ranks,
+        votes=votes,
     )
 
 
 def predict_plan(
-    plans: Plan | Sequence[Plan],
+    plan: Plan,
     profile: Profile,
     *,
     strategy: str | None = None,
-    bound_s: float | None = None,
     iterations: int | None = None,
     seed: int = 0,
     ranks: Ranks | None = None,
+    votes: Mapping[str, float] | None = None,
 ) -> Prediction:
-    """Prediction for a plan, or for one plan per rank.
+    """Prediction for a plan.
 
     Without `iterations` as many are simulated as it takes to see the timeline repeat, at most
-    2048 after the prologue, or 400 with jitter. ValueError as `simulate`.
+    2048 after the prologue, or 400 with jitter or votes that are neither sure nor hopeless; long
+    stretches of equal iterations are shortened. `votes` and ValueError as of `simulate`.
     """
-    plans, ranks = as_plans(plans), ranks or Ranks()
-    result, cycle = _settle(plans, profile, ranks, iterations, seed)
-    window = cycle or _second_half(plans[0], len(result.ends_s))
-    iteration_s = _seconds(result, window)
-    busy_s = {name: link.busy_s(window) for name, link in result.links.items()}
-    prediction = Prediction(
-        strategy=strategy or plans[0].strategy,
+    ranks = ranks or Ranks()
+    whole = Short(plan, plan, {}, {}, (), ((0, 0),))
+    short = shorten(plan) if iterations is None else whole
+    found, cycle = _settle(short, profile, ranks, iterations, seed, votes or {})
+    here = cycle or _second_half(short.plan, len(found.ends_s))
+    window = range(short.number(here.start), short.number(here.stop))
+    iteration_s = _seconds(found, here, short, len(window))
+    busy_s = _mean_over_lines(found, here, short, len(window), _busy_s)
+    waited_s = found.waited_s[here.start : here.stop].mean(axis=1).tolist()
+    weights = map(short.weight, here)
+    return Prediction(
+        strategy=strategy or plan.strategy,
         iteration_s=iteration_s,
-        bound_s=bound_s,
-        exposed_s=float(result.waited_s[window.start : window.stop].mean()),
+        bound_s=plan.bound_s,
+        exposed_s=sum(s * w for s, w in zip(waited_s, weights, strict=True)) / len(window),
         idle_s={name: max(iteration_s - busy, 0.0) for name, busy in busy_s.items()},
         busy_s=busy_s,
-        bytes_per_iteration=_bytes(plans[0], profile, result, window),
+        bytes_per_iteration=_mean_over_lines(found, here, short, len(window), _bytes),
         window=window,
-        steady=cycle is not None,
-        plan=plans[0],
-        trace=to_trace(plans[0], profile, result, recorded(plans[0], len(result.ends_s), None)),
+        steady=cycle is not None and all(_sampled(short, found, cycle)),
+        plan=plan,
+        _traced=lambda: _trace(found, short),
     )
-    return replace(prediction, trace=replace(prediction.trace, notes=_notes(prediction)))
 
 
-def _notes(prediction: Prediction) -> dict[str, Any]:
-    """Numbers that a reader of the trace alone may want."""
-    names = ("iteration_s", "bound_s", "exposed_s", "steady")
-    return {**prediction.trace.notes, **{name: getattr(prediction, name) for name in names}}
+def _trace(found: Run, short: Short) -> Trace:
+    last = recorded(short.plan, len(found.ends_s), None)
+    if len(last) == short.plan.period:
+        last = range(last.start + short.gapless - short.plan.prologue, last.stop)
+    return to_trace(found, short.original, last, last, short.number)
 
 
 def _settle(
-    plans: Sequence[Plan], profile: Profile, ranks: Ranks, iterations: int | None, seed: int
+    short: Short,
+    profile: Profile,
+    ranks: Ranks,
+    iterations: int | None,
+    seed: int,
+    votes: Mapping[str, float],
 ) -> tuple[Run, range | None]:
     """Simulate longer and longer until the timeline repeats; the last run and its cycle."""
-    plan = plans[0]
-    fixed = iterations is not None or ranks.jitter > 0
+    plan = short.plan
+    chance = ranks.jitter > 0 or any(0 < probability < 1 for probability in votes.values())
+    fixed = iterations is not None or chance
     if iterations is None:
-        iterations = default_iterations(plan, NOISY_ITERATIONS if ranks.jitter else 0)
+        iterations = default_iterations(plan, RANDOM_ITERATIONS if chance else 0)
     while True:
-        record = recorded(plan, iterations, None)
-        result = run(plans, profile, ranks, iterations=iterations, seed=seed, record=record)
-        cycle = None if ranks.jitter else _cycle(plan, result)
+        found = run(
+            plan,
+            profile,
+            ranks,
+            iterations=iterations,
+            seed=seed,
+            votes=votes,
+            repeats=short.repeats,
+        )
+        cycle = None if chance else _cycle(short, found)
         repeated = iterations - plan.prologue
         if cycle or fixed or 2 * repeated > MOST_ITERATIONS:
-            return result, cycle
+            return found, cycle
         iterations += repeated
 
 
-def _cycle(plan: Plan, result: Run) -> range | None:
+def _cycle(short: Short, found: Run) -> range | None:
     """The last iterations that repeat those before, up to a constant shift in time."""
-    depth = 2 + max(group.program.lag for group in result.groups)
-    last = recorded(plan, len(result.ends_s), None).stop
-    now = _state(result, last, depth)
+    plan, depth = short.plan, _depth(found)
+    last = recorded(plan, len(found.ends_s), None).stop
     for periods in range(1, LONGEST_CYCLE + 1):
         first = last - periods * plan.period
         if first - depth < plan.prologue:
             return None
-        then = _state(result, first, depth)
-        tolerance_s = _SAME * _seconds(result, range(first, last))
-        if len(then) == len(now) and np.allclose(then, now, rtol=0, atol=tolerance_s):
+        if _alike(found, first, last, depth):
             return range(first, last)
     return None
 
 
-def _state(result: Run, iteration: int, depth: int) -> NDArray[np.float64]:
+def _sampled(short: Short, found: Run, cycle: range) -> list[bool]:
+    """Whether the timeline repeats within every sample."""
+    stops = [
+        iteration
+        for iteration in range(cycle.start + 1, cycle.stop + 1)
+        if short.plan.phase(iteration - 1) + 1 in short.samples
+    ]
+    return [_alike(found, stop - SAMPLE, stop, _depth(found)) for stop in stops]
+
+
+def _depth(found: Run) -> int:
+    return 2 + max(program.lag for program in found.programs)
+
+
+def _alike(found: Run, first: int, last: int, depth: int) -> bool:
+    """Whether the timeline stands at both iterations as it does at the other."""
+    then, now = _state(found, first, depth), _state(found, last, depth)
+    span_s = float(found.ends_s[last - 1].max() - found.ends_s[first - 1].max())
+    tolerance_s = _SAME * span_s / (last - first)
+    return len(then) == len(now) and np.allclose(then, now, rtol=0, atol=tolerance_s)
+
+
+def _state(found: Run, iteration: int, depth: int) -> NDArray[np.float64]:
     """Everything before an iteration that later ones depend on, relative to its start."""
     past = range(iteration - depth, iteration)
-    ranks_s = result.ends_s[iteration - 1]
-    messages_s = [link.ends_of(past) for link in result.links.values()]
+    ranks_s = found.ends_s[iteration - 1]
+    messages_s = [line.ends_of(past) for lines in found.lines.values() for line in lines]
     return np.concatenate([ranks_s, *messages_s]) - ranks_s.max()
 
 
@@ -183,16 +233,41 @@ def _second_half(plan: Plan, iterations: int) -> range:
     return range(stop - (periods + 1) // 2 * plan.period, stop)
 
 
-def _seconds(result: Run, window: range) -> float:
+def _seconds(found: Run, here: range, short: Short, count: int) -> float:
     """Seconds per iteration, the slowest rank's end counting."""
-    begin_s = result.ends_s[window.start - 1].max() if window.start else 0.0
-    return float(result.ends_s[window.stop - 1].max() - begin_s) / len(window)
+    ends_s = [0.0, *found.ends_s[max(here.start - 1, 0) : here.stop].max(axis=1).tolist()]
+    ends_s = ends_s[bool(here.start) :]
+    total_s = ends_s[-1] - ends_s[0]
+    if short.weights:
+        more = [short.weight(iteration) - 1 for iteration in here]
+        total_s += sum(m * (z - a) for m, a, z in zip(more, ends_s, ends_s[1:], strict=False))
+    return total_s / count
 
 
-def _bytes(plan: Plan, profile: Profile, result: Run, window: range) -> dict[str, float]:
-    """Payload per iteration on every link."""
-    total = dict.fromkeys(result.links, 0.0)
-    for phase, count in Counter(map(plan.phase, window)).items():
-        for t in plan.at(phase):
-            total[t.link] += message_bytes(t, profile) * count / len(window)
-    return total
+def _mean_over_lines(
+    found: Run, here: range, short: Short, count: int, amount: Callable[[Run, str, int, int], float]
+) -> dict[str, float]:
+    """Per link and iteration, mean over ranks: an amount of a link, a row and an iteration."""
+    return {
+        link: fmean(
+            sum(amount(found, link, row, iteration) * short.weight(iteration) for iteration in here)
+            for row in range(len(lines))
+        )
+        / count
+        for link, lines in found.lines.items()
+    }
+
+
+def _busy_s(found: Run, link: str, row: int, iteration: int) -> float:
+    return found.lines[link][row].busy_s(iteration)
+
+
+def _bytes(found: Run, link: str, row: int, iteration: int) -> float:
+    """Payload of what is not passed over."""
+    program = found.programs[row]
+    sizes = (
+        found.job.costs.message_bytes(t)
+        for t in program.queues(iteration).get(link, ())
+        if program.goes(t, iteration)
+    )
+    return float(sum(sizes))

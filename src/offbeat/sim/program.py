@@ -1,195 +1,195 @@
-"""Programs: a plan as the steps that one rank takes in one iteration."""
+"""Programs in virtual time: the steps of one rank with their seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, count, islice
 from typing import NamedTuple
 
-from offbeat.plan import Moment, Plan, Transfer, format_phases
-from offbeat.profile import Profile
+import numpy as np
 
-Place = tuple[str, int]  # a moment without its lag; the whole model is its last moment's bucket
+from offbeat.plan import Apply, Plan, Transfer
+from offbeat.plan.program import Program, Step, places
+from offbeat.sim.costs import Costs, Seconds
+from offbeat.sim.outcomes import Outcomes
 
 
 class Slot(NamedTuple):
-    """A message: the `position`-th on `link` of the iteration `lag` iterations ago."""
+    """A message: the `position`-th on `link` of this rank's iteration `lag` iterations ago."""
 
     link: str
     lag: int
     position: int
 
 
-class Step(NamedTuple):
-    """Compute for `seconds`, wait for the messages in `due`, then release those in `released`.
+class Say(NamedTuple):
+    """A vote of the iteration `lag` iterations ago."""
 
-    `work` is (kind, bucket) of the compute; None where the work of several buckets is one step.
-    """
+    name: str
+    lag: int
 
+
+class Point(NamedTuple):
+    """A moment at which something leaves, `after_s` seconds of compute after the leg's start."""
+
+    after_s: float
+    asked: tuple[str, ...]
+    released: tuple[Slot, ...]
+
+
+class Leg(NamedTuple):
+    """Wait for messages and outcomes, then compute for `seconds` without waiting any more."""
+
+    due: tuple[Slot, ...]
+    decided: tuple[Say, ...]
+    points: tuple[Point, ...]
     seconds: float
-    due: tuple[Slot, ...] = ()
-    released: tuple[Slot, ...] = ()
-    work: tuple[str, int] | None = None
+    after_s: Seconds  # of all points, as a column
 
 
-class _Stage(NamedTuple):
-    """A step before its messages are known: only the place at which it waits or releases."""
+class TimedProgram:
+    """One rank's program with the seconds of a profile. Equal iterations share their legs.
 
-    seconds: float = 0.0
-    due: Place | None = None
-    released: Place | None = None
-    work: tuple[str, int] | None = None
-
-
-class Program:
-    """The steps of every iteration of a plan. ValueError if the plan does not fit the profile.
-
-    `queues[link, phase]` are the transfers that one iteration issues on one link, in order.
+    `repeats[phase]` says of a phase in which nothing moves how many iterations it stands for.
     """
 
-    def __init__(self, plan: Plan, profile: Profile) -> None:
-        _fit(plan, profile)
-        self.plan = plan
-        self.profile = profile
-        self.queues = {
-            (link, phase): queue(plan, link, phase) for link in plan.links for phase in plan.phases
-        }
-        self._stages = {
-            applies: tuple(_stages(plan, profile, applies=applies)) for applies in (False, True)
-        }
-        moments = [m for t in plan.transfers for m in (t.after, t.before)]
-        self.lag = max((lag_of(moment, plan) for moment in moments), default=0)
-        self._cache: dict[tuple[tuple[int, ...], bool, bool], tuple[Step, ...]] = {}
+    def __init__(
+        self,
+        costs: Costs,
+        outcomes: Outcomes,
+        rank: int = 0,
+        repeats: Mapping[int, int] | None = None,
+    ) -> None:
+        self.costs, self.outcomes, self.rank = costs, outcomes, rank
+        self.plan = plan = costs.plan
+        self.program = Program(plan, rank)
+        self.lag = self.program.lag
+        self._repeats = repeats or {}
+        # What a later moment of a rule depends on beside the kinds of iterations.
+        self._conditions = sorted({(r.before.lag, r.when) for r in plan.transfers if r.when})
+        self._conditions += sorted({(r.at.lag, r.when) for r in plan.applies if r.when})
+        late = {(r.at.lag, r.arg("age", 0)) for r in plan.applies if r.rule == "local"}
+        self._late = sorted((lag, age) for lag, age in late if age)
+        self._first = {age: _close(plan, age) for _, age in self._late}
+        self._queues: dict[int, dict[str, list[Transfer]]] = {}
+        self._places: dict[int, list[tuple[str, int]]] = {}
+        self._legs: dict[tuple[object, ...], tuple[Leg, ...]] = {}
 
-    def steps(self, iteration: int, *, detailed: bool = False) -> tuple[Step, ...]:
-        """Steps of one iteration; `detailed` keeps the work of every bucket apart."""
-        past = range(iteration, max(iteration - self.lag, 0) - 1, -1)
-        key = (tuple(map(self.plan.phase, past)), _applies(self.plan, iteration), detailed)
-        if key not in self._cache:
-            steps = self._bind(*key[:2])
-            self._cache[key] = tuple(_detailed(steps) if detailed else _fused(steps))
-        return self._cache[key]
+    def repeat(self, iteration: int) -> int:
+        """Iterations that one stands for."""
+        return self._repeats.get(self.plan.phase(iteration), 1) if self._repeats else 1
 
-    def _bind(self, phases: tuple[int, ...], applies: bool) -> list[Step]:
-        """All stages with their messages; `phases[lag]` is the phase of `lag` iterations ago."""
-        due: dict[Place | None, list[Slot]] = {}
-        released: dict[Place | None, list[Slot]] = {}
-        for lag, phase in enumerate(phases):
-            for link in self.plan.links:
-                for position, t in enumerate(self.queues[link, phase]):
-                    slot = Slot(link, lag, position)
-                    for moment, table in ((t.before, due), (t.after, released)):
-                        if lag_of(moment, self.plan) == lag:
-                            table.setdefault(_place(moment, self.plan), []).append(slot)
-        return [
-            Step(s.seconds, _last(due.get(s.due, [])), tuple(released.get(s.released, [])), s.work)
-            for s in self._stages[applies]
-        ]
+    def queues(self, iteration: int) -> dict[str, list[Transfer]]:
+        """Transfers of one iteration by link, in issue order."""
+        segment = self.program.segment(iteration)
+        if segment not in self._queues:
+            queues = self._queues[segment] = {link: [] for link in self.plan.links}
+            slots = self._places[segment] = []
+            for t in self.program.transfers(iteration):
+                slots.append((t.link, len(queues[t.link])))
+                queues[t.link].append(t)
+        return self._queues[segment]
 
+    def goes(self, rule: Transfer | Apply, iteration: int) -> bool:
+        """Whether a rule of an iteration is carried out: the vote says yes, and the optimizer has
+        gradients to apply."""
+        if rule.when is not None and not self.outcomes.yes(rule.when, iteration):
+            return False
+        late = isinstance(rule, Apply) and rule.rule == "local" and rule.arg("age", 0)
+        return not late or iteration > self._first[late]
 
-def queue(plan: Plan, link: str, iteration: int) -> list[Transfer]:
-    """Transfers of one iteration on one link, in issue order."""
-    return [t for t in plan.at(iteration) if t.link == link]
+    def legs(self, iteration: int) -> tuple[Leg, ...]:
+        """One iteration without what comes before its first moment."""
+        key: tuple[object, ...] = (self.program.key(iteration), self.repeat(iteration))
+        if self._conditions or self._late:
+            key += tuple(
+                self.outcomes.yes(when, iteration - lag) if lag <= iteration else None
+                for lag, when in self._conditions
+            )
+            key += tuple(iteration - lag > self._first[age] for lag, age in self._late)
+        if key not in self._legs:
+            self._legs[key] = tuple(self._bind(iteration))
+        return self._legs[key]
 
+    def slot(self, iteration: int, lag: int, index: int) -> Slot:
+        """Where the `index`-th transfer of the iteration `lag` iterations before is."""
+        self.queues(iteration - lag)
+        link, position = self._places[self.program.segment(iteration - lag)][index]
+        return Slot(link, lag, position)
 
-def lag_of(moment: Moment, plan: Plan) -> int:
-    """Iterations from a transfer's own to the one in which a moment of it comes."""
-    return moment.lag + (moment.point == "updated" and plan.updates == "on_arrival")
+    # ---- binding ----------------------------------------------------------------------------
 
+    def _bind(self, iteration: int) -> Iterator[Leg]:
+        steps = self.program.steps_without_spread(iteration)
+        seconds = self._seconds(iteration, steps) * self.repeat(iteration)
+        # Two cuts for each step: before it applies, and after.
+        cuts = [0, *chain.from_iterable((2 * s.position + 1, 2 * s.position + 2) for s in steps)]
+        pieces = np.add.reduceat(seconds, cuts).tolist()
+        due: tuple[Slot, ...] = ()
+        decided: tuple[Say, ...] = ()
+        points: list[Point] = []
+        now_s = pieces[0]
+        for step, applied_s, later_s in zip(steps, pieces[1::2], pieces[2::2], strict=True):
+            awaited = self._due(iteration, step)
+            votes = tuple(Say(vote.name, lag) for lag, vote in step.decide)
+            if awaited or votes:
+                yield _leg(due, decided, points, now_s)
+                due, decided, points, now_s = awaited, votes, [], 0.0
+            now_s += applied_s
+            if step.ask or step.release:
+                asked = tuple(vote.name for vote in step.ask)
+                released = tuple(self.slot(iteration, 0, index) for index in step.release)
+                points.append(Point(now_s, asked, released))
+            now_s += later_s
+        yield _leg(due, decided, points, now_s)
 
-def message_bytes(t: Transfer, profile: Profile) -> int:
-    """Payload of a message; half of it for a reduce_scatter or all_gather, so that a pair of them
-    counts as one all-reduce."""
-    size = profile.bytes_of(t.payload)
-    return size if t.verb == "mean" else size // 2
+    def _seconds(self, iteration: int, steps: Sequence[Step]) -> Seconds:
+        """By place, alternating: the compute before a moment, and what is applied at it."""
+        n = self.plan.buckets
+        applied_s = np.zeros(2 * n + 2)
+        for lag, apply in self.program.spread_applies(iteration):
+            seconds = self.costs.applied_s(apply)
+            if seconds is not None and self.goes(apply, iteration - lag):
+                where = places(apply, n)
+                applied_s[list(where)] += seconds
+        for step in steps:
+            for lag, apply in step.apply:
+                seconds = self.costs.applied_s(apply)
+                if seconds is not None and self.goes(apply, iteration - lag):
+                    applied_s[step.position] += seconds.sum()
+        both = np.zeros(2 * len(applied_s) + 1)  # a last zero, where the last cut may fall
+        both[:-1:2], both[1::2] = self.costs.compute_s, applied_s
+        return both
 
-
-def _applies(plan: Plan, iteration: int) -> bool:
-    """Whether an iteration's updates have gradients to apply; on arrival the last iteration's."""
-    of = iteration - (plan.updates == "on_arrival")
-    return of >= 0 and (plan.closes is None or bool(plan.applied(of)))
-
-
-def _fit(plan: Plan, profile: Profile) -> None:
-    if plan.buckets != len(profile.buckets):
-        raise ValueError(
-            f"the plan has {plan.buckets} buckets, the profile {len(profile.buckets)}; "
-            "plan again from this profile"
-        )
-    cycle = plan.phases[plan.prologue :]
-    if plan.closes is not None and plan.closes.isdisjoint(cycle):
-        raise ValueError(
-            f"closes ({format_phases(plan.closes)}) must hold a phase of the period "
-            f"({format_phases(cycle)}), or nothing is applied after the prologue"
-        )
-    for t in plan.transfers:
-        profile.link(t.link)
-        for moment in (t.after, t.before):
-            if not 0 <= (moment.bucket or 0) < plan.buckets or moment.lag < 0:
-                raise ValueError(
-                    f"moment {moment} of {t.id} never fires: there are {plan.buckets} buckets\n"
-                    f"{plan.text(mark=[t])}"
-                )
-
-
-def _place(moment: Moment, plan: Plan) -> Place:
-    if moment.point in ("step", "end"):
-        return moment.point, 0
-    if moment.bucket is not None:
-        return moment.point, moment.bucket
-    # The forward of the model begins with its last bucket, everything else ends with its last:
-    # in backward order, but for updates on arrival, which come in forward order.
-    forward_order = moment.point == "updated" and plan.updates == "on_arrival"
-    return moment.point, 0 if forward_order else plan.buckets - 1
-
-
-def _stages(plan: Plan, profile: Profile, *, applies: bool) -> Iterator[_Stage]:
-    """One iteration without `other_s`, which comes first and is the same on every rank."""
-    update_s = profile.bucket_update_s if applies else (None,) * plan.buckets
-    for b in reversed(range(plan.buckets)):
-        yield _Stage(due=("forward", b), released=("forward", b))
-        if plan.updates == "on_arrival":
-            yield from _update(b, update_s[b])
-        yield _Stage(profile.buckets[b].forward_s, work=("forward", b))
-    for b in range(plan.buckets):
-        backward_s = profile.buckets[b].backward_s
-        yield _Stage(backward_s, due=("grad", b), released=("grad", b), work=("backward", b))
-        if plan.updates == "in_backward":
-            yield from _update(b, update_s[b])
-    yield _Stage(due=("step", 0), released=("step", 0))
-    if plan.updates == "at_step":
-        for b in range(plan.buckets):
-            yield from _update(b, update_s[b])
-    yield _Stage(due=("end", 0), released=("end", 0))
-
-
-def _update(b: int, seconds: float | None) -> Iterator[_Stage]:
-    """What is due by an update is its input, so the update waits; its end releases. Without
-    seconds there is nothing to apply, but the moment comes all the same."""
-    yield _Stage(due=("updated", b))
-    work = None if seconds is None else ("update", b)
-    yield _Stage(seconds or 0.0, released=("updated", b), work=work)
+    def _due(self, iteration: int, step: Step) -> tuple[Slot, ...]:
+        """Per link the message that arrives last: links are first in, first out. What is passed
+        over is not waited for."""
+        latest: dict[str, Slot] = {}
+        for lag, index in step.wait:
+            slot = self.slot(iteration, lag, index)
+            t = self.queues(iteration - lag)[slot.link][slot.position]
+            if self.goes(t, iteration - lag):
+                known = latest.get(slot.link, slot)
+                latest[slot.link] = max(slot, known, key=lambda s: (-s.lag, s.position))
+        return tuple(latest.values())
 
 
-def _last(slots: list[Slot]) -> tuple[Slot, ...]:
-    """Per link the message that arrives last: links are first in, first out."""
-    latest: dict[str, Slot] = {}
-    for slot in slots:
-        known = latest.get(slot.link, slot)
-        latest[slot.link] = max(slot, known, key=lambda s: (-s.lag, s.position))
-    return tuple(latest.values())
+def _leg(
+    due: tuple[Slot, ...], decided: tuple[Say, ...], points: Iterable[Point], seconds: float
+) -> Leg:
+    column = np.array([point.after_s for point in points])[:, None]
+    return Leg(due, decided, tuple(points), seconds, column)
 
 
-def _detailed(steps: list[Step]) -> Iterator[Step]:
-    return (step for step in steps if step.work or step.due or step.released)
+def _close(plan: Plan, age: int) -> int:
+    """The iteration that closes the `age`-th accumulation window: the optimizer has gradients of
+    that age only afterwards."""
+    phases = [apply.phases for apply in plan.applies if apply.rule == "close"]
+    if not phases:
+        return -1
+    once = sorted({p for runs in phases for p in runs if p < plan.prologue})
+    cycle = sorted({p for runs in phases for p in runs if p >= plan.prologue})
+    repeated = (p + n * plan.period for n in count() for p in cycle)
+    return next(islice(chain(once, repeated), age - 1, None))
 
 
-def _fused(steps: list[Step]) -> Iterator[Step]:
-    """Neighbouring work as one step: fewer steps, the same times up to rounding."""
-    seconds = 0.0
-    for step in steps:
-        seconds += step.seconds
-        if step.due or step.released:
-            yield Step(seconds, step.due, step.released)
-            seconds = 0.0
-    if seconds:
-        yield Step(seconds)

@@ -61,9 +61,13 @@ class Ranks:
         """Compute time of every rank relative to the profile's."""
         return self.scale or profile.rank_scale or (1.0,) * profile.world_size
 
-    def link_rate(self, link: str) -> float:
-        """Rate of a collective on a link or channel relative to the profile's."""
-        return min(self.link_rates.get(base_link(link), ()), default=1.0)
+    def link_rate(self, link: str, ranks: Sequence[int] | None = None) -> float:
+        """Rate of a message between some ranks, or all of them, on a link or channel relative to
+        the profile's: the slowest one's."""
+        rates = self.link_rates.get(base_link(link), ())
+        if ranks is not None and rates:
+            rates = [rates[rank] for rank in ranks]
+        return min(rates, default=1.0)
 
     def noise(self, iterations: int, world_size: int, seed: int) -> NDArray[np.float64]:
         """Jitter factors [iteration, rank]; a longer draw begins with the shorter one."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import permutations
 
 from offbeat.profile import Profile
-from offbeat.sim.fifo import FifoLink
+from offbeat.sim.lines import SharedLine
 
 
 def coupled(links: Sequence[str], profile: Profile) -> frozenset[str]:
@@ -23,7 +23,7 @@ class Shared:
     not be released before the end of the first.
     """
 
-    def __init__(self, links: Sequence[FifoLink], profile: Profile) -> None:
+    def __init__(self, links: Sequence[SharedLine], profile: Profile) -> None:
         self.links = tuple(links)
         self._profile = profile
         self._now_s = 0.0
@@ -31,10 +31,10 @@ class Shared:
         self._left_s: dict[str, float] = {}  # their work, alone on the link
         self._speeds: dict[tuple[str, ...], dict[str, float]] = {}  # by who is under way
 
-    def advance(self, awaited: Collection[tuple[str, int]] = ()) -> bool:
-        """Run until one of the awaited messages (link, number) ends; by default all that can.
+    def advance(self, awaited: tuple[str, int] | None = None) -> bool:
+        """Run until the awaited message (link, number) ends; by default all that can.
 
-        False if none of them ends with what has been released so far.
+        False if it does not end with what has been released so far.
         """
         while (event := self._next()) is not None:
             now_s, link = event
@@ -45,14 +45,14 @@ class Shared:
             number = len(link.ends_s)
             del self._left_s[link.name]
             link.land(self._starts_s.pop(link.name), now_s)
-            if (link.name, number) in awaited:
+            if (link.name, number) == awaited:
                 return True
         return False
 
-    def _next(self) -> tuple[float, FifoLink] | None:
+    def _next(self) -> tuple[float, SharedLine] | None:
         """When and on which link the next message begins or ends."""
         speeds = self._current_speeds()
-        first: tuple[float, FifoLink] | None = None
+        first: tuple[float, SharedLine] | None = None
         for link in self.links:
             if link.name in speeds:
                 at_s = self._now_s + self._left_s[link.name] / speeds[link.name]
@@ -64,7 +64,7 @@ class Shared:
                 first = at_s, link
         return first
 
-    def _begin(self, link: FifoLink) -> None:
+    def _begin(self, link: SharedLine) -> None:
         waiting = link.waiting()
         assert waiting is not None
         self._starts_s[link.name], self._left_s[link.name] = waiting

@@ -1,0 +1,84 @@
+"""Costs: what computing, messages, votes and rules take, by a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.numerics import WIRES
+from offbeat.plan import Apply, Payload, Plan, Transfer
+from offbeat.plan.program import work_before
+from offbeat.profile import Profile
+from offbeat.sim.ranks import Ranks
+
+Seconds = NDArray[np.float64]
+
+RULES_S: dict[str, Callable[[Profile], Seconds]] = {
+    "local": lambda profile: np.array(profile.bucket_update_s)
+}
+"""Seconds per bucket of the rules that take time; all others take none."""
+
+
+class Costs:
+    """Seconds and bytes of everything in one plan; times of compute are the profile's."""
+
+    def __init__(self, plan: Plan, profile: Profile, ranks: Ranks) -> None:
+        self.plan, self.profile = plan, profile
+        self._ranks = ranks
+        self._rules_s = {name: seconds(profile) for name, seconds in RULES_S.items()}
+        self._message_s: dict[tuple[int, int], float] = {}
+        # By place: the compute between the moment before and this one.
+        self.compute_s = np.array(
+            [
+                sum(self.work_s(*work) for work in work_before(place, plan.buckets))
+                for place in range(2 * plan.buckets + 2)
+            ]
+        )
+
+    def work_s(self, kind: str, bucket: int) -> float:
+        """A bucket's forward or backward."""
+        facts = self.profile.buckets[bucket]
+        return facts.forward_s if kind == "forward" else facts.backward_s
+
+    def applied_s(self, apply: Apply) -> Seconds | None:
+        """Seconds of an apply for each of its buckets; None: no time at all."""
+        seconds = self._rules_s.get(apply.rule)
+        return None if seconds is None else seconds[apply.buckets.start : apply.buckets.stop]
+
+    def message_s(self, t: Transfer, ranks: tuple[int, ...] | None = None) -> float:
+        """Seconds of a message alone on its link, between some ranks or all of them."""
+        key = id(t), ranks[0] if ranks else -1
+        if key not in self._message_s:
+            seconds = self.profile.message_s(self.on_wire(t), t.link, t.verb)
+            self._message_s[key] = seconds / self._ranks.link_rate(t.link, ranks)
+        return self._message_s[key]
+
+    def message_bytes(self, t: Transfer) -> int:
+        """Bytes of a message; half of them for a reduce_scatter or all_gather, so that a pair of
+        them counts as one all-reduce."""
+        size = self.profile.bytes_of(self.on_wire(t))
+        return size // 2 if t.verb in ("reduce_scatter", "all_gather") else size
+
+    def on_wire(self, t: Transfer) -> Payload:
+        """What goes over the link, as a payload that the profile knows: of one of the three
+        kinds, and as large as the wire says. Wires that do not say are dense."""
+        payload = replace(t.payload, buffer=self.plan.all_buffers[t.payload.buffer].kind)
+        says = t.wire and getattr(WIRES.get(t.wire.name), "bytes_of", None)
+        dense = self.profile.bytes_of(payload) if says else 0
+        if not dense:
+            return payload
+        return replace(
+            payload,
+            part=payload.part * dense,
+            parts=payload.parts * dense,
+            width=payload.width * says(dense, dict(t.wire.args)),
+        )
+
+    @property
+    def vote_s(self) -> float:
+        """What a vote takes from the last say on: the least message on the default link."""
+        link = self.profile.default_link
+        return max(link.latency_s, link.least_s(1)) / self._ranks.link_rate(link.name)

@@ -1,0 +1,101 @@
+"""Fluid: messages between any ranks that slow each other down, in the order of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+from offbeat.profile import Profile
+
+
+class Flow:
+    """A message: so many seconds of work, done at its current speed.
+
+    It starts when its ranks have released it and their lines are free: `missing` counts what is
+    left of that, two for each rank.
+    """
+
+    __slots__ = (
+        "end_s", "left_s", "link", "missing", "ranks", "seconds", "since_s", "speed", "start_s",
+        "unseen", "version", "waiters",
+    )  # fmt: skip
+
+    def __init__(self, link: str, ranks: tuple[int, ...], seconds: float) -> None:
+        self.link, self.ranks, self.seconds = link, ranks, seconds
+        self.missing = 2 * len(ranks)
+        self.unseen = len(ranks)  # ranks that have not numbered it yet
+        self.start_s = 0.0
+        self.end_s: float | None = None
+        self.waiters: list[int] = []
+        self.left_s = self.since_s = self.speed = 0.0
+        self.version = 0  # of its planned end
+
+
+class Fluid:
+    """Flows on coupled links. At each of its ranks a flow is slowed down by those on the other
+    links there; it is as fast as at the rank that slows it down most.
+
+    No flow may be added that starts before the last end that `advance` has returned.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._agenda: list[tuple[float, int, int, Flow]] = []  # when, tie, version, flow
+        self._ties = 0
+        self._running: dict[int, dict[str, Flow]] = {}  # by rank and link
+        self._speeds: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def add(self, flow: Flow) -> None:
+        """Begin a flow at its `start_s`."""
+        self._note(flow.start_s, flow)
+
+    def advance(self) -> tuple[Flow, float] | None:
+        """The next flow that ends, and when; None if there is none."""
+        while self._agenda:
+            now_s, _, version, flow = heappop(self._agenda)
+            if version != flow.version:
+                continue
+            if flow.speed == 0.0:
+                self._begin(flow, now_s)
+                continue
+            for rank in flow.ranks:
+                del self._running[rank][flow.link]
+            self._change(self._beside(flow), now_s)
+            return flow, now_s
+        return None
+
+    def _begin(self, flow: Flow, now_s: float) -> None:
+        flow.left_s, flow.since_s = flow.seconds, now_s
+        for rank in flow.ranks:
+            self._running.setdefault(rank, {})[flow.link] = flow
+        self._change([flow, *self._beside(flow)], now_s)
+
+    def _beside(self, flow: Flow) -> Iterator[Flow]:
+        """Flows that share a rank with one, each once."""
+        seen = {id(flow)}
+        for rank in flow.ranks:
+            for other in list(self._running[rank].values()):
+                if id(other) not in seen:
+                    seen.add(id(other))
+                    yield other
+
+    def _change(self, flows: list[Flow] | Iterator[Flow], now_s: float) -> None:
+        """Let time pass for flows, and set the speeds that they have from now on."""
+        for flow in flows:
+            speed = min(self._speed(flow.link, rank) for rank in flow.ranks)
+            if speed != flow.speed:
+                left_s = flow.left_s - (now_s - flow.since_s) * flow.speed
+                flow.left_s = max(left_s, 0.0)  # rounding must not let time run backwards
+                flow.since_s, flow.speed = now_s, speed
+                self._note(now_s + flow.left_s / speed, flow)
+
+    def _speed(self, link: str, rank: int) -> float:
+        key = link, tuple(other for other in self._running[rank] if other != link)
+        if key not in self._speeds:
+            self._speeds[key] = self._profile.speed(*key)
+        return self._speeds[key]
+
+    def _note(self, at_s: float, flow: Flow) -> None:
+        self._ties += 1
+        flow.version += 1
+        heappush(self._agenda, (at_s, self._ties, flow.version, flow))

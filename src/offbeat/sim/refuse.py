@@ -1,0 +1,72 @@
+"""What the simulator cannot make sense of, said before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from offbeat.plan import Apply, Moment, Plan, Transfer, Vote
+from offbeat.profile import Profile
+
+Rule = Transfer | Apply | Vote
+
+
+def refuse(plan: Plan, profile: Profile) -> None:
+    """ValueError unless every moment fires, and every link, vote and rank is known."""
+    if plan.buckets != len(profile.buckets):
+        raise ValueError(
+            f"the plan has {plan.buckets} buckets, the profile {len(profile.buckets)}; "
+            "plan again from this profile"
+        )
+    for words, rule in _faults(plan, profile):
+        raise ValueError(f"{words}\n{plan.text(mark=[rule])}")
+    for link, groups in plan.groups.items():
+        members = sorted(rank for group in groups for rank in group)
+        if members != list(range(profile.world_size)):
+            raise ValueError(
+                f"groups of {link} ({members}) must hold every rank of "
+                f"0..{profile.world_size - 1} once"
+            )
+    closes = [apply for apply in plan.applies if apply.rule == "close"]
+    if closes and not any(p in a.phases for a in closes for p in plan.cycle):
+        phases = ", ".join(str(apply.phases) for apply in closes)
+        raise ValueError(
+            f"the rule close (in {phases}) must act in a phase of the period "
+            f"({plan.cycle.start}-{plan.cycle.stop - 1}), or nothing is applied after the prologue"
+        )
+
+
+def _faults(plan: Plan, profile: Profile) -> Iterator[tuple[str, Rule]]:
+    votes = {vote.name for vote in plan.votes}
+    for rule in (*plan.transfers, *plan.applies, *plan.votes):
+        name = rule.name if isinstance(rule, Vote) else rule.id
+        for moment in _moments(rule):
+            if not 0 <= (moment.bucket or 0) < plan.buckets:
+                yield f"moment {moment} of {name} never fires: there are {plan.buckets} buckets", rule
+            if moment.lag < 0:
+                yield f"moment {moment} of {name} must not lie before its iteration", rule
+        if isinstance(rule, Vote):
+            if rule.at.lag:
+                yield f"moment {rule.at} of {name} must lie in its own iteration", rule
+            continue
+        if rule.when is not None and rule.when not in votes:
+            known = ", ".join(sorted(votes)) or "none"
+            yield f"vote {rule.when!r} of {name} must be one of the plan's: {known}", rule
+        if not all(0 <= rank < profile.world_size for rank in rule.ranks or ()):
+            yield f"ranks {rule.ranks} of {name} must lie in 0..{profile.world_size - 1}", rule
+        if isinstance(rule, Transfer):
+            profile.link(rule.link)
+            if rule.after.lag:
+                yield f"release {rule.after} of {name} must lie in its own iteration", rule
+            if rule.payload.buffer not in plan.all_buffers:
+                known = ", ".join(plan.all_buffers)
+                yield f"buffer {rule.payload.buffer!r} of {name} must be one of {known}", rule
+            if rule.verb == "send" and (rule.ranks is None or len({*rule.ranks}) != 2):
+                yield f"{name} must name two ranks, from and to", rule
+            if rule.verb != "send" and rule.ranks is not None:
+                yield f"{name} is a collective; the ranks it spans are the link's group", rule
+
+
+def _moments(rule: Rule) -> tuple[Moment, ...]:
+    if isinstance(rule, Transfer):
+        return rule.after, rule.before
+    return (rule.at,) if isinstance(rule, Apply) else (rule.at, rule.due)

@@ -1,0 +1,55 @@
+"""Running: a plan in virtual time on all ranks, by the engine that suits it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from offbeat.plan import Plan
+from offbeat.profile import Profile
+from offbeat.sim import engine, events
+from offbeat.sim.costs import Costs
+from offbeat.sim.job import Factors, Job, Run
+from offbeat.sim.outcomes import Outcomes
+from offbeat.sim.ranks import Ranks
+from offbeat.sim.refuse import refuse
+from offbeat.sim.shared import coupled
+
+
+def run(
+    plan: Plan,
+    profile: Profile,
+    ranks: Ranks,
+    *,
+    iterations: int,
+    seed: int = 0,
+    votes: Mapping[str, float] | None = None,
+    repeats: Mapping[int, int] | None = None,
+) -> Run:
+    """Run a plan on all ranks; ValueError if it does not fit the profile or can never proceed.
+
+    `votes`: probability of a yes by name. `repeats`: iterations that a phase stands for.
+    """
+    if iterations < 1:
+        raise ValueError(f"iterations ({iterations}) must be at least 1")
+    refuse(plan, profile)
+    ranks.fit(profile)
+    together = coupled(plan.links, profile)
+    horizon = iterations
+    if together:
+        # What shares the time of the last messages must run, too: until each rank is past their
+        # deadlines, and in turn past those of what shares the time of these.
+        lag = max(t.before.lag for t in plan.transfers)
+        horizon += lag * (1 if plan.uniform else profile.world_size)
+    job = Job(
+        plan,
+        profile,
+        ranks,
+        iterations,
+        horizon,
+        Costs(plan, profile, ranks),
+        Outcomes(plan, votes or {}, seed),
+        Factors(profile, ranks, horizon, seed),
+        together,
+        repeats or {},
+    )
+    return engine.run(job) if plan.uniform else events.run(job)
