@@ -97,9 +97,7 @@ class Program:
 
     def key(self, iteration: int) -> tuple[int, ...]:
         """Equal for iterations that have the same steps."""
-        return tuple(
-            self.segment(iteration - lag) if lag <= iteration else -1 for lag in self.lags
-        )
+        return tuple(self.segment(iteration - lag) if lag <= iteration else -1 for lag in self.lags)
 
     def steps(self, iteration: int) -> tuple[Step, ...]:
         """Steps of one iteration, by position."""
@@ -241,7 +239,13 @@ def _continues(last: Step, step: Step, buckets: int) -> bool:
 
 def _only_applies(step: Step) -> bool:
     busy = step.wait or step.decide or step.ask or step.release
-    return not busy and len(step.apply) == 1 and step.apply[0][1].at.bucket is not None
+    return not busy and len(step.apply) == 1 and _at_home(step.apply[0][1])
+
+
+def _at_home(apply: Apply) -> bool:
+    """Whether it is of one bucket, at that bucket's own moment: only then may it move."""
+    bucket = apply.at.bucket
+    return bucket is not None and apply.buckets == range(bucket, bucket + 1)
 
 
 def _as_one(run: list[Step], buckets: int) -> Step:
