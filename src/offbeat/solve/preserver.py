@@ -2,7 +2,8 @@
 
 The loss is modelled as a random walk towards a target where it rebounds: a step lowers it by
 `eta * d` with d normal, of mean mu (the squared norm of the gradient) and variance sigma^2 / batch.
-The model knows nothing of late updates, so the loss itself is watched as well.
+Late updates cost it the samples that they have not used yet; what else being late does to
+training it does not know. So the loss itself is watched as well.
 """
 
 from __future__ import annotations
@@ -56,13 +57,31 @@ class LossWalk:
             first += k
         return loss
 
-    def ratio(self, merges: Sequence[int], mu: Sequence[float]) -> float:
-        """Expected loss after as many single steps, over that after the merged ones; near 1 is
-        good. Source: DeFT, Section IV-C and Table V."""
-        single, merged = self.after([1] * len(mu), mu), self.after(merges, mu)
+    def ratio(self, merges: Sequence[int], mu: Sequence[float], late: int = 0) -> float:
+        """Expected loss after single steps, over that after the merged ones; near 1 is good.
+
+        Both have seen equally many samples: `late` further iterations, with a mu each, are merged
+        in no step yet. Single steps have used them. Raises ValueError.
+        Source: DeFT, Section IV-C and Table V (which count no lateness: 0).
+        """
+        single = self.after([1] * len(mu), mu)
+        merged = self.after(merges, mu[: max(0, len(mu) - late)])
         if single == merged:
             return 1.0
         return single / merged if merged else math.inf
+
+    def worst_ratio(self, merges: Sequence[int], mu: float) -> float:
+        """The ratio that is farthest from 1 after any update of a cycle, with a constant mu.
+
+        When an update is applied, the iterations that the next one merges have been computed.
+        The end of a cycle alone says too little: there two walks that have both rebounded from
+        the target may happen to meet.
+        """
+        ratios = []
+        for done in range(1, len(merges) + 1):
+            late = merges[done % len(merges)]
+            ratios.append(self.ratio(merges[:done], [mu] * (sum(merges[:done]) + late), late))
+        return max(ratios, key=lambda ratio: abs(ratio - 1))
 
     def _step(self, loss: float, merged: int, mu: float) -> float:
         eta = merged * self.eta if self.scale == "sum" else self.eta
