@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -101,15 +101,15 @@ class DeFT(Strategy):
             chosen = self._counted(view, self.forward, self.backward)
             skipped = _skipped("it judges knapsacks, and here messages are counted")
             return _encoded(self, chosen, _notes(chosen, skipped))
+        synchronous_s = gradients_when_ready_s(view, WFBP().plan(view))
         try:
-            chosen, preserved = self._chosen(view)
+            chosen, preserved = self._chosen(view, synchronous_s)
         except NoWindow as error:
             return _synchronous(profile, str(error))
-        late_s, synchronous_s = chosen.seconds, gradients_when_ready_s(view, WFBP().plan(view))
-        if late_s >= synchronous_s:
+        if chosen.seconds >= synchronous_s:
             return _synchronous(
                 profile,
-                f"late updates save no time: {late_s:.4g} s per iteration (coverage rate "
+                f"late updates save no time: {chosen.seconds:.4g} s per iteration (coverage rate "
                 f"{chosen.coverage_rate:.3g}, merges {list(chosen.schedule.merges)}), and WFBP "
                 f"{synchronous_s:.4g} s",
             )
@@ -142,23 +142,24 @@ class DeFT(Strategy):
         sized = _Sized(pieces, _ready_s(profile, pieces), messages.weights_s(pieces))
         return _Choice(profile, links, sized, schedule, 1.0, why)
 
-    def _chosen(self, profile: Profile) -> tuple[_Choice, dict[str, Any]]:
-        search = _Search(self, profile)
+    def _chosen(self, profile: Profile, synchronous_s: float) -> tuple[_Choice, dict[str, Any]]:
+        search = _Search(self, profile, synchronous_s)
         if self.preserver and profile.noise is not None:
             return self._preserved(search, profile.noise)
         why = "the profile holds no gradient noise" if self.preserver else "it is switched off"
-        return search.best(1.0), _skipped(why)
+        return search.best(), _skipped(why)
 
-    def _preserved(
-        self, search: _Search, noise: GradientNoise
-    ) -> tuple[_Choice, dict[str, Any]]:
+    def _preserved(self, search: _Search, noise: GradientNoise) -> tuple[_Choice, dict[str, Any]]:
         """The schedule that the Preserver lets pass, and all that it tried.
 
-        Each try goes on from the one before with larger windows, until nothing is merged.
+        Each try goes on from the one before with larger windows, until nothing is merged. Links and
+        messages stay.
         """
+        chosen = search.best()
         tries: list[tuple[float, _Choice]] = []
         while len(tries) <= RETRIES:
-            chosen = search.best(GROWTH ** len(tries))
+            if tries:
+                chosen = search.grown(chosen)
             tries.append((self._ratio(noise, chosen.schedule.merges), chosen))
             if self._accepts(tries[-1][0]) or max(chosen.schedule.merges) == 1:
                 break
@@ -201,20 +202,24 @@ class _Sized:
 class _Search:
     """The best schedules of one profile over sets of links, for windows that grow."""
 
-    def __init__(self, strategy: DeFT, profile: Profile) -> None:
-        self._strategy, self._profile = strategy, profile
+    def __init__(self, strategy: DeFT, profile: Profile, synchronous_s: float) -> None:
+        self._strategy, self._profile, self._synchronous_s = strategy, profile, synchronous_s
         self._names = [link.name for link in profile.links]
         self._on: dict[int, _Schedules] = {}
 
-    def best(self, growth: float) -> _Choice:
-        """The best schedule with windows so many times as long, with the reason for its links."""
+    def grown(self, choice: _Choice) -> _Choice:
+        """The same links and messages in larger windows."""
+        return self._on[len(choice.links)].grown(choice)
+
+    def best(self) -> _Choice:
+        """The best schedule within the least windows that do, with the reason for its links."""
         names = self._names
         if self._strategy.links != "auto" or len(names) == 1:
             count = len(names) if self._strategy.links == "all" else 1
             used = names[:count]
             why = "the only link" if len(names) == 1 else f"{' and '.join(used)}, as set"
-            return replace(self._with(count, growth), why=why)
-        best = self._with(1, growth)
+            return replace(self._with(count), why=why)
+        best = self._with(1)
         words = []
         for count in range(2, len(names) + 1):
             if best.updates_always:
@@ -222,7 +227,7 @@ class _Search:
                 break
             used = names[:count]
             try:
-                more = self._with(count, growth)
+                more = self._with(count)
             except NoWindow as error:
                 words.append(f"not {' and '.join(used)} ({error})")
                 continue
@@ -233,69 +238,79 @@ class _Search:
                 words.append(f"not {' and '.join(used)} ({figures})")
         return replace(best, why="; ".join([*_alone(best, words), *words]))
 
-    def _with(self, count: int, growth: float) -> _Choice:
+    def _with(self, count: int) -> _Choice:
         """The best schedule on the first links."""
-        if count not in self._on:
-            self._on[count] = _Schedules(self._strategy, self._profile, self._names[:count])
-        return self._on[count].grown(growth)
+        links = self._names[:count]
+        on = _Schedules(self._strategy, self._profile, links, self._synchronous_s)
+        self._on[count] = on
+        return on.limited()
 
 
 class _Schedules:
-    """Schedules on one set of links, none of which merges more than the limit.
+    """Schedules on one set of links, none of which merges more than the limit."""
 
-    The messages are cut for the least windows that keep the limit. They stay as they are when the
-    windows grow further.
-    """
-
-    def __init__(self, strategy: DeFT, profile: Profile, links: Sequence[str]) -> None:
+    def __init__(
+        self, strategy: DeFT, profile: Profile, links: Sequence[str], synchronous_s: float
+    ) -> None:
         self._strategy, self._profile, self._links = strategy, profile, links
         self._messages = Messages(profile, links, strategy.partition_elements)
-        self._least, self._variants = 1.0, self._sized(1.0)
-        self._first = self._limited()
+        self._synchronous_s = synchronous_s
 
-    def grown(self, growth: float) -> _Choice:
-        """The best schedule with windows so many times as long as the least ones."""
-        if growth == 1.0:
-            return self._first
-        return self._best(self._least * growth) or self._first
+    def grown(self, choice: _Choice) -> _Choice:
+        """The same messages in larger windows."""
+        more = self._simulated(choice.sized, choice.capacity * GROWTH)
+        return choice if more is None else replace(more, why=choice.why)
 
-    def _limited(self) -> _Choice:
-        """Let the windows grow until an update merges no more than it may: iterations wait."""
-        forward_s, backward_s = self._profile.forward_s, self._profile.backward_s
-        most = deft.most_updates(forward_s, backward_s, self._variants[0].weights_s)
-        needed = 1 / (most * self._strategy.most_merged)  # some piece fits, so most is above 0
-        if needed > 1:
-            self._least, self._variants = needed, self._sized(needed)
-        while (choice := self._best(self._least)) is None:
-            self._least *= GROWTH
-            self._variants = self._sized(self._least)
-        return choice
+    def limited(self) -> _Choice:
+        """Let the windows grow until an update merges no more than it may: iterations then wait.
 
-    def _sized(self, capacity: float) -> list[_Sized]:
-        windows_s = self._profile.forward_s * capacity, self._profile.backward_s * capacity
-        return [
-            _Sized(pieces, _ready_s(self._profile, pieces), self._messages.weights_s(pieces))
-            for pieces in self._messages.variants(*windows_s)
-        ]
+        And until there are as many updates per second as WFBP has, or iterations wait anyway.
+        """
+        capacity = 1.0
+        most = deft.most_updates(*self._windows_s(capacity), next(self._sized(capacity)).weights_s)
+        # Some message fits, so most is above 0.
+        capacity = max(capacity, 1 / (most * self._strategy.most_merged))
+        while True:
+            choice = self._best(capacity)
+            if choice is not None and (choice.waits or self._keeps_pace(choice)):
+                return choice
+            capacity *= GROWTH
+
+    def _keeps_pace(self, choice: _Choice) -> bool:
+        return choice.seconds <= self._synchronous_s * choice.schedule.updates_per_iteration
 
     def _best(self, capacity: float) -> _Choice | None:
         """The best schedule that keeps the limit, over the sizes of messages; None without one."""
-        windows_s = self._profile.forward_s * capacity, self._profile.backward_s * capacity
-        choices: list[_Choice] = []
-        for sized in self._variants:
-            most = deft.most_updates(*windows_s, sized.weights_s)
-            if choices and most <= max(c.schedule.updates_per_iteration for c in choices):
+        best: _Choice | None = None
+        for sized in self._sized(capacity):
+            most = deft.most_updates(*self._windows_s(capacity), sized.weights_s)
+            if best and most <= best.schedule.updates_per_iteration:
                 break  # smaller messages only add communication
-            schedule = deft.simulate(
-                *windows_s,
-                sized.ready_s,
-                sized.weights_s,
-                solver=_SOLVERS[self._strategy.solver],
-                names=[str(piece) for piece in sized.pieces],
-            )
-            if schedule.longest <= self._strategy.most_merged:
-                choices.append(_Choice(self._profile, self._links, sized, schedule, capacity))
-        return min(choices, key=lambda choice: choice.cost, default=None)
+            choice = self._simulated(sized, capacity)
+            if choice and (best is None or choice.cost < best.cost):
+                best = choice
+        return best
+
+    def _simulated(self, sized: _Sized, capacity: float) -> _Choice | None:
+        """The schedule of these messages; None if it does not keep the limit."""
+        schedule = deft.simulate(
+            *self._windows_s(capacity),
+            sized.ready_s,
+            sized.weights_s,
+            solver=_SOLVERS[self._strategy.solver],
+            names=[str(piece) for piece in sized.pieces],
+        )
+        if schedule.longest > self._strategy.most_merged:
+            return None
+        return _Choice(self._profile, self._links, sized, schedule, capacity)
+
+    def _sized(self, capacity: float) -> Iterator[_Sized]:
+        for pieces in self._messages.variants(*self._windows_s(capacity)):
+            weights_s = self._messages.weights_s(pieces)
+            yield _Sized(pieces, _ready_s(self._profile, pieces), weights_s)
+
+    def _windows_s(self, capacity: float) -> tuple[float, float]:
+        return self._profile.forward_s * capacity, self._profile.backward_s * capacity
 
 
 @dataclass(frozen=True)
@@ -316,9 +331,14 @@ class _Choice:
 
     @property
     def seconds(self) -> float:
-        """Per iteration, all that the loop does included."""
+        """Per iteration. Messages are sent while the loop does other things and updates, too."""
         update_s = self.profile.update_s * self.schedule.updates_per_iteration
-        return self.profile.other_s + update_s + self.cost[1]
+        return max(self.profile.other_s + self._compute_s + update_s, self.cost[1])
+
+    @property
+    def waits(self) -> bool:
+        """Whether some iterations take longer than their compute."""
+        return self.cost[1] > self._compute_s
 
     @property
     def updates_always(self) -> bool:

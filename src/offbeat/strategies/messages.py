@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from offbeat.plan import Payload
 from offbeat.profile import Profile
@@ -43,19 +43,20 @@ class Messages:
             for link, speed in zip(self._links, self._speeds, strict=True)
         ]
 
-    def variants(self, forward_s: float, backward_s: float) -> list[list[Payload]]:
+    def variants(self, forward_s: float, backward_s: float) -> Iterator[list[Payload]]:
         """Messages that fit into the smaller window, else into backward, the largest first.
 
         Raises NoWindow if some bucket cannot be cut small enough.
         """
         for limit_s in (min(forward_s, backward_s), backward_s):
-            fitting: list[list[Payload]] = []
+            found: list[list[Payload]] = []
             for level in LEVELS:
                 payloads = self.cut(limit_s, *level)
-                if payloads is not None and payloads not in fitting:
-                    fitting.append(payloads)
-            if fitting:
-                return fitting
+                if payloads is not None and payloads not in found:
+                    found.append(payloads)
+                    yield payloads
+            if found:
+                return
         raise NoWindow(self._too_large(backward_s))
 
     def cut(self, limit_s: float, fused: float, sliced: float) -> list[Payload] | None:
