@@ -13,7 +13,7 @@ from offbeat.plan import Merge, Moment, Payload, Plan, Transfer
 from offbeat.profile import GradientNoise, Profile
 from offbeat.solve import deft, knapsack, preserver
 from offbeat.strategies.base import Strategy, require_count
-from offbeat.strategies.messages import Messages, NoWindow
+from offbeat.strategies.messages import Messages, NoWindowError
 from offbeat.strategies.wfbp import WFBP, gradients_when_ready_s
 
 RETRIES = 10
@@ -104,7 +104,7 @@ class DeFT(Strategy):
         synchronous_s = gradients_when_ready_s(view, WFBP().plan(view))
         try:
             chosen, preserved = self._chosen(view, synchronous_s)
-        except NoWindow as error:
+        except NoWindowError as error:
             return _synchronous(profile, str(error))
         if chosen.seconds >= synchronous_s:
             return _synchronous(
@@ -228,7 +228,7 @@ class _Search:
             used = names[:count]
             try:
                 more = self._with(count)
-            except NoWindow as error:
+            except NoWindowError as error:
                 words.append(f"not {' and '.join(used)} ({error})")
                 continue
             figures = f"{_rate(more)} instead of {_rate(best)}"

@@ -16,7 +16,7 @@ ROUNDING = 1e-12
 LEVELS = ((1.0, 1.0), (0.25, 1.0), (0.0, 1.0), (0.0, 0.5), (0.0, 0.25))
 
 
-class NoWindow(ValueError):
+class NoWindowError(ValueError):
     """Not even the smallest slice of some bucket fits into backward."""
 
 
@@ -46,7 +46,7 @@ class Messages:
     def variants(self, forward_s: float, backward_s: float) -> Iterator[list[Payload]]:
         """Messages that fit into the smaller window, else into backward, the largest first.
 
-        Raises NoWindow if some bucket cannot be cut small enough.
+        Raises NoWindowError if some bucket cannot be cut small enough.
         """
         for limit_s in (min(forward_s, backward_s), backward_s):
             found: list[list[Payload]] = []
@@ -57,7 +57,7 @@ class Messages:
                     yield payloads
             if found:
                 return
-        raise NoWindow(self._too_large(backward_s))
+        raise NoWindowError(self._too_large(backward_s))
 
     def cut(self, limit_s: float, fused: float, sliced: float) -> list[Payload] | None:
         """Neighbours fused up to a share `fused` of the limits of bytes and time, larger buckets
