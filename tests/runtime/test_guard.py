@@ -76,6 +76,19 @@ def test_deft_falls_back(tmp_path: Path) -> None:
     assert len(ranks[0].decisions) == 1
 
 
+@pytest.mark.parametrize("observed", [False, True])
+def test_deft_without_a_window_runs_wfbp(observed: bool) -> None:
+    """On all ranks, and rank 0 says it once."""
+    ranks = run_world(support.without_a_window, 2, DeFT(), observed, ITERATIONS)
+    for mine in ranks:
+        assert mine.strategies == ["wfbp"]
+        assert [w for w in mine.warnings if "WFBP runs instead" in w] == mine.warnings
+    assert [len(mine.warnings) for mine in ranks] == [1, 0]
+    world = replicas(CASE, 2)
+    bsp(world, range(ITERATIONS))
+    assert_trained_as(ranks, world)
+
+
 def test_nothing_happens_to_a_loss_that_goes_down(tmp_path: Path) -> None:
     ranks = guarded(GUARDED, {(r, t): -float(t) for r in (0, 1) for t in range(99)}, tmp_path)
     assert ranks[0].decisions == []
