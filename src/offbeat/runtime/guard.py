@@ -57,4 +57,7 @@ class ConvergenceGuard:
         means = [fmean(losses) for losses in zip(*(s.losses for s in everyone), strict=False)]
         windows = [means[i : i + WINDOW] for i in range(0, len(means), WINDOW)]
         words = [self._watch.see(window) for window in windows]
-        return Finding(next(filter(None, words), None), noise_of(everyone))
+        noise = noise_of(everyone)
+        if noise is not None:
+            words.append(self._watch.estimated(noise))
+        return Finding(next(filter(None, words), None), noise)
