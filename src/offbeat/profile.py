@@ -94,14 +94,16 @@ class GradientNoise:
     """What training looked like while it was observed, for estimates of convergence.
 
     `loss`: mean over ranks; `gradient_sq`: squared norm of the true gradient; `noise_sq`: trace of
-    the covariance of the gradient averaged over all ranks' batches; `step_size` then: the
-    learning rate over 1 - momentum.
+    the covariance of the gradient averaged over all ranks' batches; `step_size` then: how far a
+    parameter moves per iteration, over its gradient. `scale_free`: the optimizer divides gradients
+    by their size (Adam), so a sum over iterations moves parameters no further than one gradient.
     """
 
     loss: float
     gradient_sq: float
     noise_sq: float
     step_size: float
+    scale_free: bool = False
 
 
 SIMULTANEOUS_SPEED = 2 / 3  # two messages at once on one link: 4/3 of its rate (ASC-WFBP)

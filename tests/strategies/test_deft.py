@@ -310,6 +310,19 @@ def test_the_preserver_enlarges_windows_until_it_accepts():
     assert "within 1 +- 0.01 (an upper bound" in plan.notes["preserver"]["decision"]
 
 
+def test_the_preserver_knows_that_adam_steps_no_further_for_a_sum():
+    """As with the mean: two merged iterations are worth one update."""
+
+    def first(strategy, noise):
+        tried = strategy.plan(replace(profile(), noise=noise)).notes["preserver"]["tries"][0]
+        return tried["ratio"], tried["merges"]
+
+    noise = replace(NOISE, step_size=0.01)
+    adam = replace(noise, scale_free=True)
+    assert first(DeFT(links="first"), adam) == first(DeFT(links="first", scale="mean"), noise)
+    assert first(DeFT(links="first"), adam) != first(DeFT(links="first"), noise)
+
+
 def test_the_preserver_gives_up_after_ten_retries():
     """Windows 2.6 times as long as the limit needs are not enough for a coverage rate of 20."""
     noisy = replace(NOISE, loss=0.2, noise_sq=9.0)

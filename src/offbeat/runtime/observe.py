@@ -23,7 +23,7 @@ from offbeat.runtime.flat import (
 )
 from offbeat.runtime.loss import LossTap
 from offbeat.runtime.marks import Iteration
-from offbeat.runtime.noise import NoiseMeter, Seen, noise_of, step_size
+from offbeat.runtime.noise import NoiseMeter, Seen, noise_of
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device, Mark
 
@@ -170,7 +170,7 @@ class Observer:
         """Loss and gradient noise while observing; None in a world of one, or with ranks that
         called backward on no scalar."""
         losses = [float(loss) for loss in self._losses]
-        seen = Seen(losses, self._meter.take(), step_size(self._engine.optimizer))
+        seen = Seen.of(losses, self._meter.take(), self._engine.optimizer)
         return noise_of(control.gather(seen))
 
     def _per_bucket(self, specs: Sequence[BucketSpec]) -> list[float]:

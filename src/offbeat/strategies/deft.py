@@ -35,7 +35,8 @@ class DeFT(Strategy):
     per window on the first link, first in, first out, instead of the knapsacks and their limit.
 
     Iterations without an update are no progress. An update that merges k iterations is worth at
-    best k single ones (it has seen k batches), and at worst one. So schedules are chosen by
+    best k single ones (it has seen k batches), and at worst one, as with Adam, whose steps are as
+    long whatever the gradients' size. So schedules are chosen by
     seconds per update, then per iteration. If WFBP is predicted to need no more seconds per
     iteration, it runs instead: it has an update in each, and none is late.
     """
@@ -183,7 +184,8 @@ class DeFT(Strategy):
     def _ratio(self, noise: GradientNoise, merges: Sequence[int]) -> float:
         # The variance of g . n for noise n is at most |g|^2 times the trace of its covariance.
         sigma = math.sqrt(noise.gradient_sq * noise.noise_sq)
-        walk = preserver.LossWalk(noise.loss, noise.step_size, sigma, scale=self.scale)
+        scale = "mean" if noise.scale_free else self.scale
+        walk = preserver.LossWalk(noise.loss, noise.step_size, sigma, scale=scale)
         return walk.worst_ratio(merges, noise.gradient_sq)
 
     def _accepts(self, ratio: float) -> bool:
