@@ -33,7 +33,9 @@ def table(rows: Sequence[Row]) -> Table:
     ):
         result.add_column(Text.assemble(heading, "\n", (word, "dim")), justify="right")
     for place, row in enumerate(ranked(rows)):
-        result.add_row(*_cells(row, unit, paces), style="bold" if place == 0 and len(rows) > 1 else "")
+        result.add_row(
+            *_cells(row, unit, paces), style="bold" if place == 0 and len(rows) > 1 else ""
+        )
     return result
 
 
