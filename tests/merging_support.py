@@ -245,7 +245,7 @@ def without_a_window(strategy: Strategy, observed: bool, iterations: int) -> Wat
     """Train on links whose latency no window can hide, given in a profile or "measured"."""
     profile = profile_of(CASE, world_size())
     slow = (Link(profile.default_link.name, 9.0, 1e9),)
-    flat_session.measure_cluster = lambda cluster, flat: (slow, ())  # type: ignore[assignment]
+    flat_session.measure_cluster = lambda *_: (slow, ())  # type: ignore[assignment]
     module, plain = build(CASE)
     given = {} if observed else {"profile": replace(profile, links=slow)}
     with warnings.catch_warnings(record=True) as caught:

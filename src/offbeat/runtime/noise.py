@@ -13,7 +13,6 @@ from torch import Tensor
 
 from offbeat.profile import GradientNoise
 
-
 SECOND_MOMENT = "exp_avg_sq"  # what Adam, AdamW, NAdam, RAdam keep per parameter
 
 
