@@ -113,14 +113,16 @@ class GradientNoise:
     """What training looked like while it was observed, for estimates of convergence.
 
     `loss`: mean over ranks; `gradient_sq`: squared norm of the true gradient; `noise_sq`: trace of
-    the covariance of the gradient averaged over all ranks' batches; `step_size` then: the
-    learning rate over 1 - momentum.
+    the covariance of the gradient averaged over all ranks' batches; `step_size` then: how far a
+    parameter moves per iteration, over its gradient. `scale_free`: the optimizer divides gradients
+    by their size (Adam), so a sum over iterations moves parameters no further than one gradient.
     """
 
     loss: float
     gradient_sq: float
     noise_sq: float
     step_size: float
+    scale_free: bool = False
 
 
 Seconds = Any  # a float, or an array of them: one per message

@@ -346,6 +346,7 @@ def _write_repetition(folder: Path, entry: Entry, trace: Trace, rep: int, record
             "observed": 0,
             "emulated": False,
             "losses": losses,
+            "without_update": [i for i in range(trace.iterations) if not entry.plan.applied(i)],
             "bytes": {"net": sent},
             "trace": own.to_dict(),
             "warnings": ["gloo chose the interface by itself"] if rank == 1 else [],

@@ -22,7 +22,8 @@ class Row:
     """One contestant; times in seconds, None for what cannot be said.
 
     Measured: `iteration_s` (median over repetitions) with `spread_s` (lowest and highest
-    repetition, or quartiles over the periods of the only one: `spread_of`), `sent_bytes` per
+    repetition, or quartiles over the periods of the only one: `spread_of`),
+    `updates_per_iteration` (below 1 where gradients are merged), `sent_bytes` per
     iteration and rank, `final_loss` (None if not finite), `target_s` and `target_iterations` (when
     the smoothed loss reached `target_loss`, median over repetitions; None if not or if the loss
     was not finite in the end). Predicted: `predicted_s`, `predicted_error` (predicted / measured
@@ -37,6 +38,7 @@ class Row:
     iteration_s: float | None = None
     spread_s: Interval | None = None
     spread_of: Literal["repetitions", "periods"] | None = None
+    updates_per_iteration: float | None = None
     predicted_s: float | None = None
     predicted_error: float | None = None
     bound_s: float | None = None
@@ -49,6 +51,23 @@ class Row:
     target_iterations: float | None = None
     speedup: float | None = None
     emulated: bool = False
+
+    @property
+    def iterations_per_s(self) -> float | None:
+        """Measured."""
+        return 1 / self.iteration_s if self.iteration_s else None
+
+    @property
+    def updates_per_s(self) -> float | None:
+        """Measured: the steps that made progress."""
+        if not self.iteration_s or self.updates_per_iteration is None:
+            return None
+        return self.updates_per_iteration / self.iteration_s
+
+
+def merges(rows: Sequence[Row]) -> bool:
+    """Whether some iterations of some contestant did not update."""
+    return any(row.updates_per_iteration not in (None, 1.0) for row in rows)
 
 
 def summarize(run: Run) -> list[Row]:
@@ -100,6 +119,15 @@ def iteration_s(run: Run, rep: Repetition) -> float | None:
     return median(periods) if periods else None
 
 
+def updates_per_iteration(run: Run, rep: Repetition) -> float | None:
+    """Share of one repetition's iterations after the skipped that updated the model."""
+    first, stop = skipped(run, rep) + rep.trace.first, rep.trace.first + rep.trace.iterations
+    if stop <= first:
+        return None
+    without = {i for record in rep.ranks for i in record.without_update if first <= i < stop}
+    return 1 - len(without) / (stop - first)
+
+
 def sent_bytes(run: Run, rep: Repetition) -> float | None:
     """Payload bytes per iteration and rank: of the whole periods after the skipped iterations
     whose messages were recorded, else everything that was sent over all iterations."""
@@ -117,6 +145,7 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         strategy=contestant.text,
         repetitions=len(reps),
         failed=len(contestant.repetitions) - len(reps),
+        updates_per_iteration=_mean([updates_per_iteration(run, rep) for rep in reps]),
         sent_bytes=_mean([sent_bytes(run, rep) for rep in reps]),
         final_loss=final_loss(contestant),
         target_loss=target,

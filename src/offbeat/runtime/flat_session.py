@@ -77,10 +77,15 @@ class FlatSession(Session):
     def run_from(self, profile: Profile, observed: int = 0) -> None:
         """Plan from a profile that all ranks share, check, agree on the plan, adopt it."""
         self.profile = profile
-        self._adopt(self._strategy, self._checked(self._strategy))
+        with warnings.catch_warnings(record=True) as said:  # rank 0 says it for all
+            warnings.simplefilter("always")
+            plan = self._checked(self._strategy)
+        self._adopt(self._strategy, plan)
         self.engine.listener = self._recorder.iteration if self._recorder else None
         if self._recorder:
             self._recorder.start(str(self._strategy), self.plan, observed)
+        for warning in said:
+            self._decide(str(warning.message))
         if self._strategy.guards_convergence:
             self._guard = ConvergenceGuard(self._cluster.control, self.engine.optimizer)
             self.engine.measure(self._guard.meter)
@@ -110,16 +115,21 @@ class FlatSession(Session):
         so. All ranks see the same finding and do the same."""
         if finding.departed is not None:
             fallback = WFBP()
-            self._decide(f"{finding.departed}: fell back from {self._strategy} to {fallback}")
+            plan = self._checked(fallback)
             self._unguard()
+            if plan.digest == self.plan.digest:  # it runs already, and is not to blame
+                return
+            self._decide(f"{finding.departed}: fell back from {self._strategy} to {fallback}")
             self.engine.drain()
-            self._adopt(fallback, self._checked(fallback))
+            self._adopt(fallback, plan)
         elif finding.noise is not None:
             self.profile = replace(self.profile, noise=finding.noise)
-            plan = self._checked(self._strategy)
+            with warnings.catch_warnings():  # what is decided while training is in the report
+                warnings.simplefilter("ignore")
+                plan = self._checked(self._strategy)
             if plan.digest != self.plan.digest:
-                why = plan.fact("preserver", {}).get("decision", "the gradient noise changed")
-                self._decide(f"planned again, {why}", warn=False)
+                why = plan.fact("why") or plan.fact("preserver", {}).get("decision")
+                self._decide(f"planned again, {why or 'the gradient noise changed'}", warn=False)
                 self.engine.drain()
                 self._adopt(self._strategy, plan)
 

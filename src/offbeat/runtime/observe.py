@@ -16,7 +16,7 @@ from offbeat.profile import Bucket, Contention, GradientNoise, Link, Profile
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.loss import LossTap
-from offbeat.runtime.noise import NoiseMeter, Seen, noise_of, step_size
+from offbeat.runtime.noise import NoiseMeter, Seen, noise_of
 from offbeat.storage.flat import Flat, buffer_checksums, changed_buffers
 from offbeat.storage.layout import BucketSpec, group_parameters
 from offbeat.transport.control import Control
@@ -172,7 +172,7 @@ class Observer:
         """Loss and gradient noise while observing; None in a world of one, or with ranks that
         called backward on no scalar."""
         losses = [float(loss) for loss in self._losses]
-        seen = Seen(losses, self._meter.take(), step_size(self._engine.optimizer))
+        seen = Seen.of(losses, self._meter.take(), self._engine.optimizer)
         return noise_of(control.gather(seen))
 
     def _per_bucket(self, specs: Sequence[BucketSpec]) -> list[float]:

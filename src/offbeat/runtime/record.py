@@ -31,6 +31,7 @@ class Recorder:
         self._origin = time.perf_counter()
         self._ends: list[Mark] = []
         self._losses: list[tuple[int, Tensor]] = []
+        self._without_update: list[int] = []
         self._spans: deque[list[Span]] = deque(maxlen=WINDOW_PERIODS)
         self.plan: Plan | None = None
         self.observed = 0
@@ -63,6 +64,8 @@ class Recorder:
 
     def iteration(self, done: Iteration) -> None:
         """Take in one finished iteration."""
+        if self.plan is not None and not self.plan.applied(done.planned):
+            self._without_update.append(done.number)
         self._ends.append(done.marks.end)
         self._spans.append(list(_spans(done, self.plan, self._rank, self._device, self._origin)))
 
@@ -85,6 +88,7 @@ class Recorder:
             "observed": self.observed,
             "emulated": bool(self.notes.get("emulated")),
             "losses": [[i, ends[i], float(loss)] for i, loss in self._losses if i < len(ends)],
+            "without_update": self._without_update,
             "bytes": bytes_sent,
             "trace": trace.to_dict(),
             "warnings": self.warnings,
