@@ -18,6 +18,7 @@ from offbeat.runtime.arrivals import Arrivals
 from offbeat.runtime.copies import Copies
 from offbeat.runtime.flat import Flat
 from offbeat.runtime.forward import ForwardHooks
+from offbeat.runtime.guards.finite import FiniteGuard
 from offbeat.runtime.landing import Landing
 from offbeat.runtime.marks import Iteration, Marks, Planned
 from offbeat.runtime.merging import Merging
@@ -27,7 +28,7 @@ from offbeat.runtime.stepper import BucketStepper
 from offbeat.strategies.base import StatePolicy
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device
-from offbeat.transport.link import Link
+from offbeat.transport.link import Flight, Link
 
 EARLY_REMEDY = {
     "in_backward": "use average='before_update'",
@@ -62,6 +63,8 @@ class Engine:
         self.listener: Callable[[Iteration], None] | None = None
         self.on_parameter: Callable[[nn.Parameter], None] | None = None
         self.meter: NoiseMeter | None = None
+        self.finite: FiniteGuard | None = None
+        self._suspects: list[Flight] = []  # messages whose values were not finite
         self._model = model
         self._device = device
         self._control = control
@@ -300,6 +303,9 @@ class Engine:
             self._backward_ended()
         mark = self._device.mark
         now.marks.step = mark()
+        if skip_update:
+            self._suspects = []
+        self._heed()
         if self._remedy is not None:
             self._gradients_untouched()
         if self._merging is not None:
@@ -444,10 +450,28 @@ class Engine:
         self._due.clear()
         self._report()
 
+    def _suspect(self, flight: Flight) -> None:
+        """Values were not finite. What a step will use is looked at there: a gradient scaler may
+        skip it, and the user's code may mend it."""
+        self._suspects.append(flight)
+        if flight.transfer.payload.kind != "grad" or self.plan.updates != "at_step":
+            self._heed()
+
+    def _heed(self) -> None:
+        suspects, self._suspects = self._suspects, []
+        for flight in suspects:
+            assert self.finite is not None
+            try:
+                self.finite.heed(flight.transfer, flight.iteration, flight.culprits, flight.tensors)
+            except RuntimeError as error:
+                self._landing.refuse(error)
+
     def _wait(self, iteration: Planned, indices: Sequence[int]) -> None:
         for i in indices:
             flight = iteration.flights[i]
             self._landing.wait(flight, self.flat)
             iteration.awaited += 1
+            if flight.culprits:
+                self._suspect(flight)
             if self._reset_state and flight.transfer.payload.kind == "param":
                 self.state.reset(flight.transfer.payload.buckets)

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from offbeat.check import raise_if_wrong
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.runtime.attached import Attached
-from offbeat.runtime.checksum import checksum
 from offbeat.runtime.cluster import Cluster
-from offbeat.runtime.engine import Engine
+from offbeat.runtime.coupling import couples
+from offbeat.runtime.engine import EARLY_REMEDY, Engine
 from offbeat.runtime.flat import BucketSpec, Flat, specs_of_profile
 from offbeat.runtime.guard import ConvergenceGuard, Finding
+from offbeat.runtime.guards.finite import FiniteGuard, OnNonfinite
+from offbeat.runtime.guards.replicas import ReplicaGuard
 from offbeat.runtime.marks import Iteration
 from offbeat.runtime.measure import measure_cluster, worthwhile_bytes
 from offbeat.runtime.observe import Observer, observing_plan
 from offbeat.runtime.record import Recorder
+from offbeat.runtime.replicas import only_gradients, repair, require_equal, unite
 from offbeat.runtime.wrap import Session
 from offbeat.strategies import WFBP, Strategy
-from offbeat.transport.collectives import averaging
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,14 @@ class Observation:
     then_stop: bool
 
 
+@dataclass(frozen=True)
+class Watch:
+    """What is watched while running: replicas every so many iterations, non-finite values."""
+
+    compare_every: int
+    on_nonfinite: OnNonfinite
+
+
 class FlatSession(Session):
     """Runs a strategy's plan on flat buckets, after observing plain BSP if need be."""
 
@@ -53,7 +62,10 @@ class FlatSession(Session):
         cluster: Cluster,
         recorder: Recorder | None,
         flat: Flat,
+        watch: Watch,
     ):
+        self._watch = watch
+        self._replicas: ReplicaGuard | None = None
         self._model, self._strategy, self._cluster = model, strategy, cluster
         self._recorder = recorder
         self._guard: ConvergenceGuard | None = None
@@ -66,10 +78,25 @@ class FlatSession(Session):
             cluster.control,
             cluster.timeout_s,
         )
+        control = cluster.control
+        self.engine.finite = FiniteGuard(
+            watch.on_nonfinite, control.rank, control.world_size, self._names
+        )
+        self._guard_links()
         # Also of bare modules: whoever reads or replaces weights finds them up to date.
         flush, discard = Attached(self.flush), Attached(self.engine.discard)
         self._handles = [model.register_load_state_dict_pre_hook(discard)]
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
+
+    def _names(self, run: range) -> str:
+        """Of a run of buckets, by their first and last."""
+        names = [self.engine.flat.buckets[b].name for b in (run.start, run.stop - 1)]
+        return repr(names[0]) if len(run) == 1 else f"{names[0]!r} to {names[1]!r}"
+
+    def _guard_links(self) -> None:
+        finite = self.engine.finite
+        for link in self._cluster.links.values():
+            link.guard = finite.run if finite is not None and finite.active else None
 
     def run_from(self, profile: Profile, observed: int = 0) -> None:
         """Plan from a profile that all ranks share, check, agree on the plan, adopt it."""
@@ -91,12 +118,27 @@ class FlatSession(Session):
         self._cluster.control.agree(
             "the plan", plan.digest, "start all ranks with the same offbeat version"
         )
+        remedy = EARLY_REMEDY.get(plan.updates)
+        coupled = couples(self.engine.optimizer) if remedy is not None else None
+        if coupled is not None:
+            raise ValueError(f"{coupled}, so it cannot step bucket by bucket; {remedy}")
         self._cluster.open(plan.links)
+        self._guard_links()
         self.plan = plan
         if self._recorder:
             self._recorder.plan = plan
         self.scaler_remedy = _scaler_remedy(plan)
         self.engine.adopt(plan, strategy.state_policy)
+        self._replicas = None
+        if only_gradients(plan) and self._watch.compare_every:
+            self._replicas = ReplicaGuard(
+                self._cluster.control,
+                self._model,
+                self.engine.optimizer,
+                self._watch.compare_every,
+                self.engine.flush,
+            )
+            self._replicas.look()
 
     def _heed(self, finding: Finding) -> None:
         """Fall back to a synchronous schedule if the loss departs, plan again if the noise says
@@ -173,6 +215,8 @@ class FlatSession(Session):
     def step(self, skip_update: bool) -> None:
         if self._recorder:
             self._recorder.stepped(self.engine.iteration)
+        if self._replicas is not None:
+            self._replicas.step()
         self.engine.step(skip_update)
         finding = self._guard.iteration() if self._guard is not None else None
         if finding is not None:
@@ -195,9 +239,15 @@ class FlatSession(Session):
     def optimizer_reloaded(self) -> None:
         self.engine.refresh_groups()
 
-    def consolidate(self) -> None:
+    def consolidate(self, repairing: bool) -> None:
         self.engine.drain()
-        unite(self._model, self._cluster)
+        if not only_gradients(self.engine.plan):
+            unite(self._model, self._cluster)
+        elif repairing:
+            repair(self._model, self.engine.optimizer, self._cluster)
+        else:
+            require_equal(self._model, self._strategy, self._cluster.control)
+            unite(self._model, self._cluster)
 
     def close(self) -> None:
         if self._cluster.closed:
@@ -231,60 +281,3 @@ def build_flat(model: nn.Module, profile: Profile | None) -> Flat:
         return Flat(model, specs_of_profile(model, profile))
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     return Flat(model, [BucketSpec(name, (name,)) for name in reversed(names)])
-
-
-def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
-    """Rank 0's parameters and buffers on every rank; nothing is sent if all agree already, as
-    equal seeds make them do."""
-    tensors = _state(model)
-    if not _differ(tensors, cluster):
-        return
-    for tensor in tensors:
-        _from_rank_0(tensor, cluster)
-
-
-def unite(model: nn.Module, cluster: Cluster) -> None:
-    """Average the floating-point state of all replicas unless they are identical already, take
-    rank 0's integers, and compare checksums."""
-    tensors = _state(model)
-    if _differ(tensors, cluster):
-        for tensor in tensors:
-            if tensor.is_floating_point():
-                _in_place(tensor, averaging(_bulk(cluster)))
-            else:
-                _from_rank_0(tensor, cluster)
-    odd = _differ(tensors, cluster)
-    if odd:
-        raise RuntimeError(
-            f"replicas still differ after consolidation: ranks {odd} have other checksums than "
-            "rank 0; was a parameter changed by another thread?"
-        )
-
-
-def _bulk(cluster: Cluster) -> dist.ProcessGroup:
-    return next(iter(cluster.groups.values()))
-
-
-def _from_rank_0(tensor: Tensor, cluster: Cluster) -> None:
-    _in_place(tensor, lambda t: dist.broadcast(t, src=0, group=_bulk(cluster)))
-
-
-def _in_place(tensor: Tensor, collective: Callable[[Tensor], object]) -> None:
-    """A collective on a tensor of any strides: it reads and writes memory as if contiguous, so
-    on a view with gaps it would write over what lies between."""
-    with torch.no_grad():
-        whole = tensor.contiguous()
-        collective(whole)
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.copy_(whole)
-
-
-def _state(model: nn.Module) -> list[Tensor]:
-    """Everything that makes a replica: parameters, frozen ones too, and buffers."""
-    return [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
-
-
-def _differ(tensors: Sequence[Tensor], cluster: Cluster) -> list[int]:
-    """Ranks whose replica is not bit-identical to rank 0's."""
-    sums = cluster.control.gather([checksum(t) for t in tensors])
-    return [rank for rank, values in enumerate(sums) if values != sums[0]]

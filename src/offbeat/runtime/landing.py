@@ -24,6 +24,11 @@ class Landing:
         if self._failure is not None:
             raise RuntimeError("this worker has failed; start it again") from self._failure
 
+    def refuse(self, error: BaseException) -> None:
+        """What has landed must not be used."""
+        self._failure = error
+        raise error
+
     def wait(self, flight: Flight, flat: Flat) -> None:
         """Return when the flight has landed; RuntimeError in words if it failed or is too late."""
         limit_s = self._timeout_s + 5  # the group's own timeout speaks first

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat.runtime.coupling import delegates
 from offbeat.runtime.flat import Flat
-from offbeat.runtime.state import delegates
 
 Group = dict[str, Any]
 Settings = dict[int, Group]

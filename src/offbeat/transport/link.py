@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,8 @@ class Flight:
     """
 
     __slots__ = (
-        "_landed", "end", "error", "iteration", "order", "released", "start", "tensors", "transfer",
+        "_landed", "culprits", "end", "error", "iteration", "order", "released", "start",
+        "tensors", "transfer",
     )  # fmt: skip
 
     def __init__(self, transfer: Transfer, iteration: int, order: int, tensors: Sequence[Tensor]):
@@ -37,6 +38,7 @@ class Flight:
         self.start: Mark | None = None
         self.end: Mark | None = None
         self.error: BaseException | None = None
+        self.culprits: list[int] = []  # ranks whose values were not finite
         # A bare lock is the cheapest thing to wait on; it is held until the flight lands.
         self._landed = threading.Lock()
         self._landed.acquire()
@@ -64,6 +66,8 @@ class Link:
         self.name = name
         self.bytes_sent = 0
         self.collectives = collectives
+        # Goes round a transfer's collective; returns ranks whose values were not finite.
+        self.guard: Callable[[Transfer, Tensor, Collectives], list[int]] | None = None
         self._device = device
         self._released: SimpleQueue[Flight | None] = SimpleQueue()
         self._next_order = 0
@@ -113,5 +117,8 @@ class Link:
     def _run(self, flight: Flight) -> None:
         verb = flight.transfer.verb
         for tensor in flight.tensors:
-            self.collectives[verb](tensor)
+            if self.guard is None:
+                self.collectives[verb](tensor)
+            else:
+                flight.culprits += self.guard(flight.transfer, tensor, self.collectives)
             self.bytes_sent += tensor.nbytes if verb == "mean" else tensor.nbytes // 2
