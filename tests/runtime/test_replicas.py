@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import guards_support as support
 import pytest
 import torch
 from worlds import run_world, watch_world
 
 from offbeat import DDP, WFBP, ByteScheduler, LocalSGD, Strategy
+from offbeat.runtime.guards.replicas import ReplicaGuard
 from offbeat.runtime.replicas import dissenters, hash_text, sketch
 
 NAMED = {
@@ -101,3 +104,30 @@ def test_sketches_measure_how_far_apart_tensors_are() -> None:
 def test_text_is_hashed_alike_in_every_process() -> None:
     values = run_world(hash_text, 2, "weights")
     assert values[0] == values[1] == hash_text("weights") != hash_text("weighst")
+
+
+class Agreeing:
+    """A control group whose other ranks always agree; counts how often it is asked."""
+
+    world_size, asked = 2, 0
+
+    def same(self, numbers: Sequence[int]) -> bool:
+        assert all(abs(n) < 2**62 for n in numbers)
+        self.asked += 1
+        return True
+
+
+def test_when_replicas_are_compared() -> None:
+    """At the first step, then every third one, and when asked to; after what is pending."""
+    control, settled = Agreeing(), []
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    guard = ReplicaGuard(control, model, optimizer, 3, lambda: settled.append(1))  # type: ignore[arg-type]
+    looks = []
+    for step in range(7):
+        if step == 4:
+            guard.ask()
+        guard.step()
+        looks.append(control.asked)
+    assert looks == [1, 1, 1, 2, 3, 3, 4]
+    assert len(settled) == 4
