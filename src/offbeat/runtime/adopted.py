@@ -46,6 +46,7 @@ class Adopted:
             engine.links,
             engine.waiting,
         )
+        self._suspects = engine.suspects
         self.forward_hooks: ForwardHooks | None = None
         if self._acts_within_forward():
             self.forward_hooks = ForwardHooks(engine.model, self.flat, engine.forward_needs)
@@ -93,7 +94,12 @@ class Adopted:
         iteration = self.iterations[planned]
         if index in iteration.outstanding:
             iteration.outstanding.discard(index)
-            self._messages.arrive(iteration.messages[index])
+            message = iteration.messages[index]
+            self._messages.arrive(message)
+            if message.culprits and self._suspects is not None:
+                gradients = message.transfer.payload.buffer == "grad"
+                at_step = self.updates.remedy is None
+                self._suspects.note(message, later=gradients and at_step)
 
     def land(self, iteration: Iteration) -> None:
         """Wait for every message of an iteration that has released them all."""

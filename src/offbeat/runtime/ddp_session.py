@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.runtime.cluster import Cluster
-from offbeat.runtime.flat_session import unite
 from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.runtime.record import Recorder
+from offbeat.runtime.replicas import repair, require_equal, unite
 from offbeat.runtime.wrap import Session
 
 
@@ -65,8 +65,12 @@ class DDPSession(Session):
     def no_sync(self) -> AbstractContextManager[None]:
         return self.module.no_sync()
 
-    def consolidate(self) -> None:
-        unite(self._model, self._cluster)
+    def consolidate(self, repairing: bool) -> None:
+        if repairing:
+            repair(self._model, self._optimizer, self._cluster)
+        else:
+            require_equal(self._model, "ddp", self._cluster.control)
+            unite(self._model, self._cluster)
 
     def close(self) -> None:
         if self._cluster.closed:

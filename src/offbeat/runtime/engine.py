@@ -14,6 +14,7 @@ from offbeat.numerics import RULES, VOTES
 from offbeat.plan import Apply, Plan
 from offbeat.plan.program import Step
 from offbeat.runtime.adopted import Adopted
+from offbeat.runtime.guards.finite import Suspects
 from offbeat.runtime.hooks import BackwardHooks
 from offbeat.runtime.iteration import Acted, Iteration, Timestamps
 from offbeat.runtime.metering import Metering
@@ -48,6 +49,7 @@ class Engine:
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
         self.waiting = Waiting(device, control, timeout_s)
+        self.suspects: Suspects | None = None
         self.iteration = 0
         self.listener: Callable[[Iteration], None] | None = None
         self.run: Adopted | None = None
@@ -243,6 +245,8 @@ class Engine:
         if not self._backward_over:
             self.backward_ends()
         now.marks.step = mark()
+        if self.suspects is not None:
+            self.suspects.heed(unused=skip_update)
         self.run.updates.asked_for(now, abandoned=abandoned)
         now.skipped = skip_update
         step, end = now.at("step", self.plan), now.at("end", self.plan)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from offbeat.plan import Plan
 from offbeat.plan.check import raise_if_wrong
@@ -20,18 +19,20 @@ from offbeat.runtime.attached import Attached
 from offbeat.runtime.cluster import Cluster
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.guard import ConvergenceGuard, Finding
+from offbeat.runtime.guards.finite import FiniteGuard, OnNonfinite, Suspects
+from offbeat.runtime.guards.replicas import ReplicaGuard
 from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.measure import measure_cluster, worthwhile_bytes
 from offbeat.runtime.observe import Observer, observing_plan
 from offbeat.runtime.record import Recorder
+from offbeat.runtime.replicas import only_gradients, repair, require_equal, unite
 from offbeat.runtime.updates import early_remedy
 from offbeat.runtime.votes import vote_channel
 from offbeat.runtime.wrap import Session
-from offbeat.storage.checksum import checksum
+from offbeat.storage.coupling import couples
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec, specs_of_profile
 from offbeat.strategies import WFBP, Strategy
-from offbeat.transport.collectives import averaging
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,14 @@ class Observation:
     then_stop: bool
 
 
+@dataclass(frozen=True)
+class Watch:
+    """What is watched while running: replicas every so many iterations, non-finite values."""
+
+    compare_every: int
+    on_nonfinite: OnNonfinite
+
+
 class FlatSession(Session):
     """Runs a strategy's plan on flat buckets, after observing plain BSP if need be."""
 
@@ -56,7 +65,10 @@ class FlatSession(Session):
         cluster: Cluster,
         recorder: Recorder | None,
         flat: Flat,
+        watch: Watch,
     ):
+        self._watch = watch
+        self._replicas: ReplicaGuard | None = None
         self._model, self._strategy, self._cluster = model, strategy, cluster
         self._recorder = recorder
         self._guard: ConvergenceGuard | None = None
@@ -69,10 +81,25 @@ class FlatSession(Session):
             cluster.control,
             cluster.timeout_s,
         )
+        control = cluster.control
+        self._finite = FiniteGuard(
+            watch.on_nonfinite, control.rank, control.world_size, self._names
+        )
+        self.engine.suspects = Suspects(self._finite, self.engine.waiting.refuse)
+        self._guard_links()
         # Also of bare modules: whoever reads or replaces weights finds them up to date.
         flush, discard = Attached(self.flush), Attached(self.engine.discard)
         self._handles = [model.register_load_state_dict_pre_hook(discard)]
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
+
+    def _names(self, run: range) -> str:
+        """Of a run of buckets, by their first and last."""
+        names = [self.engine.flat.buckets[b].name for b in (run.start, run.stop - 1)]
+        return repr(names[0]) if len(run) == 1 else f"{names[0]!r} to {names[1]!r}"
+
+    def _guard_links(self) -> None:
+        for link in self._cluster.links.values():
+            link.guard = self._finite.run if self._finite.active else None
 
     def run_from(self, profile: Profile, observed: int = 0) -> None:
         """Plan from a profile that all ranks share, check, agree on the plan, adopt it."""
@@ -99,9 +126,14 @@ class FlatSession(Session):
         self._cluster.control.agree(
             "the plan", plan.digest, "start all ranks with the same offbeat version"
         )
+        remedy = early_remedy(plan)
+        coupled = couples(self.engine.optimizer) if remedy is not None else None
+        if coupled is not None:
+            raise ValueError(f"{coupled}, so it cannot step bucket by bucket; {remedy}")
         first = next(iter(self._cluster.specs))
         votes = [vote_channel(first)] if plan.votes else []
         self._cluster.open([*plan.links, *votes], plan.groups)
+        self._guard_links()
         self.plan = plan
         if self._recorder:
             self._recorder.plan = plan
@@ -109,6 +141,16 @@ class FlatSession(Session):
         self.engine.adopt(plan)
         if self._guard is not None:
             self.engine.measure(self._guard.meter)
+        self._replicas = None
+        if only_gradients(plan) and self._watch.compare_every:
+            self._replicas = ReplicaGuard(
+                self._cluster.control,
+                self._model,
+                self.engine.optimizer,
+                self._watch.compare_every,
+                self.engine.flush,
+            )
+            self._replicas.look()
 
     def _heed(self, finding: Finding) -> None:
         """Fall back to a synchronous schedule if the loss departs, plan again if the noise says
@@ -191,6 +233,8 @@ class FlatSession(Session):
     def step(self, skip_update: bool) -> None:
         if self._recorder:
             self._recorder.stepped(self.engine.iteration)
+        if self._replicas is not None:
+            self._replicas.step()
         self.engine.step(skip_update)
         finding = self._guard.iteration() if self._guard is not None else None
         if finding is not None:
@@ -214,9 +258,15 @@ class FlatSession(Session):
     def optimizer_reloaded(self) -> None:
         self.engine.refresh_groups()
 
-    def consolidate(self) -> None:
+    def consolidate(self, repairing: bool) -> None:
         self.engine.drain()
-        unite(self._model, self._cluster)
+        if not only_gradients(self.engine.plan):
+            unite(self._model, self._cluster)
+        elif repairing:
+            repair(self._model, self.engine.optimizer, self._cluster)
+        else:
+            require_equal(self._model, self._strategy, self._cluster.control)
+            unite(self._model, self._cluster)
 
     def close(self) -> None:
         if self._cluster.closed:
@@ -248,60 +298,3 @@ def build_flat(model: nn.Module, profile: Profile | None) -> Flat:
         return Flat(model, specs_of_profile(model, profile))
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     return Flat(model, [BucketSpec(name, (name,)) for name in reversed(names)])
-
-
-def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
-    """Rank 0's parameters and buffers on every rank; nothing is sent if all agree already, as
-    equal seeds make them do."""
-    tensors = _state(model)
-    if not _differ(tensors, cluster):
-        return
-    for tensor in tensors:
-        _from_rank_0(tensor, cluster)
-
-
-def unite(model: nn.Module, cluster: Cluster) -> None:
-    """Average the floating-point state of all replicas unless they are identical already, take
-    rank 0's integers, and compare checksums."""
-    tensors = _state(model)
-    if _differ(tensors, cluster):
-        for tensor in tensors:
-            if tensor.is_floating_point():
-                _in_place(tensor, averaging(_bulk(cluster)))
-            else:
-                _from_rank_0(tensor, cluster)
-    odd = _differ(tensors, cluster)
-    if odd:
-        raise RuntimeError(
-            f"replicas still differ after consolidation: ranks {odd} have other checksums than "
-            "rank 0; was a parameter changed by another thread?"
-        )
-
-
-def _bulk(cluster: Cluster) -> dist.ProcessGroup:
-    return next(iter(cluster.groups.values()))
-
-
-def _from_rank_0(tensor: Tensor, cluster: Cluster) -> None:
-    _in_place(tensor, lambda t: dist.broadcast(t, src=0, group=_bulk(cluster)))
-
-
-def _in_place(tensor: Tensor, collective: Callable[[Tensor], object]) -> None:
-    """A collective on a tensor of any strides: it reads and writes memory as if contiguous, so
-    on a view with gaps it would write over what lies between."""
-    with torch.no_grad():
-        whole = tensor.contiguous()
-        collective(whole)
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.copy_(whole)
-
-
-def _state(model: nn.Module) -> list[Tensor]:
-    """Everything that makes a replica: parameters, frozen ones too, and buffers."""
-    return [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
-
-
-def _differ(tensors: Sequence[Tensor], cluster: Cluster) -> list[int]:
-    """Ranks whose replica is not bit-identical to rank 0's."""
-    sums = cluster.control.gather([checksum(t) for t in tensors])
-    return [rank for rank, values in enumerate(sums) if values != sums[0]]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat.storage.coupling import delegates
 from offbeat.storage.flat import Flat
-from offbeat.storage.optimizer_state import delegates
 
 Group = dict[str, Any]
 Settings = dict[int, Group]

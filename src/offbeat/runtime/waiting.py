@@ -30,6 +30,11 @@ class Waiting:
                 "prepare a model again"
             )
 
+    def refuse(self, error: BaseException) -> None:
+        """What has arrived must not be used."""
+        self._failure = error
+        raise error
+
     def wait(self, message: Message, flat: Flat) -> None:
         """Return when the message is there; RuntimeError in words if it failed or is too late."""
         limit_s = self._timeout_s + 5  # the group's own timeout speaks first

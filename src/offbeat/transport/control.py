@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
@@ -43,6 +44,17 @@ class Control:
         except RuntimeError as error:
             raise RuntimeError(f"ranks could not agree: {error}. {self.behind()}") from error
         return values
+
+    def same(self, numbers: Sequence[int]) -> bool:
+        """Whether every rank has these numbers (of at most 62 bits): one small collective."""
+        mine = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64)
+        largest = mine.clone()
+        try:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        except RuntimeError as error:
+            raise RuntimeError(f"ranks could not agree: {error}. {self.behind()}") from error
+        # Equal on every rank or on none: largest and smallest coincide, or they do not.
+        return all(int(a) == -int(b) for a, b in zip(*largest.chunk(2), strict=True))
 
     def agree(self, what: str, value: Any, remedy: str) -> None:
         """ValueError on every rank, naming the ranks that differ, unless all values are equal."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from offbeat.plan import Transfer
+from offbeat.plan import Transfer, Verb
 
 if TYPE_CHECKING:
-    from offbeat.transport.collectives import Collectives
+    from offbeat.transport.collectives import Collective, Collectives
     from offbeat.transport.device import Device, Mark
 
+Guard = Callable[["Transfer", Tensor, "Mapping[Verb, Collective]"], list[int]]
 THREAD_PREFIX = "offbeat-link-"
 
 
@@ -25,8 +26,8 @@ class Message:
     """
 
     __slots__ = (
-        "_arrived", "end", "error", "iteration", "order", "passed", "released", "start", "tensors",
-        "transfer",
+        "_arrived", "culprits", "end", "error", "iteration", "order", "passed", "released", "start",
+        "tensors", "transfer",
     )  # fmt: skip
 
     def __init__(self, transfer: Transfer, iteration: int, order: int):
@@ -39,6 +40,7 @@ class Message:
         self.start: Mark | None = None
         self.end: Mark | None = None
         self.error: BaseException | None = None
+        self.culprits: list[int] = []  # ranks whose values were not finite
         # A bare lock is the cheapest thing to wait on; it is held until the message has arrived.
         self._arrived = threading.Lock()
         self._arrived.acquire()
@@ -73,6 +75,8 @@ class Link:
         self.name = name
         self.bytes_sent = 0
         self.collectives = collectives
+        # Goes round a transfer's collective; returns ranks whose values were not finite.
+        self.guard: Guard | None = None
         self._device = device
         self._released: SimpleQueue[Message | None] = SimpleQueue()
         self._next_order = 0
@@ -128,11 +132,13 @@ class Link:
         return failed
 
     def _send(self, message: Message) -> None:
-        verb, ranks = message.transfer.verb, message.transfer.ranks
-        halves = verb in ("reduce_scatter", "all_gather")
+        t, act = message.transfer, self.collectives
+        halves = t.verb in ("reduce_scatter", "all_gather")
         for tensor in message.tensors:
-            if ranks is not None:
-                self.collectives.send(tensor, *ranks)
+            if t.ranks is not None:
+                act.send(tensor, *t.ranks)
+            elif self.guard is not None:
+                message.culprits += self.guard(t, tensor, act.by_verb)
             else:
-                self.collectives.by_verb[verb](tensor)
+                act.by_verb[t.verb](tensor)
             self.bytes_sent += tensor.nbytes // 2 if halves else tensor.nbytes
