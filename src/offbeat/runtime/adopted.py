@@ -36,7 +36,7 @@ class Adopted:
             self.program, self.flat, engine.state, engine.links, engine.waiting
         )
         channel = engine.links.get(vote_channel(next(iter(engine.links))))
-        self.votes = Votes(channel, engine.waiting, self.flat, world_size)
+        self.votes = Votes(channel, engine.waiting, self.flat, rank, world_size)
         self.windows = Accumulation(
             plan,
             engine.optimizer,

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from offbeat.numerics import RULES, VOTES
-from offbeat.plan import Apply, Plan
-from offbeat.plan.program import Step
+from offbeat.plan import Plan
 from offbeat.runtime.adopted import Adopted
 from offbeat.runtime.guards.finite import Suspects
 from offbeat.runtime.hooks import BackwardHooks
-from offbeat.runtime.iteration import Acted, Iteration, Timestamps
+from offbeat.runtime.iteration import Iteration, Reports, Timestamps
 from offbeat.runtime.metering import Metering
 from offbeat.runtime.noise import NoiseMeter
 from offbeat.runtime.waiting import Waiting
+from offbeat.runtime.walker import Walker
 from offbeat.storage.flat import Flat
 from offbeat.storage.gradients import Gradients
 from offbeat.storage.optimizer_state import StateStore
@@ -51,7 +48,7 @@ class Engine:
         self.waiting = Waiting(device, control, timeout_s)
         self.suspects: Suspects | None = None
         self.iteration = 0
-        self.listener: Callable[[Iteration], None] | None = None
+        self.reports = Reports()
         self.run: Adopted | None = None
         self.hooks: BackwardHooks | None = None
         self.attach(flat)
@@ -81,11 +78,10 @@ class Engine:
         self.run = Adopted(plan, self)
         self.plan = plan
         self._start = self.iteration
-        self._metering: Metering | None = None
+        self._metering = Metering(None, self.run)
         self._now: Iteration | None = None
-        self._recent: deque[Iteration] = deque()
-        self._flushed = self._backward_over = False
-        self._next = 0
+        self._walker = Walker(self.run, self.device)
+        self._backward_over = False
 
     def refresh_groups(self) -> None:
         """The optimizer's groups or state were replaced (load_state_dict)."""
@@ -94,14 +90,14 @@ class Engine:
 
     def measure(self, meter: NoiseMeter | None) -> None:
         """Show gradients to a meter from now on, or to none."""
-        self._metering = None if meter is None else Metering(meter, self.run)
+        self._metering = Metering(meter, self.run)
 
     @property
     def planned(self) -> int:
         """Number of the present iteration, or else of the next one, in the plan."""
         return self.iteration - self._start
 
-    # ---- the walk ---------------------------------------------------------------------------
+    # ---- iterations -------------------------------------------------------------------------
 
     def begin(self) -> None:
         """The time from here on belongs to the next iteration."""
@@ -115,53 +111,9 @@ class Engine:
             self._now = self.run.start(self.planned, self.iteration, self._marks)
             self.hooks.begin()
             self.gradients.iteration_begins()
-            self._next, self._backward_over = 0, False
+            self._walker.begin(self._now)
+            self._backward_over = False
         return self._now
-
-    def _walk(self, now: Iteration, position: int) -> None:
-        """Pass every moment up to a position that has not been passed yet."""
-        steps = now.steps
-        while self._next < len(steps) and steps[self._next].position <= position:
-            step = steps[self._next]
-            self._next += 1
-            begin = self.device.mark()
-            self._wait(step)
-            waited = self.device.mark()
-            self._apply(step)
-            self._release(now, step)
-            if step.wait or step.apply:
-                now.marks.acted.append(Acted(step.position, begin, waited, self.device.mark()))
-
-    def _wait(self, step: Step, *, lagged: bool = False) -> None:
-        """Wait for messages and votes; `lagged`: only for those of earlier iterations."""
-        early = self._done_early(step)
-        for lag, index in step.wait:
-            if (lag or not lagged) and not (lag and early):
-                self.run.arrive(self.planned - lag, index)
-        for lag, vote in step.decide:
-            if (lag or not lagged) and not (lag and early):
-                self.run.votes.decide(vote, self.planned - lag)
-
-    def _apply(self, step: Step, *, lagged: bool = False) -> None:
-        early = self._done_early(step)
-        for lag, apply in step.apply:
-            if (lag or not lagged) and not (lag and early):
-                self._apply_one(apply, self.planned - lag)
-
-    def _apply_one(self, apply: Apply, planned: int) -> None:
-        if self.run.votes.goes(apply.when, planned):
-            self.run.context.iteration = self.run.iterations[planned]
-            RULES[apply.rule](self.run.context, apply)
-
-    def _done_early(self, step: Step) -> bool:
-        return self._flushed and step.position < self.plan.buckets
-
-    def _release(self, now: Iteration, step: Step) -> None:
-        for vote in step.ask:
-            say = VOTES[vote.rule](self.run.context, vote, range(self.plan.buckets))
-            self.run.votes.ask(vote, now.planned, self.control.rank, say)
-        for index in step.release:
-            self.run.release(now, index)
 
     # ---- forward and backward ---------------------------------------------------------------
 
@@ -177,7 +129,7 @@ class Engine:
             self.run.land(self._now)  # a second backward may follow before the step
         now, hooks = self._started(), self.run.forward_hooks
         if hooks is None:
-            self._walk(now, 0)
+            self._walker.walk(0)
         elif hooks.at_start is not None:
             self.forward_needs(hooks.at_start)
         now.marks.forward = self.device.mark()
@@ -197,26 +149,25 @@ class Engine:
         if self._now is None:
             self.flush()
         else:
-            self._walk(self._now, self.plan.buckets - 1 - b)
-            self._report()
+            self._walker.walk(self.plan.buckets - 1 - b)
+            self.reports.hand_on()
 
     def backward_begins(self) -> None:
         """The first gradient of a backward pass is there."""
         if self._now is not None and self._backward_over:
             self._abandon()
-        now = self._started()
+        self._started()
         self.run.updates.in_backward = True
-        self._walk(now, self.plan.buckets - 1)
+        self._walker.walk(self.plan.buckets - 1)
         self.run.updates.in_backward = False
-        self._report()
+        self.reports.hand_on()
 
     def bucket_ready(self, b: int) -> None:
         """The gradients of buckets 0..b are complete."""
         now = self._now
         now.marks.ready[b] = self.device.mark()
-        if self._metering is not None:
-            self._metering.bucket_ready(b, now.planned)
-        self._walk(now, self.plan.buckets + b)
+        self._metering.bucket_ready(b, now.planned)
+        self._walker.walk(self.plan.buckets + b)
 
     def backward_ends(self) -> None:
         """Late releases, and the wait for what the update needs."""
@@ -225,12 +176,10 @@ class Engine:
         self.gradients.backward_ends(self.hooks.seen)
         self.hooks.finish()
         now.marks.backward_end = self.device.mark()
-        if self._metering is not None:
-            self._metering.backward_ends(now.planned)
+        self._metering.backward_ends(now.planned)
         step = now.at("step", self.plan)
-        self._wait(step)
-        if self._metering is not None:
-            self._metering.averaged(now.planned)
+        self._walker.wait(step)
+        self._metering.averaged(now.planned)
         due = [a for _, a in step.apply if a.rule == "local"]
         self.run.updates.reveal(a for a in due if self.run.votes.goes(a.when, now.planned))
         now.marks.waited = self.device.mark()
@@ -241,7 +190,7 @@ class Engine:
         """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is
         due by the end, and the next iteration."""
         now, mark = self._started(), self.device.mark
-        self._walk(now, self.plan.buckets - 1)
+        self._walker.walk(self.plan.buckets - 1)
         if not self._backward_over:
             self.backward_ends()
         now.marks.step = mark()
@@ -249,21 +198,19 @@ class Engine:
             self.suspects.heed(unused=skip_update)
         self.run.updates.asked_for(now, abandoned=abandoned)
         now.skipped = skip_update
-        step, end = now.at("step", self.plan), now.at("end", self.plan)
-        self._apply(step)
-        self._release(now, step)
+        self._walker.act(now.at("step", self.plan))
         now.marks.stepped = mark()
-        self._wait(end)
-        self._apply(end)
-        self._release(now, end)
+        end = now.at("end", self.plan)
+        self._walker.wait(end)
+        self._walker.act(end)
         now.marks.end = mark()
         self.run.windows.iteration_ends(now.planned)
         now.over, self._now = True, None
-        self._recent.append(now)
-        self._flushed = self._backward_over = False
+        self.reports.add(now)
+        self._backward_over = False
         self.iteration += 1
         self.control.publish(self.iteration)
-        self._report()
+        self.reports.hand_on()
         self.begin()
 
     def _abandon(self) -> None:
@@ -278,55 +225,46 @@ class Engine:
             self._abandon()
         self.gradients.zero_grad()
 
-    def _report(self) -> None:
-        """Hand on the iterations that are complete, in their order."""
-        while self._recent and self._recent[0].complete:
-            done = self._recent.popleft()
-            if self.listener is not None:
-                self.listener(done)  # may attach another storage and adopt another plan
-
-    def report_rest(self) -> None:
-        """At the end, hand on iterations whose messages nobody has waited for yet."""
-        while self._recent and self.listener is not None:
-            self.listener(self._recent.popleft())
-
     # ---- between iterations -----------------------------------------------------------------
 
     def flush(self) -> None:
         """Between iterations: do what the next forward would wait for and apply."""
-        if self._now is not None or self._flushed or self.planned == 0:
-            return
-        for step in self.run.program.steps(self.planned):
-            if step.position < self.plan.buckets:
-                self._wait(step, lagged=True)
-                self._apply(step, lagged=True)
-        self._flushed = True
-        self._report()
+        if self._now is None and self.planned:
+            self._walker.flush(self.planned)
+            self.reports.hand_on()
+
+    def pause(self) -> None:
+        """Between iterations: nothing that has begun is left to wait for. RuntimeError in the
+        middle of an iteration."""
+        if self._now is not None and self._backward_over:
+            raise RuntimeError(
+                "an iteration is under way; consolidate and load between iterations: after "
+                "optimizer.step() and before the next backward"
+            )
+        self.flush()
+        self.run.land_all()
+        self.reports.hand_on()
 
     def settle(self) -> None:
         """Before leaving: finish updates, and messages that others wait for. What has begun and
         will never end is dropped."""
-        if self.waiting.failed:
-            return
-        self._now = None
-        self.flush()
-        self.run.land_all()
-        self._report()
+        if not self.waiting.failed:
+            self._now, self._backward_over = None, False
+            self.pause()
 
     def discard(self) -> None:
         """Other weights are about to be loaded: forget gradients that were added up, and begin
         the plan anew."""
         self.flush()
         if self.run.windows.late:
-            self._settled()
+            self.pause()
             self.run.windows.discard()
             self._begin_anew()
 
     def drain(self) -> None:
         """Between iterations: also apply gradients that are not yet due, and begin the plan anew.
-        Every rank must call it. RuntimeError in the middle of an iteration."""
-        self.flush()
-        self._settled()
+        Every rank must call it."""
+        self.pause()
         if self.run.windows.late:
             self.run.windows.drain(self.run.context, self.iteration, self.planned)
             self._begin_anew()
@@ -334,15 +272,5 @@ class Engine:
     def _begin_anew(self) -> None:
         self._start = self.iteration
         self.run.iterations.clear()
-        self._flushed = False
-        if self._metering is not None:
-            self._metering.reset()
-
-    def _settled(self) -> None:
-        if self._now is not None and self._backward_over:
-            raise RuntimeError(
-                "an iteration is under way; consolidate and load between iterations: after "
-                "optimizer.step() and before the next backward"
-            )
-        self.run.land_all()
-        self._report()
+        self._walker.flushed = None
+        self._metering.reset()

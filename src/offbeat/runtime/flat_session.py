@@ -108,7 +108,7 @@ class FlatSession(Session):
             warnings.simplefilter("always")
             plan = self._checked(self._strategy)
         self._adopt(self._strategy, plan)
-        self.engine.listener = self._recorder.iteration if self._recorder else None
+        self.engine.reports.listener = self._recorder.iteration if self._recorder else None
         if self._recorder:
             self._recorder.start(str(self._strategy), self.plan, observed)
         for warning in said:
@@ -202,7 +202,7 @@ class FlatSession(Session):
             if done.number + 1 == how.iterations:
                 self._plan_from(observer, how)
 
-        self.engine.listener = listen
+        self.engine.reports.listener = listen
 
     def _plan_from(self, observer: Observer, how: Observation) -> None:
         observer.finish()
@@ -275,7 +275,7 @@ class FlatSession(Session):
             self.engine.settle()
         self.engine.waiting.closed = True
         if self._recorder:
-            self.engine.report_rest()
+            self.engine.reports.hand_on(rest=True)
             self._recorder.write(self._cluster.bytes_sent())
         self._unguard()
         self.engine.detach()

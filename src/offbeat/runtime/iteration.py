@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from offbeat.plan import Plan
@@ -65,3 +67,23 @@ class Iteration:
         """What is to do at `step` or `end`."""
         position = 2 * plan.buckets + (point == "end")
         return next((s for s in self.steps[-2:] if s.position == position), Step(position))
+
+
+class Reports:
+    """Hands iterations on when they are complete, in their order."""
+
+    def __init__(self) -> None:
+        self.listener: Callable[[Iteration], None] | None = None
+        self._recent: deque[Iteration] = deque()
+
+    def add(self, done: Iteration) -> None:
+        """An iteration is over; some of its messages may still be awaited."""
+        self._recent.append(done)
+
+    def hand_on(self, *, rest: bool = False) -> None:
+        """Those that are complete, or at the end the `rest` as well. The listener may attach
+        another storage and adopt another plan."""
+        while self._recent and (rest or self._recent[0].complete):
+            done = self._recent.popleft()
+            if self.listener is not None:
+                self.listener(done)

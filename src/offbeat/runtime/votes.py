@@ -20,20 +20,22 @@ def vote_channel(link: str) -> str:
 class Votes:
     """One small message per vote; afterwards every rank knows who has said yes."""
 
-    def __init__(self, link: Link | None, waiting: Waiting, flat: Flat, world_size: int):
+    def __init__(
+        self, link: Link | None, waiting: Waiting, flat: Flat, rank: int, world_size: int
+    ):
         self._link, self._waiting, self._flat = link, waiting, flat
-        self._world_size = world_size
+        self._rank, self._world_size = rank, world_size
         self._asked: dict[tuple[str, int], Message] = {}
         self.outcomes: dict[tuple[str, int], list[int]] = {}
         """By name and iteration in the plan: the ranks that said yes."""
 
-    def ask(self, vote: Vote, planned: int, rank: int, say: bool) -> None:
+    def ask(self, vote: Vote, planned: int, say: bool) -> None:
         """This rank has its say."""
         assert self._link is not None
         rule = Transfer(Payload("vote", range(0, 1)), vote.at, Moment("end"), Phases(), self._link.name)
         where = self._flat.everything()[0].device
         says = torch.zeros(self._world_size, device=where)
-        says[rank] = float(say)
+        says[self._rank] = float(say)
         message = self._link.enqueue(rule, planned)
         self._link.release(message, (says,))
         self._asked[vote.name, planned] = message
