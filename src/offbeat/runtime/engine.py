@@ -110,7 +110,6 @@ class Engine:
             self.waiting.require_alive()
             self._now = self.run.start(self.planned, self.iteration, self._marks)
             self.hooks.begin()
-            self.gradients.iteration_begins()
             self._walker.begin(self._now)
             self._backward_over = False
         return self._now
@@ -160,6 +159,7 @@ class Engine:
         self.run.updates.in_backward = True
         self._walker.walk(self.plan.buckets - 1)
         self.run.updates.in_backward = False
+        self.gradients.backward_begins()
         self.reports.hand_on()
 
     def bucket_ready(self, b: int) -> None:

@@ -20,6 +20,7 @@ from offbeat.runtime.cluster import Cluster
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.guard import ConvergenceGuard, Finding
 from offbeat.runtime.guards.finite import FiniteGuard, OnNonfinite, Suspects
+from offbeat.runtime.guards.parameters import ParameterWatch
 from offbeat.runtime.guards.replicas import ReplicaGuard
 from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.measure import measure_cluster, worthwhile_bytes
@@ -81,6 +82,8 @@ class FlatSession(Session):
             cluster.control,
             cluster.timeout_s,
         )
+        self._parameters = ParameterWatch(model)
+        self._parameters.attach(flat)
         control = cluster.control
         self._finite = FiniteGuard(
             watch.on_nonfinite, control.rank, control.world_size, self._names
@@ -213,6 +216,7 @@ class FlatSession(Session):
         specs = observer.layout(control, least)
         flat = Flat(self._model, specs)
         self.engine.attach(flat)
+        self._parameters.attach(flat)
         links, contention = measure_cluster(self._cluster, flat)
         profile = observer.profile(specs, flat, links, contention, control, how.model)
         profile = control.gather(profile)[0]  # every rank plans from the same numbers
@@ -225,6 +229,8 @@ class FlatSession(Session):
     # ---- what the user calls ----------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._parameters.require_unchanged()
         with self.engine.forward_begins():
             output = self._model(*args, **kwargs)
         self.engine.forward_ends()
@@ -279,6 +285,7 @@ class FlatSession(Session):
             self._recorder.write(self._cluster.bytes_sent())
         self._unguard()
         self.engine.detach()
+        self._parameters.close()
         for handle in self._handles:
             handle.remove()
         self._cluster.close()

@@ -46,8 +46,8 @@ class Gradients:
 
     # ---- backward ---------------------------------------------------------------------------
 
-    def iteration_begins(self) -> None:
-        """One more iteration adds to the newest copy."""
+    def backward_begins(self) -> None:
+        """One more iteration adds to the newest copy; what earlier ones left has been applied."""
         self._backwards[self.flat.physical("grad")] += 1
 
     def take(self, index: int, p: nn.Parameter) -> None:
