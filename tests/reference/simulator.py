@@ -1,17 +1,20 @@
 """Slow twin of offbeat.sim: one loop over time, in which every rank is a coroutine.
 
 At every instant each rank runs until it computes or waits; then time passes until the next
-computation or message ends. Messages under way advance at whatever speed holds until then.
+computation, message or vote ends. Messages under way advance at whatever speed holds until then.
+It knows the order of an iteration by itself.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 
-from offbeat.plan import Moment, Plan, Transfer, base_link
+from offbeat.plan import Apply, Moment, Plan, Transfer, Vote, base_link
 from offbeat.profile import Profile
 
 Event = tuple[str, int, int]  # point, bucket, iteration
+Key = tuple[int, int, str, int]  # rank, iteration, link, position
 
 
 class DeadlockError(Exception):
@@ -20,17 +23,22 @@ class DeadlockError(Exception):
 
 @dataclass
 class Timeline:
-    """Results; `ends_s[rank][iteration]`, and per message (start per rank, end)."""
+    """Results; `ends_s[rank][iteration]`, and per message (start as shown, end)."""
 
     ends_s: list[list[float]]
     waited_s: list[list[float]]
-    messages: dict[tuple[int, str, int], tuple[list[float], float]]
+    messages: dict[Key, tuple[float, float]]
 
 
 @dataclass(eq=False)
 class Message:
+    """Seconds of work for its ranks; of a vote with all of them `left_s` is what follows it."""
+
+    ranks: tuple[int, ...]
     left_s: float
+    passed: bool = False
     released_s: dict[int, float] = field(default_factory=dict)
+    begun_s: float = inf
     end_s: float = inf
 
 
@@ -38,57 +46,132 @@ class Message:
 class Rank:
     """A worker's progress; `awaits` is the time or the message that it goes on at."""
 
-    due: dict[Event, list[Message]] = field(default_factory=dict)
-    released: dict[Event, list[Message]] = field(default_factory=dict)
+    due: dict[Event, list[Message]] = field(default_factory=lambda: defaultdict(list))
+    applied: dict[Event, list[float]] = field(default_factory=lambda: defaultdict(list))
+    released: dict[Event, list[Message]] = field(default_factory=lambda: defaultdict(list))
+    received: dict[int, list[Message]] = field(default_factory=lambda: defaultdict(list))
+    lines: dict[str, dict[tuple[int, int], Message]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     ends_s: list[float] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)
     awaits: float | Message = 0.0
 
 
 class World:
-    """Ranks and the messages of every link, in issue order, at one time."""
+    """Ranks and their messages, link by link in issue order, at one time."""
 
     def __init__(
-        self, plans: Sequence[Plan], profile: Profile, days: int, rates: dict[str, float]
+        self,
+        plan: Plan,
+        profile: Profile,
+        days: int,
+        rates: Mapping[str, Sequence[float]],
+        says: Mapping[tuple[str, int], bool],
     ) -> None:
         self.now_s = 0.0
-        self.profile = profile
-        self.ranks = [Rank() for _ in plans]
-        self.lines: dict[str, dict[tuple[int, int], Message]] = {}
-        for link in sorted({t.link for plan in plans for t in plan.transfers}):
-            line = self.lines[link] = {}
-            for i in range(days):
-                for k, own in enumerate(zip(*(on_link(p, i, link) for p in plans), strict=True)):
-                    seconds = profile.message_s(own[0].payload, link, own[0].verb)
-                    line[i, k] = Message(seconds / rates.get(base_link(link), 1.0))
-                    for rank, plan, t in zip(self.ranks, plans, own, strict=True):
-                        rank.due.setdefault(event(t.before, i, plan), []).append(line[i, k])
-                        rank.released.setdefault(event(t.after, i, plan), []).append(line[i, k])
+        self.plan, self.profile, self.rates, self.says = plan, profile, rates, says
+        self.ranks = [Rank() for _ in range(profile.world_size)]
+        self.said: list[Message] = []
+        for i in range(days):
+            for t in plan.transfers:
+                if plan.phase(i) in t.phases:
+                    for ranks in parts(plan, t, len(self.ranks)):
+                        self.add(t, i, ranks)
+            for vote in plan.votes:
+                if plan.phase(i) in vote.phases:
+                    self.add_vote(vote, i)
+            for apply in plan.applies:
+                if plan.phase(i) in apply.phases and self.goes(apply, i):
+                    self.add_apply(apply, i)
 
-    def under_way(self) -> dict[str, Message]:
-        """The first message of every link that has not ended, if every rank has released it."""
+    def goes(self, rule: Transfer | Apply, i: int) -> bool:
+        return rule.when is None or self.says[rule.when, i]
+
+    def rate(self, link: str, ranks: Sequence[int]) -> float:
+        rates = self.rates.get(base_link(link))
+        return 1.0 if rates is None else min(rates[r] for r in ranks)
+
+    def add(self, t: Transfer, i: int, ranks: tuple[int, ...]) -> None:
+        seconds = message_s(t, self.plan, self.profile) / self.rate(t.link, ranks)
+        passed = not self.goes(t, i)
+        message = Message(ranks, 0.0 if passed else seconds, passed)
+        for r in ranks:
+            line = self.ranks[r].lines[t.link]
+            line[i, sum(1 for day, _ in line if day == i)] = message
+            if t.ranks is None or r == t.ranks[0]:
+                self.ranks[r].released[event(t.after, i, self.plan)].append(message)
+            else:
+                self.ranks[r].received[i].append(message)
+            if (t.ranks is None or r == t.ranks[1]) and not passed:
+                self.ranks[r].due[event(t.before, i, self.plan)].append(message)
+
+    def add_vote(self, vote: Vote, i: int) -> None:
+        everyone = tuple(range(len(self.ranks)))
+        link = self.profile.links[0]
+        seconds = max(link.latency_s, min((s for _, s in link.small), default=0.0))
+        said = Message(everyone, seconds / self.rate(link.name, everyone))
+        self.said.append(said)
+        for rank in self.ranks:
+            rank.released[event(vote.at, i, self.plan)].append(said)
+            rank.due[event(vote.due, i, self.plan)].append(said)
+
+    def add_apply(self, apply: Apply, i: int) -> None:
+        closed = [d for d in range(i) if any(closes(a, d, self.plan) for a in self.plan.applies)]
+        if apply.rule != "local" or apply.arg("age", 0) > len(closed):
+            return
+        for r in range(len(self.ranks)) if apply.ranks is None else apply.ranks:
+            for b in apply.buckets:
+                at = apply.at
+                if at.bucket is None and at.point in ("forward", "grad"):
+                    at = Moment(at.point, b, at.lag)
+                when = event(at, i, self.plan)
+                self.ranks[r].applied[when].append(self.profile.bucket_update_s[b])
+
+    def under_way(self) -> list[tuple[str, Message]]:
+        """What is first on the line of each of its ranks, and released by all of them."""
         heads = {
-            link: next((m for m in line.values() if m.end_s == inf), None)
-            for link, line in self.lines.items()
+            (r, link): next((m for m in line.values() if m.end_s == inf), None)
+            for r, rank in enumerate(self.ranks)
+            for link, line in rank.lines.items()
         }
-        return {link: m for link, m in heads.items() if m and len(m.released_s) == len(self.ranks)}
+        return [
+            (link, m)
+            for (r, link), m in heads.items()
+            if m is not None
+            and r == m.ranks[0]
+            and len(m.released_s) == len(m.ranks)
+            and all(heads[other, link] is m for other in m.ranks)
+        ]
 
     def run(self, workers: list[Iterator[float | Message]]) -> None:
         while True:
-            while any(self.step(*pair) for pair in zip(self.ranks, workers, strict=True)):
+            while any([self.step(*pair) for pair in zip(self.ranks, workers, strict=True)]):
                 pass
             running = self.under_way()
-            speeds = {link: speed(self.profile, link, {*running} - {link}) for link in running}
-            ends = {link: self.now_s + m.left_s / speeds[link] for link, m in running.items()}
+            speeds = {id(m): self.speed(link, m, running) for link, m in running}
+            for said in self.said:
+                if len(said.released_s) == len(said.ranks) and said.end_s == inf:
+                    running.append(("", said))
+                    speeds[id(said)] = 1.0
+            ends = {id(m): self.now_s + m.left_s / speeds[id(m)] for _, m in running}
             wakes = [r.awaits for r in self.ranks if isinstance(r.awaits, float)]
             next_s = min([*ends.values(), *wakes], default=inf)
             if next_s == inf:
                 return
-            for link, message in running.items():
-                message.left_s -= (next_s - self.now_s) * speeds[link]
-                if ends[link] == next_s:
+            for _, message in running:
+                message.begun_s = min(message.begun_s, self.now_s)
+                message.left_s -= (next_s - self.now_s) * speeds[id(message)]
+                if ends[id(message)] == next_s:
                     message.end_s = next_s
             self.now_s = next_s
+
+    def speed(self, link: str, m: Message, running: list[tuple[str, Message]]) -> float:
+        """As at the rank where others slow it down most."""
+        return min(
+            speed(self.profile, link, {o for o, other in running if o != link and r in other.ranks})
+            for r in m.ranks
+        )
 
     def step(self, rank: Rank, worker: Iterator[float | Message]) -> bool:
         """Resume a rank, if what it awaits is there."""
@@ -98,43 +181,47 @@ class World:
         rank.awaits = next(worker, inf)
         return True
 
-    def work(
-        self, rank: int, plan: Plan, factors: Sequence[float], days: int
-    ) -> Iterator[float | Message]:
+    def work(self, r: int, factors: Sequence[float], days: int) -> Iterator[float | Message]:
         """One worker: yields the time at which it goes on, or the message that it needs."""
-        me = self.ranks[rank]
+        me, buckets = self.ranks[r], self.profile.buckets
         for i in range(days):
             waited = 0.0
+            for message in me.received[i]:
+                message.released_s[r] = self.now_s
             yield self.now_s + self.profile.other_s
-            for what, value in day(plan, self.profile, i):
-                if what == "compute":
-                    yield self.now_s + value * factors[i]
-                elif what == "wait":
-                    begun = self.now_s
-                    for message in me.due.get(value, []):
-                        yield message
-                    waited += self.now_s - begun
-                else:
-                    for message in me.released.get(value, []):
-                        message.released_s[rank] = self.now_s
+            for point, b in moments(len(buckets)):
+                if point == "grad":
+                    yield self.now_s + buckets[b].backward_s * factors[i]
+                begun = self.now_s
+                for message in me.due[point, b, i]:
+                    yield message
+                waited += self.now_s - begun
+                for seconds in me.applied[point, b, i]:
+                    yield self.now_s + seconds * factors[i]
+                for message in me.released[point, b, i]:
+                    message.released_s[r] = self.now_s
+                if point == "forward":
+                    yield self.now_s + buckets[b].forward_s * factors[i]
             me.ends_s.append(self.now_s)
             me.waited_s.append(waited)
 
 
 def simulate(
-    plans: Sequence[Plan],
+    plan: Plan,
     profile: Profile,
     factors: Sequence[Sequence[float]],
     iterations: int,
-    rates: dict[str, float] | None = None,
+    rates: Mapping[str, Sequence[float]] | None = None,
+    says: Mapping[tuple[str, int], bool] | None = None,
 ) -> Timeline:
-    """Timeline of one plan per rank; `factors[rank][iteration]` multiplies compute times.
+    """Timeline of a plan; `factors[rank][iteration]` multiplies compute times.
 
-    `rates[link]` is the slowest rank's relative rate. Raises DeadlockError.
+    `rates[link]` are the ranks' relative rates, `says[name, iteration]` the votes' outcomes.
+    Raises DeadlockError.
     """
-    days = horizon(plans, iterations)
-    world = World(plans, profile, days, rates or {})
-    world.run([world.work(r, plan, factors[r], days) for r, plan in enumerate(plans)])
+    days = horizon(plan, profile, iterations)
+    world = World(plan, profile, days, rates or {}, says or {})
+    world.run([world.work(r, factors[r], days) for r in range(profile.world_size)])
     if any(len(rank.ends_s) < iterations for rank in world.ranks):
         raise DeadlockError
     return Timeline(
@@ -144,62 +231,43 @@ def simulate(
     )
 
 
-def horizon(plans: Sequence[Plan], iterations: int) -> int:
+def horizon(plan: Plan, profile: Profile, iterations: int) -> int:
     """Iterations until the messages of the first ones are done, each rank waiting for the next."""
-    moments = [m for plan in plans for t in plan.transfers for m in (t.after, t.before)]
-    return iterations + (1 + max((m.lag for m in moments), default=0)) * len(plans)
+    lags = [t.before.lag for t in plan.transfers] + [v.due.lag for v in plan.votes]
+    return iterations + (1 + max(lags, default=0)) * profile.world_size
 
 
-def day(plan: Plan, profile: Profile, i: int) -> Iterator[tuple[str, object]]:
-    """What one worker does in an iteration: compute, wait for an event's messages, release them."""
-    size = plan.buckets
-    for b in range(size - 1, -1, -1):
-        yield from at("forward", b, i)
-        if plan.updates == "on_arrival":
-            yield from update(plan, profile, b, i - 1)
-        yield "compute", profile.buckets[b].forward_s
-    for b in range(size):
-        yield "compute", profile.buckets[b].backward_s
-        yield from at("grad", b, i)
-        if plan.updates == "in_backward":
-            yield from update(plan, profile, b, i)
-    yield from at("step", 0, i)
-    if plan.updates == "at_step":
-        for b in range(size):
-            yield from update(plan, profile, b, i)
-    yield from at("end", 0, i)
-
-
-def at(*name: object) -> Iterator[tuple[str, object]]:
-    yield "wait", name
-    yield "release", name
-
-
-def update(plan: Plan, profile: Profile, b: int, of: int) -> Iterator[tuple[str, object]]:
-    """The update by the gradients of an iteration, or by the generation that is due then."""
-    yield "wait", ("updated", b, of)
-    if of >= 0 and (plan.closes is None or len(closed(plan, of)) > 1):
-        yield "compute", profile.bucket_update_s[b]
-    yield "release", ("updated", b, of)
-
-
-def closed(plan: Plan, iteration: int) -> list[int]:
-    """If this iteration closes a generation, the iterations so far that did."""
-    closes = plan.closes or set()
-    if plan.phase(iteration) not in closes:
-        return []
-    return [i for i in range(iteration + 1) if plan.phase(i) in closes]
+def moments(size: int) -> Iterator[tuple[str, int]]:
+    """The moments of an iteration. The compute of a forward follows, of a gradient precedes."""
+    yield from (("forward", b) for b in range(size - 1, -1, -1))
+    yield from (("grad", b) for b in range(size))
+    yield from (("step", 0), ("end", 0))
 
 
 def event(moment: Moment, i: int, plan: Plan) -> Event:
     bucket = moment.bucket
     if moment.point in ("step", "end"):
         bucket = 0
-    elif bucket is None and moment.point == "updated" and plan.updates == "on_arrival":
-        bucket = 0  # the last that is updated
     elif bucket is None:
         bucket = plan.buckets - 1
     return moment.point, bucket, i + moment.lag
+
+
+def parts(plan: Plan, t: Transfer, world_size: int) -> Sequence[tuple[int, ...]]:
+    """Ranks of each of the messages that a transfer is in one iteration."""
+    if t.ranks is not None:
+        return [t.ranks]
+    return plan.groups.get(t.link) or [tuple(range(world_size))]
+
+
+def message_s(t: Transfer, plan: Plan, profile: Profile) -> float:
+    """Seconds of a message; its buffer counts like the parameters, gradients or state."""
+    payload = replace(t.payload, buffer=plan.all_buffers[t.payload.buffer].kind)
+    return profile.message_s(payload, t.link, t.verb)
+
+
+def closes(apply: Apply, i: int, plan: Plan) -> bool:
+    return apply.rule == "close" and plan.phase(i) in apply.phases
 
 
 def speed(profile: Profile, link: str, others: set[str]) -> float:
@@ -217,17 +285,24 @@ def speed(profile: Profile, link: str, others: set[str]) -> float:
     return share
 
 
-def on_link(plan: Plan, iteration: int, link: str) -> list[Transfer]:
-    return [t for t in plan.transfers if plan.phase(iteration) in t.phases and t.link == link]
+def on_link(plan: Plan, iteration: int, link: str, rank: int) -> list[Transfer]:
+    """A rank's transfers on a link in one iteration, in issue order."""
+    return [
+        t
+        for t in plan.transfers
+        if plan.phase(iteration) in t.phases
+        and t.link == link
+        and (t.ranks is None or rank in t.ranks)
+    ]
 
 
-def read(
-    world: World, iterations: int
-) -> Iterator[tuple[tuple[int, str, int], tuple[list[float], float]]]:
-    for link, line in world.lines.items():
-        free_s = 0.0
-        for (i, k), message in line.items():
-            if i < iterations and message.end_s < inf:
-                releases = [message.released_s[rank] for rank in range(len(world.ranks))]
-                yield (i, link, k), ([max(at_s, free_s) for at_s in releases], message.end_s)
-            free_s = message.end_s
+def read(world: World, iterations: int) -> Iterator[tuple[Key, tuple[float, float]]]:
+    for r, rank in enumerate(world.ranks):
+        for link, line in rank.lines.items():
+            free_s = 0.0
+            for (i, k), message in line.items():
+                if i < iterations and message.end_s < inf and not message.passed:
+                    receives = message in rank.received[i]
+                    start_s = message.begun_s if receives else max(message.released_s[r], free_s)
+                    yield (r, i, link, k), (start_s, message.end_s)
+                free_s = message.end_s

@@ -1,68 +1,100 @@
 """The simulator against its slow twin on random plans, and what its traces hold."""
 
-from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from reference import random_plans
+from reference import random_timelines
 from reference import simulator as reference
 
 from offbeat.plan import Moment, Plan, transfer
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.sim import Ranks, simulate
+from offbeat.sim import Ranks, engine, events, simulate
+from offbeat.sim.outcomes import Outcomes
+from offbeat.sim.run import job_of
 from offbeat.strategies import BSP, LocalSGD
 from offbeat.trace import COMPUTE
 
 ITERATIONS = 7
+SEED = 3
 
 
 @st.composite
-def cases(draw):
-    profile = draw(random_plans.profiles(contention=True))
-    plans = draw(random_plans.plans_of_ranks(profile))
+def cases(draw, sends):
+    profile = draw(random_timelines.profiles(contention=True))
+    plan = draw(random_timelines.plans(profile, sends=sends))
     ranks = Ranks(
         jitter=draw(st.sampled_from([0.0, 0.0, 0.3])),
         link_rates={
-            link.name: tuple(draw(random_plans.SHARES) for _ in range(profile.world_size))
+            link.name: tuple(draw(random_timelines.SHARES) for _ in range(profile.world_size))
             for link in profile.links
             if draw(st.booleans())
         },
     )
-    return profile, plans, ranks
+    votes = {vote.name: draw(st.sampled_from([0.0, 0.5, 1.0])) for vote in plan.votes}
+    return profile, plan, ranks, votes
 
 
-def expected(profile, plans, ranks, seed):
+def expected(profile, plan, ranks, votes):
     scale = profile.rank_scale or (1.0,) * profile.world_size
-    horizon = reference.horizon(plans, ITERATIONS)
-    noise = ranks.noise(horizon, profile.world_size, seed)
+    horizon = reference.horizon(plan, profile, ITERATIONS)
+    noise = ranks.noise(horizon, profile.world_size, SEED)
     factors = [
         [scale[r] * (noise[i, r] if ranks.jitter else 1.0) for i in range(horizon)]
         for r in range(profile.world_size)
     ]
-    rates = {link: min(values) for link, values in ranks.link_rates.items()}
-    return reference.simulate(plans, profile, factors, ITERATIONS, rates)
+    outcomes = Outcomes(plan, votes, SEED)
+    says = {(v.name, i): outcomes.yes(v.name, i) for v in plan.votes for i in range(horizon)}
+    return reference.simulate(plan, profile, factors, ITERATIONS, ranks.link_rates, says)
 
 
-@settings(max_examples=200, deadline=None)
-@given(cases())
-def test_equals_the_slow_twin(case):
-    profile, plans, ranks = case
+@pytest.mark.parametrize("sends", [False, True])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_equals_the_slow_twin(data, sends):
+    profile, plan, ranks, votes = data.draw(cases(sends))
+    told = {"iterations": ITERATIONS, "ranks": ranks, "seed": SEED, "votes": votes}
     try:
-        truth = expected(profile, plans, ranks, seed=3)
+        truth = expected(profile, plan, ranks, votes)
     except reference.DeadlockError:
         event("deadlock")
         with pytest.raises(ValueError, match="the plan can never proceed"):
-            simulate(plans, profile, iterations=ITERATIONS, ranks=ranks, seed=3)
+            simulate(plan, profile, **told)
         return
-    event(f"transfers {len(plans[0].transfers)}")
-    trace = simulate(plans, profile, iterations=ITERATIONS, ranks=ranks, seed=3, record=ITERATIONS)
-    agree(trace, truth, plans)
+    event(f"transfers {len(plan.transfers)}, {'all alike' if plan.uniform else 'any'}")
+    trace = simulate(plan, profile, record=ITERATIONS, **told)
+    outcomes = Outcomes(plan, votes, SEED)
+    agree(trace, truth, plan, lambda t, i: outcomes.yes(t.when, i))
 
 
-def agree(trace, truth, plans):
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_both_engines_agree(data):
+    profile, plan, ranks, votes = data.draw(cases(sends=False))
+    jobs = (job_of(plan, profile, ranks, ITERATIONS, SEED, votes, {}) for _ in range(2))
+    found = []
+    for made, job in zip((engine, events), jobs, strict=True):
+        try:
+            found.append(made.run(job))
+        except ValueError as error:
+            found.append(str(error))
+    if any(isinstance(one, str) for one in found):
+        assert found[0] == found[1]
+        return
+    fast, slow = found
+    for name in ("ends_s", "waited_s"):
+        near = np.broadcast_to(getattr(fast, name), getattr(slow, name).shape)
+        np.testing.assert_allclose(getattr(slow, name), near, rtol=1e-12, atol=1e-12)
+    for link, lines in slow.lines.items():
+        for line in lines:
+            assert line.ends_s == pytest.approx(fast.lines[link][0].ends_s, rel=1e-12)
+
+
+def agree(trace, truth, plan, goes):
     """Ends, waiting and messages of every rank that the trace shows."""
+    sent = {}
     for rank, row in enumerate(trace.ends_s):
         assert row == near(truth.ends_s[rank])
         compute = sorted(spans(trace, rank, COMPUTE), key=lambda s: s.start_s)
@@ -70,35 +102,46 @@ def agree(trace, truth, plans):
         for i in range(ITERATIONS):
             waits = [s.end_s - s.start_s for s in compute if (s.iteration, s.kind) == (i, "wait")]
             assert sum(waits) == near(truth.waited_s[rank][i])
-        sent = {}
-        for link in {t.link for t in plans[rank].transfers}:
+        for link in {t.link for t in plan.transfers}:
             shown = spans(trace, rank, link)
             for i in range(ITERATIONS):
                 of = [s for s in shown if s.iteration == i]
-                due = reference.on_link(plans[rank], i, link)
-                assert [(s.kind, s.buckets, s.carries) for s in of] == [
-                    described(t, plans[rank], i) for t in due
-                ]
-                sent |= {(i, link, k): (s.start_s, s.end_s) for k, s in enumerate(of)}
-        assert sent == {
-            key: (near(starts[rank]), near(end)) for key, (starts, end) in truth.messages.items()
-        }
+                queue = enumerate(reference.on_link(plan, i, link, rank))
+                due = [(k, t) for k, t in queue if goes(t, i)]
+                assert sorted(map(shown_as, of)) == sorted(
+                    described(t, plan, i) for _, t in due
+                )
+                of.sort(key=lambda s: s.end_s)  # in issue order, but for those without duration
+                sent |= {
+                    (rank, i, link, k): (s.start_s, s.end_s)
+                    for (k, _), s in zip(due, of, strict=True)
+                }
+    truth_sent = {key: times for key, times in truth.messages.items() if key[0] < len(trace.ends_s)}
+    assert sent.keys() == truth_sent.keys()
+    assert sorted(sent.values()) == near(sorted(truth_sent.values()))
+
+
+def shown_as(span):
+    return span.kind, span.buckets, span.carries or ()
 
 
 def described(t, plan, iteration):
     """Kind, buckets and merged iterations that a message's span should have."""
-    carries = None
-    if plan.closes is not None and t.payload.kind == "grad":
-        days = range(plan.prologue + iteration + plan.period)
-        closes = [i for i in days if plan.phase(i) in plan.closes]
-        edges = [0, *(i + 1 for i in closes)]  # where generations begin
+    carries = ()
+    closing = [apply.phases for apply in plan.applies if apply.rule == "close"]
+    if closing and t.payload.buffer == "grad":
+        days = range(plan.prologue + iteration + plan.period + 1)
+        closes = [i for i in days if any(plan.phase(i) in phases for phases in closing)]
+        edges = [0, *(i + 1 for i in closes)]  # where windows begin
         at = max(k for k, edge in enumerate(edges) if edge <= iteration) - t.payload.age
         carries = (edges[at], edges[at + 1]) if at >= 0 else (0, 0)
-    kind = t.payload.kind if t.verb == "mean" else t.verb
+    kind = plan.all_buffers[t.payload.buffer].kind if t.verb == "all_reduce" else t.verb
     return kind, (t.payload.buckets.start, t.payload.buckets.stop), carries
 
 
 def near(seconds):
+    if seconds and isinstance(seconds[0] if isinstance(seconds, list) else 0, tuple):
+        return [near(pair) for pair in seconds]
     return pytest.approx(seconds, rel=1e-9, abs=1e-9)
 
 
@@ -159,30 +202,3 @@ def test_spans_carry_bytes():
         ("param", (0, 2), 12),
         ("state", (0, 2), 0),
     ]
-
-
-def test_one_plan_per_rank_may_be_equal_plans():
-    profile = replace(PROFILE, world_size=3, rank_scale=(1.0, 2.0, 1.0))
-    plan = LocalSGD(period=2).plan(profile)
-    copies = [Plan.from_dict(plan.to_dict()) for _ in range(3)]
-    assert simulate(copies, profile) == simulate(plan, profile)
-
-
-def test_messages_of_the_last_iteration_are_followed_to_their_end():
-    # Rank 0 releases aux late in the next iteration, for which it needs rank 1 in the one after.
-    profile = Profile(PROFILE.buckets, (Link("net", 0.5, 4.0), Link("aux", 0.5, 4.0)), world_size=2)
-
-    def plan(net, aux):
-        moves = (("grad", net, "net"), ("state", aux, "aux"))
-        transfers = (
-            transfer(kind, range(2), after=after, before=before, phases=[0], link=link)
-            for kind, (after, before), link in moves
-        )
-        return Plan("late", 2, tuple(transfers))
-
-    late = Moment("end", lag=2)
-    first = plan((Moment("forward"), Moment("step")), (Moment("end", lag=1), late))
-    second = plan((Moment("forward", lag=1), Moment("end", lag=1)), (Moment("grad"), late))
-    trace = simulate([first, second], profile, iterations=1)
-    messages = [(s.rank, s.lane, s.iteration) for s in trace.spans if s.lane != COMPUTE]
-    assert sorted(messages) == [(0, "aux", 0), (0, "net", 0), (1, "aux", 0), (1, "net", 0)]

@@ -10,6 +10,7 @@ programs and nothing else.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -60,11 +61,13 @@ class Step(NamedTuple):
 
 
 class _Rules(NamedTuple):
-    """The rules that are active in one iteration, those of this rank."""
+    """The rules that are active in one iteration, those of this rank; of the transfers also where
+    this rank releases them, where it waits for them (None: it does not), and how much later."""
 
     transfers: tuple[Transfer, ...]
     applies: tuple[Apply, ...]
     votes: tuple[Vote, ...]
+    places: tuple[tuple[int | None, int | None, int], ...]
 
 
 class Program:
@@ -125,18 +128,30 @@ class Program:
     # ---- tables -----------------------------------------------------------------------------
 
     def _by_segment(self) -> list[_Rules]:
-        found: list[tuple[list[Any], ...]] = [([], [], []) for _ in self._edges]
+        found: list[tuple[list[Any], ...]] = [([], [], [], []) for _ in self._edges]
         plan = self.plan
         for column, rules in enumerate((plan.transfers, plan.applies, plan.votes)):
             for rule in rules:
                 if not self._mine(rule):
                     continue
+                where = self._places(rule) if isinstance(rule, Transfer) else None
                 for start, stop in rule.phases.runs:
                     first = bisect_right(self._edges, start) - 1
                     last = bisect_right(self._edges, stop - 1)
                     for segment in range(first, last):
                         found[segment][column].append(rule)
+                        if where is not None:
+                            found[segment][3].append(where)
         return [_Rules(*map(tuple, rules)) for rules in found]
+
+    def _places(self, t: Transfer) -> tuple[int | None, int | None, int]:
+        sends = t.ranks is None or t.ranks[0] == self.rank
+        receives = t.ranks is None or t.ranks[1] == self.rank
+        return (
+            self._place(t.after) if sends else None,
+            self._place(t.before) if receives else None,
+            t.before.lag,
+        )
 
     def _mine(self, rule: Transfer | Apply | Vote) -> bool:
         return isinstance(rule, Vote) or rule.ranks is None or self.rank in rule.ranks
@@ -144,34 +159,31 @@ class Program:
     def _bind(self, key: tuple[int, ...], *, narrow: bool = True) -> Iterator[Step]:
         """Steps of an iteration; `key[n]` is the kind of the iteration `lags[n]` before. With
         `narrow` an apply that is spread becomes one for each bucket, else it is left out."""
-        table: dict[int, tuple[list[Any], ...]] = {}
-
-        def at(moment: Moment) -> tuple[list[Any], ...]:
-            place = position(moment, self.plan.buckets)
-            if place not in table:
-                table[place] = ([], [], [], [], [])
-            return table[place]
-
+        # By place, in the order in which a step does them.
+        wait, decide, apply, ask, release = tables = [defaultdict(list) for _ in range(5)]
         for lag, segment in zip(self.lags, key, strict=True):
             if segment < 0:
                 continue
             rules = self._rules[segment]
-            for index, t in enumerate(rules.transfers):
-                if t.before.lag == lag and (t.ranks is None or t.ranks[1] == self.rank):
-                    at(t.before)[0].append(Due(lag, index))
-                if lag == 0 and (t.ranks is None or t.ranks[0] == self.rank):
-                    at(t.after)[4].append(index)
+            for index, (released_at, due_at, late) in enumerate(rules.places):
+                if late == lag and due_at is not None:
+                    wait[due_at].append(Due(lag, index))
+                if lag == 0 and released_at is not None:
+                    release[released_at].append(index)
             for vote in rules.votes:
                 if vote.due.lag == lag:
-                    at(vote.due)[1].append((lag, vote))
+                    decide[self._place(vote.due)].append((lag, vote))
                 if lag == 0:
-                    at(vote.at)[3].append(vote)
-        for lag, apply in self._applies(key):
-            if narrow or not spread(apply):
-                for one in self._narrowed(apply):
-                    at(one.at)[2].append((lag, one))
-        for place in sorted(table):
-            yield Step(place, *map(tuple, table[place]))
+                    ask[self._place(vote.at)].append(vote)
+        for lag, rule in self._applies(key):
+            if narrow or not spread(rule):
+                for one in self._narrowed(rule):
+                    apply[self._place(one.at)].append((lag, one))
+        for place in sorted(set().union(*tables)):
+            yield Step(place, *[tuple(table[place]) if place in table else () for table in tables])
+
+    def _place(self, moment: Moment) -> int:
+        return position(moment, self.plan.buckets)
 
     def _applies(self, key: tuple[int, ...]) -> Iterator[tuple[int, Apply]]:
         """What an iteration applies, with its lag."""

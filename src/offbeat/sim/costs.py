@@ -28,8 +28,10 @@ class Costs:
     def __init__(self, plan: Plan, profile: Profile, ranks: Ranks) -> None:
         self.plan, self.profile = plan, profile
         self._ranks = ranks
+        self._buffers = plan.all_buffers
         self._rules_s = {name: seconds(profile) for name, seconds in RULES_S.items()}
         self._message_s: dict[tuple[int, int], float] = {}
+        self._bytes: dict[int, int] = {}
         # By place: the compute between the moment before and this one.
         self.compute_s = np.array(
             [
@@ -59,13 +61,18 @@ class Costs:
     def message_bytes(self, t: Transfer) -> int:
         """Bytes of a message; half of them for a reduce_scatter or all_gather, so that a pair of
         them counts as one all-reduce."""
-        size = self.profile.bytes_of(self.on_wire(t))
-        return size // 2 if t.verb in ("reduce_scatter", "all_gather") else size
+        if id(t) not in self._bytes:
+            size = self.profile.bytes_of(self.on_wire(t))
+            half = t.verb in ("reduce_scatter", "all_gather")
+            self._bytes[id(t)] = size // 2 if half else size
+        return self._bytes[id(t)]
 
     def on_wire(self, t: Transfer) -> Payload:
         """What goes over the link, as a payload that the profile knows: of one of the three
         kinds, and as large as the wire says. Wires that do not say are dense."""
-        payload = replace(t.payload, buffer=self.plan.all_buffers[t.payload.buffer].kind)
+        payload, kind = t.payload, self._buffers[t.payload.buffer].kind
+        if payload.buffer != kind:
+            payload = replace(payload, buffer=kind)
         says = t.wire and getattr(WIRES.get(t.wire.name), "bytes_of", None)
         dense = self.profile.bytes_of(payload) if says else 0
         if not dense:
@@ -81,4 +88,5 @@ class Costs:
     def vote_s(self) -> float:
         """What a vote takes from the last say on: the least message on the default link."""
         link = self.profile.default_link
-        return max(link.latency_s, link.least_s(1)) / self._ranks.link_rate(link.name)
+        least_s = max([link.latency_s, *(seconds for _, seconds in link.small[:1])])
+        return least_s / self._ranks.link_rate(link.name)

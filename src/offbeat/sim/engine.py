@@ -60,7 +60,7 @@ class _Together:
                             raise
                         return  # beyond the iterations that were asked for
                     waited = waited + (now - begun)
-                if leg.points:
+                if leg.released or leg.asked:
                     self._leave(iteration, leg, now, factor)
                 now = now + leg.seconds * factor
             self.ends_s.append(now)
@@ -118,17 +118,17 @@ class _Together:
 
     def _leave(self, iteration: int, leg: Leg, now: Times, factor: Times) -> None:
         """Votes and releases of a leg, when the last rank comes by."""
-        if self.job.factors.alike:
-            latest_s = [now + point.after_s * factor for point in leg.points]
-        else:
-            latest_s = (now + leg.after_s * factor).max(axis=1).tolist()
-        vote_s = self.job.costs.vote_s if self.job.plan.votes else 0.0
-        for point, last_s in zip(leg.points, latest_s, strict=True):
-            for name in point.asked:
-                self.known_s[name, iteration] = last_s + vote_s
-            for link, _, position in point.released:
-                line = self.lines[link]
-                line.released_s[line.begins[iteration] + position] = last_s
+        for name, after_s in leg.asked:
+            last_s = float(np.max(now + after_s * factor))
+            self.known_s[name, iteration] = last_s + self.job.costs.vote_s
+        for link, positions, after_s, column_s in leg.released:
+            if not self.job.factors.alike:
+                last_s = (now + column_s * factor).max(axis=1).tolist()
+            else:
+                last_s = [now + seconds * factor for seconds in after_s]
+            line = self.lines[link]
+            begin = line.begins[iteration]
+            line.released_s.update(zip([begin + p for p in positions], last_s, strict=True))
 
 
 def _rows(times: list[Times]) -> NDArray[np.float64]:

@@ -199,13 +199,13 @@ class _Worker:
                     self.world.arrive(flow, now)
 
     def _leave(self, iteration: int, leg: Leg, now: float, factor: float) -> None:
-        for point in leg.points:
-            at_s = now + point.after_s * factor
-            for name in point.asked:
-                self.world.say(name, iteration, at_s)
-            for slot in point.released:
-                queue = self.lines[slot.link]
-                self.world.arrive(queue.flows[queue.number(iteration, slot)], at_s)
+        for name, after_s in leg.asked:
+            self.world.say(name, iteration, now + after_s * factor)
+        for link, positions, after_s, _ in leg.released:
+            queue = self.lines[link]
+            begin = queue.begins[iteration]
+            for position, seconds in zip(positions, after_s, strict=True):
+                self.world.arrive(queue.flows[begin + position], now + seconds * factor)
 
     def stuck(self) -> ValueError:
         """What it waits for for ever."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
@@ -17,7 +17,7 @@ from offbeat.sim.job import Run
 from offbeat.sim.ranks import Ranks
 from offbeat.sim.run import run
 from offbeat.sim.shorten import SAMPLE, Short, shorten
-from offbeat.sim.simulation import default_iterations, recorded, to_trace
+from offbeat.sim.simulation import recorded, to_trace
 from offbeat.trace import Trace
 
 if TYPE_CHECKING:
@@ -163,7 +163,10 @@ def _settle(
     chance = ranks.jitter > 0 or any(0 < probability < 1 for probability in votes.values())
     fixed = iterations is not None or chance
     if iterations is None:
-        iterations = default_iterations(plan, RANDOM_ITERATIONS if chance else 0)
+        # A cycle shows in two periods, if these hold all that is still under way.
+        periods = 2 if plan.period >= 2 + max(_lags(plan)) else 4
+        least = RANDOM_ITERATIONS if chance else periods * plan.period
+        iterations = plan.prologue + plan.period * -(-least // plan.period)
     while True:
         found = run(
             plan,
@@ -179,6 +182,13 @@ def _settle(
         if cycle or fixed or 2 * repeated > MOST_ITERATIONS:
             return found, cycle
         iterations += repeated
+
+
+def _lags(plan: Plan) -> Iterator[int]:
+    yield 0
+    yield from (t.before.lag for t in plan.transfers)
+    yield from (apply.at.lag for apply in plan.applies)
+    yield from (vote.due.lag for vote in plan.votes)
 
 
 def _cycle(short: Short, found: Run) -> range | None:
@@ -263,11 +273,4 @@ def _busy_s(found: Run, link: str, row: int, iteration: int) -> float:
 
 
 def _bytes(found: Run, link: str, row: int, iteration: int) -> float:
-    """Payload of what is not passed over."""
-    program = found.programs[row]
-    sizes = (
-        found.job.costs.message_bytes(t)
-        for t in program.queues(iteration).get(link, ())
-        if program.goes(t, iteration)
-    )
-    return float(sum(sizes))
+    return found.programs[row].sent_bytes(link, iteration)

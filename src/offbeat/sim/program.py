@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, count, islice
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count, groupby, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -29,22 +29,46 @@ class Say(NamedTuple):
     lag: int
 
 
-class Point(NamedTuple):
-    """A moment at which something leaves, `after_s` seconds of compute after the leg's start."""
+class Releases(NamedTuple):
+    """Messages of one link that a leg releases, each so many seconds after its start."""
 
-    after_s: float
-    asked: tuple[str, ...]
-    released: tuple[Slot, ...]
+    link: str
+    positions: list[int]
+    after_s: list[float]
+    column_s: Seconds  # the same as a column
 
 
 class Leg(NamedTuple):
-    """Wait for messages and outcomes, then compute for `seconds` without waiting any more."""
+    """Wait for messages and outcomes, then compute for `seconds` without waiting any more, having
+    the say in some votes and releasing messages in between."""
 
     due: tuple[Slot, ...]
     decided: tuple[Say, ...]
-    points: tuple[Point, ...]
+    asked: tuple[tuple[str, float], ...]
+    released: tuple[Releases, ...]
     seconds: float
-    after_s: Seconds  # of all points, as a column
+
+
+class _Draft:
+    """A leg while it is put together."""
+
+    def __init__(self, due: tuple[Slot, ...] = (), decided: tuple[Say, ...] = ()) -> None:
+        self.due, self.decided = due, decided
+        self.seconds = 0.0
+        self.asked: list[tuple[str, float]] = []
+        self.released: dict[str, tuple[list[int], list[float]]] = {}
+
+    def release(self, link: str, position: int) -> None:
+        positions, after_s = self.released.setdefault(link, ([], []))
+        positions.append(position)
+        after_s.append(self.seconds)
+
+    def done(self) -> Leg:
+        released = [
+            Releases(link, positions, after_s, np.array(after_s)[:, None])
+            for link, (positions, after_s) in self.released.items()
+        ]
+        return Leg(self.due, self.decided, tuple(self.asked), tuple(released), self.seconds)
 
 
 class TimedProgram:
@@ -71,8 +95,8 @@ class TimedProgram:
         late = {(r.at.lag, r.arg("age", 0)) for r in plan.applies if r.rule == "local"}
         self._late = sorted((lag, age) for lag, age in late if age)
         self._first = {age: _close(plan, age) for _, age in self._late}
-        self._queues: dict[int, dict[str, list[Transfer]]] = {}
-        self._places: dict[int, list[tuple[str, int]]] = {}
+        self._segments: dict[int, tuple[dict[str, list[Transfer]], list[tuple[str, int]]]] = {}
+        self._bytes: dict[tuple[str, int], float] = {}
         self._legs: dict[tuple[object, ...], tuple[Leg, ...]] = {}
 
     def repeat(self, iteration: int) -> int:
@@ -81,14 +105,23 @@ class TimedProgram:
 
     def queues(self, iteration: int) -> dict[str, list[Transfer]]:
         """Transfers of one iteration by link, in issue order."""
+        return self._tables(iteration)[0]
+
+    def _slots(self, iteration: int) -> list[tuple[str, int]]:
+        """Link and position there of every transfer of an iteration."""
+        return self._tables(iteration)[1]
+
+    def _tables(self, iteration: int) -> tuple[dict[str, list[Transfer]], list[tuple[str, int]]]:
         segment = self.program.segment(iteration)
-        if segment not in self._queues:
-            queues = self._queues[segment] = {link: [] for link in self.plan.links}
-            slots = self._places[segment] = []
+        if segment not in self._segments:
+            queues: dict[str, list[Transfer]] = {}
+            slots = []
             for t in self.program.transfers(iteration):
-                slots.append((t.link, len(queues[t.link])))
-                queues[t.link].append(t)
-        return self._queues[segment]
+                queue = queues.setdefault(t.link, [])
+                slots.append((t.link, len(queue)))
+                queue.append(t)
+            self._segments[segment] = queues, slots
+        return self._segments[segment]
 
     def goes(self, rule: Transfer | Apply, iteration: int) -> bool:
         """Whether a rule of an iteration is carried out: the vote says yes, and the optimizer has
@@ -97,6 +130,17 @@ class TimedProgram:
             return False
         late = isinstance(rule, Apply) and rule.rule == "local" and rule.arg("age", 0)
         return not late or iteration > self._first[late]
+
+    def sent_bytes(self, link: str, iteration: int) -> float:
+        """Payload of an iteration's messages on a link, without those that are passed over."""
+        queue = self.queues(iteration).get(link, [])
+        if not self._conditions:
+            key = link, self.program.segment(iteration)
+            if key not in self._bytes:
+                self._bytes[key] = float(sum(map(self.costs.message_bytes, queue)))
+            return self._bytes[key]
+        sent = (self.costs.message_bytes(t) for t in queue if self.goes(t, iteration))
+        return float(sum(sent))
 
     def legs(self, iteration: int) -> tuple[Leg, ...]:
         """One iteration without what comes before its first moment."""
@@ -113,8 +157,7 @@ class TimedProgram:
 
     def slot(self, iteration: int, lag: int, index: int) -> Slot:
         """Where the `index`-th transfer of the iteration `lag` iterations before is."""
-        self.queues(iteration - lag)
-        link, position = self._places[self.program.segment(iteration - lag)][index]
+        link, position = self._slots(iteration - lag)[index]
         return Slot(link, lag, position)
 
     # ---- binding ----------------------------------------------------------------------------
@@ -125,23 +168,21 @@ class TimedProgram:
         # Two cuts for each step: before it applies, and after.
         cuts = [0, *chain.from_iterable((2 * s.position + 1, 2 * s.position + 2) for s in steps)]
         pieces = np.add.reduceat(seconds, cuts).tolist()
-        due: tuple[Slot, ...] = ()
-        decided: tuple[Say, ...] = ()
-        points: list[Point] = []
-        now_s = pieces[0]
+        leg = _Draft()
+        leg.seconds = pieces[0]
+        slots = self._slots(iteration)
         for step, applied_s, later_s in zip(steps, pieces[1::2], pieces[2::2], strict=True):
-            awaited = self._due(iteration, step)
-            votes = tuple(Say(vote.name, lag) for lag, vote in step.decide)
-            if awaited or votes:
-                yield _leg(due, decided, points, now_s)
-                due, decided, points, now_s = awaited, votes, [], 0.0
-            now_s += applied_s
-            if step.ask or step.release:
-                asked = tuple(vote.name for vote in step.ask)
-                released = tuple(self.slot(iteration, 0, index) for index in step.release)
-                points.append(Point(now_s, asked, released))
-            now_s += later_s
-        yield _leg(due, decided, points, now_s)
+            due = self._due(iteration, step) if step.wait else ()
+            decided = tuple(Say(vote.name, lag) for lag, vote in step.decide)
+            if due or decided:
+                yield leg.done()
+                leg = _Draft(due, decided)
+            leg.seconds += applied_s
+            leg.asked += [(vote.name, leg.seconds) for vote in step.ask]
+            for index in step.release:
+                leg.release(*slots[index])
+            leg.seconds += later_s
+        yield leg.done()
 
     def _seconds(self, iteration: int, steps: Sequence[Step]) -> Seconds:
         """By place, alternating: the compute before a moment, and what is applied at it."""
@@ -165,20 +206,18 @@ class TimedProgram:
         """Per link the message that arrives last: links are first in, first out. What is passed
         over is not waited for."""
         latest: dict[str, Slot] = {}
-        for lag, index in step.wait:
-            slot = self.slot(iteration, lag, index)
-            t = self.queues(iteration - lag)[slot.link][slot.position]
-            if self.goes(t, iteration - lag):
-                known = latest.get(slot.link, slot)
-                latest[slot.link] = max(slot, known, key=lambda s: (-s.lag, s.position))
+        for lag, group in groupby(step.wait, key=lambda due: due.lag):
+            slots = self._slots(iteration - lag)
+            for _, index in group:
+                link, position = slots[index]
+                known = latest.get(link)
+                later = known is None or (-lag, position) > (-known.lag, known.position)
+                if later and self._awaited(iteration - lag, link, position):
+                    latest[link] = Slot(link, lag, position)
         return tuple(latest.values())
 
-
-def _leg(
-    due: tuple[Slot, ...], decided: tuple[Say, ...], points: Iterable[Point], seconds: float
-) -> Leg:
-    column = np.array([point.after_s for point in points])[:, None]
-    return Leg(due, decided, tuple(points), seconds, column)
+    def _awaited(self, iteration: int, link: str, position: int) -> bool:
+        return not self._conditions or self.goes(self.queues(iteration)[link][position], iteration)
 
 
 def _close(plan: Plan, age: int) -> int:

@@ -29,6 +29,20 @@ def run(
 
     `votes`: probability of a yes by name. `repeats`: iterations that a phase stands for.
     """
+    job = job_of(plan, profile, ranks, iterations, seed, votes or {}, repeats or {})
+    return engine.run(job) if plan.uniform else events.run(job)
+
+
+def job_of(
+    plan: Plan,
+    profile: Profile,
+    ranks: Ranks,
+    iterations: int,
+    seed: int,
+    votes: Mapping[str, float],
+    repeats: Mapping[int, int],
+) -> Job:
+    """What either engine is given."""
     if iterations < 1:
         raise ValueError(f"iterations ({iterations}) must be at least 1")
     refuse(plan, profile)
@@ -40,16 +54,15 @@ def run(
         # deadlines, and in turn past those of what shares the time of these.
         lag = max(t.before.lag for t in plan.transfers)
         horizon += lag * (1 if plan.uniform else profile.world_size)
-    job = Job(
+    return Job(
         plan,
         profile,
         ranks,
         iterations,
         horizon,
         Costs(plan, profile, ranks),
-        Outcomes(plan, votes or {}, seed),
+        Outcomes(plan, votes, seed),
         Factors(profile, ranks, horizon, seed),
         together,
-        repeats or {},
+        repeats,
     )
-    return engine.run(job) if plan.uniform else events.run(job)
