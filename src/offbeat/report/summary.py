@@ -23,7 +23,7 @@ class Row:
 
     Measured: `iteration_s` (median over repetitions) with `spread_s` (lowest and highest
     repetition, or quartiles over the periods of the only one: `spread_of`),
-    `updates_per_iteration` (below 1 where gradients are merged), `sent_bytes` per
+    `iterations_per_s` and `updates_per_s` (fewer where gradients are merged), `sent_bytes` per
     iteration and rank, `final_loss` (None if not finite), `target_s` and `target_iterations` (when
     the smoothed loss reached `target_loss`, median over repetitions; None if not or if the loss
     was not finite in the end). Predicted: `predicted_s`, `predicted_error` (predicted / measured
@@ -38,7 +38,8 @@ class Row:
     iteration_s: float | None = None
     spread_s: Interval | None = None
     spread_of: Literal["repetitions", "periods"] | None = None
-    updates_per_iteration: float | None = None
+    iterations_per_s: float | None = None
+    updates_per_s: float | None = None
     predicted_s: float | None = None
     predicted_error: float | None = None
     bound_s: float | None = None
@@ -52,22 +53,10 @@ class Row:
     speedup: float | None = None
     emulated: bool = False
 
-    @property
-    def iterations_per_s(self) -> float | None:
-        """Measured."""
-        return 1 / self.iteration_s if self.iteration_s else None
-
-    @property
-    def updates_per_s(self) -> float | None:
-        """Measured: the steps that made progress."""
-        if not self.iteration_s or self.updates_per_iteration is None:
-            return None
-        return self.updates_per_iteration / self.iteration_s
-
 
 def merges(rows: Sequence[Row]) -> bool:
     """Whether some iterations of some contestant did not update."""
-    return any(row.updates_per_iteration not in (None, 1.0) for row in rows)
+    return any(row.updates_per_s != row.iterations_per_s for row in rows)
 
 
 def summarize(run: Run) -> list[Row]:
@@ -119,13 +108,15 @@ def iteration_s(run: Run, rep: Repetition) -> float | None:
     return median(periods) if periods else None
 
 
-def updates_per_iteration(run: Run, rep: Repetition) -> float | None:
-    """Share of one repetition's iterations after the skipped that updated the model."""
-    first, stop = skipped(run, rep) + rep.trace.first, rep.trace.first + rep.trace.iterations
-    if stop <= first:
+def paces(run: Run, rep: Repetition) -> tuple[float, float] | None:
+    """(iterations, updates) per second of one repetition, over all after the skipped."""
+    trace, start = rep.trace, skipped(run, rep)
+    seconds, first = sum(trace.iteration_seconds()[start:]), trace.first + start
+    if not seconds:
         return None
+    stop = trace.first + trace.iterations
     without = {i for record in rep.ranks for i in record.without_update if first <= i < stop}
-    return 1 - len(without) / (stop - first)
+    return (stop - first) / seconds, (stop - first - len(without)) / seconds
 
 
 def sent_bytes(run: Run, rep: Repetition) -> float | None:
@@ -140,12 +131,14 @@ def sent_bytes(run: Run, rep: Repetition) -> float | None:
 
 def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
     reps = contestant.complete
+    measured = [pace for rep in reps if (pace := paces(run, rep)) is not None]
     row = Row(
         label=contestant.label,
         strategy=contestant.text,
         repetitions=len(reps),
         failed=len(contestant.repetitions) - len(reps),
-        updates_per_iteration=_mean([updates_per_iteration(run, rep) for rep in reps]),
+        iterations_per_s=median([pace[0] for pace in measured]) if measured else None,
+        updates_per_s=median([pace[1] for pace in measured]) if measured else None,
         sent_bytes=_mean([sent_bytes(run, rep) for rep in reps]),
         final_loss=final_loss(contestant),
         target_loss=target,

@@ -81,7 +81,7 @@ def _by_iteration(best: Row, other: Row) -> str:
 
 def _updates(best: Row, other: Row) -> str:
     """What must be said of iterations that are fast because they do not update."""
-    if best.updates_per_iteration in (None, 1.0) or best.updates_per_s is None:
+    if best.updates_per_s is None or best.updates_per_s == best.iterations_per_s:
         return ""
     text = f", and not every iteration updates: {words.digits(best.updates_per_s)} updates"
     if other.updates_per_s is None:
