@@ -15,8 +15,9 @@ from offbeat.plan import Apply
 def outer(context: Context, apply: Apply) -> None:
     """`d = anchor - w; v = momentum v + d; anchor -= rate (d + momentum v); w = anchor`.
 
-    `w` holds the average of the workers' parameters; `anchor` (which starts as a
-    copy of the parameters) and `velocity` name the plan's buffers. Source: Douillard et al., DiLoCo, 2023, Algorithm 1, with torch's Nesterov.
+    `w` holds the average of the workers' parameters; `anchor` (which starts as a copy of the
+    parameters) and `velocity` name the plan's buffers. Source: Douillard et al., DiLoCo, 2023,
+    Algorithm 1, with torch's Nesterov.
     """
     rate, momentum = apply.arg("rate", 0.7), apply.arg("momentum", 0.9)
     anchors = context.write(apply.arg("anchor", "anchor"), apply.buckets)

@@ -2,15 +2,18 @@
 
 Names and numbers are looked at one by one. Everything else is found by executing the plan on
 made-up numbers, a few workers and periods long: who touches what is in flight, who waits for
-ever, whether all replicas end up with every gradient, once. So what `check` accepts has one meaning.
+ever, whether all replicas end up with every gradient, once. So what `check` accepts has one
+meaning.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import lcm
 from random import Random
 
@@ -18,7 +21,7 @@ import numpy as np
 
 from offbeat.numerics import VOTES, WIRES, Context, VoteRule
 from offbeat.plan.interpreter import Array, Conflict, Interpreter, Model
-from offbeat.plan.model import Moment, Plan, Vote
+from offbeat.plan.model import Plan, Vote
 from offbeat.plan.phases import Phases
 from offbeat.plan.program import Program
 from offbeat.plan.shape import Rule, faults
@@ -60,24 +63,40 @@ def raise_if_wrong(plan: Plan, profile: Profile | None = None) -> None:
 
 
 def _executed(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
+    """What goes wrong when it runs."""
     short = shortened(plan)
     originals = dict(zip(_all_rules(short), _all_rules(plan), strict=True))
-    sizes = _sizes(plan)
+    sizes = slices_of(plan)
     for b, size in enumerate(sizes):
         if size > MOST_SLICES:
             yield Problem(f"bucket {b} is cut into slices of too many sizes", plan)
             return
     run = _Run(short, sizes, _ranks(plan, profile))
     try:
-        yield from _outcomes(run, plan)
+        with _uncollected():
+            problems = list(_outcomes(run, plan))
+        yield from problems
     except Conflict as conflict:
         rules = tuple(originals.get(rule, rule) for rule in conflict.rules)
         yield Problem(str(conflict), plan, rules)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's search for cycles, which takes half of the time among so many objects."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _outcomes(run: _Run, plan: Plan) -> Iterator[Problem]:
     """Faults of what comes out. Votes say yes, no, or now this and now that."""
     yield from _replicas(run, plan)
+    yield from _changed(run, plan)
     early = _early(run.ranks, plan) if _pends(plan) else []
     for say in (YES, NO, MIXED, MIXED + 1) if plan.votes else (YES,):
         ends = run.settled(say=say)
@@ -118,16 +137,24 @@ class _Run:
         return self.start - self.sources.mean(axis=0).sum(axis=0)
 
     def settled(
-        self, *, say: int = YES, flushing: Collection[int] = (), periods: int = 1
+        self,
+        *,
+        say: int = YES,
+        flushing: Collection[int] = (),
+        periods: int = 1,
+        still: bool = False,
     ) -> list[Array]:
-        """Weights that the last forward of every rank has used."""
-        key = say, tuple(flushing), periods
+        """Weights that the last forward of every rank has used; `still`: all gradients are 0."""
+        key = say, tuple(flushing), periods, still
         if key not in self._known:
-            self._known[key] = self._settled(say, flushing, periods)
+            self._known[key] = self._settled(*key)
         return self._known[key]
 
-    def _settled(self, say: int, flushing: Collection[int], periods: int) -> list[Array]:
-        model = Model(self.sizes, self.start, self._gradient, merges_by_mean=False)
+    def _settled(
+        self, say: int, flushing: Collection[int], periods: int, still: bool
+    ) -> list[Array]:
+        gradient = _zero if still else self._gradient
+        model = Model(self.sizes, self.start, gradient, merges_by_mean=False)
         interpreter = Interpreter(
             self.plan,
             model,
@@ -142,8 +169,12 @@ class _Run:
 
     def _gradient(self, rank: int, iteration: int, run: range, weights: Array) -> Array:
         if iteration >= self.active:
-            return np.zeros_like(weights)
+            return _zero(rank, iteration, run, weights)
         return self.sources[rank, iteration, self.offsets[run.start] : self.offsets[run.stop]]
+
+
+def _zero(rank: int, iteration: int, run: range, weights: Array) -> Array:
+    return np.zeros_like(weights)
 
 
 def _says(rule: VoteRule, say: int) -> VoteRule:
@@ -177,6 +208,18 @@ def _replicas(run: _Run, plan: Plan) -> Iterator[Problem]:
         if fault is None:
             return
     yield Problem(fault, plan)
+
+
+def _changed(run: _Run, plan: Plan) -> Iterator[Problem]:
+    """Whatever the rules, without gradients nobody's weights change."""
+    if all(apply.rule in CONSERVING for apply in plan.applies):
+        return
+    for end in run.settled(still=True):
+        odd = np.flatnonzero(~np.isclose(end, run.start, rtol=0, atol=TOLERANCE))
+        if odd.size:
+            bucket = next(b for b in range(plan.buckets) if run.offsets[b + 1] > odd[0])
+            yield Problem(f"the weights of bucket {bucket} change without any gradient", plan)
+            return
 
 
 def _apart(run: _Run, plan: Plan, ends: Sequence[Array]) -> str | None:
@@ -215,15 +258,16 @@ def _pends(plan: Plan) -> bool:
 
 def _ranks(plan: Plan, profile: Profile | None) -> int:
     """Workers that show everything: two where all do the same, else all."""
-    if plan.uniform:
+    if plan.uniform and all(apply.rule != "scale" for apply in plan.applies):
         return 2
     named = [rank for rule in (*plan.transfers, *plan.applies) for rank in rule.ranks or ()]
     grouped = [rank for groups in plan.groups.values() for group in groups for rank in group]
-    least = 1 + max([1, *named, *grouped])
+    weighted = [len(apply.arg("by", ())) - 1 for apply in plan.applies]
+    least = 1 + max([1, *named, *grouped, *weighted])
     return max(least, profile.world_size) if profile is not None else least
 
 
-def _sizes(plan: Plan) -> list[int]:
+def slices_of(plan: Plan) -> list[int]:
     """Elements of each bucket that make every slice of it a whole number of them; halves of an
     all-reduce cut it again."""
     sizes = [1] * plan.buckets
@@ -241,7 +285,7 @@ def shortened(plan: Plan) -> Plan:
     keep = 3 * program.lag + 4
     bounds = [*edges, len(plan.phases)] if edges[-1] < len(plan.phases) else edges
     starts = {bounds[0]: 0}
-    for a, z in zip(bounds, bounds[1:], strict=False):
+    for a, z in pairwise(bounds):
         starts[z] = starts[a] + min(z - a, keep)
     if starts[bounds[-1]] == len(plan.phases):
         return plan

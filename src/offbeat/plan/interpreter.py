@@ -111,9 +111,9 @@ class Worker:
         copy = self.physical("grad", age)
         added = self.added[copy][span]
         self.view("state", span)
-        if not added.any() and not self.filled[copy]:
-            return  # nothing was added up yet: the first window of a plan that applies late
-        if not added.any():
+        if not np.count_nonzero(added):
+            if not self.filled[copy]:
+                return  # nothing was added up yet: the first window of a plan that applies late
             raise Conflict(
                 f"{apply.id} has no gradients to apply: they were used up since backward", apply
             )
@@ -158,30 +158,31 @@ class Worker:
     acting: Any = None  # the rule that acts now, or words for compute
 
     def require_free(self, buffer: str, copy: int, span: slice, *, in_use: bool = True) -> None:
-        if self.flying[buffer][copy][span].any():
-            number = int(self.flying[buffer][copy][span].max())
-            message = self.messages_by_number[number]
-            t = message.transfer
+        flying = self.flying[buffer][copy][span]
+        if np.count_nonzero(flying):  # much faster than any()
+            odd = int(np.flatnonzero(flying)[0])
+            t = self.messages_by_number[int(flying[odd])].transfer
             raise Conflict(
                 f"{t.id} is in flight between its release {t.after} and its deadline {t.before} "
-                f"while {_named(self.acting)} uses {self._where(buffer, span)}",
+                f"while {_named(self.acting)} uses {self._where(buffer, span.start + odd)}",
                 *_rules(t, self.acting),
             )
-        if in_use and buffer in self.used and self.used[buffer][span].any():
+        if in_use and buffer in self.used and np.count_nonzero(self.used[buffer][span]):
+            odd = int(np.flatnonzero(self.used[buffer][span])[0])
             when = (
                 "the forward has read it and backward still needs it"
                 if buffer == "param"
                 else "backward still adds to it"
             )
+            where = self._where(buffer, span.start + odd)
             raise Conflict(
-                f"{_named(self.acting)} touches {self._where(buffer, span)} too early: {when}",
-                *_rules(self.acting),
+                f"{_named(self.acting)} touches {where} too early: {when}", *_rules(self.acting)
             )
 
     messages_by_number: Sequence[_Message] = ()
 
-    def _where(self, buffer: str, span: slice) -> str:
-        bucket = next(b for b, stop in enumerate(self.offsets[1:]) if stop > span.start)
+    def _where(self, buffer: str, element: int) -> str:
+        bucket = next(b for b, stop in enumerate(self.offsets[1:]) if stop > element)
         return f"{buffer} of bucket {bucket}"
 
     # ---- compute ----------------------------------------------------------------------------
@@ -221,11 +222,11 @@ class Worker:
         self.starts_window = False
         left = self.buffers["grad"][copy]
         if left.any():
-            start = int(np.flatnonzero(left)[0])
+            where = self._where("grad", int(np.flatnonzero(left)[0]))
             raise Conflict(
-                f"backward adds to gradients of an earlier iteration in "
-                f"{self._where('grad', slice(start, start + 1))}: nothing has applied or cleared "
-                "them; apply them in every iteration, or add them up with the rule close"
+                f"backward adds to gradients of an earlier iteration in {where}: nothing has "
+                "applied or cleared them; apply them in every iteration, or add them up with the "
+                "rule close"
             )
 
     starts_window = True
@@ -408,7 +409,7 @@ class Interpreter:
         array = w.view(payload.buffer, span, payload.age)
         if payload.buffer == "grad" and t.verb in ("all_reduce", "reduce_scatter") and t.in_place:
             group = self._group_numbers.setdefault(message.ranks, len(self._group_numbers) + 1)
-            if (w.averaged[copy][span] == group).any():
+            if np.count_nonzero(w.averaged[copy][span] == group):
                 raise Conflict(f"{payload} is moved twice: {t.id} averages it again", t)
             w.averaged[copy][span] = group
         message.regions[w.rank] = payload.buffer, copy

@@ -99,7 +99,7 @@ def _what(rule: Rule, name: str, plan: Plan, profile: Profile | None) -> Iterato
         yield from _known("rule", rule.rule, name, VOTES)
         if _place(rule.due, plan) <= _place(rule.at, plan):
             yield f"{name} is due {rule.due}, but taken only at {rule.at}; it must be due later"
-        yield from _settings(rule.rule, rule.args, name, plan)
+        yield from _settings(rule.rule, rule.args, name, plan, profile)
         return
     run = rule.payload.buckets if isinstance(rule, Transfer) else rule.buckets
     if not 0 <= run.start < run.stop <= plan.buckets or run.step != 1:
@@ -135,7 +135,7 @@ def _transfer(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> It
             yield f"{name} must go into a buffer of the same shape that has one copy"
     if t.wire is not None:
         yield from _known("wire", t.wire.name, name, WIRES)
-        yield from _settings(t.wire.name, t.wire.args, name, plan)
+        yield from _settings(t.wire.name, t.wire.args, name, plan, profile)
         yield from _error(t, name, plan)
         if t.verb not in ("all_reduce", "send"):
             yield f"{name} cannot be encoded as {t.wire.name}: only all_reduce and send can"
@@ -178,7 +178,7 @@ def _error(t: Transfer, name: str, plan: Plan) -> Iterator[str]:
 
 def _apply(apply: Apply, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
     yield from _known("rule", apply.rule, name, RULES)
-    yield from _settings(apply.rule, apply.args, name, plan)
+    yield from _settings(apply.rule, apply.args, name, plan, profile)
     yield from _ranks(apply, name, profile)
     copies = _copies(plan, "grad")
     if isinstance(apply.arg("age", 0), int) and apply.arg("age", 0) >= copies:
@@ -193,7 +193,9 @@ def _apply(apply: Apply, name: str, plan: Plan, profile: Profile | None) -> Iter
         yield f"copies ({copies}) of grad must be at least 2 for {name}"
 
 
-def _settings(rule: str, args: Iterable[tuple[str, Any]], name: str, plan: Plan) -> Iterator[str]:
+def _settings(
+    rule: str, args: Iterable[tuple[str, Any]], name: str, plan: Plan, profile: Profile | None
+) -> Iterator[str]:
     """Settings of a rule, a vote or a wire; of one that says nothing about them, none."""
     allowed, given = SETTINGS.get(rule), dict(args)
     if allowed is None:
@@ -206,13 +208,19 @@ def _settings(rule: str, args: Iterable[tuple[str, Any]], name: str, plan: Plan)
         if value is None:
             yield f"{key} of {name} must be given"
         else:
-            yield from _setting(f"{key} ({value!r}) of {name}", value, setting, plan, buffers)
+            what = f"{key} ({value!r}) of {name}"
+            yield from _setting(what, value, setting, plan, profile, buffers)
     if len({buffer.kind for buffer in buffers}) > 1:
         yield f"{name} must name buffers of one kind"
 
 
 def _setting(
-    what: str, value: Any, setting: Setting, plan: Plan, buffers: list[Buffer]
+    what: str,
+    value: Any,
+    setting: Setting,
+    plan: Plan,
+    profile: Profile | None,
+    buffers: list[Buffer],
 ) -> Iterator[str]:
     if setting.what == "buffer":
         if value not in plan.all_buffers:
@@ -227,6 +235,8 @@ def _setting(
     elif setting.what == "numbers":
         if not isinstance(value, tuple) or not all(map(_number, value)):
             yield f"{what} must be numbers, one per rank"
+        elif profile is not None and len(value) != profile.world_size:
+            yield f"{what} must be {profile.world_size} numbers, one per rank"
     elif setting.what == "count" and not isinstance(value, int):
         yield f"{what} must be a whole number"
     elif not _number(value) or not setting.least <= value <= setting.most:
