@@ -10,6 +10,7 @@ from offbeat.profile import Profile
 from offbeat.solve import simultaneous_fusion
 from offbeat.strategies.base import Strategy, require_count
 from offbeat.strategies.wfbp import gradients_when_ready, message_seconds
+from offbeat.testing.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class ASCWFBP(Strategy):
             slowest.ready_s, message_seconds(slowest), channel_speeds(slowest, self.groups)
         )
         return gradients_when_ready(self.name, profile, groups, self.groups)
+
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
         """`max(F + B, C / rate)`, rate: the most that any number of the channels carry."""

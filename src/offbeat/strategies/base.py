@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from offbeat.plan import Kind, Payload, Plan
 from offbeat.profile import Profile
+from offbeat.testing.equations import Equations
 
 StatePolicy = Literal["local", "averaged", "reset"]
 """What becomes of optimizer state when parameters are averaged."""
@@ -41,6 +42,13 @@ class Strategy(ABC):
     @abstractmethod
     def bound_s(self, profile: Profile) -> float:
         """Lower bound on seconds per iteration of every schedule of this method's family."""
+
+    def equations(self, plan: Plan) -> Equations:
+        """What this plan of the strategy must compute, for the conformance suite."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no equations: define `equations(plan)`, for instance with "
+            "one of offbeat.testing.equations; comparing it with its own plan would prove nothing"
+        )
 
     @property
     def guards_convergence(self) -> bool:

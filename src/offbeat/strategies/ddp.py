@@ -18,6 +18,7 @@ from offbeat.strategies.wfbp import (
     gradients_when_ready,
     message_seconds,
 )
+from offbeat.testing.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ class DDP(Strategy):
 
         caps = {total for total in accumulate(sizes) if total} or {DDP_CAP_BYTES}
         return min(sorted(caps), key=end_s) / MIB
+
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=True)

@@ -15,6 +15,7 @@ from offbeat.strategies.base import Strategy, require_count
 from offbeat.strategies.deft_search import Choice, Search, Sized, ready_s_of
 from offbeat.strategies.messages import Messages, NoWindowError
 from offbeat.strategies.wfbp import WFBP, gradients_when_ready_s
+from offbeat.testing.equations import Equations, closing, merged, synchronous
 
 RETRIES = 10
 
@@ -114,6 +115,10 @@ class DeFT(Strategy):
                 f"{synchronous_s:.4g} s",
             )
         return _encoded(self, chosen, _notes(chosen, preserved))
+
+    def equations(self, plan: Plan) -> Equations:
+        late = any(apply.rule == "close" for apply in plan.applies)
+        return merged(closing(plan), self.scale) if late else synchronous()
 
     def bound_s(self, profile: Profile) -> float:
         """The slowest rank's compute with one update per `most_merged` iterations, and an update's

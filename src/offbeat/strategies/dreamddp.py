@@ -21,6 +21,7 @@ from offbeat.strategies.partial_sync import (
     partial_plan,
     whole,
 )
+from offbeat.testing.equations import Equations, layer_sets, partial
 
 Solver = Callable[[list[float], list[float], int], solve.Sets]
 
@@ -78,6 +79,9 @@ class DreamDDP(Strategy):
             if sliced_s < chosen_s * (1 - gain):
                 return self._plan_of(sliced, profile)
         return self._plan_of(chosen, profile)
+
+    def equations(self, plan: Plan) -> Equations:
+        return partial(layer_sets(plan), self.average, self.state)
 
     def bound_s(self, profile: Profile) -> float:
         return periodic_bound_s(profile, self.period, fused=True)

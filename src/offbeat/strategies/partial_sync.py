@@ -12,6 +12,7 @@ from offbeat.profile import Profile
 from offbeat.solve import Sets, equal_number
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.strategies.local_sgd import EVERY_ITERATION
+from offbeat.testing.equations import Equations, layer_sets, partial
 
 Average = Literal["after_update", "before_update"]
 
@@ -40,6 +41,9 @@ class PartialSync(Strategy):
         backward_s, communication_s = layer_times(profile, self.average, self.state)
         sets = equal_number(backward_s, communication_s, self.period)
         return partial_plan(self.name, profile, sets, ((),) * self.period, self.average, self.state)
+
+    def equations(self, plan: Plan) -> Equations:
+        return partial(layer_sets(plan), self.average, self.state)
 
     def bound_s(self, profile: Profile) -> float:
         return periodic_bound_s(profile, self.period, fused=False)

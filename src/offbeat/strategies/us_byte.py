@@ -19,6 +19,7 @@ from offbeat.strategies.slices import (
     sizes_to_try,
     slice_of,
 )
+from offbeat.testing.equations import Equations, synchronous
 
 MOST_EVALUATIONS = 5000  # of whole orders
 
@@ -57,6 +58,9 @@ class USByte(Strategy):
         order = _improved(orders[best], slowest)
         facts = [Fact("unit_elements", sizes[best], "most elements of a unit block")]
         return forward_plan(self.name, profile, order, facts)
+
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=True)

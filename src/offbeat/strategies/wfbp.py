@@ -11,6 +11,7 @@ from offbeat.plan import Moment, Payload, Plan, channel, local, transfer
 from offbeat.profile import Profile
 from offbeat.solve import MessageSeconds, cap_fusion, greedy_fusion, no_fusion, optimal_fusion
 from offbeat.strategies.base import Strategy, synchronous_bound_s
+from offbeat.testing.equations import Equations, synchronous
 
 Fusion = tuple[range, ...]
 MIB = 1024 * 1024
@@ -36,6 +37,9 @@ class WFBP(Strategy):
     def schedule(self, profile: Profile) -> Plan:
         groups = _FUSIONS[self.fusion](profile.slowest())
         return gradients_when_ready(self.name, profile, groups)
+
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=self.fusion != "none")
