@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from offbeat.plan import Plan
-from offbeat.plan.program import Program
+from offbeat.plan import Apply, Plan
+from offbeat.plan.program import Program, Step
 from offbeat.runtime.accumulation import Accumulation
 from offbeat.runtime.context import StorageContext
 from offbeat.runtime.forward import ForwardHooks
@@ -100,6 +101,11 @@ class Adopted:
                 gradients = message.transfer.payload.buffer == "grad"
                 at_step = self.updates.remedy is None
                 self._suspects.note(message, later=gradients and at_step)
+
+    def first_updates(self, step: Step, planned: int) -> list[Apply]:
+        """The optimizer's updates that begin a step: nothing changes their gradients before."""
+        updates = takewhile(lambda apply: apply.rule == "local", (a for _, a in step.apply))
+        return [apply for apply in updates if self.votes.goes(apply.when, planned)]
 
     def land(self, iteration: Iteration) -> None:
         """Wait for every message of an iteration that has released them all."""

@@ -180,8 +180,7 @@ class Engine:
         step = now.at("step", self.plan)
         self._walker.wait(step)
         self._metering.averaged(now.planned)
-        due = [a for _, a in step.apply if a.rule == "local"]
-        self.run.updates.reveal(a for a in due if self.run.votes.goes(a.when, now.planned))
+        self.run.updates.reveal(self.run.first_updates(step, now.planned))
         now.marks.waited = self.device.mark()
 
     # ---- the step ---------------------------------------------------------------------------

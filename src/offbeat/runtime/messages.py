@@ -43,7 +43,9 @@ class Messages:
             message = self._links[t.link].enqueue(t, number)
             messages.append(message)
             if t.ranks is not None and t.ranks[1] == self._program.rank:
-                landing = [torch.empty_like(x) for x in self._target(t, message)]
+                payload, copy = t.payload, self._flat.physical(t.target)
+                like = self._flat.carried(payload, copy, into=t.target)
+                landing = [torch.empty_like(x) for x in like]
                 self._links[t.link].release(message, landing)
         return messages
 
@@ -62,7 +64,7 @@ class Messages:
             given = self._views[key]
             if not t.in_place:
                 self._copies[id(message)] = copy
-                given = self._encoded(t, given)
+                given = self._encoded(t, copy) if t.wire else [x.clone() for x in given]
         self._links[t.link].release(message, given)
 
     def pass_over(self, message: Message) -> None:
@@ -75,27 +77,54 @@ class Messages:
         t = message.transfer
         if t.in_place or message.passed:
             return
-        for target, result in zip(self._target(t, message), message.tensors, strict=True):
-            target.copy_(result)
-
-    def _target(self, t: Transfer, message: Message) -> tuple[Tensor, ...]:
-        """Where a staged message goes: into its buffer, or back where it was taken from."""
-        buffer = t.target
-        taken = None if t.into else self._copies.pop(id(message), None)
-        copy = self._flat.physical(buffer) if taken is None else taken
-        return self._flat.carried(t.payload, copy, into=buffer)
-
-    def _encoded(self, t: Transfer, given: Sequence[Tensor]) -> list[Tensor]:
-        """A copy of what is given, as its wire lets it through."""
+        buffer, copy = self._target(t, message)
         if t.wire is None:
-            return [x.clone() for x in given]
-        settings, wire = dict(t.wire.args), WIRES[t.wire.name]
-        if t.wire.error is None:
-            return [wire(x, settings) for x in given]
-        sent = []
-        copy = self._flat.physical(t.wire.error)
-        for x, lost in zip(given, self._flat.carried(t.payload, copy, t.wire.error), strict=True):
-            whole = x + lost
-            sent.append(wire(whole, settings))
-            lost.copy_(whole - sent[-1])
+            targets = self._flat.carried(t.payload, copy, into=buffer)
+            for target, result in zip(targets, message.tensors, strict=True):
+                target.copy_(result)
+        else:
+            self._decoded(t, self._flat.apart(t.payload, copy, buffer), message.tensors)
+
+    def _target(self, t: Transfer, message: Message) -> tuple[str, int]:
+        """Buffer and copy of a staged message: its own, or where it was taken from."""
+        taken = self._copies.pop(id(message), None)
+        if t.into or taken is None:
+            return t.target, self._flat.physical(t.target)
+        return t.target, taken
+
+    def _encoded(self, t: Transfer, copy: int) -> list[Tensor]:
+        """What the wire lets through, as one tensor per dtype and device. What stands behind the
+        numbers is sent as it is."""
+        assert t.wire is not None
+        settings, wire, sent = dict(t.wire.args), WIRES[t.wire.name], []
+        given = self._flat.apart(t.payload, copy, t.payload.buffer)
+        lost = None
+        if t.wire.error is not None:
+            error = t.wire.error
+            lost = self._flat.apart(t.payload, self._flat.physical(error), error)
+        for i, (numbers, behind) in enumerate(given):
+            whole = torch.cat(numbers)
+            if lost is not None:
+                whole += torch.cat(lost[i][0])
+            encoded = wire(whole, settings)
+            if lost is not None:
+                _spread(whole - encoded, lost[i][0])
+            sent.append(torch.cat([encoded, *behind]))
         return sent
+
+    def _decoded(
+        self,
+        t: Transfer,
+        targets: Sequence[tuple[list[Tensor], list[Tensor]]],
+        results: Sequence[Tensor],
+    ) -> None:
+        for (numbers, behind), result in zip(targets, results, strict=True):
+            _spread(result, [*numbers, *behind])
+
+
+def _spread(flat: Tensor, over: Sequence[Tensor]) -> None:
+    """Copy one tensor's elements into several, in order."""
+    at = 0
+    for target in over:
+        target.copy_(flat[at : at + target.numel()])
+        at += target.numel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -34,8 +34,10 @@ class Updates:
         self._optimizer, self._gradients, self._flat = optimizer, gradients, flat
         self._everything = range(plan.buckets)
         self.remedy = early_remedy(plan)
-        self.later = any(a.rule == "local" and a.at.lag for a in plan.applies)
+        self._plan = plan
+        self._later = [a for a in plan.applies if a.rule == "local" and a.at.lag]
         self._version = flat.grad_version()
+        self._revealed: set[int] = set()  # applies whose gradients the user has seen as they are
         self.refresh()
         if self.remedy is not None:
             self.stepper.require_independent(self.remedy)
@@ -46,11 +48,12 @@ class Updates:
 
     # ---- the rule ---------------------------------------------------------------------------
 
-    def reveal(self, locals_: Iterable[Apply]) -> None:
+    def reveal(self, locals_: Sequence[Apply]) -> None:
         """Backward is over and what the step needs is there: show code between backward and step
         (clipping, unscaling) the gradients that the step applies."""
         if self._gradients.late:
             self._gradients.conceal()
+        self._revealed = {id(apply) for apply in locals_}
         for apply in locals_:
             copy = self._copy(apply)
             if self._gradients.added(apply.buckets.start, copy):
@@ -63,16 +66,16 @@ class Updates:
         run, copy = apply.buckets, self._copy(apply)
         if not self._gradients.added(run.start, copy):
             return  # nothing was added up yet: the first window of a plan that applies late
-        at_step = apply.at.point == "step"
         cleared = []
         if apply.at.lag:
             self._require_untouched_since()
             cleared = self._gradients.missing(run)
-        if not at_step:
+        if id(apply) not in self._revealed:
             self._scale(apply, copy)
             self._gradients.show(run, copy)
         if not iteration.skipped:
-            self._step(apply, iteration, whole=at_step and len(run) == len(self._everything))
+            whole = apply.at.point == "step" and len(run) == len(self._everything)
+            self._step(apply, iteration, whole=whole)
         self._gradients.applied(run, copy)
         for view in cleared:
             view.zero_()
@@ -114,9 +117,11 @@ class Updates:
                 "unscaling?), but this strategy applies them bucket by bucket, at other times; "
                 f"{self.remedy}"
             )
-        if self.later:
+        phase = self._plan.phase(iteration.planned)
+        later = [apply.buckets for apply in self._later if phase in apply.phases]
+        if later:
             iteration.settings = self.stepper.settings()
-            self._gradients.apply_later()
+            self._gradients.apply_later(later)
             self._optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
 
     def _require_untouched_since(self) -> None:

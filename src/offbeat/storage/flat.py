@@ -163,9 +163,38 @@ class Flat:
         return tuple(store[key].data[a:z] for key, (a, z) in bounds.items() if z > a)
 
     def carried(self, payload: Payload, copy: int, into: str | None = None) -> tuple[Tensor, ...]:
-        """What a message carries of one copy of its buffer (or of another buffer, alike)."""
-        whole = self.tensors(into or payload.buffer, payload.buckets, copy)
-        return tuple(t[payload.slice_of(t.numel())] for t in whole)
+        """What a message carries of one copy of its buffer (or of another buffer, alike). What
+        stands behind the gradients of a bucket goes with its last slice."""
+        buffer = into or payload.buffer
+        whole = self.tensors(buffer, payload.buckets, copy)
+        if payload.parts == 1:
+            return whole
+        behind = self._behind(buffer, payload.buckets.start)
+        return tuple(t[self._slice(payload, t.numel() - behind, behind)] for t in whole)
+
+    def apart(
+        self, payload: Payload, copy: int, buffer: str
+    ) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """The same by dtype and device, as views of numbers, and of what stands behind them."""
+        found: dict[Key, tuple[list[Tensor], list[Tensor]]] = {}
+        last = payload.part + payload.width == payload.parts
+        for b in payload.buckets:
+            (whole,) = self.tensors(buffer, range(b, b + 1), copy)
+            numbers = whole.numel() - self._behind(buffer, b)
+            pieces = found.setdefault(self.keys[b], ([], []))
+            pieces[0].append(whole[payload.slice_of(numbers)])
+            if last:
+                pieces[1].append(whole[numbers:])
+        return list(found.values())
+
+    def _behind(self, buffer: str, b: int) -> int:
+        return len(self.buckets[b].parameters) if self._kinds[buffer] == "grad" else 0
+
+    @staticmethod
+    def _slice(payload: Payload, numbers: int, behind: int) -> slice:
+        part = payload.slice_of(numbers)
+        last = payload.part + payload.width == payload.parts
+        return slice(part.start, part.stop + (behind if last else 0))
 
     def everything(self) -> list[Tensor]:
         """All flat parameter tensors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
@@ -118,9 +118,10 @@ class Gradients:
                 if absent[place] > nobody:
                     self.parameters[self.starts[b] + place].grad = None
 
-    def apply_later(self) -> None:
-        """The update of every bucket was asked for, and will be done bucket by bucket."""
-        self._awaited[:] = b"\x01" * len(self._awaited)
+    def apply_later(self, runs: Iterable[range]) -> None:
+        """The update of these buckets was asked for, and will be done later."""
+        for run in runs:
+            self._awaited[run.start : run.stop] = b"\x01" * len(run)
 
     def applied(self, run: range, copy: int) -> None:
         """Buckets have been applied: zero them if that was asked for meanwhile."""

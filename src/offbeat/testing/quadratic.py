@@ -1,0 +1,139 @@
+"""A model of which everything is known: the same plan on it in the interpreter and the runtime.
+
+Bucket b of a rank costs `a (w - c)^2 / 2` summed up, with numbers `a` of the rank and `c` of the
+rank and iteration, so its gradient is `a (w - c)`. The optimizer is SGD with momentum and decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from offbeat.plan import Plan
+from offbeat.plan.interpreter import Interpreter, Model, Worker
+from offbeat.runtime.engine import Engine
+from offbeat.runtime.votes import vote_channel
+from offbeat.storage.flat import Flat
+from offbeat.storage.layout import BucketSpec
+from offbeat.testing.memory import MemoryControl, World, memory_links, run_ranks
+from offbeat.transport.device import CPU
+
+RATE, MOMENTUM, DECAY = 0.1, 0.9, 0.01
+TIMEOUT_S = 20.0
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """The numbers of one training run: elements per bucket, ranks, iterations."""
+
+    sizes: tuple[int, ...]
+    ranks: int
+    iterations: int
+    seed: int = 0
+
+    @cached_property
+    def numbers(self) -> tuple[Array, Array, Array]:
+        """The weights at first, a [rank, element], c [rank, iteration, element]."""
+        rng, n = np.random.default_rng(self.seed), sum(self.sizes)
+        return (
+            rng.normal(size=n),
+            rng.uniform(0.5, 1.5, size=(self.ranks, n)),
+            rng.normal(size=(self.ranks, self.iterations, n)),
+        )
+
+
+class Net(nn.Module):
+    """Buckets one after the other: the last one is nearest the input."""
+
+    def __init__(self, start: Array, sizes: Sequence[int]):
+        super().__init__()
+        parts = torch.from_numpy(start.copy()).split(list(sizes))
+        self.layers = nn.ModuleList(_Layer(part) for part in parts)
+
+    def forward(self, a: Sequence[Tensor], c: Sequence[Tensor]) -> Tensor:
+        y = torch.zeros((), dtype=torch.float64)
+        for b in reversed(range(len(self.layers))):
+            y = self.layers[b](y, a[b], c[b])
+        return y
+
+
+class _Layer(nn.Module):
+    def __init__(self, start: Tensor):
+        super().__init__()
+        self.w = nn.Parameter(start.clone())
+
+    def forward(self, y: Tensor, a: Tensor, c: Tensor) -> Tensor:
+        self.seen = self.w.detach().clone()
+        return y + (0.5 * a * (self.w - c) ** 2).sum()
+
+
+def interpreted(plan: Plan, task: Quadratic, seed: int | None = None) -> list[list[Array]]:
+    """The weights that every forward has seen, by rank, in the interpreter."""
+    start, a, c = task.numbers
+    offsets = np.concatenate([[0], np.cumsum(task.sizes)])
+
+    def gradient(rank: int, iteration: int, run: range, weights: Array) -> Array:
+        here = slice(offsets[run.start], offsets[run.stop])
+        return a[rank, here] * (weights - c[rank, iteration, here])
+
+    def optimizer(worker: Worker, buckets: range, weights: Array, gradients: Array) -> None:
+        momentum = worker.view("state", worker.span(buckets))
+        momentum[...] = MOMENTUM * momentum + (gradients + DECAY * weights)
+        weights -= RATE * momentum
+
+    found: list[list[Array]] = [[] for _ in range(task.ranks)]
+    model = Model(task.sizes, start, gradient, optimizer)
+    Interpreter(plan, model, task.ranks).run(
+        task.iterations,
+        seed=seed,
+        after=lambda worker, _: found[worker.rank].append(worker.seen.copy()),
+    )
+    return found
+
+
+def ran(plan: Plan, task: Quadratic) -> list[list[Array]]:
+    """The weights that every forward has seen, by rank, in the runtime: threads and memory links."""
+    names = [*plan.links, *([vote_channel("net")] if plan.votes else [])]
+
+    def life(world: World, rank: int) -> list[Array]:
+        links = memory_links(world, rank, dict.fromkeys(["net", *names]), plan.groups)
+        try:
+            return train(plan, task, rank, links, MemoryControl(world, rank))  # type: ignore[arg-type]
+        finally:
+            for link in links.values():
+                link.close()
+
+    return run_ranks(task.ranks, life)
+
+
+def train(plan: Plan, task: Quadratic, rank: int, links: dict, control: MemoryControl) -> list[Array]:
+    """The weights that one rank's forwards have seen."""
+    start, a, c = task.numbers
+    net = Net(start, task.sizes)
+    flat = Flat(net, [BucketSpec(f"b{b}", (f"layers.{b}.w",)) for b in range(len(task.sizes))])
+    optimizer = torch.optim.SGD(
+        net.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY
+    )
+    engine = Engine(net, flat, optimizer, links, CPU(), control, TIMEOUT_S)  # type: ignore[arg-type]
+    engine.adopt(plan)
+    engine.begin()
+    sizes, found = list(task.sizes), []
+    for i in range(task.iterations):
+        engine.zero_grad()
+        with engine.forward_begins():
+            loss = net(torch.from_numpy(a[rank]).split(sizes), torch.from_numpy(c[rank, i]).split(sizes))
+        engine.forward_ends()
+        loss.backward()
+        engine.step()
+        found.append(torch.cat([layer.seen for layer in net.layers]).numpy())
+    engine.settle()
+    engine.detach()
+    return found
