@@ -100,9 +100,7 @@ class Program:
 
     def key(self, iteration: int) -> tuple[int, ...]:
         """Equal for iterations that have the same steps."""
-        return tuple(
-            self.segment(iteration - lag) if lag <= iteration else -1 for lag in self.lags
-        )
+        return tuple(self.segment(iteration - lag) if lag <= iteration else -1 for lag in self.lags)
 
     def steps(self, iteration: int) -> tuple[Step, ...]:
         """Steps of one iteration, by position."""

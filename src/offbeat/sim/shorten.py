@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from offbeat.plan import Phases, Plan
 from offbeat.plan.program import Program
@@ -63,7 +64,7 @@ def shorten(plan: Plan) -> Short:
     repeats: dict[int, int] = {}
     weights: dict[int, float] = {}
     samples = []
-    for a, z in zip(bounds, bounds[1:], strict=False):
+    for a, z in pairwise(bounds):
         here, length = starts[a], z - a
         head, skipped, kept = _kept(plan, program, a, length)
         if skipped and kept == SHOWN:
