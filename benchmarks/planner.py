@@ -14,6 +14,8 @@ from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
+
 from offbeat.solve import fusion, partition
 
 RATIOS = (0.3, 1.0, 3.0, 10.0)  # communication of all buckets / backward
@@ -33,11 +35,31 @@ PARTITIONS = {
         partition.equal_number,
     )
 }
+
+
+class Messages:
+    """Messages of `latency_s` and their buckets' times, at least `least_s`."""
+
+    def __init__(self, transfer_s: list[float], latency_s: float, least_s: float = 0.0) -> None:
+        self.before_s = np.concatenate([[0.0], np.cumsum(transfer_s)])
+        self.latency_s, self.least_s = latency_s, least_s
+
+    def __call__(self, group: range) -> float:
+        return float(self.ending(group.start, group.stop)[0])
+
+    def ending(self, first: int, stop: int) -> np.ndarray:
+        transfer_s = self.before_s[stop] - self.before_s[first:stop]
+        return np.maximum(self.latency_s + transfer_s, self.least_s)
+
+
 FUSIONS = {
-    "optimal": fusion.optimal_fusion,
+    "optimal": lambda ready_s, messages: fusion.optimal_fusion(ready_s, messages.ending),
+    "no floor": lambda ready_s, messages: fusion.optimal_fusion(
+        ready_s, Messages(np.diff(messages.before_s), messages.latency_s).ending
+    ),
     "greedy": fusion.greedy_fusion,
-    "none": lambda ready_s, _transfer_s, _latency_s: fusion.no_fusion(len(ready_s)),
-    "one message": lambda ready_s, _transfer_s, _latency_s: (range(len(ready_s)),),
+    "none": lambda ready_s, _: fusion.no_fusion(len(ready_s)),
+    "one message": lambda ready_s, _: (range(len(ready_s)),),
 }
 
 
@@ -69,13 +91,14 @@ def partition_costs(profiles: int, ratio: float, rng: random.Random) -> dict[str
 
 
 def fusion_ends(
-    profiles: int, ratio: float, latency: float, rng: random.Random
+    profiles: int, ratio: float, latency: float, least: float, rng: random.Random
 ) -> dict[str, list[float]]:
     """End of the last message of each method on each profile, L 8..60."""
     ends_s: dict[str, list[float]] = {name: [] for name in FUSIONS}
     for _ in range(profiles):
         durations_s, transfer_s = draw(rng.randint(8, 60), ratio, rng)
-        problem = list(accumulate(durations_s)), transfer_s, latency / len(transfer_s)
+        size = len(transfer_s)
+        problem = list(accumulate(durations_s)), Messages(transfer_s, latency / size, least / size)
         for name, solve in FUSIONS.items():
             ends_s[name].append(fusion.fusion_finish(solve(*problem), *problem))
     return ends_s
@@ -145,7 +168,7 @@ def fusion_times(rng: random.Random) -> list[dict[str, object]]:
     print(f"\nrun time, ms{'L':>15}{'':5}{'median':>12}{'min':>12}{'max':>12}")
     for count in SIZES:
         durations_s, transfer_s = draw(count, 1.0, rng)
-        problem = list(accumulate(durations_s)), transfer_s, 0.5 / count
+        problem = list(accumulate(durations_s)), Messages(transfer_s, 0.5 / count, 1 / count)
         for name in ("optimal", "greedy"):
             times_s = seconds(FUSIONS[name], *problem)
             print_times(f"{name + ' fusion':16}{count:>11}{'':5}", times_s)
@@ -173,10 +196,14 @@ def main() -> None:
 
     for ratio in RATIOS[:3]:
         for latency in LATENCIES:
-            result = gaps(fusion_ends(options.profiles, ratio, latency, rng))
+            result = gaps(fusion_ends(options.profiles, ratio, latency, 0.0, rng))
             report[f"fusion, ratio {ratio:g}, latency {latency:g}"] = result
             title = f"fusion, transfer/backward {ratio:g}, latency of all/backward {latency:g}"
             print_gaps(title, result)
+        result = gaps(fusion_ends(options.profiles, ratio, 0.1, 2.0, rng))
+        report[f"fusion, ratio {ratio:g}, least time 2"] = result
+        title = f"fusion, transfer/backward {ratio:g}, least times of all/backward 2"
+        print_gaps(title, result)
 
     report["times"] = [*partition_times(rng), *fusion_times(rng)]
     if options.json:

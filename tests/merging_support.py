@@ -7,7 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +21,8 @@ from workers import Trained, bits, prepared, rank, snapshot, world_size
 
 from offbeat import Plan, Profile, Strategy
 from offbeat.plan import Merge, Moment, transfer
-from offbeat.runtime import guard
+from offbeat.profile import Link
+from offbeat.runtime import flat_session, guard
 
 # ---- merged ------------------------------------------------------------------------------------
 
@@ -222,7 +223,8 @@ def train_guarded(
     names, periods = [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        options = {"profile": profile_of(CASE, world_size()), "timeout_s": 8.0}
+        # Different rates make replicas differ, which is not the point here.
+        options = {"profile": profile_of(CASE, world_size()), "timeout_s": 8.0, "compare_every": 0}
         with prepared(module, plain, strategy, **options) as (model, optimizer):
             optimizer.param_groups[0]["lr"] = rates[rank()]
             for t in range(iterations):
@@ -233,11 +235,28 @@ def train_guarded(
                 names.append(model._session.plan.strategy)
                 periods.append(model._session.plan.period)
             trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
-            model.consolidate()
+            model.consolidate(repair=rates[0] != rates[1])
             united = bits(model)
     decisions = json.loads((Path(directory) / f"rank{rank()}.json").read_text())["decisions"]
     texts = [str(w.message) for w in caught]
     return Watched(trained, names, periods, texts, decisions, united)
+
+
+def without_a_window(strategy: Strategy, observed: bool, iterations: int) -> Watched:
+    """Train on links whose latency no window can hide, given in a profile or "measured"."""
+    profile = profile_of(CASE, world_size())
+    slow = (Link(profile.default_link.name, 9.0, 1e9),)
+    flat_session.measure_cluster = lambda *_: (slow, ())  # type: ignore[assignment]
+    module, plain = build(CASE)
+    given = {} if observed else {"profile": replace(profile, links=slow)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with prepared(module, plain, strategy, **given) as (model, optimizer):
+            go_on(model, optimizer, CASE, range(iterations))
+            names = [model._session.plan.strategy]
+            trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
+            united = bits(model)
+    return Watched(trained, names, [], [str(w.message) for w in caught], [], united)
 
 
 def noise_around_a_pause(strategy: Strategy, iterations: int) -> list[tuple[float, float]]:

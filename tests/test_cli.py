@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -212,23 +215,81 @@ def test_simulate_text(capsys):
     assert "exposed communication: 0.1195" in text
 
 
+# --- settings ------------------------------------------------------------------------------------
+
+NUMBERS = {int: ("3", 3), float: ("0.25", 0.25)}
+TOGETHER = {"forward": {"backward": 2}, "backward": {"forward": 2}}  # DeFT's need each other
+
+
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def texts_of(kind: Any) -> list[tuple[str, Any]]:
+    """(text, value) of what the documented type of a setting allows; one of all numbers."""
+    if get_origin(kind) is Literal:
+        return [(word, word) for word in get_args(kind)]
+    if kind is NoneType:
+        return [("none", None), ("None", None)]
+    return [("true", True), ("False", False)] if kind is bool else [NUMBERS[kind]]
+
+
+DOCUMENTED = [
+    pytest.param(name, field.name, text, value, id=f"{name}-{field.name}-{text}")
+    for name, cls in STRATEGIES.items()
+    for field in fields(cls)
+    for kind in kinds_of(get_type_hints(cls)[field.name])
+    for text, value in texts_of(kind)
+]
+
+
+@pytest.mark.parametrize(("name", "setting", "text", "value"), DOCUMENTED)
+def test_every_value_of_every_setting_can_be_given(name, setting, text, value):
+    others = {} if value is None else TOGETHER.get(setting, {})
+    given = {setting: text, **{key: str(other) for key, other in others.items()}}
+    pairs = [f"{key}={word}" for key, word in given.items()]
+    expected = STRATEGIES[name](**{setting: value, **others})
+
+    one = parsed("plan", "--profile", "p.json", "--strategy", name, *set_options(pairs))
+    made = [texts.strategy(one["strategy"], one["set_"])]
+    for strategies, options in (
+        (":".join([name, *pairs]), []),
+        (f"{name},bsp", pairs),
+        (f"{name},bsp", [f"{name}.{pair}" for pair in pairs]),
+    ):
+        many = parsed("compare", "--strategies", strategies, *set_options(options), "train.py")
+        first, *_ = texts.contestants(many["strategies"], many.get("set_") or [])
+        made.append(first.strategy)
+    for strategy in made:
+        assert strategy == expected
+        assert type(getattr(strategy, setting)) is type(value)
+
+
+def set_options(pairs: list[str]) -> list[str]:
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+def parsed(*argv: str) -> dict[str, Any]:
+    """Arguments of a command as the command line makes them."""
+    _, bound, *_ = cli.app.parse_args(cli.mark_script(list(argv)), exit_on_error=False)
+    return bound.arguments
+
+
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("argv", "words"),
     [
-        ("5", 5),
-        ("0.5", 0.5),
-        ("1e-3", 1e-3),
-        ("true", True),
-        ("False", False),
-        ("none", None),
-        ("mg-wfbp", "mg-wfbp"),
-        ("", ""),
+        ("dreamddp --set fill=no", "fill ('no') must be true or false"),
+        ("dreamddp --set period=often", "period ('often') must be an integer"),
+        ("dreamddp --set period=none", "period ('none') must be an integer"),
+        ("ddp --set bucket_cap_mb=tune", "bucket_cap_mb ('tune') must be tuned or none or a num"),
+        ("bytescheduler --set credit_elements=.5", "credit_elements ('.5') must be none or an in"),
+        ("wfbp --set fusion=nine", "fusion ('nine') must be one of none, ddp, mg-wfbp, optimal"),
+        ("wfbp --set fusion=None", "did you mean 'none'?"),
     ],
 )
-def test_values_of_settings(text, value):
-    parsed = texts.parse_value(text)
-    assert parsed == value
-    assert type(parsed) is type(value)
+def test_values_that_a_setting_does_not_have(argv, words, capsys):
+    line = error_of(capsys, "plan", "--profile", "profile.json", "--strategy", *argv.split())
+    assert words in line
 
 
 def test_contestants_with_settings():

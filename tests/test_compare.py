@@ -306,10 +306,18 @@ def test_profile_command(here, capsys):
     assert not (here / "profile.json").exists()
 
 
+INTERRUPTIBLE = """
+import signal, sys
+from offbeat import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" has it ignored
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 def test_ctrl_c_keeps_what_was_measured(here):
     argv = ["compare", "--lab", "none", "--hosts", "2", "--strategies", "ddp,wfbp,bsp"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "offbeat", *argv, "--out", "out", "train.py", "sleep=wfbp"],
+        [sys.executable, "-c", INTERRUPTIBLE, *argv, "--out", "out", "train.py", "sleep=wfbp"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

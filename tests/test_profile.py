@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -126,10 +127,8 @@ def test_message_times(link, kind, alone_s):
     latency_s = PROFILE.link(link).latency_s
     assert PROFILE.communication_s(link, kind) == alone_s
     assert PROFILE.transfer_s(link, kind) == tuple(max(s - latency_s, 0.0) for s in alone_s)
-    for i in range(3):
-        assert PROFILE.message_s(link, kind, range(i, i + 1)) == alone_s[i]
-    assert PROFILE.message_s(link, kind, range(3)) == sum(alone_s) - latency_s
-    assert PROFILE.message_s(link, kind, range(1, 1)) == 0.0
+    assert PROFILE.message_s(Payload(kind, range(3)), link) == sum(alone_s) - latency_s
+    assert PROFILE.message_s(Payload(kind, range(1, 1)), link) == 0.0
 
 
 def test_a_given_time_below_the_latency_is_taken_as_it_is():
@@ -166,7 +165,7 @@ def test_the_slowest_rank_plans():
         (altered({"links": None}), "the profile lacks 'links'"),
         (
             altered({"speed": 1}),
-            r"profile field \('speed'\) must be one of buckets, contention, links, model",
+            r"profile field \('speed'\) must be one of buckets, contention, jitter, links, model",
         ),
         (altered({"world_size": 0}), r"world_size \(0\) must be an integer of at least 1"),
         (altered({"world_size": 1.5}), r"world_size \(1.5\) must be an integer"),
@@ -215,15 +214,57 @@ def test_an_unknown_link():
         PROFILE.link("x")
 
 
+SMALL = Link("net", 0.001, 1e6, small=((1000, 0.004), (2000, 0.0035), (3000, 0.008)))
+SIZES = (500, 2000, 10_000, 0)
+FLOORED = Profile(tuple(Bucket(str(i), 0.1, 0.1, n) for i, n in enumerate(SIZES)), (SMALL,), 2)
+
+
+def grad_s(buckets, parts=1, verb="mean"):
+    return FLOORED.message_s(Payload("grad", buckets, 0, parts), "net", verb)
+
+
 def test_small_messages_take_what_was_measured():
-    link = Link("net", 0.001, 1e6, small=((1000, 0.004), (3000, 0.008)))
-    sizes = (500, 2000, 10_000, 0)
-    buckets = tuple(Bucket(str(i), 0.1, 0.1, size) for i, size in enumerate(sizes))
-    profile = Profile(buckets, (link,), 2)
+    assert Profile.from_dict(json.loads(json.dumps(FLOORED.to_dict()))) == FLOORED
+    assert FLOORED.communication_s("net") == pytest.approx((0.004, 0.004, 0.011, 0.0))
+    assert grad_s(range(2)) == pytest.approx(0.006)  # 2500 bytes
+    assert FLOORED.transfer_s("net") == pytest.approx((0.0005, 0.002, 0.010, 0.0))
+    assert grad_s(range(2, 3), parts=10) == pytest.approx(0.004)
+    assert grad_s(range(2, 3), parts=10, verb="all_gather") == pytest.approx(0.002)
+
+
+def test_more_bytes_never_take_less_time_and_no_size_jumps():
+    """Neither where a smaller message was measured slower, nor where measured sizes end."""
+    sizes = range(1, 9000)
+    profile = Profile(tuple(Bucket(str(n), 0.0, 0.0, n) for n in sizes), (SMALL,), 2)
+    times_s = profile.communication_s("net")
+    steps_s = [later - earlier for earlier, later in pairwise(times_s)]
+    assert min(steps_s) >= 0
+    assert max(steps_s) < 5e-6  # the steepest piece: 4 ms over 1000 bytes
+    assert times_s[2999] == times_s[6998] == pytest.approx(0.008)  # where the line overtakes
+    assert times_s[-1] == pytest.approx(0.001 + 0.008999)
+
+
+@settings(max_examples=40, deadline=None)
+@given(profile=random_plans.profiles(most_buckets=6), small=st.booleans())
+def test_messages_together_take_what_they_take_one_by_one(profile, small):
+    table = ((1, 0.5), (3, 0.25), (6, 2.0)) if small else ()
+    profile = replace(profile, links=tuple(replace(link, small=table) for link in profile.links))
+    for kind in ("grad", "param", "state"):
+        for stop in range(len(profile.buckets) + 1):
+            assert profile.messages_ending_s("net", kind, 0, stop).tolist() == [
+                profile.message_s(Payload(kind, range(start, stop)), "net") for start in range(stop)
+            ]
+
+
+def test_processor_time_of_a_message():
+    link = replace(NET, cpu_s_per_message=0.25, cpu_s_per_byte=0.125)
+    profile = replace(PROFILE, links=(link,), jitter=0.5)
     assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
-    assert profile.communication_s("net") == pytest.approx((0.004, 0.006, 0.011, 0.0))
-    assert profile.message_s("net", "grad", range(2)) == pytest.approx(0.007)
-    assert profile.transfer_s("net") == pytest.approx((0.0005, 0.002, 0.010, 0.0))
-    slice_ = Payload("grad", range(2, 3), part=0, parts=10)
-    assert profile.seconds_of(slice_, "net") == pytest.approx(0.004)
-    assert profile.seconds_of(slice_, "net", "all_gather") == pytest.approx(0.002)
+    payloads = [
+        Payload("grad", range(1)),
+        Payload("grad", range(1), 0, 4),
+        Payload("grad", range(2, 3)),
+    ]
+    assert [profile.sending_s(p, "net") for p in payloads] == [1.25, 0.5, 0.0]
+    assert profile.sending_s(payloads[0], "net", "all_gather") == 0.625
+    assert PROFILE.sending_s(payloads[0], "net") == 0.0

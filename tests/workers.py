@@ -132,7 +132,7 @@ def unite(model: Any, slow: int | None) -> str:
                 p += rank()
     if rank() == slow:
         time.sleep(0.3)
-    model.consolidate()
+    model.consolidate(repair=True)
     return bits(model)
 
 

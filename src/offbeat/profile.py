@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from offbeat.plan import Kind, Payload, Verb, base_link
 from offbeat.profile_check import validate
@@ -51,8 +53,11 @@ class Link:
     `small` are measured (bytes, seconds) of smaller messages, ascending: they take longer than the
     line through the larger ones says (on TCP with gloo up to some 40 KB a constant time).
     `fit_error` is the fit's mean relative error; None when it was not fitted here. `halves` says
-    the same, (latency_s, bytes_per_s), of reduce_scatter and all_gather; one that is not there
-    counts as the latency of an all-reduce and half the rest of its time.
+    (latency_s, bytes_per_s) of reduce_scatter and all_gather. A half without an entry counts as
+    the latency of an all-reduce and half the rest of its time.
+
+    `cpu_s_per_message` and `cpu_s_per_byte` are the processor time that a rank spends on sending
+    and that its own compute lacks; 0 where a device computes beside the processor.
     """
 
     name: str
@@ -61,21 +66,35 @@ class Link:
     fit_error: float | None = None
     small: tuple[tuple[int, float], ...] = ()
     halves: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    cpu_s_per_message: float = 0.0
+    cpu_s_per_byte: float = 0.0
 
-    def least_s(self, size_bytes: float) -> float:
-        """What a message takes at least, between measured `small` ones by interpolation."""
-        if not self.small or size_bytes > self.small[-1][0]:
+    def seconds(
+        self, latency_s: Seconds, transfer_s: Seconds, size_bytes: Seconds, verb: Verb = "all_reduce"
+    ) -> Seconds:
+        """Time of a message, of which an all-reduce takes `latency_s` and `transfer_s` by the line,
+        and at least what was measured of that size; arrays for several messages."""
+        least_s = self._least_s(size_bytes)
+        if verb != "all_reduce":
+            half_s, rate = self.halves.get(verb, (self.latency_s, 2 * self.bytes_per_s))
+            latency_s, transfer_s = half_s, transfer_s * (self.bytes_per_s / rate)
+            least_s = least_s / 2
+        line_s = latency_s + transfer_s
+        return (
+            np.maximum(least_s, line_s) if isinstance(line_s, np.ndarray) else max(least_s, line_s)
+        )
+
+    def _least_s(self, size_bytes: Seconds) -> Seconds:
+        """The measured times as a curve that never falls: flat below and above them, so that it
+        ends where the line overtakes it."""
+        if not self.small:
             return 0.0
-        at = bisect_left(self.small, (size_bytes, 0.0))
-        size, seconds = self.small[at]
-        if at == 0:
-            return seconds
-        below, least_s = self.small[at - 1]
-        return least_s + (seconds - least_s) * (size_bytes - below) / (size - below)
-
-    def half(self, verb: Verb) -> tuple[float, float]:
-        """(latency_s, bytes_per_s) of reduce_scatter or all_gather."""
-        return self.halves.get(verb, (self.latency_s, 2 * self.bytes_per_s))
+        sizes, times_s = _never_falling(self.small)
+        if isinstance(size_bytes, np.ndarray):
+            return np.interp(size_bytes, sizes, times_s)
+        return (
+            float(np.interp(size_bytes, sizes, times_s)) if size_bytes < sizes[-1] else times_s[-1]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +113,19 @@ class GradientNoise:
     """What training looked like while it was observed, for estimates of convergence.
 
     `loss`: mean over ranks; `gradient_sq`: squared norm of the true gradient; `noise_sq`: trace of
-    the covariance of the gradient averaged over all ranks' batches; `step_size` then: the
-    learning rate over 1 - momentum.
+    the covariance of the gradient averaged over all ranks' batches; `step_size` then: how far a
+    parameter moves per iteration, over its gradient. `scale_free`: the optimizer divides gradients
+    by their size (Adam), so a sum over iterations moves parameters no further than one gradient.
     """
 
     loss: float
     gradient_sq: float
     noise_sq: float
     step_size: float
+    scale_free: bool = False
 
+
+Seconds = Any  # a float, or an array of them: one per message
 
 SIMULTANEOUS_SPEED = 2 / 3  # two messages at once on one link: 4/3 of its rate (ASC-WFBP)
 
@@ -114,6 +137,7 @@ class Profile:
     `update_s` is the optimizer's time, `other_s` what the loop spends outside forward, backward
     and update (data loading, logging), both per iteration. Times are means over ranks;
     `rank_scale[r]` is rank r's compute time relative to that mean (empty: all alike).
+    `jitter` is the relative standard deviation of one rank's compute from iteration to iteration.
     `model` is a fingerprint of the model, empty when unknown. `contention` lists what links lose
     while they run together; other pairs lose nothing, two channels of one link a third each.
     """
@@ -124,6 +148,7 @@ class Profile:
     update_s: float = 0.0
     other_s: float = 0.0
     rank_scale: tuple[float, ...] = ()
+    jitter: float = 0.0
     model: str = ""
     contention: tuple[Contention, ...] = ()
     noise: GradientNoise | None = None
@@ -201,51 +226,58 @@ class Profile:
         held = payload.slice_of(self.payload_bytes(payload.buffer, payload.buckets))
         return held.stop - held.start
 
-    def seconds_of(self, payload: Payload, link: str, verb: Verb = "all_reduce") -> float:
-        """Time of one message with this payload, alone on the link."""
+    def message_s(self, payload: Payload, link: str, verb: Verb = "all_reduce") -> float:
+        """Time of one message, alone on the link: one latency, all bytes, and at least what was
+        measured of that size; nothing if it is empty. Planners and the simulator use this one."""
+        parts = self._parts(link, payload.buffer)
+        start, stop = payload.buckets.start, payload.buckets.stop
+        latency_s = max(parts.latency_s[start:stop], default=0.0)
+        transfer_s = parts.before_s[stop] - parts.before_s[start]
+        if not latency_s and not transfer_s:
+            return 0.0
         share = payload.width / payload.parts
-        return self._message_s(link, payload.buffer, payload.buckets, share, verb)
+        size_bytes = (parts.before_bytes[stop] - parts.before_bytes[start]) * share
+        return self.link(link).seconds(latency_s, transfer_s * share, size_bytes, verb)
 
-    def transfer_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
-        """Each bucket's share of a fused message's time, without the latency."""
-        return tuple(transfer for _, transfer in self._parts(link, kind))
+    def messages_ending_s(
+        self, link: str, kind: Kind, first: int, stop: int
+    ) -> NDArray[np.float64]:
+        """`message_s` of the runs of buckets [first, stop), [first + 1, stop), ... together."""
+        parts = self._parts(link, kind)
+        latency_s = np.maximum.accumulate(parts.arrays[0][first:stop][::-1])[::-1]
+        transfer_s, size_bytes = (row[stop] - row[first:stop] for row in parts.arrays[1:])
+        seconds = self.link(link).seconds(latency_s, transfer_s, size_bytes)
+        return np.where(latency_s + transfer_s > 0, seconds, 0.0)
 
     def communication_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
         """c_i: time of each bucket sent alone; an empty bucket takes no time."""
-        return tuple(self._message_s(link, kind, range(b, b + 1)) for b in range(len(self.buckets)))
+        buckets = range(len(self.buckets))
+        return tuple(self.message_s(Payload(kind, range(b, b + 1)), link) for b in buckets)
 
-    def message_s(self, link: str, kind: Kind, buckets: range, slices: int = 1) -> float:
-        """Time of one message over neighbouring buckets, or of one of equal slices of them: one
-        latency, all bytes."""
-        return self._message_s(link, kind, buckets, 1 / slices)
-
-    def _message_s(
-        self, link: str, kind: Kind, buckets: range, share: float = 1.0, verb: Verb = "all_reduce"
-    ) -> float:
-        parts = self._parts(link, kind)[buckets.start : buckets.stop]
-        latency = max((latency for latency, _ in parts), default=0.0)
-        transfer = sum(transfer for _, transfer in parts) * share
-        if not latency and not transfer:
+    def sending_s(self, payload: Payload, link: str, verb: Verb = "all_reduce") -> float:
+        """Processor time of one message on every rank that sends it: its compute lasts so much
+        longer."""
+        facts, size_bytes = self.link(link), self.bytes_of(payload)
+        if not size_bytes:
             return 0.0
-        facts = self.link(link)
-        least_s = 0.0
-        if facts.small:
-            least_s = facts.least_s(self.payload_bytes(kind, buckets) * share)
-        if verb == "all_reduce":
-            return max(least_s, latency + transfer)
-        latency, rate = facts.half(verb)
-        return max(least_s / 2, latency + transfer * facts.bytes_per_s / rate)
+        cpu_s = facts.cpu_s_per_message + facts.cpu_s_per_byte * size_bytes
+        return cpu_s if verb == "all_reduce" else cpu_s / 2
 
-    def _parts(self, link: str, kind: Kind) -> tuple[tuple[float, float], ...]:
-        """(latency, the rest) of each bucket alone; cached, as planners ask in loops."""
+    def transfer_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
+        """Each bucket's share of a fused message's time by the line, without the latency."""
+        facts = self.link(link)
+        return tuple(_alone(bucket, facts, kind)[1] for bucket in self.buckets)
+
+    def _parts(self, link: str, kind: Kind) -> _Parts:
+        """What messages are made of; cached, as planners ask in loops."""
         facts = self.link(link)
         key = (facts.name, kind)
         if key not in self._part_cache:
-            self._part_cache[key] = tuple(_alone(b, facts, kind) for b in self.buckets)
+            self._part_cache[key] = _Parts.of([_alone(b, facts, kind) for b in self.buckets])
         return self._part_cache[key]
 
     @cached_property
-    def _part_cache(self) -> dict[tuple[str, str], tuple[tuple[float, float], ...]]:
+    def _part_cache(self) -> dict[tuple[str, str], _Parts]:
         return {}
 
     def slowest(self) -> Profile:
@@ -272,6 +304,8 @@ class Profile:
             data["other_s"] = self.other_s
         if self.rank_scale:
             data["rank_scale"] = list(self.rank_scale)
+        if self.jitter:
+            data["jitter"] = self.jitter
         if self.model:
             data["model"] = self.model
         if self.contention:
@@ -302,6 +336,7 @@ class Profile:
             update_s=data.get("update_s", 0.0),
             other_s=data.get("other_s", 0.0),
             rank_scale=tuple(data.get("rank_scale", ())),
+            jitter=data.get("jitter", 0.0),
             model=data.get("model", ""),
             contention=tuple(
                 _record(Contention, "contention", c) for c in data.get("contention", ())
@@ -330,17 +365,40 @@ class Profile:
             raise ValueError(f"{path}: {error}") from None
 
 
-def _alone(bucket: Bucket, link: Link, kind: Kind) -> tuple[float, float]:
-    """(latency, the rest) of a message."""
+class _Parts(NamedTuple):
+    """What the messages of one kind over one link are made of, by the line: each bucket's latency,
+    and the rest of the time and the bytes of all buckets before it."""
+
+    latency_s: list[float]
+    before_s: list[float]
+    before_bytes: list[int]
+    arrays: tuple[NDArray[np.float64], ...]  # the same three
+
+    @classmethod
+    def of(cls, alone: Sequence[tuple[float, float, int]]) -> _Parts:
+        latency_s, transfer_s, sizes = zip(*alone, strict=True)
+        rows = list(latency_s), [0.0, *accumulate(transfer_s)], [0, *accumulate(sizes)]
+        return cls(*rows, tuple(np.array(row, dtype=np.float64) for row in rows))
+
+
+def _alone(bucket: Bucket, link: Link, kind: Kind) -> tuple[float, float, int]:
+    """(latency, the rest, bytes) of a message with one bucket, by the line."""
     size = bucket.payload_bytes(kind)
     given = bucket.communication_s.get(link.name)
     if size == 0 and (given is None or kind == "state"):
-        return 0.0, 0.0
+        return 0.0, 0.0, 0
     if given is None or (size != bucket.size_bytes and not bucket.size_bytes):
-        return link.latency_s, size / link.bytes_per_s
+        return link.latency_s, size / link.bytes_per_s, size
     latency = min(link.latency_s, given)
     share = 1.0 if size == bucket.size_bytes else size / bucket.size_bytes
-    return latency, (given - latency) * share
+    return latency, (given - latency) * share, size
+
+
+@lru_cache(maxsize=64)
+def _never_falling(small: tuple[tuple[int, float], ...]) -> tuple[list[float], list[float]]:
+    """Sizes and times of measured messages, no time below that of a smaller message."""
+    sizes, times_s = zip(*small, strict=True)
+    return [float(size) for size in sizes], list(accumulate(times_s, max))
 
 
 def _compact(record: Any) -> dict[str, Any]:

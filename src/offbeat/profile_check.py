@@ -28,6 +28,7 @@ def validate(profile: Profile) -> None:
         _validate_bucket(bucket, {link.name for link in profile.links})
     _number("update_s", profile.update_s)
     _number("other_s", profile.other_s)
+    _number("jitter", profile.jitter)
     if profile.rank_scale and len(profile.rank_scale) != profile.world_size:
         raise ValueError(
             f"rank_scale ({len(profile.rank_scale)} entries) must have one entry "
@@ -42,6 +43,8 @@ def _validate_link(link: Link) -> None:
         raise ValueError(f"link name ({link.name!r}) must not contain {CHANNEL!r}; rename it")
     _number(f"latency_s of link {link.name!r}", link.latency_s)
     _number(f"bytes_per_s of link {link.name!r}", link.bytes_per_s, positive=True)
+    for name in ("cpu_s_per_message", "cpu_s_per_byte"):
+        _number(f"{name} of link {link.name!r}", getattr(link, name))
     for size, seconds in link.small:
         _number(f"bytes of a small message on link {link.name!r}", size)
         _number(f"seconds of a small message on link {link.name!r}", seconds)

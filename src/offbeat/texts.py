@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from offbeat.check import raise_if_wrong
 from offbeat.plan import Plan
+from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.strategies import STRATEGIES, Strategy, create
 from offbeat.strategies.base import require_choice
 
 if TYPE_CHECKING:  # imported by the commands that need it
     from offbeat.compare import Contestant
+
+# Types that a setting may have: how an error calls their values, and what makes one of text.
+KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    NoneType: ("none", lambda text: {"none": None}[text.lower()]),
+    bool: ("true or false", lambda text: {"true": True, "false": False}[text.lower()]),
+    int: ("an integer", int),
+    float: ("a number", float),
+    str: ("text", str),
+}
+UNIONS = (Union, UnionType)
 
 
 def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
@@ -29,12 +41,12 @@ def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
     chosen = [name for name, *_ in items]
     for name in chosen:
         require_choice("strategy", name, STRATEGIES)
-    shared: dict[str, dict[str, Any]] = {name: {} for name in chosen}
-    for key, value in _pairs(settings).items():
+    shared: dict[str, dict[str, str]] = {name: {} for name in chosen}
+    for key, text in _pairs(settings).items():
         for name, setting in _addressed(key, chosen):
-            shared[name][setting] = value
+            shared[name][setting] = text
     return tuple(
-        Contestant("-".join([name, *inline]), create(name, shared[name] | _pairs(inline)))
+        Contestant("-".join([name, *inline]), _create(name, shared[name] | _pairs(inline)))
         for name, *inline in items
     )
 
@@ -51,29 +63,40 @@ def _addressed(key: str, chosen: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, key) for name in known if key in known[name]]
 
 
-def parse_value(text: str) -> int | float | bool | str | None:
-    """Value of a setting: int, float, true, false, none, else the text."""
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+def parse_value(setting: str, text: str, hint: Any) -> Any:
+    """Value of a setting from its text and its type: a word of a Literal (first, as a word may be
+    "none"), none, true or false, int, float. ValueError if the type has no such value."""
+    kinds = get_args(hint) if get_origin(hint) in UNIONS else (hint,)
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    if text in words:
+        return text
+    for kind, (_, values) in KINDS.items():
+        with suppress(ValueError, KeyError):
+            if kind in kinds:
+                return values(text)
+    if len(words) > 1:
+        require_choice(setting, text, words)
+    allowed = [*words, *(name for kind, (name, _) in KINDS.items() if kind in kinds)]
+    raise ValueError(f"{setting} ({text!r}) must be {' or '.join(allowed)}")
 
 
-def _pairs(texts: Sequence[str] | None) -> dict[str, Any]:
+def _pairs(texts: Sequence[str] | None) -> dict[str, str]:
     for text in texts or []:
         if not text.partition("=")[0] or "=" not in text:
             raise ValueError(f"setting ({text!r}) must read NAME=VALUE, as in period=5")
-    return {text.partition("=")[0]: parse_value(text.partition("=")[2]) for text in texts or []}
+    return {text.partition("=")[0]: text.partition("=")[2] for text in texts or []}
 
 
 def strategy(name: str, settings: Sequence[str] | None) -> Strategy:
     """A strategy of settings as "period=5"; ValueError if there is none."""
-    return create(name, _pairs(settings))
+    return _create(name, _pairs(settings))
+
+
+def _create(name: str, settings: Mapping[str, str]) -> Strategy:
+    hints = get_type_hints(STRATEGIES[name]) if name in STRATEGIES else {}
+    # `create` knows best what to say about names that there are not.
+    values = {k: parse_value(k, t, hints[k]) if k in hints else t for k, t in settings.items()}
+    return create(name, values)
 
 
 def load_profile(path: Path) -> Profile:

@@ -290,6 +290,20 @@ def test_nothing_is_left_when_the_owner_ends(owner, number):
     assert eventually(lambda: not namespace_users(inodes))
 
 
+def test_a_run_in_the_background_leaves_ctrl_c_to_others(program, tmp_path):
+    """A shell's "&" has SIGINT ignored: the owner goes on at one, its ranks end by one."""
+    code = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(600)"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with NoLab(Cluster.simple(1)) as lab:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(lab.process.pid, signal.SIGINT)
+            result = launch(lab, program(code), log_dir=tmp_path, timeout_s=20)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.exit_codes == (-signal.SIGINT,)
+
+
 @pytest.mark.usefixtures("namespaces")
 def test_nothing_is_left_after_the_block(program, tmp_path):
     with Lab(Cluster.simple(2, "50mbit")) as lab:

@@ -263,7 +263,7 @@ def parts(plan: Plan, t: Transfer, world_size: int) -> Sequence[tuple[int, ...]]
 def message_s(t: Transfer, plan: Plan, profile: Profile) -> float:
     """Seconds of a message; its buffer counts like the parameters, gradients or state."""
     payload = replace(t.payload, buffer=plan.all_buffers[t.payload.buffer].kind)
-    return profile.seconds_of(payload, t.link, t.verb)
+    return profile.message_s(payload, t.link, t.verb)
 
 
 def closes(apply: Apply, i: int, plan: Plan) -> bool:

@@ -1,10 +1,11 @@
 """Slow, readable twins of the solvers: enumeration and event-by-event simulation."""
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, pairwise, product
 
 Times = Sequence[float]
+MessageSeconds = Callable[[range], float]
 
 
 # One link, first in, first out
@@ -33,10 +34,8 @@ def set_finish(members: Sequence[int], ready_s: Times, communication_s: Times) -
     return fifo_end([(ready_s[i], communication_s[i]) for i in members])
 
 
-def fusion_end(
-    groups: Sequence[range], ready_s: Times, transfer_s: Times, latency_s: float
-) -> float:
-    return fifo_end([(ready_s[g[-1]], latency_s + sum(transfer_s[i] for i in g)) for g in groups])
+def fusion_end(groups: Sequence[range], ready_s: Times, message_s: MessageSeconds) -> float:
+    return fifo_end([(ready_s[g[-1]], message_s(g)) for g in groups])
 
 
 # Layer sets
@@ -128,7 +127,9 @@ def balanced_sets(backward_s: Times, communication_s: Times, period: int) -> lis
 
 
 def free_prefix(members: Sequence[int], backward_s: Times, communication_s: Times) -> list[int]:
-    """Bubble filling by trying every prefix, the longest first."""
+    """Bubble filling by trying every prefix, the longest first; nothing is added to nothing."""
+    if not members:
+        return []
     ready_s = list(accumulate(backward_s))
     limit_s = sets_cost([members], backward_s, communication_s)
     for end in range(len(ready_s), 0, -1):
@@ -149,8 +150,8 @@ def fusions(count: int) -> Iterator[list[range]]:
             yield [range(a, b) for a, b in pairwise(bounds)]
 
 
-def best_fusion_end(ready_s: Times, transfer_s: Times, latency_s: float) -> float:
-    return min(fusion_end(g, ready_s, transfer_s, latency_s) for g in fusions(len(ready_s)))
+def best_fusion_end(ready_s: Times, message_s: MessageSeconds) -> float:
+    return min(fusion_end(g, ready_s, message_s) for g in fusions(len(ready_s)))
 
 
 def mg_wfbp(ready_s: Times, transfer_s: Times, latency_s: float) -> list[range]:

@@ -215,7 +215,7 @@ def _iterate(facts, plan, iteration, clock, spans, jitter) -> None:
         last = rule.after.bucket if rule.after.bucket is not None else size - 1
         released = max(ready[rank][last] for rank in ranks)
         start = max(clock.free[rule.link], began if rule.after.point == "forward" else released)
-        end = start + jitter(facts.seconds_of(rule.payload, rule.link, rule.verb))
+        end = start + jitter(facts.message_s(rule.payload, rule.link, rule.verb))
         clock.free[rule.link] = end
         late = max(late, end if rule.before.lag == 0 else 0.0)
         spans += [_message(facts, plan, rule, rank, iteration, start, end) for rank in ranks]
@@ -346,6 +346,7 @@ def _write_repetition(folder: Path, entry: Entry, trace: Trace, rep: int, record
             "observed": 0,
             "emulated": False,
             "losses": losses,
+            "without_update": [i for i in range(trace.iterations) if not entry.plan.applied(i)],
             "bytes": {"net": sent},
             "trace": own.to_dict(),
             "warnings": ["gloo chose the interface by itself"] if rank == 1 else [],

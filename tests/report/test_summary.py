@@ -7,8 +7,9 @@ import math
 import pytest
 from report.tiny import dump, record, steady, write_tiny
 
-from offbeat.report import Row, load, ranked, summarize, winner
+from offbeat.report import Row, load, ranked, summarize, winner, words, write
 from offbeat.report.losses import Curve, rank_mean, target_loss
+from offbeat.report.text import table
 from offbeat.trace import COMPUTE, Span, Trace
 
 
@@ -235,6 +236,31 @@ def test_winner_without_a_target_goes_by_iteration_and_says_emulated():
         "a takes 400 ms per iteration, 2.50 times less than b (1,000 ms); there is no target "
         "loss to compare by (emulated compute)."
     )
+
+
+def test_updates_per_second(tmp_path):
+    """Of iterations 2 to 7 every third does not update; the first two are skipped."""
+    ends = steady(0.5, 8)
+    merged = [[record(r, ends, without_update=[0, 1, 3, 6]) for r in (0, 1)]]
+    path = write_tiny(tmp_path, {"m": merged, "w": [[record(0, ends), record(1, ends)]]}, skip=2)
+    rows = summarize(load(path))
+    assert [row.iterations_per_s for row in rows] == pytest.approx([2.0, 2.0])
+    assert [row.updates_per_s for row in rows] == pytest.approx([4 / 3, 2.0])
+    page = write(path).read_text()
+    assert "2.00, 1.33" in page
+    assert words.NO_PROGRESS in page
+    assert words.NO_PROGRESS in str(table(rows).caption)
+    assert len(table(rows).columns) == len(table(rows[1:]).columns) + 1
+    assert words.NO_PROGRESS not in str(table(rows[1:]).caption)
+
+
+def test_a_winner_that_merges_says_so():
+    fast = row("deft", iteration_s=0.1, iterations_per_s=10.0, updates_per_s=2.5)
+    slow = row("wfbp", iteration_s=0.4, iterations_per_s=2.5, updates_per_s=2.5)
+    assert winner([fast, slow])[1].endswith(
+        "not every iteration updates: 2.50 updates instead of 2.50 per second."
+    )
+    assert "update" not in winner([slow])[1]
 
 
 def test_a_draw_is_called_one():

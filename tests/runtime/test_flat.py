@@ -302,6 +302,19 @@ def test_checksum_sees_bits_and_places() -> None:
     assert checksum(turned) == checksum(turned.contiguous())
 
 
+def test_checksum_of_many_tensors_is_that_of_their_bytes() -> None:
+    """However they are cut, also across the chunks that are read at a time, and misaligned."""
+    x = torch.randn(700_001, generator=torch.Generator().manual_seed(0))
+    whole = checksum(x)
+    assert checksum(*x.split([1, 3, 262_143, 0, 437_854])) == whole
+    for place in (0, 262_144, 700_000):
+        changed = x.clone()
+        changed[place] += 1
+        assert checksum(changed) != whole
+    swapped = x.roll(262_144)  # by a whole chunk
+    assert checksum(swapped) != whole
+
+
 @pytest.mark.parametrize(
     "dtype",
     [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.complex64],

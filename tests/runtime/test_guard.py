@@ -19,7 +19,7 @@ from worlds import run_world
 from offbeat import DeFT
 from offbeat.runtime.guard import ConvergenceGuard
 from offbeat.runtime.loss import LossTap
-from offbeat.runtime.noise import NoiseMeter, step_size
+from offbeat.runtime.noise import NoiseMeter, scale_free, step_size
 from offbeat.strategies import Strategy
 
 WINDOW = 3
@@ -74,6 +74,19 @@ def test_deft_falls_back(tmp_path: Path) -> None:
     ranks = guarded(DeFT(forward=1, backward=1), INFINITE, tmp_path)
     assert ranks[0].strategies[-1] == "wfbp"
     assert len(ranks[0].decisions) == 1
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_deft_without_a_window_runs_wfbp(observed: bool) -> None:
+    """On all ranks, and rank 0 says it once."""
+    ranks = run_world(support.without_a_window, 2, DeFT(), observed, ITERATIONS)
+    for mine in ranks:
+        assert mine.strategies == ["wfbp"]
+        assert [w for w in mine.warnings if "WFBP runs instead" in w] == mine.warnings
+    assert [len(mine.warnings) for mine in ranks] == [1, 0]
+    world = replicas(CASE, 2)
+    bsp(world, range(ITERATIONS))
+    assert_trained_as(ranks, world)
 
 
 def test_nothing_happens_to_a_loss_that_goes_down(tmp_path: Path) -> None:
@@ -197,7 +210,23 @@ def test_step_size_is_what_a_constant_gradient_moves(settings: dict[str, float])
         parameter.grad = torch.ones(1, dtype=torch.float64)
         optimizer.step()
     assert step_size(optimizer) == pytest.approx(before - parameter.item())
-    assert step_size(torch.optim.Adam([parameter], lr=0.1)) == 0.1
+    assert not scale_free(optimizer)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("size", [0.02, 5.0])
+def test_step_size_of_adam_is_what_it_moves(kind: Any, size: float) -> None:
+    """The rate, however large the gradient: so a sum of two moves no further than one."""
+    parameter = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = kind([parameter], lr=0.1, weight_decay=0.0)
+    assert not scale_free(optimizer)  # not known before its first step
+    for _ in range(5):
+        before = parameter.detach().clone()
+        parameter.grad = torch.full((3,), size, dtype=torch.float64)
+        optimizer.step()
+    assert scale_free(optimizer)
+    moved = (before - parameter.detach()) / size
+    assert moved.tolist() == pytest.approx([step_size(optimizer)] * 3)
 
 
 # ---- the tap ------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Measuring: fits, halves and contention, from real processes on the loopback."""
+"""Measuring: fits, halves and contention, from real processes on the loopback; what it costs, on
+a link of arithmetic."""
 
 from __future__ import annotations
 
@@ -15,24 +16,60 @@ from worlds import run_world
 
 from offbeat.profile import Link
 from offbeat.runtime.cluster import connect
+from offbeat.runtime.contention import COUNT, RUNS, _rate, load_bytes
 from offbeat.runtime.flat_session import build_flat
-from offbeat.runtime.measure import _rate, fit_link, measure_cluster
+from offbeat.runtime.measure import (
+    BUDGET_S,
+    BUDGET_SIZES,
+    LAYOUT,
+    TOGETHER,
+    explore,
+    fit_link,
+    least_times,
+    measure_cluster,
+    measure_link,
+    worthwhile_bytes,
+)
+from offbeat.runtime.probe import Budget
+from offbeat.transport.collectives import Ring
 from offbeat.transport.device import CPU
 from offbeat.transport.interfaces import LinkSpec
 
 HOST = torch.device("cpu")
 
 
-def measured(names: list[str], dtype: torch.dtype) -> tuple[Any, Any, dict[str, int]]:
-    """Links and contention of a model with three layers; bytes that count as traffic."""
+def measured(names: list[str], dtype: torch.dtype) -> tuple[Any, Any, dict[str, int], float]:
+    """Links and contention of a model with three layers; bytes that count as traffic; and how many
+    times the model was sent for it in all."""
     dist.init_process_group("gloo")
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(dtype)
     specs = [LinkSpec(name, None, "gloo") for name in names]
     cluster = connect(specs, HOST, CPU(), 30.0)
-    links, contention = measure_cluster(cluster, build_flat(model, None))
+    flat = build_flat(model, None)
+    sizes = count_bytes()
+    worthwhile_bytes(next(iter(cluster.groups.values())), flat, CPU())
+    links, contention = measure_cluster(cluster, flat)
     sent = {name: link.bytes_sent for name, link in cluster.links.items()}
     assert cluster.close()
-    return links, contention, sent
+    return links, contention, sent, sum(sizes) / sum(p.nbytes for p in model.parameters())
+
+
+def count_bytes() -> list[int]:
+    """The payload of every collective from now on, but for numbers that ranks agree on."""
+    sizes: list[int] = []
+
+    def counting(collective: Any, at: int) -> Any:
+        def counted(*args: Any, **settings: Any) -> Any:
+            if settings.get("op") == dist.ReduceOp.AVG or at == 1:
+                sizes.append(args[at].nbytes)
+            return collective(*args, **settings)
+
+        return counted
+
+    dist.all_reduce = counting(dist.all_reduce, 0)
+    for name in ("reduce_scatter", "all_gather"):
+        setattr(Ring, name, counting(getattr(Ring, name), 1))
+    return sizes
 
 
 @pytest.mark.parametrize(
@@ -48,7 +85,9 @@ def test_every_link_and_every_pair(
     first, second = run_world(measured, 2, names, dtype)
     assert [c.links for c in first[1]] == pairs
     assert first[1] == second[1], "every rank has the same speeds"
-    for links, contention, sent in (first, second):
+    assert first[3] == second[3], "every rank has sent as much"
+    for links, contention, sent, models in (first, second):
+        assert 1 < models <= 20
         assert [link.name for link in links] == names
         for link in links:
             check(link)
@@ -65,7 +104,7 @@ def check(link: Link) -> None:
 
 
 def test_alone_there_is_nothing_to_share() -> None:
-    [(links, contention, _)] = run_world(measured, 1, ["a", "b"], torch.float32)
+    [(links, contention, *_)] = run_world(measured, 1, ["a", "b"], torch.float32)
     assert [link.name for link in links] == ["a", "b"]
     assert all(link.bytes_per_s > 0 and not link.halves for link in links)
     assert contention == ()
@@ -88,3 +127,88 @@ def test_rate_counts_what_is_cut_off_in_proportion() -> None:
     assert _rate(spans, 0.0, 8.0) == pytest.approx(3 / 8)
     assert _rate(spans, 1.0, 5.0) == pytest.approx((1 / 2 + 1 + 1 / 4) / 4)
     assert _rate(spans, 3.0, 4.0) == 0
+
+
+# --- what it costs -------------------------------------------------------------------------------
+
+MEAN, HALF = "mean", "half"
+VERBS: dict[Any, Any] = {"mean": MEAN, "reduce_scatter": HALF, "all_gather": HALF}
+
+
+class Arithmetic:
+    """A link of arithmetic: alpha and beta, a least time, and every n-th message late."""
+
+    def __init__(self, latency_s: float, bytes_per_s: float, least_s: float = 0.0, late: int = 0):
+        self.latency_s, self.bytes_per_s, self.least_s = latency_s, bytes_per_s, least_s
+        self.late = late
+        self.clock = 0.0
+        self.sent: list[int] = []
+
+    def now(self) -> float:
+        return self.clock
+
+    def seconds(self, size: float) -> float:
+        return max(self.least_s, self.latency_s + size / self.bytes_per_s)
+
+    def send(self, collective: Any, size_bytes: int) -> float:
+        self.sent.append(size_bytes)
+        seconds = self.seconds(size_bytes) / (2 if collective is HALF else 1)
+        if self.late and len(self.sent) % self.late == 0:
+            seconds += 0.01
+        self.clock += seconds
+        return seconds
+
+    def agree(self, values: Any) -> list[list[float]]:
+        self.clock += self.seconds(8 * len(values))
+        return [list(values)]
+
+
+MODELS = (1_000, 50_000, 3_468_288, 500_000_000)
+LINKS = {
+    "1 Mbit/s": (0.002, 7.8e4, 0.004),
+    "10 Mbit/s": (0.002, 7.8e5, 0.004),
+    "100 Mbit/s": (0.0, 7.8e6, 0.0035),
+    "10 Gbit/s": (1e-4, 8e8, 2e-4),
+    "far away": (0.1, 1e6, 0.0),
+}
+
+
+@pytest.mark.parametrize("total", MODELS)
+@pytest.mark.parametrize("name", LINKS)
+def test_measuring_costs_three_seconds_and_twenty_models(name: str, total: int) -> None:
+    probe = Arithmetic(*LINKS[name])
+    whole = Budget(BUDGET_S, BUDGET_SIZES * total)
+    explore(probe, MEAN, max(total // 4, 4096), whole.share(LAYOUT))
+    link = measure_link("net", probe, VERBS, -(-total // 20), total, whole)
+    share = whole.share(TOGETHER)
+    load = load_bytes(link, 1, share)
+    together_s = RUNS * COUNT * (probe.seconds(load) if load else 0)
+    assert probe.clock + together_s <= BUDGET_S
+    assert sum(probe.sent) + RUNS * COUNT * load <= BUDGET_SIZES * total
+    if total < 1_000_000:  # around the least time no line is exact
+        return
+    for size in (total // 20, total // 4, total):
+        line = link.latency_s + size / link.bytes_per_s
+        assert max(line, link.least_s(size)) == pytest.approx(probe.seconds(size), rel=0.02)
+    for latency_s, bytes_per_s in link.halves.values():
+        line = latency_s + total / bytes_per_s
+        assert line == pytest.approx(probe.seconds(total) / 2, rel=0.02)
+
+
+def test_late_messages_do_not_count() -> None:
+    clean, late = (Arithmetic(0.0, 7.8e6, 0.0035, late=n) for n in (0, 7))
+    links = [
+        measure_link("net", probe, VERBS, 170_000, 3_400_000, Budget(BUDGET_S, 68e6))
+        for probe in (clean, late)
+    ]
+    assert len(links[0].small) == 6
+    assert len(links[1].small) >= 5
+    assert set(links[1].small) <= set(links[0].small)
+    assert links[1].bytes_per_s == pytest.approx(7.8e6, rel=1e-6)
+
+
+@given(st.lists(st.floats(1e-4, 1), min_size=1, max_size=6))
+def test_least_times_never_fall(seconds: list[float]) -> None:
+    points = list(enumerate(seconds))
+    least = [least_s for _, least_s in least_times(points)]
+    assert least == [min(seconds[i:]) for i in range(len(seconds))]

@@ -110,9 +110,9 @@ def test_a_model_compiled_as_a_whole_is_warned_about() -> None:
         ("settings", "rank 2 has local-sgd {'period': 5, 'warmup': 0, 'state': 'local'}; start"),
         (
             "observe",
-            "has observe=2, min_bucket_bytes=None, profile=none, rank 2 has observe=3",
+            "rank 2 has observe=3, min_bucket_bytes=None, profile=none",
         ),
-        ("profile", "rank 2 has observe=2, min_bucket_bytes=None, profile=given; call it alike"),
+        ("profile", "rank 2 has observe=2, min_bucket_bytes=None, profile=given"),
         (
             "shape",
             "rank 0 has '6.weight' [3, 7] torch.float64 trainable with strides [7, 1]",

@@ -136,7 +136,7 @@ def test_only_ranks_that_carry_both_slow_down():
         )
 
     profile = replace(profile_of([2.0]), world_size=4)
-    alone_s = profile.seconds_of(Payload("param", range(1)), "net", "send")
+    alone_s = profile.message_s(Payload("param", range(1)), "net", "send")
     # Only receivers wait: ranks 1 and 3.
     apart = simulate(Plan("x", 1, (send("net", 0, 1), send("net#1", 2, 3))), profile, iterations=1)
     assert apart.ends_s == ((1.0,), exactly(1 + alone_s), (1.0,), exactly(1 + alone_s))

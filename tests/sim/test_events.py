@@ -41,7 +41,7 @@ def plan_of(*transfers, buckets=1, **more):
 
 
 def seconds(profile, t):
-    return profile.seconds_of(replace(t.payload, buffer="grad"), t.link, t.verb)
+    return profile.message_s(replace(t.payload, buffer="grad"), t.link, t.verb)
 
 
 def shown(trace):

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from offbeat.profile import GradientNoise
 from offbeat.solve import preserver
 
 WALKS = 400_000
@@ -53,6 +54,31 @@ def test_scales():
     assert preserver.LossWalk(1.0, 0.1, 2.0).ratio([1, 1], mu) == 1.0
     # 0.1 over nothing
     assert preserver.LossWalk(0.2, 0.1, 0.0).ratio([2], [1.0, 2.0]) == math.inf
+
+
+def test_lateness_is_counted_in_samples():
+    """Both have seen three iterations; one of them has not used the last."""
+    walk = preserver.LossWalk(1.0, 0.1, 0.0)
+    assert walk.ratio([1, 1], [1.0] * 3, late=1) == pytest.approx(0.7 / 0.8)
+    assert walk.ratio([2], [1.0] * 4, late=2) == pytest.approx(0.6 / 0.8)
+    assert walk.ratio([2], [1.0] * 2) == 1.0
+
+
+def test_the_worst_ratio_of_a_cycle():
+    """After [2] three iterations wait, after [2, 3] two."""
+    walk = preserver.LossWalk(1.0, 0.1, 0.0)
+    assert walk.worst_ratio([2, 3], 1.0) == pytest.approx(0.3 / 0.5)  # (1 - .7) / (1 - .5)
+    assert walk.worst_ratio([2], 1.0) == pytest.approx(0.6 / 0.8)
+    assert preserver.LossWalk(1.0, 0.0, 1.0).worst_ratio([2], 1.0) == 1.0
+
+
+def test_two_walks_that_have_rebounded_are_not_taken_for_alike():
+    """One update per 273 iterations, far too long a step: by chance it ends where 546 end."""
+    walk = preserver.LossWalk(1.0, 2.04 / 273, 0.0)
+    end = walk.after([1] * 546, [1.0] * 546) - walk.after([273], [1.0] * 273)
+    assert abs(end) < 1.05
+    assert abs(walk.worst_ratio([273], 1.0) - 1) > 0.01
+    assert abs(walk.worst_ratio([4], 1.0) - 1) > 0.01
 
 
 @pytest.mark.parametrize(
@@ -115,3 +141,60 @@ def test_the_watch_sees_losses_that_are_not_finite_at_once():
     assert watch.see([5.0]) is None  # the first that counts
     with pytest.raises(ValueError, match=r"losses \(\[\]\) must hold at least one"):
         watch.see([])
+
+
+def noise(gradient_sq, noise_sq=0.0, step_size=0.1):
+    return GradientNoise(1.0, gradient_sq, noise_sq, step_size)
+
+
+def watched(levels, estimate, deviation=0.0, seed=0):
+    """What the watch says at each estimate of 60 iterations around these levels."""
+    watch, rng = preserver.LossWatch(tolerance=math.inf), np.random.default_rng(seed)
+    said = []
+    for start, end in pairwise(levels):
+        for level in np.linspace(start, end, 6, endpoint=False):
+            assert watch.see(list(rng.normal(level, deviation, 10))) is None
+        said.append(watch.estimated(estimate))
+    return said
+
+
+def test_the_watch_sees_a_loss_that_stalls():
+    """The gradients predict a fall of 1.2 in 60 iterations."""
+    strong = noise(0.2)
+    first, *later = watched([2.0] * 4, strong)
+    assert first is None  # once may be chance
+    assert all("the loss stalls: it fell by" in words for words in later)
+    assert "predict 1.2" in later[0]
+    assert watched([2.0, 1.8, 1.6, 1.4], strong) == [None] * 3  # a sixth of the prediction
+    assert watched([2.0, 2.0, 1.8, 1.8, 1.6], strong) == [None] * 4  # never twice in a row
+
+
+def test_the_watch_grants_a_fall_that_noise_may_hide():
+    assert watched([2.0] * 4, noise(0.01), deviation=0.5) == [None] * 3
+    assert watched([2.0] * 4, noise(0.2), deviation=0.02)[-1] is not None
+
+
+def test_the_watch_is_silent_on_a_plateau():
+    """SGD that has come as far as its step size lets it: the gradient is smaller than its noise."""
+    rng = np.random.default_rng(3)
+    curvature, deviation, eta = np.array([1.0, 0.3, 0.05]), 1.0, 0.5
+    watch, w = preserver.LossWatch(tolerance=math.inf), np.full(3, 3.0)
+    for _ in range(100):
+        squares = 0.0
+        for _ in range(6):
+            losses = []
+            for _ in range(10):
+                losses.append(0.5 * float(curvature @ w**2))
+                squares += float(((curvature * w) ** 2).sum()) / 60
+                w = w - eta * (curvature * w + rng.normal(0.0, deviation, 3))
+            assert watch.see(losses) is None
+        assert watch.estimated(noise(squares, 3 * deviation**2, eta)) is None
+    assert squares > 0.1  # a fall of 3 in 60 iterations, if noise were nothing
+
+
+def test_the_watch_waits_for_losses_and_for_an_estimate():
+    watch = preserver.LossWatch()
+    assert watch.estimated(noise(1.0)) is None  # before any loss
+    for _ in range(2):
+        watch.see([1.0] * 9)
+        assert watch.estimated(noise(1.0)) is None

@@ -166,7 +166,7 @@ def test_unit_runs_by_hand():
     # Latency 1, blocks of 2 s. At 0: slack 6 < 1 + 4 * 2, so ceil(5 / 2) = 3 blocks, until 7.
     # At 7, bucket 1 is ready (6) and the next gradient at 7.5: slack below the latency, 1 block.
     # At 10 all are ready: what is left, input side first.
-    runs = unit_runs([0.0, 6.0, 7.5], [4, 3, 2], [2.0] * 3, [1.0] * 3)
+    runs = unit_runs([0.0, 6.0, 7.5], [4, 3, 2], lambda _, n: 1.0 + 2.0 * n)
     assert runs == [
         (0, range(3)),
         (1, range(1)),
@@ -177,7 +177,13 @@ def test_unit_runs_by_hand():
 
 
 def test_a_bucket_that_ends_before_the_next_gradient_is_one_message():
-    assert unit_runs([0.0, 20.0], [4, 4], [2.0, 2.0], [1.0, 1.0]) == [(0, range(4)), (1, range(4))]
+    runs = unit_runs([0.0, 20.0], [4, 4], lambda _, n: 1.0 + 2.0 * n)
+    assert runs == [(0, range(4)), (1, range(4))]
+
+
+def test_blocks_that_cost_nothing_more_ride_along():
+    runs = unit_runs([0.0, 1.0], [9, 1], lambda _, n: max(3.0, 0.5 * n))
+    assert runs == [(0, range(6)), (1, range(1)), (0, range(6, 9))]
 
 
 def test_unit_runs_cover_every_block_once():
@@ -187,7 +193,8 @@ def test_unit_runs_cover_every_block_once():
         ready_s = list(accumulate(rng.choice([0, 1, 3.3]) for _ in range(count)))
         units = [rng.randint(1, 9) for _ in range(count)]
         unit_s = [rng.choice([0.0, 0.4, 2.0]) for _ in range(count)]
-        runs = unit_runs(ready_s, units, unit_s, [rng.choice([0.0, 0.7])] * count)
+        latency_s = rng.choice([0.0, 0.7])
+        runs = unit_runs(ready_s, units, lambda b, n, u=unit_s, a=latency_s: a + n * u[b])
         for bucket in range(count):
             blocks = [block for b, run in runs if b == bucket for block in run]
             assert blocks == list(range(units[bucket]))
@@ -237,7 +244,7 @@ def test_evaluations_are_bounded():
         (lambda: simultaneous_fusion([], len, []), r"speeds \(\[\]\) must have a value per chan"),
         (lambda: simultaneous_fusion([], len, [1, 0]), r"speeds\[1\] \(0\) must be above 0; use"),
         (
-            lambda: unit_runs([1.0], [1, 1], [1.0], [1.0]),
+            lambda: unit_runs([1.0], [1, 1], max),
             r"units \(2 values\) must be as long as ready_s \(1 values\)",
         ),
     ],

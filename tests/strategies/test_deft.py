@@ -2,18 +2,21 @@
 
 import json
 import math
+import warnings
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat import check
+from offbeat import check, sim
 from offbeat.plan import Plan
 from offbeat.profile import Bucket, Contention, GradientNoise, Link, Profile
 from offbeat.strategies.deft import DeFT
+from offbeat.strategies.wfbp import WFBP
 
 VARIANTS = [
     DeFT(),
@@ -67,14 +70,30 @@ def profiles(draw, most_buckets=6):
     )
 
 
+def planned(strategy, profile):
+    """The plan, and its warning if WFBP takes its place."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plan = strategy.plan(profile)
+    assert [str(w.message) for w in said] == ([plan.notes["why"]] if "why" in plan.notes else [])
+    return plan, [str(w.message) for w in said]
+
+
+def updates_of(plan):
+    return len(plan.notes["merges"]) / plan.period
+
+
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
 @settings(max_examples=25, deadline=None)
 @given(profile=profiles())
 def test_every_plan_is_sound(strategy, profile):
-    plan = strategy.plan(profile)
+    plan, said = planned(strategy, profile)
     check.raise_if_wrong([plan], profile)
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    assert plan == strategy.plan(profile)
+    assert (plan, said) == planned(strategy, profile)
+    if said:
+        assert plan == replace(WFBP().plan(profile), notes=plan.notes)
+        return
     merges = plan.notes["merges"]
     assert sum(merges) == plan.period
     second = plan.prologue + plan.period  # the first cycle also applies what the prologue closed
@@ -88,20 +107,28 @@ def test_every_plan_is_sound(strategy, profile):
     assert moved == {bucket: len(merges) for bucket in range(len(profile.buckets))}
 
 
+def grown(profile, times):
+    buckets = [
+        replace(b, forward_s=times * b.forward_s, backward_s=times * b.backward_s)
+        for b in profile.buckets
+    ]
+    return replace(profile, buckets=tuple(buckets))
+
+
 @settings(max_examples=50, deadline=None)
 @given(profile=profiles())
 def test_messages_fit_the_windows(profile):
-    plan = DeFT(preserver=False).plan(profile)
-    view = profile.slowest()
+    plan, said = planned(DeFT(preserver=False), profile)
+    if said:
+        return
+    view = grown(profile.slowest(), plan.notes["capacity"])
     used = plan.links
     for t in plan.transfers:
         speed = view.speed(t.link, [link for link in used if link != t.link])
-        assert view.seconds_of(t.payload, t.link) / speed <= view.backward_s * (1 + 1e-6)
+        assert view.message_s(t.payload, t.link) / speed <= view.backward_s * (1 + 1e-6)
     for phase in plan.phases:
         for link in used:
-            seconds = sum(
-                view.seconds_of(t.payload, link) for t in plan.at(phase) if t.link == link
-            )
+            seconds = sum(view.message_s(t.payload, link) for t in plan.at(phase) if t.link == link)
             assert seconds <= (view.forward_s + view.backward_s) * (1 + 1e-6)
 
 
@@ -162,13 +189,87 @@ def test_a_latency_longer_than_forward():
     assert plan.notes["merges"][0] >= 2
 
 
-def test_a_latency_longer_than_backward():
-    text = (
-        r"bucket 'h.0' takes 1\.045 s on link 'fast': even a slice of 1/256 is too long for "
-        r"backward \(0\.16 s\); use a synchronous strategy"
+@pytest.mark.parametrize("noise", [None, NOISE])
+def test_a_latency_longer_than_backward(noise):
+    """No window has room for a message, however small: WFBP's plan, and it is said."""
+    slow = replace(profile(latency_s=1.0), noise=noise)
+    with pytest.warns(UserWarning, match=r"'h.0' takes 1\.045 s .* backward \(0\.16 s\); WFBP"):
+        plan = DeFT().plan(slow)
+    assert plan == replace(WFBP().plan(slow), notes=plan.notes)
+    assert plan.strategy == "wfbp"
+    assert "which does not fit into backward" in plan.notes["why"]
+
+
+def test_a_least_message_time_longer_than_backward():
+    """Small messages take longer than the line through latency and rate says."""
+    base = profile(second=False)
+    (link,) = base.links
+    plan, said = planned(DeFT(), replace(base, links=(replace(link, small=((10**8, 0.2),)),)))
+    assert "which does not fit into backward (0.16 s)" in said[0]
+    assert plan.strategy == "wfbp"
+
+
+def test_slices_no_smaller_than_the_least_message_time_allows():
+    """Whole buckets of 0.1 s fit into backward (0.16 s), not into forward (0.08 s)."""
+    base = profile(second=False, coverage=3)
+    (link,) = base.links
+    floored = replace(base, links=(replace(link, small=((1_000_000, 0.1),)),))
+    plan = DeFT().plan(floored)
+    check.raise_if_wrong([plan], floored)
+    assert all(floored.seconds_of(t.payload, "fast") <= 0.16 for t in plan.transfers)
+
+
+def test_without_compute_there_is_nothing_to_hide_under():
+    base = profile()
+    plan, said = planned(DeFT(), grown(base, 0.0))
+    assert plan.strategy == "wfbp"
+    assert said
+
+
+def test_a_late_plan_that_saves_nothing_gives_way_to_wfbp():
+    """The Preserver wants single updates; waiting for these takes as long as WFBP does."""
+    base = profile(coverage=1.5, second=False, latency_s=0.04)
+    assert DeFT().plan(base).strategy == "deft"
+    steep = replace(base, noise=replace(NOISE, loss=0.2))
+    plan, (said,) = planned(DeFT(), steep)
+    assert plan.strategy == "wfbp"
+    assert "late updates save no time" in said
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    profile=profiles(),
+    most=st.integers(1, 5),
+    slower=st.sampled_from([1.0, 3.0, 20.0]),
+    strategy=st.sampled_from([DeFT(), DeFT(links="all"), DeFT(links="first", solver="greedy")]),
+)
+def test_no_update_merges_more_than_the_limit(profile, most, slower, strategy):
+    links = [replace(ln, bytes_per_s=ln.bytes_per_s / slower) for ln in profile.links]
+    plan, said = planned(replace(strategy, most_merged=most), replace(profile, links=tuple(links)))
+    if said:
+        return
+    closes = [-1, *sorted(plan.closes)]
+    assert max(b - a for a, b in pairwise(closes)) <= most  # also before the cycle
+
+
+@pytest.mark.parametrize("noise", [None, NOISE])
+@pytest.mark.parametrize(("coverage", "least"), [(2.1, 1.9), (90, 3.4)])
+def test_high_coverage(coverage, least, noise):
+    """No fewer updates per second than WFBP, and more iterations: simulated."""
+    rate = 3.4e6 / (coverage * 0.006)
+    base = Profile(
+        tuple(Bucket(f"b{i}", 1e-4, 2e-4, 170_000) for i in range(20)),
+        (Link("net", 1e-4, rate),),
+        world_size=2,
+        noise=noise,
     )
-    with pytest.raises(ValueError, match=text):
-        DeFT().plan(profile(latency_s=1.0))
+    plan = DeFT().plan(base)
+    late_s, wfbp_s = (sim.predict_plan(p, base).iteration_s for p in (plan, WFBP().plan(base)))
+    assert late_s / updates_of(plan) <= 1.02 * wfbp_s
+    if noise is None:
+        assert wfbp_s / late_s >= least
+        assert late_s >= (1 - 1e-9) * DeFT().bound_s(base)
+    assert len(plan.transfers) < 200
 
 
 def test_counted_messages():
@@ -182,7 +283,7 @@ def test_counted_messages():
 
 def test_the_preserver_accepts_small_steps():
     small = replace(NOISE, step_size=1e-4)
-    plan = DeFT(links="first").plan(replace(profile(), noise=small))
+    plan = DeFT(links="first").plan(replace(profile(coverage=1.2), noise=small))
     (only,) = plan.notes["preserver"]["tries"]
     assert only["accepted"]
     assert only["merges"] == plan.notes["merges"]
@@ -191,28 +292,54 @@ def test_the_preserver_accepts_small_steps():
 
 
 def test_the_preserver_enlarges_windows_until_it_accepts():
-    """Merging two noisy steps near the target costs more than 1 %; single ones cost nothing."""
-    noisy = replace(NOISE, loss=0.2, noise_sq=9.0)
-    plan = DeFT(links="first").plan(replace(profile(), noise=noisy))
+    """Two iterations late cost more than 1 % of the loss here, one late does not."""
+    steep = replace(NOISE, step_size=0.015)
+    plan = DeFT(links="first").plan(replace(profile(), noise=steep))
     tries = plan.notes["preserver"]["tries"]
     assert [t["accepted"] for t in tries] == [False] * (len(tries) - 1) + [True]
     assert len(tries) > 1
-    assert [t["capacity"] for t in tries] == pytest.approx([1.1**i for i in range(len(tries))])
+    assert max(tries[-2]["merges"]) == 2
+    assert plan.notes["merges"] == tries[-1]["merges"] == [1]
+    first = tries[0]["capacity"]
+    assert [t["capacity"] / first for t in tries] == pytest.approx(
+        [1.1**i for i in range(len(tries))]
+    )
     assert plan.notes["capacity"] == tries[-1]["capacity"] > 1
-    assert plan.notes["merges"] == tries[-1]["merges"]
     assert "within 1 +- 0.01 (an upper bound" in plan.notes["preserver"]["decision"]
 
 
+def test_the_preserver_knows_that_adam_steps_no_further_for_a_sum():
+    """As with the mean: two merged iterations are worth one update."""
+
+    def first(strategy, noise):
+        tried = strategy.plan(replace(profile(), noise=noise)).notes["preserver"]["tries"][0]
+        return tried["ratio"], tried["merges"]
+
+    noise = replace(NOISE, step_size=0.01)
+    adam = replace(noise, scale_free=True)
+    assert first(DeFT(links="first"), adam) == first(DeFT(links="first", scale="mean"), noise)
+    assert first(DeFT(links="first"), adam) != first(DeFT(links="first"), noise)
+
+
 def test_the_preserver_gives_up_after_ten_retries():
-    """Windows 2.6 times as long are not enough for a coverage rate of 6."""
+    """Windows 2.6 times as long as the limit needs are not enough for a coverage rate of 20."""
     noisy = replace(NOISE, loss=0.2, noise_sq=9.0)
-    plan = DeFT(links="first").plan(replace(profile(coverage=6.0), noise=noisy))
+    plan = DeFT(links="first").plan(replace(profile(coverage=20.0), noise=noisy))
     preserved = plan.notes["preserver"]
     assert len(preserved["tries"]) == 11
     assert not any(t["accepted"] for t in preserved["tries"])
     nearest = min(preserved["tries"], key=lambda t: abs(t["ratio"] - 1))
     assert plan.notes["merges"] == nearest["merges"]
     assert "the nearest to 1 of 11, outside 1 +- 0.01" in preserved["decision"]
+
+
+def test_the_preserver_ends_where_nothing_is_merged():
+    """Being one iteration late is what DeFT is: larger windows cannot mend it."""
+    steep = replace(NOISE, step_size=0.2)
+    plan = DeFT(links="first").plan(replace(profile(coverage=0.8), noise=steep))
+    (only,) = plan.notes["preserver"]["tries"]
+    assert not only["accepted"]
+    assert plan.notes["merges"] == only["merges"] == [1]
 
 
 def test_the_preserver_says_why_it_was_skipped():
@@ -226,10 +353,18 @@ def test_the_preserver_says_why_it_was_skipped():
 
 def test_bound_is_compute_of_the_slowest_rank():
     even = profile()
-    assert DeFT().bound_s(even) == pytest.approx(0.002 + 8 * 0.03)
+    assert DeFT().bound_s(even) == pytest.approx(0.002 + 8 * 0.03 + 0.005 / 4)
     uneven = replace(even, rank_scale=(1.0, 1.0, 1.0, 2.0))
-    assert DeFT().bound_s(uneven) == pytest.approx(0.002 + 2 * 8 * 0.03)
+    assert DeFT().bound_s(uneven) == pytest.approx(0.002 + 2 * 8 * 0.03 + 2 * 0.005 / 4)
     assert DeFT().plan(uneven) == DeFT().plan(uneven.slowest())
+
+
+def test_bound_is_communication_of_the_most_that_is_merged():
+    slow = profile(coverage=20)
+    assert DeFT(links="first").bound_s(slow) == pytest.approx(20 * 0.24 / 4)
+    both = 20 * 0.24 / (1 + 1 / 1.65)
+    assert DeFT(most_merged=2).bound_s(slow) == pytest.approx(both / 2)
+    assert DeFT.fixed(1, 1).bound_s(slow) == pytest.approx(0.002 + 0.24)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +374,7 @@ def test_bound_is_compute_of_the_slowest_rank():
         (lambda: DeFT(solver="exat"), r"solver \('exat'\) .*; did you mean 'exact'\?"),  # pyright: ignore
         (lambda: DeFT(links="both"), r"links \('both'\) must be one of auto, all, first"),  # pyright: ignore
         (lambda: DeFT(partition_elements=0), r"partition_elements \(0\) must be an integer of at"),
+        (lambda: DeFT(most_merged=0), r"most_merged \(0\) must be an integer of at least 1; 1 upd"),
         (lambda: DeFT(epsilon=0), r"epsilon \(0\) must be a number above 0; use preserver=False"),
         (lambda: DeFT(epsilon=math.nan), r"epsilon \(nan\) must be a number above 0"),
         (lambda: DeFT(forward=1), r"forward \(1\) and backward \(None\) must be given together"),

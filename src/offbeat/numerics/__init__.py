@@ -5,7 +5,7 @@ arrays the context hands out - NumPy in the interpreter, torch in the runtime - 
 once. The rule `local`, the user's own optimizer, is the context's.
 """
 
-from offbeat.numerics.base import Context, Rule, VoteRule, WireRule
+from offbeat.numerics.base import SETTINGS, Context, Rule, Setting, VoteRule, WireRule, takes
 from offbeat.numerics.change import changed
 from offbeat.numerics.close import close
 from offbeat.numerics.delta import delta
@@ -20,4 +20,15 @@ RULES: dict[str, Rule] = {
 VOTES: dict[str, VoteRule] = {rule.__name__: rule for rule in (changed,)}
 WIRES: dict[str, WireRule] = {rule.__name__: rule for rule in (topk,)}
 
-__all__ = ["RULES", "VOTES", "WIRES", "Context", "Rule", "VoteRule", "WireRule"]
+__all__ = [
+    "RULES",
+    "SETTINGS",
+    "VOTES",
+    "WIRES",
+    "Context",
+    "Rule",
+    "Setting",
+    "VoteRule",
+    "WireRule",
+    "takes",
+]

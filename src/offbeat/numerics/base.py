@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
 
-from offbeat.plan import Apply, Vote
+from offbeat.plan import Apply, Kind, Vote
 
 Arrays = Sequence[Any]
 """Views of a run of buckets, one per dtype and device; NumPy arrays or tensors."""
@@ -50,3 +51,35 @@ VoteRule = Callable[[Context, Vote, range], bool]
 """This worker's say; the range is the whole model's buckets."""
 WireRule = Callable[[Any, dict[str, Any]], Any]
 """What arrives of one array that is sent, with the wire's settings; a new array."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan may say to a rule: the name of a buffer, a number, one per rank, or a word.
+
+    Without a default it must be given. A buffer may have to be of one kind; a number must lie
+    within `least` and `most`, a word be one of `words`.
+    """
+
+    what: Literal["buffer", "number", "count", "numbers", "word"]
+    default: Any = None
+    kind: Kind | None = None
+    least: float = float("-inf")
+    most: float = float("inf")
+    words: tuple[str, ...] = ()
+
+
+SETTINGS: dict[str, dict[str, Setting]] = {}
+"""Of every rule, vote and wire, by its name."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def takes(**settings: Setting) -> Callable[[Function], Function]:
+    """Say what settings a rule, a vote or a wire has; `check` compares plans with it."""
+
+    def declared(function: Function) -> Function:
+        SETTINGS[function.__name__] = settings
+        return function
+
+    return declared

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from offbeat.numerics.base import Context
+from offbeat.numerics.base import Context, takes
 from offbeat.plan import Apply
 
 
+@takes()
 def close(context: Context, apply: Apply) -> None:
     """The newest gradients become one copy older, and the next ones go to an empty copy."""
     context.rotate("grad")

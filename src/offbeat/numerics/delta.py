@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from offbeat.numerics.base import Context
+from offbeat.numerics.base import Context, Setting, takes
 from offbeat.plan import Apply
 
 
+@takes(
+    average=Setting("buffer", "average", kind="param"),
+    snapshot=Setting("buffer", "snapshot", kind="param"),
+)
 def delta(context: Context, apply: Apply) -> None:
-    """`w += mean(snapshot) - snapshot`; settings: the names of the buffers, average and snapshot."""
+    """`w += mean(snapshot) - snapshot`; `average` and `snapshot` name the buffers."""
     parameters = context.write("param", apply.buckets)
     averages = context.read(apply.arg("average", "average"), apply.buckets)
     snapshots = context.read(apply.arg("snapshot", "snapshot"), apply.buckets)

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from offbeat.numerics.base import Context
+from offbeat.numerics.base import Context, Setting, takes
 from offbeat.plan import Apply
 
 
+@takes(source=Setting("buffer"), target=Setting("buffer"))
 def add(context: Context, apply: Apply) -> None:
     """`target += source`."""
     sources = context.read(apply.arg("source"), apply.buckets)
-    for target, source in zip(context.write(apply.arg("target"), apply.buckets), sources, strict=True):
+    targets = context.write(apply.arg("target"), apply.buckets)
+    for target, source in zip(targets, sources, strict=True):
         target += source
 
 
+@takes(source=Setting("buffer"), target=Setting("buffer"))
 def copy(context: Context, apply: Apply) -> None:
     """`target = source`."""
     sources = context.read(apply.arg("source"), apply.buckets)
-    for target, source in zip(context.write(apply.arg("target"), apply.buckets), sources, strict=True):
+    targets = context.write(apply.arg("target"), apply.buckets)
+    for target, source in zip(targets, sources, strict=True):
         target[...] = source
 
 
+@takes(buffer=Setting("buffer"))
 def clear(context: Context, apply: Apply) -> None:
     """`buffer = 0`."""
     for array in context.write(apply.arg("buffer"), apply.buckets):
         array[...] = 0
 
 
+@takes(buffer=Setting("buffer"), by=Setting("numbers"))
 def scale(context: Context, apply: Apply) -> None:
     """`buffer *= by[rank]`: the weight of this worker in an average."""
     for array in context.write(apply.arg("buffer"), apply.buckets):

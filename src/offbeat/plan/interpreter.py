@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.numerics import RULES, VOTES, WIRES, Rule, VoteRule, WireRule
-from offbeat.plan.model import Apply, Payload, Plan, Transfer, Vote
+from offbeat.plan.model import Apply, Payload, Plan, Transfer, Vote, base_link
 from offbeat.plan.program import Program, Step, coalesced, moment_at
 
 Array = NDArray[np.float64]
@@ -80,8 +80,12 @@ class Worker:
         self.memory: dict[Any, Any] = {}
         # Elements that nobody else may touch: in flight, or used by the compute under way.
         self.flying = {n: [np.zeros(a.size, int) for a in c] for n, c in self.buffers.items()}
-        self.used = {"param": np.zeros(model.start.size, bool), "grad": np.zeros(model.start.size, bool)}
-        self.averaged = [np.zeros(model.start.size, bool) for _ in self.buffers["grad"]]
+        self.used = {name: np.zeros(model.start.size, bool) for name in ("param", "grad")}
+        # Over which ranks each gradient is averaged, as a number of the group; 0: not yet.
+        self.averaged = [np.zeros(model.start.size, int) for _ in self.buffers["grad"]]
+        self.filled = [False] * len(self.buffers["grad"])  # whether backward has ever added
+        self.adds_up = any(apply.rule == "close" for apply in plan.applies)
+        self.decided: set[tuple[str, int]] = set()  # votes of which this rank knows the outcome
         self.seen = model.start.copy()  # the weights that the forward has used
         self.added = [np.zeros(model.start.size) for _ in self.buffers["grad"]]  # iterations
 
@@ -98,6 +102,7 @@ class Worker:
         if self.used.get(buffer, np.zeros(1)).any():
             raise Conflict(f"{buffer} is closed while backward adds to it", self.acting)
         self.newest[buffer] = (self.newest[buffer] - 1) % copies
+        self.starts_window = True
 
     def local(self, apply: Apply) -> None:
         age = apply.arg("age", 0)
@@ -105,8 +110,13 @@ class Worker:
         weights, gradients = self.view("param", span), self.view("grad", span, age)
         copy = self.physical("grad", age)
         added = self.added[copy][span]
-        if not added.any():
-            return  # nothing was added up yet: the first window of a plan that applies late
+        self.view("state", span)
+        if not np.count_nonzero(added):
+            if not self.filled[copy]:
+                return  # nothing was added up yet: the first window of a plan that applies late
+            raise Conflict(
+                f"{apply.id} has no gradients to apply: they were used up since backward", apply
+            )
         factor = apply.arg("scale", 1.0)
         if apply.arg("merge") == "mean" and self.model.merges_by_mean:
             factor = factor / np.maximum(added, 1)
@@ -115,7 +125,7 @@ class Worker:
         else:
             self.model.optimizer(self, apply.buckets, weights, factor * gradients)
         gradients[...] = added[...] = 0
-        self.averaged[copy][span] = False
+        self.averaged[copy][span] = 0
 
     def reset(self, buckets: range) -> None:
         self.view("state", self.span(buckets))[...] = 0
@@ -148,30 +158,31 @@ class Worker:
     acting: Any = None  # the rule that acts now, or words for compute
 
     def require_free(self, buffer: str, copy: int, span: slice, *, in_use: bool = True) -> None:
-        if self.flying[buffer][copy][span].any():
-            number = int(self.flying[buffer][copy][span].max())
-            message = self.messages_by_number[number]
-            t = message.transfer
+        flying = self.flying[buffer][copy][span]
+        if np.count_nonzero(flying):  # much faster than any()
+            odd = int(np.flatnonzero(flying)[0])
+            t = self.messages_by_number[int(flying[odd])].transfer
             raise Conflict(
                 f"{t.id} is in flight between its release {t.after} and its deadline {t.before} "
-                f"while {_named(self.acting)} uses {self._where(buffer, span)}",
+                f"while {_named(self.acting)} uses {self._where(buffer, span.start + odd)}",
                 *_rules(t, self.acting),
             )
-        if in_use and buffer in self.used and self.used[buffer][span].any():
+        if in_use and buffer in self.used and np.count_nonzero(self.used[buffer][span]):
+            odd = int(np.flatnonzero(self.used[buffer][span])[0])
             when = (
                 "the forward has read it and backward still needs it"
                 if buffer == "param"
                 else "backward still adds to it"
             )
+            where = self._where(buffer, span.start + odd)
             raise Conflict(
-                f"{_named(self.acting)} touches {self._where(buffer, span)} too early: {when}",
-                *_rules(self.acting),
+                f"{_named(self.acting)} touches {where} too early: {when}", *_rules(self.acting)
             )
 
     messages_by_number: Sequence[_Message] = ()
 
-    def _where(self, buffer: str, span: slice) -> str:
-        bucket = next(b for b, stop in enumerate(self.offsets[1:]) if stop > span.start)
+    def _where(self, buffer: str, element: int) -> str:
+        bucket = next(b for b, stop in enumerate(self.offsets[1:]) if stop > element)
         return f"{buffer} of bucket {bucket}"
 
     # ---- compute ----------------------------------------------------------------------------
@@ -197,10 +208,28 @@ class Worker:
     def _backward_begins(self) -> None:
         """From here on gradients may come in any order."""
         self.acting = "backward"
-        everything = slice(0, self.offsets[-1])
-        self.require_free("grad", self.physical("grad", 0), everything)
+        everything, copy = slice(0, self.offsets[-1]), self.physical("grad", 0)
+        self.require_free("grad", copy, everything)
+        self._require_applied(copy)
         self.used["grad"][:] = True
-        self.added[self.physical("grad", 0)] += 1
+        self.added[copy] += 1
+        self.filled[copy] = True
+
+    def _require_applied(self, copy: int) -> None:
+        """Backward adds to what is there: gradients of its own window, or nothing."""
+        if self.adds_up and not self.starts_window:
+            return
+        self.starts_window = False
+        left = self.buffers["grad"][copy]
+        if left.any():
+            where = self._where("grad", int(np.flatnonzero(left)[0]))
+            raise Conflict(
+                f"backward adds to gradients of an earlier iteration in {where}: nothing has "
+                "applied or cleared them; apply them in every iteration, or add them up with the "
+                "rule close"
+            )
+
+    starts_window = True
 
     def _backward(self, iteration: int, run: range) -> None:
         self.acting = "backward"
@@ -210,15 +239,16 @@ class Worker:
         self.buffers["grad"][copy][span] += self.model.gradient(
             self.rank, iteration, run, self.seen[span]
         )
-        self.averaged[copy][span] = False
+        self.averaged[copy][span] = 0
 
 
 @dataclass
 class Interpreter:
     """All workers of a job; `run` advances them together.
 
-    `votes`, `rules` and `wires` override what the names in the plan stand for. `flushing` are ranks that finish early, after every
-    iteration, what the next forward waits for (as an evaluation or a checkpoint makes them).
+    `votes`, `rules` and `wires` override what the names in the plan stand for. `flushing` are
+    ranks that finish early, after every iteration, what the next forward waits for (as an
+    evaluation or a checkpoint makes them).
     """
 
     plan: Plan
@@ -243,6 +273,7 @@ class Interpreter:
         self._said: dict[tuple[str, int], dict[int, bool]] = defaultdict(dict)
         self.decisions: dict[tuple[str, int], bool] = {}
         self._happened = 0
+        self._group_numbers: dict[tuple[int, ...], int] = {}
         self._mine: list[dict[int, list[_Message]]] = [{} for _ in self.workers]
         self._groups = {
             link: {rank: group for group in groups for rank in group}
@@ -322,31 +353,33 @@ class Interpreter:
                 yield from self._wait(w, self._mine[w.rank][i - lag][index])
         for lag, vote in step.decide:
             if wanted(lag):
-                yield from self._decide(vote, i - lag)
+                yield from self._decide(w, vote, i - lag)
         for lag, apply in step.apply:
-            if wanted(lag) and self._goes(apply, i - lag):
+            if wanted(lag) and self._goes(w, apply, i - lag):
                 w.acting = apply
                 self.rules[apply.rule](w, apply)
 
-    def _goes(self, rule: Transfer | Apply, iteration: int) -> bool:
+    def _goes(self, w: Worker, rule: Transfer | Apply, iteration: int) -> bool:
         if rule.when is None:
             return True
-        if (rule.when, iteration) not in self.decisions:
+        if (rule.when, iteration) not in w.decided:
             raise Conflict(f"{rule.id} depends on the vote {rule.when!r} before it is due", rule)
         return self.decisions[rule.when, iteration]
 
-    def _decide(self, vote: Vote, iteration: int) -> Generator[Conflict, None, None]:
+    def _decide(self, w: Worker, vote: Vote, iteration: int) -> Generator[Conflict, None, None]:
         said = self._said[vote.name, iteration]
         while len(said) < self.ranks:
             yield Conflict(f"the vote {vote.name!r} waits for a rank that never has its say", vote)
         self.decisions[vote.name, iteration] = any(said.values())
+        w.decided.add((vote.name, iteration))
 
     # ---- messages ---------------------------------------------------------------------------
 
     def _enqueue(self, w: Worker, i: int) -> None:
         mine = self._mine[w.rank][i] = []
         for t in w.program.transfers(i):
-            ranks = t.ranks or self._groups.get(t.link, {}).get(w.rank) or tuple(range(self.ranks))
+            group = self._groups.get(base_link(t.link), {}).get(w.rank)
+            ranks = t.ranks or group or tuple(range(self.ranks))
             message = self._messages.setdefault((id(t), i, ranks[0]), _Message(t, i, ranks))
             mine.append(message)
             self._queues[t.link, w.rank].append(message)
@@ -363,7 +396,7 @@ class Interpreter:
         for index in step.release:
             message = self._mine[w.rank][i][index]
             t = w.acting = message.transfer
-            if not self._goes(t, i):
+            if not self._goes(w, t, i):
                 message.passed.add(w.rank)
                 message.given[w.rank] = None
             else:
@@ -375,9 +408,10 @@ class Interpreter:
         span, copy = w.slice_of(payload), w.physical(payload.buffer, payload.age)
         array = w.view(payload.buffer, span, payload.age)
         if payload.buffer == "grad" and t.verb in ("all_reduce", "reduce_scatter") and t.in_place:
-            if w.averaged[copy][span].any():
+            group = self._group_numbers.setdefault(message.ranks, len(self._group_numbers) + 1)
+            if np.count_nonzero(w.averaged[copy][span] == group):
                 raise Conflict(f"{payload} is moved twice: {t.id} averages it again", t)
-            w.averaged[copy][span] = True
+            w.averaged[copy][span] = group
         message.regions[w.rank] = payload.buffer, copy
         if t.in_place:
             w.flying[payload.buffer][copy][span] = self._number(message)
@@ -417,7 +451,7 @@ class Interpreter:
 
     def _wait(self, w: Worker, message: _Message) -> Generator[Conflict, None, None]:
         t = message.transfer
-        if t.when is not None and not self._goes(t, message.iteration):
+        if not self._goes(w, t, message.iteration):
             return
         while not message.done:
             yield self._stuck(w, message)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Set
-from itertools import chain
+from itertools import chain, pairwise
+from typing import Any
 
 
 class Phases(Set[int]):
@@ -51,6 +52,21 @@ class Phases(Set[int]):
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.runs)
+
+    def __le__(self, other: Set[Any]) -> bool:
+        if not isinstance(other, Phases):
+            return Set.__le__(self, other)
+        return all(other._holds(run) for run in self.runs)
+
+    def _holds(self, run: tuple[int, int]) -> bool:
+        at = bisect_right(self.runs, (run[0], float("inf"))) - 1
+        return at >= 0 and run[1] <= self.runs[at][1]
+
+    def isdisjoint(self, other: Iterable[Any]) -> bool:
+        if not isinstance(other, Phases):
+            return super().isdisjoint(other)
+        runs = sorted((*self.runs, *other.runs))
+        return all(a[1] <= b[0] for a, b in pairwise(runs))
 
     def __hash__(self) -> int:
         return hash(self.runs)

@@ -251,7 +251,13 @@ def _continues(last: Step, step: Step, buckets: int) -> bool:
 
 def _only_applies(step: Step) -> bool:
     busy = step.wait or step.decide or step.ask or step.release
-    return not busy and len(step.apply) == 1 and step.apply[0][1].at.bucket is not None
+    return not busy and len(step.apply) == 1 and _at_home(step.apply[0][1])
+
+
+def _at_home(apply: Apply) -> bool:
+    """Whether it is of one bucket, at that bucket's own moment: only then may it move."""
+    bucket = apply.at.bucket
+    return bucket is not None and apply.buckets == range(bucket, bucket + 1)
 
 
 def _as_one(run: list[Step], buckets: int) -> Step:

@@ -18,7 +18,8 @@ def decisions(contestant: Contestant) -> dict[str, Any] | None:
     None if the plan's notes and the records name no decision. Fields that are missing or of
     another type, as other versions may write them, are left out.
     """
-    notes = _mapping(None if contestant.plan is None else contestant.plan.notes)
+    plan = contestant.plan
+    notes = {} if plan is None else {fact.name: fact.value for fact in plan.facts}
     preserver = _mapping(notes.get("preserver"))
     tries = preserver.get("tries")
     tries = tries if isinstance(tries, list) else []

@@ -19,7 +19,7 @@ from offbeat.report.decisions import decisions
 from offbeat.report.places import grouped
 from offbeat.report.run import Contestant, Run
 from offbeat.report.strict_json import dumps, script_safe
-from offbeat.report.summary import Row, how_measured, ranked
+from offbeat.report.summary import Row, how_measured, merges, ranked
 from offbeat.report.timeline import (
     Window,
     lane_name,
@@ -53,6 +53,7 @@ def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]
     return environment.from_string(_text("page.html")).render(
         **view(run, rows, traces),
         count=words.count,
+        paces=words.paces,
         css=Markup(_text("page.css")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -142,6 +143,7 @@ def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
         "most_s": max((s for s in ends if s), default=0.0),
         "series": series,
         "how": how_measured(rows),
+        "paces": words.NO_PROGRESS if merges(rows) else "",
         "repetitions": max((r.repetitions for r in rows), default=0),
         "observed": max((rep.observed for _, rep, _ in run.records()), default=0),
     }

@@ -24,8 +24,9 @@ class RankRecord:
     """What one rank recorded; `losses` are (iteration, seconds from the trace's origin, loss).
 
     `sent_bytes` is the payload handed to each link over the whole run, by link name; `observed`
-    the number of iterations spent on profiling before the plan took over; `decisions` what was
-    decided while it ran, each an iteration with words.
+    the number of iterations spent on profiling before the plan took over; `without_update` are the
+    iterations that applied no gradient; `decisions` what was decided while it ran, each an
+    iteration with words.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class RankRecord:
     losses: tuple[tuple[int, float, float], ...] = ()
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
     observed: int = 0
+    without_update: tuple[int, ...] = ()
     emulated: bool = False
     warnings: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
@@ -283,6 +285,7 @@ def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
         losses=tuple((int(i), float(s), _number(x)) for i, s, x in data.get("losses", ())),
         sent_bytes={str(link): int(n) for link, n in data.get("bytes", {}).items()},
         observed=int(data.get("observed", 0)),
+        without_update=tuple(map(int, data.get("without_update", ()))),
         emulated=bool(data.get("emulated", False)),
         warnings=tuple(map(str, data.get("warnings", ()))),
         checks=tuple(map(str, data.get("checks", ()))),

@@ -22,7 +22,8 @@ class Row:
     """One contestant; times in seconds, None for what cannot be said.
 
     Measured: `iteration_s` (median over repetitions) with `spread_s` (lowest and highest
-    repetition, or quartiles over the periods of the only one: `spread_of`), `sent_bytes` per
+    repetition, or quartiles over the periods of the only one: `spread_of`),
+    `iterations_per_s` and `updates_per_s` (fewer where gradients are merged), `sent_bytes` per
     iteration and rank, `final_loss` (None if not finite), `target_s` and `target_iterations` (when
     the smoothed loss reached `target_loss`, median over repetitions; None if not or if the loss
     was not finite in the end). Predicted: `predicted_s`, `predicted_error` (predicted / measured
@@ -37,6 +38,8 @@ class Row:
     iteration_s: float | None = None
     spread_s: Interval | None = None
     spread_of: Literal["repetitions", "periods"] | None = None
+    iterations_per_s: float | None = None
+    updates_per_s: float | None = None
     predicted_s: float | None = None
     predicted_error: float | None = None
     bound_s: float | None = None
@@ -49,6 +52,11 @@ class Row:
     target_iterations: float | None = None
     speedup: float | None = None
     emulated: bool = False
+
+
+def merges(rows: Sequence[Row]) -> bool:
+    """Whether some iterations of some contestant did not update."""
+    return any(row.updates_per_s != row.iterations_per_s for row in rows)
 
 
 def summarize(run: Run) -> list[Row]:
@@ -100,6 +108,17 @@ def iteration_s(run: Run, rep: Repetition) -> float | None:
     return median(periods) if periods else None
 
 
+def paces(run: Run, rep: Repetition) -> tuple[float, float] | None:
+    """(iterations, updates) per second of one repetition, over all after the skipped."""
+    trace, start = rep.trace, skipped(run, rep)
+    seconds, first = sum(trace.iteration_seconds()[start:]), trace.first + start
+    if not seconds:
+        return None
+    stop = trace.first + trace.iterations
+    without = {i for record in rep.ranks for i in record.without_update if first <= i < stop}
+    return (stop - first) / seconds, (stop - first - len(without)) / seconds
+
+
 def sent_bytes(run: Run, rep: Repetition) -> float | None:
     """Payload bytes per iteration and rank: of the whole periods after the skipped iterations
     whose messages were recorded, else everything that was sent over all iterations."""
@@ -112,11 +131,14 @@ def sent_bytes(run: Run, rep: Repetition) -> float | None:
 
 def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
     reps = contestant.complete
+    measured = [pace for rep in reps if (pace := paces(run, rep)) is not None]
     row = Row(
         label=contestant.label,
         strategy=contestant.text,
         repetitions=len(reps),
         failed=len(contestant.repetitions) - len(reps),
+        iterations_per_s=median([pace[0] for pace in measured]) if measured else None,
+        updates_per_s=median([pace[1] for pace in measured]) if measured else None,
         sent_bytes=_mean([sent_bytes(run, rep) for rep in reps]),
         final_loss=final_loss(contestant),
         target_loss=target,

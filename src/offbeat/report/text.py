@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.report import words
-from offbeat.report.summary import Row, how_measured, ranked
+from offbeat.report.summary import Row, how_measured, merges, ranked
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -17,11 +17,14 @@ def table(rows: Sequence[Row]) -> Table:
     target = next((row.target_loss for row in rows if row.target_loss is not None), None)
     emulated = any(row.emulated for row in rows)
     caption = words.sentence(how_measured(rows)) + (" Emulated compute." if emulated else "")
+    paces = merges(rows)
+    caption += f" {words.NO_PROGRESS}" if paces else ""
     result = Table(caption=caption, caption_justify="left", caption_style="dim")
     result.add_column("strategy", overflow="fold")
     for heading, word in (
         ("time to loss" + ("" if target is None else f" {words.loss(target)}"), "measured"),
         (f"{unit.name}/iteration", "measured"),
+        *([("iterations/s, updates/s", "measured")] if paces else []),
         ("vs DDP", "measured"),
         (f"{unit.name}/iteration", "predicted"),
         (f"{unit.name}/iteration", "bound"),
@@ -30,15 +33,18 @@ def table(rows: Sequence[Row]) -> Table:
     ):
         result.add_column(Text.assemble(heading, "\n", (word, "dim")), justify="right")
     for place, row in enumerate(ranked(rows)):
-        result.add_row(*_cells(row, unit), style="bold" if place == 0 and len(rows) > 1 else "")
+        result.add_row(
+            *_cells(row, unit, paces), style="bold" if place == 0 and len(rows) > 1 else ""
+        )
     return result
 
 
-def _cells(row: Row, unit: words.Unit) -> list[Text]:
+def _cells(row: Row, unit: words.Unit, paces: bool) -> list[Text]:
     return [
         _two_lines(row.label, row.strategy if row.strategy != row.label else ""),
         _two_lines(words.seconds(row.target_s), _range(row.target_spread_s)),
         _two_lines(unit.text(row.iteration_s), unit.span(row.spread_s)),
+        *([Text(words.paces(row.iterations_per_s, row.updates_per_s))] if paces else []),
         Text(words.ratio(row.speedup)),
         _two_lines(
             unit.text(row.predicted_s),

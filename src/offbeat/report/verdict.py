@@ -75,7 +75,18 @@ def _by_iteration(best: Row, other: Row) -> str:
         f"{best.label} takes {unit.full(best.iteration_s)} per iteration, "
         f"{_times(other.iteration_s, best.iteration_s)} less than {other.label} "
         f"({unit.full(other.iteration_s)}); there is no target loss to compare by"
+        f"{_updates(best, other)}"
     )
+
+
+def _updates(best: Row, other: Row) -> str:
+    """What must be said of iterations that are fast because they do not update."""
+    if best.updates_per_s is None or best.updates_per_s == best.iterations_per_s:
+        return ""
+    text = f", and not every iteration updates: {words.digits(best.updates_per_s)} updates"
+    if other.updates_per_s is None:
+        return f"{text} per second"
+    return f"{text} instead of {words.digits(other.updates_per_s)} per second"
 
 
 def _draw(best: Row, second: Row) -> str:

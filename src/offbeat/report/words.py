@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 NONE = "–"
+NO_PROGRESS = (
+    "Iterations without an update are no progress: where gradients are merged, compare updates per "
+    "second as well."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,14 @@ def ratio(value: float | None) -> str:
 def loss(value: float | None) -> str:
     """Four significant digits."""
     return NONE if value is None else digits(value, 4)
+
+
+def paces(iterations_per_s: float | None, updates_per_s: float | None) -> str:
+    """'12.9, 3.52'; one number if they are the same."""
+    if iterations_per_s is None:
+        return NONE
+    both = digits(iterations_per_s), NONE if updates_per_s is None else digits(updates_per_s)
+    return both[0] if iterations_per_s == updates_per_s else ", ".join(both)
 
 
 def count(number: int, noun: str) -> str:

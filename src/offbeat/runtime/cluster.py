@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,9 @@ from offbeat.transport.control import Control, new_group
 from offbeat.transport.device import Device
 from offbeat.transport.interfaces import LinkSpec, agree_on_links, bound_to
 from offbeat.transport.link import Link
+
+
+Partition = Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 @dataclass
@@ -31,32 +34,39 @@ class Cluster:
     timeout_s: float
     links: dict[str, Link] = field(default_factory=dict)
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    _parts: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     closed: bool = False
     leave: Callable[[], None] | None = None  # registered to run at exit; holds the session
 
-    def open(self, names: Iterable[str]) -> None:
-        """Open the links and channels among `names` that are not open yet.
+    def open(self, names: Iterable[str], within: Partition | None = None) -> None:
+        """Open the links and channels among `names` that are not open yet; `within` says, by link,
+        into which groups of ranks its collectives fall (by default one).
 
-        Every rank must call it with the same names in the same order. ValueError for a channel of
-        an unknown link; RuntimeError on every rank, naming the link, if a group cannot be built.
+        Every rank must call it with the same arguments in the same order. ValueError for a channel
+        of an unknown link; RuntimeError on every rank, naming the link, if a group cannot be built.
         """
         for name in names:
-            if name in self.links:
+            parts = tuple((within or {}).get(name, ()))
+            if name in self.links and self._parts[name] == parts:
                 continue
+            if name in self.links:
+                self.links.pop(name).close()
             spec = self.specs.get(base_link(name))
             if spec is None:
                 known = ", ".join(self.specs)
                 raise ValueError(f"link ({name!r}) must be one of {known}, or a channel of one")
-            group = self._group(name, spec)
-            by_verb = collectives(group, str(spec.backend), self.where, self.timeout_s)
-            self.groups[name] = group
-            self.links[name] = Link(name, by_verb, self.device)
+            group = self._group(name, spec, parts)
+            verbs = collectives(group, str(spec.backend), self.where, self.timeout_s)
+            self.groups[name], self._parts[name] = group, parts
+            self.links[name] = Link(name, verbs, self.device)
 
-    def _group(self, name: str, spec: LinkSpec) -> dist.ProcessGroup:
+    def _group(
+        self, name: str, spec: LinkSpec, parts: tuple[tuple[int, ...], ...]
+    ) -> dist.ProcessGroup:
         """A group bound to the link's interface that has carried a first message."""
         try:
             with bound_to(spec.interface):
-                group = new_group(str(spec.backend), self.timeout_s)
+                group = new_group(str(spec.backend), self.timeout_s, parts)
                 where = self.where if spec.backend == "nccl" else torch.device("cpu")
                 dist.all_reduce(torch.zeros(1, device=where), group=group)
                 self.device.finish()

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.runtime.cluster import Cluster
-from offbeat.runtime.flat_session import unite
-from offbeat.runtime.marks import Iteration, Marks
+from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.runtime.record import Recorder
+from offbeat.runtime.replicas import repair, require_equal, unite
 from offbeat.runtime.wrap import Session
 
 
@@ -35,7 +35,7 @@ class DDPSession(Session):
             bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]
         )
         self._iteration = 0
-        self._marks = Marks(begin=cluster.device.mark())
+        self._marks = Timestamps(begin=cluster.device.mark())
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self._bytes_per_iteration = gradients
 
@@ -57,7 +57,7 @@ class DDPSession(Session):
             self._recorder.stepped(self._iteration)
             self._recorder.iteration(Iteration(self._iteration, marks, []))
         self._iteration += 1
-        self._marks = Marks(begin=mark())
+        self._marks = Timestamps(begin=mark())
 
     def zero_grad(self, set_to_none: bool) -> None:
         self._model.zero_grad(set_to_none)
@@ -65,8 +65,12 @@ class DDPSession(Session):
     def no_sync(self) -> AbstractContextManager[None]:
         return self.module.no_sync()
 
-    def consolidate(self) -> None:
-        unite(self._model, self._cluster)
+    def consolidate(self, repairing: bool) -> None:
+        if repairing:
+            repair(self._model, self._optimizer, self._cluster)
+        else:
+            require_equal(self._model, "ddp", self._cluster.control)
+            unite(self._model, self._cluster)
 
     def close(self) -> None:
         if self._cluster.closed:

@@ -1,48 +1,36 @@
-"""The engine: a plan on a real model. Moments release transfers, moments wait for them."""
+"""The engine: walks a plan's program while autograd and the user's loop drive the compute."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
-from offbeat.plan import Plan, Transfer
-from offbeat.runtime.agenda import agenda
-from offbeat.runtime.arrivals import Arrivals
-from offbeat.runtime.copies import Copies
-from offbeat.runtime.flat import Flat
-from offbeat.runtime.forward import ForwardHooks
-from offbeat.runtime.landing import Landing
-from offbeat.runtime.marks import Iteration, Marks, Planned
-from offbeat.runtime.merging import Merging
+from offbeat.plan import Plan
+from offbeat.runtime.adopted import Adopted
+from offbeat.runtime.guards.finite import Suspects
+from offbeat.runtime.hooks import BackwardHooks
+from offbeat.runtime.iteration import Iteration, Reports, Timestamps
+from offbeat.runtime.metering import Metering
 from offbeat.runtime.noise import NoiseMeter
-from offbeat.runtime.state import StateStore
-from offbeat.runtime.stepper import BucketStepper
-from offbeat.strategies.base import StatePolicy
+from offbeat.runtime.waiting import Waiting
+from offbeat.runtime.walker import Walker
+from offbeat.storage.flat import Flat
+from offbeat.storage.gradients import Gradients
+from offbeat.storage.optimizer_state import StateStore
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device
 from offbeat.transport.link import Link
-
-EARLY_REMEDY = {
-    "in_backward": "use average='before_update'",
-    "on_arrival": "use a strategy that steps at once, such as WFBP()",
-}
 
 
 class Engine:
     """Runs a plan through hooks and `optimizer.step()`.
 
-    `grad(b)` fires when the gradients of buckets 0..b are complete, so a message of several
-    buckets is never sent half-ready, whatever order autograd takes; `forward(b)` likewise stands
-    for all buckets from the input side down to b. What is due by `step` is waited for as soon as
-    backward has ended, so that code between backward and `optimizer.step()` - clipping, unscaling -
-    sees averaged gradients.
+    What is due by `step` is waited for as soon as backward has ended, so that code between
+    backward and `optimizer.step()` - clipping, unscaling - sees averaged gradients. What the next
+    forward waits for is done before if somebody looks at the model (`flush`).
     """
 
     def __init__(
@@ -55,20 +43,14 @@ class Engine:
         control: Control,
         timeout_s: float,
     ):
-        self.optimizer = optimizer
-        self.links = links
+        self.model, self.optimizer, self.links = model, optimizer, links
+        self.control, self.device = control, device
+        self.waiting = Waiting(device, control, timeout_s)
+        self.suspects: Suspects | None = None
         self.iteration = 0
-        self.accumulating = False
-        self.listener: Callable[[Iteration], None] | None = None
-        self.on_parameter: Callable[[nn.Parameter], None] | None = None
-        self.meter: NoiseMeter | None = None
-        self._model = model
-        self._device = device
-        self._control = control
-        self._landing = Landing(device, control, timeout_s)
-        self._handles: list[RemovableHandle] = []
-        self._forward_hooks: ForwardHooks | None = None
-        self._merging: Merging | None = None
+        self.reports = Reports()
+        self.run: Adopted | None = None
+        self.hooks: BackwardHooks | None = None
         self.attach(flat)
 
     # ---- set-up -----------------------------------------------------------------------------
@@ -77,377 +59,218 @@ class Engine:
         """Use a (new) flat storage: hooks on its parameters, tables per bucket."""
         self.detach()
         self.flat = flat
-        self.refresh_groups()
-        self._parameters = [p for bucket in flat.buckets for p in bucket.parameters]
-        self._bucket_of = [b for b, bucket in enumerate(flat.buckets) for _ in bucket.parameters]
-        self._sizes = [len(bucket.parameters) for bucket in flat.buckets]
-        self._copies = Copies(flat, merged=False)
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._hook(i))
-            for i, p in enumerate(self._parameters)
-        ]
+        self.gradients = Gradients(flat, self.control.world_size)
+        self.state = StateStore(self.optimizer, flat)
+        self.hooks = BackwardHooks(self.gradients, self)
 
     def detach(self) -> None:
         """Remove the hooks; the parameters stay views of the flat storage."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._release_plan()
+        if self.hooks is not None:
+            self.hooks.remove()
+        if self.run is not None:
+            self.run.close()
+        self.hooks = self.run = None
 
-    def adopt(self, plan: Plan, state_policy: StatePolicy) -> None:
+    def adopt(self, plan: Plan) -> None:
         """Run this plan from the next iteration on, counted as its iteration 0."""
-        self._release_plan()
+        if self.run is not None:
+            self.run.close()
+        self.run = Adopted(plan, self)
         self.plan = plan
-        self.plan_start = self.iteration
-        self._early = any(t.after.point == "grad" for t in plan.transfers)  # sent in backward
-        self._reset_state = state_policy == "reset"
-        self._remedy = EARLY_REMEDY.get(plan.updates)
-        if self._remedy is not None:
-            self._stepper.require_independent(self._remedy)
-        self._agendas = {phase: agenda(plan, phase) for phase in plan.phases}
-        self._copies = Copies(self.flat, merged=plan.closes is not None)
-        self._payloads: dict[Transfer, list[tuple[Tensor, ...]]] = {
-            t: [self.flat.tensors(t.payload, copy) for copy in range(self._copies.count)]
-            for t in plan.transfers
-            if t.payload.kind != "state"
-        }
-        self._arrivals: Arrivals | None = None
-        if plan.updates == "on_arrival":
-            assert self._remedy is not None
-            self._arrivals = Arrivals(self.flat, self._device, self._wait, self._remedy)
-            self._forward_hooks = ForwardHooks(self._model, self.flat, self._arrive)
-        if plan.closes is not None:
-            self._merging = Merging(
-                plan, self.optimizer, self.flat, self._copies, self.links, self._landing
-            )
-        self._now: Planned | None = None
-        self._recent: deque[Planned] = deque()
-        self._due: dict[int, list[tuple[Planned, list[int]]]] = {}
-
-    def _release_plan(self) -> None:
-        """Undo what the plan so far has attached elsewhere."""
-        if self._forward_hooks is not None:
-            self._forward_hooks.remove()
-        if self._merging is not None:
-            self._merging.close()
-        self._forward_hooks = self._merging = None
+        self._start = self.iteration
+        self._metering = Metering(None, self.run)
+        self._now: Iteration | None = None
+        self._walker = Walker(self.run, self.device)
+        self._backward_over = False
 
     def refresh_groups(self) -> None:
         """The optimizer's groups or state were replaced (load_state_dict)."""
-        self._stepper = BucketStepper(self.optimizer, self.flat)
-        self.state = StateStore(self.optimizer, self.flat)
+        self.state.forget()
+        self.run.updates.refresh()
 
-    # ---- one iteration ----------------------------------------------------------------------
+    def measure(self, meter: NoiseMeter | None) -> None:
+        """Show gradients to a meter from now on, or to none."""
+        self._metering = Metering(meter, self.run)
+
+    @property
+    def planned(self) -> int:
+        """Number of the present iteration, or else of the next one, in the plan."""
+        return self.iteration - self._start
+
+    # ---- iterations -------------------------------------------------------------------------
 
     def begin(self) -> None:
         """The time from here on belongs to the next iteration."""
-        buckets = len(self._sizes)
-        self._marks = Marks(
-            begin=self._device.mark(), ready=[None] * buckets, updated=[None] * buckets
-        )
+        buckets = len(self.flat.buckets)
+        self._marks = Timestamps(begin=self.device.mark(), ready=[None] * buckets)
 
-    def _book(self) -> Planned:
-        """The iteration's first sign of life: give its messages their places on the links."""
-        planned = self.iteration - self.plan_start
-        tables = self._agendas[self.plan.phase(planned)]
-        flights = [
-            self.links[t.link].book(t, self.iteration, self._payload(t)) for t in tables.transfers
-        ]
-        self._now = now = Planned(self.iteration, self._marks, flights, planned, agenda=tables)
-        for lag, indices in tables.due_step.items():
-            self._due.setdefault(self.iteration + lag, []).append((now, indices))
-        self._seen = bytearray(len(self._parameters))
-        self._ready = bytearray(len(self._parameters))
-        self._missing = list(self._sizes)
-        self._next = 0  # buckets before this one have fired grad(b)
-        self._unused: list[nn.Parameter] = []
-        self._backward_awaited = False
-        self._backward_over = False
-        self._grad_version = -1
-        self._release(now, tables.at_forward)
-        return now
+    def _started(self) -> Iteration:
+        """The present iteration; with its first sign of life its messages get their places."""
+        if self._now is None:
+            self.waiting.require_alive()
+            self._now = self.run.start(self.planned, self.iteration, self._marks)
+            self.hooks.begin()
+            self._walker.begin(self._now)
+            self._backward_over = False
+        return self._now
 
-    def _payload(self, t: Transfer) -> tuple[Tensor, ...]:
-        if t.payload.kind == "state":
-            return ()  # made when it is released: the optimizer replaces its tensors
-        copies = self._copies
-        return self._payloads[t][copies.closed if t.payload.age else copies.opened]
+    # ---- forward and backward ---------------------------------------------------------------
 
     def forward_begins(self) -> AbstractContextManager[Any]:
         """The prepared model is called; its forward runs in what this returns."""
-        if self._now is None and torch.is_grad_enabled():
-            if self._merging is not None:
-                self._merging.require_unchanged()
-            self._book()
-        hooks = self._forward_hooks
-        if hooks is not None and hooks.at_start is not None:
-            self._arrive(hooks.at_start)
-        self._marks.forward = self._device.mark()
+        self.waiting.require_alive()
+        if not (torch.is_grad_enabled() and self.model.training):
+            self.flush()  # nobody trains on it
+            return nullcontext()
+        if self._now is None:
+            self.run.windows.require_unchanged()
+        elif self._backward_over:
+            self.run.land(self._now)  # a second backward may follow before the step
+        now, hooks = self._started(), self.run.forward_hooks
+        if hooks is None:
+            self._walker.walk(0)
+        elif hooks.at_start is not None:
+            self.forward_needs(hooks.at_start)
+        now.marks.forward = self.device.mark()
         return nullcontext() if hooks is None else hooks.watching()
 
     def forward_ends(self) -> None:
-        if self._forward_hooks is not None and torch.is_grad_enabled():
-            self._arrive(0)  # of modules that were not called this time
-            self._forward_hooks.forward_ended()
-        self._marks.forward_end = self._device.mark()
+        """The prepared model's forward is over."""
+        if self._now is None or not torch.is_grad_enabled():
+            return
+        self.forward_needs(0)  # of modules that were not called this time
+        if self.run.forward_hooks is not None:
+            self.run.forward_hooks.forward_ended()
+        self._now.marks.forward_end = self.device.mark()
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def gradient_ready(p: Tensor) -> None:
-            now = self._now or self._book()
-            self._arrive(0, in_backward=True)
-            view = self._copies.views[index]
-            if p.grad is not view:
-                self._adopt_gradient(p, view)
-            self._seen[index] = 1
-            if self.accumulating:
-                return
-            if self._ready[index] or self._backward_over:
-                self._twice()
-            if not self._backward_awaited:
-                self._backward_awaited = True
-                # Runs when this backward pass has ended, before backward() returns; what torch's
-                # own DDP and FSDP use for the same purpose.
-                Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
-            self._ready[index] = 1
-            if self.on_parameter is not None:
-                self.on_parameter(p)  # type: ignore[arg-type]
-            bucket = self._bucket_of[index]
-            self._missing[bucket] -= 1
-            if bucket == self._next and not self._missing[bucket]:
-                self._advance(now)
-
-        return gradient_ready
-
-    def _adopt_gradient(self, p: Tensor, view: Tensor) -> None:
-        """The user set `p.grad` to None (model.zero_grad()): take the new one into the bucket."""
-        assert p.grad is not None
-        if p.grad.is_sparse:
-            raise ValueError(
-                "a gradient is sparse; flat buckets need dense ones: use Embedding(sparse=False)"
-            )
-        if p.grad.requires_grad:
-            raise ValueError(
-                "backward(create_graph=True) leaves gradients that are no plain numbers; take the "
-                "inner derivative with torch.autograd.grad(..., create_graph=True)"
-            )
-        if self._merging is None:
-            view.copy_(p.grad)
+    def forward_needs(self, b: int) -> None:
+        """Somebody is about to use the parameters of bucket b, or of one nearer the input."""
+        if self._now is None:
+            self.flush()
         else:
-            view.add_(p.grad)  # to those of the generation's earlier iterations
-        p.grad = view
+            self._walker.walk(self.plan.buckets - 1 - b)
+            self.reports.hand_on()
 
-    def _twice(self) -> None:
-        self._landing.require_alive()
-        raise RuntimeError(
-            "backward ran twice without optimizer.step() in between, but gradients were already "
-            "handed on; wrap all but the last backward in `with model.no_sync():`, skip no step, "
-            "and use activation checkpointing with use_reentrant=False"
-        )
+    def backward_begins(self) -> None:
+        """The first gradient of a backward pass is there."""
+        if self._now is not None and self._backward_over:
+            self._abandon()
+        self._started()
+        self.run.updates.in_backward = True
+        self._walker.walk(self.plan.buckets - 1)
+        self.run.updates.in_backward = False
+        self.gradients.backward_begins()
+        self.reports.hand_on()
 
-    def _advance(self, now: Planned) -> None:
-        """Fire grad(b), and with updates in backward updated(b), for every bucket that can."""
-        while self._next < len(self._missing) and not self._missing[self._next]:
-            b = self._next
-            self._next += 1
-            now.marks.ready[b] = self._device.mark()
-            if self.meter is not None and self._early and self.plan.closing(now.planned):
-                self.meter.own(self.flat.grads(range(b, b + 1), self._copies.opened))
-            self._release(now, now.agenda.at_grad[b])
-            if self.plan.updates == "in_backward":
-                self._stepper.step(b, None, self._remedy if now.planned == 0 else None)
-                now.marks.updated[b] = self._device.mark()
-                self._release(now, now.agenda.at_updated[b])
+    def bucket_ready(self, b: int) -> None:
+        """The gradients of buckets 0..b are complete."""
+        now = self._now
+        now.marks.ready[b] = self.device.mark()
+        self._metering.bucket_ready(b, now.planned)
+        self._walker.walk(self.plan.buckets + b)
 
-    def _release(self, now: Planned, indices: Sequence[int]) -> None:
-        for i in indices:
-            flight = now.flights[i]
-            payload = flight.transfer.payload
-            if payload.kind == "state":
-                tensors = self.state.tensors(payload.buckets)
-                flight.tensors = tuple(t[payload.slice_of(t.numel())] for t in tensors)
-            self.links[flight.transfer.link].release(flight)
-
-    def _backward_ended(self) -> None:
+    def backward_ends(self) -> None:
         """Late releases, and the wait for what the update needs."""
         now = self._now
-        assert now is not None
         self._backward_over = True
-        self._unused = self._flush(now)
-        now.marks.backward_end = self._device.mark()
-        if self.meter is not None and self.plan.closing(now.planned):
-            if not self._early:
-                self.meter.own(self.flat.grads(range(len(self._sizes)), self._copies.opened))
-            self.meter.complete()
-        self._release(now, now.agenda.at_step)
-        for iteration, indices in self._due.pop(self.iteration, ()):
-            self._wait(iteration, indices)
-        applied = self.plan.applied(now.planned)
-        if self.meter is not None and applied:
-            grads = self.flat.grads(range(len(self._sizes)), self._copies.closed)
-            self.meter.averaged(grads, len(applied))
-        now.marks.waited = self._device.mark()
-        if self._merging is not None:
-            self._copies.show(applied, self.plan.merge)
-        self._grad_version = self.flat.grad_version()
+        self.gradients.backward_ends(self.hooks.seen)
+        self.hooks.finish()
+        now.marks.backward_end = self.device.mark()
+        self._metering.backward_ends(now.planned)
+        step = now.at("step", self.plan)
+        self._walker.wait(step)
+        self._metering.averaged(now.planned)
+        due = [a for _, a in step.apply if a.rule == "local"]
+        self.run.updates.reveal(a for a in due if self.run.votes.goes(a.when, now.planned))
+        now.marks.waited = self.device.mark()
 
-    def step(self, skip_update: bool = False) -> None:
+    # ---- the step ---------------------------------------------------------------------------
+
+    def step(self, skip_update: bool = False, *, abandoned: bool = False) -> None:
         """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is
         due by the end, and the next iteration."""
-        self._landing.require_alive()
-        now = self._now or self._book()
-        self._arrive(0)
+        now, mark = self._started(), self.device.mark
+        self._walker.walk(self.plan.buckets - 1)
         if not self._backward_over:
-            self._backward_ended()
-        mark = self._device.mark
+            self.backward_ends()
         now.marks.step = mark()
-        if self._remedy is not None:
-            self._gradients_untouched()
-        if self._merging is not None:
-            self._merging.step(now.planned)
-        elif self.plan.updates == "at_step":
-            if not skip_update:
-                with self._without(self._unused):
-                    self.optimizer.step()
-            for released in now.agenda.at_updated:
-                self._release(now, released)
-        elif self._arrivals is not None:
-            self._arrivals.expect(now, self._stepper)
-            self.optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
+        if self.suspects is not None:
+            self.suspects.heed(unused=skip_update)
+        self.run.updates.asked_for(now, abandoned=abandoned)
+        now.skipped = skip_update
+        self._walker.act(now.at("step", self.plan))
         now.marks.stepped = mark()
-        self._wait(now, now.agenda.due_end)
+        end = now.at("end", self.plan)
+        self._walker.wait(end)
+        self._walker.act(end)
         now.marks.end = mark()
-        now.over = True
-        self._now = None
-        self._recent.append(now)
+        self.run.windows.iteration_ends(now.planned)
+        now.over, self._now = True, None
+        self.reports.add(now)
+        self._backward_over = False
         self.iteration += 1
-        self._control.publish(self.iteration)
-        self._report()
+        self.control.publish(self.iteration)
+        self.reports.hand_on()
         self.begin()
 
-    def _report(self) -> None:
-        """Hand on the iterations that are complete, in their order."""
-        while self._recent and self._recent[0].complete:
-            done = self._recent.popleft()
-            if self.listener is not None:
-                self.listener(done)  # may attach another storage and adopt another plan
-
-    def report_rest(self) -> None:
-        """At the end, hand on iterations whose messages nobody has waited for yet."""
-        while self._recent and self.listener is not None:
-            self.listener(self._recent.popleft())
-
-    def _flush(self, now: Planned) -> list[nn.Parameter]:
-        """Parameters without a gradient keep no bucket from being sent; they count as zero in
-        averages. Returns those whose own step must be skipped, as plain PyTorch does."""
-        if self._next == len(self._missing):
-            return []
-        unused: list[nn.Parameter] = []
-        averaged = {
-            b for t in now.agenda.transfers if t.payload.kind == "grad" for b in t.payload.buckets
-        }
-        for seen, p, view, b in zip(
-            self._seen, self._parameters, self._copies.views, self._bucket_of, strict=True
-        ):
-            if not seen:
-                p.grad = view
-                if self._merging is None:
-                    view.zero_()
-                    if b not in averaged:
-                        unused.append(p)
-            self._missing[b] = 0
-        with self._without(unused):
-            self._advance(now)
-        return unused
-
-    @contextmanager
-    def _without(self, unused: Sequence[nn.Parameter]):
-        """No gradient on these parameters, so that the optimizer leaves them alone."""
-        kept = [p.grad for p in unused]
-        for p in unused:
-            p.grad = None
-        yield
-        for p, grad in zip(unused, kept, strict=True):
-            p.grad = grad
-
-    def _gradients_untouched(self) -> None:
-        if self.flat.grad_version() != self._grad_version or not self.flat.grads_attached():
-            raise ValueError(
-                "gradients were changed between backward and optimizer.step() (clipping or "
-                "unscaling?), but this strategy applies them bucket by bucket, at other times; "
-                f"{self._remedy}"
-            )
+    def _abandon(self) -> None:
+        """Backward ran, no step followed, and now the gradients are dropped or added to: as with
+        torch's own DDP that is an iteration without an update."""
+        self.run.require_skippable(self._now)
+        self.step(skip_update=True, abandoned=True)
 
     def zero_grad(self) -> None:
         """Zero the gradients in place, each as soon as nothing needs it any more."""
-        if self._merging is not None:
-            return  # the generation is added to; what was applied is zeroed when it was
-        if self._arrivals is not None and self._arrivals.pending:
-            self._arrivals.zero_grad()
-        else:
-            self.flat.zero_grad()
-
-    def _arrive(self, first: int, *, in_backward: bool = False) -> None:
-        """Bring every bucket from the input side down to `first` up to date."""
-        if self._arrivals is None or not self._arrivals.pending:
-            return
-        self._landing.require_alive()
-        if self._arrivals.until(first, self._marks.arrivals, in_backward=in_backward):
-            self._report()
+        if self._now is not None and self._backward_over:
+            self._abandon()
+        self.gradients.zero_grad()
 
     # ---- between iterations -----------------------------------------------------------------
 
     def flush(self) -> None:
-        """Between iterations: every update that was asked for is done."""
-        self._arrive(0)
+        """Between iterations: do what the next forward would wait for and apply."""
+        if self._now is None and self.planned:
+            self._walker.flush(self.planned)
+            self.reports.hand_on()
+
+    def pause(self) -> None:
+        """Between iterations: nothing that has begun is left to wait for. RuntimeError in the
+        middle of an iteration."""
+        if self._now is not None and self._backward_over:
+            raise RuntimeError(
+                "an iteration is under way; consolidate and load between iterations: after "
+                "optimizer.step() and before the next backward"
+            )
+        self.flush()
+        self.run.land_all()
+        self.reports.hand_on()
 
     def settle(self) -> None:
-        """Between iterations, before leaving: finish updates, and messages that others wait for."""
-        if not self._landing.failed:
-            self.flush()
-            self._land_all()
+        """Before leaving: finish updates, and messages that others wait for. What has begun and
+        will never end is dropped."""
+        if not self.waiting.failed:
+            self._now, self._backward_over = None, False
+            self.pause()
 
     def discard(self) -> None:
-        """Other weights are about to be loaded: forget what is merged, and begin the plan anew."""
+        """Other weights are about to be loaded: forget gradients that were added up, and begin
+        the plan anew."""
         self.flush()
-        if self._merging is not None:
-            self._land_merged()
-            self._merging.discard()
+        if self.run.windows.late:
+            self.pause()
+            self.run.windows.discard()
             self._begin_anew()
 
     def drain(self) -> None:
-        """Between iterations: also apply gradients that are merged but not yet due, and begin the
-        plan anew. Every rank must call it. RuntimeError in the middle of an iteration."""
-        self.flush()
-        if self._merging is not None:
-            self._land_merged()
-            self._merging.drain(self.iteration, self.iteration - self.plan_start)
+        """Between iterations: also apply gradients that are not yet due, and begin the plan anew.
+        Every rank must call it."""
+        self.pause()
+        if self.run.windows.late:
+            self.run.windows.drain(self.run.context, self.iteration, self.planned)
             self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self.plan_start = self.iteration
-        if self.meter is not None:
-            self.meter.reset()
-
-    def _land_merged(self) -> None:
-        if self._now is not None:
-            raise RuntimeError(
-                "gradients are being merged; consolidate and load between iterations: after "
-                "optimizer.step() and before the next forward"
-            )
-        self._land_all()
-
-    def _land_all(self) -> None:
-        """Wait for every message of earlier iterations."""
-        for iterations in self._due.values():
-            for iteration, indices in iterations:
-                self._wait(iteration, indices)
-        self._due.clear()
-        self._report()
-
-    def _wait(self, iteration: Planned, indices: Sequence[int]) -> None:
-        for i in indices:
-            flight = iteration.flights[i]
-            self._landing.wait(flight, self.flat)
-            iteration.awaited += 1
-            if self._reset_state and flight.transfer.payload.kind == "param":
-                self.state.reset(flight.transfer.payload.buckets)
+        self._start = self.iteration
+        self.run.iterations.clear()
+        self._walker.flushed = None
+        self._metering.reset()

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from offbeat.check import raise_if_wrong
 from offbeat.plan import Plan
+from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.runtime.attached import Attached
-from offbeat.runtime.checksum import checksum
 from offbeat.runtime.cluster import Cluster
 from offbeat.runtime.engine import Engine
-from offbeat.runtime.flat import BucketSpec, Flat, specs_of_profile
 from offbeat.runtime.guard import ConvergenceGuard, Finding
-from offbeat.runtime.marks import Iteration
+from offbeat.runtime.guards.finite import FiniteGuard, OnNonfinite, Suspects
+from offbeat.runtime.guards.parameters import ParameterWatch
+from offbeat.runtime.guards.replicas import ReplicaGuard
+from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.measure import measure_cluster, worthwhile_bytes
 from offbeat.runtime.observe import Observer, observing_plan
 from offbeat.runtime.record import Recorder
+from offbeat.runtime.replicas import only_gradients, repair, require_equal, unite
+from offbeat.runtime.updates import early_remedy
+from offbeat.runtime.votes import vote_channel
 from offbeat.runtime.wrap import Session
+from offbeat.storage.coupling import couples
+from offbeat.storage.flat import Flat
+from offbeat.storage.layout import BucketSpec, specs_of_profile
 from offbeat.strategies import WFBP, Strategy
-from offbeat.transport.collectives import averaging
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,14 @@ class Observation:
     then_stop: bool
 
 
+@dataclass(frozen=True)
+class Watch:
+    """What is watched while running: replicas every so many iterations, non-finite values."""
+
+    compare_every: int
+    on_nonfinite: OnNonfinite
+
+
 class FlatSession(Session):
     """Runs a strategy's plan on flat buckets, after observing plain BSP if need be."""
 
@@ -53,7 +66,10 @@ class FlatSession(Session):
         cluster: Cluster,
         recorder: Recorder | None,
         flat: Flat,
+        watch: Watch,
     ):
+        self._watch = watch
+        self._replicas: ReplicaGuard | None = None
         self._model, self._strategy, self._cluster = model, strategy, cluster
         self._recorder = recorder
         self._guard: ConvergenceGuard | None = None
@@ -66,53 +82,99 @@ class FlatSession(Session):
             cluster.control,
             cluster.timeout_s,
         )
+        self._parameters = ParameterWatch(model)
+        self._parameters.attach(flat)
+        control = cluster.control
+        self._finite = FiniteGuard(
+            watch.on_nonfinite, control.rank, control.world_size, self._names
+        )
+        self.engine.suspects = Suspects(self._finite, self.engine.waiting.refuse)
+        self._guard_links()
         # Also of bare modules: whoever reads or replaces weights finds them up to date.
         flush, discard = Attached(self.flush), Attached(self.engine.discard)
         self._handles = [model.register_load_state_dict_pre_hook(discard)]
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
 
+    def _names(self, run: range) -> str:
+        """Of a run of buckets, by their first and last."""
+        names = [self.engine.flat.buckets[b].name for b in (run.start, run.stop - 1)]
+        return repr(names[0]) if len(run) == 1 else f"{names[0]!r} to {names[1]!r}"
+
+    def _guard_links(self) -> None:
+        for link in self._cluster.links.values():
+            link.guard = self._finite.run if self._finite.active else None
+
     def run_from(self, profile: Profile, observed: int = 0) -> None:
         """Plan from a profile that all ranks share, check, agree on the plan, adopt it."""
         self.profile = profile
-        self._adopt(self._strategy, self._checked(self._strategy))
-        self.engine.listener = self._recorder.iteration if self._recorder else None
+        with warnings.catch_warnings(record=True) as said:  # rank 0 says it for all
+            warnings.simplefilter("always")
+            plan = self._checked(self._strategy)
+        self._adopt(self._strategy, plan)
+        self.engine.reports.listener = self._recorder.iteration if self._recorder else None
         if self._recorder:
             self._recorder.start(str(self._strategy), self.plan, observed)
+        for warning in said:
+            self._decide(str(warning.message))
         if self._strategy.guards_convergence:
             self._guard = ConvergenceGuard(self._cluster.control, self.engine.optimizer)
-            self.engine.meter = self._guard.meter
+            self.engine.measure(self._guard.meter)
 
     def _checked(self, strategy: Strategy) -> Plan:
-        plan = strategy.plan(self.profile, self._cluster.control.rank)
-        raise_if_wrong([plan], self.profile)
+        plan = strategy.plan(self.profile)
+        raise_if_wrong(plan, self.profile)
         return plan
 
     def _adopt(self, strategy: Strategy, plan: Plan) -> None:
         self._cluster.control.agree(
             "the plan", plan.digest, "start all ranks with the same offbeat version"
         )
-        self._cluster.open(plan.links)
+        remedy = early_remedy(plan)
+        coupled = couples(self.engine.optimizer) if remedy is not None else None
+        if coupled is not None:
+            raise ValueError(f"{coupled}, so it cannot step bucket by bucket; {remedy}")
+        first = next(iter(self._cluster.specs))
+        votes = [vote_channel(first)] if plan.votes else []
+        self._cluster.open([*plan.links, *votes], plan.groups)
+        self._guard_links()
         self.plan = plan
         if self._recorder:
             self._recorder.plan = plan
         self.scaler_remedy = _scaler_remedy(plan)
-        self.engine.adopt(plan, strategy.state_policy)
+        self.engine.adopt(plan)
+        if self._guard is not None:
+            self.engine.measure(self._guard.meter)
+        self._replicas = None
+        if only_gradients(plan) and self._watch.compare_every:
+            self._replicas = ReplicaGuard(
+                self._cluster.control,
+                self._model,
+                self.engine.optimizer,
+                self._watch.compare_every,
+                self.engine.flush,
+            )
+            self._replicas.look()
 
     def _heed(self, finding: Finding) -> None:
         """Fall back to a synchronous schedule if the loss departs, plan again if the noise says
         so. All ranks see the same finding and do the same."""
         if finding.departed is not None:
             fallback = WFBP()
-            self._decide(f"{finding.departed}: fell back from {self._strategy} to {fallback}")
+            plan = self._checked(fallback)
             self._unguard()
+            if plan.digest == self.plan.digest:  # it runs already, and is not to blame
+                return
+            self._decide(f"{finding.departed}: fell back from {self._strategy} to {fallback}")
             self.engine.drain()
-            self._adopt(fallback, self._checked(fallback))
+            self._adopt(fallback, plan)
         elif finding.noise is not None:
             self.profile = replace(self.profile, noise=finding.noise)
-            plan = self._checked(self._strategy)
+            with warnings.catch_warnings():  # what is decided while training is in the report
+                warnings.simplefilter("ignore")
+                plan = self._checked(self._strategy)
             if plan.digest != self.plan.digest:
-                why = plan.notes.get("preserver", {}).get("decision", "the gradient noise changed")
-                self._decide(f"planned again, {why}", warn=False)
+                why = plan.fact("why") or plan.fact("preserver", {}).get("decision")
+                self._decide(f"planned again, {why or 'the gradient noise changed'}", warn=False)
                 self.engine.drain()
                 self._adopt(self._strategy, plan)
 
@@ -127,13 +189,14 @@ class FlatSession(Session):
     def _unguard(self) -> None:
         if self._guard is not None:
             self._guard.close()
-        self._guard = self.engine.meter = None
+            self.engine.measure(None)
+        self._guard = None
 
     def observe(self, how: Observation) -> None:
         """Run plain BSP first, measure, and plan from what was measured."""
-        observer = Observer(self._model, self.engine, self._cluster.device)
         first = next(iter(self._cluster.links))
-        self.engine.adopt(observing_plan(len(self.engine.flat.buckets), first), "local")
+        self.engine.adopt(observing_plan(len(self.engine.flat.buckets), first))
+        observer = Observer(self._model, self.engine, self._cluster.device)
 
         def listen(done: Iteration) -> None:
             if self._recorder:
@@ -142,7 +205,7 @@ class FlatSession(Session):
             if done.number + 1 == how.iterations:
                 self._plan_from(observer, how)
 
-        self.engine.listener = listen
+        self.engine.reports.listener = listen
 
     def _plan_from(self, observer: Observer, how: Observation) -> None:
         observer.finish()
@@ -153,6 +216,7 @@ class FlatSession(Session):
         specs = observer.layout(control, least)
         flat = Flat(self._model, specs)
         self.engine.attach(flat)
+        self._parameters.attach(flat)
         links, contention = measure_cluster(self._cluster, flat)
         profile = observer.profile(specs, flat, links, contention, control, how.model)
         profile = control.gather(profile)[0]  # every rank plans from the same numbers
@@ -165,6 +229,8 @@ class FlatSession(Session):
     # ---- what the user calls ----------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._parameters.require_unchanged()
         with self.engine.forward_begins():
             output = self._model(*args, **kwargs)
         self.engine.forward_ends()
@@ -173,6 +239,8 @@ class FlatSession(Session):
     def step(self, skip_update: bool) -> None:
         if self._recorder:
             self._recorder.stepped(self.engine.iteration)
+        if self._replicas is not None:
+            self._replicas.step()
         self.engine.step(skip_update)
         finding = self._guard.iteration() if self._guard is not None else None
         if finding is not None:
@@ -186,29 +254,38 @@ class FlatSession(Session):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        before, self.engine.accumulating = self.engine.accumulating, True
+        hooks = self.engine.hooks
+        before, hooks.accumulating = hooks.accumulating, True
         try:
             yield
         finally:
-            self.engine.accumulating = before
+            hooks.accumulating = before
 
     def optimizer_reloaded(self) -> None:
         self.engine.refresh_groups()
 
-    def consolidate(self) -> None:
+    def consolidate(self, repairing: bool) -> None:
         self.engine.drain()
-        unite(self._model, self._cluster)
+        if not only_gradients(self.engine.plan):
+            unite(self._model, self._cluster)
+        elif repairing:
+            repair(self._model, self.engine.optimizer, self._cluster)
+        else:
+            require_equal(self._model, self._strategy, self._cluster.control)
+            unite(self._model, self._cluster)
 
     def close(self) -> None:
         if self._cluster.closed:
             return
         if getattr(sys, "last_value", None) is None:  # else this rank is going down: at once
             self.engine.settle()
+        self.engine.waiting.closed = True
         if self._recorder:
-            self.engine.report_rest()
+            self.engine.reports.hand_on(rest=True)
             self._recorder.write(self._cluster.bytes_sent())
         self._unguard()
         self.engine.detach()
+        self._parameters.close()
         for handle in self._handles:
             handle.remove()
         self._cluster.close()
@@ -216,13 +293,10 @@ class FlatSession(Session):
 
 def _scaler_remedy(plan: Plan) -> str | None:
     """What to do instead of unscaling gradients, if this plan's cannot be; else None."""
-    if plan.closes is not None:
-        return "merged gradients of several scales cannot be unscaled together; use WFBP()"
-    if plan.updates == "in_backward":
-        return "they are applied in backward; use average='before_update'"
-    if plan.updates == "on_arrival":
-        return "they are applied later, bucket by bucket; use WFBP()"
-    return None
+    if any(apply.rule == "close" for apply in plan.applies):
+        return "gradients of several scales cannot be unscaled together; use WFBP()"
+    remedy = early_remedy(plan)
+    return remedy and f"they are applied bucket by bucket, at other times; {remedy}"
 
 
 def build_flat(model: nn.Module, profile: Profile | None) -> Flat:
@@ -231,60 +305,3 @@ def build_flat(model: nn.Module, profile: Profile | None) -> Flat:
         return Flat(model, specs_of_profile(model, profile))
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     return Flat(model, [BucketSpec(name, (name,)) for name in reversed(names)])
-
-
-def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
-    """Rank 0's parameters and buffers on every rank; nothing is sent if all agree already, as
-    equal seeds make them do."""
-    tensors = _state(model)
-    if not _differ(tensors, cluster):
-        return
-    for tensor in tensors:
-        _from_rank_0(tensor, cluster)
-
-
-def unite(model: nn.Module, cluster: Cluster) -> None:
-    """Average the floating-point state of all replicas unless they are identical already, take
-    rank 0's integers, and compare checksums."""
-    tensors = _state(model)
-    if _differ(tensors, cluster):
-        for tensor in tensors:
-            if tensor.is_floating_point():
-                _in_place(tensor, averaging(_bulk(cluster)))
-            else:
-                _from_rank_0(tensor, cluster)
-    odd = _differ(tensors, cluster)
-    if odd:
-        raise RuntimeError(
-            f"replicas still differ after consolidation: ranks {odd} have other checksums than "
-            "rank 0; was a parameter changed by another thread?"
-        )
-
-
-def _bulk(cluster: Cluster) -> dist.ProcessGroup:
-    return next(iter(cluster.groups.values()))
-
-
-def _from_rank_0(tensor: Tensor, cluster: Cluster) -> None:
-    _in_place(tensor, lambda t: dist.broadcast(t, src=0, group=_bulk(cluster)))
-
-
-def _in_place(tensor: Tensor, collective: Callable[[Tensor], object]) -> None:
-    """A collective on a tensor of any strides: it reads and writes memory as if contiguous, so
-    on a view with gaps it would write over what lies between."""
-    with torch.no_grad():
-        whole = tensor.contiguous()
-        collective(whole)
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.copy_(whole)
-
-
-def _state(model: nn.Module) -> list[Tensor]:
-    """Everything that makes a replica: parameters, frozen ones too, and buffers."""
-    return [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
-
-
-def _differ(tensors: Sequence[Tensor], cluster: Cluster) -> list[int]:
-    """Ranks whose replica is not bit-identical to rank 0's."""
-    sums = cluster.control.gather([checksum(t) for t in tensors])
-    return [rank for rank, values in enumerate(sums) if values != sums[0]]

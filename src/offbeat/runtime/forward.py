@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.runtime.attached import Attached
-from offbeat.runtime.flat import Flat
+from offbeat.storage.flat import Flat
 
 
 class ForwardHooks:

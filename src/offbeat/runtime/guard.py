@@ -9,7 +9,7 @@ import torch
 
 from offbeat.profile import GradientNoise
 from offbeat.runtime.loss import LossTap
-from offbeat.runtime.noise import NoiseMeter, Seen, noise_of, step_size
+from offbeat.runtime.noise import NoiseMeter, Seen, noise_of
 from offbeat.solve.preserver import LossWatch
 from offbeat.transport.control import Control
 
@@ -53,8 +53,11 @@ class ConvergenceGuard:
         mine = [float(loss) for loss in self._losses]
         self._losses = []
         gradients = self.meter.take() if estimate else None
-        everyone = self._control.gather(Seen(mine, gradients, step_size(self._optimizer)))
+        everyone = self._control.gather(Seen.of(mine, gradients, self._optimizer))
         means = [fmean(losses) for losses in zip(*(s.losses for s in everyone), strict=False)]
         windows = [means[i : i + WINDOW] for i in range(0, len(means), WINDOW)]
         words = [self._watch.see(window) for window in windows]
-        return Finding(next(filter(None, words), None), noise_of(everyone))
+        noise = noise_of(everyone)
+        if noise is not None:
+            words.append(self._watch.estimated(noise))
+        return Finding(next(filter(None, words), None), noise)

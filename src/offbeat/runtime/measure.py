@@ -1,38 +1,37 @@
-"""Measuring links: alpha and beta of the messages that a model sends, and what links lose while
-they run together."""
+"""Measuring links: what messages of the sizes that a model sends take, within a budget."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
-from typing import cast
+from itertools import accumulate
+from statistics import median
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from offbeat.plan import Moment, Verb, base_link, channel, transfer
+from offbeat.plan import Verb
 from offbeat.profile import Contention, Link
 from offbeat.runtime.cluster import Cluster
-from offbeat.runtime.flat import Flat
+from offbeat.runtime.contention import measure_contention
+from offbeat.storage.flat import Flat
+from offbeat.runtime.probe import Budget, Probe, Prober, timed
 from offbeat.transport.collectives import Collective, averaging
 from offbeat.transport.device import Device
 
+# What all measuring before a plan may take: seconds, and model sizes of payload per rank.
+BUDGET_S, BUDGET_SIZES = 3.0, 20.0
+# Parts of it; those of links are shared by all of them.
+LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.45, 0.15, 0.15
+
 MIN_BUCKET_BYTES = 64 * 1024
 SMALL_BYTES = 4096
-LINK_BUDGET_S = 5.0  # no single measured message takes longer
+LEAST_BYTES = 64  # of the largest size of a line
 SMALL_SIZES = tuple(SMALL_BYTES << i for i in range(6))  # to 128 KiB: slices that P3 would send
-SMALL_SPEND_S = 0.2
-SPEND_S = 1.0  # per size of an all-reduce, within 3 to 15 repetitions
-HALF_SPEND_S = 0.5  # the same per size of its halves
-HALF_S = 1.0  # the largest half that is measured belongs to an all-reduce of this time
-TOGETHER_S = 0.4  # per run of messages back to back
-MESSAGE_S = 0.05  # each of them
-EXTRAS_BUDGET_S = 10.0  # halves and contention stop when they have taken so long
-HALVES: tuple[Verb, ...] = ("reduce_scatter", "all_gather")
+MOST_REPEATS, LEAST_REPEATS = 9, 3  # of one size
+SERIES = 3  # messages of each size of a line
+HALF_VERBS: tuple[Verb, ...] = ("reduce_scatter", "all_gather")
+Points = list[tuple[int, float]]  # (bytes, seconds), ascending
 
 
 def fit_link(name: str, points: Sequence[tuple[int, float]]) -> Link:
@@ -52,222 +51,183 @@ def measure_cluster(
     cluster: Cluster, flat: Flat
 ) -> tuple[tuple[Link, ...], tuple[Contention, ...]]:
     """Every link's alpha and beta, of all-reduces over the sizes of messages that this model sends
-    and of their halves; and what links lose while both carry messages.
+    and of their halves; what small messages take; and what links lose while both carry messages.
 
-    Halves and contention are added until `EXTRAS_BUDGET_S` is over, those of the first link
-    first. Every rank must call it, and opens a second channel of the first link.
+    With `worthwhile_bytes` it takes `BUDGET_S` seconds and `BUDGET_SIZES` model sizes; halves and
+    contention are left out where that is too little. Every rank must call it, and opens a second
+    channel of the first link.
     """
     like = flat.everything()[0]
-    sizes = _sizes(flat)
-    links = [_measure_link(cluster, name, sizes, like) for name in cluster.specs]
+    smallest, total = min(_sizes(flat)), sum(_sizes(flat))
+    budget = _budget(total)
+    links: list[Link] = []
+    for name in cluster.specs:
+        probe = Probe(cluster.groups[name], like, cluster.device)
+        verbs = cluster.links[name].collectives.by_verb
+        part = 1 / len(cluster.specs)
+        links.append(measure_link(name, probe, verbs, smallest, total, budget, part))
     if cluster.control.world_size == 1:
-        return tuple(links), ()
-    left = _countdown(cluster, EXTRAS_BUDGET_S)
-    links[0] = _with_halves(cluster, links[0], sizes[-1], like)
-    contention = _measure_contention(cluster, links, sizes[-1], like, left)
-    for i in range(1, len(links)):
-        if left():
-            links[i] = _with_halves(cluster, links[i], sizes[-1], like)
-    return tuple(links), contention
-
-
-def _sizes(flat: Flat) -> list[int]:
-    """Message sizes to measure, ascending, in bytes.
-
-    Smaller messages are left out: they take a nearly constant time, which no straight line
-    through the larger ones meets.
-    """
-    buckets = sorted(bucket.grad.nbytes for bucket in flat.buckets)
-    total, middle = sum(buckets), buckets[len(buckets) // 2]
-    sizes = sorted({buckets[0], middle, buckets[-1], 2 * middle, total // 4, total})
-    return [size for size in sizes if buckets[0] <= size <= total]
-
-
-def _countdown(cluster: Cluster, budget_s: float) -> Callable[[], bool]:
-    """Whether there is time left, by rank 0's clock so that all ranks go on together."""
-    end = time.monotonic() + budget_s
-    return lambda: cluster.control.gather(time.monotonic() < end)[0]
+        return tuple(replace(link, halves={}) for link in links), ()
+    links = cluster.control.gather(links)[0]  # fits may differ between machines in the last bit
+    return tuple(links), measure_contention(cluster, links, like, budget.share(TOGETHER))
 
 
 def worthwhile_bytes(group: dist.ProcessGroup, flat: Flat, device: Device) -> int:
     """Smallest bucket of which at most a tenth of its message's time is what the smallest message
     takes, while at least twenty buckets are left to schedule; never below 64 KiB."""
-    total = sum(bucket.grad.nbytes for bucket in flat.buckets)
-    like = flat.everything()[0]
-    sizes = [SMALL_BYTES, max(total // 4, SMALL_BYTES)]
-    points = measure(averaging(group), group, sizes, like, device, budget_s=1.0)
+    total = sum(_sizes(flat))
+    probe = Probe(group, flat.everything()[0], device)
+    points = explore(
+        probe, averaging(group), max(total // 4, SMALL_BYTES), _budget(total).share(LAYOUT)
+    )
     (_, least_s), (size, seconds) = points[0], points[-1]
     return max(MIN_BUCKET_BYTES, int(min(10 * least_s * size / seconds, total / 20)))
+
+
+def _sizes(flat: Flat) -> list[int]:
+    return [bucket.grad.nbytes for bucket in flat.buckets]
+
+
+def _budget(total: int) -> Budget:
+    return Budget(BUDGET_S, BUDGET_SIZES * total)
 
 
 # ---- one link alone -------------------------------------------------------------------------
 
 
-def measure(
-    collective: Collective,
-    group: dist.ProcessGroup,
-    sizes: Sequence[int],
-    like: Tensor,
-    device: Device,
-    *,
-    budget_s: float = LINK_BUDGET_S,
-    spend_s: float = SPEND_S,
-) -> list[tuple[int, float]]:
-    """Seconds of a collective for each size in bytes: (size, median over repetitions).
+def measure_link(
+    name: str,
+    probe: Prober,
+    verbs: Mapping[Verb, Collective],
+    smallest: int,
+    total: int,
+    budget: Budget,
+    part: float = 1.0,
+) -> Link:
+    """Alpha and beta of an all-reduce and of its halves, and what small messages take.
 
-    Every rank must call it with the same sizes, ascending; once a size would take more than
-    `budget_s` the rest is left out, by a time that all ranks share.
+    `smallest` bucket and `total` in bytes; `part` of the budget is this link's.
     """
-    width = like.element_size()
-    points: list[tuple[int, float]] = []
-    for size in sizes:
-        expected_s = points[-1][1] * size / points[-1][0] if points else 0.01
-        if expected_s > budget_s:
-            break
-        buffer = like.new_ones(max(1, size // width))
-        collective(buffer)  # the first one opens connections and fills the token bucket
-        repeats = int(min(15, max(3, spend_s / expected_s)))
-        times = sorted(_timed(collective, buffer, device) for _ in range(repeats))
-        median = torch.full((1,), times[len(times) // 2], dtype=torch.float64, device=like.device)
-        dist.all_reduce(median, op=dist.ReduceOp.AVG, group=group)
-        points.append((buffer.nbytes, float(median)))
-    return points
-
-
-def _timed(collective: Collective, buffer: Tensor, device: Device) -> float:
-    device.finish()
-    start = time.perf_counter()
-    collective(buffer)
-    device.finish()
-    return time.perf_counter() - start
-
-
-def _measure(
-    cluster: Cluster, name: str, verb: Verb, sizes: Sequence[int], like: Tensor, spend_s: float
-) -> list[tuple[int, float]]:
-    collective = cluster.links[name].collectives[verb]
-    return measure(collective, cluster.groups[name], sizes, like, cluster.device, spend_s=spend_s)
-
-
-def _measure_link(cluster: Cluster, name: str, sizes: Sequence[int], like: Tensor) -> Link:
-    """Alpha, beta, and what small messages take."""
-    small = _measure(cluster, name, "mean", SMALL_SIZES, like, SMALL_SPEND_S)
-    points = _measure(cluster, name, "mean", sizes, like, SPEND_S)
-    return replace(fit_link(name, points), small=tuple(small))
-
-
-def _with_halves(cluster: Cluster, link: Link, total: int, like: Tensor) -> Link:
-    """The link with alpha and beta of reduce_scatter and all_gather, from two sizes."""
-    large = _bytes_in(link, HALF_S, total)
-    [sizes] = _rank_0s(cluster, [[large // 8, large]])
+    mean = verbs["all_reduce"]
+    curve = explore(probe, mean, total, budget.share(EXPLORING * part))
+    small = measure_small(probe, mean, total, curve, budget.share(SMALL * part))
+    line = measure_line(probe, mean, smallest, total, curve, budget.share(LINE * part))
     halves: dict[str, tuple[float, float]] = {}
-    for verb in HALVES:
-        fit = fit_link(link.name, _measure(cluster, link.name, verb, sizes, like, HALF_SPEND_S))
-        halves[verb] = (fit.latency_s, fit.bytes_per_s)
-    return replace(link, halves=halves)
+    curve = [(size, seconds / 2) for size, seconds in line or curve]
+    for verb in HALF_VERBS:
+        share = budget.share(HALVES * part / len(HALF_VERBS))
+        points = measure_line(probe, verbs[verb], smallest, total, curve, share)
+        if points:
+            fit = fit_link(name, points)
+            halves[verb] = (fit.latency_s, fit.bytes_per_s)
+    return replace(fit_link(name, line or curve), small=tuple(small), halves=halves)
 
 
-def _bytes_in(link: Link, seconds: float, most: int) -> int:
-    """Size of an all-reduce of about so many seconds, at most `most`."""
-    return int(min(max((seconds - link.latency_s) * link.bytes_per_s, SMALL_BYTES), most))
+def explore(probe: Prober, collective: Collective, most: int, budget: Budget) -> Points:
+    """Roughly, seconds of messages from 4 KiB up to `most` bytes, each four times as large.
 
-
-def _rank_0s(cluster: Cluster, value: list) -> list:
-    """Rank 0's word: fits of the same times may differ between machines in the last bit."""
-    return cluster.control.gather(value)[0]
-
-
-# ---- links together -------------------------------------------------------------------------
-
-Load = tuple[Tensor, int]  # a message and how many of it
-Spans = list[tuple[float, float]]  # (start, end) of messages, perf_counter seconds
-
-
-def _measure_contention(
-    cluster: Cluster, links: Sequence[Link], total: int, like: Tensor, left: Callable[[], bool]
-) -> tuple[Contention, ...]:
-    """Two channels of the first link, then every pair of links, while there is time left."""
-    plans = _rank_0s(cluster, [_load_of(link, total) for link in links])
-    loads: dict[str, Load] = {
-        link.name: (like.new_ones(max(1, size // like.element_size())), count)
-        for link, (size, count) in zip(links, plans, strict=True)
-    }
-    first, second = links[0].name, channel(links[0].name, 1)
-    pairs = [(first, second), *combinations(loads, 2)]
-    loads[second] = loads[first]
-    cluster.open([second])
-    alone: dict[str, float] = {}
-    found: list[Contention] = []
-    for a, b in pairs:
-        if found and not left():
-            break
-        for name in (a, b):
-            if name not in alone:
-                spans = _fly(cluster, {name: loads[name]})[name]
-                # The median: one hiccup alone would let the link look faster in company.
-                alone[name] = 1 / float(np.median([end - start for start, end in spans]))
-        together = _fly(cluster, {name: loads[name] for name in (a, b)})
-        speeds = _speeds(cluster, together[a], together[b], alone[a], alone[b])
-        found.append(Contention((base_link(a), base_link(b)), speeds))
-    return tuple(found)
-
-
-def _load_of(link: Link, total: int) -> tuple[int, int]:
-    """(bytes, count) of messages back to back that fill `TOGETHER_S` on this link."""
-    size = _bytes_in(link, MESSAGE_S, total)
-    seconds = link.latency_s + size / link.bytes_per_s
-    return size, int(min(64, max(3, TOGETHER_S / seconds)))
-
-
-def _fly(cluster: Cluster, loads: Mapping[str, Load]) -> dict[str, Spans]:
-    """Send messages back to back on several links at once, through the links' own threads.
-
-    What is sent for measuring does not count as the link's traffic.
+    Two are sent whatever they cost, as nothing is known of the link. Afterwards a message may take
+    a quarter of the budget, or twice what the smallest one takes: on a link of long latency
+    nothing smaller tells the rate.
     """
-    rules = {
-        name: transfer(
-            "grad", range(1), after=Moment("step"), before=Moment("end"), phases=(), link=name
-        )
-        for name in loads
-    }
-    sent = {name: cluster.links[name].bytes_sent for name in loads}
-    cluster.control.gather(None)  # begin together
-    flights = {
-        name: [cluster.links[name].book(rules[name], 0, (buffer,)) for _ in range(count)]
-        for name, (buffer, count) in loads.items()
-    }
-    for name, mine in flights.items():
-        for flight in mine:
-            cluster.links[name].release(flight)
-    spans: dict[str, Spans] = {}
-    for name, mine in flights.items():
-        for flight in mine:
-            if not flight.wait(cluster.timeout_s + 5) or flight.error is not None:
-                raise RuntimeError(
-                    f"link {name!r} failed while it was measured: {flight.error}. "
-                    f"{cluster.control.behind()}"
-                )
-        seconds = cluster.device.seconds
-        spans[name] = [(seconds(flight.start), seconds(flight.end)) for flight in mine]
-        cluster.links[name].bytes_sent = sent[name]
-    return spans
+    probe.agree([0.0])  # nobody pays for waiting until all are here
+    points: Points = []
+    size = min(SMALL_BYTES, most)
+    limit_s = budget.seconds / 4
+    while size <= most:
+        if len(points) >= 2 and expected_s(points, size) > max(limit_s, 2 * points[0][1]):
+            break
+        times = timed(probe, collective, [size], budget)
+        if LEAST_REPEATS * times[0] < limit_s:
+            times += timed(probe, collective, [size] * (LEAST_REPEATS - 1), budget)
+        points.append((size, median(times)))
+        size *= 4
+    return least_times(points)
 
 
-def _rate(spans: Spans, begin: float, end: float) -> float:
-    """Messages per second between two moments, those cut off in proportion."""
-    done = sum(
-        max(0.0, min(stop, end) - max(start, begin)) / (stop - start) for start, stop in spans
-    )
-    return done / (end - begin)
+def expected_s(points: Points, size: int) -> float:
+    """Seconds of a message of any size: interpolated, below the first the same, beyond the last
+    two on the line through them."""
+    (low, low_s), (high, high_s) = ([(0, 0.0), *points])[-2:]
+    if size > high:
+        return high_s + (high_s - low_s) / (high - low) * (size - high)
+    return float(np.interp(size, *zip(*points, strict=True)))
 
 
-def _speeds(
-    cluster: Cluster, a: Spans, b: Spans, alone_a: float, alone_b: float
-) -> tuple[float, float]:
-    """Rates while both were busy over the rates alone, mean over ranks; noise above 1 is cut."""
-    begin, end = max(a[0][0], b[0][0]), min(a[-1][1], b[-1][1])
-    mine = (1.0, 1.0)  # never busy at once: nothing lost
-    if end > begin:
-        mine = (_rate(a, begin, end) / alone_a, _rate(b, begin, end) / alone_b)
-    means = np.mean(cluster.control.gather(mine), axis=0)
-    return cast("tuple[float, float]", tuple(float(min(1.0, max(m, 0.01))) for m in means))
+def least_times(points: Points) -> Points:
+    """The same, except that no message takes longer than a larger one: disturbances only delay."""
+    seconds = [*accumulate((seconds for _, seconds in reversed(points)), min)]
+    return [(size, least_s) for (size, _), least_s in zip(points, reversed(seconds), strict=True)]
+
+
+def measure_small(
+    probe: Prober, collective: Collective, total: int, curve: Points, budget: Budget
+) -> Points:
+    """Median seconds of `SMALL_SIZES`, never falling, as far as the budget goes.
+
+    Each gets an equal part of the seconds and bytes, within 3 to 9 repetitions.
+    """
+    sizes = [size for size in SMALL_SIZES if size <= total]
+    points: Points = []
+    for size in sizes:
+        seconds = expected_s(curve, size)
+        repeats = min(MOST_REPEATS, budget.share(1 / len(sizes)).times(seconds, size) - 1)
+        repeats = max(LEAST_REPEATS, repeats)
+        if budget.times(seconds, size) < repeats + 1:
+            break
+        _, *times = timed(probe, collective, [size] * (repeats + 1), budget)
+        points.append((size, median(times)))
+    return least_times(points)
+
+
+def measure_line(
+    probe: Prober,
+    collective: Collective,
+    smallest: int,
+    total: int,
+    curve: Points,
+    budget: Budget,
+) -> Points:
+    """Median seconds of the sizes of `line_sizes`, of `SERIES` messages each or as many as can be
+    paid; nothing if that is not one of each.
+
+    All messages follow each other at once, after one that does not count: a link that has rested
+    is faster for its first bytes (the token bucket of a shaper).
+    """
+    sizes = line_sizes(smallest, total, curve, budget)
+    each = SERIES
+    while each and not payable(curve, in_series(sizes, each), budget):
+        each -= 1
+    if each == 0:
+        return []
+    _, *times = timed(probe, collective, in_series(sizes, each), budget)
+    return [(size, median(times[i * each :][:each])) for i, size in enumerate(sizes)]
+
+
+def in_series(sizes: Sequence[int], each: int) -> list[int]:
+    """So many messages of each size, and one ahead of all."""
+    return [sizes[0], *(size for size in sizes for _ in range(each))]
+
+
+def payable(curve: Points, messages: Sequence[int], budget: Budget) -> bool:
+    """Whether the budget allows all these messages."""
+    return budget.times(sum(expected_s(curve, size) for size in messages), sum(messages)) > 0
+
+
+def line_sizes(smallest: int, total: int, curve: Points, budget: Budget) -> list[int]:
+    """Three sizes by equal factors: down to the smallest bucket, or to a quarter of the largest.
+
+    The largest is the whole model, or what allows `SERIES` of each, or sixteen times what was
+    explored. It may take twice the time of the smallest message however few of it can be paid
+    then, as nothing smaller tells the rate. Messages smaller than a bucket take a nearly constant
+    time, which no line through larger ones meets.
+    """
+    largest = min(total, 16 * curve[-1][0])
+    while True:
+        lowest = max(1, min(smallest, largest // 4))
+        sizes = [lowest, round((lowest * largest) ** 0.5), largest]
+        series = in_series(sizes, SERIES)
+        needed = sum(series) <= budget.size_bytes and expected_s(curve, largest) < 2 * curve[0][1]
+        if needed or payable(curve, series, budget) or largest < LEAST_BYTES:
+            return sizes
+        largest = largest * 9 // 10

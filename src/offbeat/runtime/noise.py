@@ -13,6 +13,8 @@ from torch import Tensor
 
 from offbeat.profile import GradientNoise
 
+SECOND_MOMENT = "exp_avg_sq"  # what Adam, AdamW, NAdam, RAdam keep per parameter
+
 
 class NoiseMeter:
     """Squared norms of this rank's gradients before and after they are averaged over K ranks.
@@ -68,20 +70,54 @@ class Seen:
     losses: list[float]
     gradients: tuple[float, float] | None
     step_size: float
+    scale_free: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        losses: list[float],
+        gradients: tuple[float, float] | None,
+        optimizer: torch.optim.Optimizer,
+    ) -> Seen:
+        return cls(losses, gradients, step_size(optimizer), scale_free(optimizer))
+
+
+def scale_free(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it divides gradients by their size, as Adam's kind does."""
+    return any(SECOND_MOMENT in state for state in optimizer.state.values())
 
 
 def step_size(optimizer: torch.optim.Optimizer) -> float:
     """How far a constant gradient of 1 moves a parameter per iteration in the end: the learning
-    rate of the first group, and what momentum makes of it. Adam's kind counts as if it had none."""
+    rate of the first group, and what momentum makes of it. Adam's kind moves parameters by the
+    rate times gradients over their size, which its second moments say."""
     group = optimizer.param_groups[0]
     rate, momentum = float(group.get("lr", 0.0)), float(group.get("momentum", 0.0))
+    if scale_free(optimizer):
+        return rate * _over_size(optimizer)
     if not 0 < momentum < 1:
         return rate
     return rate * (1 - float(group.get("dampening", 0.0))) / (1 - momentum)
 
 
+def _over_size(optimizer: torch.optim.Optimizer) -> float:
+    """1 over the size of an entry of the gradient, mean over entries weighted by their squares."""
+    sizes = squares = 0.0
+    for group in optimizer.param_groups:
+        decay = float(group.get("betas", (0.0, 0.0))[1])
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            if SECOND_MOMENT not in state or not float(state.get("step", 0)):
+                continue
+            grown = 1 - decay ** float(state["step"])  # moments start at 0
+            moment = state[SECOND_MOMENT].double()
+            sizes += float(moment.sqrt().sum()) / math.sqrt(grown)
+            squares += float(moment.sum()) / grown
+    return sizes / squares if squares else 0.0
+
+
 def noise_of(everyone: Sequence[Seen]) -> GradientNoise | None:
-    """The average over ranks, with rank 0's step size; None if some rank has no losses or no
+    """The average over ranks, with rank 0's optimizer; None if some rank has no losses or no
     gradients to tell, or there is only one."""
     gradients = [seen.gradients for seen in everyone if seen.losses and seen.gradients is not None]
     if len(everyone) < 2 or len(gradients) < len(everyone):
@@ -89,7 +125,9 @@ def noise_of(everyone: Sequence[Seen]) -> GradientNoise | None:
     loss = fmean(fmean(seen.losses) for seen in everyone)
     signal, noise = (fmean(values) for values in zip(*gradients, strict=True))
     values = (loss, max(0.0, signal), max(0.0, noise), everyone[0].step_size)
-    return GradientNoise(*values) if all(map(math.isfinite, values)) else None
+    if not all(map(math.isfinite, values)):
+        return None
+    return GradientNoise(*values, scale_free=everyone[0].scale_free)
 
 
 def _squared_norm(grads: Sequence[Tensor]) -> Tensor | float:

@@ -11,19 +11,14 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offbeat.plan import Moment, Plan, transfer
+from offbeat.plan import Moment, Plan, local, transfer
 from offbeat.profile import Bucket, Contention, GradientNoise, Link, Profile
 from offbeat.runtime.engine import Engine
-from offbeat.runtime.flat import (
-    BucketSpec,
-    Flat,
-    buffer_checksums,
-    changed_buffers,
-    group_parameters,
-)
+from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.loss import LossTap
-from offbeat.runtime.marks import Iteration
-from offbeat.runtime.noise import NoiseMeter, Seen, noise_of, step_size
+from offbeat.runtime.noise import NoiseMeter, Seen, noise_of
+from offbeat.storage.flat import Flat, buffer_checksums, changed_buffers
+from offbeat.storage.layout import BucketSpec, group_parameters
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device, Mark
 
@@ -32,11 +27,16 @@ ALIKE = 1.02  # ranks whose compute times differ by less count as alike
 
 
 def observing_plan(buckets: int, link: str) -> Plan:
-    """All gradients in one message once `step` is called: right whatever order autograd takes."""
+    """All gradients in one message once all are there: right whatever order autograd takes."""
     message = transfer(
-        "grad", range(buckets), after=Moment("step"), before=Moment("step"), phases=[0], link=link
+        "grad",
+        range(buckets),
+        after=Moment("grad", buckets - 1),
+        before=Moment("step"),
+        phases=[0],
+        link=link,
     )
-    return Plan("observe", buckets, (message,))
+    return Plan("observe", buckets, (message,), (local(buckets, Moment("step"), [0]),))
 
 
 @dataclass
@@ -66,8 +66,9 @@ class Observer:
         self.order: list[str] = []
         self._tap = LossTap()
         self._losses: list[Tensor] = []
-        self._meter = engine.meter = NoiseMeter(dist.get_world_size())
-        engine.on_parameter = self._parameter_ready
+        self._meter = NoiseMeter(dist.get_world_size())
+        engine.measure(self._meter)
+        engine.hooks.on_parameter = self._parameter_ready
         self._handles = [
             module.register_forward_pre_hook(self._enter(name))
             for name, module in model.named_modules()
@@ -112,7 +113,8 @@ class Observer:
 
     def finish(self) -> None:
         """Remove every hook."""
-        self._engine.on_parameter = self._engine.meter = None
+        self._engine.measure(None)
+        self._engine.hooks.on_parameter = None
         self._tap.close()
         for handle in self._handles:
             handle.remove()
@@ -170,7 +172,7 @@ class Observer:
         """Loss and gradient noise while observing; None in a world of one, or with ranks that
         called backward on no scalar."""
         losses = [float(loss) for loss in self._losses]
-        seen = Seen(losses, self._meter.take(), step_size(self._engine.optimizer))
+        seen = Seen.of(losses, self._meter.take(), self._engine.optimizer)
         return noise_of(control.gather(seen))
 
     def _per_bucket(self, specs: Sequence[BucketSpec]) -> list[float]:

@@ -26,16 +26,19 @@ from torch._C._distributed_c10d import HashStore
 from offbeat.profile import Profile
 from offbeat.runtime.cluster import Cluster, connect
 from offbeat.runtime.ddp_session import DDPSession
-from offbeat.runtime.flat import require_supported
 from offbeat.runtime.flat_session import (
     FlatSession,
     Observation,
-    broadcast_model,
+    Watch,
     build_flat,
 )
+from offbeat.runtime.guards.finite import OnNonfinite, require_policy
+from offbeat.runtime.guards.replicas import EVERY, agree_on_settings
 from offbeat.runtime.job import Job, current_job, current_links
 from offbeat.runtime.record import Recorder
+from offbeat.runtime.replicas import broadcast_model
 from offbeat.runtime.wrap import Model, Optimizer
+from offbeat.storage.flat import require_supported
 from offbeat.strategies import DDP, WFBP, Strategy, create
 from offbeat.transport.control import Control
 from offbeat.transport.device import device_of
@@ -59,6 +62,8 @@ def prepare(
     observe: int = OBSERVE,
     min_bucket_bytes: int | None = None,
     timeout_s: float = TIMEOUT_S,
+    compare_every: int = EVERY,
+    on_nonfinite: OnNonfinite = "raise",
 ) -> tuple[Model, Optimizer]:
     """Model and optimizer that train together with their replicas on all ranks.
 
@@ -69,6 +74,12 @@ def prepare(
     network interfaces, one link each, in the same order on all ranks; "gloo:eth1" names the backend
     too, "nccl" leaves the interface to it. Buckets hold at least `min_bucket_bytes`, by default
     what makes a message worth its measured latency. No wait outlasts `timeout_s` seconds.
+
+    Where only gradients are averaged, replicas are compared every `compare_every` iterations (0:
+    never), and RuntimeError names rank and setting or tensor if they differ. `on_nonfinite`: what
+    becomes of an average to which a rank brought NaN or infinity: "raise" RuntimeError on every
+    rank, naming rank and bucket, "skip" that rank, which takes over the others' average, or
+    "ignore". DDP() does neither: it is torch's own.
     ValueError on every rank if models, strategies or links differ between ranks.
     """
     job = current_job()
@@ -78,6 +89,11 @@ def prepare(
         raise ValueError(
             f"observe ({observe!r}) must be at least 1 iteration; pass a profile for none"
         )
+    if not isinstance(compare_every, int) or compare_every < 0:
+        raise ValueError(
+            f"compare_every ({compare_every!r}) must be a number of iterations, or 0 for never"
+        )
+    require_policy(on_nonfinite)
     _require_unprepared(model, optimizer)
     if hasattr(model, "_orig_mod"):  # what torch.compile returns
         warnings.warn(
@@ -91,13 +107,15 @@ def prepare(
     cluster = _connect(model, links, timeout_s)
     try:
         options = (
-            f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, profile={_kind(profile)}"
+            f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, profile={_kind(profile)}, "
+            f"compare_every={compare_every}, on_nonfinite={on_nonfinite}"
         )
         cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
         fingerprint = _agree(model, optimizer, strategy, cluster.control)
         known, save_to = _known_profile(profile, job, fingerprint, cluster)
         how = Observation(observe, min_bucket_bytes, fingerprint, save_to, job.stop_after_profile)
-        session = _session(model, optimizer, strategy, cluster, known, how, job)
+        watch = Watch(compare_every, on_nonfinite)
+        session = _session(model, optimizer, strategy, cluster, known, how, watch, job)
     except BaseException:
         cluster.close()
         raise
@@ -114,6 +132,7 @@ def _session(
     cluster: Cluster,
     known: Profile | None,
     how: Observation,
+    watch: Watch,
     job: Job,
 ) -> DDPSession | FlatSession:
     broadcast_model(model, cluster)
@@ -124,7 +143,8 @@ def _session(
         recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
     if isinstance(strategy, DDP) and not how.then_stop:
         return _ddp(model, optimizer, strategy, known, cluster, recorder)
-    session = FlatSession(model, optimizer, strategy, cluster, recorder, build_flat(model, known))
+    flat = build_flat(model, known)
+    session = FlatSession(model, optimizer, strategy, cluster, recorder, flat, watch)
     try:
         if known is not None:
             session.run_from(known)
@@ -265,6 +285,7 @@ def _agree(
     buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
     control.agree("the model's buffers", buffers, SAME_MODEL)
     control.agree("the optimizer", _setup(optimizer), "build the same one everywhere")
+    agree_on_settings(control, optimizer, model)
     return hashlib.sha256(repr(tensors).encode()).hexdigest()[:16]
 
 

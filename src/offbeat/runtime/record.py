@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from offbeat.plan import Plan, Transfer
+from offbeat.plan.windows import Windows
+from offbeat.runtime.iteration import Acted, Iteration, Timestamps
 from offbeat.runtime.loss import LossTap
-from offbeat.runtime.marks import Arrival, Iteration, Marks
 from offbeat.trace import COMPUTE, Span, Trace
 from offbeat.transport.device import Device, Mark
 
@@ -30,6 +31,7 @@ class Recorder:
         self._origin = time.perf_counter()
         self._ends: list[Mark] = []
         self._losses: list[tuple[int, Tensor]] = []
+        self._without_update: list[int] = []
         self._spans: deque[list[Span]] = deque(maxlen=WINDOW_PERIODS)
         self.plan: Plan | None = None
         self.observed = 0
@@ -62,6 +64,8 @@ class Recorder:
 
     def iteration(self, done: Iteration) -> None:
         """Take in one finished iteration."""
+        if self.plan is not None and not self.plan.applied(done.planned):
+            self._without_update.append(done.number)
         self._ends.append(done.marks.end)
         self._spans.append(list(_spans(done, self.plan, self._rank, self._device, self._origin)))
 
@@ -84,6 +88,7 @@ class Recorder:
             "observed": self.observed,
             "emulated": bool(self.notes.get("emulated")),
             "losses": [[i, ends[i], float(loss)] for i, loss in self._losses if i < len(ends)],
+            "without_update": self._without_update,
             "bytes": bytes_sent,
             "trace": trace.to_dict(),
             "warnings": self.warnings,
@@ -103,56 +108,62 @@ def _spans(
     def at(mark: Mark) -> float:
         return device.seconds(mark) - origin
 
-    for kind, start, end, bucket in _compute(done.marks, device):
+    size = plan.buckets if plan is not None else len(done.marks.ready)
+    for kind, start, end, bucket in _compute(done.marks, size, device):
         run = None if bucket is None else (bucket, bucket + 1)
         yield Span(rank, COMPUTE, kind, done.number, at(start), at(end), run)
-    for flight in done.flights:
-        if flight.end is None:  # it has failed, or the run ended before it
+    for message in done.messages:
+        if message.end is None:  # it has failed, was passed over, or the run ended before it
             continue
-        t = flight.transfer
+        t = message.transfer
         run = (t.payload.buckets.start, t.payload.buckets.stop)
-        kind = t.payload.kind if t.verb == "mean" else t.verb
-        start, end = at(flight.start), at(flight.end)
-        size = sum(x.numel() * x.element_size() for x in flight.tensors) // (
-            1 if t.verb == "mean" else 2
-        )
+        half = t.verb in ("reduce_scatter", "all_gather")
+        kind = t.verb if half else t.payload.buffer
+        start, end = at(message.start), at(message.end)
+        size = sum(x.numel() * x.element_size() for x in message.tensors) // (2 if half else 1)
         carries = _carries(plan, done, t)
         yield Span(rank, t.link, kind, done.number, start, end, run, size, carries)
 
 
 def _carries(plan: Plan | None, done: Iteration, t: Transfer) -> tuple[int, int] | None:
-    """Iterations whose gradients a message of merged gradients holds."""
-    if plan is None or plan.closes is None:
+    """Iterations whose gradients a message holds, where they are added up over several."""
+    windows = None if plan is None else Windows(plan)
+    if windows is None or not windows.late or t.payload.buffer != "grad":
         return None
-    generation = plan.generation(done.planned, t.payload.age)
+    window = windows.window(done.planned, t.payload.age)
     begun = done.number - done.planned
-    return begun + generation.start, begun + generation.stop
+    return begun + window.start, begun + window.stop
 
 
-def _compute(marks: Marks, device: Device) -> Iterator[tuple[str, Mark, Mark, int | None]]:
+def _compute(
+    marks: Timestamps, buckets: int, device: Device
+) -> Iterator[tuple[str, Mark, Mark, int | None]]:
     """(kind, start, end, bucket) of what the compute lane did, in order."""
     at, bucket = marks.begin, None
+    forward = [acted for acted in marks.acted if acted.position < buckets]
+    backward = {acted.position - buckets: acted for acted in marks.acted}
     if marks.forward is not None:
-        early, later = _split(marks, device)
-        for arrival in early:
-            yield "other", at, arrival.begin, None
-            yield from _arrived(arrival)
-            at = arrival.updated
+        early, later = _split(forward, marks, device)
+        for acted in early:
+            yield "other", at, acted.begin, None
+            yield from _acted(acted, buckets - 1 - acted.position)
+            at = acted.applied
         yield "other", at, marks.forward, None
         at = marks.forward
-        for arrival in later:
-            yield "forward", at, arrival.begin, bucket
-            yield from _arrived(arrival)
-            at, bucket = arrival.updated, arrival.bucket
+        for acted in later:
+            yield "forward", at, acted.begin, bucket
+            bucket = buckets - 1 - acted.position
+            yield from _acted(acted, bucket)
+            at = acted.applied
         yield "forward", at, marks.forward_end, bucket
         at = marks.forward_end
     for b, ready in enumerate(marks.ready):
         if ready is not None:
             yield "backward", at, ready, b
             at = ready
-        if marks.updated and marks.updated[b] is not None:
-            yield "update", at, marks.updated[b], b
-            at = marks.updated[b]
+        if b in backward:
+            yield from _acted(backward[b], b)
+            at = backward[b].applied
     yield "backward", at, marks.backward_end, None
     yield "wait", marks.backward_end, marks.waited, None
     yield "other", marks.waited, marks.step, None
@@ -160,15 +171,17 @@ def _compute(marks: Marks, device: Device) -> Iterator[tuple[str, Mark, Mark, in
     yield "wait", marks.stepped, marks.end, None
 
 
-def _split(marks: Marks, device: Device) -> tuple[list[Arrival], list[Arrival]]:
-    """What arrived before the forward began (for an evaluation, say), and during it."""
-    if not marks.arrivals:
+def _split(
+    forward: list[Acted], marks: Timestamps, device: Device
+) -> tuple[list[Acted], list[Acted]]:
+    """What was done before the model's forward began (for an evaluation, say), and during it."""
+    if not forward:
         return [], []
     begin_s = device.seconds(marks.forward)
-    early = [a for a in marks.arrivals if device.seconds(a.begin) < begin_s]
-    return early, marks.arrivals[len(early) :]
+    early = [acted for acted in forward if device.seconds(acted.begin) < begin_s]
+    return early, forward[len(early) :]
 
 
-def _arrived(arrival: Arrival) -> Iterator[tuple[str, Mark, Mark, int | None]]:
-    yield "wait", arrival.begin, arrival.landed, arrival.bucket
-    yield "update", arrival.landed, arrival.updated, arrival.bucket
+def _acted(acted: Acted, bucket: int) -> Iterator[tuple[str, Mark, Mark, int | None]]:
+    yield "wait", acted.begin, acted.waited, bucket
+    yield "update", acted.waited, acted.applied, bucket

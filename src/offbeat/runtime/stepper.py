@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.runtime.flat import Flat
-from offbeat.runtime.state import delegates
+from offbeat.storage.coupling import delegates
+from offbeat.storage.flat import Flat
 
 Group = dict[str, Any]
 Settings = dict[int, Group]
@@ -34,13 +34,13 @@ class BucketStepper:
         """The groups' settings as they are now, for steps that come later."""
         return {id(group): _settings(group) for group in self._optimizer.param_groups}
 
-    def step(self, b: int, settings: Settings | None, remedy: str | None) -> None:
-        """Step one bucket, with these settings or else the present ones.
+    def step(self, run: range, settings: Settings | None, remedy: str | None) -> None:
+        """Step some buckets, with these settings or else the present ones.
 
         With a `remedy` ValueError if the step changes its groups' settings: such an optimizer
         does not treat parameters independently.
         """
-        members = self._members[b]
+        members = [member for b in run for member in self._members[b]]
         if not members:
             return
         narrowed = [

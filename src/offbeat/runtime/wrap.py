@@ -32,8 +32,8 @@ class Session(ABC):
         """Accumulate gradients locally."""
 
     @abstractmethod
-    def consolidate(self) -> None:
-        """Make all replicas bit-identical."""
+    def consolidate(self, repairing: bool) -> None:
+        """Make all replicas bit-identical; as `Model.consolidate` has it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -68,12 +68,15 @@ class Model(nn.Module):
         """Within it, backward only accumulates: `with model.no_sync(): loss.backward()`."""
         return self._session.no_sync()
 
-    def consolidate(self) -> None:
+    def consolidate(self, repair: bool = False) -> None:
         """Average what differs between replicas; they are bit-identical when it returns.
 
-        Every rank must call it, between iterations. RuntimeError if replicas still differ.
+        Every rank must call it, between iterations. RuntimeError if replicas still differ, and,
+        naming rank and tensor, if parameters differ under a strategy that averages only gradients:
+        it keeps them equal, so something went wrong. `repair` averages even those, and the
+        optimizer's state.
         """
-        self._session.consolidate()
+        self._session.consolidate(repair)
 
     def flush(self) -> None:
         """Finish updates that wait for their bucket's next forward.

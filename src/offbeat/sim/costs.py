@@ -54,7 +54,7 @@ class Costs:
         """Seconds of a message alone on its link, between some ranks or all of them."""
         key = id(t), ranks[0] if ranks else -1
         if key not in self._message_s:
-            seconds = self.profile.seconds_of(self.on_wire(t), t.link, t.verb)
+            seconds = self.profile.message_s(self.on_wire(t), t.link, t.verb)
             self._message_s[key] = seconds / self._ranks.link_rate(t.link, ranks)
         return self._message_s[key]
 

@@ -3,6 +3,7 @@
 from offbeat.solve import deft, knapsack, preserver
 from offbeat.solve.fusion import (
     Fusion,
+    MessageSeconds,
     cap_fusion,
     fusion_finish,
     greedy_fusion,
@@ -29,6 +30,7 @@ from offbeat.solve.usbyte import improved, unit_runs
 __all__ = [
     "Compute",
     "Fusion",
+    "MessageSeconds",
     "Sets",
     "Slice",
     "balanced",

@@ -64,6 +64,13 @@ class Schedule:
         return tuple(max(merges[i:] + merges[:i] for i in range(len(merges))))
 
     @property
+    def longest(self) -> int:
+        """Most iterations that any update merges, those of the prologue too."""
+        iterations = [*self.prologue, *self.cycle]
+        closes = [-1, *(t for t, iteration in enumerate(iterations) if iteration.closes)]
+        return max(b - a for a, b in pairwise(closes))
+
+    @property
     def updates_per_iteration(self) -> float:
         return len(self.merges) / len(self.cycle)
 

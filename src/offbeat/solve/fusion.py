@@ -1,10 +1,10 @@
 """Bucket fusion: which neighbouring buckets of one backward share a message (WFBP).
 
-A group is a range of consecutive buckets in backward order; its message takes
-`latency_s + sum(transfer_s)` and starts when its last bucket is ready and the link is free.
+A group is a range of consecutive buckets in backward order; its message starts when its last
+bucket is ready and the link is free, and takes `message_s(group)` seconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,25 +12,22 @@ from offbeat.solve import _check
 from offbeat.solve._check import Numbers
 
 Fusion = tuple[range, ...]  # groups that cover the buckets 0..L-1 in order
+MessageSeconds = Callable[[range], float]
 
 
 def fusion_finish(
-    groups: Sequence[range],
-    ready_s: Sequence[float],
-    transfer_s: Sequence[float],
-    latency_s: float,
+    groups: Sequence[range], ready_s: Sequence[float], message_s: MessageSeconds
 ) -> float:
     """End of the last message, seconds from the start of backward; 0 without buckets.
 
-    `ready_s` (non-decreasing) and `transfer_s` are per bucket, in seconds. Raises ValueError.
-    Source: MG-WFBP, the recursion of the communication start times.
+    `ready_s` (non-decreasing) is per bucket, in seconds. Raises ValueError. Source: MG-WFBP, the
+    recursion of the communication start times.
     """
-    ready, transfer = _problem(ready_s, transfer_s, latency_s)
+    ready = _check.ready(ready_s)
     _check_groups(groups, len(ready))
     end_s = 0.0
     for group in groups:
-        start_s = max(float(ready[group[-1]]), end_s)
-        end_s = start_s + latency_s + float(transfer[group.start : group.stop].sum())
+        end_s = max(float(ready[group[-1]]), end_s) + message_s(group)
     return end_s
 
 
@@ -64,42 +61,42 @@ def cap_fusion(
     return _groups(starts, len(sizes))
 
 
-def greedy_fusion(
-    ready_s: Sequence[float], transfer_s: Sequence[float], latency_s: float
-) -> Fusion:
-    """Wait for the next bucket iff it is ready before the latency of sending now is over; O(L).
+def greedy_fusion(ready_s: Sequence[float], message_s: MessageSeconds) -> Fusion:
+    """Wait for the next bucket iff it is ready before what one message less saves is over; O(L).
 
-    `ready_s` (non-decreasing) and `transfer_s` are per bucket, in seconds. Raises ValueError.
-    Source: MG-WFBP, Algorithm 1, in one pass: a merge never moves an earlier message.
+    `ready_s` (non-decreasing) is per bucket, in seconds. Raises ValueError. Source: MG-WFBP,
+    Algorithm 1, in one pass: a merge never moves an earlier message. There messages take a latency
+    and a time in proportion to size, so that one less saves the latency.
     """
-    ready, transfer = _problem(ready_s, transfer_s, latency_s)
-    starts, free_s, size_s = [0], 0.0, 0.0
-    for i in range(len(ready) - 1):
-        size_s += transfer[i]
-        start_s = max(ready[i], free_s)
-        if ready[i + 1] >= start_s + latency_s:
-            starts.append(i + 1)
-            free_s, size_s = start_s + latency_s + size_s, 0.0
+    ready = _check.ready(ready_s).tolist()
+    starts, free_s = [0], 0.0
+    for i in range(1, len(ready)):
+        start_s, own_s = max(ready[i - 1], free_s), message_s(range(starts[-1], i))
+        both_s = own_s + message_s(range(i, i + 1))
+        if ready[i] >= start_s + both_s - message_s(range(starts[-1], i + 1)):
+            starts.append(i)
+            free_s = start_s + own_s
     return _groups(starts, len(ready))
 
 
 def optimal_fusion(
-    ready_s: Sequence[float], transfer_s: Sequence[float], latency_s: float
+    ready_s: Sequence[float], messages_ending_s: Callable[[int, int], Numbers]
 ) -> Fusion:
-    """The fusion whose last message ends first, exactly, in O(L^2).
+    """The fusion whose last message ends first, exactly, for any message times, in O(L^2).
 
-    `ready_s` (non-decreasing) and `transfer_s` are per bucket, in seconds. Raises ValueError.
-    Source: ours, f(e) = min over s <= e of max(f(s-1), ready_e) + latency + transfer_s..e.
+    `ready_s` (non-decreasing) is per bucket, in seconds; `messages_ending_s(first, stop)` are the
+    seconds of the groups [first, stop), [first + 1, stop), ... as an array. Of equally good starts
+    of a message the earliest is taken, which makes the fewest messages. Raises ValueError.
+    Source: ours, f(e) = min over s <= e of max(f(s-1), ready_e) + message_s(s..e).
     """
-    ready, transfer = _problem(ready_s, transfer_s, latency_s)
+    ready = _check.ready(ready_s)
     count = len(ready)
-    sent_s = np.concatenate([[0.0], np.cumsum(transfer)])
     end_s = np.zeros(count + 1)  # end_s[i]: earliest end of the messages of the first i buckets
     first = np.zeros(count, dtype=np.intp)
     for i in range(count):
-        unsent_s = np.maximum(end_s[: i + 1], ready[i]) - sent_s[: i + 1]
-        first[i] = unsent_s.argmin()
-        end_s[i + 1] = unsent_s[first[i]] + latency_s + sent_s[i + 1]
+        ends_s = np.maximum(end_s[: i + 1], ready[i]) + messages_ending_s(0, i + 1)
+        first[i] = ends_s.argmin()
+        end_s[i + 1] = ends_s[first[i]]
     starts, stop = [], count
     while stop > 0:
         stop = int(first[stop - 1])
@@ -114,15 +111,6 @@ def _groups(starts: Sequence[int], count: int) -> Fusion:
         for start, stop in zip(starts, [*starts[1:], count], strict=True)
         if start < stop
     )
-
-
-def _problem(
-    ready_s: Sequence[float], transfer_s: Sequence[float], latency_s: float
-) -> tuple[Numbers, Numbers]:
-    ready, transfer = _check.ready(ready_s), _check.numbers("transfer_s", transfer_s)
-    _check.same_length("transfer_s", transfer, "ready_s", ready)
-    _check.number("latency_s", latency_s)
-    return ready, transfer
 
 
 def _check_groups(groups: Sequence[range], count: int) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from offbeat.solve import _check
 from offbeat.solve._check import Numbers
+from offbeat.solve.balancing import balance
 
 Sets = tuple[tuple[int, ...], ...]  # per iteration of the period: its buckets, ascending
 
@@ -125,7 +126,9 @@ def optimal(backward_s: Sequence[float], communication_s: Sequence[float], perio
     longer_overflow_s = _overflow_s(ready_s, comm_s, longer)
     left_s = np.append(_overflow_s(ready_s, comm_s, np.full(count, count)), 0.0)
     choices: list[_Ends] = []
-    for _ in range(period - 1):  # left_s[i]: least overflow of buckets i.. in the sets so far
+    # left_s[i] is the least overflow of the buckets from i on in the sets so far; more sets than
+    # buckets change nothing.
+    for _ in range(min(period, count) - 1):
         one_more_s = longer_overflow_s + left_s[longer]
         one_more = (hidden == np.arange(count)) | (one_more_s < left_s[hidden])
         choices.append(np.where(one_more, longer, hidden))
@@ -137,23 +140,19 @@ def optimal(backward_s: Sequence[float], communication_s: Sequence[float], perio
 
 
 def balanced(backward_s: Sequence[float], communication_s: Sequence[float], period: int) -> Sets:
-    """Sets that need not be contiguous, balanced greedily, in O(L^2).
+    """Sets that need not be contiguous, balanced greedily, in about O(L log L).
 
     Times are per bucket, in seconds. Raises ValueError. Source: ours. Buckets by decreasing
     `ready + communication` (the finish that none can avoid), each to the set whose cost grows
-    least; ties: the earliest finish.
+    least; ties: the earliest finish, then the first set.
     """
     ready_s, comm_s = _problem_arrays(backward_s, communication_s, period)
     if len(comm_s) == 0:
         return ((),) * period
-    backward_end_s = ready_s[-1]
-    sets = _OpenSets(ready_s, comm_s, period)
-    for i in np.argsort(-(ready_s + comm_s), kind="stable"):
-        finish_s = sets.finish_with(i)
-        growth_s = np.maximum(finish_s, backward_end_s) - np.maximum(sets.finish_s, backward_end_s)
-        least = growth_s <= growth_s.min() + _ROUNDING * finish_s.max()
-        sets.add(i, int(np.where(least, finish_s, np.inf).argmin()))
-    return tuple(tuple(np.flatnonzero(row).tolist()) for row in sets.member)
+    order = np.argsort(-(ready_s + comm_s), kind="stable")
+    used = min(period, len(comm_s))
+    sets = balance(order.tolist(), ready_s.tolist(), comm_s.tolist(), used)
+    return sets + ((),) * (period - used)
 
 
 def equal_number(
@@ -173,10 +172,13 @@ def best(backward_s: Sequence[float], communication_s: Sequence[float], period: 
 
     Times are per bucket, in seconds. Raises ValueError. Source: ours.
     """
+    ready_s, comm_s = _problem_arrays(backward_s, communication_s, period)
     contiguous = optimal(backward_s, communication_s, period)
     scattered = balanced(backward_s, communication_s, period)
-    contiguous_s = period_cost(contiguous, backward_s, communication_s)
-    scattered_s = period_cost(scattered, backward_s, communication_s)
+    contiguous_s, scattered_s = (
+        sum(_fast_cost(np.array(members, dtype=np.intp), ready_s, comm_s) for members in sets)
+        for sets in (contiguous, scattered)
+    )
     return scattered if scattered_s < contiguous_s * (1 - _ROUNDING) else contiguous
 
 
@@ -185,8 +187,10 @@ def fill_bubbles(
 ) -> Sets:
     """Per iteration, the output-side buckets that can be averaged once more at no cost.
 
-    Times are per bucket, in seconds; the returned buckets are not in the iteration's set. Raises
-    ValueError. Source: DreamDDP, Section 3.4, with the exact cost instead of Eq. 12.
+    Times are per bucket, in seconds; the returned buckets are not in the iteration's set. An
+    iteration with an empty set stays empty: any message would make its end a barrier, at which
+    unlike ranks wait for each other. Raises ValueError. Source: DreamDDP, Section 3.4, with the
+    exact cost instead of Eq. 12.
     """
     ready_s, comm_s = _lists(backward_s, communication_s)
     _check_sets(sets, len(comm_s))
@@ -195,6 +199,8 @@ def fill_bubbles(
 
 def _fill(members: Sequence[int], ready_s: list[float], comm_s: list[float]) -> tuple[int, ...]:
     """The longest prefix that fits into the set's own cost, less the set."""
+    if not members:
+        return ()
 
     def filled_s(end: int) -> float:
         later = members[bisect_right(members, end - 1) :]
@@ -240,34 +246,12 @@ def _range_max(values: Numbers, ends: _Ends) -> Numbers:
     return result
 
 
-class _OpenSets:
-    """The sets of `balanced` while they grow, so that a trial insertion costs O(1) per set."""
-
-    def __init__(self, ready_s: Numbers, comm_s: Numbers, period: int) -> None:
-        self._ready_s, self._comm_s = ready_s, comm_s
-        shape = (period, len(comm_s) + 1)
-        self.member = np.zeros((period, len(comm_s)), dtype=bool)
-        self.finish_s = np.zeros(period)
-        self._later_s = np.zeros(shape)  # communication of the members from bucket i on
-        # Finish if only the release of one member counted, its largest over members before and
-        # from bucket i on; the finish of the set is the larger one.
-        self._before_s = np.full(shape, -np.inf)
-        self._from_s = np.full(shape, -np.inf)
-
-    def finish_with(self, i: int) -> Numbers:
-        """The finish of each set if bucket i joined it."""
-        own_s = self._ready_s[i] + self._later_s[:, i]
-        delayed_s = np.maximum(self._before_s[:, i], own_s) + self._comm_s[i]
-        return np.maximum(delayed_s, self._from_s[:, i])
-
-    def add(self, i: int, h: int) -> None:
-        """Put bucket i into set h."""
-        self.member[h, i] = True
-        self._later_s[h, :-1] = np.where(self.member[h], self._comm_s, 0.0)[::-1].cumsum()[::-1]
-        alone_s = np.where(self.member[h], self._ready_s + self._later_s[h, :-1], -np.inf)
-        np.maximum.accumulate(alone_s, out=self._before_s[h, 1:])
-        self._from_s[h, :-1] = np.maximum.accumulate(alone_s[::-1])[::-1]
-        self.finish_s[h] = self._from_s[h, 0]
+def _fast_cost(members: _Ends, ready_s: Numbers, comm_s: Numbers) -> float:
+    """`cost` up to rounding: a set ends when, after some bucket, nothing has to be waited for."""
+    if not len(members):
+        return float(ready_s[-1]) if len(ready_s) else 0.0
+    left_s = comm_s[members][::-1].cumsum()[::-1]
+    return float(max(ready_s[-1], (ready_s[members] + left_s).max()))
 
 
 def _split(starts: Sequence[int], count: int, period: int) -> Sets:

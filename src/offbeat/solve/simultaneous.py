@@ -1,13 +1,13 @@
 """Simultaneous messages: which neighbouring buckets share one, on several channels of a link."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from offbeat.solve import _check
-from offbeat.solve.fusion import Fusion
+from offbeat.solve.fusion import Fusion, MessageSeconds
 
 
 def simultaneous_fusion(
-    ready_s: Sequence[float], message_s: Callable[[range], float], speeds: Sequence[float]
+    ready_s: Sequence[float], message_s: MessageSeconds, speeds: Sequence[float]
 ) -> tuple[Fusion, list[float]]:
     """Groups of buckets, group i for channel i % len(speeds), and when each message ends.
 

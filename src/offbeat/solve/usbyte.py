@@ -1,8 +1,9 @@
 """Unequal-sized fusion of unit blocks, and greedy changes of an order of messages."""
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 from offbeat.solve import _check
@@ -11,21 +12,17 @@ Message = TypeVar("Message")
 
 
 def unit_runs(
-    ready_s: Sequence[float],
-    units: Sequence[int],
-    unit_s: Sequence[float],
-    latency_s: Sequence[float],
+    ready_s: Sequence[float], units: Sequence[int], blocks_s: Callable[[int, int], float]
 ) -> list[tuple[int, range]]:
     """Messages in order: a bucket and the run of its unit blocks that they hold.
 
-    Per bucket in backward order: `ready_s` (non-decreasing), the number of its `units`, seconds of
-    each and of a message's latency. Whenever the link is free, the bucket nearest the input sends
-    as many blocks as end near the next ready gradient. Raises ValueError. Source: US-Byte,
-    unequal-sized fusion.
+    Per bucket in backward order: `ready_s` (non-decreasing) and the number of its `units`;
+    `blocks_s(bucket, n)` are the seconds of a message with n of them, never less for more. Whenever
+    the link is free, the bucket nearest the input sends as many blocks as end near the next ready
+    gradient. Raises ValueError. Source: US-Byte, unequal-sized fusion.
     """
     ready = _check.ready(ready_s)
-    for name, values in (("units", units), ("unit_s", unit_s), ("latency_s", latency_s)):
-        _check.same_length(name, _check.numbers(name, values), "ready_s", ready)
+    _check.same_length("units", _check.numbers("units", units), "ready_s", ready)
     runs: list[tuple[int, range]] = []
     sent = [0] * len(ready)
     unfinished: list[int] = []  # ready buckets; the last one is nearest the input
@@ -38,10 +35,10 @@ def unit_runs(
             continue
         b = unfinished[-1]
         slack_s = float(ready[arrived]) - now_s if arrived < len(ready) else math.inf
-        width = _blocks(slack_s, units[b] - sent[b], unit_s[b], latency_s[b])
+        width = _blocks(slack_s, units[b] - sent[b], partial(blocks_s, b))
         runs.append((b, range(sent[b], sent[b] + width)))
         sent[b] += width
-        now_s += latency_s[b] + width * unit_s[b]
+        now_s += blocks_s(b, width)
         if sent[b] == units[b]:
             unfinished.pop()
     return runs
@@ -74,13 +71,12 @@ def improved(
     return best
 
 
-def _blocks(slack_s: float, left: int, unit_s: float, latency_s: float) -> int:
-    """How many of the unit blocks that are left end near the next event."""
-    if slack_s >= latency_s + left * unit_s:
-        return left
-    if slack_s < latency_s:
-        return 1
-    return min(max(math.ceil((slack_s - latency_s) / unit_s), 1), left)
+def _blocks(slack_s: float, left: int, seconds: Callable[[int], float]) -> int:
+    """How many of the unit blocks that are left end near the next event: the fewest that reach it,
+    with those that cost nothing more, or all of them."""
+    widths = range(1, left + 1)
+    reaching = min(bisect_left(widths, slack_s, key=seconds) + 1, left)
+    return bisect_right(widths, seconds(reaching), key=seconds)
 
 
 def _variants(

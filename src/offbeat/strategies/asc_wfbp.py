@@ -9,7 +9,8 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.solve import simultaneous_fusion
 from offbeat.strategies.base import Strategy, require_count
-from offbeat.strategies.wfbp import gradients_when_ready
+from offbeat.strategies.wfbp import gradients_when_ready, message_seconds
+from offbeat.testing.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,21 @@ class ASCWFBP(Strategy):
         require_count("groups", self.groups, remedy="use WFBP() for one message at a time")
 
     def schedule(self, profile: Profile) -> Plan:
-        slowest, link = profile.slowest(), profile.default_link.name
+        slowest = profile.slowest()
         groups, _ = simultaneous_fusion(
-            slowest.ready_s,
-            lambda group: slowest.message_s(link, "grad", group),
-            channel_speeds(slowest, self.groups),
+            slowest.ready_s, message_seconds(slowest), channel_speeds(slowest, self.groups)
         )
         return gradients_when_ready(self.name, profile, groups, self.groups)
 
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
+
     def bound_s(self, profile: Profile) -> float:
         """`max(F + B, C / rate)`, rate: the most that any number of the channels carry."""
-        slowest, link = profile.slowest(), profile.default_link.name
+        slowest = profile.slowest()
         speeds = channel_speeds(slowest, self.groups)
         rate = max(count * speed for count, speed in enumerate(speeds, start=1))
-        everything_s = slowest.message_s(link, "grad", range(len(slowest.buckets)))
+        everything_s = message_seconds(slowest)(range(len(slowest.buckets)))
         compute_s = slowest.forward_s + slowest.backward_s + slowest.update_s + slowest.other_s
         return max(compute_s, everything_s / rate)
 

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from offbeat.plan import Kind, Plan
+from offbeat.plan import Kind, Payload, Plan
 from offbeat.profile import Profile
+from offbeat.testing.equations import Equations
 
 StatePolicy = Literal["local", "averaged", "reset"]
 """What becomes of optimizer state when parameters are averaged."""
@@ -41,6 +42,13 @@ class Strategy(ABC):
     @abstractmethod
     def bound_s(self, profile: Profile) -> float:
         """Lower bound on seconds per iteration of every schedule of this method's family."""
+
+    def equations(self, plan: Plan) -> Equations:
+        """What this plan of the strategy must compute, for the conformance suite."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no equations: define `equations(plan)`, for instance with "
+            "one of offbeat.testing.equations; comparing it with its own plan would prove nothing"
+        )
 
     @property
     def guards_convergence(self) -> bool:
@@ -106,5 +114,5 @@ def periodic_bound_s(profile: Profile, period: int, *, fused: bool) -> float:
 def _everything_s(profile: Profile, kind: Kind, fused: bool) -> float:
     link = profile.default_link.name
     if fused:
-        return profile.message_s(link, kind, range(len(profile.buckets)))
+        return profile.message_s(Payload(kind, range(len(profile.buckets))), link)
     return sum(profile.communication_s(link, kind))

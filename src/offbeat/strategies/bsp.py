@@ -8,6 +8,7 @@ from typing import ClassVar
 from offbeat.plan import Moment, Plan, Transfer, local, transfer
 from offbeat.profile import Profile
 from offbeat.strategies.base import Strategy, synchronous_bound_s
+from offbeat.testing.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class BSP(Strategy):
         size = len(profile.buckets)
         messages = (all_gradients(profile, phases=[0]),)
         return Plan(self.name, size, messages, (local(size, Moment("step"), [0]),))
+
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=True)

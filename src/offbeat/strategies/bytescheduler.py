@@ -15,6 +15,7 @@ from offbeat.strategies.slices import (
     forward_plan,
     sizes_to_try,
 )
+from offbeat.testing.equations import Equations, synchronous
 
 TUNED = "use None to have it tuned"
 
@@ -56,6 +57,9 @@ class ByteScheduler(Strategy):
             Fact("credit_elements", credit, "elements in flight at once"),
         )
         return forward_plan(self.name, profile, orders[best], facts)
+
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=True)

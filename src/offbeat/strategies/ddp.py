@@ -11,7 +11,14 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.solve import cap_fusion, fusion_finish
 from offbeat.strategies.base import Strategy, synchronous_bound_s
-from offbeat.strategies.wfbp import DDP_CAP_BYTES, DDP_FIRST_CAP_BYTES, MIB, gradients_when_ready
+from offbeat.strategies.wfbp import (
+    DDP_CAP_BYTES,
+    DDP_FIRST_CAP_BYTES,
+    MIB,
+    gradients_when_ready,
+    message_seconds,
+)
+from offbeat.testing.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)
@@ -51,16 +58,17 @@ class DDP(Strategy):
         side as the size of the first message and keeps the one that ends earliest."""
         if self.bucket_cap_mb != "tuned":
             return self.bucket_cap_mb
-        slowest, link = profile.slowest(), profile.default_link
-        sizes = [bucket.size_bytes for bucket in profile.buckets]
-        transfer_s = slowest.transfer_s(link.name)
+        slowest, message_s = profile.slowest(), message_seconds(profile)
+        ready_s, sizes = slowest.ready_s, [bucket.size_bytes for bucket in profile.buckets]
 
         def end_s(cap_bytes: int) -> float:
-            groups = cap_fusion(sizes, cap_bytes)
-            return fusion_finish(groups, slowest.ready_s, transfer_s, link.latency_s)
+            return fusion_finish(cap_fusion(sizes, cap_bytes), ready_s, message_s)
 
         caps = {total for total in accumulate(sizes) if total} or {DDP_CAP_BYTES}
         return min(sorted(caps), key=end_s) / MIB
+
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=True)

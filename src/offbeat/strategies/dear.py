@@ -12,6 +12,7 @@ from offbeat.profile import Profile
 from offbeat.solve import Fusion, cap_fusion
 from offbeat.strategies.base import Strategy, require_count
 from offbeat.strategies.slices import compute_of
+from offbeat.testing.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class DeAR(Strategy):
             (local(len(profile.buckets), Moment("forward", lag=1), [0]),),
             facts=(Fact("fusion_bytes", cap_bytes, "a group is closed as soon as it holds them"),),
         )
+
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
         """`max(B, C_1) + max(F, C_2)` with the update: the step parts the two halves, and each
@@ -119,4 +123,4 @@ def _all_gathers(groups: Fusion, link: str) -> tuple[Transfer, ...]:
 
 
 def _half_s(profile: Profile, group: range, verb: Verb) -> float:
-    return profile.seconds_of(Payload("grad", group), profile.default_link.name, verb)
+    return profile.message_s(Payload("grad", group), profile.default_link.name, verb)

@@ -9,6 +9,7 @@ from offbeat.plan import Apply, Moment, Phases, Plan, local, transfer
 from offbeat.profile import Profile
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.strategies.bsp import all_gradients
+from offbeat.testing.equations import Equations, local_sgd
 
 EVERY_ITERATION = "use BSP() to synchronize in every iteration"
 
@@ -62,6 +63,9 @@ class LocalSGD(Strategy):
             period=self.period,
             prologue=self.warmup,
         )
+
+    def equations(self, plan: Plan) -> Equations:
+        return local_sgd(self.period, self.warmup, self.state)
 
     def bound_s(self, profile: Profile) -> float:
         return periodic_bound_s(profile, self.period, fused=True)

@@ -9,6 +9,7 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
 from offbeat.strategies.slices import by_priority, forward_plan
+from offbeat.testing.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class P3(Strategy):
     def schedule(self, profile: Profile) -> Plan:
         order = by_priority(profile.slowest(), self.slice_elements, credit_bytes=1)
         return forward_plan(self.name, profile, order)
+
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, Literal
 
-from offbeat.plan import Apply, Fact, Kind, Moment, Phases, Plan, local, transfer
+from offbeat.plan import Apply, Fact, Kind, Moment, Payload, Phases, Plan, local, transfer
 from offbeat.profile import Profile
 from offbeat.solve import Sets, equal_number
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.strategies.local_sgd import EVERY_ITERATION
+from offbeat.testing.equations import Equations, layer_sets, partial
 
 Average = Literal["after_update", "before_update"]
 
@@ -40,17 +42,40 @@ class PartialSync(Strategy):
         sets = equal_number(backward_s, communication_s, self.period)
         return partial_plan(self.name, profile, sets, ((),) * self.period, self.average, self.state)
 
+    def equations(self, plan: Plan) -> Equations:
+        return partial(layer_sets(plan), self.average, self.state)
+
     def bound_s(self, profile: Profile) -> float:
         return periodic_bound_s(profile, self.period, fused=False)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a partial synchronization moves at once: a bucket, or one of equal slices of it."""
+    """What a partial synchronization moves at once: neighbouring buckets, by default one, or one
+    of equal slices of them."""
 
-    bucket: int
+    buckets: range
     part: int = 0
     parts: int = 1
+
+    def payloads(self, state: StatePolicy) -> list[Payload]:
+        """Its messages: the parameters, and an averaged state."""
+        return [Payload(kind, self.buckets, self.part, self.parts) for kind in kinds_of(state)]
+
+    def seconds(self, profile: Profile, state: StatePolicy) -> float:
+        """Time of its messages on the default link."""
+        link = profile.default_link.name
+        return sum(profile.message_s(payload, link) for payload in self.payloads(state))
+
+
+def kinds_of(state: StatePolicy) -> tuple[Kind, ...]:
+    """What an average moves."""
+    return ("param", "state") if state == "averaged" else ("param",)
+
+
+def whole(buckets: int) -> list[Piece]:
+    """Every bucket, each alone."""
+    return [Piece(range(bucket, bucket + 1)) for bucket in range(buckets)]
 
 
 def layer_times(
@@ -62,11 +87,7 @@ def layer_times(
     backward_s = [bucket.backward_s for bucket in slowest.buckets]
     if average == "after_update":
         backward_s = [b + u for b, u in zip(backward_s, slowest.bucket_update_s, strict=True)]
-    link = profile.default_link.name
-    communication_s = list(profile.communication_s(link, "param"))
-    if state == "averaged":
-        more = profile.communication_s(link, "state")
-        communication_s = [c + m for c, m in zip(communication_s, more, strict=True)]
+    communication_s = [piece.seconds(profile, state) for piece in whole(len(backward_s))]
     return backward_s, communication_s
 
 
@@ -84,15 +105,17 @@ def partial_plan(
     `pieces` says what the sets' indices stand for, by default the buckets.
     """
     size = len(profile.buckets)
-    pieces = pieces or [Piece(bucket) for bucket in range(size)]
-    kinds: tuple[Kind, ...] = ("param", "state") if state == "averaged" else ("param",)
-    phases = [Phases(h for h in range(len(sets)) if i in sets[h] or i in fill[h]) for i in range(len(pieces))]
+    pieces = pieces or whole(size)
+    phases: list[list[int]] = [[] for _ in pieces]
+    for h, members in enumerate(zip(sets, fill, strict=True)):
+        for i in chain(*members):
+            phases[i].append(h)
     due = Moment("end" if average == "after_update" else "step")
     transfers = [
         transfer(
             kind,
-            range(piece.bucket, piece.bucket + 1),
-            after=Moment("grad", piece.bucket),
+            piece.buckets,
+            after=Moment("grad", piece.buckets[-1]),
             before=due,
             phases=phases[i],
             link=profile.default_link.name,
@@ -100,13 +123,14 @@ def partial_plan(
             parts=piece.parts,
         )
         for i, piece in enumerate(pieces)
-        for kind in kinds
+        for kind in kinds_of(state)
     ]
     applies = []
     if state == "reset":
         applies += [
-            Apply("reset", range(piece.bucket, piece.bucket + 1), due, phases[i])
+            Apply("reset", piece.buckets, due, Phases(phases[i]))
             for i, piece in enumerate(pieces)
+            if phases[i]
         ]
     at = Moment("grad" if average == "after_update" else "step")
     applies.append(local(size, at, range(len(sets))))
@@ -124,4 +148,4 @@ def partial_plan(
 
 
 def _buckets(sets: Sets, pieces: Sequence[Piece]) -> list[list[int]]:
-    return [sorted({pieces[i].bucket for i in members}) for members in sets]
+    return [sorted({b for i in members for b in pieces[i].buckets}) for members in sets]

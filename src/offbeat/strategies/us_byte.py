@@ -19,6 +19,7 @@ from offbeat.strategies.slices import (
     sizes_to_try,
     slice_of,
 )
+from offbeat.testing.equations import Equations, synchronous
 
 MOST_EVALUATIONS = 5000  # of whole orders
 
@@ -58,20 +59,24 @@ class USByte(Strategy):
         facts = [Fact("unit_elements", sizes[best], "most elements of a unit block")]
         return forward_plan(self.name, profile, order, facts)
 
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
+
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=True)
 
 
 def _messages(profile: Profile, unit_elements: int) -> Order:
     """Unequal-sized fusion of the unit blocks of each bucket."""
-    link = profile.default_link.name
-    parts, transfer_s = parts_of(profile, unit_elements), profile.transfer_s(link)
-    unit_s = [seconds / count for seconds, count in zip(transfer_s, parts, strict=True)]
-    alone_s = profile.communication_s(link)
-    latency_s = [max(c - t, 0.0) for c, t in zip(alone_s, transfer_s, strict=True)]
+    link, parts = profile.default_link.name, parts_of(profile, unit_elements)
+
+    @cache
+    def blocks_s(b: int, width: int) -> float:
+        return profile.message_s(_payload(range(b, b + 1), range(width), parts[b]), link)
+
     return tuple(
         _payload(range(b, b + 1), run, parts[b])
-        for b, run in unit_runs(profile.ready_s, parts, unit_s, latency_s)
+        for b, run in unit_runs(profile.ready_s, parts, blocks_s)
     )
 
 

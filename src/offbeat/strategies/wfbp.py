@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
-from offbeat.plan import Moment, Plan, channel, local, transfer
+from offbeat.plan import Moment, Payload, Plan, channel, local, transfer
 from offbeat.profile import Profile
-from offbeat.solve import cap_fusion, greedy_fusion, no_fusion, optimal_fusion
+from offbeat.solve import MessageSeconds, cap_fusion, greedy_fusion, no_fusion, optimal_fusion
 from offbeat.strategies.base import Strategy, synchronous_bound_s
+from offbeat.testing.equations import Equations, synchronous
 
 Fusion = tuple[range, ...]
 MIB = 1024 * 1024
@@ -36,6 +38,9 @@ class WFBP(Strategy):
         groups = _FUSIONS[self.fusion](profile.slowest())
         return gradients_when_ready(self.name, profile, groups)
 
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
+
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=self.fusion != "none")
 
@@ -58,6 +63,17 @@ def gradients_when_ready(name: str, profile: Profile, groups: Fusion, channels: 
     return Plan(name, size, transfers, (local(size, Moment("step"), [0]),))
 
 
+def gradients_when_ready_s(profile: Profile, plan: Plan) -> float:
+    """Seconds per iteration of such a plan on one link: messages first in, first out."""
+    ready_s = profile.ready_s
+    end_s = 0.0
+    for t in plan.transfers:
+        start_s = max(end_s, ready_s[t.payload.buckets[-1]])
+        end_s = start_s + profile.message_s(t.payload, t.link)
+    local_s = profile.other_s + profile.forward_s + profile.update_s
+    return local_s + max(profile.backward_s, end_s)
+
+
 def _none(profile: Profile) -> Fusion:
     return no_fusion(len(profile.buckets))
 
@@ -68,13 +84,18 @@ def _ddp(profile: Profile) -> Fusion:
 
 
 def _greedy(profile: Profile) -> Fusion:
-    link = profile.default_link
-    return greedy_fusion(profile.ready_s, profile.transfer_s(link.name), link.latency_s)
+    return greedy_fusion(profile.ready_s, message_seconds(profile))
 
 
 def _optimal(profile: Profile) -> Fusion:
-    link = profile.default_link
-    return optimal_fusion(profile.ready_s, profile.transfer_s(link.name), link.latency_s)
+    link = profile.default_link.name
+    return optimal_fusion(profile.ready_s, partial(profile.messages_ending_s, link, "grad"))
+
+
+def message_seconds(profile: Profile) -> MessageSeconds:
+    """Seconds of a message with the gradients of some neighbouring buckets, on the default link."""
+    link = profile.default_link.name
+    return lambda group: profile.message_s(Payload("grad", group), link)
 
 
 _FUSIONS: dict[str, Callable[[Profile], Fusion]] = {

@@ -7,6 +7,7 @@ owns shard r.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,16 @@ from torch import Tensor
 from offbeat.plan import VERBS, Verb
 
 Collective = Callable[[Tensor], None]
-Collectives = Mapping[Verb, Collective]
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """In-place operations of one group by verb, and `send(tensor, source, target)` between two
+    of its ranks, which both call."""
+
+    by_verb: Mapping[Verb, Collective]
+    send: Callable[[Tensor, int, int], None]
+
 
 # torch 2.13 renames them and warns about the old names.
 _reduce_scatter: Callable[..., Any] = (
@@ -31,23 +41,46 @@ _all_gather: Callable[..., Any] = (
 def collectives(
     group: dist.ProcessGroup, backend: str, device: torch.device, timeout_s: float
 ) -> Collectives:
-    """mean; reduce_scatter (afterwards rank r's shard holds the mean, the rest anything);
-    all_gather (every rank's shard on all). Alone they do nothing.
+    """all_reduce to the mean; reduce_scatter (afterwards rank r's shard holds the mean, the rest
+    anything); all_gather (every rank's shard on all). Alone they do nothing.
 
     Autograd sees none of it: a tensor's version counter stays. Every floating-point dtype works.
     """
     if group.size() == 1:
-        return dict.fromkeys(VERBS, _nothing)  # type: ignore[arg-type]
+        return Collectives(dict.fromkeys(VERBS, _nothing), _no_send)  # type: ignore[arg-type]
     halves = Ring(group, timeout_s) if backend == "gloo" else Native(group)
     by_verb: dict[Verb, Collective] = {
-        "mean": averaging(group),
+        "all_reduce": averaging(group),
         "reduce_scatter": halves.reduce_scatter,
         "all_gather": halves.all_gather,
     }
+    send = sending(group, timeout_s)
     if backend == "gloo" and device.type == "cuda":
         buffers = Scratch(pinned=True)
-        return {verb: staged(operation, buffers) for verb, operation in by_verb.items()}
-    return by_verb
+        by_verb = {verb: staged(operation, buffers) for verb, operation in by_verb.items()}
+        over_host = send
+
+        def send(tensor: Tensor, source: int, target: int) -> None:
+            staged(lambda host: over_host(host, source, target), buffers)(tensor)
+
+    return Collectives(by_verb, send)
+
+
+def sending(group: dist.ProcessGroup, timeout_s: float) -> Callable[[Tensor, int, int], None]:
+    """One tensor from one rank of the job to another; both call it."""
+    timeout = timedelta(seconds=timeout_s)
+
+    def send(tensor: Tensor, source: int, target: int) -> None:
+        mine = dist.get_rank()
+        other = dist.get_group_rank(group, target if mine == source else source)
+        act = group.send if mine == source else group.recv
+        act([tensor.data], other, 0).wait(timeout)
+
+    return send
+
+
+def _no_send(tensor: Tensor, source: int, target: int) -> None:
+    raise AssertionError("a rank alone has nobody to send to")
 
 
 def averaging(group: dist.ProcessGroup) -> Collective:

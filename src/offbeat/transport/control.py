@@ -6,9 +6,11 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
@@ -42,6 +44,17 @@ class Control:
         except RuntimeError as error:
             raise RuntimeError(f"ranks could not agree: {error}. {self.behind()}") from error
         return values
+
+    def same(self, numbers: Sequence[int]) -> bool:
+        """Whether every rank has these numbers (of at most 62 bits): one small collective."""
+        mine = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64)
+        largest = mine.clone()
+        try:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        except RuntimeError as error:
+            raise RuntimeError(f"ranks could not agree: {error}. {self.behind()}") from error
+        # Equal on every rank or on none: largest and smallest coincide, or they do not.
+        return all(int(a) == -int(b) for a, b in zip(*largest.chunk(2), strict=True))
 
     def agree(self, what: str, value: Any, remedy: str) -> None:
         """ValueError on every rank, naming the ranks that differ, unless all values are equal."""
@@ -98,8 +111,13 @@ class Control:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
-def new_group(backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """A process group over all ranks."""
-    group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+def new_group(
+    backend: str, timeout_s: float, parts: Sequence[Sequence[int]] = ()
+) -> dist.ProcessGroup:
+    """A process group over all ranks, or over this rank's part of them."""
+    mine, timeout = None, timedelta(seconds=timeout_s)
+    for part in parts or [range(dist.get_world_size())]:  # every rank must make every group
+        group = dist.new_group(list(part), backend=backend, timeout=timeout)
+        mine = group if dist.get_rank() in part else mine
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine

@@ -3,85 +3,104 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from offbeat.plan import Transfer
+from offbeat.plan import Transfer, Verb
 
 if TYPE_CHECKING:
-    from offbeat.transport.collectives import Collectives
+    from offbeat.transport.collectives import Collective, Collectives
     from offbeat.transport.device import Device, Mark
 
+Guard = Callable[["Transfer", Tensor, "Mapping[Verb, Collective]"], list[int]]
 THREAD_PREFIX = "offbeat-link-"
 
 
-class Flight:
-    """One transfer in one iteration, from its release to its landing.
+class Message:
+    """One transfer in one iteration, from its place in the link's order to its arrival.
 
-    `order` is its place among everything that the link ever issues, equal on all ranks.
+    `order` is its place among everything that the link ever issues, equal on all its ranks.
     """
 
     __slots__ = (
-        "_landed", "end", "error", "iteration", "order", "released", "start", "tensors", "transfer",
+        "_arrived", "culprits", "end", "error", "iteration", "order", "passed", "released", "start",
+        "tensors", "transfer",
     )  # fmt: skip
 
-    def __init__(self, transfer: Transfer, iteration: int, order: int, tensors: Sequence[Tensor]):
+    def __init__(self, transfer: Transfer, iteration: int, order: int):
         self.transfer = transfer
         self.iteration = iteration
         self.order = order
-        self.tensors = tensors
+        self.tensors: Sequence[Tensor] = ()
+        self.passed = False
         self.released: Mark | None = None
         self.start: Mark | None = None
         self.end: Mark | None = None
         self.error: BaseException | None = None
-        # A bare lock is the cheapest thing to wait on; it is held until the flight lands.
-        self._landed = threading.Lock()
-        self._landed.acquire()
+        self.culprits: list[int] = []  # ranks whose values were not finite
+        # A bare lock is the cheapest thing to wait on; it is held until the message has arrived.
+        self._arrived = threading.Lock()
+        self._arrived.acquire()
 
-    def land(self) -> None:
-        self._landed.release()
+    def arrive(self) -> None:
+        """Let waits return."""
+        self._arrived.release()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has arrived."""
+        return not self._arrived.locked()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until landed; False on timeout. Any number of calls."""
-        if not self._landed.acquire(timeout=timeout_s):
+        """Wait until arrived; False on timeout. Any number of calls."""
+        if not self._arrived.acquire(timeout=timeout_s):
             return False
-        self._landed.release()
+        self._arrived.release()
         return True
 
 
 class Link:
-    """Issues flights in the order of their numbers, however they are released.
+    """Issues messages in the order of their numbers, however they are released.
 
-    torch.distributed matches collectives by issue order alone, so a flight released early waits
-    here until everything before it has been issued: every rank issues the same sequence.
-    `bytes_sent` counts what was averaged; each half of an all-reduce counts half.
+    torch.distributed matches collectives by issue order alone, so a message released early waits
+    here until everything before it has been issued: every rank issues the same sequence. What a
+    vote passes over keeps its number, and nothing is sent.
+    `bytes_sent` counts what was averaged or sent; each half of an all-reduce counts half.
     """
 
     def __init__(self, name: str, collectives: Collectives, device: Device):
         self.name = name
         self.bytes_sent = 0
         self.collectives = collectives
+        # Goes round a transfer's collective; returns ranks whose values were not finite.
+        self.guard: Guard | None = None
         self._device = device
-        self._released: SimpleQueue[Flight | None] = SimpleQueue()
+        self._released: SimpleQueue[Message | None] = SimpleQueue()
         self._next_order = 0
         self._thread = threading.Thread(
             target=self._issue, name=f"{THREAD_PREFIX}{name}", daemon=True
         )
         self._thread.start()
 
-    def book(self, transfer: Transfer, iteration: int, tensors: Sequence[Tensor]) -> Flight:
-        """The next place in the link's order; the flight starts once it is released."""
-        flight = Flight(transfer, iteration, self._next_order, tensors)
+    def enqueue(self, transfer: Transfer, iteration: int) -> Message:
+        """The next place in the link's order; the message starts once it is released."""
+        message = Message(transfer, iteration, self._next_order)
         self._next_order += 1
-        return flight
+        return message
 
-    def release(self, flight: Flight) -> None:
-        """Let a flight start as soon as everything before it has been issued."""
-        flight.released = self._device.mark()
-        self._released.put(flight)
+    def release(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Let a message of these tensors start as soon as everything before it was issued."""
+        message.tensors = tensors
+        message.released = self._device.mark()
+        self._released.put(message)
+
+    def pass_over(self, message: Message) -> None:
+        """Let the messages behind this one go; it is not sent."""
+        message.passed = True
+        self._released.put(message)
 
     def close(self, timeout_s: float = 2.0) -> bool:
         """Stop the thread; False if it is stuck in a collective."""
@@ -90,28 +109,36 @@ class Link:
         return not self._thread.is_alive()
 
     def _issue(self) -> None:
-        waiting: dict[int, Flight] = {}
+        waiting: dict[int, Message] = {}
         expected = 0
         failed: BaseException | None = None
-        while (flight := self._released.get()) is not None:
-            waiting[flight.order] = flight
-            while (flight := waiting.pop(expected, None)) is not None:
-                failed = self._fly(flight, failed)
+        while (message := self._released.get()) is not None:
+            waiting[message.order] = message
+            while (message := waiting.pop(expected, None)) is not None:
+                failed = self._run(message, failed)
                 expected += 1
 
-    def _fly(self, flight: Flight, failed: BaseException | None) -> BaseException | None:
-        """Run one flight; after a failure every later one fails with the same cause."""
+    def _run(self, message: Message, failed: BaseException | None) -> BaseException | None:
+        """Run one message; after a failure every later one fails with the same cause."""
         try:
-            if failed is None:
-                flight.start, flight.end = self._device.run(flight.released, self._run, flight)
+            if failed is None and not message.passed:
+                message.start, message.end = self._device.run(
+                    message.released, self._send, message
+                )
         except BaseException as error:
             failed = error
-        flight.error = failed
-        flight.land()
+        message.error = failed
+        message.arrive()
         return failed
 
-    def _run(self, flight: Flight) -> None:
-        verb = flight.transfer.verb
-        for tensor in flight.tensors:
-            self.collectives[verb](tensor)
-            self.bytes_sent += tensor.nbytes if verb == "mean" else tensor.nbytes // 2
+    def _send(self, message: Message) -> None:
+        t, act = message.transfer, self.collectives
+        halves = t.verb in ("reduce_scatter", "all_gather")
+        for tensor in message.tensors:
+            if t.ranks is not None:
+                act.send(tensor, *t.ranks)
+            elif self.guard is not None:
+                message.culprits += self.guard(t, tensor, act.by_verb)
+            else:
+                act.by_verb[t.verb](tensor)
+            self.bytes_sent += tensor.nbytes // 2 if halves else tensor.nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.runtime.flat import Flat, view_like
+from offbeat.storage.coupling import delegates, trial_copy
+from offbeat.storage.flat import Flat, view_like
 
 Names = dict[str, torch.dtype]
 
@@ -36,6 +36,11 @@ class StateStore:
         self._flat = flat
         self._names: dict[tuple[int, torch.dtype], Names] = {}
         self._homes: dict[range, _Home] = {}
+
+    def forget(self) -> None:
+        """The optimizer's groups or state were replaced."""
+        self._names.clear()
+        self._homes.clear()
 
     def tensors(self, run: range) -> tuple[Tensor, ...]:
         """Flat state of a run of buckets, up to date; empty if the optimizer keeps none."""
@@ -98,13 +103,7 @@ def _tried_out(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Pa
         return _kept(optimizer.state.get(p, {}), p)
     trial = nn.Parameter(torch.zeros(2, 3, dtype=p.dtype, device=p.device))
     trial.grad = torch.zeros_like(trial)
-    copy = object.__new__(type(optimizer))
-    copy.__dict__.update(optimizer.__dict__)
-    copy.__dict__.pop("step", None)  # a scheduler's patch, which would step the original
-    copy._optimizer_step_pre_hooks = OrderedDict()
-    copy._optimizer_step_post_hooks = OrderedDict()
-    copy.state = defaultdict(dict)
-    copy.param_groups = [{**group, "params": [trial]}]
+    copy = trial_copy(optimizer, [{**group, "params": [trial]}])
     copy.step()
     return _kept(copy.state[trial], trial)
 
@@ -116,8 +115,3 @@ def _kept(state: dict[str, Any], p: Tensor) -> Names:
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape
         if value.dim() or name != "step"  # Adam's counter looks like a scalar's moment
     }
-
-
-def delegates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is a wrapper round another one."""
-    return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())

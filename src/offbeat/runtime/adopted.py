@@ -1,0 +1,128 @@
+"""A plan that a worker has adopted: everything that lives as long as it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat.plan import Plan
+from offbeat.plan.program import Program
+from offbeat.runtime.accumulation import Accumulation
+from offbeat.runtime.context import StorageContext
+from offbeat.runtime.forward import ForwardHooks
+from offbeat.runtime.iteration import Iteration, Timestamps
+from offbeat.runtime.messages import Messages
+from offbeat.runtime.updates import Updates
+from offbeat.runtime.votes import Votes, vote_channel
+
+if TYPE_CHECKING:
+    from offbeat.runtime.engine import Engine
+
+
+class Adopted:
+    """One plan on one engine: its program, its storage, its messages, its past iterations."""
+
+    def __init__(self, plan: Plan, engine: Engine) -> None:
+        self.plan, self.flat, self.gradients = plan, engine.flat, engine.gradients
+        rank, world_size = engine.control.rank, engine.control.world_size
+        self.program = Program(plan, rank)
+        self.iterations: dict[int, Iteration] = {}  # by their number in the plan
+        self.flat.adopt(plan.all_buffers)
+        self.gradients.begin_anew()
+        self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat)
+        self.context = StorageContext(
+            rank, self.flat, self.gradients, engine.state, self.updates
+        )
+        self._messages = Messages(
+            self.program, self.flat, engine.state, engine.links, engine.waiting
+        )
+        channel = engine.links.get(vote_channel(next(iter(engine.links))))
+        self.votes = Votes(channel, engine.waiting, self.flat, rank, world_size)
+        self.windows = Accumulation(
+            plan,
+            engine.optimizer,
+            self.flat,
+            self.gradients,
+            self.updates,
+            engine.links,
+            engine.waiting,
+        )
+        self._suspects = engine.suspects
+        self.forward_hooks: ForwardHooks | None = None
+        if self._acts_within_forward():
+            self.forward_hooks = ForwardHooks(engine.model, self.flat, engine.forward_needs)
+
+    def _acts_within_forward(self) -> bool:
+        """Whether some bucket's forward has a moment of its own, not just the whole model's."""
+        moments = [t.before for t in self.plan.transfers] + [t.after for t in self.plan.transfers]
+        own = any(m.point == "forward" and m.bucket is not None for m in moments)
+        return own or any(a.at.point == "forward" for a in self.plan.applies)
+
+    def close(self) -> None:
+        """Undo what was attached elsewhere."""
+        if self.forward_hooks is not None:
+            self.forward_hooks.remove()
+        self.windows.close()
+
+    # ---- iterations and their messages ------------------------------------------------------
+
+    def start(self, planned: int, number: int, marks: Timestamps) -> Iteration:
+        """A new iteration; its messages have their places on the links."""
+        messages = self._messages.enqueue(planned, number)
+        awaited = (
+            i for i, m in enumerate(messages)
+            if m.transfer.ranks is None or m.transfer.ranks[1] == self.program.rank
+        )  # fmt: skip
+        now = Iteration(
+            number, marks, messages, planned, self.program.steps(planned), outstanding=set(awaited)
+        )
+        self.iterations[planned] = now
+        self.iterations.pop(planned - self.program.lag - 1, None)
+        self.votes.forget(planned - self.program.lag)
+        return now
+
+    def release(self, now: Iteration, index: int) -> None:
+        """Send a message, unless a vote has said no."""
+        message = now.messages[index]
+        if self.votes.goes(message.transfer.when, now.planned):
+            self._messages.release(message)
+        else:
+            self._messages.pass_over(message)
+            now.outstanding.discard(index)
+
+    def arrive(self, planned: int, index: int) -> None:
+        """Wait for a message of an iteration."""
+        iteration = self.iterations[planned]
+        if index in iteration.outstanding:
+            iteration.outstanding.discard(index)
+            message = iteration.messages[index]
+            self._messages.arrive(message)
+            if message.culprits and self._suspects is not None:
+                gradients = message.transfer.payload.buffer == "grad"
+                at_step = self.updates.remedy is None
+                self._suspects.note(message, later=gradients and at_step)
+
+    def land(self, iteration: Iteration) -> None:
+        """Wait for every message of an iteration that has released them all."""
+        for index in sorted(iteration.outstanding):
+            if iteration.messages[index].released is not None:
+                self.arrive(iteration.planned, index)
+
+    def land_all(self) -> None:
+        """Wait for every message of iterations that are over."""
+        for iteration in list(self.iterations.values()):
+            if iteration.over:
+                self.land(iteration)
+
+    def require_skippable(self, iteration: Iteration) -> None:
+        """RuntimeError if an iteration cannot end without its update."""
+        flying = any(
+            iteration.messages[i].transfer.payload.buffer == "grad" for i in iteration.outstanding
+        )
+        early = any(a.rule == "local" and a.at.point == "grad" for a in self.plan.applies)
+        if flying or early or self.windows.late:
+            remedy = self.updates.remedy or "use a strategy that steps at once, such as WFBP()"
+            raise RuntimeError(
+                "backward ran without optimizer.step() after it, but its gradients were already "
+                "handed on; call step() after every backward, wrap those that only add up in "
+                f"`with model.no_sync():`, or {remedy}"
+            )

@@ -1,0 +1,58 @@
+"""The context that rules are given: this rank's storage as tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.plan import Apply
+from offbeat.runtime.iteration import Iteration
+from offbeat.runtime.updates import Updates
+from offbeat.storage.flat import Flat
+from offbeat.storage.gradients import Gradients
+from offbeat.storage.optimizer_state import StateStore
+
+
+class StorageContext:
+    """One rank's storage at one moment; `iteration` is the one that the rule belongs to."""
+
+    def __init__(
+        self, rank: int, flat: Flat, gradients: Gradients, state: StateStore, updates: Updates
+    ):
+        self.rank = rank
+        self.iteration: Iteration | None = None
+        self._flat, self._gradients, self._state, self._updates = flat, gradients, state, updates
+        self._memory: dict[str, Any] = {}
+
+    def read(self, buffer: str, buckets: range, age: int = 0) -> tuple[Tensor, ...]:
+        return self._flat.tensors(buffer, buckets, self._flat.physical(buffer, age))
+
+    write = read
+
+    def squared_norm(self, buffer: str, buckets: range) -> float:
+        if buffer != "grad":
+            tensors = self.read(buffer, buckets)
+        else:  # without what travels behind the gradients
+            copy = self._flat.physical(buffer)
+            tensors = tuple(self._flat.gradients(b, copy) for b in buckets)
+        return float(sum(torch.linalg.vector_norm(t).double().square() for t in tensors))
+
+    def rotate(self, buffer: str) -> None:
+        self._flat.rotate(buffer)
+        if buffer == "grad":
+            self._gradients.open()
+
+    def local(self, apply: Apply) -> None:
+        assert self.iteration is not None
+        self._updates.local(apply, self.iteration)
+
+    def reset(self, buckets: range) -> None:
+        self._state.reset(buckets)
+
+    def recall(self, name: str) -> Any:
+        return self._memory.get(name)
+
+    def keep(self, name: str, value: Any) -> None:
+        self._memory[name] = value

@@ -1,0 +1,1 @@
+"""Guards: what watches a run, each for one kind of silent mistake."""

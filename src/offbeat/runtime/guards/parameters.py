@@ -1,0 +1,59 @@
+"""The parameter watch: a parameter that appears after `prepare` is refused, not left out."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from offbeat.storage.flat import Flat
+
+REMEDY = (
+    "it is in no bucket, so it would never be averaged; change the model before offbeat.prepare, "
+    "or call model.close() and prepare it again"
+)
+
+
+class ParameterWatch:
+    """Sees parameters that were unfrozen, added or replaced since the buckets were made.
+
+    Freezing one is fine: it then counts as unused. The hooks are the process's, as torch has no
+    others; they only note that something was registered somewhere.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._registered = False
+        self._handles = [
+            register_module_parameter_registration_hook(self._note),
+            register_module_module_registration_hook(self._note),
+        ]
+        self._bucketed: set[int] = set()
+        self._frozen: list[nn.Parameter] = []
+
+    def attach(self, flat: Flat) -> None:
+        """These buckets hold what is trained."""
+        self._bucketed = {id(p) for bucket in flat.buckets for p in bucket.parameters}
+        self._frozen = [p for p in self._model.parameters() if id(p) not in self._bucketed]
+
+    def require_unchanged(self) -> None:
+        """ValueError naming the first parameter that is trained but in no bucket."""
+        if not self._registered and not any(p.requires_grad for p in self._frozen):
+            return
+        self._registered = False
+        known = {id(p) for p in self._frozen}
+        for name, p in self._model.named_parameters():
+            if p.requires_grad and id(p) not in self._bucketed:
+                what = "unfrozen" if id(p) in known else "added"
+                raise ValueError(f"parameter {name!r} was {what} after offbeat.prepare: {REMEDY}")
+        self._frozen = [p for p in self._model.parameters() if id(p) not in self._bucketed]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, *_args: object) -> None:
+        self._registered = True

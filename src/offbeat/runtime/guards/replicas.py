@@ -1,0 +1,158 @@
+"""The replica guard: notices replicas that drift apart though only gradients move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.storage.checksum import checksum
+from offbeat.runtime.replicas import (
+    REPAIR,
+    Difference,
+    dissenters,
+    find_difference,
+    hash_text,
+    optimizer_state,
+    weights,
+)
+from offbeat.transport.control import Control
+
+EVERY = 100  # iterations; one pass over weights and optimizer state, less than a step's own
+ALIKE = 1e-6  # relative: settings that two libraries compute may differ in their last digit
+
+Settings = dict[str, Any]
+"""Values by (group, name), as `lr of param group 0`."""
+
+
+class ReplicaGuard:
+    """Compares the ranks' param-group settings, weights and optimizer state now and then.
+
+    For plans that move nothing but gradients: there every rank makes the same updates. A look is
+    one collective of three numbers and happens on all ranks at the same place, before the update
+    of a step, when `settle` has done the updates that are still to come. So every rank compares
+    the same version. Nothing is ever sent by a load, which one rank may do alone.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        every: int,
+        settle: Callable[[], None],
+    ):
+        self._control, self._model, self._optimizer = control, model, optimizer
+        self._every, self._settle = every, settle
+        self._steps = 0
+        self._asked = False
+
+    def ask(self) -> None:
+        """Look before the next update. On all ranks in the same iteration, or on none: after a
+        load that all ranks know of."""
+        self._asked = True
+
+    def step(self) -> None:
+        """Before an update: look if it is time, which it is at the first."""
+        if self._asked or self._steps % self._every == 0:
+            self.look()
+        self._steps += 1
+
+    def look(self) -> None:
+        """RuntimeError on every rank, naming rank and setting or tensor, if replicas differ."""
+        self._asked = False
+        if self._control.world_size == 1:
+            return
+        self._settle()
+        settings = settings_of(self._optimizer, self._model)
+        state = optimizer_state(self._optimizer, self._model)
+        digests = (
+            hash_text(repr(settings)) >> 2,
+            checksum(*weights(self._model).values()) >> 2,
+            (checksum(*state.values()) ^ hash_text("\n".join(state))) >> 2,
+        )
+        if not self._control.same(digests):
+            self._explain(settings, state)
+
+    def _explain(self, settings: Settings, state: dict[str, Tensor]) -> None:
+        """Raise, unless only last digits differ."""
+        everyone = self._control.gather(settings)
+        causes: list[str | None] = [_difference_of(everyone)]
+        causes += [
+            f"{what} {found}" if found is not None else None
+            for what, found in (
+                ("weight", self._find(weights(self._model))),
+                ("optimizer state", self._find(state)),
+            )
+        ]
+        named = [cause for cause in causes if cause]
+        if named:
+            raise RuntimeError(
+                "replicas have diverged, although only gradients are averaged, which keeps them "
+                f"equal: {'; '.join(named)}; {REPAIR}"
+            )
+
+    def _find(self, tensors: dict[str, Tensor]) -> Difference | None:
+        return find_difference(tensors, self._control)
+
+
+def agree_on_settings(control: Control, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """ValueError on every rank, naming rank and setting, unless param groups are the same."""
+    found = _difference_of(control.gather(settings_of(optimizer, model)))
+    if found is not None:
+        raise ValueError(
+            f"the optimizer's param groups must be the same on all ranks: {found}; build the same "
+            "one everywhere"
+        )
+
+
+def settings_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Settings:
+    """Every plain setting of every param group, and which parameters are in it."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: Settings = {}
+    for g, group in enumerate(optimizer.param_groups):
+        for key, value in sorted(group.items()):
+            if key == "params":
+                value = tuple(names.get(id(p), "?") for p in value)
+            elif isinstance(value, Tensor) and value.numel() == 1:
+                value = float(value)
+            elif isinstance(value, list):
+                value = tuple(value)
+            if isinstance(value, (bool, int, float, str, tuple, type(None))):
+                found[f"{key} of param group {g}"] = value
+    return found
+
+
+def _difference_of(everyone: list[Settings]) -> str | None:
+    """The first setting in which a rank differs from most."""
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values = [theirs.get(name) for theirs in everyone]
+        for rank, other in dissenters(values):
+            if not _alike(values[rank], values[other]):
+                here, there = _shown(values[rank], values[other])
+                return f"rank {rank} has {here} as {name}, rank {other} has {there}"
+    return None
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        return all(_alike(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=ALIKE) or (math.isnan(a) and math.isnan(b))
+    return a == b
+
+
+def _shown(a: Any, b: Any) -> tuple[str, str]:
+    """Two values; of long tuples the first entries that differ."""
+    if isinstance(a, tuple) and isinstance(b, tuple) and max(len(a), len(b)) > 4:
+        first = next(_first_apart(a, b))
+        return tuple(repr(x[first]) if first < len(x) else "nothing" for x in (a, b))  # type: ignore[return-value]
+    return repr(a), repr(b)
+
+
+def _first_apart(a: tuple[Any, ...], b: tuple[Any, ...]) -> Iterator[int]:
+    yield from (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    yield min(len(a), len(b))

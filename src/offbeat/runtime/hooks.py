@@ -1,0 +1,101 @@
+"""Backward hooks: which gradients are complete, and when a backward pass has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from offbeat.storage.gradients import Gradients
+
+
+class BackwardListener(Protocol):
+    """Who is told."""
+
+    def backward_begins(self) -> None:
+        """The first gradient of a backward pass is there."""
+
+    def bucket_ready(self, b: int) -> None:
+        """The gradients of buckets 0..b are complete."""
+
+    def backward_ends(self) -> None:
+        """The backward pass has ended; `backward()` has not returned yet."""
+
+
+class BackwardHooks:
+    """Follows one backward pass per iteration, and those that only accumulate.
+
+    Bucket b is ready when the gradients of buckets 0..b are complete, so a message of several
+    buckets is never sent half-ready, whatever order autograd takes.
+    """
+
+    def __init__(self, gradients: Gradients, listener: BackwardListener):
+        self._gradients, self._listener = gradients, listener
+        self._sizes = [len(bucket.parameters) for bucket in gradients.flat.buckets]
+        self.accumulating = False
+        self.on_parameter: Callable[[nn.Parameter], None] | None = None
+        self.begin()
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook(i))
+            for i, p in enumerate(gradients.parameters)
+        ]
+
+    def begin(self) -> None:
+        """A new iteration."""
+        count = len(self._gradients.parameters)
+        self.seen = bytearray(count)
+        self._ready = bytearray(count)
+        self._missing = list(self._sizes)
+        self._next = 0  # buckets before this one are ready
+        self._running = self._queued = False
+
+    def remove(self) -> None:
+        """Let the parameters go."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        gradients, bucket = self._gradients, self._gradients.bucket_of[index]
+
+        def gradient_ready(p: Tensor) -> None:
+            if not self._running:
+                self._listener.backward_begins()
+                self._running = True
+            if p.grad is not gradients.views[index]:
+                gradients.take(index, p)  # type: ignore[arg-type]
+            self.seen[index] = 1
+            if self.accumulating:
+                return
+            if self._ready[index]:
+                raise RuntimeError(
+                    "a parameter got its gradient twice in one backward pass, but the first one "
+                    "was handed on; use activation checkpointing with use_reentrant=False"
+                )
+            if not self._queued:
+                self._queued = True
+                # Runs when this backward pass has ended, before backward() returns; what torch's
+                # own DDP and FSDP use for the same purpose.
+                Variable._execution_engine.queue_callback(self._listener.backward_ends)  # type: ignore[attr-defined]
+            self._ready[index] = 1
+            if self.on_parameter is not None:
+                self.on_parameter(p)  # type: ignore[arg-type]
+            self._missing[bucket] -= 1
+            if bucket == self._next and not self._missing[bucket]:
+                self._advance()
+
+        return gradient_ready
+
+    def finish(self) -> None:
+        """Buckets that got no gradient, or not all, are as ready as they will be."""
+        self._missing = [0] * len(self._missing)
+        self._advance()
+        self._running = False
+
+    def _advance(self) -> None:
+        while self._next < len(self._missing) and not self._missing[self._next]:
+            b = self._next
+            self._next += 1
+            self._gradients.fresh(b)
+            self._listener.bucket_ready(b)

@@ -1,0 +1,89 @@
+"""Iterations: what happened in one, and when."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from offbeat.plan import Plan
+from offbeat.plan.program import Step
+from offbeat.runtime.stepper import Settings
+from offbeat.transport.device import Mark
+from offbeat.transport.link import Message
+
+
+@dataclass(slots=True)
+class Acted:
+    """What was waited for and applied at one moment of forward or backward, and when."""
+
+    position: int
+    begin: Mark
+    waited: Mark
+    applied: Mark
+
+
+@dataclass(slots=True)
+class Timestamps:
+    """When things happened in one iteration, as device marks; None or empty: not marked.
+
+    `ready[b]`: the gradients of buckets 0..b are complete. `acted`: moments of forward and backward
+    that waited for something or applied something.
+    """
+
+    begin: Mark = None
+    forward: Mark = None
+    forward_end: Mark = None
+    ready: list[Mark] = field(default_factory=list)
+    acted: list[Acted] = field(default_factory=list)
+    backward_end: Mark = None
+    waited: Mark = None
+    step: Mark = None
+    stepped: Mark = None
+    end: Mark = None
+
+
+@dataclass(slots=True)
+class Iteration:
+    """One iteration: its number, its times, its messages; `planned` is its number in the plan,
+    which may begin anew."""
+
+    number: int
+    marks: Timestamps
+    messages: list[Message]
+    planned: int = 0
+    steps: tuple[Step, ...] = ()
+    skipped: bool = False  # its update is not done
+    settings: Settings | None = None  # the optimizer's when its update was asked for
+    outstanding: set[int] = field(default_factory=set)  # messages that are still to be awaited
+    over: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is over and none of its messages is still to be awaited."""
+        return self.over and not self.outstanding
+
+    def at(self, point: str, plan: Plan) -> Step:
+        """What is to do at `step` or `end`."""
+        position = 2 * plan.buckets + (point == "end")
+        return next((s for s in self.steps[-2:] if s.position == position), Step(position))
+
+
+class Reports:
+    """Hands iterations on when they are complete, in their order."""
+
+    def __init__(self) -> None:
+        self.listener: Callable[[Iteration], None] | None = None
+        self._recent: deque[Iteration] = deque()
+
+    def add(self, done: Iteration) -> None:
+        """An iteration is over; some of its messages may still be awaited."""
+        self._recent.append(done)
+
+    def hand_on(self, *, rest: bool = False) -> None:
+        """Those that are complete, or at the end the `rest` as well. The listener may attach
+        another storage and adopt another plan."""
+        while self._recent and (rest or self._recent[0].complete):
+            done = self._recent.popleft()
+            if self.listener is not None:
+                self.listener(done)

@@ -1,0 +1,140 @@
+"""Updates: the user's optimizer, whole or bucket by bucket, at the moments of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from offbeat.plan import Apply, Plan
+from offbeat.runtime.iteration import Iteration
+from offbeat.runtime.stepper import BucketStepper
+from offbeat.storage.flat import Flat
+from offbeat.storage.gradients import Gradients
+
+
+def early_remedy(plan: Plan) -> str | None:
+    """What to do instead where gradients are applied at other times than in `step()`; None if
+    they are applied there."""
+    points = {apply.at.point for apply in plan.applies if apply.rule == "local"}
+    if "grad" in points:
+        return "use average='before_update'"
+    if "forward" in points:
+        return "use a strategy that steps at once, such as WFBP()"
+    return None
+
+
+class Updates:
+    """Does what the rule `local` says, and sees to it that nobody changes gradients before."""
+
+    def __init__(
+        self, plan: Plan, optimizer: torch.optim.Optimizer, gradients: Gradients, flat: Flat
+    ):
+        self._optimizer, self._gradients, self._flat = optimizer, gradients, flat
+        self._everything = range(plan.buckets)
+        self.remedy = early_remedy(plan)
+        self.later = any(a.rule == "local" and a.at.lag for a in plan.applies)
+        self._version = flat.grad_version()
+        self.refresh()
+        if self.remedy is not None:
+            self.stepper.require_independent(self.remedy)
+
+    def refresh(self) -> None:
+        """The optimizer's groups or state were replaced."""
+        self.stepper = BucketStepper(self._optimizer, self._flat)
+
+    # ---- the rule ---------------------------------------------------------------------------
+
+    def reveal(self, locals_: Iterable[Apply]) -> None:
+        """Backward is over and what the step needs is there: show code between backward and step
+        (clipping, unscaling) the gradients that the step applies."""
+        if self._gradients.late:
+            self._gradients.conceal()
+        for apply in locals_:
+            copy = self._copy(apply)
+            if self._gradients.added(apply.buckets.start, copy):
+                self._scale(apply, copy)
+                self._gradients.show(apply.buckets, copy)
+        self._version = self._flat.grad_version()
+
+    def local(self, apply: Apply, iteration: Iteration) -> None:
+        """Step some buckets with the gradients of an iteration."""
+        run, copy = apply.buckets, self._copy(apply)
+        if not self._gradients.added(run.start, copy):
+            return  # nothing was added up yet: the first window of a plan that applies late
+        at_step = apply.at.point == "step"
+        cleared = []
+        if apply.at.lag:
+            self._require_untouched_since()
+            cleared = self._gradients.missing(run)
+        if not at_step:
+            self._scale(apply, copy)
+            self._gradients.show(run, copy)
+        if not iteration.skipped:
+            self._step(apply, iteration, whole=at_step and len(run) == len(self._everything))
+        self._gradients.applied(run, copy)
+        for view in cleared:
+            view.zero_()
+        self._version = self._flat.grad_version()
+
+    def _copy(self, apply: Apply) -> int:
+        return self._flat.physical("grad", apply.arg("age", 0))
+
+    def _step(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:
+        if whole:
+            self._optimizer.step()
+            return
+        settings = iteration.settings if apply.at.lag else None
+        first = self.remedy if iteration.planned == 0 else None
+        with _plainly(self._flat.buckets[apply.buckets.start].param.device.type):
+            self.stepper.step(apply.buckets, settings, first)
+
+    def _scale(self, apply: Apply, copy: int) -> None:
+        """Multiply gradients as the rule's settings say, before anybody sees them."""
+        factor = apply.arg("scale", 1.0)
+        if apply.arg("merge") == "mean":
+            factor /= max(self._gradients.added(apply.buckets.start, copy), 1)
+        if factor != 1.0:
+            for b in apply.buckets:
+                self._flat.gradients(b, copy).mul_(factor)
+
+    # ---- guards -----------------------------------------------------------------------------
+
+    def asked_for(self, iteration: Iteration, *, abandoned: bool = False) -> None:
+        """`optimizer.step()`: ValueError if gradients that are applied at other times were
+        changed since backward. Later updates use the settings of this moment, which a scheduler
+        may change before they are done."""
+        if self.remedy is None:
+            return
+        touched = self._flat.grad_version() != self._version or not self._gradients.attached()
+        if touched and not abandoned:
+            raise ValueError(
+                "gradients were changed between backward and optimizer.step() (clipping or "
+                "unscaling?), but this strategy applies them bucket by bucket, at other times; "
+                f"{self.remedy}"
+            )
+        if self.later:
+            iteration.settings = self.stepper.settings()
+            self._gradients.apply_later()
+            self._optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
+
+    def _require_untouched_since(self) -> None:
+        if self._flat.grad_version() != self._version and not self.in_backward:
+            raise ValueError(
+                "gradients were changed while their update was still to come (zeroed in place?); "
+                "use zero_grad() of the prepared model or optimizer, which waits for it, or "
+                f"{self.remedy}"
+            )
+
+    in_backward = False  # then autograd has changed them
+
+
+@contextmanager
+def _plainly(device_type: str) -> Iterator[None]:
+    """As after backward, though a forward may have been entered in another mode."""
+    if not (torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device_type)):
+        yield
+        return
+    with torch.inference_mode(False), torch.autocast(device_type, enabled=False):
+        yield

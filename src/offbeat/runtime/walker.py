@@ -1,0 +1,89 @@
+"""The walker: passes the moments of a program, one after the other, as compute reaches them."""
+
+from __future__ import annotations
+
+from offbeat.numerics import RULES, VOTES
+from offbeat.plan import Apply
+from offbeat.plan.program import Step
+from offbeat.runtime.adopted import Adopted
+from offbeat.runtime.iteration import Acted, Iteration
+from offbeat.transport.device import Device
+
+
+class Walker:
+    """At every moment: wait, decide, apply, ask, release; the order is the program's.
+
+    What a forward waits for and applies on behalf of earlier iterations may be done early
+    (`flush`), when somebody looks at the model between two iterations.
+    """
+
+    def __init__(self, run: Adopted, device: Device):
+        self._run, self._device = run, device
+        self._buckets = run.plan.buckets
+        self._next = 0  # the first step of the iteration that has not been passed
+        self.flushed: int | None = None  # iteration whose forward finds everything done
+
+    def begin(self, now: Iteration) -> None:
+        """The present iteration."""
+        self._now, self._next = now, 0
+
+    def walk(self, position: int) -> None:
+        """Pass every moment up to a position that has not been passed yet."""
+        now, mark = self._now, self._device.mark
+        while self._next < len(now.steps) and now.steps[self._next].position <= position:
+            step = now.steps[self._next]
+            self._next += 1
+            begin = mark()
+            self.wait(step)
+            waited = mark()
+            self.act(step)
+            if step.wait or step.apply:
+                now.marks.acted.append(Acted(step.position, begin, waited, mark()))
+
+    def wait(self, step: Step) -> None:
+        """Wait for what is due at a moment."""
+        planned, early = self._now.planned, self._done_early(step)
+        for lag, index in step.wait:
+            if not (lag and early):
+                self._run.arrive(planned - lag, index)
+        for lag, vote in step.decide:
+            if not (lag and early):
+                self._run.votes.decide(vote, planned - lag)
+
+    def act(self, step: Step) -> None:
+        """Apply, have a say in votes, and release."""
+        now, early = self._now, self._done_early(step)
+        for lag, apply in step.apply:
+            if not (lag and early):
+                self._apply(apply, now.planned - lag)
+        for vote in step.ask:
+            say = VOTES[vote.rule](self._run.context, vote, range(self._buckets))
+            self._run.votes.ask(vote, now.planned, say)
+        for index in step.release:
+            self._run.release(now, index)
+
+    def flush(self, planned: int) -> None:
+        """Do what the forward of the next iteration waits for and applies of earlier ones."""
+        if self.flushed == planned:
+            return
+        for step in self._run.program.steps(planned):
+            if step.position >= self._buckets:
+                break
+            for lag, index in step.wait:
+                if lag:
+                    self._run.arrive(planned - lag, index)
+            for lag, vote in step.decide:
+                if lag:
+                    self._run.votes.decide(vote, planned - lag)
+            for lag, apply in step.apply:
+                if lag:
+                    self._apply(apply, planned - lag)
+        self.flushed = planned
+
+    def _apply(self, apply: Apply, planned: int) -> None:
+        if self._run.votes.goes(apply.when, planned):
+            self._run.context.iteration = self._run.iterations[planned]
+            RULES[apply.rule](self._run.context, apply)
+
+    def _done_early(self, step: Step) -> bool:
+        return self.flushed == self._now.planned and step.position < self._buckets

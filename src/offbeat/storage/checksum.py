@@ -1,0 +1,64 @@
+"""Checksums of tensors: whether two are the same bit for bit, without having both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 20  # bytes; bounds the memory that a checksum takes, and stays in the cache
+_COLUMNS = 512  # words of 8 bytes
+_GROWTH = 6364136223846793005  # odd, so that no chunk's change can cancel out by itself
+_WORD = 2**64
+
+
+def checksum(*tensors: Tensor) -> int:
+    """Of all bits of all tensors, one after another: equal for equal ones, on any device.
+
+    Words of 8 bytes are added up modulo 2^64. Odd weights by column and by chunk make places count.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(_bytes(tensor))
+    total = 0
+    for pieces in by_device.values():
+        total = (total * _GROWTH + _folded(pieces)) % _WORD
+    return total
+
+
+def _folded(pieces: list[Tensor]) -> int:
+    columns = torch.zeros(_COLUMNS, dtype=torch.int64, device=pieces[0].device)
+    for words in _chunks(pieces):
+        columns = columns * _GROWTH_AS_INT64 + words.view(-1, _COLUMNS).sum(0)
+    weights = torch.arange(1, 2 * _COLUMNS, 2, device=columns.device)
+    return int((columns * weights).sum()) % _WORD
+
+
+_GROWTH_AS_INT64 = (_GROWTH + _WORD // 2) % _WORD - _WORD // 2
+
+
+def _chunks(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The bytes of all pieces as chunks of words, the last one filled up with zeros."""
+    waiting: list[Tensor] = []
+    room = _CHUNK
+    for piece in pieces:
+        while piece.numel() >= room:
+            yield _words([*waiting, piece[:room]])
+            waiting, piece, room = [], piece[room:], _CHUNK
+        if piece.numel():
+            waiting.append(piece)
+            room -= piece.numel()
+    if waiting:
+        fill = -sum(p.numel() for p in waiting) % (8 * _COLUMNS)
+        yield _words([*waiting, waiting[0].new_zeros(fill)])
+
+
+def _words(pieces: list[Tensor]) -> Tensor:
+    aligned = len(pieces) == 1 and pieces[0].storage_offset() % 8 == 0
+    return (pieces[0] if aligned else torch.cat(pieces)).view(torch.int64)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

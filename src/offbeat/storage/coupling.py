@@ -1,0 +1,103 @@
+"""Coupling: whether an optimizer's step of one parameter depends on other parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Group = dict[str, Any]
+
+_SCALES = (1.0, 1e4)  # of gradients: clipping shows only above its threshold
+_RATE = 0.1  # instead of the present one, which a warm-up may have at 0
+_LARGEST = 3  # elements along one dimension of a stand-in
+
+
+def couples(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why one parameter's step depends on what is stepped with it, for instance through a norm of
+    all gradients; None if it does not.
+
+    A copy of the optimizer steps small stand-ins, one alone and the same with all others. The
+    user's tensors and state are not touched, and the answer is the same on all ranks.
+    """
+    name = type(optimizer).__name__
+    if delegates(optimizer):
+        return f"{name} hands its step to another optimizer"
+    for g, _ in enumerate(optimizer.param_groups):
+        for scale in _SCALES:
+            try:
+                alone = _stepped(optimizer, g, scale, alone=True)
+                together = _stepped(optimizer, g, scale, alone=False)
+            except Exception as error:
+                return f"{name} could not be tried on made-up parameters ({error})"
+            if not torch.equal(alone, together):
+                return (
+                    f"{name} steps a parameter otherwise when others are stepped with it (does it "
+                    "clip by the norm of all gradients?)"
+                )
+    return None
+
+
+def trial_copy(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> torch.optim.Optimizer:
+    """The same optimizer without state, with other groups; its steps leave the original alone."""
+    trial = object.__new__(type(optimizer))
+    for name, value in optimizer.__dict__.items():
+        trial.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list)) else value
+    trial.__dict__.pop("step", None)  # a scheduler's patch, which would step the original
+    trial._optimizer_step_pre_hooks = OrderedDict()
+    trial._optimizer_step_post_hooks = OrderedDict()
+    trial.state = defaultdict(dict)
+    trial.param_groups = list(groups)
+    return trial
+
+
+def delegates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is a wrapper round another one."""
+    return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
+
+
+def _stepped(optimizer: torch.optim.Optimizer, g: int, scale: float, *, alone: bool) -> Tensor:
+    """A stand-in of group g after two steps, by itself or with stand-ins of all groups."""
+    random = torch.Generator().manual_seed(0)
+    first = _stand_ins(optimizer.param_groups[g], 1, scale, random)
+    groups = [_with(optimizer.param_groups[g], first)]
+    if not alone:
+        groups[0]["params"] = first + _stand_ins(optimizer.param_groups[g], 2, scale, random)
+        groups += [
+            _with(group, _stand_ins(group, 1, scale, random))
+            for other, group in enumerate(optimizer.param_groups)
+            if other != g
+        ]
+    trial = trial_copy(optimizer, [group for group in groups if group["params"]])
+    with torch.random.fork_rng():
+        for seed in range(2 if first else 0):
+            torch.manual_seed(seed)  # of optimizers that round at random
+            trial.step()
+    return first[0].detach() if first else torch.zeros(0)
+
+
+def _stand_ins(
+    group: Group, count: int, scale: float, random: torch.Generator
+) -> list[nn.Parameter]:
+    """Small parameters like the group's first one, with gradients."""
+    made: list[nn.Parameter] = []
+    for like in group["params"][:1] * count:
+        shape = [min(size, _LARGEST) for size in like.shape]
+        p = nn.Parameter(torch.randn(shape, generator=random).to(like))
+        p.grad = (scale * torch.randn(shape, generator=random)).to(like)
+        made.append(p)
+    return made
+
+
+def _with(group: Group, params: list[nn.Parameter]) -> Group:
+    made = {**group, "params": params}
+    rate = group.get("lr")
+    if isinstance(rate, Tensor):
+        made["lr"] = torch.full_like(rate, _RATE)
+    elif isinstance(rate, (int, float)):
+        made["lr"] = _RATE
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in made.items()}

@@ -1,0 +1,272 @@
+"""Flat storage: parameters, buffers and gradients as views of contiguous tensors.
+
+Neighbouring buckets are neighbours in memory, so any run of buckets is one slice and one
+collective, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.plan import BUILT_IN, Buffer, Payload
+from offbeat.storage.checksum import checksum
+from offbeat.storage.layout import BucketSpec, Key, key_of
+
+Store = dict[Key, Tensor]
+
+
+class FlatBucket:
+    """One bucket: its parameters, and its slices of the flat tensors.
+
+    `grad` are its gradients, `absent` one number per parameter behind them: how often this rank
+    had no gradient for it. They travel with the gradients, so that all ranks learn which
+    parameters nobody has used.
+    """
+
+    __slots__ = ("absent", "grad", "grad_views", "name", "param", "parameters")
+
+    def __init__(
+        self,
+        name: str,
+        parameters: list[nn.Parameter],
+        views: list[Tensor],
+        param: Tensor,
+        grad: Tensor,
+        absent: Tensor,
+    ):
+        self.name = name
+        self.parameters = parameters
+        self.grad_views = views
+        self.param = param
+        self.grad = grad
+        self.absent = absent
+
+
+class Flat:
+    """A model's trainable tensors re-homed into one flat tensor per dtype and device, and further
+    buffers of the same layout.
+
+    Peak memory while moving: one more copy of the tensors that move; none afterwards, except the
+    gradients, which exist from now on.
+    """
+
+    def __init__(self, model: nn.Module, specs: Sequence[BucketSpec]):
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        self.keys = [key_of(parameters[spec.parameters[0]]) for spec in specs]
+        params: Store = {}
+        grads: Store = {}
+        for key in dict.fromkeys(self.keys):
+            mine = [spec for spec, k in zip(specs, self.keys, strict=True) if k == key]
+            moved = [parameters[n] for spec in mine for n in spec.parameters]
+            count = sum(p.numel() for p in moved)
+            extra = sum(buffers[n].numel() for spec in mine for n in spec.buffers)
+            params[key] = torch.empty(count + extra, dtype=key[0], device=key[1])
+            grads[key] = torch.zeros(count + len(moved), dtype=key[0], device=key[1])
+        self._stores: dict[str, list[Store]] = {"param": [params], "grad": [grads]}
+        self._kinds = {name: buffer.kind for name, buffer in BUILT_IN.items()}
+        self._newest = {"param": 0, "grad": 0}
+        used: dict[Key, tuple[int, int]] = dict.fromkeys(params, (0, 0))
+        self.buckets: list[FlatBucket] = []
+        self._spans: list[tuple[int, int, int, int]] = []  # of parameters, of gradients
+        with torch.no_grad():
+            for spec, key in zip(specs, self.keys, strict=True):
+                used[key] = self._move(spec, key, used[key], parameters, buffers)
+
+    def _move(
+        self,
+        spec: BucketSpec,
+        key: Key,
+        start: tuple[int, int],
+        parameters: dict[str, nn.Parameter],
+        buffers: dict[str, Tensor],
+    ) -> tuple[int, int]:
+        at, grad_at = start
+        flat, grads = self._stores["param"][0][key], self._stores["grad"][0][key]
+        views: list[Tensor] = []
+        mine = [parameters[n] for n in spec.parameters]
+        for p in mine:
+            view = view_like(grads, p, grad_at)
+            if p.grad is not None:
+                view.copy_(p.grad)
+            _rehome(flat, p, at)
+            p.grad = view
+            views.append(view)
+            at, grad_at = at + p.numel(), grad_at + p.numel()
+        for name in spec.buffers:
+            _rehome(flat, buffers[name], at)
+            at += buffers[name].numel()
+        stop = grad_at + len(mine)
+        self._spans.append((start[0], at, start[1], stop))
+        self.buckets.append(
+            FlatBucket(
+                spec.name,
+                mine,
+                views,
+                flat[start[0] : at],
+                grads[start[1] : grad_at],
+                grads[grad_at:stop],
+            )
+        )
+        return at, stop
+
+    # ---- named buffers ----------------------------------------------------------------------
+
+    def adopt(self, buffers: Mapping[str, Buffer]) -> None:
+        """Have these buffers, new ones at their start, and no others; gradients stay as they are."""
+        for name in set(self._stores) - set(buffers):
+            del self._stores[name], self._newest[name]
+        for name, buffer in buffers.items():
+            if buffer.kind == "state":
+                continue
+            kept: list[Store] = []
+            if name in BUILT_IN:  # what is there stays, the newest copy first
+                first = self._newest[name]
+                kept = (self._stores[name][first:] + self._stores[name][:first])[: buffer.copies]
+            made = [self._made(buffer) for _ in range(buffer.copies - len(kept))]
+            self._stores[name], self._newest[name] = kept + made, 0
+            self._kinds[name] = buffer.kind
+
+    def _made(self, buffer: Buffer) -> Store:
+        like = self._stores["grad" if buffer.kind == "grad" else "param"][0]
+        make = torch.clone if buffer.start == "param" else torch.zeros_like
+        with torch.no_grad():
+            return {key: make(tensor).detach() for key, tensor in like.items()}
+
+    def copies(self, buffer: str) -> int:
+        """Copies of a buffer."""
+        return len(self._stores[buffer])
+
+    def physical(self, buffer: str, age: int = 0) -> int:
+        """Which copy is the one of this age."""
+        return (self._newest[buffer] + age) % len(self._stores[buffer])
+
+    def rotate(self, buffer: str) -> None:
+        """Every copy becomes one older; the oldest becomes the newest."""
+        self._newest[buffer] = (self._newest[buffer] - 1) % len(self._stores[buffer])
+
+    def tensors(self, buffer: str, run: range, copy: int = 0) -> tuple[Tensor, ...]:
+        """One copy of a buffer of a run of buckets: one slice per dtype and device.
+
+        With a version counter of their own, so that what is done to them does not look like the
+        user's doing.
+        """
+        column = 2 if self._kinds[buffer] == "grad" else 0
+        bounds: dict[Key, tuple[int, int]] = {}
+        for b in run:
+            key, span = self.keys[b], self._spans[b]
+            first = bounds.get(key, (span[column], 0))[0]
+            bounds[key] = (first, span[column + 1])
+        store = self._stores[buffer][copy]
+        return tuple(store[key].data[a:z] for key, (a, z) in bounds.items() if z > a)
+
+    def carried(self, payload: Payload, copy: int, into: str | None = None) -> tuple[Tensor, ...]:
+        """What a message carries of one copy of its buffer (or of another buffer, alike)."""
+        whole = self.tensors(into or payload.buffer, payload.buckets, copy)
+        return tuple(t[payload.slice_of(t.numel())] for t in whole)
+
+    def everything(self) -> list[Tensor]:
+        """All flat parameter tensors."""
+        return list(self._stores["param"][0].values())
+
+    # ---- gradients --------------------------------------------------------------------------
+
+    def views(self, copy: int = 0) -> list[Tensor]:
+        """The gradient of every parameter, bucket by bucket, as a view of a copy of them."""
+        first = self.buckets[0].grad_views if self.buckets else []
+        if first and first[0]._base is self._stores["grad"][copy][self.keys[0]]:
+            return [view for bucket in self.buckets for view in bucket.grad_views]
+        store, views = self._stores["grad"][copy], []
+        for key, (_, _, at, _), bucket in zip(self.keys, self._spans, self.buckets, strict=True):
+            for p in bucket.parameters:
+                views.append(view_like(store[key], p, at))
+                at += p.numel()
+        return views
+
+    def gradients(self, bucket: int, copy: int = 0) -> Tensor:
+        """One bucket's gradients alone, flat."""
+        _, _, start, stop = self._spans[bucket]
+        count = len(self.buckets[bucket].parameters)
+        return self._stores["grad"][copy][self.keys[bucket]].data[start : stop - count]
+
+    def absent(self, bucket: int, copy: int = 0) -> Tensor:
+        """One number per parameter of a bucket: how often this rank had no gradient for it."""
+        _, _, _, stop = self._spans[bucket]
+        count = len(self.buckets[bucket].parameters)
+        return self._stores["grad"][copy][self.keys[bucket]].data[stop - count : stop]
+
+    def zero_grads(self, copy: int, run: range | None = None) -> None:
+        """Zero a copy of the gradients, of all buckets or a run of them, in place."""
+        everything = run is None or len(run) == len(self.buckets)
+        whole = self._stores["grad"][copy].values()
+        for grads in whole if everything else self.tensors("grad", run, copy):  # type: ignore[arg-type]
+            grads.data.zero_()
+
+    def grad_version(self) -> int:
+        """Changes whenever the user writes a gradient in place."""
+        return sum(grads._version for copy in self._stores["grad"] for grads in copy.values())
+
+
+def changed_buffers(model: nn.Module, before: dict[str, int]) -> list[str]:
+    """Floating-point buffers that were written since `buffer_checksums`: running statistics."""
+    now = buffer_checksums(model)
+    return [name for name in now if now[name] != before.get(name, now[name])]
+
+
+def buffer_checksums(model: nn.Module) -> dict[str, int]:
+    """Checksums of the floating-point buffers, to see later which of them training writes.
+
+    Version counters would not do: batch norm writes its statistics past them.
+    """
+    return {
+        name: checksum(buffer)
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point() and buffer.numel()
+    }
+
+
+def require_supported(model: nn.Module) -> None:
+    """ValueError for a model that cannot be re-homed into flat storage."""
+    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("the model has no parameter that requires a gradient; nothing to train")
+    seen: dict[tuple[int, torch.device], str] = {}
+    for name, p in trainable:
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} is lazy; run one forward pass before prepare")
+        if not p.is_floating_point():
+            raise ValueError(
+                f"parameter {name!r} has dtype {p.dtype}; only real floats are supported"
+            )
+        place = (p.data_ptr(), p.device)
+        if p.numel() and place in seen:
+            raise ValueError(
+                f"parameters {seen[place]!r} and {name!r} share memory but are two objects; "
+                "tie them by assigning the same Parameter"
+            )
+        seen[place] = name
+
+
+def _rehome(flat: Tensor, tensor: Tensor, offset: int) -> None:
+    view = view_like(flat, tensor, offset)
+    view.copy_(tensor.detach())
+    tensor.data = view
+
+
+def view_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
+    """View of `flat` with the shape of `like`, and its memory format where that is dense."""
+    if _is_dense(like):
+        return flat.as_strided(like.size(), like.stride(), offset)
+    return flat[offset : offset + like.numel()].view(like.size())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,182 @@
+"""Gradients: what `p.grad` shows, whether it has been applied, and who has none."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from offbeat.storage.flat import Flat
+
+class Gradients:
+    """The gradients of a model in its flat storage.
+
+    Backward adds to the newest copy. A bucket whose gradients have been applied is stale: what
+    comes next replaces them, unless the user keeps adding on purpose. With several copies
+    (`late`) they are added up over iterations, and applied from an older copy.
+    """
+
+    def __init__(self, flat: Flat, world_size: int):
+        self.flat, self._world_size = flat, world_size
+        self.parameters = [p for bucket in flat.buckets for p in bucket.parameters]
+        self.bucket_of = [b for b, bucket in enumerate(flat.buckets) for _ in bucket.parameters]
+        self.starts = [self.bucket_of.index(b) for b in range(len(flat.buckets))]
+        self._stale = bytearray(len(flat.buckets))
+        self._awaited = bytearray(len(flat.buckets))  # will be applied later
+        self._zero_then = bytearray(len(flat.buckets))
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """A plan begins: as many copies as the storage has by now, none of them used."""
+        copies = self.flat.copies("grad")
+        self.late = copies > 1
+        self._views = [self.flat.views(copy) for copy in range(copies)]
+        self._backwards = [0] * copies
+        self._zeroed = [[0] * len(self.flat.buckets) for _ in range(copies)]
+        # By copy and bucket: places of parameters that this rank did not use at some time.
+        self._absentees: list[dict[int, set[int]]] = [defaultdict(set) for _ in range(copies)]
+        self.open()
+
+    def open(self) -> None:
+        """Gradients go to the newest copy from now on."""
+        self.views = self._views[self.flat.physical("grad")]
+        for p, view in zip(self.parameters, self.views, strict=True):
+            p.grad = view
+
+    # ---- backward ---------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """One more iteration adds to the newest copy; what earlier ones left has been applied."""
+        self._backwards[self.flat.physical("grad")] += 1
+
+    def take(self, index: int, p: nn.Parameter) -> None:
+        """A gradient that autograd has put elsewhere, as `p.grad` was None: into the bucket."""
+        gradient, view = p.grad, self.views[index]
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise ValueError(
+                "a gradient is sparse; flat buckets need dense ones: use Embedding(sparse=False)"
+            )
+        if gradient.requires_grad:
+            raise ValueError(
+                "backward(create_graph=True) leaves gradients that are no plain numbers; take the "
+                "inner derivative with torch.autograd.grad(..., create_graph=True)"
+            )
+        if self._stale[self.bucket_of[index]]:
+            view.copy_(gradient)
+        else:
+            view.add_(gradient)  # to those of earlier iterations, or to zero
+        p.grad = view
+
+    def backward_ends(self, seen: bytearray) -> None:
+        """Note who had no gradient in this iteration; it counts as zero in averages."""
+        copy = self.flat.physical("grad")
+        if not all(seen):
+            for index, was_seen in enumerate(seen):
+                if not was_seen:
+                    self._note_absent(index, copy)
+
+    def _note_absent(self, index: int, copy: int) -> None:
+        b = self.bucket_of[index]
+        p, view = self.parameters[index], self.views[index]
+        if p.grad is not view:
+            if self._stale[b]:
+                view.zero_()
+            p.grad = view
+        place = index - self.starts[b]
+        self.flat.absent(b, copy)[place] += 1
+        self._absentees[copy][b].add(place)
+
+    def fresh(self, b: int) -> None:
+        """Bucket b holds this iteration's gradients."""
+        self._stale[b] = 0
+
+    # ---- the update -------------------------------------------------------------------------
+
+    def added(self, b: int, copy: int) -> int:
+        """Iterations whose gradients are added up in a bucket of a copy."""
+        return self._backwards[copy] - self._zeroed[copy][b]
+
+    def conceal(self) -> None:
+        """Show code between backward and step no gradient at all."""
+        for p in self.parameters:
+            p.grad = None
+
+    def show(self, run: range, copy: int) -> None:
+        """Show one copy of the gradients of some buckets, but none on parameters that no rank has
+        used, as in torch's own DDP: weight decay and momentum leave them alone. What other ranks
+        have used keeps their average."""
+        views = self._views[copy]
+        for index in self._of(run):
+            self.parameters[index].grad = views[index]
+        for b in [b for b in self._absentees[copy] if b in run]:
+            absent = self.flat.absent(b, copy).tolist()
+            # A mean over ranks: whoever had a gradient makes it less by one K-th.
+            nobody = self.added(b, copy) - 0.5 / self._world_size
+            for place in self._absentees[copy][b]:
+                if absent[place] > nobody:
+                    self.parameters[self.starts[b] + place].grad = None
+
+    def apply_later(self) -> None:
+        """The update of every bucket was asked for, and will be done bucket by bucket."""
+        self._awaited[:] = b"\x01" * len(self._awaited)
+
+    def applied(self, run: range, copy: int) -> None:
+        """Buckets have been applied: zero them if that was asked for meanwhile."""
+        for b in run:
+            self._stale[b], self._awaited[b] = 1, 0
+            if self._zero_then[b]:
+                self._zero_then[b] = 0
+                self._zero(copy, range(b, b + 1))
+        if self.late:
+            self._zero(copy, run)
+
+    # ---- between iterations -----------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Zero the gradients in place, each as soon as nothing needs it any more."""
+        if self.late:
+            return  # added to; what was applied has been zeroed
+        copy = self.flat.physical("grad")
+        if not any(self._awaited):
+            self._zero(copy, range(len(self._stale)))
+            return
+        for b, awaited in enumerate(self._awaited):
+            if awaited:
+                self._zero_then[b] = 1
+            else:
+                self._zero(copy, range(b, b + 1))
+
+    def zero(self) -> None:
+        """Forget every gradient."""
+        for copy in range(self.flat.copies("grad")):
+            self._zero(copy, range(len(self._stale)))
+
+    def _zero(self, copy: int, run: range) -> None:
+        self.flat.zero_grads(copy, run)
+        for b in run:
+            self._zeroed[copy][b] = self._backwards[copy]
+            self._absentees[copy].pop(b, None)
+        if not self.late:
+            for index in self._of(run):
+                self.parameters[index].grad = self.views[index]
+
+    def _of(self, run: range) -> range:
+        stop = self.starts[run.stop] if run.stop < len(self.starts) else len(self.parameters)
+        return range(self.starts[run.start], stop)
+
+    def attached(self) -> bool:
+        """Whether no gradient was put in the place of another one."""
+        return all(
+            p.grad is view or p.grad is None
+            for p, view in zip(self.parameters, self.views, strict=True)
+        )
+
+    def missing(self, run: range) -> list[Tensor]:
+        """Views of gradients that the user has taken away (`p.grad = None`) in some buckets."""
+        return [self.views[i] for i in self._of(run) if self.parameters[i].grad is None]
+
+    def own(self, run: range, copy: int) -> Iterator[Tensor]:
+        """Every bucket's gradients alone, flat."""
+        return (self.flat.gradients(b, copy) for b in run)

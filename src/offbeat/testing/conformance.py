@@ -1,0 +1,132 @@
+"""What every strategy must pass, also one that is not ours. Each function raises AssertionError.
+
+from offbeat.testing.conformance import conforms
+conforms(MyStrategy(), profile)
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from offbeat.plan import Plan
+from offbeat.plan.check import check
+from offbeat.plan.interpreter import Array, Interpreter, Model, Worker
+from offbeat.plan.program import Program
+from offbeat.profile import Profile
+from offbeat.strategies import Strategy
+from offbeat.testing.equations import NumpyWorld, Optimizer, Task, momentum, rmsprop
+
+TOLERANCE = 1e-12
+
+
+def conforms(strategy: Strategy, profile: Profile, *, ranks: Sequence[int] = (2, 3)) -> None:
+    """Everything below."""
+    plan_is_sound(strategy, profile)
+    plan_is_pure(strategy, profile)
+    moves_everything(strategy.plan(profile))
+    for count in ranks:
+        equals_equations(strategy, profile, ranks=count)
+
+
+def plan_is_sound(strategy: Strategy, profile: Profile) -> None:
+    """`check` finds nothing, and the bound is a time."""
+    plan = strategy.plan(profile)
+    problems = check(plan, profile)
+    assert not problems, f"{strategy}: {problems[0]}"
+    assert plan.strategy == strategy.name, f"{strategy} signs its plan as {plan.strategy!r}"
+    bound_s = strategy.bound_s(profile)
+    assert 0 <= bound_s < float("inf"), f"{strategy}: bound_s ({bound_s}) must be a time"
+    assert plan.bound_s == bound_s, f"{strategy}: the plan's bound is not the strategy's"
+
+
+def plan_is_pure(strategy: Strategy, profile: Profile) -> None:
+    """Equal inputs give equal plans, also after a journey through JSON: so do equal ranks."""
+    plan = strategy.plan(profile)
+    assert strategy.plan(profile) == plan, f"{strategy} plans differently the second time"
+    sent = Profile.from_dict(json.loads(json.dumps(profile.to_dict())))
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    for other, where in ((strategy.plan(sent), "from a profile"), (again, "itself")):
+        assert other == plan, f"{strategy}: the plan {where} that was written and read differs"
+        assert other.digest == plan.digest, f"{strategy}: the digest {where} differs"
+    same = type(strategy)(**strategy.settings())
+    assert same == strategy, f"{strategy} is not made of its settings"
+    assert same.plan(profile) == plan, f"{strategy} plans by more than its settings"
+
+
+def moves_everything(plan: Plan) -> None:
+    """In every cycle each bucket's gradients or parameters are moved whole, as often as each
+    other; and an all-reduce in halves has both."""
+    moved = shares(plan)
+    for bucket in range(plan.buckets):
+        counts = [moved[buffer, bucket] for buffer in ("grad", "param")]
+        assert max(counts) >= 1, f"of bucket {bucket} only {max(counts)} is moved per cycle"
+        odd = next((count for count in counts if count.denominator > 1), None)
+        assert odd is None, f"bucket {bucket} is moved {odd} times per cycle"
+
+
+def shares(plan: Plan) -> Counter[tuple[str, int]]:
+    """(buffer, bucket) -> how often it is moved in a cycle, slices as fractions, halves once."""
+    moved: Counter[tuple[str, int]] = Counter()
+    for t in plan.transfers:
+        if t.verb == "reduce_scatter":
+            continue
+        times = sum(phase in t.phases for phase in plan.cycle)
+        for bucket in t.payload.buckets:
+            share = Fraction(times * t.payload.width, t.payload.parts)
+            moved[t.payload.buffer, bucket] += share  # type: ignore[assignment]
+    return moved
+
+
+def equals_equations(
+    strategy: Strategy,
+    profile: Profile,
+    *,
+    ranks: int,
+    optimizers: Sequence[Optimizer] = (momentum, rmsprop),
+    seed: int = 0,
+) -> None:
+    """The plan, interpreted, trains with the weights that the strategy's equations give, whatever
+    the order in which workers take turns."""
+    plan = strategy.plan(profile)
+    iterations = plan.prologue + 2 * plan.period + Program(plan).lag + 1
+    task = Task([1 + (5 * b + seed) % 7 for b in range(plan.buckets)], seed)
+    for optimizer in optimizers:
+        trained = interpreted(plan, task, ranks, iterations, optimizer, seed=seed)
+        world, advance = NumpyWorld(task, ranks, optimizer), strategy.equations(plan)
+        for iteration in range(iterations):
+            apart = float(abs(trained[iteration] - world.weights).max())
+            where = f"{strategy} on {ranks} ranks with {optimizer.__name__}"
+            assert apart <= TOLERANCE, (
+                f"{where}: the weights of iteration {iteration} are {apart:.1e} away from those "
+                f"of its equations\n{plan}"
+            )
+            advance(world, iteration)
+
+
+def interpreted(
+    plan: Plan,
+    task: Task,
+    ranks: int,
+    iterations: int,
+    optimizer: Optimizer = momentum,
+    *,
+    seed: int | None = None,
+) -> list[Array]:
+    """Per iteration the weights (rank, element) that a plan's forwards use."""
+    used = [np.full((ranks, task.offsets[-1]), np.nan) for _ in range(iterations)]
+
+    def gradient(rank: int, iteration: int, buckets: range, weights: Array) -> Array:
+        used[iteration][rank, task.span(buckets)] = weights
+        return task.gradient(rank, iteration, buckets, weights)
+
+    def update(worker: Worker, buckets: range, weights: Array, gradients: Array) -> None:
+        optimizer(weights, worker.write("state", buckets)[0], gradients)
+
+    model = Model(task.sizes, task.start, gradient, update)
+    Interpreter(plan, model, ranks).run(iterations, seed=seed)
+    return used

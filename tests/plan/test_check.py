@@ -1,0 +1,816 @@
+"""Checks of plans: every kind of fault is found, and printed with an arrow where it is."""
+
+from dataclasses import replace
+
+import pytest
+from plan.families import FAMILIES, deft_plan, diloco_plan, fedavg_plan, selsync_plan, topk_plan
+
+from offbeat.plan import Apply, Buffer, Moment, Phases, Plan, Vote, Wire, local, transfer
+from offbeat.plan.check import check, raise_if_wrong
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.strategies import BSP, DeFT, LocalSGD
+
+PROFILE = Profile(
+    (Bucket("a", 1.0, 2.0, 8), Bucket("b", 0.5, 1.0, 4)), (Link("net", 0.5, 4.0),), world_size=2
+)
+STEP, END, NEXT = Moment("step"), Moment("end"), Moment("forward", 1, 1)
+ALWAYS = Phases([0])
+
+
+def move(kind, start, stop, after, before, phases=(0,), link="net", **more):
+    return transfer(
+        kind, range(start, stop), after=after, before=before, phases=phases, link=link, **more
+    )
+
+
+def plan_of(*transfers, applies=None, **more):
+    applies = (
+        [local(2, STEP, range(more.get("prologue", 0) + more.get("period", 1)))]
+        if (applies is None)
+        else applies
+    )
+    return Plan("mine", 2, transfers, tuple(applies), **more)
+
+
+def first(plan, profile=None):
+    problems = check(plan, profile)
+    assert problems, plan
+    return problems[0]
+
+
+ALL_GRADIENTS = move("grad", 0, 2, Moment("grad", 1), STEP)
+FIRST, SECOND = (move("grad", b, b + 1, Moment("grad", b), STEP) for b in range(2))
+SUM = Buffer("sum", "grad")
+
+
+def apply(rule, at, run=range(2), phases=(0,), **more):
+    return Apply(rule, run, at, Phases(phases), **more)
+
+
+LOCAL = apply("local", STEP)
+
+# ---- names and numbers: (plan, message, indices of its rules at fault) -----------------------
+
+NAMES = {
+    "no buckets": (Plan("mine", 0), "buckets (0) of the plan must be at least 1", []),
+    "no period": (plan_of(period=0), "period (0) of the plan must be at least 1", []),
+    "prologue": (plan_of(prologue=-1), "prologue (-1) of the plan must be at least 0", []),
+    "deadline first": (
+        plan_of(move("grad", 0, 2, END, STEP)),
+        "deadline step of grad[0:2]@net comes before its release end",
+        [0],
+    ),
+    "deadline at once": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), Moment("grad", 1))),
+        "deadline grad(1) of grad[0:2]@net comes before its release grad(1)",
+        [0],
+    ),
+    "release beyond": (
+        plan_of(move("grad", 0, 2, Moment("grad", 5), STEP)),
+        "release grad(5) of grad[0:2]@net never fires: there are 2 buckets",
+        [0],
+    ),
+    "deadline beyond": (
+        plan_of(FIRST, move("grad", 1, 2, Moment("grad", 1), Moment("grad", 2))),
+        "deadline grad(2) of grad[1:2]@net never fires: there are 2 buckets",
+        [1],
+    ),
+    "step of a bucket": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), Moment("step", 0))),
+        "deadline step(0) of grad[0:2]@net must not name a bucket",
+        [0],
+    ),
+    "late release": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1, 1), Moment("step", lag=1))),
+        "release grad(1)+1 of grad[0:2]@net must lie in its own iteration: use phases instead",
+        [0],
+    ),
+    "late apply": (
+        plan_of(ALL_GRADIENTS, applies=[apply("local", Moment("step", lag=1))]),
+        "moment step+1 of local[0:2] must lie in its own iteration: use phases instead",
+        [1],
+    ),
+    "before its iteration": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), Moment("step", lag=-1))),
+        "deadline step+-1 of grad[0:2]@net must not lie before its iteration",
+        [0],
+    ),
+    "too many buckets": (
+        plan_of(move("grad", 0, 3, Moment("grad", 1), STEP)),
+        "grad[0:3]@net must name a run of buckets within 0..1",
+        [0],
+    ),
+    "no buckets in it": (
+        plan_of(move("grad", 1, 1, Moment("grad", 1), STEP), ALL_GRADIENTS),
+        "grad[1:1]@net must name a run of buckets within 0..1",
+        [0],
+    ),
+    "phases beyond": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, phases=(0, 2))),
+        "grad[0:2]@net never fires in phases 2: the plan has the phases 0..0",
+        [0],
+    ),
+    "no phases": (
+        plan_of(ALL_GRADIENTS, move("state", 0, 2, STEP, END, phases=())),
+        "state[0:2]@net never fires in phases none: the plan has the phases 0..0",
+        [1],
+    ),
+    "part beyond": (
+        plan_of(FIRST, move("grad", 1, 2, Moment("grad", 1), STEP, part=2, parts=2)),
+        "grad[1:2]/3of2@net must be one of its 2 parts",
+        [1],
+    ),
+    "slices of a run": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, parts=2)),
+        "grad[0:2]/1of2@net cuts a run of buckets; cut one bucket, or send the run whole",
+        [0],
+    ),
+    "age": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, age=1)),
+        "age (1) of grad~1[0:2]@net must be below the copies of grad (1)",
+        [0],
+    ),
+    "age of an apply": (
+        plan_of(ALL_GRADIENTS, applies=[local(2, STEP, [0], age=1)]),
+        "age (1) of local[0:2] must be below the copies of grad (1)",
+        [1],
+    ),
+    "buffer": (
+        plan_of(move("gard", 0, 2, Moment("grad", 1), STEP)),
+        "buffer 'gard' of gard[0:2]@net must be one of grad, param, state",
+        [0],
+    ),
+    "into": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, into="sum"), buffers=(Buffer("sum"),)),
+        "grad[0:2] into sum@net must go into a buffer of the same shape that has one copy",
+        [0],
+    ),
+    "rule": (
+        plan_of(ALL_GRADIENTS, applies=[LOCAL, apply("locale", STEP)]),
+        "rule 'locale' of locale[0:2] must be one of add, clear, close, copy, delta, local, outer, "
+        "reset, scale",
+        [2],
+    ),
+    "setting": (
+        plan_of(ALL_GRADIENTS, applies=[local(2, STEP, [0], merg="mean")]),
+        "setting 'merg' of local[0:2] must be one of age, merge, scale",
+        [1],
+    ),
+    "setting left out": (
+        plan_of(ALL_GRADIENTS, applies=[LOCAL, apply("add", STEP, args={"source": "grad"})]),
+        "target of add[0:2] must be given",
+        [2],
+    ),
+    "word": (
+        plan_of(ALL_GRADIENTS, applies=[local(2, STEP, [0], merge="max")]),
+        "merge ('max') of local[0:2] must be one of sum, mean",
+        [1],
+    ),
+    "number": (
+        plan_of(ALL_GRADIENTS, applies=[local(2, STEP, [0], scale="half")]),
+        "scale ('half') of local[0:2] must be a number from -inf to inf",
+        [1],
+    ),
+    "whole number": (
+        plan_of(ALL_GRADIENTS, applies=[local(2, STEP, [0], age=0.5)]),
+        "age (0.5) of local[0:2] must be a whole number",
+        [1],
+    ),
+    "numbers": (
+        plan_of(
+            ALL_GRADIENTS,
+            applies=[LOCAL, apply("scale", STEP, args={"buffer": "param", "by": 2.0})],
+        ),
+        "by (2.0) of scale[0:2] must be numbers, one per rank",
+        [2],
+    ),
+    "buffer of a setting": (
+        plan_of(ALL_GRADIENTS, applies=[LOCAL, apply("clear", STEP, args={"buffer": "sum"})]),
+        "buffer ('sum') of clear[0:2] must be one of grad, param, state",
+        [2],
+    ),
+    "kinds of buffers": (
+        plan_of(
+            ALL_GRADIENTS,
+            applies=[LOCAL, apply("copy", STEP, args={"source": "grad", "target": "param"})],
+        ),
+        "copy[0:2] must name buffers of one kind",
+        [2],
+    ),
+    "kind of a buffer": (
+        plan_of(
+            ALL_GRADIENTS,
+            applies=[LOCAL, apply("outer", END)],
+            buffers=(Buffer("anchor", "grad"), Buffer("velocity")),
+        ),
+        "anchor ('anchor') of outer[0:2] must be a buffer like param",
+        [2],
+    ),
+    "wire": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, wire=Wire("top", {}))),
+        "wire 'top' of grad[0:2]@net must be one of topk",
+        [0],
+    ),
+    "fraction": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, wire=Wire("topk", {"fraction": 2}))),
+        "fraction (2) of grad[0:2]@net must be a number from 0 to 1",
+        [0],
+    ),
+    "wire of a half": (
+        plan_of(
+            move(
+                "grad",
+                0,
+                2,
+                Moment("grad", 1),
+                STEP,
+                verb="reduce_scatter",
+                wire=Wire("topk", {"fraction": 0.5}),
+            )
+        ),
+        "reduce_scatter grad[0:2]@net cannot be encoded as topk: only all_reduce and send can",
+        [0],
+    ),
+    "error in the payload": (
+        plan_of(
+            move(
+                "grad", 0, 2, Moment("grad", 1), STEP, wire=Wire("topk", {"fraction": 0.5}, "grad")
+            )
+        ),
+        "error ('grad') of grad[0:2]@net must be a buffer of its own",
+        [0],
+    ),
+    "error of another kind": (
+        replace(topk_plan(), buffers=(Buffer("residual"),)),
+        "error ('residual') of grad[0:1]@net must be a buffer like grad that has one copy",
+        [0],
+    ),
+    "a half alone": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, verb="reduce_scatter")),
+        "reduce_scatter grad[0:2]@net must come with its other half, all_gather, in the same "
+        "iterations",
+        [0],
+    ),
+    "twice by name": (
+        plan_of(ALL_GRADIENTS, replace(ALL_GRADIENTS, before=END)),
+        "grad[0:2]@net is there twice in phase 0; give one another channel",
+        [0, 1],
+    ),
+    "send to nobody": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, verb="send")),
+        "send grad[0:2]@net must name two ranks, from and to",
+        [0],
+    ),
+    "send of an older copy": (
+        replace(
+            deft_plan(),
+            transfers=(
+                move("grad", 0, 3, STEP, END, age=1, verb="send", ranks=(0, 1), phases=(2,)),
+            ),
+        ),
+        "send grad~1[0:3] 0->1@net must name the buffer that the older copy goes into",
+        [0],
+    ),
+    "ranks of a collective": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, ranks=(0, 1))),
+        "grad[0:2] 0->1@net is a collective; the ranks it spans are the link's group",
+        [0],
+    ),
+    "close of some": (
+        replace(deft_plan(), applies=(*deft_plan().applies, apply("close", END, range(2)))),
+        "close[0:2] must close the gradients of all buckets, on all ranks, without a vote",
+        [3],
+    ),
+    "close in between": (
+        replace(
+            deft_plan(), applies=(*deft_plan().applies, apply("close", Moment("grad"), range(3)))
+        ),
+        "moment grad of close[0:3] must be step or end: a window ends with its iteration",
+        [3],
+    ),
+    "close of one copy": (
+        plan_of(ALL_GRADIENTS, applies=[LOCAL, apply("close", END)]),
+        "copies (1) of grad must be at least 2 for close[0:2]",
+        [2],
+    ),
+    "vote unknown": (
+        plan_of(replace(ALL_GRADIENTS, when="sync")),
+        "vote 'sync' of grad[0:2]@net must be one of none",
+        [0],
+    ),
+    "vote at other times": (
+        replace(
+            selsync_plan(),
+            period=2,
+            transfers=(move("param", 0, 3, STEP, END, (0, 1), when="sync"),),
+        ),
+        "param[0:3]@net depends on the vote 'sync' in phases in which there is none",
+        [0],
+    ),
+    "vote due at once": (
+        replace(selsync_plan(), votes=(replace(selsync_plan().votes[0], due=Moment("grad", 2)),)),
+        "vote 'sync' is due grad(2), but taken only at grad(2); it must be due later",
+        [1],
+    ),
+    "vote without a threshold": (
+        replace(selsync_plan(), votes=(replace(selsync_plan().votes[0], args=()),)),
+        "threshold of vote 'sync' must be given",
+        [1],
+    ),
+    "votes of one name": (
+        replace(selsync_plan(), votes=selsync_plan().votes * 2),
+        "vote 'sync' must be defined once",
+        [],
+    ),
+    "buffers of one name": (
+        plan_of(ALL_GRADIENTS, buffers=(SUM, SUM)),
+        "buffer 'sum' must be listed once",
+        [],
+    ),
+    "no copies": (
+        plan_of(ALL_GRADIENTS, buffers=(Buffer("sum", copies=0),)),
+        "copies (0) of buffer 'sum' must be at least 1",
+        [],
+    ),
+    "another grad": (
+        plan_of(ALL_GRADIENTS, buffers=(Buffer("grad"),)),
+        "buffer 'grad' is in every plan; only its copies can be set",
+        [],
+    ),
+    "two states": (
+        plan_of(ALL_GRADIENTS, buffers=(Buffer("state", "state", copies=2),)),
+        "buffer 'state' has one copy",
+        [],
+    ),
+    "groups": (
+        plan_of(ALL_GRADIENTS, groups={"net": ((0, 1), (1, 2))}),
+        "groups of link 'net' must hold each of the ranks 0..3 once",
+        [],
+    ),
+    "groups of a channel": (
+        plan_of(ALL_GRADIENTS, groups={"net#1": ((0, 1),)}),
+        "groups of 'net#1' must be those of its link: all its channels share them",
+        [],
+    ),
+}
+
+
+def rules(plan):
+    """In the order in which they are printed."""
+    return [*plan.transfers, *plan.votes, *plan.applies]
+
+
+@pytest.mark.parametrize(("plan", "message", "at_fault"), NAMES.values(), ids=NAMES)
+def test_names_and_numbers(plan, message, at_fault):
+    found = {problem.message: problem for problem in check(plan)}
+    assert message in found
+    printed = str(found[message]).splitlines()
+    assert printed[0] == message
+    lines = printed[len(printed) - len(rules(plan)) :]
+    marked = [i for i, line in enumerate(lines) if line.startswith("->")]
+    assert marked == at_fault
+
+
+# ---- what plans do: (plan, message, indices of rules at fault) -------------------------------
+
+OUTER = diloco_plan()
+DOES = {
+    "no gradient yet": (
+        plan_of(move("grad", 0, 2, Moment("grad", 0), STEP)),
+        "grad[0:2]@net touches grad of bucket 1 too early: backward still adds to it",
+        [0],
+    ),
+    "stepped in flight": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), END)),
+        "grad[0:2]@net is in flight between its release grad(1) and its deadline end while "
+        "local[0:2] uses grad of bucket 0",
+        [0, 1],
+    ),
+    "stepped in backward in flight": (
+        plan_of(FIRST, SECOND, applies=[local(2, Moment("grad"), [0])]),
+        "bucket 0 is not averaged in every iteration, nor later, so its replicas drift apart",
+        [],
+    ),
+    "forward reads it in flight": (
+        plan_of(move("param", 0, 2, STEP, Moment("forward", 0, 1))),
+        "param[0:2]@net is in flight between its release step and its deadline forward(0)+1 "
+        "while forward uses param of bucket 1",
+        [0],
+    ),
+    "state in flight": (
+        plan_of(ALL_GRADIENTS, move("state", 0, 2, Moment("forward"), END)),
+        "state[0:2]@net is in flight between its release forward and its deadline end while "
+        "local[0:2] uses state of bucket 0",
+        [1, 2],
+    ),
+    "averaged twice": (
+        plan_of(ALL_GRADIENTS, replace(SECOND, link="aux", before=END)),
+        "grad[0:2]@net is in flight between its release grad(1) and its deadline step while "
+        "grad[1:2]@aux uses grad of bucket 1",
+        [0, 1],
+    ),
+    "averaged again": (
+        plan_of(
+            move("grad", 0, 1, Moment("grad", 0), Moment("grad", 1)),
+            move("grad", 0, 2, Moment("grad", 1), STEP),
+        ),
+        "grad[0:2] is moved twice: grad[0:2]@net averages it again",
+        [1],
+    ),
+    "never moved": (
+        plan_of(FIRST),
+        "bucket 1 is never moved, so its replicas drift apart",
+        [],
+    ),
+    "first slice missing": (
+        plan_of(FIRST, move("grad", 1, 2, Moment("grad", 1), STEP, part=1, parts=2)),
+        "bucket 1 is only averaged in part, so its replicas drift apart",
+        [],
+    ),
+    "last slice missing": (
+        plan_of(FIRST, move("grad", 1, 2, Moment("grad", 1), STEP, width=2, parts=3)),
+        "bucket 1 is only averaged in part, so its replicas drift apart",
+        [],
+    ),
+    "only in the prologue": (
+        plan_of(replace(FIRST, phases=Phases([0])), replace(SECOND, phases=Phases([0, 1])),
+                prologue=1),
+        "bucket 0 is not averaged in every iteration, nor later, so its replicas drift apart",
+        [],
+    ),
+    "only in some iterations": (
+        plan_of(FIRST, replace(SECOND, phases=Phases([1])),
+                replace(FIRST, phases=Phases([1]), link="aux"), period=2),
+        None,
+        None,
+    ),
+    "gradients in every second iteration": (
+        plan_of(replace(ALL_GRADIENTS, phases=Phases([1])), period=2),
+        "bucket 0 is not averaged in every iteration, nor later, so its replicas drift apart",
+        [],
+    ),
+    "nobody steps": (
+        plan_of(ALL_GRADIENTS, applies=[]),
+        "backward adds to gradients of an earlier iteration in grad of bucket 0",
+        [],
+    ),
+    "one iteration without a step": (
+        plan_of(
+            replace(ALL_GRADIENTS, phases=Phases([0, 1])),
+            applies=[apply("local", STEP, phases=(1,))],
+            period=2,
+        ),
+        "backward adds to gradients of an earlier iteration in grad of bucket 0",
+        [],
+    ),
+    "half a step": (
+        plan_of(ALL_GRADIENTS, applies=[local(2, STEP, [0], scale=0.5)]),
+        "bucket 0 does not get every gradient once: some are applied twice, late for ever, or "
+        "never",
+        [],
+    ),
+    "gradients thrown away": (
+        plan_of(
+            ALL_GRADIENTS,
+            applies=[
+                apply("local", STEP, range(1)),
+                apply("clear", STEP, range(1, 2), args={"buffer": "grad"}),
+            ],
+        ),
+        "bucket 1 does not get every gradient once: some are applied twice, late for ever, or "
+        "never",
+        [],
+    ),
+    "thrown away beside an outer step": (
+        replace(
+            OUTER,
+            transfers=(move("param", 0, 3, STEP, END, (2,)),),
+            applies=(
+                apply("clear", STEP, range(1, 3), range(3), args={"buffer": "grad"}),
+                apply("local", STEP, range(1), range(3)),
+                apply("outer", END, range(1), (2,)),
+            ),
+        ),
+        "bucket 1 does not get every gradient once: some are applied twice, late for ever, or "
+        "never",
+        [],
+    ),
+    "applied twice": (
+        plan_of(ALL_GRADIENTS, applies=[LOCAL, apply("local", END)]),
+        "local[0:2] has no gradients to apply: they were used up since backward",
+        [2],
+    ),
+    "blocked": (
+        plan_of(move("state", 0, 2, STEP, END), FIRST, SECOND),
+        "grad[0:1]@net can never meet its deadline step: state[0:2]@net of iteration 0 goes "
+        "first on net and is released only after step",
+        [0, 1],
+    ),
+    "writer one bucket off, before backward is there": (
+        plan_of(
+            move("param", 0, 2, STEP, END),
+            applies=[
+                apply("local", Moment("grad", 1), range(1)),
+                apply("local", Moment("grad", 0), range(1, 2)),
+            ],
+        ),
+        "local[1:2] touches param of bucket 1 too early: the forward has read it and backward "
+        "still needs it",
+        [2],
+    ),
+    "writer one bucket off, after the forward": (
+        plan_of(
+            ALL_GRADIENTS,
+            applies=[
+                apply("local", Moment("forward", 0, 1), range(1, 2)),
+                apply("local", Moment("forward", 1, 1), range(1)),
+            ],
+        ),
+        "local[1:2] touches param of bucket 1 too early: the forward has read it and backward "
+        "still needs it",
+        [1],
+    ),
+    "released before what lands there": (
+        plan_of(
+            move("param", 0, 2, Moment("forward", 1), Moment("forward", 0), link="aux"),
+            move("param", 0, 2, STEP, NEXT),
+        ),
+        "param[0:2]@aux",
+        None,
+    ),
+    "vote reads what is in flight": (
+        replace(
+            selsync_plan(),
+            transfers=(
+                *selsync_plan().transfers,
+                move("grad", 0, 3, Moment("grad", 1), STEP, link="aux"),
+            ),
+        ),
+        "grad[0:3]@aux",
+        None,
+    ),
+    "a vote before all gradients": (
+        replace(
+            selsync_plan(), votes=(replace(selsync_plan().votes[0], at=Moment("grad", 1)),)
+        ),
+        "sync touches grad of bucket 2 too early: backward still adds to it",
+        [1],
+    ),
+    "depends on a vote too early": (
+        replace(
+            selsync_plan(),
+            votes=(replace(selsync_plan().votes[0], due=END),),
+        ),
+        "param[0:3]@net depends on the vote 'sync' before it is due",
+        [0],
+    ),
+    "a step that depends on a vote": (
+        replace(
+            selsync_plan(), applies=(replace(selsync_plan().applies[0], when="sync"),)
+        ),
+        "backward adds to gradients of an earlier iteration in grad of bucket 0",
+        [],
+    ),
+    "half of a vote": (
+        # What one vote averages another one resets: fatal only if the two disagree.
+        replace(
+            selsync_plan(),
+            votes=(
+                selsync_plan().votes[0],
+                replace(selsync_plan().votes[0], name="land", due=END),
+            ),
+            transfers=(
+                move("param", 0, 3, STEP, NEXT, when="sync", into="landing"),
+                move("landing", 0, 3, END, NEXT, when="land", link="aux"),
+            ),
+            applies=(
+                *selsync_plan().applies,
+                apply("reset", END, range(3), when="land"),
+            ),
+            buffers=(Buffer("landing"),),
+        ),
+        "landing[0:3]@aux is in flight",
+        None,
+    ),
+    "a message that leaves early": (
+        # It is of the window that closes an iteration later.
+        replace(deft_plan(), transfers=(
+            move("grad", 0, 3, Moment("grad", 2), Moment("step", lag=1), (2,)),
+        )),
+        "grad[0:3]@net is in flight between its release grad(2) and its deadline step+1 while "
+        "backward uses grad of bucket 0",
+        [0],
+    ),
+    "a message that leaves early and returns": (
+        replace(deft_plan(), transfers=(move("grad", 0, 3, Moment("grad", 2), END, (2,)),)),
+        "bucket 0 is not averaged in every iteration, nor later, so its replicas drift apart",
+        [],
+    ),
+    "a message that leaves late": (
+        replace(deft_plan(), transfers=(
+            move("grad", 0, 3, Moment("forward", 2), Moment("step", lag=1), (3,), age=1),
+        )),
+        "is in flight between its release forward(2) and its deadline step+1",
+        [0, 1],
+    ),
+    "closed and never applied": (
+        replace(deft_plan(), transfers=(), applies=(
+            local(3, STEP, [3], age=1), apply("close", END, range(3), (1, 2, 3)),
+        )),
+        "backward adds to gradients of an earlier iteration in grad of bucket 0",
+        [],
+    ),
+    "weights thrown away": (
+        replace(fedavg_plan(), applies=tuple(
+            a for a in fedavg_plan().applies if a.arg("target") != "share"
+        )),
+        "the weights of bucket 0 change without any gradient",
+        [],
+    ),
+    "shares that are no average": (
+        replace(fedavg_plan(), applies=tuple(
+            replace(a, args={"buffer": "share", "by": (2.0, 1.0, 0.0, 2.0)})
+            if a.rule == "scale" else a for a in fedavg_plan().applies
+        )),
+        "the weights of bucket 0 change without any gradient",
+        [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "message", "at_fault"), DOES.values(), ids=DOES)
+def test_what_plans_do(plan, message, at_fault):
+    problem = first(plan)
+    if message is not None:
+        assert problem.message.startswith(message) or message in problem.message
+    if at_fault is not None:
+        marked = [i for i, rule in enumerate(rules(plan)) if rule in problem.rules]
+        assert marked == at_fault
+
+
+def test_a_rank_that_evaluates_would_train_other_weights():
+    """What is sent at the forward's first moment changes at its second, or before it if early."""
+    end, next_ = ({"source": a, "target": b} for a, b in (("param", "c"), ("c", "a")))
+    plan = plan_of(
+        ALL_GRADIENTS,
+        move("a", 0, 2, Moment("forward", 1), Moment("grad", 0), into="anchor", link="aux"),
+        applies=[
+            LOCAL,
+            apply("copy", END, args=end),
+            apply("copy", Moment("forward", 0, 1), args=next_),
+            apply("outer", STEP),
+        ],
+        buffers=(
+            *(Buffer(name, start="param") for name in ("a", "c", "anchor")),
+            Buffer("velocity"),
+        ),
+    )
+    assert first(plan).message.startswith(
+        "what the next forward waits for changes what is sent before that wait"
+    )
+    late = replace(plan.transfers[1], after=Moment("grad", 0), before=STEP)
+    assert check(replace(plan, transfers=(ALL_GRADIENTS, late))) == []
+
+
+def test_problems_are_printed_whole():
+    assert str(first(plan_of(FIRST))) == (
+        "bucket 1 is never moved, so its replicas drift apart\n"
+        "mine: 2 buckets, period 1 iteration\n"
+        "   grad[0:1]   after grad(0)  before step  in 0  on net\n"
+        "   local[0:2]  at step                     in 0"
+    )
+
+
+def test_more_problems_are_counted():
+    plan = plan_of(move("grad", 0, 3, END, STEP))
+    with pytest.raises(ValueError, match=r"the plan is wrong: .*\n[\s\S]*\n\(and 1 more\)$"):
+        raise_if_wrong(plan)
+    raise_if_wrong(plan_of(ALL_GRADIENTS))
+
+
+def test_a_plan_and_a_profile():
+    plan = BSP().plan(PROFILE)
+    assert check(plan) == check(plan, PROFILE) == []
+    more = replace(PROFILE, buckets=PROFILE.buckets * 2)
+    assert first(plan, more).message == (
+        "the plan has 2 buckets, the profile 4; plan again from this profile"
+    )
+    wifi = plan_of(FIRST, move("grad", 1, 2, Moment("grad", 1), STEP, link="wifi"))
+    assert first(wifi, PROFILE).message == "link 'wifi' of grad[1:2]@wifi must be one of net"
+    sent = move("grad", 0, 2, STEP, END, verb="send", ranks=(0, 2))
+    assert first(plan_of(sent), PROFILE).message == (
+        "send grad[0:2] 0->2@net names a rank beyond 0..1"
+    )
+    lonely = plan_of(ALL_GRADIENTS, applies=[LOCAL, apply("reset", END, ranks=(2,))])
+    assert first(lonely, PROFILE).message == "reset[0:2] names a rank beyond 0..1"
+    grouped = plan_of(ALL_GRADIENTS, groups={"net": ((0, 1), (2, 3))})
+    assert first(grouped, PROFILE).message == (
+        "groups of link 'net' must hold each of the ranks 0..1 once"
+    )
+
+
+def test_groups_that_never_meet_drift_apart():
+    grouped = plan_of(ALL_GRADIENTS, groups={"net": ((0, 1), (2, 3))})
+    assert first(grouped).message == (
+        "bucket 0 is not averaged in every iteration, nor later, so its replicas drift apart"
+    )
+    channels = plan_of(replace(ALL_GRADIENTS, link="net#1"), groups={"net": ((0, 1), (2, 3))})
+    assert first(channels).message == first(grouped).message
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,)])
+def test_only_some_ranks(ranks):
+    """Whoever does not step drifts apart from who does."""
+    plan = plan_of(ALL_GRADIENTS, applies=[replace(LOCAL, ranks=ranks)])
+    assert check(plan)
+
+
+def test_links_have_an_order_each():
+    late = move("state", 0, 2, STEP, END)
+    assert check(plan_of(late, ALL_GRADIENTS))
+    assert check(plan_of(replace(late, link="net#1"), ALL_GRADIENTS)) == []
+
+
+def test_what_takes_longer_than_a_period_is_sound():
+    """A snapshot's average that comes three periods later."""
+    snapshot = {"source": "param", "target": "snapshot"}
+    plan = Plan(
+        "late",
+        1,
+        (move("snapshot", 0, 1, STEP, Moment("grad", 0, 1), (1,), into="average"),),
+        (
+            apply("local", STEP, range(1), (0, 1)),
+            apply("copy", STEP, range(1), (1,), args=snapshot),
+            apply("delta", Moment("grad", 0), range(1), (0,)),
+        ),
+        buffers=(Buffer("snapshot"), Buffer("average")),
+        period=2,
+    )
+    assert check(plan) == []
+    missing = replace(plan, applies=plan.applies[:2])
+    assert check(missing)
+
+
+def test_warm_up_and_average_are_no_conflict():
+    assert check(LocalSGD(period=3, warmup=2, state="averaged").plan(PROFILE), PROFILE) == []
+
+
+def test_long_periods_cost_nothing():
+    """Steps are counted, not seconds: with a table per iteration this would not end."""
+    period = 10**9
+    plan = Plan(
+        "long",
+        3,
+        (move("param", 0, 3, STEP, END, [period - 1]),),
+        (local(3, STEP, range(period)),),
+        period=period,
+    )
+    assert check(plan) == []
+    assert check(replace(plan, transfers=()))
+    halves = [
+        move("grad", 0, 3, Moment("grad", 2), STEP, range(period), verb="reduce_scatter"),
+        move("grad", 0, 3, STEP, NEXT, range(period), verb="all_gather", link="net#1"),
+    ]
+    late = Moment("forward", 2, 1)
+    gradients = replace(
+        plan,
+        transfers=(halves[0], replace(halves[1], before=late)),
+        applies=(local(3, Moment("forward", lag=1), range(period)),),
+    )
+    assert check(gradients) == []
+
+
+def test_every_slice_counts():
+    """Of every bucket of a late plan, whatever its slice: left out, it is missed."""
+    profile = replace(PROFILE, buckets=tuple(
+        replace(b, size_bytes=40_000, forward_s=0.01, backward_s=0.02) for b in PROFILE.buckets
+    ), links=(Link("net", 1e-4, 1e6),))  # fmt: skip
+    plan = DeFT(partition_elements=2_500, preserver=False).plan(profile)
+    assert check(plan, profile) == []
+    assert len(plan.transfers) > 5
+    for t in plan.transfers:
+        missing = replace(plan, transfers=tuple(o for o in plan.transfers if o is not t))
+        assert check(missing, profile), t
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_message_of_a_family_counts(name):
+    plan = FAMILIES[name].plan
+    for t in plan.transfers:
+        assert check(replace(plan, transfers=tuple(o for o in plan.transfers if o is not t))), t
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"cyclic"}))
+def test_every_apply_of_a_family_counts(name):
+    plan = FAMILIES[name].plan
+    for a in plan.applies:
+        if (name, a.rule) in {("diloco", "outer"), ("fedavg", "scale")}:
+            continue  # then it is another method, sound as well
+        assert check(replace(plan, applies=tuple(o for o in plan.applies if o is not a))), a
+
+
+def test_a_vote_of_another_plan_is_unknown():
+    vote = Vote("sync", "chnaged", Moment("grad", 1), STEP, ALWAYS, {"threshold": 1.0})
+    assert first(plan_of(ALL_GRADIENTS, votes=(vote,))).message == (
+        "rule 'chnaged' of vote 'sync' must be one of changed"
+    )

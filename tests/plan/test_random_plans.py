@@ -1,0 +1,172 @@
+"""Random plans: what `check` accepts has one meaning, whatever a real machine does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from random import Random
+
+import numpy as np
+import pytest
+from reference.adversary import Machine, Problem, momentum
+
+from offbeat.numerics import RULES
+from offbeat.plan import VERBS, Phases, Plan
+from offbeat.plan.check import check, shortened, slices_of
+from offbeat.plan.interpreter import Interpreter, Model
+from offbeat.plan.program import Program
+from offbeat.testing.random_plans import random_plan, ranks_of
+
+PLANS = 500
+EXECUTED = 60
+KINDLY, UNKINDLY = (None, 0, 1), range(4)
+
+
+@cache
+def plans() -> list[tuple[int, Plan, bool]]:
+    """(seed, plan, whether it is accepted)."""
+    made = [(seed, random_plan(Random(seed))) for seed in range(PLANS)]
+    return [(seed, plan, not check(plan)) for seed, plan in made]
+
+
+@cache
+def accepted() -> list[tuple[int, Plan]]:
+    return [(seed, plan) for seed, plan, sound in plans() if sound]
+
+
+def some() -> list[tuple[int, Plan]]:
+    return accepted()[:: max(len(accepted()) // EXECUTED, 1)]
+
+
+def iterations_of(plan: Plan) -> int:
+    return plan.prologue + 2 * plan.period + Program(plan).lag + 3
+
+
+def problem_of(plan: Plan) -> Problem:
+    return Problem([2 * size for size in slices_of(plan)])
+
+
+def trained(plan, problem, *, seed=None, flushing=(), iterations=None):
+    """(rank, iteration, bucket) -> the weights that it was trained with."""
+    used = {}
+
+    def gradient(rank, iteration, run, weights):
+        first = problem.offsets[run.start]
+        for b in run:
+            at = slice(problem.offsets[b] - first, problem.offsets[b + 1] - first)
+            used[rank, iteration, b] = weights[at].copy()
+        return problem.gradient(rank, iteration, run, weights)
+
+    model = Model(problem.sizes, problem.start, gradient, momentum)
+    interpreter = Interpreter(plan, model, ranks_of(plan), flushing=flushing)
+    interpreter.run(iterations or iterations_of(plan), seed=seed)
+    return used
+
+
+def assert_same(one, other, words, tolerance=0.0):
+    assert one.keys() == other.keys()
+    for at, weights in one.items():
+        np.testing.assert_allclose(weights, other[at], rtol=0, atol=tolerance, err_msg=words)
+
+
+def test_they_cover_everything():
+    mine = [plan for _, plan in accepted()]
+    assert PLANS / 3 <= len(mine) <= PLANS * 0.9
+    transfers = [t for plan in mine for t in plan.transfers]
+    applies = [a for plan in mine for a in plan.applies]
+    assert {t.verb for t in transfers} == set(VERBS)
+    assert {a.rule for a in applies} == set(RULES)
+    assert {t.payload.buffer for t in transfers} >= {"grad", "param", "state", "snapshot", "share"}
+    assert {plan.period for plan in mine} == set(range(1, 6))
+    assert {plan.prologue for plan in mine} == set(range(4))
+    assert {t.payload.age for t in transfers} == {0, 1}
+    assert {t.payload.width for t in transfers if t.payload.parts > 1} >= {1, 2}
+    assert {t.link for t in transfers} >= {"net", "net#1", "aux", "aux#1", "node"}
+    assert {t.before.lag for t in transfers} >= {0, 1, 2, 3}
+    assert any(t.into for t in transfers if t.verb == "send")
+    assert any(t.into is None for t in transfers if t.verb == "send")
+    assert any(t.into for t in transfers if t.verb == "all_reduce")
+    assert {bool(t.wire.error) for t in transfers if t.wire} == {True, False}
+    assert any(t.when for t in transfers)
+    assert any(a.when for a in applies)
+    assert any(a.ranks for a in applies)
+    assert {a.at.point for a in applies if a.rule == "local"} >= {"forward", "grad", "step"}
+
+
+def test_json_round_trip():
+    for seed, plan, _ in plans():
+        again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+        assert again == plan, seed
+        assert (again.digest, str(again)) == (plan.digest, str(plan)), seed
+
+
+def test_weights_are_the_same_in_any_order():
+    for seed, plan in some():
+        problem = problem_of(plan)
+        first, *others = (trained(plan, problem, seed=s) for s in KINDLY)
+        for other in others:
+            assert_same(first, other, f"seed {seed}\n{plan}")
+
+
+def test_finishing_early_changes_nothing():
+    for seed, plan in some():
+        problem, ranks = problem_of(plan), ranks_of(plan)
+        plain = trained(plan, problem)
+        for flushing in (range(ranks), range(1), range(1, ranks)):
+            early = trained(plan, problem, flushing=flushing, seed=seed)
+            assert_same(plain, early, f"seed {seed}, {flushing}\n{plan}")
+
+
+def test_no_machine_is_so_unkind_that_weights_differ():
+    for seed, plan in some():
+        problem = problem_of(plan)
+        plain = trained(plan, problem)
+        for s in UNKINDLY:
+            lazy, flushes = (0, 0.5, 0.95, 1)[s], (0, 0, 0.5, 1)[s]
+            machine = Machine(plan, problem, ranks_of(plan), seed=s, lazy=lazy, flushes=flushes)
+            unkind = machine.run(iterations_of(plan))
+            assert_same(plain, unkind, f"seed {seed}, machine {s}\n{plan}", 1e-9)
+
+
+def stretched(plan: Plan, by: int) -> Plan:
+    """The plan with `by` further phases after each one, equal to it but for transfers and all
+    that they bring: these keep to the first of them."""
+
+    def first(phases: Phases) -> Phases:
+        return Phases(p * (by + 1) for p in phases)
+
+    def every(phases: Phases) -> Phases:
+        return Phases.of_runs((a * (by + 1), z * (by + 1)) for a, z in phases.runs)
+
+    def apply(a):
+        return replace(a, phases=(every if a.rule == "local" else first)(a.phases))
+
+    return replace(
+        plan,
+        transfers=tuple(replace(t, phases=first(t.phases)) for t in plan.transfers),
+        applies=tuple(map(apply, plan.applies)),
+        prologue=plan.prologue * (by + 1),
+        period=plan.period * (by + 1),
+    )
+
+
+def test_a_shortened_plan_means_the_same():
+    """Equally sound, and up to where it is cut its programs are the same."""
+    cut = 0
+    for seed, plan in [(seed, plan) for seed, plan, _ in plans()][::4]:
+        if plan.votes or any(t.before.lag > 1 for t in plan.transfers):
+            continue
+        long = stretched(plan, 30)
+        short = shortened(long)
+        assert short.period + short.prologue <= long.period + long.prologue
+        cut += short is not long
+        medium = stretched(plan, 12)
+        assert [p.message for p in check(long)] == [p.message for p in check(medium)], seed
+        assert shortened(short) == short
+    assert cut > 50
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_seeds_make_equal_plans(seed):
+    assert random_plan(Random(seed)) == random_plan(Random(seed))

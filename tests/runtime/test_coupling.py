@@ -1,0 +1,153 @@
+"""Coupling: optimizers whose step of one parameter depends on the others are found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import guards_support as support
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from worlds import run_world
+
+from offbeat import WFBP, ByteScheduler, PartialSync, Strategy
+from offbeat.runtime.coupling import couples
+
+
+class Clipped(SGD):
+    """Clips by the norm of all gradients inside its step."""
+
+    limit = 1.0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        every = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(every, self.limit)
+        return super().step(closure)
+
+
+class Loosely(Clipped):
+    """Only clips what is far larger than usual."""
+
+    limit = 1000.0
+
+
+class PerGroup(SGD):
+    """Clips each group by itself."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 1.0)
+        return super().step(closure)
+
+
+class Layerwise(SGD):
+    """Each parameter by its own norm, as LARS."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad *= p.norm() / p.grad.norm()
+        return super().step(closure)
+
+
+class Noisy(SGD):
+    """Rounds at random."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad += torch.rand_like(p)
+        return super().step(closure)
+
+
+class Wrapper(Optimizer):
+    def __init__(self, inner: Optimizer):
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+
+class Picky(SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        raise KeyError("a parameter that it does not know")
+
+
+def parameters() -> list[nn.Parameter]:
+    return [
+        nn.Parameter(torch.ones(4, 5)),
+        nn.Parameter(torch.ones(5)),
+        nn.Parameter(torch.ones(())),
+    ]
+
+
+Build = Callable[[Iterable[Any]], Optimizer]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda p: SGD(p, lr=0.0, foreach=True),
+        lambda p: Adam(p, lr=torch.tensor(1e-3), amsgrad=True),
+        lambda p: AdamW(p, foreach=True, maximize=True),
+        lambda p: AdamW(p, fused=True),
+        lambda p: Adam([{"params": list(p)[:1], "lr": 0.2}, {"params": []}], lr=0.1),
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Adadelta,
+        Layerwise,
+        Noisy,
+    ],
+)
+def test_independent_ones_pass(build: Build) -> None:
+    assert couples(build(parameters())) is None
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda p: Clipped(p, lr=0.1), "Clipped steps a parameter otherwise when others"),
+        (lambda p: Clipped(p, lr=0.0), "Clipped steps a parameter otherwise when others"),
+        (lambda p: Loosely(p, lr=1e-9), "Loosely steps a parameter otherwise when others"),
+        (lambda p: PerGroup([{"params": [x]} for x in p], lr=0.1), "PerGroup steps a parameter"),
+        (lambda p: Wrapper(SGD(p, lr=0.1)), "Wrapper hands its step to another optimizer"),
+        (lambda p: Picky(p, lr=0.1), "Picky could not be tried on made-up parameters ('a param"),
+    ],
+)
+def test_coupled_ones_are_found(build: Build, text: str) -> None:
+    assert text in (couples(build(parameters())) or "")
+
+
+def test_nothing_of_the_user_is_touched() -> None:
+    mine = parameters()
+    optimizer = Adam(mine, lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # patches step
+    calls: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    random = torch.get_rng_state()
+    assert couples(optimizer) is None
+    assert calls == []
+    assert not optimizer.state
+    assert all(torch.equal(p, torch.ones_like(p)) and p.grad is None for p in mine)
+    assert optimizer.param_groups[0]["params"] == mine
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (ByteScheduler(), "cannot step bucket by bucket; use a strategy that steps at once"),
+        (PartialSync(2), "use average='before_update'"),
+        (WFBP(), ""),
+    ],
+    ids=str,
+)
+def test_refused_where_buckets_step_alone(strategy: Strategy, text: str) -> None:
+    [words] = run_world(support.refuse, 1, Clipped, strategy)
+    assert text in words
+    assert bool(words) == bool(text)

@@ -1,0 +1,143 @@
+"""Values that are not finite: who brought them is named, or left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import guards_support as support
+import pytest
+import torch
+from guards_support import CASE, WHEN, Threads
+from models import batch, build_model, loss_of
+from torch import Tensor
+from worlds import run_world
+
+from offbeat import WFBP, ByteScheduler, DeAR, LocalSGD, Strategy
+from offbeat.plan import Moment, transfer
+from offbeat.runtime.guards.finite import FiniteGuard, finite, require_policy
+
+MESSAGE = transfer(
+    "param", range(2), after=Moment("step"), before=Moment("end"), phases=[0], link="net"
+)
+NAN, INF = float("nan"), float("inf")
+
+# ---- one message between three threads -------------------------------------------------------
+
+
+def average(policy: Any, values: list[list[float]]) -> list[tuple[list[int], Tensor]]:
+    """Culprits and result on every rank."""
+
+    def act(rank: int, collectives: dict[str, Any]) -> tuple[list[int], Tensor]:
+        guard = FiniteGuard(policy, rank, 3, str)
+        tensor = torch.tensor(values[rank])
+        return guard.run(MESSAGE, tensor, collectives), tensor
+
+    return Threads(3).run(act)
+
+
+@pytest.mark.parametrize("odd", [NAN, INF, -INF])
+def test_raise_names_who_it_was_on_every_rank(odd: float) -> None:
+    for culprits, result in average("raise", [[1.0, 2.0], [3.0, odd], [5.0, 6.0]]):
+        assert culprits == [1]
+        assert not finite(result)
+
+
+@pytest.mark.parametrize("odd", [NAN, INF])
+def test_skip_averages_the_others_on_every_rank(odd: float) -> None:
+    for culprits, result in average("skip", [[1.0, 2.0], [3.0, odd], [5.0, 6.0]]):
+        assert culprits == [1]
+        assert result.tolist() == pytest.approx([3.0, 4.0])
+
+
+def test_finite_values_are_averaged_as_ever() -> None:
+    for policy in ("raise", "skip"):
+        for culprits, result in average(policy, [[1.0, 2.0], [3.0, 4.0], [5.0, 9.0]]):
+            assert (culprits, result.tolist()) == ([], [3.0, 5.0])
+
+
+def test_nobody_left_to_average() -> None:
+    for culprits, result in average("skip", [[NAN, 1.0]] * 3):
+        assert culprits == [0, 1, 2]
+        with pytest.raises(RuntimeError, match="ranks 0, 1, 2"):
+            FiniteGuard("skip", 0, 3, str).heed(MESSAGE, 7, culprits, [result])
+
+
+def test_what_the_user_has_mended_is_used() -> None:
+    guard = FiniteGuard("raise", 0, 2, str)
+    guard.heed(MESSAGE, 7, [1], [torch.zeros(3)])
+    with pytest.raises(RuntimeError, match=r"rank 1 .* parameters of bucket .* in iteration 7"):
+        guard.heed(MESSAGE, 7, [1], [torch.zeros(3), torch.tensor([1.0, NAN])])
+
+
+def test_finite_is_not_misled_by_a_sum_that_overflows() -> None:
+    assert finite(torch.full((8,), 6e4, dtype=torch.float16))
+    assert finite(torch.full((8,), 3e38))
+    assert not finite(torch.tensor([INF, -INF]))
+    assert not finite(torch.tensor([1.0, NAN], dtype=torch.bfloat16))
+
+
+def test_an_unknown_policy() -> None:
+    with pytest.raises(ValueError, match=r"on_nonfinite \('stop'\) must be one of raise, skip, i"):
+        require_policy("stop")
+
+
+# ---- in training ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what", "iteration", "bucket"),
+    [
+        (WFBP(fusion="none"), "gradient", WHEN, "'4'"),
+        (ByteScheduler(), "gradient", WHEN + 1, "'4'"),  # applied in the next forward
+        (DeAR(), "gradient", WHEN + 1, "'4'"),
+        (LocalSGD(period=3), "weight", WHEN, "'6' to '1'"),
+    ],
+)
+def test_every_rank_names_rank_and_bucket(
+    strategy: Strategy, what: str, iteration: int, bucket: str
+) -> None:
+    ranks = run_world(support.spoil, 2, strategy, "raise", what, 5)
+    for rank in ranks:
+        assert rank["iteration"] == iteration
+        assert rank["words"].startswith("rank 1 brought values that are not finite")
+        assert f"of bucket {bucket} in iteration {WHEN}" in rank["words"]
+
+
+@pytest.mark.parametrize("strategy", [WFBP(fusion="none"), DeAR()], ids=str)
+@pytest.mark.filterwarnings("ignore:rank 1 left out")
+def test_skipped_gradients_leave_the_average_of_the_others(strategy: Strategy) -> None:
+    """Of the layer's bucket, in that iteration: the same as a loop that leaves rank 1 out."""
+    expected = by_hand(4)
+    for rank in run_world(support.spoil, 2, strategy, "skip", "gradient", 4):
+        for name, value in expected.items():
+            assert torch.allclose(rank["weights"][name], value, rtol=1e-12), name
+
+
+def by_hand(iterations: int) -> dict[str, Tensor]:
+    """Plain SGD on the averages; bucket '4' without rank 1 in iteration WHEN."""
+    model = build_model(CASE)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    parameters = [model.get_parameter(name) for name in names]
+    for t in range(iterations):
+        grads = [
+            torch.autograd.grad(loss_of(model, *batch(CASE, rank, t)), parameters)
+            for rank in range(2)
+        ]
+        with torch.no_grad():
+            for name, p, mine, other in zip(names, parameters, *grads, strict=True):
+                alone = t == WHEN and name in ("4.weight", "4.bias")
+                p -= 0.1 * (mine if alone else (mine + other) / 2)
+    return {name: p.detach() for name, p in zip(names, parameters, strict=True)}
+
+
+@pytest.mark.filterwarnings("ignore:rank 1 left out")
+def test_a_skipped_replica_takes_over_the_others_weights() -> None:
+    first, second = run_world(support.spoil, 2, LocalSGD(period=3), "skip", "weight", 3)
+    for name, value in first["weights"].items():
+        assert torch.isfinite(value).all()
+        assert torch.equal(value, second["weights"][name])
+
+
+def test_ignored_values_spread() -> None:
+    for rank in run_world(support.spoil, 2, WFBP(), "ignore", "gradient", 4):
+        assert not torch.isfinite(rank["weights"]["4.weight"]).any()

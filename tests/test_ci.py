@@ -1,0 +1,49 @@
+"""What continuous integration runs: a browser is installed if that is possible, then the tests."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).parents[1] / ".ci" / "run"
+TOOLS = ("bash", "dirname", "timeout", "chmod")
+SAID = "chromium is missing and cannot be installed here: the browser tests will skip\n"
+
+
+def ci(folder: Path, **programs: str) -> subprocess.CompletedProcess[str]:
+    """Run it where there are only some tools and these programs of one line."""
+    for tool in TOOLS:
+        (folder / tool).symlink_to(shutil.which(tool) or "")
+    for name, line in {"make": 'echo made "$@"', **programs}.items():
+        path = folder / name.replace("_", "-")
+        path.write_text(f"#!{folder}/bash\n{line}\n")
+        path.chmod(0o755)
+    argv = [str(folder / "bash"), str(RUN)]
+    return subprocess.run(
+        argv, env={"PATH": str(folder)}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("programs", "said"),
+    [
+        ({"chromium": "exit 1", "apt_get": "touch $0.asked"}, ""),
+        ({"apt_get": "echo no; exit 100"}, SAID),
+        ({}, SAID),
+        (
+            # As a distribution without the headless shell.
+            {
+                "apt_get": 'case "$*" in *headless-shell) exit 100;; install*) '
+                ': > "${0%/*}/chromium"; chmod +x "${0%/*}/chromium";; esac'
+            },
+            "",
+        ),
+    ],
+)
+def test_tests_run_with_a_browser_or_without(tmp_path, programs, said):
+    done = ci(tmp_path, **programs)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "made test\n", said)
+    assert not (tmp_path / "apt-get.asked").exists()
+    if not said:
+        assert (tmp_path / "chromium").exists()
