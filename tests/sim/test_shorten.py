@@ -90,6 +90,17 @@ def test_a_sample_that_does_not_repeat_is_no_steady_state():
     assert not predict_plan(apart, PROFILE, ranks=Ranks(scale=(1.0, 1.0, 2.0))).steady
 
 
+def test_a_stretch_with_messages_of_other_ranks_is_not_idle():
+    plan = busy(LONG + 130)
+    send = replace(plan.transfers[0], verb="send", ranks=(1, 2))
+    plan = replace(plan, transfers=(send, plan.transfers[1]))
+    slow = replace(PROFILE, links=(Link("net", 20.0, 4.0),))
+    prediction = predict_plan(plan, slow)
+    assert not prediction.steady  # rank 0 runs ahead until the averages
+    enumerated = predict_plan(plan, slow, iterations=4 * plan.period)
+    assert prediction.iteration_s == pytest.approx(enumerated.iteration_s)
+
+
 def test_numbers_are_those_of_the_long_plan():
     plan = LocalSGD(period=1000, warmup=700).plan(PROFILE)
     short = shorten(plan)
