@@ -2,7 +2,8 @@
 
     python benchmarks/simulator.py [--repetitions N] [--json FILE]
 
-Needs no torch. Each workload runs once unmeasured, then N times; takes about 5 s.
+Needs no torch. Each workload runs once unmeasured, then N times; takes about 30 s. Traces are made
+for a single iteration at most.
 """
 
 import argparse
@@ -14,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from offbeat.plan import Moment, Plan, transfer
+from offbeat.plan import Moment, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.sim import Ranks, predict, simulate
-from offbeat.strategies import WFBP, DreamDDP
+from offbeat.sim import Ranks, predict, predict_plan, simulate
+from offbeat.strategies import WFBP, DreamDDP, LocalSGD, PartialSync
 
 REPETITIONS = 7
 
@@ -61,24 +62,63 @@ def input_first(profile: Profile) -> Plan:
     return Plan("input-first", len(profile.buckets), transfers)
 
 
+def ring(profile: Profile) -> Plan:
+    """Every rank sends every bucket to the next one, which waits for it in its next forward."""
+    size, ranks = len(profile.buckets), profile.world_size
+    transfers = tuple(
+        transfer(
+            "param",
+            range(b, b + 1),
+            after=Moment("grad", b),
+            before=Moment("forward", b, lag=1),
+            phases=[0],
+            link="net",
+            verb="send",
+            ranks=(rank, (rank + 1) % ranks),
+        )
+        for b in range(size)
+        for rank in range(ranks)
+    )
+    return Plan("ring", size, transfers, (local(size, Moment("grad"), [0]),))
+
+
 def workloads() -> dict[str, tuple[float | None, Callable[[], object]]]:
-    """What is measured: target and action by name. Planning is not part of it."""
+    """What is measured: target and action by name. Planning is part of it only where it says so."""
     alike, uneven = model(200), model(50, world_size=1024)
     unfused, few = WFBP(fusion="none").plan(alike), WFBP(fusion="none").plan(uneven)
-    waiting = input_first(alike)
+    waiting, sparse = input_first(alike), model(50, world_size=64)
+    sends, rarely = ring(sparse), LocalSGD(period=10**6).plan(alike)
+    deep = model(5000)
+    partial, filled = PartialSync(20).plan(deep), DreamDDP(20, solver="best").plan(deep)
     jitter = Ranks(jitter=0.1)
     return {
         "200 buckets unfused, 1,000 iterations, ranks alike": (
             1.0,
-            lambda: simulate(unfused, alike, iterations=1000),
+            lambda: simulate(unfused, alike, iterations=1000, record=1),
         ),
         "50 buckets, 100 iterations, 1,024 unlike ranks with jitter": (
-            5.0,
-            lambda: simulate(few, uneven, iterations=100, ranks=jitter),
+            0.1,
+            lambda: simulate(few, uneven, iterations=100, ranks=jitter, record=1),
         ),
         "200 buckets due by the next forward, 1,000 iterations, ranks alike": (
             None,
-            lambda: simulate(waiting, alike, iterations=1000),
+            lambda: simulate(waiting, alike, iterations=1000, record=1),
+        ),
+        "50 sends per rank, 100 iterations, 64 ranks": (
+            None,
+            lambda: simulate(sends, sparse, iterations=100, record=0),
+        ),
+        "prediction of PartialSync(20), 5,000 buckets": (
+            0.3,
+            lambda: predict_plan(partial, deep),
+        ),
+        "prediction of DreamDDP(20) with 3,300 messages per iteration, 5,000 buckets": (
+            0.3,
+            lambda: predict_plan(filled, deep),
+        ),
+        "prediction of LocalSGD(10**6), 200 buckets": (
+            None,
+            lambda: predict_plan(rarely, alike),
         ),
         "prediction of DreamDDP, 200 buckets, ranks alike, planning included": (
             None,

@@ -181,7 +181,6 @@ def predict(
         plan or strategy.plan(profile),
         profile,
         strategy=str(strategy),
-        bound_s=strategy.bound_s(profile),
     )
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "plan.json", prediction.plan.to_dict())

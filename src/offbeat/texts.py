@@ -10,8 +10,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from offbeat.plan.check import raise_if_wrong
 from offbeat.plan import Plan
+from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.strategies import STRATEGIES, Strategy, create
 from offbeat.strategies.base import require_choice
@@ -114,15 +114,6 @@ def load_plan(path: Path, facts: Profile) -> Plan:
         raise ValueError(f"{path} is no plan ({error}); write it with `offbeat plan`") from None
     raise_if_wrong([plan], facts)
     return plan
-
-
-def plan_bound_s(plan: Plan, facts: Profile) -> float | None:
-    """Lower bound of the family that a plan's name and period stand for, None if unknown."""
-    cls = STRATEGIES.get(plan.strategy)
-    if cls is None:
-        return None
-    periodic = "period" in {field.name for field in fields(cls)}
-    return create(plan.strategy, {"period": plan.period} if periodic else {}).bound_s(facts)
 
 
 def require_file(path: Path, remedy: str) -> None:

@@ -146,8 +146,8 @@ class World:
 
     def run(self, workers: list[Iterator[float | Message]]) -> None:
         while True:
-            while any([self.step(*pair) for pair in zip(self.ranks, workers, strict=True)]):
-                pass
+            while sum(self.step(*pair) for pair in zip(self.ranks, workers, strict=True)):
+                pass  # each of them, as often as any moves
             running = self.under_way()
             speeds = {id(m): self.speed(link, m, running) for link, m in running}
             for said in self.said:

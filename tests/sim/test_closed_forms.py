@@ -1,20 +1,21 @@
 """The simulator against closed forms, and against small timelines worked out by hand."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
-from reference import random_plans
+from reference import random_timelines
 
 from offbeat import solve
-from offbeat.plan import Moment, Payload, Plan, transfer
+from offbeat.plan import Apply, Moment, Payload, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, predict_plan, simulate
 from offbeat.strategies import BSP, WFBP, DreamDDP, LocalSGD, PartialSync
 from offbeat.strategies.partial_sync import layer_times
 from offbeat.strategies.wfbp import message_seconds
 
-ALIKE = random_plans.profiles(most_buckets=8, links=("net",), rank_scales=False)
+ALIKE = random_timelines.profiles(most_buckets=8, links=("net",), rank_scales=False)
 FORWARD, STEP = Moment("forward"), Moment("step")
 
 
@@ -90,7 +91,7 @@ def test_partial_sync_costs_what_the_solvers_minimize(profile, average, state):
         DreamDDP(period=4, average=average, state=state, fill=True, solver="best"),
     ):
         prediction = predict(strategy, profile)
-        sets = prediction.plan.notes["sets"]
+        sets = prediction.plan.fact("sets")
         cost_s = solve.period_cost(sets, *layer_times(profile, average, state))
         outside_s = profile.other_s + profile.forward_s
         if average == "before_update":
@@ -144,7 +145,7 @@ def test_links_carry_messages_at_the_same_time():
         for b, link in ((0, "net"), (1, "aux"))
     ]
     profile = profile_of((1.0, 1.0, 5.0, 99.0), (1.0, 2.0, 99.0, 7.0), update_s=1.0)
-    prediction = predict_plan(Plan("x", 2, tuple(transfers)), profile)
+    prediction = predict_plan(Plan("x", 2, tuple(transfers), (local(2, STEP, [0]),)), profile)
     assert prediction.iteration_s == exactly(2 + max(1 + 5, 3 + 7) + 1)
     assert prediction.busy_s == {"net": exactly(5), "aux": exactly(7)}
     assert prediction.idle_s == {"net": exactly(13 - 5), "aux": exactly(13 - 7)}
@@ -162,21 +163,31 @@ def test_a_link_that_is_slightly_too_slow_sets_the_pace_in_the_end():
     assert prediction.exposed_s == exactly(1.0)
 
 
-def test_an_update_waits_for_what_is_due_by_it():
+def test_an_update_waits_for_what_is_due_at_its_moment():
+    # Messages of 3 s from 1 and 2 on end at 4 and 7. In the next iteration each bucket's update of
+    # 1 s waits for its own before its forward: the input side's, bucket 1, comes first.
     transfers = [
         transfer(
             "grad",
             range(b, b + 1),
             after=Moment("grad", b),
-            before=Moment("updated", b),
+            before=Moment("forward", b, lag=1),
             phases=[0],
             link="net",
         )
         for b in range(2)
     ]
     profile = profile_of((0.0, 1.0, 3.0), (0.0, 1.0, 3.0), update_s=2.0)
-    # Messages end at 4 and 7, updates of 1 s at 5 and 8.
-    assert predict_plan(Plan("x", 2, tuple(transfers)), profile).iteration_s == exactly(8)
+    plan = Plan("x", 2, tuple(transfers), (local(2, Moment("forward", lag=1), [0]),))
+    trace = simulate(plan, profile, iterations=2)
+    assert trace.ends_s == ((2.0, 7 + 2 + 2.0),)
+    # At one moment a rank waits, then applies, then releases.
+    moment = Moment("grad", 1)
+    early = [replace(t, before=moment) for t in transfers[:1]]
+    late = transfer("param", range(2), after=moment, before=Moment("end"), phases=[0], link="net")
+    plan = Plan("x", 2, (*early, late), (Apply("local", range(2), moment, [0]),))
+    # 4: the message, 6: the update, then both buckets' parameters in one message of 3 + 3 s.
+    assert simulate(plan, profile, iterations=1).ends_s == ((12.0,),)
 
 
 def test_the_slowest_rank_sets_the_pace():

@@ -1,8 +1,10 @@
 """Channels, and links that slow each other down, in timelines worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
-from offbeat.plan import Moment, Plan, transfer
+from offbeat.plan import Moment, Payload, Plan, transfer
 from offbeat.profile import Bucket, Contention, Link, Profile
 from offbeat.sim import Ranks, predict_plan, simulate
 from offbeat.trace import COMPUTE
@@ -88,8 +90,8 @@ def test_what_another_link_carries_only_counts_if_it_slows_down():
 
 
 def test_a_later_iteration_slows_down_what_is_still_under_way():
-    # From the second iteration on, net's message is slowed from 2 s after its release on, when
-    # net#1 begins in the iteration after: 3 s of work are left, 1 s alone, 1 for 1.5 s, 2 s alone.
+    # net's message is slowed from the next iteration on, when net#1 begins: of its 3.5 s, 1 s
+    # alone, 1 for 1.5 s, 1.5 s alone.
     late = transfer(
         "grad",
         range(1),
@@ -101,14 +103,13 @@ def test_a_later_iteration_slows_down_what_is_still_under_way():
     short = transfer(
         "grad",
         range(1, 2),
-        after=Moment("forward", lag=1),
-        before=Moment("end", lag=1),
-        phases=[0],
+        after=Moment("forward"),
+        before=Moment("end"),
+        phases=[1],
         link="net#1",
     )
-    profile = profile_of([3.5, 1.0])
-    trace = simulate(Plan("late", 2, (late, short), 4), profile, iterations=1, record=1)
-    assert messages(trace) == {"net": exactly(1.0, 5.0), "net#1": exactly(2.0, 3.5)}
+    trace = simulate(Plan("late", 2, (late, short), period=4), profile_of([3.5, 1.0]), iterations=1)
+    assert messages(trace) == {"net": exactly(1.0, 5.0)}
 
 
 def test_a_slow_rank_decides_when_messages_share():
@@ -120,24 +121,28 @@ def test_a_slow_rank_decides_when_messages_share():
     assert messages(trace) == {"net": (2.0, 7.0), "net#1": (4.0, 7.0)}
 
 
-def test_a_rank_that_does_not_wait_for_a_shared_link_goes_first():
-    # Rank 0 needs aux before it releases net#1 at 2; rank 1 needs net, which that slows down.
-    begin, grad, end = Moment("forward"), Moment("grad"), Moment("end")
-
-    def plan(net, channel):
-        moments = {"net": net, "aux": (begin, grad), "net#1": channel}
-        transfers = tuple(
-            transfer("grad", range(1), after=after, before=before, phases=[0], link=link)
-            for link, (after, before) in moments.items()
+def test_only_ranks_that_carry_both_slow_down():
+    # 0->1 on net and 2->1 on its channel share rank 1; 2->3 shares rank 2 with the latter only.
+    def send(link, *ranks):
+        return transfer(
+            "param",
+            range(1),
+            after=Moment("grad"),
+            before=STEP,
+            phases=[0],
+            link=link,
+            verb="send",
+            ranks=ranks,
         )
-        return Plan("x", 1, transfers)
 
-    bucket = Bucket("b", 1.0, 1.0, 100, {"net": 4.0, "aux": 1.0})
-    profile = Profile((bucket,), (Link("net", 0.0, 1e9), Link("aux", 0.0, 1e9)), world_size=2)
-    plans = [plan((begin, end), (grad, end)), plan((begin, grad), (begin, end))]
-    trace = simulate(plans, profile, iterations=1)
-    ends = {s.lane: s.end_s for s in trace.spans if s.lane != COMPUTE}
-    assert ends == {"aux": 1.0, "net": pytest.approx(5.0), "net#1": pytest.approx(7.0)}
+    profile = replace(profile_of([2.0]), world_size=4)
+    alone_s = profile.message_s(Payload("param", range(1)), "net", "send")
+    # Only receivers wait: ranks 1 and 3.
+    apart = simulate(Plan("x", 1, (send("net", 0, 1), send("net#1", 2, 3))), profile, iterations=1)
+    assert apart.ends_s == ((1.0,), exactly(1 + alone_s), (1.0,), exactly(1 + alone_s))
+    plan = Plan("x", 1, (send("net", 0, 1), send("net#1", 2, 1), send("net", 2, 3)))
+    chain = simulate(plan, profile, iterations=1)
+    assert chain.ends_s == ((1.0,), exactly(1 + 1.5 * alone_s), (1.0,), exactly(1 + 1.5 * alone_s))
 
 
 def test_channels_have_their_links_rate():

@@ -1,15 +1,15 @@
-"""When updates happen: on arrival, once per generation; and halves of an all-reduce, by hand."""
+"""When updates happen: before a forward, once per window; halves of an all-reduce, by hand."""
 
 import pytest
 from hypothesis import given, settings
-from reference import random_plans
+from reference import random_timelines
 
-from offbeat.plan import Moment, Plan, transfer
+from offbeat.plan import Apply, Buffer, Moment, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict_plan, simulate
 from offbeat.trace import COMPUTE
 
-ALIKE = random_plans.profiles(most_buckets=8, links=("net",), rank_scales=False)
+ALIKE = random_timelines.profiles(most_buckets=8, links=("net",), rank_scales=False)
 
 
 def exactly(seconds):
@@ -24,6 +24,22 @@ def profile_of(*communication_s, update_s=0.0):
         world_size=2,
         update_s=update_s,
     )
+
+
+def on_arrival(name, transfers):
+    """Each bucket is updated right before its next forward."""
+    size = 1 + max(t.payload.buckets[-1] for t in transfers)
+    return Plan(name, size, tuple(transfers), (local(size, Moment("forward", lag=1), [0]),))
+
+
+def windows(name, size, transfers, closes, period, prologue=0):
+    """Gradients are added up until an iteration closes the window, which the next one applies."""
+    applies = (
+        local(size, Moment("step"), closes, age=1),
+        Apply("close", range(size), Moment("end"), closes),
+    )
+    buffers = (Buffer("grad", "grad", copies=2),)
+    return Plan(name, size, tuple(transfers), applies, (), buffers, {}, period, prologue)
 
 
 def due_by_the_next_forward(b, part=0, parts=1):
@@ -52,7 +68,7 @@ def test_slices_by_priority_and_updates_on_arrival():
     # Gradients exist at 3 and 4; the input side's slices overtake the second of the output side.
     slices = [(0, 0), (1, 0), (1, 1), (0, 1)]
     transfers = tuple(due_by_the_next_forward(b, part, parts=2) for b, part in slices)
-    plan = Plan("priority", 2, transfers, updates="on_arrival")
+    plan = on_arrival("priority", transfers)
     trace = simulate(plan, profile, iterations=2, record=2)
     assert trace.ends_s == ((4.0, 13.5),)
     assert [(s.name, s.start_s, s.end_s) for s in trace.spans if s.lane == "net"][:4] == [
@@ -80,28 +96,14 @@ def test_slices_by_priority_and_updates_on_arrival():
     prediction = predict_plan(plan, profile)
     assert (prediction.iteration_s, prediction.exposed_s) == (9.5, 4.5)
     assert prediction.bytes_per_iteration == {"net": 200.0}
-    in_order = Plan("fifo", 2, tuple(map(due_by_the_next_forward, range(2))), updates="on_arrival")
+    in_order = on_arrival("fifo", list(map(due_by_the_next_forward, range(2))))
     assert predict_plan(in_order, profile).iteration_s == 11.0
-
-
-def test_updates_on_arrival_release_before_their_forward():
-    profile = profile_of(0.5, 0.5, update_s=1.0)
-    state = [
-        transfer(
-            "param", range(2), after=after, before=Moment("end", lag=1), phases=[0], link="net"
-        )
-        for after in (Moment("updated", 1), Moment("updated"), Moment("forward", 0, lag=1))
-    ]
-    for moment, released_s in zip(state, (4.5, 6.0, 5.5), strict=True):
-        trace = simulate(Plan("x", 2, (moment,), updates="on_arrival"), profile, iterations=1)
-        (message,) = (s for s in trace.spans if s.lane == "net")
-        assert (message.iteration, message.start_s) == (0, released_s)
 
 
 @pytest.mark.parametrize("merged", [1, 2, 3])
 @settings(max_examples=40, deadline=None)
 @given(profile=ALIKE)
-def test_generations_that_are_one_late_hide_everything_but_the_slower_side(merged, profile):
+def test_windows_that_are_one_late_hide_everything_but_the_slower_side(merged, profile):
     transfers = tuple(
         transfer(
             "grad",
@@ -113,8 +115,7 @@ def test_generations_that_are_one_late_hide_everything_but_the_slower_side(merge
         )
         for b in range(len(profile.buckets))
     )
-    closes = frozenset({merged - 1})
-    plan = Plan("late", len(profile.buckets), transfers, period=merged, closes=closes)
+    plan = windows("late", len(profile.buckets), transfers, {merged - 1}, merged)
     computed_s = profile.other_s + profile.forward_s + profile.backward_s
     communicated_s = sum(profile.communication_s("net")) / merged
     computed_s += profile.update_s / merged
@@ -123,9 +124,9 @@ def test_generations_that_are_one_late_hide_everything_but_the_slower_side(merge
     assert prediction.exposed_s == exactly(max(communicated_s - computed_s, 0.0))
 
 
-def test_generations_are_applied_once_and_shown_with_their_iterations():
+def test_windows_are_applied_once_and_shown_with_their_iterations():
     # The prologue merges iterations 0 and 1, the period 2 and 3, 4 and 5, ...; bucket 0 leaves
-    # when its generation closes, bucket 1 an iteration later.
+    # when its window closes, bucket 1 an iteration later.
     at_close = transfer(
         "grad",
         range(1),
@@ -143,7 +144,7 @@ def test_generations_are_applied_once_and_shown_with_their_iterations():
         link="net",
         age=1,
     )
-    plan = Plan("deft", 2, (at_close, later), period=2, prologue=2, closes=frozenset({1, 3}))
+    plan = windows("deft", 2, (at_close, later), {1, 3}, period=2, prologue=2)
     profile = profile_of(3.0, 1.0, update_s=1.0)
     trace = simulate(plan, profile, iterations=8, record=8)
     assert trace.iteration_seconds() == [4.0, 4.0, 4.0, 5.0, 4.0, 5.0, 4.0, 5.0]
@@ -165,16 +166,16 @@ def test_generations_are_applied_once_and_shown_with_their_iterations():
 
 
 def test_a_message_that_lands_in_a_later_iteration_is_shown_in_its_own():
-    plan = Plan("late", 1, (due_by_the_next_forward(0),), updates="on_arrival")
+    plan = on_arrival("late", [due_by_the_next_forward(0)])
     trace = simulate(plan, profile_of(5.0), iterations=3, record=1)
     (message,) = (s for s in trace.spans if s.lane == "net")
     assert message.iteration == 2
     assert message.start_s < trace.ends_s[0][2] + 1e-9 < message.end_s
 
 
-def test_generations_must_go_on_closing():
-    plan = Plan("x", 1, (), period=2, prologue=1, closes=frozenset({0}))
-    text = r"closes \(0\) must hold a phase of the period \(1-2\), or nothing is applied after"
+def test_windows_must_go_on_closing():
+    plan = windows("x", 1, (), {0}, period=2, prologue=1)
+    text = r"close \(in 0\) must act in a phase of the period \(1-2\), or nothing is applied after"
     with pytest.raises(ValueError, match=text):
         simulate(plan, profile_of(1.0))
 
@@ -189,17 +190,15 @@ def test_generations_must_go_on_closing():
 )
 def test_halves_of_an_all_reduce(halves, seconds):
     forward, step = Moment("forward", 0, lag=1), Moment("step")
-    plan = Plan(
+    plan = on_arrival(
         "halves",
-        1,
-        tuple(
+        [
             transfer("grad", range(1), after=a, before=b, phases=[0], link="net", verb=verb)
             for verb, a, b in (
                 ("reduce_scatter", Moment("grad", 0), step),
                 ("all_gather", step, forward),
             )
-        ),
-        updates="on_arrival",
+        ],
     )
     link = Link("net", 0.5, 25.0, halves=halves)
     profile = Profile((Bucket("a", 1.0, 1.0, 100),), (link,), world_size=2, update_s=0.5)

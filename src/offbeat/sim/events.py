@@ -215,6 +215,7 @@ class _Worker:
             return undecided(self.program, iteration, blocked.name)
         queue = self.lines[blocked.link]
         flow = queue.flows[queue.number(iteration, blocked)]
-        lines = [(w, w.lines[blocked.link]) for r, w in enumerate(self.world.workers) if r in flow.ranks]
+        workers = [self.world.workers[rank] for rank in flow.ranks]
+        lines = [(w, w.lines[blocked.link]) for w in workers]
         heads = [q.head(w.program) for w, q in lines if len(q.ends_s) < len(q.flows)]
         return stuck(self.program, iteration, blocked, heads)

@@ -29,9 +29,7 @@ class Factors:
         self._noise: NDArray[np.float64] | None = None
         if ranks.jitter:
             self._noise = ranks.noise(iterations, profile.world_size, seed)
-        self.alike = len(self._scale) == 1 or (
-            self._noise is None and alike(self._scale.tolist())
-        )
+        self.alike = len(self._scale) == 1 or (self._noise is None and alike(self._scale.tolist()))
 
     def of(self, iteration: int, repeat: int = 1) -> Times:
         """All ranks' factors in one iteration, or the mean of as many as it stands for."""

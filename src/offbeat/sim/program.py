@@ -230,5 +230,3 @@ def _close(plan: Plan, age: int) -> int:
     cycle = sorted({p for runs in phases for p in runs if p >= plan.prologue})
     repeated = (p + n * plan.period for n in count() for p in cycle)
     return next(islice(chain(once, repeated), age - 1, None))
-
-

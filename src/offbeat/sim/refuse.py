@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from offbeat.plan import Apply, Moment, Plan, Transfer, Vote
 from offbeat.profile import Profile
@@ -17,8 +17,10 @@ def refuse(plan: Plan, profile: Profile) -> None:
             f"the plan has {plan.buckets} buckets, the profile {len(profile.buckets)}; "
             "plan again from this profile"
         )
-    for words, rule in _faults(plan, profile):
-        raise ValueError(f"{words}\n{plan.text(mark=[rule])}")
+    for rule in (*plan.transfers, *plan.applies, *plan.votes):
+        for words in _faults(rule, plan, profile):
+            name = rule.name if isinstance(rule, Vote) else rule.id
+            raise ValueError(f"{words.format(name=name)}\n{plan.text(mark=[rule])}")
     for link, groups in plan.groups.items():
         members = sorted(rank for group in groups for rank in group)
         if members != list(range(profile.world_size)):
@@ -35,35 +37,39 @@ def refuse(plan: Plan, profile: Profile) -> None:
         )
 
 
-def _faults(plan: Plan, profile: Profile) -> Iterator[tuple[str, Rule]]:
-    votes = {vote.name for vote in plan.votes}
-    for rule in (*plan.transfers, *plan.applies, *plan.votes):
-        name = rule.name if isinstance(rule, Vote) else rule.id
-        for moment in _moments(rule):
-            if not 0 <= (moment.bucket or 0) < plan.buckets:
-                yield f"moment {moment} of {name} never fires: there are {plan.buckets} buckets", rule
-            if moment.lag < 0:
-                yield f"moment {moment} of {name} must not lie before its iteration", rule
-        if isinstance(rule, Vote):
-            if rule.at.lag:
-                yield f"moment {rule.at} of {name} must lie in its own iteration", rule
-            continue
-        if rule.when is not None and rule.when not in votes:
-            known = ", ".join(sorted(votes)) or "none"
-            yield f"vote {rule.when!r} of {name} must be one of the plan's: {known}", rule
-        if not all(0 <= rank < profile.world_size for rank in rule.ranks or ()):
-            yield f"ranks {rule.ranks} of {name} must lie in 0..{profile.world_size - 1}", rule
-        if isinstance(rule, Transfer):
-            profile.link(rule.link)
-            if rule.after.lag:
-                yield f"release {rule.after} of {name} must lie in its own iteration", rule
-            if rule.payload.buffer not in plan.all_buffers:
-                known = ", ".join(plan.all_buffers)
-                yield f"buffer {rule.payload.buffer!r} of {name} must be one of {known}", rule
-            if rule.verb == "send" and (rule.ranks is None or len({*rule.ranks}) != 2):
-                yield f"{name} must name two ranks, from and to", rule
-            if rule.verb != "send" and rule.ranks is not None:
-                yield f"{name} is a collective; the ranks it spans are the link's group", rule
+def _faults(rule: Rule, plan: Plan, profile: Profile) -> Iterator[str]:
+    """What is wrong with a rule, with {name} in its place."""
+    for moment in _moments(rule):
+        if not 0 <= (moment.bucket or 0) < plan.buckets:
+            yield f"moment {moment} of {{name}} never fires: there are {plan.buckets} buckets"
+        if moment.lag < 0:
+            yield f"moment {moment} of {{name}} must not lie before its iteration"
+    if isinstance(rule, Vote):
+        if rule.at.lag:
+            yield f"moment {rule.at} of {{name}} must lie in its own iteration"
+        return
+    if rule.when is not None and rule.when not in (votes := [vote.name for vote in plan.votes]):
+        yield f"vote {rule.when!r} of {{name}} must be one of the plan's: {_listed(votes)}"
+    if not all(0 <= rank < profile.world_size for rank in rule.ranks or ()):
+        yield f"ranks {rule.ranks} of {{name}} must lie in 0..{profile.world_size - 1}"
+    if isinstance(rule, Transfer):
+        yield from _transfer_faults(rule, plan, profile)
+
+
+def _transfer_faults(t: Transfer, plan: Plan, profile: Profile) -> Iterator[str]:
+    profile.link(t.link)
+    if t.after.lag:
+        yield f"release {t.after} of {{name}} must lie in its own iteration"
+    if t.payload.buffer not in (known := plan.all_buffers):
+        yield f"buffer {t.payload.buffer!r} of {{name}} must be one of {_listed(known)}"
+    if t.verb == "send" and (t.ranks is None or len(t.ranks) != 2 or t.ranks[0] == t.ranks[1]):
+        yield "{name} must name two ranks, from and to"
+    if t.verb != "send" and t.ranks is not None:
+        yield "{name} is a collective; the ranks it spans are the link's group"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 def _moments(rule: Rule) -> tuple[Moment, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from offbeat.plan import Phases, Plan
 from offbeat.plan.program import Program
@@ -63,7 +64,7 @@ def shorten(plan: Plan) -> Short:
     repeats: dict[int, int] = {}
     weights: dict[int, float] = {}
     samples = []
-    for a, z in zip(bounds, bounds[1:], strict=False):
+    for a, z in pairwise(bounds):
         here, length = starts[a], z - a
         head, skipped, kept = _kept(plan, program, a, length)
         if skipped and kept == SHOWN:
@@ -83,10 +84,9 @@ def shorten(plan: Plan) -> Short:
 
 def _kept(plan: Plan, program: Program, start: int, length: int) -> tuple[int, int, int]:
     """Of a stretch: how many are kept at its beginning, left out, and kept at its end."""
-    idle = not program.transfers(start) and not any(start in vote.phases for vote in plan.votes)
     if length <= LONG + program.lag:
         return 0, 0, length
-    if idle:
+    if not any(start in rule.phases for rule in (*plan.transfers, *plan.votes)):
         # Earlier iterations' messages are still due in the first ones.
         return program.lag, length - program.lag - SHOWN - 1, SHOWN
     skipped = (length - LONG) // SAMPLE * SAMPLE

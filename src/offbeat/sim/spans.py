@@ -27,9 +27,7 @@ def rank_spans(
 class _Walk:
     """One rank's way through its steps; `messages` collects the spans on links."""
 
-    def __init__(
-        self, run: Run, rank: int, number: Callable[[int], int], windows: Windows
-    ) -> None:
+    def __init__(self, run: Run, rank: int, number: Callable[[int], int], windows: Windows) -> None:
         self.run, self.rank, self.number, self.windows = run, rank, number, windows
         self.program, self.costs = run.program(rank), run.job.costs
         self.messages: list[Span] = []
@@ -112,7 +110,7 @@ class _Walk:
             if t.verb == "all_reduce"
             else t.verb,
             self.number(iteration),
-            begun_s if received else max(self._now, free_s),
+            begun_s if received else min(max(self._now, free_s), end_s),
             end_s,
             (t.payload.buckets.start, t.payload.buckets.stop),
             self.costs.message_bytes(t),

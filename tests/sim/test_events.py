@@ -1,0 +1,160 @@
+"""Plans in which ranks differ in what they do: sends, groups and pipelines, by hand."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from offbeat.numerics import WIRES
+from offbeat.plan import Apply, Buffer, Moment, Plan, Wire, local, transfer
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.sim import Ranks, predict_plan, simulate
+from offbeat.trace import COMPUTE
+
+GRAD, STEP, END = Moment("grad"), Moment("step"), Moment("end")
+
+
+def profile_of(*message_s, world_size=2, **more):
+    """Buckets of 1 s of backward, with the seconds of sending them."""
+    # Half an all-reduce takes half of it; so does a send, as long as nothing else is measured.
+    buckets = tuple(Bucket(f"b{i}", 0.0, 1.0, 100, {"net": s}) for i, s in enumerate(message_s))
+    return Profile(buckets, (Link("net", 0.0, 1e9),), world_size, **more)
+
+
+def sent(ranks, after=GRAD, before=STEP, buckets=range(1), link="net", **more):
+    return transfer(
+        "grad",
+        buckets,
+        after=after,
+        before=before,
+        phases=[0],
+        link=link,
+        verb="send",
+        ranks=ranks,
+        into="sum",
+        **more,
+    )
+
+
+def plan_of(*transfers, buckets=1, **more):
+    return Plan("x", buckets, transfers, buffers=(Buffer("sum", "grad"),), **more)
+
+
+def seconds(profile, t):
+    return profile.message_s(replace(t.payload, buffer="grad"), t.link, t.verb)
+
+
+def shown(trace):
+    return [(s.rank, s.kind, s.start_s, s.end_s) for s in trace.spans if s.lane != COMPUTE]
+
+
+def test_a_chain_of_sends():
+    # Each rank sends on what it has received; nobody but the receiver waits.
+    profile = profile_of(4.0, world_size=3)
+    chain = plan_of(sent((0, 1)), sent((1, 2), after=STEP, before=END))
+    s = seconds(profile, chain.transfers[0])
+    trace = simulate(chain, profile, iterations=1)
+    assert trace.ends_s == ((1.0,), (1 + s,), (1 + 2 * s,))
+    assert shown(trace) == [
+        (0, "send", 1.0, 1 + s),
+        (1, "send", 1.0, 1 + s),
+        (1, "send", 1 + s, 1 + 2 * s),
+        (2, "send", 1 + s, 1 + 2 * s),
+    ]
+    prediction = predict_plan(chain, profile, iterations=1)
+    assert prediction.busy_s == {"net": pytest.approx((s + 2 * s + s) / 3)}
+    assert prediction.bytes_per_iteration == {"net": pytest.approx(400 / 3)}
+    assert prediction.exposed_s == pytest.approx((0 + s + 2 * s) / 3)
+
+
+def test_sends_between_different_pairs_run_at_once_and_one_rank_sends_in_order():
+    profile = profile_of(4.0, world_size=4)
+    s = seconds(profile, sent((0, 1)))
+    apart = simulate(plan_of(sent((0, 1)), sent((2, 3))), profile, iterations=1)
+    assert [row[0] for row in apart.ends_s] == [1.0, 1 + s, 1.0, 1 + s]
+    one_sender = simulate(plan_of(sent((0, 1)), sent((0, 2))), profile, iterations=1)
+    assert [row[0] for row in one_sender.ends_s] == [1.0, 1 + s, 1 + 2 * s, 1.0]
+
+
+def test_a_receiver_must_have_begun_the_iteration():
+    # Rank 1 takes three times as long; from the second iteration on the sender is ahead of it.
+    profile = profile_of(4.0, rank_scale=(1.0, 3.0))
+    plan = plan_of(sent((0, 1)))
+    s = seconds(profile, plan.transfers[0])
+    trace = simulate(plan, profile, iterations=2, record=2)
+    first = max(3.0, 1 + s)
+    assert trace.ends_s == ((1.0, 2.0), (first, first + max(3.0, s)))
+    assert shown(trace)[-1] == (1, "send", first, first + s)
+
+
+def test_collectives_span_one_part_of_a_links_groups():
+    profile = profile_of(4.0, world_size=4, rank_scale=(1.0, 1.0, 1.0, 3.0))
+    average = transfer("grad", range(1), after=GRAD, before=STEP, phases=[0], link="net")
+    plan = plan_of(average, groups={"net": ((0, 1), (2, 3))})
+    trace = simulate(plan, profile, iterations=1)
+    assert trace.ends_s == ((5.0,), (5.0,), (7.0,), (7.0,))
+    slow = Ranks(link_rates={"net": (0.5, 1.0, 1.0, 1.0)})
+    trace = simulate(plan, profile, iterations=1, ranks=slow)
+    assert trace.ends_s == ((9.0,), (9.0,), (7.0,), (7.0,))
+
+
+def test_rules_of_single_ranks():
+    profile = profile_of(4.0, update_s=0.5)
+    plan = plan_of(applies=(Apply("local", range(1), STEP, [0], ranks=(1,)),))
+    assert simulate(plan, profile, iterations=1).ends_s == ((1.0,), (1.5,))
+
+
+def test_the_stagger_of_a_pipeline_emerges():
+    # Every rank needs the sum of those before it when its gradients exist, and passes it on.
+    ranks, profile = 3, profile_of(0.5, world_size=3)
+    passing = (sent((r, r + 1), after=GRAD, before=GRAD) for r in range(ranks - 1))
+    plan = plan_of(*passing)
+    s = seconds(profile, plan.transfers[0])
+    prediction = predict_plan(plan, profile)
+    assert prediction.steady
+    assert prediction.iteration_s == pytest.approx(1.0)  # all are apart, nobody is slowed down
+    starts = [
+        next(x.start_s for x in prediction.trace.spans if (x.rank, x.kind) == (r, "backward"))
+        for r in range(ranks)
+    ]
+    assert [b - a for a, b in pairwise(starts)] == pytest.approx([s] * 2)
+
+
+def test_a_wire_says_how_large_a_message_is(monkeypatch):
+    class Cut:
+        """A wire that says so; nothing is encoded in a simulation."""
+
+        @staticmethod
+        def bytes_of(dense, settings):
+            return dense // settings["by"]
+
+    monkeypatch.setitem(WIRES, "cut", Cut())
+    wires = Wire("cut", {"by": 1}), Wire("topk", {"fraction": 0.1}), None, Wire("cut", {"by": 4})
+    dense = [
+        transfer("grad", range(1), after=GRAD, before=STEP, phases=[0], link="net", wire=wire)
+        for wire in wires
+    ]
+    profile = profile_of(4.0)
+    assert {predict_plan(plan_of(t), profile).iteration_s for t in dense[:3]} == {5.0}
+    prediction = predict_plan(plan_of(dense[3]), profile)
+    assert prediction.iteration_s == 2.0
+    assert prediction.bytes_per_iteration == {"net": 25.0}
+
+
+def test_other_buffers_cost_as_the_kind_that_they_are_like():
+    bucket = Bucket("b", 0.0, 1.0, 100, buffer_bytes=50, state_bytes=400)
+    profile = Profile((bucket,), (Link("net", 0.0, 100.0),), 2)
+    for kind, s in (("grad", 1.0), ("param", 1.5), ("state", 4.0)):
+        move = transfer("mine", range(1), after=GRAD, before=STEP, phases=[0], link="net")
+        plan = Plan("x", 1, (move,), buffers=(Buffer("mine", kind),))
+        trace = simulate(plan, profile, iterations=1)
+        assert trace.ends_s == ((1 + s,),)
+        (span,) = (x for x in trace.spans if x.lane == "net")
+        assert (span.kind, span.bytes) == (kind, 100 * s)
+
+
+def test_only_the_optimizer_takes_time():
+    profile = profile_of(1.0, 1.0, update_s=3.0)
+    rules = [Apply(rule, range(2), STEP, [0]) for rule in ("outer", "delta", "reset")]
+    plan = Plan("x", 2, (), (local(2, Moment("grad"), [0]), *rules))
+    assert simulate(plan, profile, iterations=1).ends_s == ((5.0,),)

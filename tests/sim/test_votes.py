@@ -1,0 +1,81 @@
+"""Votes in simulations: when an outcome is known, and what depends on it."""
+
+from statistics import fmean
+
+import pytest
+
+from offbeat.plan import Apply, Moment, Plan, Vote, transfer
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.sim import Ranks, predict_plan, simulate
+from offbeat.trace import COMPUTE
+
+GRAD, STEP, END = Moment("grad"), Moment("step"), Moment("end")
+
+
+def profile_of(**more):
+    """4 s per average, 1 s of compute, 0.25 s per vote."""
+    link = Link("net", 0.25, 100 / 3.75, **more)
+    return Profile((Bucket("b", 0.0, 1.0, 100),), (link,), 2, update_s=0.5)
+
+
+def selected(**more):
+    average = transfer(
+        "grad", range(1), after=STEP, before=END, phases=[0], link="net", when="sync"
+    )
+    vote = Vote("sync", "changed", GRAD, STEP, [0], {"threshold": 1.0})
+    return Plan("x", 1, (average,), votes=(vote,), **more)
+
+
+def test_an_outcome_is_known_a_least_message_after_the_last_say():
+    assert simulate(selected(), profile_of(), iterations=1).ends_s == ((1 + 0.25 + 4,),)
+    late = Ranks(scale=(1.0, 3.0))
+    ends = simulate(selected(), profile_of(), iterations=1, ranks=late).ends_s
+    assert ends == ((3 + 0.25 + 4,),) * 2
+    floor = profile_of(small=((10, 0.5),))
+    assert simulate(selected(), floor, iterations=1).ends_s == ((1 + 0.5 + 4,),)
+
+
+def test_a_no_passes_over_messages_and_rules():
+    updates = (Apply("local", range(1), STEP, [0], when="sync"),)
+    for votes, end_s, kinds in (
+        ({}, 1 + 0.25 + 0.5 + 4, {"update", "grad"}),
+        ({"sync": 0.0}, 1 + 0.25, set()),
+    ):
+        trace = simulate(selected(applies=updates), profile_of(), iterations=1, votes=votes)
+        assert trace.ends_s == ((end_s,),)
+        assert {s.kind for s in trace.spans} - {"wait", "forward", "backward"} == kinds
+
+
+def test_chance_decides_per_iteration_and_the_seed_repeats_it():
+    told = {"iterations": 200, "votes": {"sync": 0.3}, "record": 200}
+    traces = [simulate(selected(), profile_of(), seed=seed, **told) for seed in (1, 1, 2)]
+    assert traces[0] == traces[1]
+    assert traces[0].ends_s != traces[2].ends_s
+    sent = {s.iteration for s in traces[0].spans if s.lane != COMPUTE}
+    assert traces[0].iteration_seconds() == pytest.approx(
+        [1.25 + 4 * (i in sent) for i in range(200)]
+    )
+    assert 40 <= len(sent) <= 80
+
+
+def test_predictions_average_over_chance():
+    prediction = predict_plan(selected(), profile_of(), votes={"sync": 0.5})
+    assert not prediction.steady
+    share = prediction.bytes_per_iteration["net"] / 100
+    assert share == pytest.approx(0.5, abs=0.15)
+    assert prediction.busy_s["net"] == pytest.approx(4 * share)
+    assert prediction.iteration_s == pytest.approx(1.25 + 4 * share)
+    never = predict_plan(selected(), profile_of(), votes={"sync": 0.0})
+    assert (never.steady, never.iteration_s, never.bytes_per_iteration["net"]) == (True, 1.25, 0.0)
+
+
+def test_outcomes_of_earlier_iterations():
+    # The vote of one iteration decides on the next one's forward.
+    late = Vote("sync", "changed", GRAD, Moment("forward", 0, 1), [0], {"threshold": 1.0})
+    apply = Apply("local", range(1), Moment("forward", 0, 1), [0], when="sync")
+    plan = Plan("x", 1, (), (apply,), (late,))
+    trace = simulate(plan, profile_of(), iterations=400, votes={"sync": 0.5})
+    seconds = trace.iteration_seconds()
+    assert seconds[0] == 1.0
+    assert {round(s, 9) for s in seconds[1:]} == {1.25, 1.75}
+    assert fmean(seconds[1:]) == pytest.approx(1.5, abs=0.1)
