@@ -27,7 +27,9 @@ def accepted(part):
 
 def task_of(plan, seed):
     rng = Random(seed)
-    ranks = max(ranks_of(plan), rng.choice((2, 2, 3)) if plan.uniform else 0)
+    weighted = any(apply.rule == "scale" for apply in plan.applies)  # by rank
+    more = rng.choice((2, 2, 3)) if plan.uniform and not weighted else 0
+    ranks = max(ranks_of(plan), more)
     iterations = plan.prologue + 2 * plan.period + Program(plan).lag + 1
     sizes = tuple(rng.choice((1, 3, 5, 8)) for _ in range(plan.buckets))
     return Quadratic(sizes, ranks, iterations, seed)

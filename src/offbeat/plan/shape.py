@@ -76,6 +76,9 @@ def _when(rule: Rule, name: str, plan: Plan) -> Iterator[str]:
         if own and moment.lag:
             # A rank that evaluates or saves alone would wait for the others' next forward.
             yield f"{role} {moment} of {name} must lie in its own iteration: use phases instead"
+    if isinstance(rule, Apply) and rule.rule == "local" and rule.at == _forward_of(rule):
+        # The user's zero_grad() comes before it.
+        yield f"{name} at {rule.at} has no gradients yet; apply those of the iteration before, +1"
     lost = Phases(sorted(set(rule.phases.runs and _outside(rule.phases, plan))))
     if lost or not rule.phases:
         yield (
@@ -86,6 +89,10 @@ def _when(rule: Rule, name: str, plan: Plan) -> Iterator[str]:
 
 def _at_next_forward(rule: Rule, moment: Moment) -> bool:
     return isinstance(rule, Apply) and moment.point == "forward" and moment.lag == 1
+
+
+def _forward_of(apply: Apply) -> Moment:
+    return Moment("forward", apply.at.bucket)
 
 
 def _outside(phases: Phases, plan: Plan) -> list[int]:
