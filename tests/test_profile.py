@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import random_plans
+from reference import random_timelines
 
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, Link, Profile
@@ -76,7 +76,7 @@ links = st.builds(
 
 
 @settings(max_examples=50, deadline=None)
-@given(random_plans.profiles(), links, st.text())
+@given(random_timelines.profiles(), links, st.text())
 def test_json_round_trip(profile, link, text):
     profile = replace(
         profile,
@@ -245,7 +245,7 @@ def test_more_bytes_never_take_less_time_and_no_size_jumps():
 
 
 @settings(max_examples=40, deadline=None)
-@given(profile=random_plans.profiles(most_buckets=6), small=st.booleans())
+@given(profile=random_timelines.profiles(most_buckets=6), small=st.booleans())
 def test_messages_together_take_what_they_take_one_by_one(profile, small):
     table = ((1, 0.5), (3, 0.25), (6, 2.0)) if small else ()
     profile = replace(profile, links=tuple(replace(link, small=table) for link in profile.links))

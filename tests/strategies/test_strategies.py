@@ -5,22 +5,22 @@
 
 import os
 import random
-from collections import Counter
 from dataclasses import FrozenInstanceError, fields, replace
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from reference import random_plans
+from reference import random_timelines
 from reference import solve as reference
 
-from offbeat.check import check
-from offbeat.plan import Payload, Plan
+from offbeat.plan import Payload
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, simulate
 from offbeat.solve import cap_fusion
 from offbeat.strategies import BSP, DDP, STRATEGIES, WFBP, DreamDDP, LocalSGD, PartialSync, create
+from offbeat.testing.conformance import equals_equations, moves_everything, shares
+from offbeat.testing.conformance import plan_is_pure as is_pure
+from offbeat.testing.conformance import plan_is_sound as is_sound
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 KIB = 1024
@@ -62,6 +62,11 @@ VARIANTS = [
 ]
 
 
+def at(plan, iteration):
+    """Transfers of one iteration."""
+    return [t for t in plan.transfers if plan.phase(iteration) in t.phases]
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_golden(name):
     path = GOLDEN / f"{name}.txt"
@@ -73,33 +78,34 @@ def test_golden(name):
 
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
 @settings(max_examples=25, deadline=None)
-@given(profile=random_plans.profiles(most_buckets=6))
-def test_every_plan_is_sound(strategy, profile):
-    plan = strategy.plan(profile)
-    assert check([plan], profile) == []
-    assert plan == strategy.plan(profile) == Plan.from_dict(plan.to_dict())
-    assert plan.strategy == strategy.name
-    assert strategy.bound_s(profile) >= 0
+@given(profile=random_timelines.profiles(most_buckets=6))
+def test_every_plan_is_sound_and_pure(strategy, profile):
+    is_sound(strategy, profile)
+    is_pure(strategy, profile)
+
+
+@pytest.mark.parametrize("strategy", VARIANTS, ids=str)
+@settings(max_examples=10, deadline=None)
+@given(profile=random_timelines.profiles(most_buckets=6))
+def test_every_plan_trains_as_its_equations_say(strategy, profile):
+    equals_equations(strategy, profile, ranks=2)
+    equals_equations(strategy, profile, ranks=3, seed=1)
 
 
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
 @settings(max_examples=25, deadline=None)
-@given(profile=random_plans.profiles(most_buckets=6))
+@given(profile=random_timelines.profiles(most_buckets=6))
 def test_every_bucket_moves_as_often_as_promised(strategy, profile):
     if getattr(strategy, "split", False):  # which slices fill is not in the plan's notes
         strategy = replace(strategy, fill=False)
     plan = strategy.plan(profile)
-    filled = [bucket for buckets in plan.notes.get("fill", []) for bucket in buckets]
-    moved: Counter[tuple[str, int]] = Counter()
-    for phase in plan.phases[plan.prologue :]:
-        for t in plan.at(phase):
-            for bucket in t.payload.buckets:
-                moved[t.payload.kind, bucket] += Fraction(1, t.payload.parts)
+    moves_everything(plan)
+    filled = [bucket for buckets in plan.fact("fill", []) for bucket in buckets]
     synchronous = isinstance(strategy, BSP | DDP | WFBP)
     kinds = ["grad"] if synchronous else ["param"]
-    if strategy.state_policy == "averaged":
+    if getattr(strategy, "state", "local") == "averaged":
         kinds.append("state")
-    assert moved == {
+    assert shares(plan) == {
         (kind, bucket): 1 + filled.count(bucket)
         for kind in kinds
         for bucket in range(len(profile.buckets))
@@ -110,7 +116,7 @@ def test_every_bucket_moves_as_often_as_promised(strategy, profile):
 def test_a_prologue_averages_gradients():
     plan = LocalSGD(period=3, warmup=2).plan(SMALL)
     assert (plan.prologue, plan.period) == (2, 3)
-    assert [[t.payload.kind for t in plan.at(i)] for i in range(8)] == [
+    assert [[t.payload.buffer for t in at(plan, i)] for i in range(8)] == [
         ["grad"],
         ["grad"],
         [],
@@ -215,8 +221,8 @@ def test_processor_time_per_message_favours_few_messages():
 
 def test_an_iteration_without_a_set_is_not_filled():
     plan = DreamDDP(period=9, solver="best", fill=True).plan(SMALL)
-    assert any(plan.notes["fill"])
-    for own, extra in zip(plan.notes["sets"], plan.notes["fill"], strict=True):
+    assert any(plan.fact("fill"))
+    for own, extra in zip(plan.fact("sets"), plan.fact("fill"), strict=True):
         assert own or not extra
 
 
@@ -226,7 +232,7 @@ def test_slices_reach_the_closed_form():
     profile = Profile(layers, (Link("net", 0.0, 8e6 / 1.05),), world_size=4)
     plan = DreamDDP(period=5, split=True).plan(profile)
     assert {t.payload.parts for t in plan.transfers} == {5}
-    assert [len(plan.at(h)) for h in range(5)] == [20] * 5
+    assert [len(at(plan, h)) for h in range(5)] == [20] * 5
     first_gradient_s, share_s = 0.010, 1.05 / 5
     assert predict(DreamDDP(period=5, split=True), profile).iteration_s == pytest.approx(
         0.1 + first_gradient_s + share_s
@@ -235,8 +241,8 @@ def test_slices_reach_the_closed_form():
 
 def test_more_iterations_than_buckets():
     plan = PartialSync(period=9).plan(replace(SMALL, buckets=SMALL.buckets[:2]))
-    assert plan.notes["sets"] == [[0], [1], [], [], [], [], [], [], []]
-    assert [len(plan.at(i)) for i in range(9)] == [1, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert plan.fact("sets") == [[0], [1], [], [], [], [], [], [], []]
+    assert [len(at(plan, i)) for i in range(9)] == [1, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_planners_see_the_slowest_rank():

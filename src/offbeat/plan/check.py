@@ -153,7 +153,13 @@ class _Run:
     def _settled(
         self, say: int, flushing: Collection[int], periods: int, still: bool
     ) -> list[Array]:
-        gradient = _zero if still else self._gradient
+        sources = np.zeros_like(self.sources) if still else self.sources
+
+        def gradient(rank: int, iteration: int, run: range, weights: Array) -> Array:
+            if iteration >= self.active:
+                return np.zeros_like(weights)
+            return sources[rank, iteration, self.offsets[run.start] : self.offsets[run.stop]]
+
         model = Model(self.sizes, self.start, gradient, merges_by_mean=False)
         interpreter = Interpreter(
             self.plan,
@@ -166,15 +172,6 @@ class _Run:
         more = (periods + self.late) * self.plan.period + 2 * self.lag + 1
         interpreter.run(self.active + more)
         return [worker.seen for worker in interpreter.workers]
-
-    def _gradient(self, rank: int, iteration: int, run: range, weights: Array) -> Array:
-        if iteration >= self.active:
-            return _zero(rank, iteration, run, weights)
-        return self.sources[rank, iteration, self.offsets[run.start] : self.offsets[run.stop]]
-
-
-def _zero(rank: int, iteration: int, run: range, weights: Array) -> Array:
-    return np.zeros_like(weights)
 
 
 def _says(rule: VoteRule, say: int) -> VoteRule:

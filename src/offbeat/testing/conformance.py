@@ -76,7 +76,7 @@ def shares(plan: Plan) -> Counter[tuple[str, int]]:
         if t.verb == "reduce_scatter":
             continue
         times = sum(phase in t.phases for phase in plan.cycle)
-        for bucket in t.payload.buckets:
+        for bucket in t.payload.buckets if times else ():
             share = Fraction(times * t.payload.width, t.payload.parts)
             moved[t.payload.buffer, bucket] += share  # type: ignore[assignment]
     return moved
