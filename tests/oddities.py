@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from workers import Trained, bits, prepared, rank, train, world_size
 
 from offbeat import WFBP, Plan, Profile, Strategy
-from offbeat.plan import Moment, transfer
+from offbeat.plan import Moment, local, transfer
 
 CASE = Case("mlp", "nesterov", "step")
 
@@ -142,7 +142,7 @@ class TwoLinks(Strategy):
     name: ClassVar[str] = "two-links"
     citation: ClassVar[str] = "tests"
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         size = len(profile.buckets)
         transfers = tuple(
             transfer(
@@ -155,7 +155,7 @@ class TwoLinks(Strategy):
             )
             for b in range(size)
         )
-        return Plan(self.name, size, transfers)
+        return Plan(self.name, size, transfers, (local(size, Moment("step"), [0]),))
 
     def bound_s(self, profile: Profile) -> float:
         return 0.0
