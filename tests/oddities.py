@@ -28,11 +28,13 @@ def inputs(t: int, like: Tensor | None = None) -> Tensor:
     )
 
 
-def backward_twice(strategy: Strategy) -> None:
+def go_on_without_a_step(strategy: Strategy, again: str) -> None:
     model, optimizer = build(CASE)
-    with prepared(model, optimizer, strategy, profile=profile_of(CASE, 1)) as (model, _):
-        for _ in range(2):
-            model(inputs(0)).sum().backward()
+    with prepared(model, optimizer, strategy, profile=profile_of(CASE, 1)) as (model, optimizer):
+        model(inputs(0)).sum().backward()
+        if again == "zero_grad":
+            optimizer.zero_grad()
+        model(inputs(0)).sum().backward()
 
 
 def drop_a_gradient(strategy: Strategy) -> bool:

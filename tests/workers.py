@@ -150,6 +150,11 @@ class User:
             assert self.optimizer.step(lambda: self.backward(t)) is not None
             return
         self.backward(t)
+        if t in self.loop.dropped:
+            self.clear()
+            return
+        if t in self.loop.twice:
+            loss_of(self.model, *batch(self.case, rank(), t), self.loop).backward()
         if self.loop.clip is not None:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.loop.clip)

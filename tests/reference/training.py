@@ -51,6 +51,7 @@ class Replica:
     scheduler: LRScheduler | None
     loop: Loop = USUAL
     iteration: int = -1
+    again: bool = False  # a second backward of the same iteration
 
     # Gradients of the window that closed last, and of the one that is added to, if any; None for
     # a parameter that was not used in it.
@@ -66,23 +67,35 @@ class Replica:
         }
 
     def gradients(self, iteration: int) -> None:
-        """Local gradients at the local weights."""
-        self.iteration = iteration
-        if self.loop.clear != "never":
+        """Local gradients at the local weights; the second ones of an iteration are added."""
+        self.again, self.iteration = iteration == self.iteration, iteration
+        if self.loop.clear != "never" and not self.again:
             self.optimizer.zero_grad()
         if (self.rank, iteration) not in self.loop.idle:
             loss_of(self.model, *batch(self.case, self.rank, iteration), self.loop).backward()
 
     def step(self) -> None:
-        """The local update, with whatever gradients there are; none if they overflowed."""
+        """The local update, with whatever gradients there are; none if they overflowed, or if the
+        loop leaves it out."""
+        if self.iteration in self.loop.dropped or self._unfinished:
+            return
         if self.loop.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.loop.clip)
         if (self.rank, self.iteration) not in self.loop.overflow:
             self.optimizer.step()
 
     def end(self) -> None:
-        if self.scheduler is not None:
+        if self.scheduler is not None and not self._unfinished:
             self.scheduler.step()
+
+    @property
+    def _unfinished(self) -> bool:
+        return self.iteration in self.loop.twice and not self.again
+
+
+def passes(iterations: range, loop: Loop) -> list[int]:
+    """The iteration of every backward: some have two, each of which counts in a period."""
+    return [t for t in iterations for _ in range(1 + (t in loop.twice))]
 
 
 def replicas(case: Case, world_size: int, loop: Loop = USUAL) -> list[Replica]:
@@ -98,7 +111,7 @@ def replicas(case: Case, world_size: int, loop: Loop = USUAL) -> list[Replica]:
 
 def bsp(
     world: list[Replica],
-    iterations: range,
+    iterations: Sequence[int],
     *,
     broadcast_buffers: bool = False,
 ) -> None:
@@ -118,7 +131,7 @@ def bsp(
 
 
 def local_sgd(
-    world: list[Replica], iterations: range, *, period: int, warmup: int = 0, state: str = "local"
+    world: list[Replica], iterations: Sequence[int], *, period: int, warmup: int = 0, state: str = "local"
 ) -> None:
     """Local steps; w <- mean_k(w_k) after every `period`-th. The first `warmup` are BSP."""
     bsp(world, iterations[:warmup])
@@ -136,7 +149,7 @@ def local_sgd(
 
 def partial_sync(
     world: list[Replica],
-    iterations: range,
+    iterations: Sequence[int],
     *,
     sets: Sequence[Collection[Piece]],
     average: str,
@@ -163,7 +176,7 @@ def partial_sync(
 
 
 def merged(
-    world: list[Replica], iterations: range, closes: Callable[[int], bool], merge: str = "sum"
+    world: list[Replica], iterations: Sequence[int], closes: Callable[[int], bool], merge: str = "sum"
 ) -> None:
     """w <- opt.step(sum_{i in g} mean_k(g_i)), one window late; nothing steps in between.
 
@@ -226,7 +239,7 @@ def _added(sums: list[Tensor | None], grads: list[Tensor | None]) -> list[Tensor
 
 
 def as_planned(
-    world: list[Replica], iterations: range, plan: Plan, tensors: Sequence[Names]
+    world: list[Replica], iterations: Sequence[int], plan: Plan, tensors: Sequence[Names]
 ) -> None:
     """Whatever a plan moves, read literally: gradients are averaged before the update, parameters
     with their state before or after it. `tensors[b]`: names in bucket b."""
