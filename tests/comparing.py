@@ -41,8 +41,8 @@ def sets_of(plan: Plan, profile: Profile) -> list[list[Piece]]:
     return [
         [
             Piece(profile.buckets[b].tensors, t.payload.part, t.payload.parts)
-            for t in plan.at(h)
-            if t.payload.kind == "param"
+            for t in plan.transfers
+            if h in t.phases and t.payload.buffer == "param"
             for b in t.payload.buckets
         ]
         for h in plan.phases

@@ -178,7 +178,7 @@ def refuse(coupled: type[torch.optim.Optimizer], strategy: Strategy) -> str:
 
 
 class Threads:
-    """A world of threads: `mean` of their tensors, in place."""
+    """A world of threads: the mean of their tensors, in place."""
 
     def __init__(self, size: int):
         self.size = size
@@ -190,7 +190,7 @@ class Threads:
         results: list[Any] = [None] * self.size
 
         def body(rank: int) -> None:
-            results[rank] = act(rank, {"mean": lambda t: self._mean(rank, t)})
+            results[rank] = act(rank, {"all_reduce": lambda t: self._mean(rank, t)})
 
         threads = [threading.Thread(target=body, args=(r,)) for r in range(self.size)]
         for thread in threads:

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of merged generations and of the guard."""
+"""What the ranks do in the tests of gradients added up over windows, and of the guard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 from workers import Trained, bits, prepared, rank, snapshot, world_size
 
 from offbeat import Plan, Profile, Strategy
-from offbeat.plan import Merge, Moment, transfer
+from offbeat.plan import Apply, Buffer, Merge, Moment, Phases, local, transfer
 from offbeat.profile import Link
 from offbeat.runtime import flat_session, guard
 
@@ -29,8 +29,8 @@ from offbeat.runtime import flat_session, guard
 
 @dataclass(frozen=True)
 class Merging(Strategy):
-    """Generations of `period` iterations. The output side's bucket leaves in the backward that
-    closes its generation, the others under the next forward, links in turn.
+    """Windows of `period` iterations. The output side's bucket leaves in the backward that closes
+    its window, the others under the next forward, links in turn.
 
     `guards`: watched; `by`: what the period depends on once gradient noise is known: then it is
     one longer, with "rate" only at rates above 0.07.
@@ -48,7 +48,7 @@ class Merging(Strategy):
     def guards_convergence(self) -> bool:
         return self.guards
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         n, size = self.period, len(profile.buckets)
         noise = profile.noise
         if noise is not None and self.by == "rate":
@@ -57,7 +57,7 @@ class Merging(Strategy):
             n += 1
         first, close = range(1), Moment("grad", 0)
         links = [link.name for link in profile.links]
-        closes = frozenset({n - 1, 2 * n - 1})
+        closes = Phases([n - 1, 2 * n - 1])
         transfers = [
             transfer(
                 "grad",
@@ -74,8 +74,13 @@ class Merging(Strategy):
         transfers.append(
             transfer("grad", first, after=close, before=due, phases=closes, link=links[0])
         )
+        applies = (
+            local(size, Moment("step"), closes, age=1, merge=self.merge),
+            Apply("close", range(size), Moment("end"), closes),
+        )
+        copies = (Buffer("grad", "grad", copies=2),)
         return Plan(
-            self.name, size, tuple(transfers), n, prologue=n, closes=closes, merge=self.merge
+            self.name, size, tuple(transfers), applies, buffers=copies, period=n, prologue=n
         )
 
     def bound_s(self, profile: Profile) -> float:
@@ -83,7 +88,7 @@ class Merging(Strategy):
 
 
 def closes_every(period: int) -> Callable[[int], bool]:
-    """When a generation of `Merging` is complete."""
+    """When a window of `Merging` is complete."""
     return lambda r: r % period == period - 1
 
 

@@ -35,7 +35,9 @@ class Loop:
 
     `clear`: how gradients are cleared (by the optimizer, the model, set to None, or never);
     `micro`: batches per step; `clip`: largest norm; `scale`: of a GradScaler; `overflow` and
-    `idle`: (rank, iteration) in which a loss is infinite, or there is no backward at all.
+    `idle`: (rank, iteration) in which a loss is infinite, or there is no backward at all;
+    `dropped` and `twice`: iterations in which a step is left out, and gradients are cleared or
+    added to.
     """
 
     clear: str = "optimizer"
@@ -47,6 +49,8 @@ class Loop:
     scale: float | None = None
     overflow: frozenset[tuple[int, int]] = frozenset()
     idle: frozenset[tuple[int, int]] = frozenset()
+    dropped: frozenset[int] = frozenset()
+    twice: frozenset[int] = frozenset()
 
 
 USUAL = Loop()

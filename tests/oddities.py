@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from workers import Trained, bits, prepared, rank, train, world_size
 
 from offbeat import WFBP, Plan, Profile, Strategy
-from offbeat.plan import Moment, transfer
+from offbeat.plan import Moment, local, transfer
 
 CASE = Case("mlp", "nesterov", "step")
 
@@ -28,11 +28,13 @@ def inputs(t: int, like: Tensor | None = None) -> Tensor:
     )
 
 
-def backward_twice(strategy: Strategy) -> None:
+def go_on_without_a_step(strategy: Strategy, again: str) -> None:
     model, optimizer = build(CASE)
-    with prepared(model, optimizer, strategy, profile=profile_of(CASE, 1)) as (model, _):
-        for _ in range(2):
-            model(inputs(0)).sum().backward()
+    with prepared(model, optimizer, strategy, profile=profile_of(CASE, 1)) as (model, optimizer):
+        model(inputs(0)).sum().backward()
+        if again == "zero_grad":
+            optimizer.zero_grad()
+        model(inputs(0)).sum().backward()
 
 
 def drop_a_gradient(strategy: Strategy) -> bool:
@@ -142,7 +144,7 @@ class TwoLinks(Strategy):
     name: ClassVar[str] = "two-links"
     citation: ClassVar[str] = "tests"
 
-    def plan(self, profile: Profile, rank: int = 0) -> Plan:
+    def schedule(self, profile: Profile) -> Plan:
         size = len(profile.buckets)
         transfers = tuple(
             transfer(
@@ -155,7 +157,7 @@ class TwoLinks(Strategy):
             )
             for b in range(size)
         )
-        return Plan(self.name, size, transfers)
+        return Plan(self.name, size, transfers, (local(size, Moment("step"), [0]),))
 
     def bound_s(self, profile: Profile) -> float:
         return 0.0

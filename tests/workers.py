@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.plan import Payload, Plan, Transfer
+from offbeat.plan import Plan, Transfer
 from offbeat.profile import Profile
 from offbeat.strategies import Strategy
-from offbeat.transport.link import Flight, Link
+from offbeat.transport.collectives import Collective, Collectives
+from offbeat.transport.link import Link, Message
 
 TIMEOUT_S = 20.0
 
@@ -42,8 +43,8 @@ class Trained:
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     plan: Plan | None = None
-    # (iteration, link, payload) of every flight by its start, and of every collective
-    flights: list[tuple[int, str, str]] = field(default_factory=list)
+    # (iteration, link, payload) of every message by its start, and of every collective
+    messages: list[tuple[int, str, str]] = field(default_factory=list)
     collectives: list[tuple[int, str, str, int]] = field(default_factory=list)
     bytes_sent: dict[str, int] = field(default_factory=dict)
     profile: Profile | None = None
@@ -149,6 +150,11 @@ class User:
             assert self.optimizer.step(lambda: self.backward(t)) is not None
             return
         self.backward(t)
+        if t in self.loop.dropped:
+            self.clear()
+            return
+        if t in self.loop.twice:
+            loss_of(self.model, *batch(self.case, rank(), t), self.loop).backward()
         if self.loop.clip is not None:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.loop.clip)
@@ -202,20 +208,20 @@ class Spy:
     def __init__(self, model: Any):
         self._session = model._session
         self._engine = getattr(self._session, "engine", None)
-        self._seen: list[tuple[Flight, Tensor]] = []
-        self._flights: list[Flight] = []
+        self._seen: list[tuple[Message, Tensor]] = []
+        self._messages: list[Message] = []
         for link in self._engine.links.values() if self._engine else ():
             self._watch(link)
 
     def _watch(self, link: Link) -> None:
         run, now = link._run, []
 
-        def running(flight: Flight) -> None:
-            now[:] = [flight]
-            self._flights.append(flight)
-            run(flight)
+        def running(message: Message, failed: BaseException | None) -> BaseException | None:
+            now[:] = [message]
+            self._messages.append(message)
+            return run(message, failed)
 
-        def spying(collective: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        def spying(collective: Collective) -> Collective:
             def seen(tensor: Tensor) -> None:
                 self._seen.append((now[0], tensor))
                 collective(tensor)
@@ -223,47 +229,53 @@ class Spy:
             return seen
 
         link._run = running  # type: ignore[method-assign]
-        link.collectives = {verb: spying(op) for verb, op in link.collectives.items()}
+        by_verb = {verb: spying(op) for verb, op in link.collectives.by_verb.items()}
+        link.collectives = Collectives(by_verb, link.collectives.send)
 
     def fill(self, trained: Trained) -> None:
         if self._engine is None:
             return
-        for iterations in list(self._engine._due.values()):  # merged gradients: some are under way
-            for iteration, indices in iterations:
-                assert all(iteration.flights[i].wait(TIMEOUT_S) for i in indices)
+        self._engine.run.land_all()  # merged gradients: some are under way
         trained.plan = getattr(self._session, "plan", None)
         trained.profile = getattr(self._session, "profile", None)
-        trained.flights = [
-            (f.iteration, f.transfer.link, name_of(f.transfer)) for f in self._flights
+        trained.messages = [
+            (m.iteration, m.transfer.link, name_of(m.transfer)) for m in self._messages
         ]
         places = self._places(trained.plan)
-        for flight, x in self._seen:
-            t = flight.transfer
-            there = places.get((x.data_ptr(), x.numel()))
-            name = promise_of(t) if there == replace(t.payload, age=0) else "another tensor"
-            trained.collectives.append((flight.iteration, t.link, name, x.nbytes))
+        for message, x in self._seen:
+            t = message.transfer
+            there = places.get((x.data_ptr(), x.numel()), ())
+            name = promise_of(t) if place_of(t) in there else "another tensor"
+            trained.collectives.append((message.iteration, t.link, name, x.nbytes))
         trained.bytes_sent = {n: link.bytes_sent for n, link in self._engine.links.items()}
 
-    def _places(self, plan: Plan | None) -> dict[tuple[int, int], Payload]:
-        """Which payload a tensor is, by where it lies; copies of the gradients are alike."""
+    def _places(self, plan: Plan | None) -> dict[tuple[int, int], set[str]]:
+        """What a tensor holds, by where it lies; copies of the gradients are alike."""
         flat, places = self._engine.flat, {}
         for t in plan.transfers if plan is not None else ():
-            run = t.payload.buckets
-            if t.payload.kind == "grad":
-                tensors = flat.grads(run, 0) + (flat.grads(run, 1) if plan.closes else ())
-            elif t.payload.kind == "param":
-                tensors = flat.params(run)
+            payload = t.payload
+            if payload.buffer == "state":
+                tensors = self._engine.state.tensors(payload.buckets)
             else:
-                tensors = self._engine.state.tensors(run)
+                copies = range(flat.copies(payload.buffer))
+                tensors = [
+                    x for c in copies for x in flat.tensors(payload.buffer, payload.buckets, c)
+                ]
             for x in tensors:
-                part = x[t.payload.slice_of(x.numel())]
-                places[part.data_ptr(), part.numel()] = replace(t.payload, age=0)
+                part = x[payload.slice_of(x.numel())]
+                key = part.data_ptr(), part.numel()
+                places.setdefault(key, set()).add(place_of(t))
         return places
+
+
+def place_of(t: Transfer) -> str:
+    """Where a message lies in the storage, whichever copy of it."""
+    return str(replace(t.payload, age=0))
 
 
 def name_of(t: Transfer) -> str:
     """A message's name in a trace."""
-    kind = t.payload.kind if t.verb == "mean" else t.verb
+    kind = t.payload.buffer if t.verb == "all_reduce" else t.verb
     return f"{kind}[{t.payload.buckets.start}:{t.payload.buckets.stop}]"
 
 

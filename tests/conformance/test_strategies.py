@@ -17,6 +17,7 @@ from reference.training import (
     bsp,
     consolidate,
     local_sgd,
+    merged,
     partial_sync,
     replicas,
 )
@@ -32,6 +33,7 @@ from worlds import run_world
 
 from offbeat import Plan, Profile
 from offbeat.plan import Payload
+from offbeat.plan.windows import Windows
 from offbeat.sim import simulate
 from offbeat.strategies import STRATEGIES, Strategy, create
 from offbeat.strategies import SYNCHRONOUS as SYNCHRONOUS_STRATEGIES
@@ -132,7 +134,13 @@ def local_steps(world: list[Replica], iterations: range, strategy: Any) -> None:
 def what_is_planned(world: list[Replica], iterations: range, strategy: Strategy) -> None:
     profile = profile_of(world[0].case, len(world))
     tensors = [bucket.tensors for bucket in profile.buckets]
-    as_planned(world, iterations, strategy.plan(profile), tensors, strategy.state_policy)
+    as_planned(world, iterations, strategy.plan(profile), tensors)
+
+
+def late(world: list[Replica], iterations: range, strategy: Any) -> None:
+    """Which iterations close a window is the planner's choice, and so in the plan."""
+    plan = strategy.plan(profile_of(world[0].case, len(world)))
+    merged(world, iterations, lambda r: Windows(plan).closing(r), strategy.scale)
 
 
 REFERENCES: dict[str, Callable[[list[Replica], range, Any], None]] = {
@@ -142,13 +150,14 @@ REFERENCES: dict[str, Callable[[list[Replica], range, Any], None]] = {
     "local-sgd": local_steps,
     "partial-sync": layer_sets,
     "dreamddp": layer_sets,
+    "deft": late,
     **dict.fromkeys(ON_TIME[3:], lambda world, iterations, _: bsp(world, iterations)),
 }
 
 
 def equations(world: list[Replica], iterations: range, strategy: Strategy) -> None:
-    """The strategy's own equations, or its plan read literally while it has none here."""
-    REFERENCES.get(strategy.name, what_is_planned)(world, iterations, strategy)
+    """The strategy's own equations; a new strategy must bring some."""
+    REFERENCES[strategy.name](world, iterations, strategy)
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
@@ -220,7 +229,7 @@ def test_moves_what_the_plan_promises(strategy: Strategy, world_size: int) -> No
             moved = Counter(rank[i].collectives)
             assert moved == promised, f"{case}: {moved - promised} extra, {promised - moved} short"
             bytes_sent = sum(
-                size if name.startswith("mean") else size // 2
+                size if name.startswith("all_reduce") else size // 2
                 for _, _, name, size in promised.elements()
             )
             assert sum(rank[i].bytes_sent.values()) == bytes_sent
@@ -230,18 +239,28 @@ def promises(plan: Plan, profile: Profile) -> Counter[tuple[int, str, str, int]]
     """(iteration, link, verb and payload, bytes) of every message."""
     expected: Counter[tuple[int, str, str, int]] = Counter()
     for t in range(ITERATIONS):
-        for message in plan.at(t):
+        for message in plan.transfers:
             size = payload_bytes(profile, message.payload)
-            if size:
+            if size and plan.phase(t) in message.phases:
                 expected[t, message.link, promise_of(message), size] += 1
     return expected
 
 
 def payload_bytes(profile: Profile, payload: Payload, width: int = 8) -> int:
-    """Bytes of whole elements of `width` bytes."""
-    elements = profile.payload_bytes(payload.kind, payload.buckets) // width
+    """Bytes of whole elements of `width` bytes; a number per parameter follows the gradients of
+    its bucket."""
+    run = payload.buckets
+    elements = profile.payload_bytes(payload.buffer, run) // width
+    if payload.buffer == "grad":
+        elements += parameters(profile, run)
     held = payload.slice_of(elements)
     return (held.stop - held.start) * width
+
+
+def parameters(profile: Profile, run: range) -> int:
+    """Parameters in some buckets: all that moves with them but the running statistics."""
+    names = [name for b in run for name in profile.buckets[b].tensors]
+    return len([name for name in names if "running" not in name])
 
 
 @every_plan
@@ -250,10 +269,11 @@ def test_everything_is_averaged_in_every_period(strategy: Strategy) -> None:
     for i, case in enumerate(cases_of(strategy, 2)):
         profile = profile_of(case, 2)
         plan = strategy.plan(profile)
-        kind = "grad" if all(t.payload.kind == "grad" for t in plan.transfers) else "param"
-        everything = profile.payload_bytes(kind, range(plan.buckets))
-        if plan.closes is not None:  # per generation that is averaged in a period
-            everything *= len([phase for phase in plan.closes if phase >= plan.prologue])
+        kind = "grad" if all(t.payload.buffer == "grad" for t in plan.transfers) else "param"
+        everything = payload_bytes(profile, Payload(kind, range(plan.buckets)))
+        windows = Windows(plan)
+        if windows.late:  # per window that is averaged in a period
+            everything *= len([phase for phase in plan.cycle if windows.closing(phase)])
         for rank in trained(strategy, 2):
             for start in range(plan.prologue, ITERATIONS - plan.period + 1):
                 period = range(start, start + plan.period)
@@ -261,11 +281,11 @@ def test_everything_is_averaged_in_every_period(strategy: Strategy) -> None:
 
 
 def bytes_moved(trained: Trained, iterations: range, kind: str) -> int:
-    """Bytes of the different messages of one kind in some iterations; halves count once. Merged
-    gradients are sent anew for every generation."""
-    merged = trained.plan is not None and trained.plan.closes is not None
+    """Bytes of the different messages of one kind in some iterations; halves count once. Gradients
+    that are added up are sent anew for every window."""
+    late = trained.plan is not None and Windows(trained.plan).late
     messages = {
-        (t if merged else None, name, size)
+        (t if late else None, name, size)
         for t, _, name, size in trained.collectives
         if t in iterations and name.partition(" ")[2].startswith(kind)
         if not name.startswith("reduce_scatter")
@@ -286,7 +306,7 @@ def test_order_equals_the_simulators(strategy: Strategy, world_size: int) -> Non
         simulated = [(s.iteration, s.lane, s.name) for s in sorted(spans, key=lambda s: s.start_s)]
         for rank in trained(strategy, world_size):
             for link in {span.lane for span in spans}:
-                on_link = [flight for flight in rank[i].flights if flight[1] == link]
+                on_link = [message for message in rank[i].messages if message[1] == link]
                 assert on_link == [s for s in simulated if s[1] == link], str(case)
 
 

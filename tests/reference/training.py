@@ -51,10 +51,12 @@ class Replica:
     scheduler: LRScheduler | None
     loop: Loop = USUAL
     iteration: int = -1
+    again: bool = False  # a second backward of the same iteration
 
-    # Gradients of the generation that closed last, and of the one that is added to, if any.
-    closed: list[Tensor] = field(default_factory=list)
-    opened: list[Tensor] = field(default_factory=list)
+    # Gradients of the window that closed last, and of the one that is added to, if any; None for
+    # a parameter that was not used in it.
+    closed: list[Tensor | None] = field(default_factory=list)
+    opened: list[Tensor | None] = field(default_factory=list)
     closed_size: int = 0
     merged: int = 0
 
@@ -65,23 +67,35 @@ class Replica:
         }
 
     def gradients(self, iteration: int) -> None:
-        """Local gradients at the local weights."""
-        self.iteration = iteration
-        if self.loop.clear != "never":
+        """Local gradients at the local weights; the second ones of an iteration are added."""
+        self.again, self.iteration = iteration == self.iteration, iteration
+        if self.loop.clear != "never" and not self.again:
             self.optimizer.zero_grad()
         if (self.rank, iteration) not in self.loop.idle:
             loss_of(self.model, *batch(self.case, self.rank, iteration), self.loop).backward()
 
     def step(self) -> None:
-        """The local update, with whatever gradients there are; none if they overflowed."""
+        """The local update, with whatever gradients there are; none if they overflowed, or if the
+        loop leaves it out."""
+        if self.iteration in self.loop.dropped or self._unfinished:
+            return
         if self.loop.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.loop.clip)
         if (self.rank, self.iteration) not in self.loop.overflow:
             self.optimizer.step()
 
     def end(self) -> None:
-        if self.scheduler is not None:
+        if self.scheduler is not None and not self._unfinished:
             self.scheduler.step()
+
+    @property
+    def _unfinished(self) -> bool:
+        return self.iteration in self.loop.twice and not self.again
+
+
+def passes(iterations: range, loop: Loop) -> list[int]:
+    """The iteration of every backward: some have two, each of which counts in a period."""
+    return [t for t in iterations for _ in range(1 + (t in loop.twice))]
 
 
 def replicas(case: Case, world_size: int, loop: Loop = USUAL) -> list[Replica]:
@@ -97,28 +111,27 @@ def replicas(case: Case, world_size: int, loop: Loop = USUAL) -> list[Replica]:
 
 def bsp(
     world: list[Replica],
-    iterations: range,
+    iterations: Sequence[int],
     *,
     broadcast_buffers: bool = False,
-    absent_is_zero: bool = False,
 ) -> None:
     """g <- mean_k(g_k), then every replica steps. DDP also takes rank 0's buffers first.
 
-    A parameter that no replica has used keeps no gradient, or gets zeros.
+    A parameter that no replica has used keeps no gradient, so its step leaves it alone.
     """
     for t in iterations:
         if broadcast_buffers:
             _copy_buffers(world)
         for replica in world:
             replica.gradients(t)
-        average_gradients(world, absent_is_zero)
+        average_gradients(world)
         for replica in world:
             replica.step()
             replica.end()
 
 
 def local_sgd(
-    world: list[Replica], iterations: range, *, period: int, warmup: int = 0, state: str = "local"
+    world: list[Replica], iterations: Sequence[int], *, period: int, warmup: int = 0, state: str = "local"
 ) -> None:
     """Local steps; w <- mean_k(w_k) after every `period`-th. The first `warmup` are BSP."""
     bsp(world, iterations[:warmup])
@@ -136,7 +149,7 @@ def local_sgd(
 
 def partial_sync(
     world: list[Replica],
-    iterations: range,
+    iterations: Sequence[int],
     *,
     sets: Sequence[Collection[Piece]],
     average: str,
@@ -163,11 +176,11 @@ def partial_sync(
 
 
 def merged(
-    world: list[Replica], iterations: range, closes: Callable[[int], bool], merge: str = "sum"
+    world: list[Replica], iterations: Sequence[int], closes: Callable[[int], bool], merge: str = "sum"
 ) -> None:
-    """w <- opt.step(sum_{i in g} mean_k(g_i)), one generation late; nothing steps in between.
+    """w <- opt.step(sum_{i in g} mean_k(g_i)), one window late; nothing steps in between.
 
-    Every replica adds its own gradients up; when `closes(r)`, the generation closed before is
+    Every replica adds its own gradients up; when `closes(r)`, the window closed before is
     averaged over replicas (over its iterations too if `merge` is "mean") and applied.
     """
     for r, t in enumerate(iterations):
@@ -186,7 +199,7 @@ def merged(
 
 
 def apply_merged(world: list[Replica], merge: str) -> None:
-    """What `consolidate` does first: apply both generations, however little they merge."""
+    """What `consolidate` does first: apply both windows, however little they merge."""
     for _ in range(2):
         if world[0].closed:
             _apply_closed(world, merge)
@@ -197,67 +210,86 @@ def apply_merged(world: list[Replica], merge: str) -> None:
 
 def _apply_closed(world: list[Replica], merge: str) -> None:
     divisor = world[0].closed_size if merge == "mean" else 1
-    averages = [_mean(grads) / divisor for grads in zip(*(r.closed for r in world), strict=True)]
+    averages = [_mean_of_used(grads) for grads in zip(*(r.closed for r in world), strict=True)]
     for replica in world:
         for p, grad in zip(_trainable(replica), averages, strict=True):
-            p.grad = grad.clone()
+            p.grad = None if grad is None else grad / divisor
         replica.step()
+
+
+def _mean_of_used(grads: Sequence[Tensor | None]) -> Tensor | None:
+    """Where a replica has no gradient it counts as zero; None if no replica has one."""
+    used = [g for g in grads if g is not None]
+    return torch.stack(used).sum(dim=0) / len(grads) if used else None
 
 
 def _trainable(replica: Replica) -> list[nn.Parameter]:
     return [p for p in replica.model.parameters() if p.requires_grad]
 
 
-def _own_gradients(replica: Replica) -> list[Tensor]:
-    parameters = _trainable(replica)
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+def _own_gradients(replica: Replica) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in _trainable(replica)]
 
 
-def _added(sums: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    return [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
+def _added(sums: list[Tensor | None], grads: list[Tensor | None]) -> list[Tensor | None]:
+    if not sums:
+        return grads
+    pairs = zip(sums, grads, strict=True)
+    return [b if a is None else a if b is None else a + b for a, b in pairs]
 
 
 def as_planned(
-    world: list[Replica], iterations: range, plan: Plan, tensors: Sequence[Names], state: str
+    world: list[Replica], iterations: Sequence[int], plan: Plan, tensors: Sequence[Names]
 ) -> None:
-    """Whatever a plan averages, in the order gradients, parameters, update, parameters; for
-    strategies that have no equations of their own here. `tensors[b]`: names in bucket b."""
-    if plan.closes is not None:
-        closing = plan.closes
-        merged(world, iterations, lambda r: plan.phase(r) in closing, plan.merge)
+    """Whatever a plan moves, read literally: gradients are averaged before the update, parameters
+    with their state before or after it. `tensors[b]`: names in bucket b."""
+    closing = [apply.phases for apply in plan.applies if apply.rule == "close"]
+    if closing:
+        [local] = [apply for apply in plan.applies if apply.rule == "local"]
+        merge = local.arg("merge", "sum")
+        merged(world, iterations, lambda r: any(plan.phase(r) in p for p in closing), merge)
         return
     for r, t in enumerate(iterations):
+        phase = plan.phase(r)
+        active = [rule for rule in plan.transfers if phase in rule.phases]
         for replica in world:
             replica.gradients(t)
-        for transfer in plan.at(r):
-            if transfer.payload.kind == "grad" and transfer.verb != "reduce_scatter":
-                piece = _piece(transfer, tensors)
-                average([_gradients(replica, piece) for replica in world], piece)
-        early = [m for m in plan.at(r) if m.payload.kind == "param" and m.after.point == "grad"]
-        late = [m for m in plan.at(r) if m.payload.kind == "param" and m.after.point == "updated"]
-        for transfer in early:
-            average_parameters(world, _piece(transfer, tensors))
-            treat_state(world, _piece(transfer, tensors), state)
-        for replica in world:
-            replica.step()
-        for transfer in late:
-            average_parameters(world, _piece(transfer, tensors))
-            treat_state(world, _piece(transfer, tensors), state)
+        if any(rule.payload.buffer == "grad" for rule in active):
+            # All of them are sent in one iteration, whole or in slices, so no piece is left out.
+            average_gradients(world)
+        [local] = [a for a in plan.applies if a.rule == "local" and phase in a.phases]
+        resets = [a for a in plan.applies if a.rule == "reset" and phase in a.phases]
+        after_update = local.at.point == "grad" or not _before_the_step(active)
+        if after_update:
+            _step(world)
+        for rule in active:
+            piece = _piece(rule, tensors)
+            if rule.payload.buffer == "param":
+                average_parameters(world, piece)
+            elif rule.payload.buffer == "state":
+                treat_state(world, piece, "averaged")
+        for reset in resets:
+            names = tuple(n for b in reset.buckets for n in tensors[b])
+            treat_state(world, Piece(names), "reset")
+        if not after_update:
+            _step(world)
         for replica in world:
             replica.end()
+
+
+def _before_the_step(active: Sequence[Transfer]) -> bool:
+    return any(rule.before.point == "step" for rule in active if rule.payload.buffer == "param")
+
+
+def _step(world: list[Replica]) -> None:
+    for replica in world:
+        replica.step()
 
 
 def _piece(transfer: Transfer, tensors: Sequence[Names]) -> Piece:
     payload = transfer.payload
     names = tuple(n for b in payload.buckets for n in tensors[b])
     return Piece(names, payload.part, payload.parts, payload.width)
-
-
-def _gradients(replica: Replica, piece: Piece) -> list[Tensor]:
-    """Gradients of a piece; where there is none, zero."""
-    for p in _parameters(replica, piece):
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    return [p.grad for p in _parameters(replica, piece)]
 
 
 def consolidate(world: list[Replica], merge: str = "sum") -> None:
@@ -278,11 +310,10 @@ def names_of(world: list[Replica]) -> list[str]:
     return [n for n, p in model.named_parameters() if p.requires_grad] + buffers
 
 
-def average_gradients(world: list[Replica], absent_is_zero: bool = False) -> None:
-    """A replica that has no gradient counts as zero."""
+def average_gradients(world: list[Replica]) -> None:
+    """A replica that has no gradient counts as zero, unless none has."""
     for parameters in zip(*(replica.model.parameters() for replica in world), strict=True):
-        trainable = parameters[0].requires_grad
-        if any(p.grad is not None for p in parameters) or (absent_is_zero and trainable):
+        if any(p.grad is not None for p in parameters):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             for p in parameters:
                 p.grad = _mean(grads)

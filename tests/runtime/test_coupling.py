@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from worlds import run_world
 
 from offbeat import WFBP, ByteScheduler, PartialSync, Strategy
-from offbeat.runtime.coupling import couples
+from offbeat.storage.coupling import couples
 
 
 class Clipped(SGD):

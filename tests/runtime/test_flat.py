@@ -11,17 +11,11 @@ from oddities import Odd
 from torch import Tensor, nn
 
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.runtime.checksum import checksum
-from offbeat.runtime.flat import (
-    BucketSpec,
-    Flat,
-    buffer_checksums,
-    changed_buffers,
-    group_parameters,
-    require_supported,
-    specs_of_profile,
-)
-from offbeat.runtime.state import StateStore
+from offbeat.storage.checksum import checksum
+from offbeat.storage.flat import Flat, buffer_checksums, changed_buffers, require_supported
+from offbeat.storage.gradients import Gradients
+from offbeat.storage.layout import BucketSpec, group_parameters, specs_of_profile
+from offbeat.storage.optimizer_state import StateStore
 
 
 def specs(model: nn.Module, buffers: tuple[str, ...] = ()) -> list[BucketSpec]:
@@ -46,11 +40,14 @@ def test_parameters_gradients_and_buffers_are_views() -> None:
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, values[name]), name
     for b, bucket in enumerate(flat.buckets):
-        [params], [grads] = flat.params(range(b, b + 1)), flat.grads(range(b, b + 1))
+        run = range(b, b + 1)
+        [params], [grads] = flat.tensors("param", run), flat.tensors("grad", run)
         for p, view in zip(bucket.parameters, bucket.grad_views, strict=True):
             assert inside(p, params)
             assert inside(view, grads)
             assert p.grad is view
+        assert inside(bucket.absent, grads), "they travel together"
+        assert len(bucket.absent) == len(bucket.parameters)
         params.fill_(b)
         assert all((p == b).all() for p in bucket.parameters)
     assert (model[2].running_mean == 3).all(), "statistics travel with their module"
@@ -60,23 +57,31 @@ def test_a_run_of_buckets_is_one_slice() -> None:
     model = build_model(Case("mlp"))
     flat = Flat(model, specs_of_profile(model, profile_of(Case("mlp"), 1)))
     sizes = [sum(p.numel() for p in bucket.parameters) for bucket in flat.buckets]
+    counts = [len(bucket.parameters) for bucket in flat.buckets]
     for start in range(4):
         for stop in range(start + 1, 5):
-            for tensors in (flat.params(range(start, stop)), flat.grads(range(start, stop))):
-                assert [t.numel() for t in tensors] == [sum(sizes[start:stop])]
-                assert tensors[0].is_contiguous()
+            run, size = range(start, stop), sum(sizes[start:stop])
+            for buffer, more in (("param", 0), ("grad", sum(counts[start:stop]))):
+                [tensor] = flat.tensors(buffer, run)
+                assert tensor.numel() == size + more
+                assert tensor.is_contiguous()
 
 
 def test_autograd_writes_into_the_buckets() -> None:
     model = build_model(Case("mlp"))
     flat = Flat(model, specs(model))
-    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
-    assert flat.grads_attached()
+    gradients = Gradients(flat, 1)
     before = flat.grad_version()
-    [grads] = flat.grads(range(len(flat.buckets)))
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    assert gradients.attached()
+    assert flat.grad_version() != before, "autograd's writing is seen"
+    [grads] = flat.tensors("grad", range(len(flat.buckets)))
     assert grads.abs().sum() > 0
-    flat.zero_grad()
+    before = flat.grad_version()
+    gradients.zero_grad()
     assert grads.abs().sum() == 0
+    assert flat.grad_version() == before, "ours does not look like the user's"
+    gradients.parameters[0].grad.mul_(2)
     assert flat.grad_version() != before
 
 
@@ -103,7 +108,8 @@ def test_nothing_of_the_model_is_left_twice() -> None:
         if p.requires_grad
         for t in (p.data, p.grad)
     }
-    assert sum(storages.values()) == 2 * trainable
+    count = sum(len(bucket.parameters) for bucket in second.buckets)
+    assert sum(storages.values()) == 2 * trainable + 8 * count  # who has none, a number each
     assert len(storages) == 2
     assert len(second.everything()) == 1
 
@@ -118,7 +124,7 @@ def test_strides_are_kept() -> None:
         assert p.grad.stride() == stride, name
         assert torch.equal(p, value), name
     assert model.sliced.tolist() == [[0, 2]] * 3
-    assert len(flat.params(range(len(flat.buckets)))) == 1
+    assert len(flat.tensors("param", range(len(flat.buckets)))) == 1
 
 
 def test_tied_weights_are_stored_once() -> None:
@@ -132,7 +138,7 @@ def test_every_dtype_has_its_own_storage() -> None:
     model = build_model(Case("mixed", dtype=torch.float32))
     flat = Flat(model, specs(model))
     assert {t.dtype for t in flat.everything()} == {torch.float32, torch.bfloat16}
-    run = flat.params(range(len(flat.buckets)))
+    run = flat.tensors("param", range(len(flat.buckets)))
     assert sum(t.nbytes for t in run) == sum(p.nbytes for p in model.parameters())
     assert all(p.dtype == torch.bfloat16 for p in model.middle.parameters())
 

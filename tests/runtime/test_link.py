@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offbeat.plan import Moment, Verb, transfer
+from offbeat.transport.collectives import Collectives
 from offbeat.transport.device import CPU
-from offbeat.transport.link import Flight, Link
+from offbeat.transport.link import Link, Message
 
 TRANSFER = transfer(
     "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
@@ -25,25 +26,34 @@ LONG_S = 10.0
 
 @contextmanager
 def link_of(collective: Callable[[Tensor], None]) -> Iterator[Link]:
-    link = Link("net", {"mean": collective}, CPU())
+    link = Link("net", only({"all_reduce": collective}), CPU())
     yield link
     assert link.close()
 
 
-def book(link: Link, count: int) -> list[Flight]:
-    """Flights whose tensors hold their number."""
-    return [link.book(TRANSFER, i, (torch.full((2,), float(i)),)) for i in range(count)]
+def only(by_verb: dict[Verb, Callable[[Tensor], None]]) -> Collectives:
+    """Collectives, and nobody to send to."""
+    return Collectives(by_verb, lambda *_: None)
+
+
+def enqueue(link: Link, count: int) -> list[Message]:
+    return [link.enqueue(TRANSFER, i) for i in range(count)]
+
+
+def release(link: Link, message: Message) -> None:
+    """With a tensor that holds the message's number."""
+    link.release(message, (torch.full((2,), float(message.iteration)),))
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.permutations(range(7)))
-def test_issues_in_booked_order(releases: list[int]) -> None:
+def test_issues_in_the_order_of_enqueueing(releases: list[int]) -> None:
     issued: list[float] = []
     with link_of(lambda t: issued.append(t[0].item())) as link:
-        flights = book(link, 7)
+        messages = enqueue(link, 7)
         for i in releases:
-            link.release(flights[i])
-        assert all(flight.wait(LONG_S) for flight in flights)
+            release(link, messages[i])
+        assert all(message.wait(LONG_S) for message in messages)
     assert issued == list(range(7))
     assert link.bytes_sent == 7 * 8
 
@@ -51,11 +61,11 @@ def test_issues_in_booked_order(releases: list[int]) -> None:
 def test_an_early_release_waits_for_what_is_before_it() -> None:
     issued: list[float] = []
     with link_of(lambda t: issued.append(t[0].item())) as link:
-        first, second = book(link, 2)
-        link.release(second)
+        first, second = enqueue(link, 2)
+        release(link, second)
         assert not second.wait(0.05)
         assert issued == []
-        link.release(first)
+        release(link, first)
         assert second.wait(LONG_S)
         assert second.wait(0.0), "waiting again must return at once"
     assert issued == [0, 1]
@@ -63,23 +73,23 @@ def test_an_early_release_waits_for_what_is_before_it() -> None:
 
 def test_marks_follow_each_other() -> None:
     with link_of(lambda _: None) as link:
-        flights = book(link, 3)
-        for flight in reversed(flights):
-            link.release(flight)
-        assert all(flight.wait(LONG_S) for flight in flights)
-    for flight in flights:
-        assert flight.released <= flight.start <= flight.end
-    for before, after in pairwise(flights):
+        messages = enqueue(link, 3)
+        for message in reversed(messages):
+            release(link, message)
+        assert all(message.wait(LONG_S) for message in messages)
+    for message in messages:
+        assert message.released <= message.start <= message.end
+    for before, after in pairwise(messages):
         assert before.end <= after.start
 
 
-def test_several_tensors_are_one_flight() -> None:
+def test_several_tensors_are_one_message() -> None:
     sizes: list[int] = []
     with link_of(lambda t: sizes.append(t.numel())) as link:
         tensors = (torch.zeros(3), torch.zeros(2, dtype=torch.bfloat16))
-        flight, empty = link.book(TRANSFER, 0, tensors), link.book(TRANSFER, 0, ())
-        link.release(empty)
-        link.release(flight)
+        message, empty = enqueue(link, 2)
+        link.release(empty, ())
+        link.release(message, tensors)
         assert empty.wait(LONG_S)
     assert sizes == [3, 2]
     assert link.bytes_sent == 12 + 4
@@ -87,12 +97,13 @@ def test_several_tensors_are_one_flight() -> None:
 
 def test_halves_count_half() -> None:
     issued: list[str] = []
-    verbs: tuple[Verb, ...] = ("reduce_scatter", "all_gather", "mean")
-    link = Link("net", {verb: lambda _, verb=verb: issued.append(verb) for verb in verbs}, CPU())
+    verbs: tuple[Verb, ...] = ("reduce_scatter", "all_gather", "all_reduce")
+    act = only({verb: lambda _, verb=verb: issued.append(verb) for verb in verbs})
+    link = Link("net", act, CPU())
     for verb in verbs:
-        flight = link.book(replace(TRANSFER, verb=verb), 0, (torch.zeros(3),))
-        link.release(flight)
-        assert flight.wait(LONG_S)
+        message = link.enqueue(replace(TRANSFER, verb=verb), 0)
+        link.release(message, (torch.zeros(3),))
+        assert message.wait(LONG_S)
     assert link.close()
     assert issued == list(verbs)
     assert link.bytes_sent == 6 + 6 + 12
@@ -108,30 +119,56 @@ def test_a_failure_fails_everything_after_it() -> None:
             raise RuntimeError("Connection closed by peer")
 
     with link_of(fail_at_1) as link:
-        flights = book(link, 4)
-        for flight in flights:
-            link.release(flight)
-        assert all(flight.wait(LONG_S) for flight in flights)
+        messages = enqueue(link, 4)
+        for message in messages:
+            release(link, message)
+        assert all(message.wait(LONG_S) for message in messages)
     assert issued == [0, 1]
-    assert flights[0].error is None
-    assert flights[1].error is flights[2].error is flights[3].error
-    assert str(flights[1].error) == "Connection closed by peer"
+    assert messages[0].error is None
+    assert messages[1].error is messages[2].error is messages[3].error
+    assert str(messages[1].error) == "Connection closed by peer"
     assert link.bytes_sent == 8
 
 
 def test_close_says_when_it_is_stuck() -> None:
     leave = threading.Event()
-    link = Link("net", {"mean": lambda _: leave.wait(LONG_S) and None}, CPU())
-    [flight] = book(link, 1)
-    link.release(flight)
+    link = Link("net", only({"all_reduce": lambda _: leave.wait(LONG_S) and None}), CPU())
+    [message] = enqueue(link, 1)
+    release(link, message)
     assert not link.close(timeout_s=0.05)
     leave.set()
     assert link.close()
-    assert flight.wait(LONG_S)
+    assert message.wait(LONG_S)
 
 
-def test_unreleased_flights_do_not_keep_a_link_open() -> None:
+def test_unreleased_messages_do_not_keep_a_link_open() -> None:
     with link_of(lambda _: None) as link:
-        flights = book(link, 2)
-        link.release(flights[1])
-    assert not flights[0].wait(0.0)
+        messages = enqueue(link, 2)
+        release(link, messages[1])
+    assert not messages[0].wait(0.0)
+
+
+def test_what_is_passed_over_lets_the_next_one_go() -> None:
+    """It keeps its place in the order, and nothing of it is sent."""
+    issued: list[float] = []
+    with link_of(lambda t: issued.append(t[0].item())) as link:
+        messages = enqueue(link, 3)
+        release(link, messages[2])
+        link.pass_over(messages[1])
+        release(link, messages[0])
+        assert all(message.wait(LONG_S) for message in messages)
+    assert issued == [0, 2]
+    assert (messages[1].start, messages[1].error) == (None, None)
+    assert link.bytes_sent == 2 * 8
+
+
+def test_a_message_between_two_ranks_is_sent() -> None:
+    sent: list[tuple[float, int, int]] = []
+    act = Collectives({}, lambda t, source, target: sent.append((t[0].item(), source, target)))
+    link = Link("net", act, CPU())
+    message = link.enqueue(replace(TRANSFER, verb="send", ranks=(2, 0)), 5)
+    release(link, message)
+    assert message.wait(LONG_S)
+    assert link.close()
+    assert sent == [(5.0, 2, 0)]
+    assert link.bytes_sent == 8

@@ -1,4 +1,4 @@
-"""Updates on arrival: whoever looks sees updated weights, and the numbers are plain training's."""
+"""Updates right before the next forward: whoever looks sees updated weights, and the numbers are plain training's."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from schedules_support import CASE, Script, evaluate_on_rank_0, look, look_on_ra
 from worlds import Outcome, run_world, watch_world
 
 from offbeat import P3, ByteScheduler, DeAR, Strategy
-from offbeat.plan import Moment, Plan, transfer
-from offbeat.runtime.agenda import agenda
 
 SLICES = ByteScheduler(partition_elements=40, credit_elements=80)
 HALVES = DeAR(fusion_bytes=1)
@@ -199,48 +197,6 @@ def test_killed_peer_while_a_forward_waits() -> None:
         assert where, outcome.error
         assert "forward" in outcome.traceback
         assert outcome.seconds < 10
-
-
-# ---- moments that the runtime does not act on ---------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("after", "before", "updates", "words"),
-    [
-        (Moment("end"), Moment("step", lag=1), "at_step", "release end must be grad, updated,"),
-        (Moment("grad", 0, 1), Moment("step", lag=2), "at_step", "release grad(0)+1 must be"),
-        (Moment("forward", 0), Moment("step"), "at_step", "release forward(0) must be"),
-        (Moment("updated", 0), Moment("end"), "on_arrival", "release updated(0) must be"),
-        (Moment("forward", 1, 1), Moment("end"), "at_step", "release forward(1)+1 must be"),
-        (Moment("grad", 0), Moment("end", lag=1), "at_step", "deadline end+1 must be a step,"),
-        (Moment("grad", 0), Moment("forward", 0, 1), "at_step", "deadline forward(0)+1 must be"),
-        (Moment("grad", 0), Moment("updated", 0), "on_arrival", "deadline updated(0) must be"),
-        (Moment("grad", 0), Moment("forward", 0, 2), "on_arrival", "deadline forward(0)+2 must be"),
-    ],
-    ids=str,
-)
-def test_agenda_refuses(after: Moment, before: Moment, updates: Any, words: str) -> None:
-    rule = transfer("grad", range(1), after=after, before=before, phases=[0], link="net")
-    with pytest.raises(ValueError, match=re.escape(words)):
-        agenda(Plan("odd", 2, (rule,), updates=updates), 0)
-
-
-def test_agenda_knows_what_each_moment_concerns() -> None:
-    bucket, due = range(1), Moment("forward", 0, 1)
-    rules = [
-        transfer("grad", bucket, after=after, before=before, phases=phases, link="net")
-        for after, before, phases in [
-            (Moment("grad", 0), due, [0]),
-            (Moment("forward"), Moment("step", lag=2), [0]),
-            (Moment("step"), due, [0, 1]),
-        ]
-    ]
-    plan = Plan("three", 2, tuple(rules), period=2, updates="on_arrival")
-    tables = agenda(plan, 0)
-    assert tables.transfers == tuple(rules)
-    assert (tables.at_grad, tables.at_forward, tables.at_step) == ([[0], []], [1], [2])
-    assert (tables.due_next_forward, tables.due_step) == ([[0, 2], []], {2: [1]})
-    assert agenda(plan, 1).transfers == (rules[2],)
 
 
 # ---- ranks that do not do the same --------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 import workers
 from comparing import assert_close, assert_same, sets_of
+from merging_support import Merging
 from models import Case, Loop, build_model, profile_of
-from reference.training import Replica, bsp, local_sgd, partial_sync, replicas
+from reference.training import Replica, bsp, local_sgd, partial_sync, passes, replicas
 from workers import Trained
 from worlds import run_world, watch_world
 
-from offbeat import BSP, DDP, WFBP, DreamDDP, LocalSGD, PartialSync, Strategy
+from offbeat import BSP, DDP, WFBP, ByteScheduler, DreamDDP, LocalSGD, PartialSync, Strategy
 
 CASE = Case("mlp", "nesterov", "step")
 ITERATIONS = 8
@@ -29,7 +31,7 @@ names = {"ids": str}
 
 
 def equations(
-    world: list[Replica], iterations: range, strategy: Any, trained: Trained | None = None
+    world: list[Replica], iterations: Sequence[int], strategy: Any, trained: Trained | None = None
 ) -> None:
     """The reference of a strategy, on the measured plan if there is one."""
     if isinstance(strategy, LocalSGD):
@@ -50,7 +52,8 @@ def check(
     world = replicas(case, 2, reference or loop)
     observed = options.get("observe", 0)
     bsp(world, range(observed))
-    equations(world, range(observed, ITERATIONS), strategy, ranks[0] if observed else None)
+    later = passes(range(observed, ITERATIONS), loop)
+    equations(world, later, strategy, ranks[0] if observed else None)
     # one digit that is rounded differently in float32 is several in bfloat16
     tolerance = 5e-3 if loop.autocast else 1e-12 if case.dtype == torch.float64 else 1e-5
     for mine, replica in zip(ranks, world, strict=True):
@@ -84,11 +87,26 @@ def test_accumulation_equals_a_big_batch(strategy: Strategy, clear: str) -> None
     check(strategy, Loop(micro=3, clear=clear), reference=Loop())
 
 
-def test_backward_twice_is_an_error() -> None:
-    for strategy in (EAGER, AFTER, LOCAL):
-        [outcome] = watch_world(oddities.backward_twice, 1, strategy)
-        assert outcome.kind == "RuntimeError"
-        assert "wrap all but the last backward in `with model.no_sync():`" in outcome.error
+@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), BEFORE, LOCAL], **names)
+def test_backward_twice_is_an_iteration_without_an_update(strategy: Strategy) -> None:
+    """As with torch's own DDP, whose second backward adds to averages and averages again."""
+    check(strategy, Loop(twice=frozenset({2, 5})))
+
+
+@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), BEFORE, LOCAL], **names)
+def test_a_step_may_be_left_out(strategy: Strategy) -> None:
+    """`if bad: optimizer.zero_grad(); continue`, on all ranks."""
+    check(strategy, Loop(dropped=frozenset({2, 5})))
+
+
+@pytest.mark.parametrize("again", ["backward", "zero_grad"])
+def test_what_was_handed_on_cannot_be_taken_back(again: str) -> None:
+    """Updates in backward, at the next forward, and of gradients added up over windows."""
+    for strategy in (AFTER, ByteScheduler(), Merging(period=2)):
+        [outcome] = watch_world(oddities.go_on_without_a_step, 1, strategy, again)
+        assert outcome.kind == "RuntimeError", strategy
+        assert "backward ran without optimizer.step() after it" in outcome.error
+        assert "`with model.no_sync():`" in outcome.error
 
 
 @pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), BEFORE, LOCAL], **names)
@@ -180,14 +198,8 @@ def test_state_of_parameters_that_some_ranks_never_used(state: Any) -> None:
 
 @pytest.mark.parametrize("strategy", [BSP(), EAGER], **names)
 def test_a_gradient_that_one_rank_lacks_counts_as_zero(strategy: Strategy) -> None:
-    """Unlike plain PyTorch also where no rank has one: the update sees zero, not None."""
-    ranks = run_world(
-        workers.train_with, 2, Case("branches", "nesterov"), strategy, range(ITERATIONS), Loop(), {}
-    )
-    world = replicas(Case("branches", "nesterov"), 2)
-    bsp(world, range(ITERATIONS), absent_is_zero=True)
-    for mine, replica in zip(ranks, world, strict=True):
-        assert_same(mine, replica, f"rank {replica.rank}")
+    """Where no rank has one there is none: weight decay and momentum leave the parameter alone."""
+    check(strategy, Loop(), Case("branches", "nesterov"))
 
 
 def test_order_of_execution_is_observed() -> None:
@@ -293,11 +305,11 @@ def test_two_links() -> None:
         for link in ("a", "b"):
             moved = [(t, p) for t, name, p, _ in mine.collectives if name == link]
             first = 0 if link == "a" else 1
-            runs = [f"mean grad[{b}:{b + 1}]" for b in (first, first + 2)]
+            runs = [f"all_reduce grad[{b}:{b + 1}]" for b in (first, first + 2)]
             assert moved == [(t, run) for t in range(ITERATIONS) for run in runs]
         assert mine.bytes_sent["a"] + mine.bytes_sent["b"] == ITERATIONS * sum(
-            p.nbytes for p in build_model(CASE).parameters() if p.requires_grad
-        )
+            p.nbytes + 8 for p in build_model(CASE).parameters() if p.requires_grad
+        )  # and a number for each parameter
 
 
 def test_shapes_that_are_easy_to_get_wrong() -> None:

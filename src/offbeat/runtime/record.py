@@ -64,7 +64,7 @@ class Recorder:
 
     def iteration(self, done: Iteration) -> None:
         """Take in one finished iteration."""
-        if self.plan is not None and not self.plan.applied(done.planned):
+        if self.plan is not None and not Windows(self.plan).applied(done.planned):
             self._without_update.append(done.number)
         self._ends.append(done.marks.end)
         self._spans.append(list(_spans(done, self.plan, self._rank, self._device, self._origin)))
