@@ -119,13 +119,14 @@ class Adopted:
             if iteration.over:
                 self.land(iteration)
 
-    def require_skippable(self, iteration: Iteration) -> None:
-        """RuntimeError if an iteration cannot end without its update."""
+    def require_skippable(self, iteration: Iteration, adding: bool) -> None:
+        """RuntimeError if an iteration cannot end without its update, or cannot any more, as
+        another backward is `adding` to its gradients."""
         flying = any(
             iteration.messages[i].transfer.payload.buffer == "grad" for i in iteration.outstanding
         )
         early = any(a.rule == "local" and a.at.point == "grad" for a in self.plan.applies)
-        if flying or early or self.windows.late:
+        if (adding and flying) or early or self.windows.late:
             remedy = self.updates.remedy or "use a strategy that steps at once, such as WFBP()"
             raise RuntimeError(
                 "backward ran without optimizer.step() after it, but its gradients were already "
