@@ -235,7 +235,7 @@ class Engine:
     def pause(self) -> None:
         """Between iterations: nothing that has begun is left to wait for. RuntimeError in the
         middle of an iteration."""
-        if self._now is not None and self._backward_over:
+        if self._now is not None and (self._backward_over or self.run.windows.late):
             raise RuntimeError(
                 "an iteration is under way; consolidate and load between iterations: after "
                 "optimizer.step() and before the next backward"

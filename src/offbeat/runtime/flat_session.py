@@ -33,7 +33,7 @@ from offbeat.runtime.wrap import Session
 from offbeat.storage.coupling import couples
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec, specs_of_profile
-from offbeat.strategies import WFBP, Strategy
+from offbeat.strategies import Strategy
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class FlatSession(Session):
             self._recorder.start(str(self._strategy), self.plan, observed)
         for warning in said:
             self._decide(str(warning.message))
-        if self._strategy.guards_convergence:
+        self._monitor = self._strategy.monitor()
+        if self._monitor is not None:
             self._guard = ConvergenceGuard(self._cluster.control, self.engine.optimizer)
             self.engine.measure(self._guard.meter)
 
@@ -159,7 +160,8 @@ class FlatSession(Session):
         """Fall back to a synchronous schedule if the loss departs, plan again if the noise says
         so. All ranks see the same finding and do the same."""
         if finding.departed is not None:
-            fallback = WFBP()
+            assert self._monitor is not None
+            fallback = self._monitor.fallback
             plan = self._checked(fallback)
             self._unguard()
             if plan.digest == self.plan.digest:  # it runs already, and is not to blame

@@ -399,8 +399,8 @@ def _leave_world_at_exit(joined_here: bool) -> None:
 
 
 def _leave_world(joined_here: bool) -> None:
-    """After a failure a link can be stuck in a collective, and leaving with its group alive can
-    abort the process: then end at once, with the failure's exit status."""
+    """A link can be stuck in a collective, and leaving with its group alive can abort the process:
+    then end at once, with the failure's exit status if there was one."""
     failed = getattr(sys, "last_value", None) is not None
     stuck = any(t.name.startswith(THREAD_PREFIX) for t in threading.enumerate())
     if failed or stuck:
@@ -408,6 +408,7 @@ def _leave_world(joined_here: bool) -> None:
             time.sleep(LINGER_S)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        # Stuck without a failure: in a message that the last forward has begun and nobody awaits.
+        os._exit(1 if failed else 0)
     if joined_here and dist.is_initialized():
         dist.destroy_process_group()

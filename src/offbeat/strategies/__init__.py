@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from offbeat.strategies.asc_wfbp import ASCWFBP
-from offbeat.strategies.base import StatePolicy, Strategy, require_choice
+from offbeat.strategies.base import Monitor, StatePolicy, Strategy, require_choice
 from offbeat.strategies.bsp import BSP
 from offbeat.strategies.bytescheduler import ByteScheduler
 from offbeat.strategies.ddp import DDP
@@ -48,6 +48,7 @@ __all__ = [
     "DeFT",
     "DreamDDP",
     "LocalSGD",
+    "Monitor",
     "PartialSync",
     "StatePolicy",
     "Strategy",

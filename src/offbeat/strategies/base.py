@@ -50,10 +50,9 @@ class Strategy(ABC):
             "one of offbeat.testing.equations; comparing it with its own plan would prove nothing"
         )
 
-    @property
-    def guards_convergence(self) -> bool:
-        """Whether the runtime watches loss and gradient noise, and plans again by what it sees."""
-        return False
+    def monitor(self) -> Monitor | None:
+        """What watches training under this method; None: nothing need be watched."""
+        return None
 
     def settings(self) -> dict[str, Any]:
         """Settings as JSON-ready values."""
@@ -66,6 +65,14 @@ class Strategy(ABC):
             if getattr(self, f.name) != f.default
         ]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Monitor:
+    """The loss and the noise of the gradients are watched. A new estimate of the noise makes the
+    plan anew; a loss that departs from going down brings the `fallback`."""
+
+    fallback: Strategy
 
 
 @cache

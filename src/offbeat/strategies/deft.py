@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from offbeat.plan import Apply, Buffer, Fact, Merge, Moment, Phases, Plan, Transfer, local
 from offbeat.profile import GradientNoise, Profile
 from offbeat.solve import deft, preserver
-from offbeat.strategies.base import Strategy, require_count
+from offbeat.strategies.base import Monitor, Strategy, require_count
 from offbeat.strategies.deft_search import Choice, Search, Sized, ready_s_of
 from offbeat.strategies.messages import Messages, NoWindowError
 from offbeat.strategies.wfbp import WFBP, gradients_when_ready_s
@@ -133,9 +133,8 @@ class DeFT(Strategy):
         rate = sum(1 / seconds if seconds else math.inf for seconds in per_update_s)
         return max(local_s + profile.update_s / self.most_merged, 1 / rate / self.most_merged)
 
-    @property
-    def guards_convergence(self) -> bool:
-        return self.preserver
+    def monitor(self) -> Monitor | None:
+        return Monitor(WFBP()) if self.preserver else None
 
     def _counted(self, profile: Profile, forward: int, backward: int) -> Choice:
         links = [profile.default_link.name]
