@@ -114,7 +114,6 @@ class Engine:
             self.waiting.require_alive()
             self._now = self.run.start(self.planned, self.iteration, self._marks)
             self.hooks.begin()
-            self.gradients.iteration_begins()
             self._next, self._backward_over = 0, False
         return self._now
 

@@ -32,8 +32,7 @@ class Gradients:
         copies = self.flat.copies("grad")
         self.late = copies > 1
         self._views = [self.flat.views(copy) for copy in range(copies)]
-        self._backwards = [0] * copies
-        self._zeroed = [[0] * len(self.flat.buckets) for _ in range(copies)]
+        self._added = [[0] * len(self.flat.buckets) for _ in range(copies)]
         # By copy and bucket: places of parameters that this rank did not use at some time.
         self._absentees: list[dict[int, set[int]]] = [defaultdict(set) for _ in range(copies)]
         self.open()
@@ -45,10 +44,6 @@ class Gradients:
             p.grad = view
 
     # ---- backward ---------------------------------------------------------------------------
-
-    def iteration_begins(self) -> None:
-        """One more iteration adds to the newest copy."""
-        self._backwards[self.flat.physical("grad")] += 1
 
     def take(self, index: int, p: nn.Parameter) -> None:
         """A gradient that autograd has put elsewhere, as `p.grad` was None: into the bucket."""
@@ -80,23 +75,25 @@ class Gradients:
     def _note_absent(self, index: int, copy: int) -> None:
         b = self.bucket_of[index]
         p, view = self.parameters[index], self.views[index]
+        place, absent = index - self.starts[b], self.flat.absent(b, copy)
         if p.grad is not view:
-            if self._stale[b]:
+            if self._stale[b]:  # what was applied is forgotten
                 view.zero_()
+                absent[place] = self._added[copy][b]
             p.grad = view
-        place = index - self.starts[b]
-        self.flat.absent(b, copy)[place] += 1
+        absent[place] += 1
         self._absentees[copy][b].add(place)
 
     def fresh(self, b: int) -> None:
         """Bucket b holds this iteration's gradients."""
         self._stale[b] = 0
+        self._added[self.flat.physical("grad")][b] += 1
 
     # ---- the update -------------------------------------------------------------------------
 
     def added(self, b: int, copy: int) -> int:
         """Iterations whose gradients are added up in a bucket of a copy."""
-        return self._backwards[copy] - self._zeroed[copy][b]
+        return self._added[copy][b]
 
     def conceal(self) -> None:
         """Show code between backward and step no gradient at all."""
@@ -156,7 +153,7 @@ class Gradients:
     def _zero(self, copy: int, run: range) -> None:
         self.flat.zero_grads(copy, run)
         for b in run:
-            self._zeroed[copy][b] = self._backwards[copy]
+            self._added[copy][b] = 0
             self._absentees[copy].pop(b, None)
         if not self.late:
             for index in self._of(run):
