@@ -202,7 +202,7 @@ class Engine:
     def backward_begins(self) -> None:
         """The first gradient of a backward pass is there."""
         if self._now is not None and self._backward_over:
-            self._abandon()
+            self._abandon(forward=True)
         now = self._started()
         self.run.updates.in_backward = True
         self._walk(now, self.plan.buckets - 1)
@@ -265,15 +265,16 @@ class Engine:
         self._report()
         self.begin()
 
-    def _abandon(self) -> None:
+    def _abandon(self, *, forward: bool = False) -> None:
         """Backward ran, no step followed, and now the gradients are dropped or added to: as with
         torch's own DDP that is an iteration without an update."""
-        self.run.require_skippable(self._now)
+        self.run.require_skippable(self._now, forward=forward)
         self.step(skip_update=True, abandoned=True)
 
     def zero_grad(self) -> None:
         """Zero the gradients in place, each as soon as nothing needs it any more."""
         if self._now is not None and self._backward_over:
+            self.run.land(self._now)
             self._abandon()
         self.gradients.zero_grad()
 

@@ -25,6 +25,7 @@ class Gradients:
         self._stale = bytearray(len(flat.buckets))
         self._awaited = bytearray(len(flat.buckets))  # will be applied later
         self._zero_then = bytearray(len(flat.buckets))
+        self._hidden: set[int] = set()  # parameters whose gradient we do not show
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -63,6 +64,7 @@ class Gradients:
         else:
             view.add_(gradient)  # to those of earlier iterations, or to zero
         p.grad = view
+        self._hidden.discard(index)
 
     def backward_ends(self, seen: bytearray) -> None:
         """Note who had no gradient in this iteration; it counts as zero in averages."""
@@ -81,6 +83,7 @@ class Gradients:
                 view.zero_()
                 absent[place] = self._added[copy][b]
             p.grad = view
+            self._hidden.discard(index)
         absent[place] += 1
         self._absentees[copy][b].add(place)
 
@@ -107,13 +110,16 @@ class Gradients:
         views = self._views[copy]
         for index in self._of(run):
             self.parameters[index].grad = views[index]
+        self._hidden.difference_update(self._of(run))
         for b in [b for b in self._absentees[copy] if b in run]:
             absent = self.flat.absent(b, copy).tolist()
             # A mean over ranks: whoever had a gradient makes it less by one K-th.
             nobody = self.added(b, copy) - 0.5 / self._world_size
             for place in self._absentees[copy][b]:
                 if absent[place] > nobody:
-                    self.parameters[self.starts[b] + place].grad = None
+                    index = self.starts[b] + place
+                    self.parameters[index].grad = None
+                    self._hidden.add(index)
 
     def apply_later(self) -> None:
         """The update of every bucket was asked for, and will be done bucket by bucket."""
@@ -164,10 +170,10 @@ class Gradients:
         return range(self.starts[run.start], stop)
 
     def attached(self) -> bool:
-        """Whether no gradient was put in the place of another one."""
+        """Whether the user has put no gradient in the place of another one, nor taken one away."""
         return all(
-            p.grad is view or p.grad is None
-            for p, view in zip(self.parameters, self.views, strict=True)
+            p.grad is view or (p.grad is None and index in self._hidden)
+            for index, (p, view) in enumerate(zip(self.parameters, self.views, strict=True))
         )
 
     def missing(self, run: range) -> list[Tensor]:
