@@ -30,10 +30,14 @@ def inputs(t: int, like: Tensor | None = None) -> Tensor:
 
 def go_on_without_a_step(strategy: Strategy, again: str) -> None:
     model, optimizer = build(CASE)
-    with prepared(model, optimizer, strategy, profile=profile_of(CASE, 1)) as (model, optimizer):
-        model(inputs(0)).sum().backward()
+    profile = profile_of(CASE, world_size())
+    with prepared(model, optimizer, strategy, profile=profile) as (model, optimizer):
+        loss = model(inputs(0)).sum()
+        loss.backward(retain_graph=again == "backward")
         if again == "zero_grad":
             optimizer.zero_grad()
+        elif again == "backward":
+            loss.backward()
         model(inputs(0)).sum().backward()
 
 

@@ -87,23 +87,30 @@ def test_accumulation_equals_a_big_batch(strategy: Strategy, clear: str) -> None
     check(strategy, Loop(micro=3, clear=clear), reference=Loop())
 
 
-@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), BEFORE, LOCAL], **names)
+@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), BEFORE, ByteScheduler()], **names)
 def test_backward_twice_is_an_iteration_without_an_update(strategy: Strategy) -> None:
     """As with torch's own DDP, whose second backward adds to averages and averages again."""
     check(strategy, Loop(twice=frozenset({2, 5})))
 
 
-@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), BEFORE, LOCAL], **names)
+@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), BEFORE, LOCAL, ByteScheduler()], **names)
 def test_a_step_may_be_left_out(strategy: Strategy) -> None:
     """`if bad: optimizer.zero_grad(); continue`, on all ranks."""
     check(strategy, Loop(dropped=frozenset({2, 5})))
 
 
-@pytest.mark.parametrize("again", ["backward", "zero_grad"])
-def test_what_was_handed_on_cannot_be_taken_back(again: str) -> None:
-    """Updates in backward, at the next forward, and of gradients added up over windows."""
-    for strategy in (AFTER, ByteScheduler(), Merging(period=2)):
-        [outcome] = watch_world(oddities.go_on_without_a_step, 1, strategy, again)
+@pytest.mark.parametrize(
+    ("strategy", "again"),
+    [
+        *((AFTER, how) for how in ("forward", "zero_grad")),  # has updated in backward
+        *((Merging(period=2), how) for how in ("forward", "zero_grad")),  # has added up
+        (ByteScheduler(), "backward"),  # still sends what the second one would add to
+        (LOCAL, "forward"),  # which has used parameters that the iteration's end would change
+    ],
+    ids=str,
+)
+def test_what_was_handed_on_cannot_be_taken_back(strategy: Strategy, again: str) -> None:
+    for outcome in watch_world(oddities.go_on_without_a_step, 2, strategy, again):
         assert outcome.kind == "RuntimeError", strategy
         assert "backward ran without optimizer.step() after it" in outcome.error
         assert "`with model.no_sync():`" in outcome.error

@@ -119,17 +119,27 @@ class Adopted:
             if iteration.over:
                 self.land(iteration)
 
-    def require_skippable(self, iteration: Iteration, adding: bool) -> None:
-        """RuntimeError if an iteration cannot end without its update, or cannot any more, as
-        another backward is `adding` to its gradients."""
+    def require_skippable(self, iteration: Iteration, *, adding: bool) -> None:
+        """RuntimeError if an iteration cannot end without its update, or cannot any more: another
+        backward is `adding` to its gradients, after a forward with the parameters as they are."""
         flying = any(
             iteration.messages[i].transfer.payload.buffer == "grad" for i in iteration.outstanding
         )
         early = any(a.rule == "local" and a.at.point == "grad" for a in self.plan.applies)
-        if (adding and flying) or early or self.windows.late:
+        late = adding and (flying or self._moves_at_the_end())
+        if late or early or self.windows.late:
             remedy = self.updates.remedy or "use a strategy that steps at once, such as WFBP()"
             raise RuntimeError(
                 "backward ran without optimizer.step() after it, but its gradients were already "
                 "handed on; call step() after every backward, wrap those that only add up in "
                 f"`with model.no_sync():`, or {remedy}"
             )
+
+    def _moves_at_the_end(self) -> bool:
+        """Whether parameters change at the end of iterations by more than their update."""
+        late = ("step", "end")
+        moved = any(
+            t.target != "grad" and t.after.point in late for t in self.plan.transfers
+        )
+        own = ("local", "close", "reset")
+        return moved or any(a.rule not in own and a.at.point in late for a in self.plan.applies)

@@ -159,7 +159,6 @@ class Engine:
         self.run.updates.in_backward = True
         self._walker.walk(self.plan.buckets - 1)
         self.run.updates.in_backward = False
-        self.gradients.backward_begins()
         self.reports.hand_on()
 
     def bucket_ready(self, b: int) -> None:
@@ -215,12 +214,13 @@ class Engine:
     def _abandon(self, *, adding: bool) -> None:
         """Backward ran, no step followed, and now the gradients are dropped or added to: as with
         torch's own DDP that is an iteration without an update."""
-        self.run.require_skippable(self._now, adding)
+        self.run.require_skippable(self._now, adding=adding)
         self.step(skip_update=True, abandoned=True)
 
     def zero_grad(self) -> None:
         """Zero the gradients in place, each as soon as nothing needs it any more."""
         if self._now is not None and self._backward_over:
+            self.run.land(self._now)
             self._abandon(adding=False)
         self.gradients.zero_grad()
 

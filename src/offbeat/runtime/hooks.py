@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.checkpoint import CheckpointFunction
 
 from offbeat.storage.gradients import Gradients
 
@@ -22,6 +24,12 @@ class BackwardListener(Protocol):
 
     def backward_ends(self) -> None:
         """The backward pass has ended; `backward()` has not returned yet."""
+
+
+NESTED = (
+    "a backward pass ran within another one, whose gradients were handed on in parts; use "
+    "activation checkpointing with use_reentrant=False"
+)
 
 
 class BackwardHooks:
@@ -49,7 +57,7 @@ class BackwardHooks:
         self._ready = bytearray(count)
         self._missing = list(self._sizes)
         self._next = 0  # buckets before this one are ready
-        self._running = self._queued = False
+        self._running = self._queued = self._finished = False
 
     def remove(self) -> None:
         """Let the parameters go."""
@@ -61,6 +69,8 @@ class BackwardHooks:
 
         def gradient_ready(p: Tensor) -> None:
             if not self._running:
+                if self._finished and _nested():
+                    raise RuntimeError(NESTED)
                 self._listener.backward_begins()
                 self._running = True
             if p.grad is not gradients.views[index]:
@@ -69,10 +79,7 @@ class BackwardHooks:
             if self.accumulating:
                 return
             if self._ready[index]:
-                raise RuntimeError(
-                    "a parameter got its gradient twice in one backward pass, but the first one "
-                    "was handed on; use activation checkpointing with use_reentrant=False"
-                )
+                raise RuntimeError(NESTED)
             if not self._queued:
                 self._queued = True
                 # Runs when this backward pass has ended, before backward() returns; what torch's
@@ -91,7 +98,7 @@ class BackwardHooks:
         """Buckets that got no gradient, or not all, are as ready as they will be."""
         self._missing = [0] * len(self._missing)
         self._advance()
-        self._running = False
+        self._running, self._finished = False, True
 
     def _advance(self) -> None:
         while self._next < len(self._missing) and not self._missing[self._next]:
@@ -99,3 +106,13 @@ class BackwardHooks:
             self._next += 1
             self._gradients.fresh(b)
             self._listener.bucket_ready(b)
+
+
+def _nested() -> bool:
+    """Whether a backward pass runs within another one that is not over."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            return True
+        frame = frame.f_back
+    return False

@@ -25,6 +25,7 @@ class Gradients:
         self._stale = bytearray(len(flat.buckets))
         self._awaited = bytearray(len(flat.buckets))  # will be applied later
         self._zero_then = bytearray(len(flat.buckets))
+        self._hidden: set[int] = set()  # parameters whose gradient we do not show
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -32,8 +33,7 @@ class Gradients:
         copies = self.flat.copies("grad")
         self.late = copies > 1
         self._views = [self.flat.views(copy) for copy in range(copies)]
-        self._backwards = [0] * copies
-        self._zeroed = [[0] * len(self.flat.buckets) for _ in range(copies)]
+        self._added = [[0] * len(self.flat.buckets) for _ in range(copies)]
         # By copy and bucket: places of parameters that this rank did not use at some time.
         self._absentees: list[dict[int, set[int]]] = [defaultdict(set) for _ in range(copies)]
         self.open()
@@ -45,10 +45,6 @@ class Gradients:
             p.grad = view
 
     # ---- backward ---------------------------------------------------------------------------
-
-    def backward_begins(self) -> None:
-        """One more iteration adds to the newest copy; what earlier ones left has been applied."""
-        self._backwards[self.flat.physical("grad")] += 1
 
     def take(self, index: int, p: nn.Parameter) -> None:
         """A gradient that autograd has put elsewhere, as `p.grad` was None: into the bucket."""
@@ -68,6 +64,7 @@ class Gradients:
         else:
             view.add_(gradient)  # to those of earlier iterations, or to zero
         p.grad = view
+        self._hidden.discard(index)
 
     def backward_ends(self, seen: bytearray) -> None:
         """Note who had no gradient in this iteration; it counts as zero in averages."""
@@ -80,23 +77,26 @@ class Gradients:
     def _note_absent(self, index: int, copy: int) -> None:
         b = self.bucket_of[index]
         p, view = self.parameters[index], self.views[index]
+        place, absent = index - self.starts[b], self.flat.absent(b, copy)
         if p.grad is not view:
-            if self._stale[b]:
+            if self._stale[b]:  # what was applied is forgotten
                 view.zero_()
+                absent[place] = self._added[copy][b]
             p.grad = view
-        place = index - self.starts[b]
-        self.flat.absent(b, copy)[place] += 1
+            self._hidden.discard(index)
+        absent[place] += 1
         self._absentees[copy][b].add(place)
 
     def fresh(self, b: int) -> None:
         """Bucket b holds this iteration's gradients."""
         self._stale[b] = 0
+        self._added[self.flat.physical("grad")][b] += 1
 
     # ---- the update -------------------------------------------------------------------------
 
     def added(self, b: int, copy: int) -> int:
         """Iterations whose gradients are added up in a bucket of a copy."""
-        return self._backwards[copy] - self._zeroed[copy][b]
+        return self._added[copy][b]
 
     def conceal(self) -> None:
         """Show code between backward and step no gradient at all."""
@@ -110,13 +110,16 @@ class Gradients:
         views = self._views[copy]
         for index in self._of(run):
             self.parameters[index].grad = views[index]
+        self._hidden.difference_update(self._of(run))
         for b in [b for b in self._absentees[copy] if b in run]:
             absent = self.flat.absent(b, copy).tolist()
             # A mean over ranks: whoever had a gradient makes it less by one K-th.
             nobody = self.added(b, copy) - 0.5 / self._world_size
             for place in self._absentees[copy][b]:
                 if absent[place] > nobody:
-                    self.parameters[self.starts[b] + place].grad = None
+                    index = self.starts[b] + place
+                    self.parameters[index].grad = None
+                    self._hidden.add(index)
 
     def apply_later(self, runs: Iterable[range]) -> None:
         """The update of these buckets was asked for, and will be done later."""
@@ -157,7 +160,7 @@ class Gradients:
     def _zero(self, copy: int, run: range) -> None:
         self.flat.zero_grads(copy, run)
         for b in run:
-            self._zeroed[copy][b] = self._backwards[copy]
+            self._added[copy][b] = 0
             self._absentees[copy].pop(b, None)
         if not self.late:
             for index in self._of(run):
@@ -168,10 +171,10 @@ class Gradients:
         return range(self.starts[run.start], stop)
 
     def attached(self) -> bool:
-        """Whether no gradient was put in the place of another one."""
+        """Whether the user has put no gradient in the place of another one, nor taken one away."""
         return all(
-            p.grad is view or p.grad is None
-            for p, view in zip(self.parameters, self.views, strict=True)
+            p.grad is view or (p.grad is None and index in self._hidden)
+            for index, (p, view) in enumerate(zip(self.parameters, self.views, strict=True))
         )
 
     def missing(self, run: range) -> list[Tensor]:
