@@ -46,7 +46,7 @@ class Cluster:
         of an unknown link; RuntimeError on every rank, naming the link, if a group cannot be built.
         """
         for name in names:
-            parts = tuple((within or {}).get(name, ()))
+            parts = tuple((within or {}).get(base_link(name), ()))
             if name in self.links and self._parts[name] == parts:
                 continue
             if name in self.links:

@@ -219,10 +219,13 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Zero the gradients in place, each as soon as nothing needs it any more."""
+        self._abandon_unless_stepped()
+        self.gradients.zero_grad()
+
+    def _abandon_unless_stepped(self) -> None:
         if self._now is not None and self._backward_over:
             self.run.land(self._now)
             self._abandon(adding=False)
-        self.gradients.zero_grad()
 
     # ---- between iterations -----------------------------------------------------------------
 
@@ -234,11 +237,12 @@ class Engine:
 
     def pause(self) -> None:
         """Between iterations: nothing that has begun is left to wait for. RuntimeError in the
-        middle of an iteration."""
-        if self._now is not None and (self._backward_over or self.run.windows.late):
+        middle of an iteration that cannot end without its update."""
+        self._abandon_unless_stepped()
+        if self._now is not None and self.run.windows.late:
             raise RuntimeError(
                 "an iteration is under way; consolidate and load between iterations: after "
-                "optimizer.step() and before the next backward"
+                "optimizer.step() and before the next forward"
             )
         self.flush()
         self.run.land_all()

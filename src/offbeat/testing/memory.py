@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.plan import VERBS
+from offbeat.plan import VERBS, base_link
 from offbeat.transport.collectives import Collectives, shards
 from offbeat.transport.device import CPU
 from offbeat.transport.link import Link
@@ -92,7 +92,7 @@ def memory_links(
 ) -> dict[str, Link]:
     """One rank's links; every rank must make the same ones."""
     return {
-        name: Link(name, _collectives(world, rank, name, (groups or {}).get(name, ())), CPU())
+        name: Link(name, _collectives(world, rank, name, (groups or {}).get(base_link(name), ())), CPU())
         for name in names
     }
 

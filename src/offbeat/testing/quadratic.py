@@ -22,7 +22,9 @@ from offbeat.runtime.votes import vote_channel
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec
 from offbeat.testing.memory import MemoryControl, World, memory_links, run_ranks
+from offbeat.transport.control import Control
 from offbeat.transport.device import CPU
+from offbeat.transport.link import Link
 
 RATE, MOMENTUM, DECAY = 0.1, 0.9, 0.01
 TIMEOUT_S = 20.0
@@ -38,6 +40,7 @@ class Quadratic:
     ranks: int
     iterations: int
     seed: int = 0
+    decay: float = DECAY
 
     @cached_property
     def numbers(self) -> tuple[Array, Array, Array]:
@@ -86,7 +89,7 @@ def interpreted(plan: Plan, task: Quadratic, seed: int | None = None) -> list[li
 
     def optimizer(worker: Worker, buckets: range, weights: Array, gradients: Array) -> None:
         momentum = worker.view("state", worker.span(buckets))
-        momentum[...] = MOMENTUM * momentum + (gradients + DECAY * weights)
+        momentum[...] = MOMENTUM * momentum + (gradients + task.decay * weights)
         weights -= RATE * momentum
 
     found: list[list[Array]] = [[] for _ in range(task.ranks)]
@@ -114,13 +117,15 @@ def ran(plan: Plan, task: Quadratic) -> list[list[Array]]:
     return run_ranks(task.ranks, life)
 
 
-def train(plan: Plan, task: Quadratic, rank: int, links: dict, control: MemoryControl) -> list[Array]:
+def train(
+    plan: Plan, task: Quadratic, rank: int, links: dict[str, Link], control: Control
+) -> list[Array]:
     """The weights that one rank's forwards have seen."""
     start, a, c = task.numbers
     net = Net(start, task.sizes)
     flat = Flat(net, [BucketSpec(f"b{b}", (f"layers.{b}.w",)) for b in range(len(task.sizes))])
     optimizer = torch.optim.SGD(
-        net.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY
+        net.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=task.decay
     )
     engine = Engine(net, flat, optimizer, links, CPU(), control, TIMEOUT_S)  # type: ignore[arg-type]
     engine.adopt(plan)
