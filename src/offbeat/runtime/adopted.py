@@ -113,6 +113,12 @@ class Adopted:
             if iteration.over:
                 self.land(iteration)
 
+    def drop(self, iteration: Iteration) -> None:
+        """An iteration will not end: messages behind those that it has not sent may go."""
+        for message in iteration.messages:
+            if message.released is None:
+                self._messages.pass_over(message)
+
     def require_skippable(self, iteration: Iteration, *, forward: bool) -> None:
         """RuntimeError if an iteration cannot end without its update; `forward`: the next forward
         is over already, with the parameters as they are now."""

@@ -294,21 +294,34 @@ class Engine:
 
     def flush(self) -> None:
         """Between iterations: do what the next forward would wait for and apply."""
-        if self._now is not None or self._flushed or self.planned == 0:
+        if self._now is None:
+            self._flush_from(0)
+
+    def _flush_from(self, first: int) -> None:
+        if self._flushed or self.run is None:
             return
-        for step in self.run.program.steps(self.planned):
+        for step in self.run.program.steps(self.planned)[first:]:
             if step.position < self.plan.buckets:
                 self._wait(step, lagged=True)
                 self._apply(step, lagged=True)
         self._flushed = True
         self._report()
 
+    def _drop(self) -> None:
+        """Forget an iteration that has begun and will not end; what its forward has waited for
+        and applied is not done again."""
+        if self._now is not None:
+            self._flush_from(self._next)
+            self.run.drop(self._now)
+            self._now = None
+            self.begin()
+
     def settle(self) -> None:
         """Before leaving: finish updates, and messages that others wait for. What has begun and
         will never end is dropped."""
         if self.waiting.failed:
             return
-        self._now = None
+        self._drop()
         self.flush()
         self.run.land_all()
         self._report()
@@ -325,8 +338,8 @@ class Engine:
     def drain(self) -> None:
         """Between iterations: also apply gradients that are not yet due, and begin the plan anew.
         Every rank must call it. RuntimeError in the middle of an iteration."""
-        self.flush()
         self._settled()
+        self.flush()
         if self.run.windows.late:
             self.run.windows.drain(self.run.context, self.iteration, self.planned)
             self._begin_anew()
@@ -344,5 +357,6 @@ class Engine:
                 "an iteration is under way; consolidate and load between iterations: after "
                 "optimizer.step() and before the next backward"
             )
+        self._drop()
         self.run.land_all()
         self._report()
