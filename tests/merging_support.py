@@ -105,7 +105,8 @@ def train_with_pauses(strategy: Strategy, pauses: Sequence[int], iterations: int
 
 
 def consolidate_in_between(strategy: Strategy) -> list[str]:
-    """Errors of consolidate after a forward, and after a backward; then training goes on."""
+    """Errors of consolidate after a forward, which may be an evaluation, and after a backward;
+    then training goes on."""
     words: list[str] = []
 
     def refused(model: Any) -> None:
@@ -115,9 +116,9 @@ def consolidate_in_between(strategy: Strategy) -> list[str]:
             words.append(str(error))
 
     with started(strategy, CASE, 3) as (_, model, optimizer):
-        loss = loss_of(model, *batch(CASE, rank(), 3))
+        loss_of(model, *batch(CASE, rank(), 3))
         refused(model)
-        loss.backward()
+        loss_of(model, *batch(CASE, rank(), 3)).backward()
         refused(model)
         optimizer.step()
         model.consolidate()

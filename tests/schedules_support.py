@@ -339,6 +339,23 @@ def evaluate_in_inference_mode(strategy: Strategy) -> list[Tensor]:
         return snapshot(list(model.parameters()))
 
 
+def forward_again(strategy: Strategy, how: str) -> Tensor:
+    """A weight in the end. After the last iteration a forward that nobody calls backward on, on
+    rank 0 alone; then training goes on, or everybody leaves, or meets in consolidate first."""
+    module, plain = build(CASE)
+    profile = profile_of(CASE, world_size())
+    model, optimizer = offbeat.prepare(module, plain, strategy, profile=profile, timeout_s=8)
+    go_on(model, optimizer, CASE, range(3))
+    if rank() == 0:
+        loss_of(model, *batch(CASE, 0, 7))
+    if how == "consolidates":
+        model.consolidate()
+    if how != "leaves":
+        go_on(model, optimizer, CASE, range(3, 5))
+    model.close()
+    return module[6].weight.detach().clone()
+
+
 def use_copies(strategy: Strategy) -> list[bool]:
     """Whether the model's update is still to come after copies of it were used, and what they
     hold is up to date."""

@@ -47,7 +47,7 @@ def run_world(
     """Results of `function(*args)` on every rank. WorldError with the tracebacks of those that
     failed; whoever still runs at the timeout is killed."""
     outcomes = watch_world(function, world_size, *args, timeout_s=timeout_s)
-    bad = [o for o in outcomes if o.exitcode != 0 or o.error]
+    bad = [o for o in outcomes if o.exitcode != 0 or o.kind]
     if bad:
         raise WorldError("\n".join(_words(o) for o in bad))
     return [o.result for o in outcomes]

@@ -13,12 +13,13 @@ import pytest
 import schedules_support as support
 import workers
 from comparing import assert_close, assert_same
+from merging_support import Merging, closes_every
 from models import Case, Loop
-from reference.training import Replica, bsp, replicas
+from reference.training import Replica, apply_merged, bsp, merged, replicas
 from schedules_support import CASE, Script, evaluate_on_rank_0, look, look_on_rank_0
 from worlds import Outcome, run_world, watch_world
 
-from offbeat import P3, ByteScheduler, DeAR, Strategy
+from offbeat import P3, WFBP, ByteScheduler, DeAR, Strategy
 
 SLICES = ByteScheduler(partition_elements=40, credit_elements=80)
 HALVES = DeAR(fusion_bytes=1)
@@ -142,6 +143,30 @@ def test_gradients_zeroed_behind_the_scenes() -> None:
         return
     [(replica, _)] = support.followed(script, ITERATIONS, ranks=1)
     assert_same(outcome.result[0][0], replica, "weights")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [
+        *((strategy, how) for strategy in (SLICES, WFBP()) for how in ("leaves", "trains")),
+        *((strategy, "consolidates") for strategy in (SLICES, WFBP(), Merging(period=2))),
+    ],
+    ids=str,
+)
+def test_a_forward_in_vain(strategy: Strategy, how: str) -> None:
+    """As of an evaluation that forgets no_grad: no update twice, nobody waits for its messages."""
+    world = replicas(CASE, 2)
+    if isinstance(strategy, Merging):
+        for run in (range(3), range(3, 5)):
+            merged(world, run, closes_every(2))
+            if run.start == 0:
+                apply_merged(world, "sum")
+    else:
+        bsp(world, range(3 if how == "leaves" else 5))
+    for weight, replica in zip(
+        run_world(support.forward_again, 2, strategy, how), world, strict=True
+    ):
+        assert_close(weight, replica.model.get_parameter("6.weight").detach(), how)
 
 
 def test_a_copy_is_a_plain_module() -> None:

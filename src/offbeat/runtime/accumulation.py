@@ -10,6 +10,7 @@ from offbeat.numerics import RULES
 from offbeat.plan import Apply, Moment, Payload, Phases, Plan, Transfer
 from offbeat.plan.windows import Windows
 from offbeat.runtime.context import StorageContext
+from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.runtime.schedulers import SchedulerGate
 from offbeat.runtime.updates import Updates
 from offbeat.runtime.waiting import Waiting
@@ -85,6 +86,7 @@ class Accumulation:
         """Average and apply what earlier iterations left behind, before this one (`planned` in the
         plan); the plan begins anew. Every rank must call it."""
         closed, opened = self._windows.window(planned, age=1), self._windows.window(planned)
+        context.iteration = Iteration(iteration, Timestamps(), [], planned)
         if closed:
             self._send_rest(iteration, planned, closed)
             self._apply(context, 1)

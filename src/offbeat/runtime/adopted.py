@@ -119,6 +119,20 @@ class Adopted:
             if iteration.over:
                 self.land(iteration)
 
+    def require_unsent(self, iteration: Iteration) -> None:
+        """RuntimeError if an iteration has sent something for which other ranks need it."""
+        if any(m.released is not None and m.transfer.ranks is None for m in iteration.messages):
+            raise RuntimeError(
+                "an iteration is under way; consolidate and load between iterations: after "
+                "optimizer.step() and before the next forward"
+            )
+
+    def drop(self, iteration: Iteration) -> None:
+        """An iteration will not end: messages behind those that it has not sent may go."""
+        for message in iteration.messages:
+            if message.released is None:
+                self._messages.pass_over(message)
+
     def require_skippable(self, iteration: Iteration, *, adding: bool) -> None:
         """RuntimeError if an iteration cannot end without its update, or cannot any more: another
         backward is `adding` to its gradients, after a forward with the parameters as they are."""

@@ -237,13 +237,20 @@ class Engine:
 
     def pause(self) -> None:
         """Between iterations: nothing that has begun is left to wait for. RuntimeError in the
-        middle of an iteration that cannot end without its update."""
+        middle of an iteration that cannot be given up."""
         self._abandon_unless_stepped()
-        if self._now is not None and self.run.windows.late:
-            raise RuntimeError(
-                "an iteration is under way; consolidate and load between iterations: after "
-                "optimizer.step() and before the next forward"
-            )
+        if self._now is not None:
+            self.run.require_unsent(self._now)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Forget an iteration that has begun and will not end; what its forward has waited for
+        and applied is not done again."""
+        if self._now is not None:
+            self._walker.flush(self.planned, begun=True)
+            self.run.drop(self._now)
+            self._now, self._backward_over = None, False
+            self.begin()
         self.flush()
         self.run.land_all()
         self.reports.hand_on()
@@ -252,8 +259,7 @@ class Engine:
         """Before leaving: finish updates, and messages that others wait for. What has begun and
         will never end is dropped."""
         if not self.waiting.failed:
-            self._now, self._backward_over = None, False
-            self.pause()
+            self._drop()
 
     def discard(self) -> None:
         """Other weights are about to be loaded: forget gradients that were added up, and begin

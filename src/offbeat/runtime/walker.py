@@ -62,11 +62,12 @@ class Walker:
         for index in step.release:
             self._run.release(now, index)
 
-    def flush(self, planned: int) -> None:
-        """Do what the forward of the next iteration waits for and applies of earlier ones."""
+    def flush(self, planned: int, *, begun: bool = False) -> None:
+        """Do what the forward of the next iteration waits for and applies of earlier ones, or the
+        rest of it if that has `begun`."""
         if self.flushed == planned:
             return
-        for step in self._run.program.steps(planned):
+        for step in self._run.program.steps(planned)[self._next if begun else 0 :]:
             if step.position >= self._buckets:
                 break
             for lag, index in step.wait:
