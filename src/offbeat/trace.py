@@ -20,7 +20,8 @@ class Span:
     """Something that took time on one lane of one rank; seconds from the trace's origin.
 
     Lanes are `compute` and the links' names. Kinds on compute: forward, backward, update, wait,
-    other; on links: grad, param, state, and of gradients also reduce_scatter and all_gather.
+    other, and simulated sending (processor time that messages take); on links: grad, param, state,
+    and of gradients also reduce_scatter and all_gather.
     `buckets` is a run of neighbours, None for the model.
     `carries`: the iterations [first, stop) whose gradients a message holds; None: its own.
     """

@@ -37,6 +37,7 @@ class Message:
     ranks: tuple[int, ...]
     left_s: float
     passed: bool = False
+    sending_s: float = 0.0  # what it takes from the compute of who sends it
     released_s: dict[int, float] = field(default_factory=dict)
     begun_s: float = inf
     end_s: float = inf
@@ -96,6 +97,7 @@ class World:
         seconds = message_s(t, self.plan, self.profile) / self.rate(t.link, ranks)
         passed = not self.goes(t, i)
         message = Message(ranks, 0.0 if passed else seconds, passed)
+        message.sending_s = 0.0 if passed else sending_s(t, self.plan, self.profile)
         for r in ranks:
             line = self.ranks[r].lines[t.link]
             line[i, sum(1 for day, _ in line if day == i)] = message
@@ -200,6 +202,8 @@ class World:
                     yield self.now_s + seconds * factors[i]
                 for message in me.released[point, b, i]:
                     message.released_s[r] = self.now_s
+                sent = sum(message.sending_s for message in me.released[point, b, i])
+                yield self.now_s + sent * factors[i]
                 if point == "forward":
                     yield self.now_s + buckets[b].forward_s * factors[i]
             me.ends_s.append(self.now_s)
@@ -264,6 +268,16 @@ def message_s(t: Transfer, plan: Plan, profile: Profile) -> float:
     """Seconds of a message; its buffer counts like the parameters, gradients or state."""
     payload = replace(t.payload, buffer=plan.all_buffers[t.payload.buffer].kind)
     return profile.message_s(payload, t.link, t.verb)
+
+
+def sending_s(t: Transfer, plan: Plan, profile: Profile) -> float:
+    """Processor time of a message, by its link's two numbers; halves of an all-reduce and sends
+    do half of its work."""
+    link = profile.link(t.link)
+    payload = replace(t.payload, buffer=plan.all_buffers[t.payload.buffer].kind)
+    size = profile.bytes_of(payload)
+    seconds = link.cpu_s_per_message + link.cpu_s_per_byte * size if size else 0.0
+    return seconds if t.verb == "all_reduce" else seconds / 2
 
 
 def closes(apply: Apply, i: int, plan: Plan) -> bool:

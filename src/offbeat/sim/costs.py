@@ -31,6 +31,7 @@ class Costs:
         self._buffers = plan.all_buffers
         self._rules_s = {name: seconds(profile) for name, seconds in RULES_S.items()}
         self._message_s: dict[tuple[int, int], float] = {}
+        self._sending_s: dict[int, float] = {}
         self._bytes: dict[int, int] = {}
         # By place: the compute between the moment before and this one.
         self.compute_s = np.array(
@@ -57,6 +58,12 @@ class Costs:
             seconds = self.profile.message_s(self.on_wire(t), t.link, t.verb)
             self._message_s[key] = seconds / self._ranks.link_rate(t.link, ranks)
         return self._message_s[key]
+
+    def sending_s(self, t: Transfer) -> float:
+        """What the compute of a rank that sends a message loses to it."""
+        if id(t) not in self._sending_s:
+            self._sending_s[id(t)] = self.profile.sending_s(self.on_wire(t), t.link, t.verb)
+        return self._sending_s[id(t)]
 
     def message_bytes(self, t: Transfer) -> int:
         """Bytes of a message; half of them for a reduce_scatter or all_gather, so that a pair of
