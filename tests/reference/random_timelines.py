@@ -22,8 +22,8 @@ def profiles(
     rank_scales=True,
     contention=False,
 ):
-    """`contention` adds links that slow each other down, measured halves, and processor time that
-    messages take."""
+    """`contention` adds links that slow each other down, measured halves, and processor time of
+    messages and of the optimizer's calls."""
     names = links[: draw(st.integers(1, len(links)))]
     buckets = [
         Bucket(
@@ -48,6 +48,7 @@ def profiles(
         world_size=world_size,
         update_s=draw(SECONDS),
         other_s=draw(SECONDS),
+        step_s=draw(SECONDS) if contention else 0.0,
         rank_scale=tuple(draw(SHARES) for _ in range(world_size)) if uneven else (),
         contention=draw(contentions(names)) if contention else (),
     )

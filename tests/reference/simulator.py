@@ -122,13 +122,16 @@ class World:
         closed = [d for d in range(i) if any(closes(a, d, self.plan) for a in self.plan.applies)]
         if apply.rule != "local" or apply.arg("age", 0) > len(closed):
             return
+        whole = apply.at.point == "step" and len(apply.buckets) == self.plan.buckets
+        apart = apply.at.bucket is None and apply.at.point in ("forward", "grad")
         for r in range(len(self.ranks)) if apply.ranks is None else apply.ranks:
+            applied = self.ranks[r].applied
             for b in apply.buckets:
-                at = apply.at
-                if at.bucket is None and at.point in ("forward", "grad"):
-                    at = Moment(at.point, b, at.lag)
-                when = event(at, i, self.plan)
-                self.ranks[r].applied[when].append(self.profile.bucket_update_s[b])
+                at = Moment(apply.at.point, b, apply.at.lag) if apart else apply.at
+                first = apart or b == apply.buckets[0]  # of one call of the optimizer
+                seconds = self.profile.step_s if first and not whole else 0.0
+                seconds += self.profile.bucket_update_s[b]
+                applied[event(at, i, self.plan)].append(seconds)
 
     def under_way(self) -> list[tuple[str, Message]]:
         """What is first on the line of each of its ranks, and released by all of them."""
