@@ -135,7 +135,8 @@ class Profile:
     """Model and links as measured; `buckets` in backward order (first gradient first).
 
     `update_s` is the optimizer's time, `other_s` what the loop spends outside forward, backward
-    and update (data loading, logging), both per iteration. Times are means over ranks;
+    and update (data loading, logging), both per iteration; `step_s` what every further call of the
+    optimizer costs, where buckets are stepped one by one. Times are means over ranks;
     `rank_scale[r]` is rank r's compute time relative to that mean (empty: all alike).
     `jitter` is the relative standard deviation of one rank's compute from iteration to iteration.
     `model` is a fingerprint of the model, empty when unknown. `contention` lists what links lose
@@ -148,6 +149,7 @@ class Profile:
     update_s: float = 0.0
     other_s: float = 0.0
     rank_scale: tuple[float, ...] = ()
+    step_s: float = 0.0
     jitter: float = 0.0
     model: str = ""
     contention: tuple[Contention, ...] = ()
@@ -179,6 +181,11 @@ class Profile:
             sizes = [1] * len(sizes)
         total = sum(sizes)
         return tuple(self.update_s * size / total for size in sizes)
+
+    @property
+    def bucket_step_s(self) -> tuple[float, ...]:
+        """Optimizer time of each bucket that is stepped by itself."""
+        return tuple(self.step_s + seconds for seconds in self.bucket_update_s)
 
     @property
     def default_link(self) -> Link:
@@ -249,10 +256,17 @@ class Profile:
         seconds = self.link(link).seconds(latency_s, transfer_s, size_bytes)
         return np.where(latency_s + transfer_s > 0, seconds, 0.0)
 
+    def alone_s(self, link: str, kind: Kind, parts: int = 1) -> list[float]:
+        """`message_s` of every bucket by itself, or of one of so many equal slices of it."""
+        latency_s, *before = self._parts(link, kind).arrays
+        transfer_s, size_bytes = (np.diff(row) for row in before)
+        share = 1 / parts
+        seconds = self.link(link).seconds(latency_s, transfer_s * share, size_bytes * share)
+        return np.where(latency_s + transfer_s > 0, seconds, 0.0).tolist()
+
     def communication_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
         """c_i: time of each bucket sent alone; an empty bucket takes no time."""
-        buckets = range(len(self.buckets))
-        return tuple(self.message_s(Payload(kind, range(b, b + 1)), link) for b in buckets)
+        return tuple(self.alone_s(link, kind))
 
     def sending_s(self, payload: Payload, link: str, verb: Verb = "all_reduce") -> float:
         """Processor time of one message on every rank that sends it: its compute lasts so much
@@ -289,7 +303,8 @@ class Profile:
             replace(b, forward_s=b.forward_s * scale, backward_s=b.backward_s * scale)
             for b in self.buckets
         )
-        return replace(self, buckets=buckets, update_s=self.update_s * scale, rank_scale=())
+        times = {"update_s": self.update_s * scale, "step_s": self.step_s * scale}
+        return replace(self, buckets=buckets, rank_scale=(), **times)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; optional fields are left out at their defaults."""
@@ -304,6 +319,8 @@ class Profile:
             data["other_s"] = self.other_s
         if self.rank_scale:
             data["rank_scale"] = list(self.rank_scale)
+        if self.step_s:
+            data["step_s"] = self.step_s
         if self.jitter:
             data["jitter"] = self.jitter
         if self.model:
@@ -336,6 +353,7 @@ class Profile:
             update_s=data.get("update_s", 0.0),
             other_s=data.get("other_s", 0.0),
             rank_scale=tuple(data.get("rank_scale", ())),
+            step_s=data.get("step_s", 0.0),
             jitter=data.get("jitter", 0.0),
             model=data.get("model", ""),
             contention=tuple(

@@ -26,9 +26,8 @@ def validate(profile: Profile) -> None:
         _validate_contention(contention, [link.name for link in profile.links])
     for bucket in profile.buckets:
         _validate_bucket(bucket, {link.name for link in profile.links})
-    _number("update_s", profile.update_s)
-    _number("other_s", profile.other_s)
-    _number("jitter", profile.jitter)
+    for name in ("update_s", "other_s", "step_s", "jitter"):
+        _number(name, getattr(profile, name))
     if profile.rank_scale and len(profile.rank_scale) != profile.world_size:
         raise ValueError(
             f"rank_scale ({len(profile.rank_scale)} entries) must have one entry "

@@ -20,7 +20,8 @@ class Span:
     """Something that took time on one lane of one rank; seconds from the trace's origin.
 
     Lanes are `compute` and the links' names. Kinds on compute: forward, backward, update, wait,
-    other; on links: grad, param, state, or the verb (reduce_scatter, all_gather, send).
+    other, and simulated sending (processor time that messages take); on links: grad, param, state,
+    or the verb (reduce_scatter, all_gather, send).
     `buckets` is a run of neighbours, None for the model.
     `carries`: the iterations [first, stop) whose gradients a message holds; None: its own.
     """

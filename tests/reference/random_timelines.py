@@ -22,7 +22,8 @@ def profiles(
     rank_scales=True,
     contention=False,
 ):
-    """`contention` adds links that slow each other down, and measured halves."""
+    """`contention` adds links that slow each other down, measured halves, and processor time of
+    messages and of the optimizer's calls."""
     names = links[: draw(st.integers(1, len(links)))]
     buckets = [
         Bucket(
@@ -38,13 +39,16 @@ def profiles(
     ]
     world_size = draw(st.sampled_from(world_sizes))
     uneven = rank_scales and draw(st.booleans())
-    halves = {"all_gather": (0.25, 6.0)} if contention and draw(st.booleans()) else {}
+    more = {"halves": {"all_gather": (0.25, 6.0)}} if contention and draw(st.booleans()) else {}
+    if contention and draw(st.booleans()):
+        more |= {"cpu_s_per_message": draw(SECONDS), "cpu_s_per_byte": draw(SECONDS)}
     return Profile(
         buckets=tuple(buckets),
-        links=tuple(Link(n, draw(SECONDS), 4.0, halves=halves) for n in names),
+        links=tuple(Link(n, draw(SECONDS), 4.0, **more) for n in names),
         world_size=world_size,
         update_s=draw(SECONDS),
         other_s=draw(SECONDS),
+        step_s=draw(SECONDS) if contention else 0.0,
         rank_scale=tuple(draw(SHARES) for _ in range(world_size)) if uneven else (),
         contention=draw(contentions(names)) if contention else (),
     )

@@ -37,6 +37,7 @@ class Message:
     ranks: tuple[int, ...]
     left_s: float
     passed: bool = False
+    sending_s: float = 0.0  # what it takes from the compute of who sends it
     released_s: dict[int, float] = field(default_factory=dict)
     begun_s: float = inf
     end_s: float = inf
@@ -96,6 +97,7 @@ class World:
         seconds = message_s(t, self.plan, self.profile) / self.rate(t.link, ranks)
         passed = not self.goes(t, i)
         message = Message(ranks, 0.0 if passed else seconds, passed)
+        message.sending_s = 0.0 if passed else sending_s(t, self.plan, self.profile)
         for r in ranks:
             line = self.ranks[r].lines[t.link]
             line[i, sum(1 for day, _ in line if day == i)] = message
@@ -120,13 +122,16 @@ class World:
         closed = [d for d in range(i) if any(closes(a, d, self.plan) for a in self.plan.applies)]
         if apply.rule != "local" or apply.arg("age", 0) > len(closed):
             return
+        whole = apply.at.point == "step" and len(apply.buckets) == self.plan.buckets
+        apart = apply.at.bucket is None and apply.at.point in ("forward", "grad")
         for r in range(len(self.ranks)) if apply.ranks is None else apply.ranks:
+            applied = self.ranks[r].applied
             for b in apply.buckets:
-                at = apply.at
-                if at.bucket is None and at.point in ("forward", "grad"):
-                    at = Moment(at.point, b, at.lag)
-                when = event(at, i, self.plan)
-                self.ranks[r].applied[when].append(self.profile.bucket_update_s[b])
+                at = Moment(apply.at.point, b, apply.at.lag) if apart else apply.at
+                first = apart or b == apply.buckets[0]  # of one call of the optimizer
+                seconds = self.profile.step_s if first and not whole else 0.0
+                seconds += self.profile.bucket_update_s[b]
+                applied[event(at, i, self.plan)].append(seconds)
 
     def under_way(self) -> list[tuple[str, Message]]:
         """What is first on the line of each of its ranks, and released by all of them."""
@@ -200,6 +205,8 @@ class World:
                     yield self.now_s + seconds * factors[i]
                 for message in me.released[point, b, i]:
                     message.released_s[r] = self.now_s
+                sent = sum(message.sending_s for message in me.released[point, b, i])
+                yield self.now_s + sent * factors[i]
                 if point == "forward":
                     yield self.now_s + buckets[b].forward_s * factors[i]
             me.ends_s.append(self.now_s)
@@ -264,6 +271,16 @@ def message_s(t: Transfer, plan: Plan, profile: Profile) -> float:
     """Seconds of a message; its buffer counts like the parameters, gradients or state."""
     payload = replace(t.payload, buffer=plan.all_buffers[t.payload.buffer].kind)
     return profile.message_s(payload, t.link, t.verb)
+
+
+def sending_s(t: Transfer, plan: Plan, profile: Profile) -> float:
+    """Processor time of a message, by its link's two numbers; halves of an all-reduce and sends
+    do half of its work."""
+    link = profile.link(t.link)
+    payload = replace(t.payload, buffer=plan.all_buffers[t.payload.buffer].kind)
+    size = profile.bytes_of(payload)
+    seconds = link.cpu_s_per_message + link.cpu_s_per_byte * size if size else 0.0
+    return seconds if t.verb == "all_reduce" else seconds / 2
 
 
 def closes(apply: Apply, i: int, plan: Plan) -> bool:

@@ -137,7 +137,7 @@ class Transfer:
     when: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", Phases(self.phases))
+        object.__setattr__(self, "phases", _phases(self.phases))
 
     @property
     def target(self) -> str:
@@ -175,7 +175,7 @@ class Apply:
     args: Args = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", Phases(self.phases))
+        object.__setattr__(self, "phases", _phases(self.phases))
         object.__setattr__(self, "args", _pairs(self.args))
 
     def arg(self, name: str, default: Any = None) -> Any:
@@ -203,7 +203,7 @@ class Vote:
     args: Args = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", Phases(self.phases))
+        object.__setattr__(self, "phases", _phases(self.phases))
         object.__setattr__(self, "args", _pairs(self.args))
 
     def arg(self, name: str, default: Any = None) -> Any:
@@ -323,7 +323,7 @@ def transfer(
 ) -> Transfer:
     """A transfer from its fields, the short way to write one; `more` are those of `Transfer`."""
     payload = Payload(buffer, buckets, part, parts, width, age)
-    return Transfer(payload, after, before, Phases(phases), link, **more)
+    return Transfer(payload, after, before, _phases(phases), link, **more)
 
 
 def local(buckets: int, at: Moment, phases: Iterable[int], **args: Any) -> Apply:
@@ -339,6 +339,10 @@ def channel(link: str, index: int) -> str:
 def base_link(name: str) -> str:
     """The link that a channel belongs to."""
     return name.partition(CHANNEL)[0]
+
+
+def _phases(members: Iterable[int]) -> Phases:
+    return members if isinstance(members, Phases) else Phases(members)
 
 
 def _pairs(args: Mapping[str, Any] | Args) -> Args:

@@ -10,10 +10,11 @@ from typing import cast
 import numpy as np
 from torch import Tensor
 
-from offbeat.plan import Moment, base_link, channel, transfer
+from offbeat.plan import base_link, channel
 from offbeat.profile import Contention, Link
 from offbeat.runtime.cluster import Cluster
 from offbeat.runtime.probe import Budget
+from offbeat.runtime.volley import land, release
 
 COUNT = 6  # messages back to back
 RUNS = 3  # of so many messages for each pair: one link alone, then both
@@ -74,36 +75,14 @@ def _contention(
 
 
 def _sent(cluster: Cluster, loads: Mapping[str, Tensor]) -> dict[str, Spans]:
-    """Send messages back to back on several links at once, through the links' own threads.
-
-    What is sent for measuring does not count as the link's traffic.
-    """
-    rules = {
-        name: transfer(
-            "grad", range(1), after=Moment("step"), before=Moment("end"), phases=[0], link=name
-        )
-        for name in loads
-    }
-    sent = {name: cluster.links[name].bytes_sent for name in loads}
+    """Send messages back to back on several links at once."""
     cluster.control.gather(None)  # begin together
-    messages = {
-        name: [cluster.links[name].enqueue(rules[name], 0) for _ in range(COUNT)] for name in loads
+    messages = release(cluster, loads, COUNT)
+    land(cluster, messages)
+    seconds = cluster.device.seconds
+    return {
+        name: [(seconds(m.start), seconds(m.end)) for m in mine] for name, mine in messages.items()
     }
-    for name, mine in messages.items():
-        for message in mine:
-            cluster.links[name].release(message, (loads[name],))
-    spans: dict[str, Spans] = {}
-    for name, mine in messages.items():
-        for message in mine:
-            if not message.wait(cluster.timeout_s + 5) or message.error is not None:
-                raise RuntimeError(
-                    f"link {name!r} failed while it was measured: {message.error}. "
-                    f"{cluster.control.behind()}"
-                )
-        seconds = cluster.device.seconds
-        spans[name] = [(seconds(m.start), seconds(m.end)) for m in mine]
-        cluster.links[name].bytes_sent = sent[name]
-    return spans
 
 
 def _rate(spans: Spans, begin: float, end: float) -> float:

@@ -219,7 +219,9 @@ class FlatSession(Session):
         flat = Flat(self._model, specs)
         self.engine.attach(flat)
         self._parameters.attach(flat)
-        links, contention = measure_cluster(self._cluster, flat)
+        links, contention = measure_cluster(
+            self._cluster, flat, emulated=getattr(self._model, "emulated", False)
+        )
         profile = observer.profile(specs, flat, links, contention, control, how.model)
         profile = control.gather(profile)[0]  # every rank plans from the same numbers
         if how.save_to and control.rank == 0:

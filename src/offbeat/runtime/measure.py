@@ -16,13 +16,15 @@ from offbeat.runtime.cluster import Cluster
 from offbeat.runtime.contention import measure_contention
 from offbeat.storage.flat import Flat
 from offbeat.runtime.probe import Budget, Probe, Prober, timed
+from offbeat.runtime.sending import measure_sending
 from offbeat.transport.collectives import Collective, averaging
 from offbeat.transport.device import Device
 
 # What all measuring before a plan may take: seconds, and model sizes of payload per rank.
 BUDGET_S, BUDGET_SIZES = 3.0, 20.0
 # Parts of it; those of links are shared by all of them.
-LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.45, 0.15, 0.15
+LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.4, 0.15, 0.12
+SENDING = 0.08
 
 MIN_BUCKET_BYTES = 64 * 1024
 SMALL_BYTES = 4096
@@ -48,10 +50,11 @@ def fit_link(name: str, points: Sequence[tuple[int, float]]) -> Link:
 
 
 def measure_cluster(
-    cluster: Cluster, flat: Flat
+    cluster: Cluster, flat: Flat, *, emulated: bool = False
 ) -> tuple[tuple[Link, ...], tuple[Contention, ...]]:
     """Every link's alpha and beta, of all-reduces over the sizes of messages that this model sends
-    and of their halves; what small messages take; and what links lose while both carry messages.
+    and of their halves; what small messages take, and what all take from compute, unless that is
+    emulated; and what links lose while both carry messages.
 
     With `worthwhile_bytes` it takes `BUDGET_S` seconds and `BUDGET_SIZES` model sizes; halves and
     contention are left out where that is too little. Every rank must call it, and opens a second
@@ -69,6 +72,8 @@ def measure_cluster(
     if cluster.control.world_size == 1:
         return tuple(replace(link, halves={}) for link in links), ()
     links = cluster.control.gather(links)[0]  # fits may differ between machines in the last bit
+    if not emulated:
+        links = measure_sending(cluster, links, like, total, budget.share(SENDING))
     return tuple(links), measure_contention(cluster, links, like, budget.share(TOGETHER))
 
 

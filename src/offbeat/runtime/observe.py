@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 
 import numpy as np
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from offbeat.plan import Moment, Plan, local, transfer
 from offbeat.profile import Bucket, Contention, GradientNoise, Link, Profile
+from offbeat.runtime.calls import call_s
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.loss import LossTap
@@ -24,6 +25,8 @@ from offbeat.transport.device import Device, Mark
 
 OTHER, UPDATE = "other", "update"
 ALIKE = 1.02  # ranks whose compute times differ by less count as alike
+STEADY = 0.03  # compute that differs by less from iteration to iteration counts as steady
+SIGMA = 1.4826  # standard deviations in a median absolute deviation, of a normal distribution
 
 
 def observing_plan(buckets: int, link: str) -> Plan:
@@ -140,6 +143,8 @@ class Observer:
         mine = self._per_bucket(specs)
         everyone = np.array(control.gather(mine))  # rank x (forward per bucket, backward.., 2)
         mean = everyone.mean(axis=0)
+        more = self._jitter(), call_s(self._engine.optimizer, self._device)
+        jitter, step_s = np.mean(control.gather(more), axis=0)
         count = len(specs)
         compute = everyone[:, :-1].sum(axis=1)
         scale = compute / compute.mean()
@@ -163,10 +168,18 @@ class Observer:
             update_s=float(mean[-2]),
             other_s=float(mean[-1]),
             rank_scale=() if alike else tuple(float(s) for s in scale),
+            step_s=float(step_s),
+            jitter=float(jitter) if jitter > STEADY else 0.0,
             model=model,
             contention=tuple(contention),
             noise=self._noise(control),
         )
+
+    def _jitter(self) -> float:
+        """Relative standard deviation of this rank's compute, by medians: iterations are few."""
+        totals = [times.total for times in self._times[1:]]
+        typical = median(totals) if totals else 0.0
+        return SIGMA * median(abs(t - typical) for t in totals) / typical if typical else 0.0
 
     def _noise(self, control: Control) -> GradientNoise | None:
         """Loss and gradient noise while observing; None in a world of one, or with ranks that

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from offbeat.numerics import WIRES
 from offbeat.plan import Apply, Payload, Plan, Transfer
-from offbeat.plan.program import work_before
+from offbeat.plan.program import spread, work_before
 from offbeat.profile import Profile
 from offbeat.sim.ranks import Ranks
 
@@ -31,6 +31,7 @@ class Costs:
         self._buffers = plan.all_buffers
         self._rules_s = {name: seconds(profile) for name, seconds in RULES_S.items()}
         self._message_s: dict[tuple[int, int], float] = {}
+        self._sending_s: dict[int, float] = {}
         self._bytes: dict[int, int] = {}
         # By place: the compute between the moment before and this one.
         self.compute_s = np.array(
@@ -48,7 +49,17 @@ class Costs:
     def applied_s(self, apply: Apply) -> Seconds | None:
         """Seconds of an apply for each of its buckets; None: no time at all."""
         seconds = self._rules_s.get(apply.rule)
-        return None if seconds is None else seconds[apply.buckets.start : apply.buckets.stop]
+        if seconds is None:
+            return None
+        seconds = seconds[apply.buckets.start : apply.buckets.stop]
+        if not self.profile.step_s or apply.rule != "local":
+            return seconds
+        calls = len(apply.buckets) if spread(apply) else int(not self._whole(apply))
+        return seconds + self.profile.step_s * calls / len(seconds)
+
+    def _whole(self, apply: Apply) -> bool:
+        """Whether it is the step of the whole model, the one call that costs nothing more."""
+        return apply.at.point == "step" and len(apply.buckets) == self.plan.buckets
 
     def message_s(self, t: Transfer, ranks: tuple[int, ...] | None = None) -> float:
         """Seconds of a message alone on its link, between some ranks or all of them."""
@@ -57,6 +68,12 @@ class Costs:
             seconds = self.profile.message_s(self.on_wire(t), t.link, t.verb)
             self._message_s[key] = seconds / self._ranks.link_rate(t.link, ranks)
         return self._message_s[key]
+
+    def sending_s(self, t: Transfer) -> float:
+        """What the compute of a rank that sends a message loses to it."""
+        if id(t) not in self._sending_s:
+            self._sending_s[id(t)] = self.profile.sending_s(self.on_wire(t), t.link, t.verb)
+        return self._sending_s[id(t)]
 
     def message_bytes(self, t: Transfer) -> int:
         """Bytes of a message; half of them for a reduce_scatter or all_gather, so that a pair of

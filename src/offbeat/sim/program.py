@@ -90,7 +90,8 @@ class TimedProgram:
         self.lag = self.program.lag
         self._repeats = repeats or {}
         # What a later moment of a rule depends on beside the kinds of iterations.
-        self._conditions = sorted({(r.before.lag, r.when) for r in plan.transfers if r.when})
+        conditional = [r for r in plan.transfers if r.when]
+        self._conditions = sorted({(lag, r.when) for r in conditional for lag in (0, r.before.lag)})
         self._conditions += sorted({(r.at.lag, r.when) for r in plan.applies if r.when})
         late = {(r.at.lag, r.arg("age", 0)) for r in plan.applies if r.rule == "local"}
         self._late = sorted((lag, age) for lag, age in late if age)
@@ -160,6 +161,13 @@ class TimedProgram:
         link, position = self._slots(iteration - lag)[index]
         return Slot(link, lag, position)
 
+    def sending_s(self, iteration: int, step: Step) -> float:
+        """What the messages that a step releases take from the compute right after it. Where the
+        rank only waits for them it is part of the waiting."""
+        transfers = self.program.transfers(iteration)
+        released = (transfers[index] for index in step.release)
+        return sum(self.costs.sending_s(t) for t in released if self.goes(t, iteration))
+
     # ---- binding ----------------------------------------------------------------------------
 
     def _bind(self, iteration: int) -> Iterator[Leg]:
@@ -181,7 +189,7 @@ class TimedProgram:
             leg.asked += [(vote.name, leg.seconds) for vote in step.ask]
             for index in step.release:
                 leg.release(*slots[index])
-            leg.seconds += later_s
+            leg.seconds += later_s + self.sending_s(iteration, step)
         yield leg.done()
 
     def _seconds(self, iteration: int, steps: Sequence[Step]) -> Seconds:

@@ -63,6 +63,9 @@ class _Walk:
                     yield from self._shown(kind, iteration, one_s * factor, bucket)
         for index in step.release:
             self._message(iteration, index, received=False)
+        sending_s = self.program.sending_s(iteration, step) * factor
+        if sending_s:
+            yield from self._shown("sending", iteration, sending_s, None)
 
     def _shown(
         self, kind: str, iteration: int, seconds: float, bucket: int | None

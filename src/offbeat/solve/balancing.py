@@ -16,14 +16,19 @@ def balance(
     whose cost grows least; ties: the earliest finish, then the first set.
     """
     sets = [_OpenSet(h, ready_s, communication_s) for h in range(period)]
-    by_finish = sets.copy()
+    by_finish, finishes = sets.copy(), [(s.finish_s, s.index) for s in sets]
     for i in order:
         rounding_s = _ROUNDING * (by_finish[-1].finish_s + communication_s[i])
         chosen = _least_growth(by_finish, i, ready_s[i], communication_s[i], rounding_s)
         before_s = chosen.finish_s
         chosen.add(i)
         if chosen.finish_s > before_s:
-            by_finish.sort(key=_by_finish)
+            at = bisect_left(finishes, (before_s, chosen.index))
+            del by_finish[at], finishes[at]
+            finish = chosen.finish_s, chosen.index
+            at = bisect_left(finishes, finish)
+            by_finish.insert(at, chosen)
+            finishes.insert(at, finish)
     return tuple(tuple(-place for place in reversed(s.places)) for s in sets)
 
 
@@ -92,10 +97,6 @@ class _OpenSet:
         self.places.append(place)
         self.sent_s.append(sum_s)
         self.finishes_s.append(self.finish_s)
-
-
-def _by_finish(open_set: _OpenSet) -> tuple[float, int]:
-    return open_set.finish_s, open_set.index
 
 
 def _least_growth(

@@ -118,7 +118,10 @@ def optimal(backward_s: Sequence[float], communication_s: Sequence[float], perio
     from a shorter one, and one bucket more, since every further bucket would add all of its
     communication here and at most that much in the next set.
     """
-    ready_s, comm_s = _problem_arrays(backward_s, communication_s, period)
+    return _contiguous(*_problem_arrays(backward_s, communication_s, period), period)
+
+
+def _contiguous(ready_s: Numbers, comm_s: Numbers, period: int) -> Sets:
     count = len(comm_s)
     if count == 0:
         return ((),) * period
@@ -146,7 +149,10 @@ def balanced(backward_s: Sequence[float], communication_s: Sequence[float], peri
     `ready + communication` (the finish that none can avoid), each to the set whose cost grows
     least; ties: the earliest finish, then the first set.
     """
-    ready_s, comm_s = _problem_arrays(backward_s, communication_s, period)
+    return _scattered(*_problem_arrays(backward_s, communication_s, period), period)
+
+
+def _scattered(ready_s: Numbers, comm_s: Numbers, period: int) -> Sets:
     if len(comm_s) == 0:
         return ((),) * period
     order = np.argsort(-(ready_s + comm_s), kind="stable")
@@ -173,8 +179,8 @@ def best(backward_s: Sequence[float], communication_s: Sequence[float], period: 
     Times are per bucket, in seconds. Raises ValueError. Source: ours.
     """
     ready_s, comm_s = _problem_arrays(backward_s, communication_s, period)
-    contiguous = optimal(backward_s, communication_s, period)
-    scattered = balanced(backward_s, communication_s, period)
+    contiguous = _contiguous(ready_s, comm_s, period)
+    scattered = _scattered(ready_s, comm_s, period)
     contiguous_s, scattered_s = (
         sum(_fast_cost(np.array(members, dtype=np.intp), ready_s, comm_s) for members in sets)
         for sets in (contiguous, scattered)
@@ -192,12 +198,19 @@ def fill_bubbles(
     unlike ranks wait for each other. Raises ValueError. Source: DreamDDP, Section 3.4, with the
     exact cost instead of Eq. 12.
     """
-    ready_s, comm_s = _lists(backward_s, communication_s)
-    _check_sets(sets, len(comm_s))
-    return tuple(_fill(members, ready_s, comm_s) for members in sets)
+    ready, comm = _arrays(backward_s, communication_s)
+    _check_sets(sets, len(comm))
+    times = ready.tolist(), comm.tolist()
+    sent_s = np.concatenate([[0.0], np.cumsum(comm)])
+    idle_s = np.maximum.accumulate(ready - sent_s[:-1]) if len(comm) else ready
+    # By length from 1 on, up to rounding: when the messages of a prefix end.
+    prefix_s = sent_s[1:] + idle_s
+    return tuple(_fill(members, *times, prefix_s) for members in sets)
 
 
-def _fill(members: Sequence[int], ready_s: list[float], comm_s: list[float]) -> tuple[int, ...]:
+def _fill(
+    members: Sequence[int], ready_s: list[float], comm_s: list[float], prefix_s: Numbers
+) -> tuple[int, ...]:
     """The longest prefix that fits into the set's own cost, less the set."""
     if not members:
         return ()
@@ -207,11 +220,29 @@ def _fill(members: Sequence[int], ready_s: list[float], comm_s: list[float]) -> 
         return finish([*range(end), *later], ready_s, comm_s)
 
     # A longer prefix never finishes earlier, not even by rounding, so it can be bisected; and the
-    # same additions in the same order make "costs nothing" exact.
+    # same additions in the same order make "costs nothing" exact. That takes long, so it is done
+    # where an estimate that is right up to rounding says that it ends.
     limit_s = cost(members, ready_s, comm_s)
-    fits = bisect_right(range(1, len(comm_s) + 1), limit_s, key=filled_s)
+    count = len(comm_s)
+    near_s = _filled_s(members, ready_s, comm_s, prefix_s)
+    margin_s = _ROUNDING * count * limit_s
+    low, high = (int(np.searchsorted(near_s, limit_s + m, side="right")) for m in (-margin_s, margin_s))
+    fits = bisect_right(range(1, count + 1), limit_s, low, high, key=filled_s)
     own = set(members)
     return tuple(i for i in range(fits) if i not in own)
+
+
+def _filled_s(
+    members: Sequence[int], ready_s: list[float], comm_s: list[float], prefix_s: Numbers
+) -> Numbers:
+    """By length from 1 on, up to rounding: the end of a prefix and the members behind it."""
+    own = np.array(members, dtype=np.intp)
+    own_s = np.array(comm_s)[own]
+    left_s = np.append(own_s[::-1].cumsum()[::-1], 0.0)  # messages from the n-th member on,
+    starts_s = np.array(ready_s)[own] + left_s[:-1]
+    ends_s = np.append(np.maximum.accumulate(starts_s[::-1])[::-1], 0.0)  # and when they end
+    behind = np.searchsorted(own, np.arange(len(comm_s)), side="right")
+    return np.maximum.accumulate(np.maximum(prefix_s + left_s[behind], ends_s[behind]))
 
 
 def _candidate_ends(ready_s: Numbers, comm_s: Numbers) -> tuple[_Ends, _Ends]:

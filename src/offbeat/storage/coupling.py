@@ -55,6 +55,13 @@ def trial_copy(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> tor
     return trial
 
 
+def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy of the optimizer that steps one small stand-in per group."""
+    random = torch.Generator().manual_seed(0)
+    groups = [_with(g, _stand_ins(g, 1, 1.0, random)) for g in optimizer.param_groups]
+    return trial_copy(optimizer, [group for group in groups if group["params"]])
+
+
 def delegates(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is a wrapper round another one."""
     return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import ClassVar, Literal, NamedTuple
 
@@ -12,13 +12,15 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.sim import Ranks, simulate
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
-from offbeat.strategies.local_sgd import EVERY_ITERATION
+from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
 from offbeat.strategies.partial_sync import (
     Average,
     Piece,
     kinds_of,
     layer_times,
     partial_plan,
+    piece_times,
+    sets_facts,
     whole,
 )
 from offbeat.testing.equations import Equations, layer_sets, partial
@@ -29,7 +31,7 @@ SLICES_GAIN = 0.02  # what slices must save before they are chosen unasked: they
 MOST_SLICES = 4000  # of all buckets: with more, slices save little and take long to plan
 FEW_ENDS = 8  # so many buckets at either end are tried one by one, more of them by doubling
 LEAST_ITERATIONS = 24  # simulated per candidate, and at least four periods
-MOST_SIMULATED = 10_000  # buckets times iterations; beyond that jitter is left out of account
+MOST_SIMULATED = 10_000  # buckets times iterations; with more the closed form has to do
 ROUNDING = 1e-9
 
 
@@ -70,7 +72,8 @@ class DreamDDP(Strategy):
             )
 
     def schedule(self, profile: Profile) -> Plan:
-        layers = [*self._layer_sets(profile, [frozenset()]), *self._at_once(profile)]
+        layers = self._layer_sets(profile, [frozenset()])
+        layers += self._at_once(profile, min(self._closed_s(one, profile) for one in layers))
         chosen_s, chosen = self._fastest(layers, profile)
         slices = self._layer_sets(profile, self._cuts(len(profile.buckets)))
         if slices:
@@ -86,45 +89,64 @@ class DreamDDP(Strategy):
     def bound_s(self, profile: Profile) -> float:
         return periodic_bound_s(profile, self.period, fused=True)
 
-    def _layer_sets(self, profile: Profile, cuts: Iterable[frozenset[int]]) -> list[_Candidate]:
+    def _layer_sets(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[_Candidate]:
         """The cheapest sets of all the ways to cut buckets into slices, filled or not."""
         best: _Candidate | None = None
+        best_s = float("inf")
         backward_s, whole_s = layer_times(profile, self.average, self.state)
-        slices = [Piece(piece.buckets, 0, self.period) for piece in whole(len(whole_s))]
-        slice_s = [piece.seconds(profile, self.state) for piece in slices] if self.split else []
+        slice_s = piece_times(profile, self.state, self.period) if any(cuts) else []
         for sliced in cuts:
             pieces, times = cut(sliced, self.period, backward_s, whole_s, slice_s)
             sets = _SOLVERS[self.solver](*times, self.period)
             cost_s = solve.period_cost(sets, *times)
-            if best is None or cost_s < best.cost_s:
-                best = _Candidate(cost_s, pieces, sets, ((),) * self.period, times)
+            candidate = _Candidate(cost_s, pieces, sets, ((),) * self.period, times)
+            seconds = self._closed_s(candidate, profile)
+            if seconds < best_s:
+                best_s, best = seconds, candidate
         if best is None:
             return []
         fill = solve.fill_bubbles(best.sets, *best.times) if self.fill else best.fill
         filled = best._replace(fill=fill)
         return [filled, best] if self.fill == "auto" and filled != best else [filled]
 
-    def _at_once(self, profile: Profile) -> Iterator[_Candidate]:
-        """All layers in the last iteration, in messages that end as early as possible or in one:
-        local SGD's schedule."""
+    def _at_once(self, profile: Profile, layers_s: float) -> Iterator[_Candidate]:
+        """All layers in the last iteration: in messages that end as early as possible, in one, or
+        exactly as local SGD does. None where even the least that they can take is more than
+        `layers_s`, what sets of layers take."""
         if self.solver != "auto":
             return
         times = layer_times(profile, self.average, self.state)
-        ready_s, link = list(accumulate(times[0])), profile.default_link.name
-        fused = solve.optimal_fusion(
-            ready_s,
-            lambda first, stop: sum(
-                profile.messages_ending_s(link, kind, first, stop) for kind in kinds_of(self.state)
-            ),
-        )
-        for groups in dict.fromkeys((fused, (range(len(ready_s)),))):
+        ready_s, everything = list(accumulate(times[0])), range(len(times[0]))
+        idle: solve.Sets = ((),) * (self.period - 1)
+        none: solve.Sets = ((),) * self.period
+
+        def candidate(groups: solve.Fusion) -> _Candidate:
             pieces = [Piece(group) for group in groups]
             end_s = solve.fusion_finish(
                 groups, ready_s, lambda group: Piece(group).seconds(profile, self.state)
             )
             cost_s = (self.period - 1) * ready_s[-1] + max(ready_s[-1], end_s)
-            sets = (*((),) * (self.period - 1), tuple(range(len(pieces))))
-            yield _Candidate(cost_s, pieces, sets, ((),) * self.period, times)
+            return _Candidate(cost_s, pieces, (*idle, tuple(range(len(pieces)))), none, times)
+
+        one = candidate((everything,))
+        message_s = one.pieces[0].seconds(profile, self.state)
+        ends_s = max(ready_s[-1] + times[1][-1], ready_s[0] + message_s)
+        least_s = one._replace(cost_s=(self.period - 1) * ready_s[-1] + ends_s)
+        if self._simulated(profile) or self._closed_s(least_s, profile) < layers_s:
+            link = profile.default_link.name
+            fused = solve.optimal_fusion(
+                ready_s,
+                lambda first, stop: sum(
+                    profile.messages_ending_s(link, kind, first, stop)
+                    for kind in kinds_of(self.state)
+                ),
+            )
+            yield candidate(fused)
+        yield one
+        if self.average == "after_update":
+            slowest = profile.slowest()
+            local_s = self.period * (slowest.backward_s + slowest.update_s) + message_s
+            yield one._replace(cost_s=local_s, at_step=True)
 
     def _cuts(self, size: int) -> list[frozenset[int]]:
         """Sets of buckets to try in slices: some of the first and of the last; all."""
@@ -154,30 +176,48 @@ class DreamDDP(Strategy):
         return best_s, best
 
     def _period_s(self, candidate: _Candidate, profile: Profile) -> float:
-        """Predicted seconds of one period, the processor time of its messages included.
-
-        Without jitter the cost of the sets says it exactly; with it the plan is simulated, always
-        with the same noise, so that candidates can be compared.
-        """
-        link = profile.default_link.name
-        sending_s = sum(
-            profile.sending_s(payload, link)
-            for i in chain(*candidate.sets, *candidate.fill)
-            for payload in candidate.pieces[i].payloads(self.state)
-        )
-        periods = max(4, -(-LEAST_ITERATIONS // self.period))
-        iterations = periods * self.period
-        if not profile.jitter or iterations * len(profile.buckets) > MOST_SIMULATED:
-            slowest = profile.slowest()
-            outside_s = slowest.other_s + slowest.forward_s
-            if self.average == "before_update":
-                outside_s += slowest.update_s
-            return self.period * outside_s + candidate.cost_s + sending_s
+        """Predicted seconds of one period: simulated where that tells more than the cost of the
+        sets, always with the same noise, so that candidates can be compared."""
+        if not self._simulated(profile):
+            return self._closed_s(candidate, profile)
         plan, ranks = self._plan_of(candidate, profile), Ranks(jitter=profile.jitter)
-        trace = simulate(plan, profile, iterations=iterations, ranks=ranks, record=0)
-        return max(ends_s[-1] for ends_s in trace.ends_s) / periods + sending_s
+        periods = self._periods()
+        trace = simulate(
+            plan, profile, iterations=periods * self.period, ranks=ranks, record=0
+        )
+        return max(ends_s[-1] for ends_s in trace.ends_s) / periods
+
+    def _simulated(self, profile: Profile) -> bool:
+        """Whether candidates are simulated: where compute varies or messages take from it, unless
+        that would take too long."""
+        link = profile.default_link
+        uneven = profile.jitter or link.cpu_s_per_message or link.cpu_s_per_byte
+        iterations = self._periods() * self.period
+        return bool(uneven) and iterations * len(profile.buckets) <= MOST_SIMULATED
+
+    def _periods(self) -> int:
+        return max(4, -(-LEAST_ITERATIONS // self.period))
+
+    def _closed_s(self, candidate: _Candidate, profile: Profile) -> float:
+        """Seconds of one period of steady ranks that wait for the processor time of messages."""
+        slowest, link = profile.slowest(), profile.default_link
+        outside_s = slowest.other_s + slowest.forward_s
+        if self.average == "before_update":
+            outside_s += slowest.update_s
+        sending_s = 0.0
+        if link.cpu_s_per_message or link.cpu_s_per_byte:
+            sending_s = sum(
+                profile.sending_s(payload, link.name)
+                for i in chain(*candidate.sets, *candidate.fill)
+                for payload in candidate.pieces[i].payloads(self.state)
+            )
+        return self.period * outside_s + candidate.cost_s + sending_s
 
     def _plan_of(self, candidate: _Candidate, profile: Profile) -> Plan:
+        if candidate.at_step:
+            local = LocalSGD(self.period, state=self.state).schedule(profile)
+            facts = sets_facts(candidate.sets, candidate.fill, candidate.pieces)
+            return replace(local, strategy=self.name, facts=facts)
         return partial_plan(
             self.name,
             profile,
@@ -190,13 +230,17 @@ class DreamDDP(Strategy):
 
 
 class _Candidate(NamedTuple):
-    """Pieces, when they are averaged, and what a period costs without its forward passes."""
+    """Pieces, when they are averaged, and what a period costs without its forward passes.
+
+    `at_step`: update and average as local SGD does, in one step of all and not bucket by bucket.
+    """
 
     cost_s: float
     pieces: list[Piece]
     sets: solve.Sets
     fill: solve.Sets
     times: tuple[list[float], list[float]]
+    at_step: bool = False
 
 
 def cut(

@@ -86,9 +86,16 @@ def layer_times(
     slowest = profile.slowest()
     backward_s = [bucket.backward_s for bucket in slowest.buckets]
     if average == "after_update":
-        backward_s = [b + u for b, u in zip(backward_s, slowest.bucket_update_s, strict=True)]
-    communication_s = [piece.seconds(profile, state) for piece in whole(len(backward_s))]
-    return backward_s, communication_s
+        backward_s = [b + s for b, s in zip(backward_s, slowest.bucket_step_s, strict=True)]
+    return backward_s, piece_times(profile, state)
+
+
+def piece_times(profile: Profile, state: StatePolicy, parts: int = 1) -> list[float]:
+    """Seconds of every bucket's messages on the default link, each alone, or of one of so many
+    equal slices of it."""
+    link = profile.default_link.name
+    kinds = [profile.alone_s(link, kind, parts) for kind in kinds_of(state)]
+    return [sum(seconds) for seconds in zip(*kinds, strict=True)]
 
 
 def partial_plan(
@@ -106,10 +113,12 @@ def partial_plan(
     """
     size = len(profile.buckets)
     pieces = pieces or whole(size)
-    phases: list[list[int]] = [[] for _ in pieces]
+    active: list[tuple[int, ...]] = [()] * len(pieces)
     for h, members in enumerate(zip(sets, fill, strict=True)):
         for i in chain(*members):
-            phases[i].append(h)
+            active[i] += (h,)
+    shared = {members: Phases(members) for members in set(active)}
+    phases = [shared[members] for members in active]
     due = Moment("end" if average == "after_update" else "step")
     transfers = [
         transfer(
@@ -128,7 +137,7 @@ def partial_plan(
     applies = []
     if state == "reset":
         applies += [
-            Apply("reset", piece.buckets, due, Phases(phases[i]))
+            Apply("reset", piece.buckets, due, phases[i])
             for i, piece in enumerate(pieces)
             if phases[i]
         ]
@@ -140,10 +149,15 @@ def partial_plan(
         tuple(transfers),
         tuple(applies),
         period=len(sets),
-        facts=(
-            Fact("sets", _buckets(sets, pieces), "buckets averaged in each iteration"),
-            Fact("fill", _buckets(fill, pieces), "further ones, where they cost no time"),
-        ),
+        facts=sets_facts(sets, fill, pieces),
+    )
+
+
+def sets_facts(sets: Sets, fill: Sets, pieces: Sequence[Piece]) -> tuple[Fact, ...]:
+    """What is worth knowing about the sets."""
+    return (
+        Fact("sets", _buckets(sets, pieces), "buckets averaged in each iteration"),
+        Fact("fill", _buckets(fill, pieces), "further ones, where they cost no time"),
     )
 
 

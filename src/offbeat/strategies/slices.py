@@ -18,8 +18,8 @@ Order = tuple[Payload, ...]
 def compute_of(profile: Profile) -> Compute:
     """The compute that messages run beside; each bucket's update comes before its forward."""
     forward_s = [
-        bucket.forward_s + update_s
-        for bucket, update_s in zip(profile.buckets, profile.bucket_update_s, strict=True)
+        bucket.forward_s + step_s
+        for bucket, step_s in zip(profile.buckets, profile.bucket_step_s, strict=True)
     ]
     return Compute(profile.ready_s, forward_s, profile.other_s)
 
