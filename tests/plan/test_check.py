@@ -105,6 +105,11 @@ NAMES = {
         "grad[1:1]@net must name a run of buckets within 0..1",
         [0],
     ),
+    "phases just beyond": (
+        plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, phases=(0, 1))),
+        "grad[0:2]@net never fires in phases 1: the plan has the phases 0..0",
+        [0],
+    ),
     "phases beyond": (
         plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, phases=(0, 2))),
         "grad[0:2]@net never fires in phases 2: the plan has the phases 0..0",
@@ -247,6 +252,17 @@ NAMES = {
     ),
     "a half alone": (
         plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, verb="reduce_scatter")),
+        "reduce_scatter grad[0:2]@net must come with its other half, all_gather, in the same "
+        "iterations",
+        [0],
+    ),
+    "half of the halves": (
+        plan_of(
+            move("grad", 0, 2, Moment("grad", 1), STEP, (0, 1), verb="reduce_scatter"),
+            move("grad", 0, 2, STEP, END, (0,), verb="all_gather"),
+            applies=[local(2, END, (0, 1))],
+            period=2,
+        ),
         "reduce_scatter grad[0:2]@net must come with its other half, all_gather, in the same "
         "iterations",
         [0],
@@ -592,6 +608,72 @@ DOES = {
         "landing[0:3]@aux is in flight",
         None,
     ),
+    "stepped between the halves": (
+        plan_of(
+            move("grad", 0, 2, Moment("grad", 1), STEP, verb="reduce_scatter"),
+            move("grad", 0, 2, END, NEXT, verb="all_gather"),
+        ),
+        "bucket 0 is not averaged in every iteration, nor later, so its replicas drift apart",
+        [],
+    ),
+    "thrown away in the second iteration": (
+        plan_of(
+            replace(ALL_GRADIENTS, phases=Phases([0, 1])),
+            applies=[
+                apply("local", STEP),
+                apply("clear", STEP, phases=(1,), args={"buffer": "grad"}),
+            ],
+            period=2,
+        ),
+        "bucket 0 does not get every gradient once: some are applied twice, late for ever, or "
+        "never",
+        [],
+    ),
+    "overwritten from the second iteration on": (
+        plan_of(
+            ALL_GRADIENTS,
+            move("nothing", 0, 2, END, Moment("step", lag=1), link="aux", into="grad"),
+            buffers=(Buffer("nothing", "grad"),),
+        ),
+        "bucket 0 does not get every gradient once: some are applied twice, late for ever, or "
+        "never",
+        [],
+    ),
+    "votes that differ": (
+        # Fatal only if the first says yes and the second one no.
+        replace(
+            selsync_plan(),
+            votes=tuple(replace(selsync_plan().votes[0], name=name) for name in "ab"),
+            transfers=(move("grad", 0, 3, Moment("grad", 2), STEP),),
+            applies=(
+                *selsync_plan().applies,
+                apply("copy", END, range(3), when="a", args={"source": "left", "target": "grad"}),
+                apply("clear", END, range(3), when="b", args={"buffer": "grad"}),
+                apply(
+                    "copy", Moment("grad", 2), range(3), args={"source": "grad", "target": "left"}
+                ),
+            ),
+            buffers=(Buffer("left", "grad"),),
+        ),
+        "backward adds to gradients of an earlier iteration in grad of bucket 0",
+        [],
+    ),
+    "known to others": (
+        # Rank 0 knows the outcome when it sends what rank 1 waits for; rank 1 does not.
+        plan_of(
+            ALL_GRADIENTS,
+            move(
+                "sum", 0, 2, END, STEP, link="aux", verb="send", ranks=(0, 1), into="got"
+            ),
+            applies=[LOCAL, apply("reset", STEP, ranks=(1,), when="sync")],
+            votes=(
+                Vote("sync", "changed", Moment("grad", 1), END, ALWAYS, {"threshold": 1.0}),
+            ),
+            buffers=(SUM, Buffer("got", "grad")),
+        ),
+        "reset[0:2] depends on the vote 'sync' before it is due",
+        [4],
+    ),
     "a message that leaves early": (
         # It is of the window that closes an iteration later.
         replace(deft_plan(), transfers=(
@@ -672,6 +754,26 @@ def test_a_rank_that_evaluates_would_train_other_weights():
     assert check(replace(plan, transfers=(ALL_GRADIENTS, late))) == []
 
 
+def test_any_rank_may_be_the_one_that_evaluates():
+    """As above, but only rank 1 has something to do early."""
+    end, next_ = ({"source": a, "target": b} for a, b in (("param", "c"), ("c", "a")))
+    plan = plan_of(
+        ALL_GRADIENTS,
+        move("a", 0, 2, Moment("forward", 1), Moment("grad", 0), into="anchor", link="aux"),
+        applies=[
+            LOCAL,
+            apply("copy", END, args=end),
+            apply("copy", Moment("forward", 0, 1), ranks=(1,), args=next_),
+            apply("outer", STEP),
+        ],
+        buffers=(
+            *(Buffer(name, start="param") for name in ("a", "c", "anchor")),
+            Buffer("velocity"),
+        ),
+    )
+    assert first(plan).message.startswith("what the next forward waits for changes")
+
+
 def test_problems_are_printed_whole():
     assert str(first(plan_of(FIRST))) == (
         "bucket 1 is never moved, so its replicas drift apart\n"
@@ -725,6 +827,12 @@ def test_only_some_ranks(ranks):
     assert check(plan)
 
 
+def test_names_may_come_again_in_another_phase():
+    """As the windows of late plans do."""
+    again = [replace(ALL_GRADIENTS, phases=Phases([p])) for p in (1, 0)]
+    assert check(plan_of(*again, period=2)) == []
+
+
 def test_links_have_an_order_each():
     late = move("state", 0, 2, STEP, END)
     assert check(plan_of(late, ALL_GRADIENTS))
@@ -749,6 +857,37 @@ def test_what_takes_longer_than_a_period_is_sound():
     assert check(plan) == []
     missing = replace(plan, applies=plan.applies[:2])
     assert check(missing)
+
+
+def test_what_settles_late_is_sound():
+    """Without any lag: a snapshot's average is used nearly a period after it was taken."""
+    snapshot = {"source": "param", "target": "snapshot"}
+    plan = Plan(
+        "late",
+        1,
+        (move("snapshot", 0, 1, STEP, END, (1,), into="average"),),
+        (
+            apply("local", STEP, range(1), range(4)),
+            apply("copy", STEP, range(1), (1,), args=snapshot),
+            apply("delta", STEP, range(1), (0,)),
+        ),
+        buffers=(Buffer("snapshot"), Buffer("average")),
+        period=4,
+    )
+    assert check(plan) == []
+
+
+def test_a_vote_of_the_prologue_may_say_no():
+    """It is taken once: a no in between would come too late."""
+    for name in "abcdefgh":
+        vote = Vote(name, "changed", Moment("grad", 1), STEP, ALWAYS, {"threshold": 1.0})
+        plan = plan_of(
+            replace(ALL_GRADIENTS, phases=Phases([0, 1])),
+            applies=[apply("local", STEP, when=name), apply("local", STEP, phases=(1,))],
+            votes=(vote,),
+            prologue=1,
+        )
+        assert first(plan).message.startswith("backward adds to gradients of an earlier iteration")
 
 
 def test_warm_up_and_average_are_no_conflict():

@@ -7,6 +7,8 @@ from reference.adversary import MOMENTUM, RATE, momentum
 
 from offbeat.plan.check import check
 from offbeat.plan.interpreter import Interpreter, Model
+from offbeat.testing.conformance import interpreted
+from offbeat.testing.equations import Task
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -65,3 +67,13 @@ def test_votes_are_mixed_and_known():
     said = [interpreter.decisions["sync", i] for i in range(T)]
     assert said == equations.votes
     assert {True, False} == set(said)
+
+
+def test_halves_of_any_size_on_any_number_of_ranks():
+    """Shards are as equal as can be, the last ones may be empty."""
+    for ranks in (1, 2, 3, 5):
+        ends = []
+        for name in ("wfbp", "dear"):
+            task = Task([4, 5, 1], seed=ranks)
+            ends.append(interpreted(FAMILIES[name].plan, task, ranks, 4))
+        np.testing.assert_allclose(*ends, rtol=0, atol=1e-12)

@@ -190,6 +190,11 @@ def test_different_rules_do_not_become_one():
         Apply("reset", range(2, 3), Moment("grad", 2), Phases([0])),
     )
     assert len(places(Plan("three", 3, (), applies), 0)) == 3
+    votes = [
+        Apply("reset", range(b, b + 1), Moment("grad", b), Phases([0]), None, "ab"[b])
+        for b in range(2)
+    ]
+    assert len(places(Plan("two", 2, (), tuple(votes)), 0)) == 2
 
 
 # ---- windows --------------------------------------------------------------------------------

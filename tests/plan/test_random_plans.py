@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from random import Random
@@ -151,20 +152,24 @@ def stretched(plan: Plan, by: int) -> Plan:
     )
 
 
-def test_a_shortened_plan_means_the_same():
-    """Equally sound, and up to where it is cut its programs are the same."""
+def messages(plan: Plan) -> list[str]:
+    """What is wrong, without the numbers of iterations and phases."""
+    return [re.sub(r"iteration \d+", "iteration", problem.message) for problem in check(plan)]
+
+
+def test_a_shortened_plan_means_the_same(monkeypatch):
+    """What is found in it is found in the whole as well, and nothing else."""
     cut = 0
-    for seed, plan in [(seed, plan) for seed, plan, _ in plans()][::4]:
-        if plan.votes or any(t.before.lag > 1 for t in plan.transfers):
-            continue
-        long = stretched(plan, 30)
+    for seed, plan, _ in plans()[::4]:
+        long = stretched(plan, 6)
+        found = messages(long)
+        with monkeypatch.context() as patch:
+            patch.setattr("offbeat.plan.check.shortened", lambda plan: plan)
+            assert messages(long) == found, seed
         short = shortened(long)
-        assert short.period + short.prologue <= long.period + long.prologue
-        cut += short is not long
-        medium = stretched(plan, 12)
-        assert [p.message for p in check(long)] == [p.message for p in check(medium)], seed
         assert shortened(short) == short
-    assert cut > 50
+        cut += short is not long
+    assert cut > 30
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -31,6 +31,7 @@ MOST_SLICES = 4096  # of one bucket, in the sizes of all its messages together
 CONSERVING = {"local", "close", "reset", "copy", "delta", "add", "clear"}
 TOLERANCE = 1e-9
 YES, NO, MIXED = 0, 1, 2  # what votes say
+SAID = 10  # periods with mixed votes
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +157,11 @@ class _Run:
         sources = np.zeros_like(self.sources) if still else self.sources
 
         def gradient(rank: int, iteration: int, run: range, weights: Array) -> Array:
-            if iteration >= self.active:
+            if iteration >= self.active and say < MIXED:
                 return np.zeros_like(weights)
-            return sources[rank, iteration, self.offsets[run.start] : self.offsets[run.stop]]
+            return sources[
+                rank, iteration % self.active, self.offsets[run.start] : self.offsets[run.stop]
+            ]
 
         model = Model(self.sizes, self.start, gradient, merges_by_mean=False)
         interpreter = Interpreter(
@@ -169,6 +172,8 @@ class _Run:
             wires=dict.fromkeys(WIRES, lambda array, _: array),
             flushing=flushing,
         )
+        if say >= MIXED:
+            periods = SAID  # gradients never stop, so that votes differ where that matters
         more = (periods + self.late) * self.plan.period + 2 * self.lag + 1
         interpreter.run(self.active + more)
         return [worker.seen for worker in interpreter.workers]
