@@ -12,8 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat import check, sim
+from offbeat import sim
 from offbeat.plan import Plan
+from offbeat.plan.check import raise_if_wrong
+from offbeat.plan.program import Program
+from offbeat.plan.windows import Windows
 from offbeat.profile import Bucket, Contention, GradientNoise, Link, Profile
 from offbeat.strategies.deft import DeFT
 from offbeat.strategies.wfbp import WFBP
@@ -75,12 +78,21 @@ def planned(strategy, profile):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         plan = strategy.plan(profile)
-    assert [str(w.message) for w in said] == ([plan.notes["why"]] if "why" in plan.notes else [])
+    assert [str(w.message) for w in said] == ([plan.fact("why")] if plan.fact("why") else [])
     return plan, [str(w.message) for w in said]
 
 
+def transfers_of(plan, iteration):
+    return Program(plan).transfers(iteration)
+
+
+def closing(plan):
+    """Phases in which a window closes."""
+    return next(apply.phases for apply in plan.applies if apply.rule == "close")
+
+
 def updates_of(plan):
-    return len(plan.notes["merges"]) / plan.period
+    return len(plan.fact("merges")) / plan.period
 
 
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
@@ -88,20 +100,20 @@ def updates_of(plan):
 @given(profile=profiles())
 def test_every_plan_is_sound(strategy, profile):
     plan, said = planned(strategy, profile)
-    check.raise_if_wrong([plan], profile)
+    raise_if_wrong(plan, profile)
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert (plan, said) == planned(strategy, profile)
     if said:
-        assert plan == replace(WFBP().plan(profile), notes=plan.notes)
+        assert plan == replace(WFBP().plan(profile), facts=plan.facts, bound_s=plan.bound_s)
         return
-    merges = plan.notes["merges"]
+    merges = plan.fact("merges")
     assert sum(merges) == plan.period
     second = plan.prologue + plan.period  # the first cycle also applies what the prologue closed
-    applied = [plan.applied(t) for t in range(second, second + plan.period)]
+    applied = [Windows(plan).applied(t) for t in range(second, second + plan.period)]
     assert Counter(len(one) for one in applied if one) == Counter(merges)
     moved = Counter()
     for phase in plan.phases[plan.prologue :]:
-        for t in plan.at(phase):
+        for t in transfers_of(plan, phase):
             for bucket in t.payload.buckets:
                 moved[bucket] += Fraction(1, t.payload.parts)
     assert moved == {bucket: len(merges) for bucket in range(len(profile.buckets))}
@@ -121,37 +133,37 @@ def test_messages_fit_the_windows(profile):
     plan, said = planned(DeFT(preserver=False), profile)
     if said:
         return
-    view = grown(profile.slowest(), plan.notes["capacity"])
+    view = grown(profile.slowest(), plan.fact("capacity"))
     used = plan.links
     for t in plan.transfers:
         speed = view.speed(t.link, [link for link in used if link != t.link])
         assert view.message_s(t.payload, t.link) / speed <= view.backward_s * (1 + 1e-6)
     for phase in plan.phases:
         for link in used:
-            seconds = sum(view.message_s(t.payload, link) for t in plan.at(phase) if t.link == link)
+            seconds = sum(view.message_s(t.payload, link) for t in transfers_of(plan, phase) if t.link == link)
             assert seconds <= (view.forward_s + view.backward_s) * (1 + 1e-6)
 
 
 def test_one_link_with_room_updates_in_every_iteration():
     plan = DeFT().plan(profile(coverage=0.8))
-    assert plan.notes["merges"] == [1]
+    assert plan.fact("merges") == [1]
     assert plan.links == ("fast",)
-    assert plan.notes["links"] == ("fast alone; an update in every iteration needs no further link")
-    assert plan.notes["coverage_rate"] == pytest.approx(0.8, abs=0.05)
-    ages = {t.payload.age for t in plan.at(plan.prologue)}
+    assert plan.fact("links") == ("fast alone; an update in every iteration needs no further link")
+    assert plan.fact("coverage_rate") == pytest.approx(0.8, abs=0.05)
+    ages = {t.payload.age for t in transfers_of(plan, plan.prologue)}
     assert ages == {0, 1}  # the input side goes under the next forward
 
 
 def test_a_second_link_is_used_where_it_gives_more_updates():
     plan = DeFT().plan(profile(coverage=1.2))
     assert set(plan.links) == {"fast", "slow"}
-    assert plan.notes["merges"] == [1]
-    assert plan.notes["links"].startswith("fast and slow: 1.000 updates per iteration")
-    assert "instead of 0." in plan.notes["links"]
+    assert plan.fact("merges") == [1]
+    assert plan.fact("links").startswith("fast and slow: 1.000 updates per iteration")
+    assert "instead of 0." in plan.fact("links")
     alone = DeFT(links="first").plan(profile(coverage=1.2))
-    assert len(alone.notes["merges"]) / alone.period < 1
+    assert len(alone.fact("merges")) / alone.period < 1
     assert alone.links == ("fast",)
-    assert alone.notes["links"] == "fast, as set"
+    assert alone.fact("links") == "fast, as set"
 
 
 def test_a_second_link_that_takes_as_much_as_it_gives_is_left_alone():
@@ -160,7 +172,7 @@ def test_a_second_link_that_takes_as_much_as_it_gives_is_left_alone():
     )
     plan = DeFT().plan(contended)
     assert plan.links == ("fast",)
-    assert plan.notes["links"].startswith("fast alone; not fast and slow (")
+    assert plan.fact("links").startswith("fast alone; not fast and slow (")
     assert set(DeFT(links="all").plan(contended).links) == {"fast", "slow"}
 
 
@@ -169,13 +181,13 @@ def test_a_link_of_no_use_does_not_spoil_the_plan():
     base = profile(coverage=1.5)
     plan = DeFT().plan(replace(base, links=(base.links[0], Link("far", 5.0, 1e9))))
     assert plan.links == ("fast",)
-    assert "not fast and far (bucket 'h.0' takes" in plan.notes["links"]
+    assert "not fast and far (bucket 'h.0' takes" in plan.fact("links")
 
 
 def test_latency_fuses_messages():
     def messages(latency_s):
         plan = DeFT(links="first").plan(profile(latency_s, coverage=0.5))
-        return len(plan.at(plan.prologue))
+        return len(transfers_of(plan, plan.prologue))
 
     assert messages(0.01) < 8
     assert DeFT(partition_elements=100_000).plan(profile()).transfers[0].payload.parts == 3
@@ -185,8 +197,8 @@ def test_a_latency_longer_than_forward():
     short = profile(latency_s=0.1, coverage=0.5)
     assert short.forward_s < 0.1 < short.backward_s
     plan = DeFT().plan(short)
-    check.raise_if_wrong([plan], short)
-    assert plan.notes["merges"][0] >= 2
+    raise_if_wrong(plan, short)
+    assert plan.fact("merges")[0] >= 2
 
 
 @pytest.mark.parametrize("noise", [None, NOISE])
@@ -195,9 +207,9 @@ def test_a_latency_longer_than_backward(noise):
     slow = replace(profile(latency_s=1.0), noise=noise)
     with pytest.warns(UserWarning, match=r"'h.0' takes 1\.045 s .* backward \(0\.16 s\); WFBP"):
         plan = DeFT().plan(slow)
-    assert plan == replace(WFBP().plan(slow), notes=plan.notes)
+    assert plan == replace(WFBP().plan(slow), facts=plan.facts, bound_s=plan.bound_s)
     assert plan.strategy == "wfbp"
-    assert "which does not fit into backward" in plan.notes["why"]
+    assert "which does not fit into backward" in plan.fact("why")
 
 
 def test_a_least_message_time_longer_than_backward():
@@ -215,8 +227,8 @@ def test_slices_no_smaller_than_the_least_message_time_allows():
     (link,) = base.links
     floored = replace(base, links=(replace(link, small=((1_000_000, 0.1),)),))
     plan = DeFT().plan(floored)
-    check.raise_if_wrong([plan], floored)
-    assert all(floored.seconds_of(t.payload, "fast") <= 0.16 for t in plan.transfers)
+    raise_if_wrong(plan, floored)
+    assert all(floored.message_s(t.payload, "fast") <= 0.16 for t in plan.transfers)
 
 
 def test_without_compute_there_is_nothing_to_hide_under():
@@ -248,7 +260,7 @@ def test_no_update_merges_more_than_the_limit(profile, most, slower, strategy):
     plan, said = planned(replace(strategy, most_merged=most), replace(profile, links=tuple(links)))
     if said:
         return
-    closes = [-1, *sorted(plan.closes)]
+    closes = [-1, *sorted(closing(plan))]
     assert max(b - a for a, b in pairwise(closes)) <= most  # also before the cycle
 
 
@@ -274,45 +286,45 @@ def test_high_coverage(coverage, least, noise):
 
 def test_counted_messages():
     plan = DeFT.fixed(2, 4).plan(profile(layers=8))
-    assert plan.notes["merges"] == [2, 1, 1]
-    assert plan.notes["preserver"]["decision"].startswith("skipped: ")
+    assert plan.fact("merges") == [2, 1, 1]
+    assert plan.fact("preserver")["decision"].startswith("skipped: ")
     assert plan.links == ("fast",)
-    most = [Counter(t.payload.age for t in plan.at(phase)) for phase in plan.phases]
+    most = [Counter(t.payload.age for t in transfers_of(plan, phase)) for phase in plan.phases]
     assert max(sum(ages.values()) for ages in most) == 6
 
 
 def test_the_preserver_accepts_small_steps():
     small = replace(NOISE, step_size=1e-4)
     plan = DeFT(links="first").plan(replace(profile(coverage=1.2), noise=small))
-    (only,) = plan.notes["preserver"]["tries"]
+    (only,) = plan.fact("preserver")["tries"]
     assert only["accepted"]
-    assert only["merges"] == plan.notes["merges"]
+    assert only["merges"] == plan.fact("merges")
     assert abs(only["ratio"] - 1) <= 0.01
-    assert plan.notes["capacity"] == 1.0
+    assert plan.fact("capacity") == 1.0
 
 
 def test_the_preserver_enlarges_windows_until_it_accepts():
     """Two iterations late cost more than 1 % of the loss here, one late does not."""
     steep = replace(NOISE, step_size=0.015)
     plan = DeFT(links="first").plan(replace(profile(), noise=steep))
-    tries = plan.notes["preserver"]["tries"]
+    tries = plan.fact("preserver")["tries"]
     assert [t["accepted"] for t in tries] == [False] * (len(tries) - 1) + [True]
     assert len(tries) > 1
     assert max(tries[-2]["merges"]) == 2
-    assert plan.notes["merges"] == tries[-1]["merges"] == [1]
+    assert plan.fact("merges") == tries[-1]["merges"] == [1]
     first = tries[0]["capacity"]
     assert [t["capacity"] / first for t in tries] == pytest.approx(
         [1.1**i for i in range(len(tries))]
     )
-    assert plan.notes["capacity"] == tries[-1]["capacity"] > 1
-    assert "within 1 +- 0.01 (an upper bound" in plan.notes["preserver"]["decision"]
+    assert plan.fact("capacity") == tries[-1]["capacity"] > 1
+    assert "within 1 +- 0.01 (an upper bound" in plan.fact("preserver")["decision"]
 
 
 def test_the_preserver_knows_that_adam_steps_no_further_for_a_sum():
     """As with the mean: two merged iterations are worth one update."""
 
     def first(strategy, noise):
-        tried = strategy.plan(replace(profile(), noise=noise)).notes["preserver"]["tries"][0]
+        tried = strategy.plan(replace(profile(), noise=noise)).fact("preserver")["tries"][0]
         return tried["ratio"], tried["merges"]
 
     noise = replace(NOISE, step_size=0.01)
@@ -325,11 +337,11 @@ def test_the_preserver_gives_up_after_ten_retries():
     """Windows 2.6 times as long as the limit needs are not enough for a coverage rate of 20."""
     noisy = replace(NOISE, loss=0.2, noise_sq=9.0)
     plan = DeFT(links="first").plan(replace(profile(coverage=20.0), noise=noisy))
-    preserved = plan.notes["preserver"]
+    preserved = plan.fact("preserver")
     assert len(preserved["tries"]) == 11
     assert not any(t["accepted"] for t in preserved["tries"])
     nearest = min(preserved["tries"], key=lambda t: abs(t["ratio"] - 1))
-    assert plan.notes["merges"] == nearest["merges"]
+    assert plan.fact("merges") == nearest["merges"]
     assert "the nearest to 1 of 11, outside 1 +- 0.01" in preserved["decision"]
 
 
@@ -337,18 +349,18 @@ def test_the_preserver_ends_where_nothing_is_merged():
     """Being one iteration late is what DeFT is: larger windows cannot mend it."""
     steep = replace(NOISE, step_size=0.2)
     plan = DeFT(links="first").plan(replace(profile(coverage=0.8), noise=steep))
-    (only,) = plan.notes["preserver"]["tries"]
+    (only,) = plan.fact("preserver")["tries"]
     assert not only["accepted"]
-    assert plan.notes["merges"] == only["merges"] == [1]
+    assert plan.fact("merges") == only["merges"] == [1]
 
 
 def test_the_preserver_says_why_it_was_skipped():
-    assert DeFT().plan(profile()).notes["preserver"] == {
+    assert DeFT().plan(profile()).fact("preserver") == {
         "tries": [],
         "decision": "skipped: the profile holds no gradient noise",
     }
     plan = DeFT(preserver=False).plan(replace(profile(), noise=NOISE))
-    assert plan.notes["preserver"]["decision"] == "skipped: it is switched off"
+    assert plan.fact("preserver")["decision"] == "skipped: it is switched off"
 
 
 def test_bound_is_compute_of_the_slowest_rank():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.check import raise_if_wrong
+from offbeat.plan.check import raise_if_wrong
 from offbeat.plan import Moment, Plan
 from offbeat.profile import Bucket, Contention, Link, Profile
 from offbeat.solve import cap_fusion
@@ -106,10 +106,10 @@ def shared(plan: Plan) -> Counter[int]:
 @given(profile=profiles())
 def test_every_plan_is_sound(strategy, profile):
     plan = strategy.plan(profile)
-    raise_if_wrong([plan], profile)
+    raise_if_wrong(plan, profile)
     assert plan == strategy.plan(profile.slowest()) == Plan.from_dict(plan.to_dict())
     assert shared(plan) == dict.fromkeys(range(len(profile.buckets)), 1)
-    assert all(t.payload.kind == "grad" for t in plan.transfers)
+    assert all(t.payload.buffer == "grad" for t in plan.transfers)
     assert (plan.strategy, plan.period, plan.prologue) == (strategy.name, 1, 0)
 
 
@@ -118,7 +118,7 @@ def test_every_plan_is_sound(strategy, profile):
 @given(profile=profiles())
 def test_the_forward_waits_bucket_by_bucket(strategy, profile):
     plan = strategy.plan(profile)
-    assert plan.updates == "on_arrival"
+    assert [(a.rule, str(a.at)) for a in plan.applies] == [("local", "forward+1")]
     for t in plan.transfers:
         last = t.payload.buckets[-1]
         assert (t.after, t.before) == (Moment("grad", last), Moment("forward", last, lag=1))
@@ -183,7 +183,7 @@ def test_us_byte_never_joins_blocks_of_different_buckets():
     profile = Profile(buckets, (Link("net", 5e-3, 1e9),), world_size=2)
     plan = USByte(unit_elements=125).plan(profile)
     assert shared(plan) == dict.fromkeys(range(4), 1)
-    raise_if_wrong([plan], profile)
+    raise_if_wrong(plan, profile)
 
 
 def test_p3_cuts_and_interrupts():
@@ -207,7 +207,7 @@ def test_simultaneous_messages_take_channels_in_turn():
         (range(4, 6), "net#1"),
     ]
     assert {t.before for t in plan.transfers} == {Moment("step")}
-    assert plan.updates == "at_step"
+    assert [(a.rule, str(a.at)) for a in plan.applies] == [("local", "step")]
     assert ASCWFBP().bound_s(profile) == pytest.approx(6 * 0.028 / (4 / 3))
     alone = Contention(("net", "net"), (0.5, 0.5))
     slower = Profile(buckets, profile.links, world_size=2, contention=(alone,))
@@ -275,7 +275,7 @@ def test_dear_gathers_in_forward_order_from_the_step_on():
     assert {t.before for t in scatter} == {Moment("step")}
     assert {t.after for t in gather} == {Moment("step")}
     assert [t.before for t in gather] == [Moment("forward", run[-1], lag=1) for run in runs[::-1]]
-    assert plan.updates == "on_arrival"
+    assert [(a.rule, str(a.at)) for a in plan.applies] == [("local", "forward+1")]
 
 
 @pytest.mark.parametrize(
