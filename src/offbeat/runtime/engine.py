@@ -268,13 +268,15 @@ class Engine:
     def _abandon(self, *, forward: bool = False) -> None:
         """Backward ran, no step followed, and now the gradients are dropped or added to: as with
         torch's own DDP that is an iteration without an update."""
+        self.waiting.require_alive()
+        if not forward:
+            self.run.land(self._now)
         self.run.require_skippable(self._now, forward=forward)
         self.step(skip_update=True, abandoned=True)
 
     def zero_grad(self) -> None:
         """Zero the gradients in place, each as soon as nothing needs it any more."""
         if self._now is not None and self._backward_over:
-            self.run.land(self._now)
             self._abandon()
         self.gradients.zero_grad()
 
