@@ -180,14 +180,15 @@ def test_plan_text_and_file(here, capsys):
     assert capsys.readouterr().out == f"{plan}\n"
 
 
-def test_plan_json_has_the_sets_at_the_top(capsys):
+def test_plan_json_has_the_sets_among_the_facts(capsys):
     argv = ["plan", "--profile", "profile.json", "--strategy", "dreamddp", "--set", "period=3"]
     data = json_of(capsys, *argv)
-    assert sorted(b for layer_set in data["sets"] for b in layer_set) == list(range(6))
-    assert len(data["sets"]) == len(data["fill"]) == data["period"] == 3
+    facts = {name: value for name, value, _ in data["facts"]}
+    assert sorted(b for layer_set in facts["sets"] for b in layer_set) == list(range(6))
+    assert len(facts["sets"]) == len(facts["fill"]) == data["period"] == 3
     assert Plan.from_dict(data).strategy == "dreamddp"
     without = json_of(capsys, "plan", "--profile", "profile.json", "--strategy", "ddp")
-    assert "sets" not in without
+    assert "sets" not in [name for name, *_ in without["facts"]]
 
 
 def test_simulate_agrees_for_a_strategy_and_its_plan(capsys):
