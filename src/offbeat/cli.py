@@ -204,8 +204,7 @@ def simulate(
         prediction = sim.predict(texts.strategy(strategy, set_), facts, iterations=iterations)
     else:
         made = texts.load_plan(plan, facts)
-        bound_s = texts.plan_bound_s(made, facts)
-        prediction = sim.predict_plan(made, facts, bound_s=bound_s, iterations=iterations)
+        prediction = sim.predict_plan(made, facts, iterations=iterations)
     bound = "unknown" if prediction.bound_s is None else f"{prediction.bound_s:.6g}"
     text = (
         f"{prediction.strategy}, seconds per iteration: {prediction.iteration_s:.6g}\n"

@@ -93,15 +93,6 @@ def load_plan(path: Path, facts: Profile) -> Plan:
     return plan
 
 
-def plan_bound_s(plan: Plan, facts: Profile) -> float | None:
-    """Lower bound of the family that a plan's name and period stand for, None if unknown."""
-    cls = STRATEGIES.get(plan.strategy)
-    if cls is None:
-        return None
-    periodic = "period" in {field.name for field in fields(cls)}
-    return create(plan.strategy, {"period": plan.period} if periodic else {}).bound_s(facts)
-
-
 def require_file(path: Path, remedy: str) -> None:
     """ValueError unless the file exists."""
     if not path.is_file():
