@@ -106,7 +106,7 @@ def test_strategies_are_listed_with_settings_and_sources(capsys):
         ("simulate", "either --plan FILE or --strategy NAME"),
         ("simulate --plan plan.json --strategy ddp", "either --plan FILE or --strategy NAME"),
         ("simulate --plan plan.json", "file (plan.json) must exist; write one with `offbeat plan"),
-        ("simulate --plan profile.json", "profile.json is no plan (the plan lacks the field"),
+        ("simulate --plan profile.json", "profile.json is no plan (schema (1) of the plan must be 2"),
         ("simulate --strategy ddp --iterations 0", "iterations (0) must be at least 1"),
     ],
 )
@@ -180,17 +180,19 @@ def test_plan_text_and_file(here, capsys):
     assert cli.main([*argv, "-o", "plan.json"]) == 0
     plan = Plan.from_dict(json.loads((here / "plan.json").read_text()))
     assert plan.period == 3
-    assert capsys.readouterr().out == f"{plan}\n"
+    lines = capsys.readouterr().out.removeprefix(f"{plan}\n").splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["sets", "fill"]
 
 
-def test_plan_json_has_the_sets_at_the_top(capsys):
+def test_plan_json_has_the_sets_among_the_facts(capsys):
     argv = ["plan", "--profile", "profile.json", "--strategy", "dreamddp", "--set", "period=3"]
     data = json_of(capsys, *argv)
-    assert sorted(b for layer_set in data["sets"] for b in layer_set) == list(range(6))
-    assert len(data["sets"]) == len(data["fill"]) == data["period"] == 3
+    facts = {name: value for name, value, _ in data["facts"]}
+    assert {b for layer_set in facts["sets"] for b in layer_set} == set(range(6))
+    assert len(facts["sets"]) == len(facts["fill"]) == data["period"] == 3
     assert Plan.from_dict(data).strategy == "dreamddp"
     without = json_of(capsys, "plan", "--profile", "profile.json", "--strategy", "ddp")
-    assert "sets" not in without
+    assert "sets" not in [name for name, *_ in without["facts"]]
 
 
 def test_simulate_agrees_for_a_strategy_and_its_plan(capsys):

@@ -203,12 +203,12 @@ def test_a_strategy_without_a_plan_fails_in_words(here):
     """Like any other failure: the others go on."""
 
     class Broken(WFBP):
-        def plan(self, profile, rank=0):
-            raise ValueError(f"{len(profile.buckets)} buckets are too many for rank {rank}")
+        def plan(self, profile):
+            raise ValueError(f"{len(profile.buckets)} buckets are too many")
 
     chosen = (compare.Contestant("broken", Broken()), compare.Contestant("wfbp", WFBP()))
     outcome = compare.compare(compare.Comparison(setup(), chosen), here / "out")
-    assert outcome.failures == ["broken: 4 buckets are too many for rank 0"]
+    assert outcome.failures == ["broken: 4 buckets are too many"]
     assert launched() == ["profile", "wfbp"]
 
 

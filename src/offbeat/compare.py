@@ -177,11 +177,8 @@ def predict(
 
     `plan` is the one that ran, by default the strategy's. ValueError if there is no plan.
     """
-    prediction = sim.predict_plan(
-        plan or strategy.plan(profile),
-        profile,
-        strategy=str(strategy),
-    )
+    plan = plan or strategy.plan(profile)
+    prediction = sim.predict_plan(plan, profile, strategy=str(strategy))
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "plan.json", prediction.plan.to_dict())
     prediction.trace.save(directory / "predicted.json")

@@ -112,7 +112,7 @@ def load_plan(path: Path, facts: Profile) -> Plan:
         plan = Plan.from_dict(json.loads(path.read_text()))
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no plan ({error}); write it with `offbeat plan`") from None
-    raise_if_wrong([plan], facts)
+    raise_if_wrong(plan, facts)
     return plan
 
 

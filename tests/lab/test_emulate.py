@@ -9,7 +9,8 @@ import torch
 
 from offbeat.lab.emulate import EmulatedModel, uniform_profile
 from offbeat.profile import Bucket
-from offbeat.runtime.flat import require_supported, specs_of_profile
+from offbeat.storage.flat import require_supported
+from offbeat.storage.layout import specs_of_profile
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -45,15 +45,15 @@ torch.distributed.init_process_group("gloo")
 specs = [LinkSpec("a", "eth0", "gloo"), LinkSpec("b", "eth1", "gloo")]
 cluster = connect(specs, torch.device("cpu"), CPU(), 30.0)
 cluster.control.gather(None)
-flights = []
+messages = []
 for name in ("a", "b"):
     when = {"after": Moment("step"), "before": Moment("end"), "phases": [0]}
     rule = transfer("grad", range(1), link=name, **when)
-    flights.append(cluster.links[name].book(rule, 0, (torch.ones(500_000),)))
-for flight in flights:
-    cluster.links[flight.transfer.link].release(flight)
-assert all(flight.wait(20) and flight.error is None for flight in flights)
-print("spans", json.dumps([(flight.start, flight.end) for flight in flights]))
+    messages.append(cluster.links[name].enqueue(rule, 0))
+for message in messages:
+    cluster.links[message.transfer.link].release(message, (torch.ones(500_000),))
+assert all(message.wait(20) and message.error is None for message in messages)
+print("spans", json.dumps([(message.start, message.end) for message in messages]))
 cluster.close()
 torch.distributed.destroy_process_group()
 """

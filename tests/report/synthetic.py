@@ -10,7 +10,19 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-from offbeat.plan import Moment, Plan, Transfer, channel, transfer
+from offbeat.plan import (
+    Apply,
+    Buffer,
+    Fact,
+    Moment,
+    Phases,
+    Plan,
+    Transfer,
+    channel,
+    local,
+    transfer,
+)
+from offbeat.plan.windows import Windows
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.trace import COMPUTE, Span, Trace
 
@@ -53,7 +65,7 @@ def every_gradient(facts: Profile, name: str = "ddp", fuse: int = 5) -> Plan:
         )
         for n, group in enumerate(groups)
     ]
-    return Plan(name, size, tuple(rules))
+    return Plan(name, size, tuple(rules), (local(size, Moment("step"), [0]),))
 
 
 def layer_sets(facts: Profile, name: str = "dreamddp", period: int = 5) -> Plan:
@@ -64,14 +76,15 @@ def layer_sets(facts: Profile, name: str = "dreamddp", period: int = 5) -> Plan:
         transfer(
             "param",
             range(b, b + 1),
-            after=Moment("updated", b),
+            after=Moment("grad", b),
             before=Moment("end"),
             phases=[b * period // size],
             link=links[b % len(links)],
         )
         for b in range(size)
     ]
-    return Plan(name, size, tuple(rules), period=period, updates="in_backward")
+    applies = (local(size, Moment("grad"), range(period)),)
+    return Plan(name, size, tuple(rules), applies, period=period)
 
 
 def whole_model(facts: Profile, name: str = "local-sgd", period: int = 5) -> Plan:
@@ -80,19 +93,20 @@ def whole_model(facts: Profile, name: str = "local-sgd", period: int = 5) -> Pla
     rule = transfer(
         "param",
         range(size),
-        after=Moment("updated"),
+        after=Moment("step"),
         before=Moment("end"),
         phases=[period - 1],
         link=facts.links[0].name,
     )
-    return Plan(name, size, (rule,), period=period)
+    applies = (local(size, Moment("step"), range(period)),)
+    return Plan(name, size, (rule,), applies, period=period)
 
 
 NEAR_AND_FAR = (Link("net", 1.2e-3, 26e6, 0.013), Link("slow", 2e-3, 14e6, 0.02))
 
 
 def merged(facts: Profile, name: str = "deft") -> Plan:
-    """Generations of two iterations and of one in turn, late, the rest of each on a slow link."""
+    """Windows of two iterations and of one in turn, late, the rest of each on a slow link."""
     size = len(facts.buckets)
     third, half = range(size // 3), range(size // 2)
     near, far = facts.links[0].name, facts.links[-1].name
@@ -111,7 +125,7 @@ def merged(facts: Profile, name: str = "deft") -> Plan:
         rule(range(half.stop, size), forward, [2, 5], 1, near, 0),
         rule(third, Moment("grad", third.stop - 1), [2, 5], 0, far, 2),  # what closes in 2, 5
     )
-    notes = {
+    facts_of_it = {
         "merges": [2, 1],
         "coverage_rate": 1.12,
         "capacity": 1.1,
@@ -124,8 +138,21 @@ def merged(facts: Profile, name: str = "deft") -> Plan:
             "decision": "accepted at the second try: the expected loss is within 1 %",
         },
     }
-    closes = frozenset({1, 2, 4, 5})
-    return Plan(name, size, rules, period=3, prologue=3, closes=closes, notes=notes)
+    closes = Phases([1, 2, 4, 5])
+    applies = (
+        local(size, Moment("step"), closes, age=1),
+        Apply("close", range(size), Moment("end"), closes),
+    )
+    return Plan(
+        name,
+        size,
+        rules,
+        applies,
+        buffers=(Buffer("grad", "grad", copies=2),),
+        period=3,
+        prologue=3,
+        facts=tuple(Fact(key, value) for key, value in facts_of_it.items()),
+    )
 
 
 def halves(facts: Profile, name: str = "dear", fuse: int = 5) -> Plan:
@@ -156,7 +183,7 @@ def halves(facts: Profile, name: str = "dear", fuse: int = 5) -> Plan:
         )
         for group in reversed(groups)
     ]
-    return Plan(name, size, (*scatters, *gathers), updates="on_arrival")
+    return Plan(name, size, (*scatters, *gathers), (local(size, Moment("forward", lag=1), [0]),))
 
 
 @dataclass
@@ -193,6 +220,7 @@ def timeline(
 
 def _iterate(facts, plan, iteration, clock, spans, jitter) -> None:
     size, ranks = len(facts.buckets), range(facts.world_size)
+    in_backward = any(apply.at.point == "grad" for apply in plan.applies)
 
     def compute(rank, kind, seconds, buckets=None):
         start = clock.now[rank]
@@ -207,11 +235,12 @@ def _iterate(facts, plan, iteration, clock, spans, jitter) -> None:
             compute(rank, "forward", jitter(facts.buckets[b].forward_s), (b, b + 1))
         for b in range(size):
             compute(rank, "backward", jitter(facts.buckets[b].backward_s), (b, b + 1))
-            if plan.updates == "in_backward":
+            if in_backward:
                 compute(rank, "update", jitter(facts.update_s / size), (b, b + 1))
             ready[rank][b] = clock.now[rank]
     late = 0.0
-    for rule in plan.at(iteration):
+    phase = plan.phase(iteration)
+    for rule in (rule for rule in plan.transfers if phase in rule.phases):
         last = rule.after.bucket if rule.after.bucket is not None else size - 1
         released = max(ready[rank][last] for rank in ranks)
         start = max(clock.free[rule.link], began if rule.after.point == "forward" else released)
@@ -222,15 +251,16 @@ def _iterate(facts, plan, iteration, clock, spans, jitter) -> None:
     for rank in ranks:
         if late > clock.now[rank]:
             compute(rank, "wait", late - clock.now[rank])
-        if plan.updates != "in_backward" and plan.applied(iteration):
+        if not in_backward and Windows(plan).applied(iteration):
             compute(rank, "update", jitter(facts.update_s))
 
 
 def _message(facts, plan, rule: Transfer, rank, iteration, start, end) -> Span:
     buckets = (rule.payload.buckets.start, rule.payload.buckets.stop)
-    kind = rule.payload.kind if rule.verb == "mean" else rule.verb
-    held = plan.generation(iteration, rule.payload.age)
-    carries = None if plan.closes is None else (held.start, held.stop)
+    kind = rule.payload.buffer if rule.verb == "all_reduce" else rule.verb
+    windows = Windows(plan)
+    held = windows.window(iteration, rule.payload.age)
+    carries = (held.start, held.stop) if windows.late else None
     size = facts.bytes_of(rule.payload)
     return Span(rank, rule.link, kind, iteration, start, end, buckets, size, carries)
 
@@ -346,7 +376,9 @@ def _write_repetition(folder: Path, entry: Entry, trace: Trace, rep: int, record
             "observed": 0,
             "emulated": False,
             "losses": losses,
-            "without_update": [i for i in range(trace.iterations) if not entry.plan.applied(i)],
+            "without_update": [
+                i for i in range(trace.iterations) if not Windows(entry.plan).applied(i)
+            ],
             "bytes": {"net": sent},
             "trace": own.to_dict(),
             "warnings": ["gloo chose the interface by itself"] if rank == 1 else [],

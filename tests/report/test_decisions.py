@@ -48,13 +48,14 @@ def test_the_tries_are_a_table_and_the_rest_is_in_words(page):
 
 def contestant(path, notes, **fields):
     write_tiny(path, {"a": [[record(0, steady(1, 8), **fields)]]})
-    plan = json.dumps({**Plan("a", 1, ()).to_dict(), "notes": notes})
+    facts = [[name, value, ""] for name, value in notes.items()]
+    plan = json.dumps({**Plan("a", 1, ()).to_dict(), "facts": facts})
     (path / "a/plan.json").write_text(plan)
     (found,) = load(path).contestants
     return found
 
 
-@pytest.mark.parametrize("notes", [{}, {"sets": [[0]], "fill": []}, {"merges": None}, []])
+@pytest.mark.parametrize("notes", [{}, {"sets": [[0]], "fill": []}, {"merges": None}])
 def test_without_decisions_there_is_no_block(tmp_path, notes):
     assert decisions(contestant(tmp_path, notes)) is None
     assert "Decisions" not in write(tmp_path).read_text()

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.plan import Plan
+from offbeat.plan import Apply, Moment, Phases, Plan
+from offbeat.plan.windows import Windows
 from offbeat.report.generations import COLOURS, Generations, carried
 from offbeat.trace import COMPUTE, Span
 
@@ -39,7 +40,7 @@ def test_what_a_message_carries(span, held):
 
 closings = st.integers(1, 6).flatmap(
     lambda period: st.tuples(
-        st.just(period), st.sets(st.integers(0, period - 1), min_size=1).map(frozenset)
+        st.just(period), st.sets(st.integers(0, period - 1), min_size=1).map(Phases)
     )
 )
 
@@ -48,15 +49,16 @@ closings = st.integers(1, 6).flatmap(
 def test_updates_apply_what_the_plan_says(closing):
     """Every generation is sent in the iteration after it closes; updates say nothing themselves."""
     period, closes = closing
-    plan = Plan("x", 1, (), period=period, closes=closes)
+    close = Apply("close", range(1), Moment("end"), closes)
+    windows = Windows(Plan("x", 1, (), (close,), period=period))
     sent = []
     for iteration in range(1, 8 * period):
-        held = plan.generation(iteration, age=1)
+        held = windows.window(iteration, age=1)
         sent += [message(iteration, (held.start, held.stop))] if held else []
     found = Generations.among([*sent, *map(update, range(8 * period))])
     assert found.late
     for iteration in range(6 * period):
-        applied = plan.applied(iteration)
+        applied = windows.applied(iteration)
         expected = (applied.start, applied.stop) if applied else None
         assert found.of(update(iteration)) == expected
 

@@ -14,7 +14,7 @@ from report.synthetic import Entry, every_gradient, profile, three, write_run
 from report.tiny import dump, record, steady, write_tiny
 from rich.console import Console
 
-from offbeat.plan import Plan
+from offbeat.plan import Fact, Plan
 from offbeat.profile import Link
 from offbeat.report import load, summarize, write
 from offbeat.report.text import table
@@ -173,7 +173,8 @@ def test_nothing_that_a_user_wrote_becomes_markup(tmp_path):
     )
     tried = dict.fromkeys(("capacity", "ratio", "merges", "accepted"), NASTY)
     notes = {"links": NASTY, "merges": NASTY, "preserver": {"tries": [tried], "decision": NASTY}}
-    dump(tmp_path / label / "plan.json", Plan(NASTY, 1, (), notes=notes).to_dict())
+    facts = tuple(Fact(name, value) for name, value in notes.items())
+    dump(tmp_path / label / "plan.json", Plan(NASTY, 1, (), facts=facts).to_dict())
     (tmp_path / "gone/rep0").mkdir(parents=True)
     (tmp_path / "gone/rep0/rank0.log").write_text(NASTY)
     elements = Elements(write(tmp_path).read_text())

@@ -8,6 +8,7 @@ import pytest
 from report.synthetic import NEAR_AND_FAR, late, profile, write_run
 from report.tiny import dump, record, write_tiny
 
+from offbeat.plan.windows import Windows
 from offbeat.report import load
 from offbeat.report.timeline import (
     Window,
@@ -211,14 +212,14 @@ def test_messages_keep_the_generation_that_they_carry(late_run, source):
     for (*_, held, iteration, _, _), span in zip(
         messages, [s for s in window.shown[0] if s.bytes], strict=True
     ):
-        age = next(a for a in (0, 1) if held == _ends(deft.plan.generation(iteration, a)))
+        age = next(a for a in (0, 1) if held == _ends(Windows(deft.plan).window(iteration, a)))
         assert span.carries == held
         assert age == (0 if span.start_s - window.zero_s[0] > _ready(window, iteration) else 1)
     # two iterations merged, one alone: at least one colour each, and the one closed before
     colours = {(first, stop): colour for first, stop, colour in packed["generations"]}
     lengths = {stop - first: colour for (first, stop), colour in colours.items()}
     assert set(lengths) == {1, 2}
-    assert colours[_ends(deft.plan.generation(window.iterations.start))] == 0
+    assert colours[_ends(Windows(deft.plan).window(window.iterations.start))] == 0
     assert {held for *_, held, _, _, _ in messages} <= set(colours)
 
 

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import jinja2
 from markupsafe import Markup
 
+from offbeat.plan import Payload
 from offbeat.report import curves, words
 from offbeat.report.decisions import decisions
 from offbeat.report.places import grouped
@@ -86,6 +87,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "any_curves": any(data["curves"]),
         "target": data["target"],
         "profile": run.profile,
+        "every_gradient": Payload("grad", range(len(data["buckets"]))),
         "cluster": {k: v for k, v in run.cluster.items() if not isinstance(v, (list, dict))},
         "cluster_tables": _cluster_tables(run.cluster),
         "started": run.started.replace("T", " ").replace("Z", " UTC").replace("+00:00", " UTC"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from offbeat.plan import format_phases
+from offbeat.plan import Phases
 from offbeat.report.run import Contestant, RankRecord, Repetition
 
 Record = tuple[Contestant, Repetition, RankRecord]
@@ -34,4 +34,4 @@ def _places(by_label: Mapping[str, Mapping[int, set[int]]]) -> Iterable[str]:
 
 def _many(noun: str, numbers: Iterable[int]) -> str:
     numbers = set(numbers)
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {format_phases(numbers)}"
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {Phases(numbers)}"

@@ -214,6 +214,9 @@ class Engine:
     def _abandon(self, *, adding: bool) -> None:
         """Backward ran, no step followed, and now the gradients are dropped or added to: as with
         torch's own DDP that is an iteration without an update."""
+        self.waiting.require_alive()
+        if not adding:
+            self.run.land(self._now)
         self.run.require_skippable(self._now, adding=adding)
         self.step(skip_update=True, abandoned=True)
 
@@ -224,7 +227,6 @@ class Engine:
 
     def _abandon_unless_stepped(self) -> None:
         if self._now is not None and self._backward_over:
-            self.run.land(self._now)
             self._abandon(adding=False)
 
     # ---- between iterations -----------------------------------------------------------------
