@@ -41,15 +41,12 @@ def measure_sending(
         if rounds < LEAST_ROUNDS or large < 2 * small:
             found.append(link)
             continue
-        start_s = time.perf_counter()
-        taken_s = [_taken_s(cluster, link, like, size, rounds) for size in (small, large)]
-        everyone = cluster.control.gather((*taken_s, time.perf_counter() - start_s))
-        *means, _ = map(fmean, zip(*everyone, strict=True))
-        part.pay(max(spent_s for *_, spent_s in everyone), rounds * COUNT * (small + large))
-        per_message_s, per_byte_s = split((small, means[0]), (large, means[1]))
-        found.append(
-            replace(link, cpu_s_per_message=per_message_s, cpu_s_per_byte=per_byte_s)
-        )
+        taken_s = [
+            _taken_s(cluster, link, like, size, rounds, part.share(size_part))
+            for size, size_part in ((small, 1 / 3), (large, 1))
+        ]
+        costs = split((small, taken_s[0]), (large, taken_s[1]))
+        found.append(replace(link, cpu_s_per_message=costs[0], cpu_s_per_byte=costs[1]))
     return tuple(found)
 
 
@@ -62,8 +59,8 @@ def split(small: tuple[int, float], large: tuple[int, float]) -> tuple[float, fl
 
 def _rounds(link: Link, small: int, large: int, budget: Budget) -> int:
     """How often messages of both sizes can be paid, as much work without them, and beginning
-    together, which is two small messages."""
-    begin_s = 2 * _message_s(link, small)
+    together, which is two small messages each time."""
+    begin_s = 4 * _message_s(link, small)
     seconds = sum(begin_s + 2 * COUNT * _message_s(link, size) for size in (small, large))
     return min(ROUNDS, budget.times(seconds, COUNT * (small + large)))
 
@@ -72,25 +69,36 @@ def _message_s(link: Link, size: int) -> float:
     return link.seconds(link.latency_s, size / link.bytes_per_s, size)
 
 
-def _taken_s(cluster: Cluster, link: Link, like: Tensor, size: int, rounds: int) -> float:
-    """What one message takes from a loop of small matrix products: the time that the loop lasts
-    while messages are under way, less what as many pieces of work take without them."""
+def _taken_s(
+    cluster: Cluster, link: Link, like: Tensor, size: int, rounds: int, budget: Budget
+) -> float:
+    """What one message takes from a loop of small matrix products, mean over ranks: the time that
+    the loop lasts while messages are under way, less what as many pieces of work take without
+    them. At most what a message lasts; 0 if the budget ends too soon."""
     load = like.new_ones(max(1, size // like.element_size()))
-    work = torch.ones(WIDTH, WIDTH)
-    window_s = COUNT * _message_s(link, size)
-    taken_s = []
+    gather, work = cluster.control.gather, torch.ones(WIDTH, WIDTH)
+    taken_s: list[float] = []
+    last_s = time.perf_counter()
     for _ in range(rounds):
-        begin_s = time.perf_counter()
-        alone = pieces(work, lambda: time.perf_counter() - begin_s >= window_s)
-        alone_s = time.perf_counter() - begin_s
-        cluster.control.gather(None)  # begin together
-        begin_s = time.perf_counter()
+        spent_s = max(gather(time.perf_counter() - last_s))  # and begin together
+        last_s = time.perf_counter()
+        budget.pay(spent_s, COUNT * load.nbytes)
+        if budget.seconds <= 0:
+            break
         messages = release(cluster, {link.name: load}, COUNT)
         last = messages[link.name][-1]
         done = pieces(work, lambda: last.done)
         land(cluster, messages)
-        taken_s.append(time.perf_counter() - begin_s - done * alone_s / alone)
-    return median(taken_s) / COUNT
+        together_s = time.perf_counter() - last_s
+        gather(None)
+        # As long, and begun in the same way: so what else the machine does counts alike.
+        begin_s = time.perf_counter()
+        alone = pieces(work, lambda: time.perf_counter() - begin_s >= together_s)
+        alone_s = time.perf_counter() - begin_s
+        taken_s.append((together_s - done * alone_s / alone) / COUNT)
+    typical_s = fmean(gather(median(taken_s) if len(taken_s) >= LEAST_ROUNDS else 0.0))
+    budget.pay(max(gather(time.perf_counter() - last_s)), 0)
+    return min(max(0.0, typical_s), _message_s(link, size))
 
 
 def pieces(work: Tensor, over: Callable[[], bool]) -> int:
