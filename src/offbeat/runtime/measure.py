@@ -23,8 +23,8 @@ from offbeat.transport.device import Device
 # What all measuring before a plan may take: seconds, and model sizes of payload per rank.
 BUDGET_S, BUDGET_SIZES = 3.0, 20.0
 # Parts of it; those of links are shared by all of them.
-LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.4, 0.15, 0.12
-SENDING = 0.08
+LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.42, 0.15, 0.13
+SENDING = 0.05
 
 MIN_BUCKET_BYTES = 64 * 1024
 SMALL_BYTES = 4096

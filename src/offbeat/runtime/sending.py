@@ -1,10 +1,18 @@
-"""Sending: the processor time that messages take from the compute of the rank that sends them."""
+"""Sending: the processor time that messages take from the compute of the rank that sends them.
+
+It is read off the process's own clock, which does not count what else runs on the machine. Where
+processors would be idle, a link's thread has one of them to itself and takes nothing.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean, median
 
 import torch
@@ -15,11 +23,12 @@ from offbeat.runtime.cluster import Cluster
 from offbeat.runtime.probe import Budget
 from offbeat.runtime.volley import land, release
 
-COUNT = 3  # messages back to back, so that they outlast a piece of work
-ROUNDS, LEAST_ROUNDS = 7, 3  # of each size
+VOLLEYS, COUNT = 3, 3  # of each size, and messages in each
 SMALL_BYTES = 4096
 LARGE = 1 / 20  # of the model: a bucket
-WIDTH = 96  # of the matrices of a piece of work: a tenth of a millisecond
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # one for all containers and namespaces
+
+Place = tuple[str, int, int]  # machine, its processors, threads that compute in one rank
 
 
 def measure_sending(
@@ -30,74 +39,74 @@ def measure_sending(
 
     Every rank must call it with equal links. `total` is the model's size in bytes.
     """
-    if like.device.type != "cpu":
+    taken = crowding(cluster.control.gather(_place()))
+    if like.device.type != "cpu" or not taken:
         return tuple(links)
     found = []
     for link in links:
         part = budget.share(1 / len(links))
-        small, large = min(SMALL_BYTES, total), max(1, int(LARGE * total))
-        while (rounds := _rounds(link, small, large, part)) < LEAST_ROUNDS and large > 4 * small:
+        small, large = min(SMALL_BYTES, total), int(LARGE * total)
+        while large > small and not _payable(link, (small, large), part):
             large //= 2
-        if rounds < LEAST_ROUNDS or large < 2 * small:
-            found.append(link)
-            continue
-        start_s = time.perf_counter()
-        taken_s = [_taken_s(cluster, link, like, size, rounds) for size in (small, large)]
-        everyone = cluster.control.gather((*taken_s, time.perf_counter() - start_s))
-        *means, _ = map(fmean, zip(*everyone, strict=True))
-        part.pay(max(spent_s for *_, spent_s in everyone), rounds * COUNT * (small + large))
-        per_message_s, per_byte_s = split((small, means[0]), (large, means[1]))
-        found.append(
-            replace(link, cpu_s_per_message=per_message_s, cpu_s_per_byte=per_byte_s)
-        )
+        if large > small:
+            busy_s = [_processor_s(cluster, link, like, size, part) for size in (small, large)]
+            per_message_s, per_byte_s = split((small, busy_s[0]), (large, busy_s[1]))
+            link = replace(
+                link,
+                cpu_s_per_message=taken * per_message_s,
+                cpu_s_per_byte=taken * per_byte_s,
+            )
+        found.append(link)
     return tuple(found)
+
+
+def crowding(places: Sequence[Place]) -> float:
+    """How much of a link's thread competes with compute, mean over ranks: nothing where all
+    threads of the ranks on a machine, one for each link included, have processors of their own."""
+    machines: dict[str, list[Place]] = defaultdict(list)
+    for place in places:
+        machines[place[0]].append(place)
+    competing = 0.0
+    for ranks in machines.values():
+        needed = sum(threads + 1 for _, _, threads in ranks)
+        processors = max(processors for _, processors, _ in ranks)
+        competing += min(max(needed - processors, 0), len(ranks))
+    return competing / len(places)
 
 
 def split(small: tuple[int, float], large: tuple[int, float]) -> tuple[float, float]:
     """Seconds per message and per byte, from those of messages of two sizes; never below 0."""
     (few, few_s), (many, many_s) = small, large
-    per_byte_s = max(0.0, many_s - max(few_s, 0.0)) / (many - few)
+    per_byte_s = max(0.0, many_s - few_s) / (many - few)
     return max(0.0, few_s - few * per_byte_s), per_byte_s
 
 
-def _rounds(link: Link, small: int, large: int, budget: Budget) -> int:
-    """How often messages of both sizes can be paid, as much work without them, and beginning
-    together, which is two small messages."""
-    begin_s = 2 * _message_s(link, small)
-    seconds = sum(begin_s + 2 * COUNT * _message_s(link, size) for size in (small, large))
-    return min(ROUNDS, budget.times(seconds, COUNT * (small + large)))
+def _place() -> Place:
+    machine = BOOT.read_text() if BOOT.exists() else socket.gethostname()
+    has_affinity = hasattr(os, "sched_getaffinity")
+    processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return machine, processors, torch.get_num_threads()
 
 
-def _message_s(link: Link, size: int) -> float:
-    return link.seconds(link.latency_s, size / link.bytes_per_s, size)
+def _payable(link: Link, sizes: Sequence[int], budget: Budget) -> bool:
+    """Whether messages of these sizes can be paid, and beginning each volley together, which is as
+    much as two small messages."""
+    seconds = [link.seconds(link.latency_s, size / link.bytes_per_s, size) for size in sizes]
+    spent_s = VOLLEYS * (COUNT * sum(seconds) + 2 * len(sizes) * seconds[0])
+    return budget.times(spent_s, VOLLEYS * COUNT * sum(sizes)) > 0
 
 
-def _taken_s(cluster: Cluster, link: Link, like: Tensor, size: int, rounds: int) -> float:
-    """What one message takes from a loop of small matrix products: the time that the loop lasts
-    while messages are under way, less what as many pieces of work take without them."""
+def _processor_s(cluster: Cluster, link: Link, like: Tensor, size: int, budget: Budget) -> float:
+    """Processor time of one message in all threads of a rank that has nothing else to do, mean
+    over ranks."""
     load = like.new_ones(max(1, size // like.element_size()))
-    work = torch.ones(WIDTH, WIDTH)
-    window_s = COUNT * _message_s(link, size)
-    taken_s = []
-    for _ in range(rounds):
-        begin_s = time.perf_counter()
-        alone = pieces(work, lambda: time.perf_counter() - begin_s >= window_s)
-        alone_s = time.perf_counter() - begin_s
+    busy_s = []
+    start_s = time.perf_counter()
+    for _ in range(VOLLEYS):
         cluster.control.gather(None)  # begin together
-        begin_s = time.perf_counter()
-        messages = release(cluster, {link.name: load}, COUNT)
-        last = messages[link.name][-1]
-        done = pieces(work, lambda: last.done)
-        land(cluster, messages)
-        taken_s.append(time.perf_counter() - begin_s - done * alone_s / alone)
-    return median(taken_s) / COUNT
-
-
-def pieces(work: Tensor, over: Callable[[], bool]) -> int:
-    """Multiply matrices until it is over, at least once; how often."""
-    count = 1
-    torch.mm(work, work)
-    while not over():
-        torch.mm(work, work)
-        count += 1
-    return count
+        begin_s = time.process_time()
+        land(cluster, release(cluster, {link.name: load}, COUNT))
+        busy_s.append((time.process_time() - begin_s) / COUNT)
+    everyone = cluster.control.gather((median(busy_s), time.perf_counter() - start_s))
+    budget.pay(max(spent_s for _, spent_s in everyone), VOLLEYS * COUNT * load.nbytes)
+    return fmean(seconds for seconds, _ in everyone)
