@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from offbeat import cli, compare, report
+from offbeat import cli, report
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
+from offbeat.run import compare
 from offbeat.strategies import DDP, WFBP, DreamDDP
 from offbeat.trace import Trace
 

@@ -308,9 +308,9 @@ def test_a_run_in_the_background_leaves_ctrl_c_to_others(program, tmp_path):
 def test_nothing_is_left_after_the_block(program, tmp_path):
     with Lab(Cluster.simple(2, "50mbit")) as lab:
         assert launch(lab, program(""), log_dir=tmp_path, timeout_s=20).problem is None
-        inodes, keeper = lab.inodes(), lab.process.pid
+        inodes, supervisor = lab.inodes(), lab.process.pid
         assert namespace_users(inodes)
-    assert not alive(keeper)
+    assert not alive(supervisor)
     assert not namespace_users(inodes)
 
 

@@ -38,7 +38,7 @@ model.close()
 TOGETHER = """
 import json, torch
 from offbeat.plan import Moment, transfer
-from offbeat.runtime.cluster import connect
+from offbeat.transport.cluster import connect
 from offbeat.transport.device import CPU
 from offbeat.transport.interfaces import LinkSpec
 torch.distributed.init_process_group("gloo")

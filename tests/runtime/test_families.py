@@ -10,9 +10,9 @@ from plan.families import CENTER, FAMILIES, SIZE, SLOPE, START, N, T, World
 from worlds import run_world
 
 from offbeat.plan import base_link
-from offbeat.runtime.cluster import connect
 from offbeat.runtime.votes import vote_channel
 from offbeat.testing.quadratic import Quadratic, train
+from offbeat.transport.cluster import connect
 from offbeat.transport.device import CPU
 from offbeat.transport.interfaces import LinkSpec
 

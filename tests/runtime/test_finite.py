@@ -13,8 +13,8 @@ from torch import Tensor
 from worlds import run_world
 
 from offbeat import WFBP, ByteScheduler, DeAR, LocalSGD, Strategy
+from offbeat.guards.finite import FiniteGuard, finite, require_policy
 from offbeat.plan import Moment, transfer
-from offbeat.runtime.guards.finite import FiniteGuard, finite, require_policy
 
 MESSAGE = transfer(
     "param", range(2), after=Moment("step"), before=Moment("end"), phases=[0], link="net"

@@ -11,7 +11,7 @@ from worlds import run_world
 
 from offbeat import BSP, DDP, WFBP, LocalSGD, PartialSync, Strategy
 from offbeat.plan import VERBS, Moment, transfer
-from offbeat.runtime.cluster import connect
+from offbeat.transport.cluster import connect
 from offbeat.transport.collectives import collectives, shards
 from offbeat.transport.device import device_of
 from offbeat.transport.interfaces import LinkSpec

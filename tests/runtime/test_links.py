@@ -19,10 +19,10 @@ from worlds import run_world, watch_world
 
 from offbeat import cli
 from offbeat.plan import Moment, Verb, transfer
-from offbeat.runtime.cluster import Cluster, connect
-from offbeat.runtime.job import current_links
+from offbeat.run.job import current_links
 from offbeat.runtime.prepare import _specs
 from offbeat.transport import interfaces
+from offbeat.transport.cluster import Cluster, connect
 from offbeat.transport.collectives import Native, collectives, shards
 from offbeat.transport.control import new_group
 from offbeat.transport.device import CPU

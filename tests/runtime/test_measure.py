@@ -14,11 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from worlds import run_world
 
-from offbeat.profile import Link
-from offbeat.runtime.cluster import connect
-from offbeat.runtime.contention import COUNT, RUNS, _rate, load_bytes
-from offbeat.runtime.flat_session import build_flat
-from offbeat.runtime.measure import (
+from offbeat.measuring.contention import COUNT, RUNS, _rate, load_bytes
+from offbeat.measuring.links import (
     BUDGET_S,
     BUDGET_SIZES,
     LAYOUT,
@@ -30,7 +27,10 @@ from offbeat.runtime.measure import (
     measure_link,
     worthwhile_bytes,
 )
-from offbeat.runtime.probe import Budget
+from offbeat.measuring.probe import Budget
+from offbeat.profile import Link
+from offbeat.runtime.session import build_flat
+from offbeat.transport.cluster import connect
 from offbeat.transport.collectives import Ring
 from offbeat.transport.device import CPU
 from offbeat.transport.interfaces import LinkSpec

@@ -10,8 +10,8 @@ import torch
 from worlds import run_world, watch_world
 
 from offbeat import DDP, WFBP, ByteScheduler, LocalSGD, Strategy
-from offbeat.runtime.guards.replicas import ReplicaGuard
-from offbeat.runtime.replicas import dissenters, hash_text, sketch
+from offbeat.guards.differences import dissenters, hash_text, sketch
+from offbeat.guards.replicas import ReplicaGuard
 
 NAMED = {
     "rate": "rank 1 has 0.1 as lr of param group 0, rank 0 has 0.05",

@@ -140,7 +140,9 @@ def test_messages_fit_the_windows(profile):
         assert view.message_s(t.payload, t.link) / speed <= view.backward_s * (1 + 1e-6)
     for phase in plan.phases:
         for link in used:
-            seconds = sum(view.message_s(t.payload, link) for t in transfers_of(plan, phase) if t.link == link)
+            seconds = sum(
+                view.message_s(t.payload, link) for t in transfers_of(plan, phase) if t.link == link
+            )
             assert seconds <= (view.forward_s + view.backward_s) * (1 + 1e-6)
 
 

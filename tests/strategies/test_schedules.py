@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.plan.check import raise_if_wrong
 from offbeat.plan import Moment, Plan
+from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Bucket, Contention, Link, Profile
 from offbeat.solve import cap_fusion
 from offbeat.strategies.asc_wfbp import ASCWFBP

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+from offbeat.lab.control_channel import Channel
 from offbeat.lab.errors import LabError
-from offbeat.lab.wire import Channel
 
 _CLOSE_LIMIT_S = 15.0
 
@@ -25,13 +25,13 @@ sys.path[:] = boot["path"]
 for name, folder in boot["packages"]:
     module = sys.modules[name] = types.ModuleType(name)
     module.__path__ = [folder]
-from offbeat.lab import keeper
-keeper.main(*boot["arguments"])
+from offbeat.lab import supervisor
+supervisor.main(*boot["arguments"])
 """
 
 
 class LabProcess:
-    """A running keeper process; its end, or this object's, ends everything below it."""
+    """A running supervisor process; its end, or this object's, ends everything below it."""
 
     def __init__(self) -> None:
         if sys.platform != "linux":

@@ -30,9 +30,7 @@ class Adopted:
         self.flat.adopt(plan.all_buffers)
         self.gradients.begin_anew()
         self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat)
-        self.context = StorageContext(
-            rank, self.flat, self.gradients, engine.state, self.updates
-        )
+        self.context = StorageContext(rank, self.flat, self.gradients, engine.state, self.updates)
         self._messages = Messages(
             self.program, self.flat, engine.state, engine.links, engine.waiting
         )
@@ -152,8 +150,6 @@ class Adopted:
     def _moves_at_the_end(self) -> bool:
         """Whether parameters change at the end of iterations by more than their update."""
         late = ("step", "end")
-        moved = any(
-            t.target != "grad" and t.after.point in late for t in self.plan.transfers
-        )
+        moved = any(t.target != "grad" and t.after.point in late for t in self.plan.transfers)
         own = ("local", "close", "reset")
         return moved or any(a.rule not in own and a.at.point in late for a in self.plan.applies)

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from offbeat.runtime.cluster import Cluster
+from offbeat.guards.differences import repair, require_equal, unite
 from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.runtime.record import Recorder
-from offbeat.runtime.replicas import repair, require_equal, unite
 from offbeat.runtime.wrap import Session
+from offbeat.transport.cluster import Cluster
 
 
 class DDPSession(Session):

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from offbeat.guards.finite import Suspects
+from offbeat.measuring.noise import NoiseMeter
 from offbeat.plan import Plan
 from offbeat.runtime.adopted import Adopted
-from offbeat.runtime.guards.finite import Suspects
 from offbeat.runtime.hooks import BackwardHooks
 from offbeat.runtime.iteration import Iteration, Reports, Timestamps
 from offbeat.runtime.metering import Metering
-from offbeat.runtime.noise import NoiseMeter
 from offbeat.runtime.waiting import Waiting
 from offbeat.runtime.walker import Walker
 from offbeat.storage.flat import Flat

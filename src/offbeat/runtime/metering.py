@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from offbeat.measuring.noise import NoiseMeter
 from offbeat.runtime.adopted import Adopted
-from offbeat.runtime.noise import NoiseMeter
 
 
 class Metering:

@@ -23,23 +23,23 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from offbeat.guards.differences import broadcast_model
+from offbeat.guards.finite import OnNonfinite, require_policy
+from offbeat.guards.replicas import EVERY, agree_on_settings
 from offbeat.profile import Profile
-from offbeat.runtime.cluster import Cluster, connect
+from offbeat.run.job import Job, current_job, current_links
 from offbeat.runtime.ddp_session import DDPSession
-from offbeat.runtime.flat_session import (
+from offbeat.runtime.record import Recorder
+from offbeat.runtime.session import (
     FlatSession,
     Observation,
     Watch,
     build_flat,
 )
-from offbeat.runtime.guards.finite import OnNonfinite, require_policy
-from offbeat.runtime.guards.replicas import EVERY, agree_on_settings
-from offbeat.runtime.job import Job, current_job, current_links
-from offbeat.runtime.record import Recorder
-from offbeat.runtime.replicas import broadcast_model
 from offbeat.runtime.wrap import Model, Optimizer
 from offbeat.storage.flat import require_supported
 from offbeat.strategies import DDP, WFBP, Strategy, create
+from offbeat.transport.cluster import Cluster, connect
 from offbeat.transport.control import Control
 from offbeat.transport.device import device_of
 from offbeat.transport.interfaces import LinkSpec, parse_link

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from offbeat.measuring.loss import LossTap
 from offbeat.plan import Plan, Transfer
 from offbeat.plan.windows import Windows
 from offbeat.runtime.iteration import Acted, Iteration, Timestamps
-from offbeat.runtime.loss import LossTap
 from offbeat.trace import COMPUTE, Span, Trace
 from offbeat.transport.device import Device, Mark
 

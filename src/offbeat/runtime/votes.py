@@ -20,9 +20,7 @@ def vote_channel(link: str) -> str:
 class Votes:
     """One small message per vote; afterwards every rank knows who has said yes."""
 
-    def __init__(
-        self, link: Link | None, waiting: Waiting, flat: Flat, rank: int, world_size: int
-    ):
+    def __init__(self, link: Link | None, waiting: Waiting, flat: Flat, rank: int, world_size: int):
         self._link, self._waiting, self._flat = link, waiting, flat
         self._rank, self._world_size = rank, world_size
         self._asked: dict[tuple[str, int], Message] = {}
@@ -32,7 +30,9 @@ class Votes:
     def ask(self, vote: Vote, planned: int, say: bool) -> None:
         """This rank has its say."""
         assert self._link is not None
-        rule = Transfer(Payload("vote", range(0, 1)), vote.at, Moment("end"), Phases(), self._link.name)
+        rule = Transfer(
+            Payload("vote", range(1)), vote.at, Moment("end"), Phases(), self._link.name
+        )
         where = self._flat.everything()[0].device
         says = torch.zeros(self._world_size, device=where)
         says[self._rank] = float(say)

@@ -226,7 +226,9 @@ def _fill(
     count = len(comm_s)
     near_s = _filled_s(members, ready_s, comm_s, prefix_s)
     margin_s = _ROUNDING * count * limit_s
-    low, high = (int(np.searchsorted(near_s, limit_s + m, side="right")) for m in (-margin_s, margin_s))
+    low, high = (
+        int(np.searchsorted(near_s, limit_s + m, side="right")) for m in (-margin_s, margin_s)
+    )
     fits = bisect_right(range(1, count + 1), limit_s, low, high, key=filled_s)
     own = set(members)
     return tuple(i for i in range(fits) if i not in own)

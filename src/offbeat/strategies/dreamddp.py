@@ -182,9 +182,7 @@ class DreamDDP(Strategy):
             return self._closed_s(candidate, profile)
         plan, ranks = self._plan_of(candidate, profile), Ranks(jitter=profile.jitter)
         periods = self._periods()
-        trace = simulate(
-            plan, profile, iterations=periods * self.period, ranks=ranks, record=0
-        )
+        trace = simulate(plan, profile, iterations=periods * self.period, ranks=ranks, record=0)
         return max(ends_s[-1] for ends_s in trace.ends_s) / periods
 
     def _simulated(self, profile: Profile) -> bool:

@@ -92,7 +92,9 @@ def memory_links(
 ) -> dict[str, Link]:
     """One rank's links; every rank must make the same ones."""
     return {
-        name: Link(name, _collectives(world, rank, name, (groups or {}).get(base_link(name), ())), CPU())
+        name: Link(
+            name, _collectives(world, rank, name, (groups or {}).get(base_link(name), ())), CPU()
+        )
         for name in names
     }
 

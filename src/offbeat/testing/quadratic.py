@@ -134,7 +134,9 @@ def train(
     for i in range(task.iterations):
         engine.zero_grad()
         with engine.forward_begins():
-            loss = net(torch.from_numpy(a[rank]).split(sizes), torch.from_numpy(c[rank, i]).split(sizes))
+            loss = net(
+                torch.from_numpy(a[rank]).split(sizes), torch.from_numpy(c[rank, i]).split(sizes)
+            )
         engine.forward_ends()
         loss.backward()
         engine.step()

@@ -122,9 +122,7 @@ class Link:
         """Run one message; after a failure every later one fails with the same cause."""
         try:
             if failed is None and not message.passed:
-                message.start, message.end = self._device.run(
-                    message.released, self._send, message
-                )
+                message.start, message.end = self._device.run(message.released, self._send, message)
         except BaseException as error:
             failed = error
         message.error = failed

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from offbeat import __version__, texts
+from offbeat import __version__
+from offbeat.cli import texts
 from offbeat.profile import Profile
 from offbeat.strategies import STRATEGIES
 
 if TYPE_CHECKING:  # the lab, the report and rich are imported by the commands that need them
-    from offbeat.compare import Comparison, Outcome, Setup
     from offbeat.lab import Cluster
+    from offbeat.run.compare import Comparison, Outcome, Setup
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 SCRIPT_COMMANDS = ("run", "profile", "compare")
@@ -98,7 +99,7 @@ def run(
 
     Example: offbeat run --rate 50mbit --strategy dreamddp --set period=8 train.py --steps 100
     """
-    from offbeat.compare import Comparison, Contestant
+    from offbeat.run.compare import Comparison, Contestant
 
     chosen = (Contestant(strategy, texts.strategy(strategy, set_)),)
     setup = _setup(where, script, args)
@@ -128,7 +129,7 @@ def compare(
 
     Example: offbeat compare --strategies ddp,ddp:bucket_cap_mb=1,dreamddp --repeat 3 train.py
     """
-    from offbeat.compare import Comparison
+    from offbeat.run.compare import Comparison
 
     chosen = texts.contestants(strategies, set_ or [])
     setup = _setup(where, script, args)
@@ -151,7 +152,7 @@ def profile(
 
     Example: offbeat profile --hosts 4 --rate 100mbit -o profile.json train.py
     """
-    from offbeat.compare import Progress, measure_profile
+    from offbeat.run.compare import Progress, measure_profile
 
     outcome = measure_profile(_setup(where, script, args), out, Progress(stderr=json_))
     if outcome.measured:
@@ -253,7 +254,7 @@ def strategies(*, json_: Json = False) -> int:
 
 
 def _setup(where: Where, script: Path, args: Sequence[str]) -> Setup:
-    from offbeat.compare import NO_LIMIT_S, Setup
+    from offbeat.run.compare import NO_LIMIT_S, Setup
 
     texts.require_file(script, "give the path of a training script")
     return Setup(
@@ -285,7 +286,7 @@ def _cluster(where: Where) -> Cluster:
 
 
 def _compare(comparison: Comparison, out: Path | None, json_: bool) -> int:
-    from offbeat import compare as comparing
+    from offbeat.run import compare as comparing
 
     run_dir = out or comparing.default_run_dir(comparison.setup.script[0])
     outcome = comparing.compare(comparison, run_dir, comparing.Progress(stderr=json_))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from offbeat.plan import Moment, transfer
-from offbeat.runtime.cluster import Cluster
+from offbeat.transport.cluster import Cluster
 from offbeat.transport.link import Message
 
 Volley = Mapping[str, Sequence[Message]]

@@ -11,13 +11,13 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from offbeat.measuring.calls import call_s
+from offbeat.measuring.loss import LossTap
+from offbeat.measuring.noise import NoiseMeter, Seen, noise_of
 from offbeat.plan import Moment, Plan, local, transfer
 from offbeat.profile import Bucket, Contention, GradientNoise, Link, Profile
-from offbeat.runtime.calls import call_s
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.iteration import Iteration
-from offbeat.runtime.loss import LossTap
-from offbeat.runtime.noise import NoiseMeter, Seen, noise_of
 from offbeat.storage.flat import Flat, buffer_checksums, changed_buffers
 from offbeat.storage.layout import BucketSpec, group_parameters
 from offbeat.transport.control import Control

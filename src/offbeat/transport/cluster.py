@@ -16,7 +16,6 @@ from offbeat.transport.device import Device
 from offbeat.transport.interfaces import LinkSpec, agree_on_links, bound_to
 from offbeat.transport.link import Link
 
-
 Partition = Mapping[str, tuple[tuple[int, ...], ...]]
 
 

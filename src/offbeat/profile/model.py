@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.plan import Kind, Payload, Verb, base_link
-from offbeat.profile_check import validate
+from offbeat.profile.check import validate
 
 SCHEMA = 1
 
@@ -70,7 +70,11 @@ class Link:
     cpu_s_per_byte: float = 0.0
 
     def seconds(
-        self, latency_s: Seconds, transfer_s: Seconds, size_bytes: Seconds, verb: Verb = "all_reduce"
+        self,
+        latency_s: Seconds,
+        transfer_s: Seconds,
+        size_bytes: Seconds,
+        verb: Verb = "all_reduce",
     ) -> Seconds:
         """Time of a message, of which an all-reduce takes `latency_s` and `transfer_s` by the line,
         and at least what was measured of that size; arrays for several messages."""

@@ -10,13 +10,13 @@ from statistics import median
 import numpy as np
 import torch.distributed as dist
 
+from offbeat.measuring.contention import measure_contention
+from offbeat.measuring.probe import Budget, Probe, Prober, timed
+from offbeat.measuring.sending import measure_sending
 from offbeat.plan import Verb
 from offbeat.profile import Contention, Link
-from offbeat.runtime.cluster import Cluster
-from offbeat.runtime.contention import measure_contention
 from offbeat.storage.flat import Flat
-from offbeat.runtime.probe import Budget, Probe, Prober, timed
-from offbeat.runtime.sending import measure_sending
+from offbeat.transport.cluster import Cluster
 from offbeat.transport.collectives import Collective, averaging
 from offbeat.transport.device import Device
 

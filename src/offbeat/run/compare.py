@@ -19,7 +19,7 @@ from offbeat import report, sim
 from offbeat.lab import Cluster, Lab, LabError, NoLab, launch
 from offbeat.plan import Plan
 from offbeat.profile import Profile
-from offbeat.progress import OnLine, Progress
+from offbeat.run.progress import OnLine, Progress
 from offbeat.strategies import BSP, Strategy
 from offbeat.trace import Trace
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.lab import syscalls
+from offbeat.lab.control_channel import Channel
 from offbeat.lab.errors import LabError
-from offbeat.lab.wire import Channel
 
 if TYPE_CHECKING:
     from offbeat.lab.network import Network
@@ -32,16 +32,16 @@ def main(control_fd: int, events_fd: int, owner: int) -> None:
     """Serve the owner (a process id) until it closes the control socket or ends."""
     control = Channel(socket.socket(fileno=control_fd))
     events = Channel(socket.socket(fileno=events_fd))
-    keeper = _Keeper(control, events, owner)
+    supervisor = _Supervisor(control, events, owner)
     try:
-        keeper.serve()
+        supervisor.serve()
     except (BrokenPipeError, KeyboardInterrupt):
         pass
     finally:
-        keeper.kill_all()
+        supervisor.kill_all()
 
 
-class _Keeper:
+class _Supervisor:
     def __init__(self, control: Channel, events: Channel, owner: int) -> None:
         self._control = control
         self._events = events
@@ -131,10 +131,10 @@ class _Keeper:
     def _start(self, message: dict[str, Any], output: int) -> int:
         host = message["host"]
         namespace = None if host is None else self._built().host_fd(host)
-        keeper = os.getpid()
+        supervisor = os.getpid()
         process = os.fork()
         if process == 0:
-            _become(message, output, namespace, keeper)
+            _become(message, output, namespace, supervisor)
         self._keys[process] = message["key"]
         return process
 
@@ -183,7 +183,7 @@ def _catch_signals() -> socket.socket:
     return wakeup
 
 
-def _become(message: dict[str, Any], output: int, namespace: int | None, keeper: int) -> None:
+def _become(message: dict[str, Any], output: int, namespace: int | None, supervisor: int) -> None:
     """In the forked child: enter the host and become the rank; never returns."""
     try:
         if namespace is not None:
@@ -196,7 +196,7 @@ def _become(message: dict[str, Any], output: int, namespace: int | None, keeper:
         for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)  # what is ignored stays so in the new program
         syscalls.set_parent_death_signal(signal.SIGKILL)
-        if os.getppid() != keeper:
+        if os.getppid() != supervisor:
             os._exit(1)
         os.chdir(message["cwd"])
         os.execvpe(message["argv"][0], message["argv"], message["env"])

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.storage.checksum import checksum
-from offbeat.runtime.replicas import (
+from offbeat.guards.differences import (
     REPAIR,
     Difference,
     dissenters,
@@ -19,6 +18,7 @@ from offbeat.runtime.replicas import (
     optimizer_state,
     weights,
 )
+from offbeat.storage.checksum import checksum
 from offbeat.transport.control import Control
 
 EVERY = 100  # iterations; one pass over weights and optimizer state, less than a step's own

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from offbeat.plan import Plan
 from offbeat.storage.checksum import checksum
-from offbeat.runtime.cluster import Cluster
+from offbeat.transport.cluster import Cluster
 from offbeat.transport.collectives import averaging
 from offbeat.transport.control import Control
 

@@ -18,10 +18,10 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
+from offbeat.measuring.probe import Budget
+from offbeat.measuring.volley import land, release
 from offbeat.profile import Link
-from offbeat.runtime.cluster import Cluster
-from offbeat.runtime.probe import Budget
-from offbeat.runtime.volley import land, release
+from offbeat.transport.cluster import Cluster
 
 VOLLEYS, COUNT = 3, 3  # of each size, and messages in each
 SMALL_BYTES = 4096

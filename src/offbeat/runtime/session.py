@@ -12,21 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from offbeat.guards.convergence import ConvergenceGuard, Finding
+from offbeat.guards.differences import only_gradients, repair, require_equal, unite
+from offbeat.guards.finite import FiniteGuard, OnNonfinite, Suspects
+from offbeat.guards.parameters import ParameterWatch
+from offbeat.guards.replicas import ReplicaGuard
+from offbeat.measuring.links import measure_cluster, worthwhile_bytes
+from offbeat.measuring.observe import Observer, observing_plan
 from offbeat.plan import Plan
 from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.runtime.attached import Attached
-from offbeat.runtime.cluster import Cluster
 from offbeat.runtime.engine import Engine
-from offbeat.runtime.guard import ConvergenceGuard, Finding
-from offbeat.runtime.guards.finite import FiniteGuard, OnNonfinite, Suspects
-from offbeat.runtime.guards.parameters import ParameterWatch
-from offbeat.runtime.guards.replicas import ReplicaGuard
 from offbeat.runtime.iteration import Iteration
-from offbeat.runtime.measure import measure_cluster, worthwhile_bytes
-from offbeat.runtime.observe import Observer, observing_plan
 from offbeat.runtime.record import Recorder
-from offbeat.runtime.replicas import only_gradients, repair, require_equal, unite
 from offbeat.runtime.updates import early_remedy
 from offbeat.runtime.votes import vote_channel
 from offbeat.runtime.wrap import Session
@@ -34,6 +33,7 @@ from offbeat.storage.coupling import couples
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec, specs_of_profile
 from offbeat.strategies import Strategy
+from offbeat.transport.cluster import Cluster
 
 
 @dataclass(frozen=True)

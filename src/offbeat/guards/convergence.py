@@ -7,9 +7,9 @@ from statistics import fmean
 
 import torch
 
+from offbeat.measuring.loss import LossTap
+from offbeat.measuring.noise import NoiseMeter, Seen, noise_of
 from offbeat.profile import GradientNoise
-from offbeat.runtime.loss import LossTap
-from offbeat.runtime.noise import NoiseMeter, Seen, noise_of
 from offbeat.solve.preserver import LossWatch
 from offbeat.transport.control import Control
 

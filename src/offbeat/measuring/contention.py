@@ -10,11 +10,11 @@ from typing import cast
 import numpy as np
 from torch import Tensor
 
+from offbeat.measuring.probe import Budget
+from offbeat.measuring.volley import land, release
 from offbeat.plan import base_link, channel
 from offbeat.profile import Contention, Link
-from offbeat.runtime.cluster import Cluster
-from offbeat.runtime.probe import Budget
-from offbeat.runtime.volley import land, release
+from offbeat.transport.cluster import Cluster
 
 COUNT = 6  # messages back to back
 RUNS = 3  # of so many messages for each pair: one link alone, then both

@@ -17,7 +17,7 @@ from offbeat.strategies import STRATEGIES, Strategy, create
 from offbeat.strategies.base import require_choice
 
 if TYPE_CHECKING:  # imported by the commands that need it
-    from offbeat.compare import Contestant
+    from offbeat.run.compare import Contestant
 
 # Types that a setting may have: how an error calls their values, and what makes one of text.
 KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
@@ -35,7 +35,7 @@ def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
 
     ValueError for a strategy or setting that does not exist, with the nearest one.
     """
-    from offbeat.compare import Contestant
+    from offbeat.run.compare import Contestant
 
     items = [item.strip().split(":") for item in names.split(",")]
     chosen = [name for name, *_ in items]

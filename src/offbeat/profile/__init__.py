@@ -1,0 +1,12 @@
+"""Profiles: measured facts of one model on one cluster, and the message times they imply."""
+
+from offbeat.profile.model import (
+    SIMULTANEOUS_SPEED,
+    Bucket,
+    Contention,
+    GradientNoise,
+    Link,
+    Profile,
+)
+
+__all__ = ["SIMULTANEOUS_SPEED", "Bucket", "Contention", "GradientNoise", "Link", "Profile"]
