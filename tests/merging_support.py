@@ -22,7 +22,7 @@ from workers import Trained, bits, prepared, rank, snapshot, world_size
 from offbeat import Plan, Profile, Strategy
 from offbeat.plan import Apply, Buffer, Merge, Moment, Phases, local, transfer
 from offbeat.profile import Link
-from offbeat.runtime import flat_session, guard
+from offbeat.runtime import session, guard
 
 # ---- merged ------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ def without_a_window(strategy: Strategy, observed: bool, iterations: int) -> Wat
     """Train on links whose latency no window can hide, given in a profile or "measured"."""
     profile = profile_of(CASE, world_size())
     slow = (Link(profile.default_link.name, 9.0, 1e9),)
-    flat_session.measure_cluster = lambda *_: (slow, ())  # type: ignore[assignment]
+    session.measure_cluster = lambda *_: (slow, ())  # type: ignore[assignment]
     module, plain = build(CASE)
     given = {} if observed else {"profile": replace(profile, links=slow)}
     with warnings.catch_warnings(record=True) as caught:

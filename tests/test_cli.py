@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from offbeat import cli
+from offbeat.cli import commands as cli
 from offbeat.cli import texts
 from offbeat.plan import Plan
 from offbeat.strategies import STRATEGIES

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat import cli, report
+from offbeat import report
+from offbeat.cli import commands as cli
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
 from offbeat.run import compare
@@ -309,7 +310,7 @@ def test_profile_command(here, capsys):
 
 INTERRUPTIBLE = """
 import signal, sys
-from offbeat import cli
+from offbeat.cli import commands as cli
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" has it ignored
 sys.exit(cli.main(sys.argv[1:]))
 """

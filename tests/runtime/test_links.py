@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from worlds import run_world, watch_world
 
-from offbeat import cli
+from offbeat.cli import commands as cli
 from offbeat.plan import Moment, Verb, transfer
 from offbeat.run.job import current_links
 from offbeat.runtime.prepare import _specs

@@ -1,5 +1,5 @@
 """The command line."""
 
-from offbeat.cli.main import app, main
+from offbeat.cli.commands import app, main
 
 __all__ = ["app", "main"]
