@@ -219,7 +219,7 @@ SIZES = (500, 2000, 10_000, 0)
 FLOORED = Profile(tuple(Bucket(str(i), 0.1, 0.1, n) for i, n in enumerate(SIZES)), (SMALL,), 2)
 
 
-def grad_s(buckets, parts=1, verb="mean"):
+def grad_s(buckets, parts=1, verb="all_reduce"):
     return FLOORED.message_s(Payload("grad", buckets, 0, parts), "net", verb)
 
 

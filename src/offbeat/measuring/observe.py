@@ -56,6 +56,12 @@ class _Times:
         return sum(self.backward.values()) + sum(self.forward.values()) + self.update
 
 
+def jitter_of(seconds: Sequence[float]) -> float:
+    """Relative standard deviation of a few durations, by medians: one hiccup does not count."""
+    typical = median(seconds) if seconds else 0.0
+    return SIGMA * median(abs(s - typical) for s in seconds) / typical if typical else 0.0
+
+
 class Observer:
     """Watches an engine for some iterations through hooks that it removes afterwards."""
 
@@ -143,8 +149,9 @@ class Observer:
         mine = self._per_bucket(specs)
         everyone = np.array(control.gather(mine))  # rank x (forward per bucket, backward.., 2)
         mean = everyone.mean(axis=0)
-        more = self._jitter(), call_s(self._engine.optimizer, self._device)
-        jitter, step_s = np.mean(control.gather(more), axis=0)
+        jitter = jitter_of([times.total for times in self._times[1:]])
+        step_s = call_s(self._engine.optimizer, self._device)
+        jitter, step_s = np.mean(control.gather((jitter, step_s)), axis=0).tolist()
         count = len(specs)
         compute = everyone[:, :-1].sum(axis=1)
         scale = compute / compute.mean()
@@ -168,18 +175,12 @@ class Observer:
             update_s=float(mean[-2]),
             other_s=float(mean[-1]),
             rank_scale=() if alike else tuple(float(s) for s in scale),
-            step_s=float(step_s),
-            jitter=float(jitter) if jitter > STEADY else 0.0,
+            step_s=step_s,
+            jitter=jitter if jitter > STEADY else 0.0,
             model=model,
             contention=tuple(contention),
             noise=self._noise(control),
         )
-
-    def _jitter(self) -> float:
-        """Relative standard deviation of this rank's compute, by medians: iterations are few."""
-        totals = [times.total for times in self._times[1:]]
-        typical = median(totals) if totals else 0.0
-        return SIGMA * median(abs(t - typical) for t in totals) / typical if typical else 0.0
 
     def _noise(self, control: Control) -> GradientNoise | None:
         """Loss and gradient noise while observing; None in a world of one, or with ranks that
