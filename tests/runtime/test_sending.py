@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from worlds import run_world
 
+from offbeat.measuring.calls import call_s
+from offbeat.measuring.observe import jitter_of
+from offbeat.measuring.probe import Budget
+from offbeat.measuring.sending import crowding, measure_sending, split
 from offbeat.profile import Link
-from offbeat.runtime.calls import call_s
-from offbeat.runtime.cluster import connect
-from offbeat.runtime.flat_session import build_flat
-from offbeat.runtime.observe import jitter_of
-from offbeat.runtime.probe import Budget
-from offbeat.runtime.sending import crowding, measure_sending, split
+from offbeat.runtime.session import build_flat
+from offbeat.transport.cluster import connect
 from offbeat.transport.device import CPU
 from offbeat.transport.interfaces import LinkSpec
 
