@@ -12,7 +12,7 @@ from torch import nn
 from worlds import run_world
 
 from offbeat.measuring.calls import call_s
-from offbeat.measuring.observe import jitter_of
+from offbeat.measuring.jitter import jitter_of
 from offbeat.measuring.probe import Budget
 from offbeat.measuring.sending import crowding, measure_sending, split
 from offbeat.profile import Link

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from offbeat.measuring.calls import call_s
+from offbeat.measuring.jitter import jitter_of
 from offbeat.measuring.loss import LossTap
 from offbeat.measuring.noise import NoiseMeter, Seen, noise_of
 from offbeat.plan import Moment, Plan, local, transfer
@@ -26,7 +27,6 @@ from offbeat.transport.device import Device, Mark
 OTHER, UPDATE = "other", "update"
 ALIKE = 1.02  # ranks whose compute times differ by less count as alike
 STEADY = 0.03  # compute that differs by less from iteration to iteration counts as steady
-SIGMA = 1.4826  # standard deviations in a median absolute deviation, of a normal distribution
 
 
 def observing_plan(buckets: int, link: str) -> Plan:
@@ -54,12 +54,6 @@ class _Times:
     @property
     def total(self) -> float:
         return sum(self.backward.values()) + sum(self.forward.values()) + self.update
-
-
-def jitter_of(seconds: Sequence[float]) -> float:
-    """Relative standard deviation of a few durations, by medians: one hiccup does not count."""
-    typical = median(seconds) if seconds else 0.0
-    return SIGMA * median(abs(s - typical) for s in seconds) / typical if typical else 0.0
 
 
 class Observer:
