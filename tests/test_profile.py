@@ -219,7 +219,7 @@ SIZES = (500, 2000, 10_000, 0)
 FLOORED = Profile(tuple(Bucket(str(i), 0.1, 0.1, n) for i, n in enumerate(SIZES)), (SMALL,), 2)
 
 
-def grad_s(buckets, parts=1, verb="mean"):
+def grad_s(buckets, parts=1, verb="all_reduce"):
     return FLOORED.message_s(Payload("grad", buckets, 0, parts), "net", verb)
 
 
@@ -256,9 +256,18 @@ def test_messages_together_take_what_they_take_one_by_one(profile, small):
             ]
 
 
+def test_slices_of_every_bucket_at_once():
+    for kind in ("grad", "param", "state"):
+        for parts in (1, 3):
+            assert FLOORED.alone_s("net", kind, parts) == [
+                FLOORED.message_s(Payload(kind, range(b, b + 1), 0, parts), "net") for b in range(4)
+            ]
+
+
 def test_processor_time_of_a_message():
     link = replace(NET, cpu_s_per_message=0.25, cpu_s_per_byte=0.125)
-    profile = replace(PROFILE, links=(link,), jitter=0.5)
+    profile = replace(PROFILE, links=(link,), jitter=0.5, step_s=0.25)
+    assert profile.bucket_step_s == (0.75, 0.5, 0.25)
     assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
     payloads = [
         Payload("grad", range(1)),

@@ -252,3 +252,17 @@ def test_a_timeline_by_hand():
         ("compute", "update[1:2]", 2, begin + 5.25, begin + 5.75),
         ("compute", "wait", 2, begin + 5.75, begin + 8.25),
     ]
+
+
+def test_messages_and_calls_of_the_optimizer_take_from_compute():
+    # Backward 2 + 2 s, an update of 1 s per bucket, each with a call of .5 s. A message takes 4 s
+    # on the link and .25 s from what comes after its release.
+    link = Link("net", 4.0, 1e12, cpu_s_per_message=0.25)
+    layers = tuple(Bucket(f"b{i}", 1.0, 2.0, 100) for i in range(2))
+    profile = Profile(layers, (link,), 2, update_s=2.0, step_s=0.5)
+    compute_s = 2 * 1.0 + 2 * 2.0 + 2 * (1.0 + 0.5)
+    alone = PartialSync(period=2).plan(profile)
+    first, second = predict_plan(alone, profile).trace.iteration_seconds()[-2:]
+    assert first == exactly(compute_s + 0.5)  # released after 5.5 s, with 3.5 s to go and .25 s
+    assert second == exactly(compute_s + 4.0)  # the last bucket's: who waits loses nothing more
+    assert predict(LocalSGD(period=2), profile).iteration_s == exactly(2 + 4 + 2 + 4 / 2)

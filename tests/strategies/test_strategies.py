@@ -219,6 +219,35 @@ def test_processor_time_per_message_favours_few_messages():
     assert (message.payload.buckets, message.phases) == (range(7), {4})
 
 
+def test_calls_of_the_optimizer_favour_the_step_as_a_whole():
+    """Where nothing is gained by bucket-wise updates, the schedule is local SGD's own."""
+    link = Link("net", 1e-5, 1e12)
+    dear = replace(SMALL, links=(link,), step_s=1e-3)
+    chosen, local = DreamDDP().plan(dear), LocalSGD().plan(dear)
+    assert (chosen.transfers, chosen.applies) == (local.transfers, local.applies)
+    assert chosen.fact("sets") == [[], [], [], [], list(range(7))]
+    [update] = DreamDDP().plan(replace(dear, step_s=0.0)).applies
+    assert update.at.point == "grad"
+
+
+def test_whatever_messages_and_calls_cost_the_choice_is_not_slower_than_local_sgd():
+    kinds = set()
+    for n, profile in enumerate(floored_profiles(60, 6, seed=4)):
+        costs = {
+            "cpu_s_per_message": (0.0, 1e-3)[n % 2],
+            "cpu_s_per_byte": (0.0, 1e-9, 1e-8)[n % 3],
+        }
+        links = (replace(profile.links[0], **costs),)
+        busy = replace(profile, links=links, step_s=(0.0, 5e-4)[n // 2 % 2])
+        period, state = 2 + n % 3, ("local", "averaged")[n % 2]
+        chosen = DreamDDP(period, state=state)
+        local_s = seconds_of(LocalSGD(period, state=state), busy)
+        assert seconds_of(chosen, busy) <= local_s * (1 + 1e-9)
+        [update] = chosen.plan(busy).applies
+        kinds.add((update.at.point, len(chosen.plan(busy).transfers) > 1))
+    assert len(kinds) > 2
+
+
 def test_an_iteration_without_a_set_is_not_filled():
     plan = DreamDDP(period=9, solver="best", fill=True).plan(SMALL)
     assert any(plan.fact("fill"))

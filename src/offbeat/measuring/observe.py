@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from offbeat.measuring.calls import call_s
+from offbeat.measuring.jitter import jitter_of
 from offbeat.measuring.loss import LossTap
 from offbeat.measuring.noise import NoiseMeter, Seen, noise_of
 from offbeat.plan import Moment, Plan, local, transfer
@@ -26,7 +27,6 @@ from offbeat.transport.device import Device, Mark
 OTHER, UPDATE = "other", "update"
 ALIKE = 1.02  # ranks whose compute times differ by less count as alike
 STEADY = 0.03  # compute that differs by less from iteration to iteration counts as steady
-SIGMA = 1.4826  # standard deviations in a median absolute deviation, of a normal distribution
 
 
 def observing_plan(buckets: int, link: str) -> Plan:
@@ -143,8 +143,9 @@ class Observer:
         mine = self._per_bucket(specs)
         everyone = np.array(control.gather(mine))  # rank x (forward per bucket, backward.., 2)
         mean = everyone.mean(axis=0)
-        more = self._jitter(), call_s(self._engine.optimizer, self._device)
-        jitter, step_s = np.mean(control.gather(more), axis=0)
+        jitter = jitter_of([times.total for times in self._times[1:]])
+        step_s = call_s(self._engine.optimizer, self._device)
+        jitter, step_s = np.mean(control.gather((jitter, step_s)), axis=0).tolist()
         count = len(specs)
         compute = everyone[:, :-1].sum(axis=1)
         scale = compute / compute.mean()
@@ -168,18 +169,12 @@ class Observer:
             update_s=float(mean[-2]),
             other_s=float(mean[-1]),
             rank_scale=() if alike else tuple(float(s) for s in scale),
-            step_s=float(step_s),
-            jitter=float(jitter) if jitter > STEADY else 0.0,
+            step_s=step_s,
+            jitter=jitter if jitter > STEADY else 0.0,
             model=model,
             contention=tuple(contention),
             noise=self._noise(control),
         )
-
-    def _jitter(self) -> float:
-        """Relative standard deviation of this rank's compute, by medians: iterations are few."""
-        totals = [times.total for times in self._times[1:]]
-        typical = median(totals) if totals else 0.0
-        return SIGMA * median(abs(t - typical) for t in totals) / typical if typical else 0.0
 
     def _noise(self, control: Control) -> GradientNoise | None:
         """Loss and gradient noise while observing; None in a world of one, or with ranks that

@@ -1,0 +1,105 @@
+"""Processor time of messages and of the optimizer's calls, and jitter, as they are measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from worlds import run_world
+
+from offbeat.measuring.calls import call_s
+from offbeat.measuring.jitter import jitter_of
+from offbeat.measuring.probe import Budget
+from offbeat.measuring.sending import crowding, measure_sending, split
+from offbeat.profile import Link
+from offbeat.runtime.session import build_flat
+from offbeat.transport.cluster import connect
+from offbeat.transport.device import CPU
+from offbeat.transport.interfaces import LinkSpec
+
+TOTAL = 200_000
+
+
+def measured(threads: int, seconds: float) -> tuple[Link, int, float]:
+    """A link with its processor time; what counts as its traffic; what is left of the budget."""
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo")
+    cluster = connect([LinkSpec("a", None, "gloo")], torch.device("cpu"), CPU(), 30.0)
+    like = build_flat(nn.Linear(2, 2), None).everything()[0]
+    budget = Budget(seconds, 20 * TOTAL)
+    [link] = measure_sending(cluster, [Link("a", 1e-3, 1e8)], like, TOTAL, budget)
+    sent = cluster.links["a"].bytes_sent
+    assert cluster.close()
+    return link, sent, budget.size_bytes
+
+
+def test_every_rank_knows_the_same_processor_time() -> None:
+    first, second = run_world(measured, 2, 64, 3.0)  # more threads than any machine here
+    assert first == second
+    link, sent, left_bytes = first
+    assert 0 < link.cpu_s_per_message + link.cpu_s_per_byte * TOTAL < 1
+    assert sent == 0
+    assert left_bytes < 20 * TOTAL
+
+
+def test_without_a_budget_nothing_is_sent() -> None:
+    for link, _, left_bytes in run_world(measured, 2, 64, 1e-4):
+        assert link == Link("a", 1e-3, 1e8)
+        assert left_bytes == 20 * TOTAL
+
+
+def test_a_link_takes_processors_that_compute_would_use() -> None:
+    assert crowding([("a", 16, 1), ("a", 16, 1)]) == 0
+    assert crowding([("a", 2, 1), ("a", 2, 1)]) == 1  # two threads of links, no processor left
+    assert crowding([("a", 3, 1), ("a", 3, 1)]) == 0.5
+    assert crowding([("a", 8, 8), ("b", 8, 4)]) == 0.5  # only the first machine is full
+    assert crowding([("a", 1, 4)]) == 1
+
+
+def test_two_sizes_tell_the_message_from_its_bytes() -> None:
+    assert split((100, 3.0), (300, 7.0)) == pytest.approx((1.0, 0.02))
+    assert split((100, 3.0), (300, 2.0)) == (3.0, 0.0)  # noise: larger ones are no cheaper
+    assert split((100, 1.0), (300, 7.0)) == (0.0, 0.03)
+
+
+def test_jitter_is_the_deviation_without_hiccups() -> None:
+    assert jitter_of([]) == jitter_of([1.0]) == jitter_of([2.0, 2.0, 2.0, 9.0]) == 0.0
+    draws = np.random.default_rng(0).normal(10.0, 2.0, 4001)
+    assert jitter_of(draws.tolist()) == pytest.approx(0.2, rel=0.05)
+    assert jitter_of([*draws, 1e6]) == pytest.approx(0.2, rel=0.05)
+
+
+class Wrapper(torch.optim.SGD):
+    """Hands its step on."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        super().__init__(inner.param_groups)
+        self.inner = inner
+
+
+class Failing(torch.optim.SGD):
+    """Cannot step anything but the model that it knows."""
+
+    def step(self, closure: Any = None) -> None:
+        raise LookupError
+
+
+def test_a_call_of_the_optimizer_leaves_the_users_alone() -> None:
+    model = nn.Linear(3, 3)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    random = torch.get_rng_state()
+    assert 0 < call_s(optimizer, CPU()) < 1
+    assert not optimizer.state
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("kind", [Wrapper, Failing])
+def test_an_optimizer_that_cannot_be_tried_counts_as_free(kind: type) -> None:
+    inner = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
+    assert call_s(Wrapper(inner) if kind is Wrapper else Failing(inner.param_groups), CPU()) == 0.0
