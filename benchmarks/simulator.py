@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from offbeat.plan import Moment, Plan, transfer
+from offbeat.plan import Moment, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, simulate
 from offbeat.strategies import WFBP, DreamDDP
@@ -58,7 +58,8 @@ def input_first(profile: Profile) -> Plan:
         )
         for b in range(len(profile.buckets))
     )
-    return Plan("input-first", len(profile.buckets), transfers)
+    size = len(profile.buckets)
+    return Plan("input-first", size, transfers, (local(size, Moment("forward", lag=1), [0]),))
 
 
 def workloads() -> dict[str, tuple[float | None, Callable[[], object]]]:
