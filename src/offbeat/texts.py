@@ -8,8 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat.plan.check import raise_if_wrong
 from offbeat.plan import Plan
+from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.strategies import STRATEGIES, Strategy, create
 from offbeat.strategies.base import require_choice

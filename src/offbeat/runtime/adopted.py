@@ -29,9 +29,7 @@ class Adopted:
         self.flat.adopt(plan.all_buffers)
         self.gradients.begin_anew()
         self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat)
-        self.context = StorageContext(
-            rank, self.flat, self.gradients, engine.state, self.updates
-        )
+        self.context = StorageContext(rank, self.flat, self.gradients, engine.state, self.updates)
         self._messages = Messages(
             self.program, self.flat, engine.state, engine.links, engine.waiting
         )
@@ -116,7 +114,7 @@ class Adopted:
     def drop(self, iteration: Iteration) -> None:
         """An iteration will not end: messages behind those that it has not sent may go."""
         for message in iteration.messages:
-            if message.released is None:
+            if message.released is None and not message.passed:
                 self._messages.pass_over(message)
 
     def require_skippable(self, iteration: Iteration, *, forward: bool) -> None:
@@ -137,8 +135,6 @@ class Adopted:
     def _moves_at_the_end(self) -> bool:
         """Whether parameters change at the end of iterations by more than their update."""
         late = ("step", "end")
-        moved = any(
-            t.target != "grad" and t.after.point in late for t in self.plan.transfers
-        )
+        moved = any(t.target != "grad" and t.after.point in late for t in self.plan.transfers)
         own = ("local", "close", "reset")
         return moved or any(a.rule not in own and a.at.point in late for a in self.plan.applies)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from offbeat.storage.flat import Flat
 
+
 class Gradients:
     """The gradients of a model in its flat storage.
 
