@@ -103,7 +103,10 @@ def test_strategies_are_listed_with_settings_and_sources(capsys):
         ("simulate", "either --plan FILE or --strategy NAME"),
         ("simulate --plan plan.json --strategy ddp", "either --plan FILE or --strategy NAME"),
         ("simulate --plan plan.json", "file (plan.json) must exist; write one with `offbeat plan"),
-        ("simulate --plan profile.json", "profile.json is no plan (schema (1) of the plan must be 2"),
+        (
+            "simulate --plan profile.json",
+            "profile.json is no plan (schema (1) of the plan must be 2",
+        ),
         ("simulate --strategy ddp --iterations 0", "iterations (0) must be at least 1"),
     ],
 )

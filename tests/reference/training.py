@@ -131,7 +131,12 @@ def bsp(
 
 
 def local_sgd(
-    world: list[Replica], iterations: Sequence[int], *, period: int, warmup: int = 0, state: str = "local"
+    world: list[Replica],
+    iterations: Sequence[int],
+    *,
+    period: int,
+    warmup: int = 0,
+    state: str = "local",
 ) -> None:
     """Local steps; w <- mean_k(w_k) after every `period`-th. The first `warmup` are BSP."""
     bsp(world, iterations[:warmup])
@@ -176,7 +181,10 @@ def partial_sync(
 
 
 def merged(
-    world: list[Replica], iterations: Sequence[int], closes: Callable[[int], bool], merge: str = "sum"
+    world: list[Replica],
+    iterations: Sequence[int],
+    closes: Callable[[int], bool],
+    merge: str = "sum",
 ) -> None:
     """w <- opt.step(sum_{i in g} mean_k(g_i)), one window late; nothing steps in between.
 
