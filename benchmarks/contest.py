@@ -137,7 +137,7 @@ def row(strategy: Strategy, profile: Profile, ends_s: Sequence[float], iteration
         compute_s=DeFT().bound_s(profile),
         periods_s=periods_s,
         links=len(set(map(base_link, plan.links))),
-        merges=list(plan.notes.get("merges", ())),
+        merges=list(plan.fact("merges", ())),
     )
 
 

@@ -80,7 +80,7 @@ def contestants(chosen: str, profile: Profile) -> tuple[Contestant, ...]:
 
 def merged(profile: Profile) -> int:
     """Iterations per update that DeFT's schedule merges, on average."""
-    return round(fmean(DeFT(preserver=False).plan(profile).notes["merges"]))
+    return round(fmean(DeFT(preserver=False).plan(profile).fact("merges")))
 
 
 # ---- running ------------------------------------------------------------------------------------
@@ -152,12 +152,12 @@ def printed(what: str, run: Run, label: str) -> float | None:
 
 def decided(contestant: Finished) -> str:
     """What a plan with delayed updates merges, and why; empty for other plans."""
-    notes = {} if contestant.plan is None else contestant.plan.notes
-    if "merges" not in notes:
+    merges = None if contestant.plan is None else contestant.plan.fact("merges")
+    if merges is None:
         return ""
     decisions = [d for rep in contestant.complete for d in rep.ranks[0].decisions]
     later = [f"iteration {d['iteration']}: {d['what']}" for d in decisions]
-    return "; ".join([f"merges {notes['merges']}", notes["preserver"]["decision"], *later])
+    return "; ".join([f"merges {merges}", contestant.plan.fact("preserver")["decision"], *later])
 
 
 def spread(values: Sequence[float | None], digits: int) -> str:

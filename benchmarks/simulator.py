@@ -59,7 +59,8 @@ def input_first(profile: Profile) -> Plan:
         )
         for b in range(len(profile.buckets))
     )
-    return Plan("input-first", len(profile.buckets), transfers)
+    size = len(profile.buckets)
+    return Plan("input-first", size, transfers, (local(size, Moment("forward", lag=1), [0]),))
 
 
 def ring(profile: Profile) -> Plan:

@@ -75,7 +75,7 @@ def main() -> None:
     for label, strategy, measured, expected_ms in cases:
         prediction = predict(strategy, measured)
         iteration_ms = 1e3 * prediction.iteration_s
-        merges = prediction.plan.notes.get("merges", [1])
+        merges = prediction.plan.fact("merges", [1])
         print(f"| {label} | {iteration_ms:.1f} | {expected_ms} | {merges} |")
         report[label] = {"ms": iteration_ms, "expected_ms": expected_ms, "merges": merges}
     report["table V"] = ratio = table_v()

@@ -181,6 +181,41 @@ def prepare_after_an_error() -> list[str]:
     return [words, *threads]
 
 
+def go_on_after_close() -> tuple[bool, list[str]]:
+    """Whether weights can be read, and what forward and step say."""
+    model, optimizer = build(CASE)
+    model, optimizer = offbeat.prepare(model, optimizer, BSP(), profile=profile_of(CASE, 1))
+    iterate(model, optimizer, 0)
+    model.close()
+    words = []
+    for use in (lambda: model(batch(CASE, 0, 1)[0]), optimizer.step):
+        try:
+            use()
+        except RuntimeError as error:
+            words.append(str(error))
+    return bool(model.state_dict()), words
+
+
+def differentiate_in_evaluation(strategy: Strategy) -> bool:
+    """Rank 0 alone takes a derivative with respect to the input between two iterations; whether
+    training goes on as if nothing had been."""
+    x, _ = batch(CASE, 0, 5)
+    ends = []
+    for look in (True, False):
+        model, optimizer = build(CASE)
+        profile = profile_of(CASE, world_size())
+        with prepared(model, optimizer, strategy, profile=profile) as (model, optimizer):
+            for t in range(3):
+                iterate(model, optimizer, t)
+                if look and rank() == 0:
+                    model.eval()
+                    inputs = x.clone().requires_grad_()
+                    torch.autograd.grad(model(inputs).sum(), inputs)
+                    model.train()
+            ends.append(bits(model))
+    return ends[0] == ends[1]
+
+
 def memory_after_close() -> list[bool]:
     """Whether the session and the flat storage are gone once nothing refers to them."""
     model, optimizer = build(CASE)

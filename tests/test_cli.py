@@ -209,8 +209,8 @@ def test_simulate_agrees_for_a_strategy_and_its_plan(capsys):
         assert one[name] == pytest.approx(two[name])
     assert one["bound_s"] <= one["iteration_s"]
     assert one["strategy"] == "dreamddp(period=3)"
-    # F + max(B, C / H) = 0.006 + max(0.012, 0.12 / 3)
-    assert one["bound_s"] == pytest.approx(0.006 + 0.12 / 3)
+    # F + max(B, C / H) with C in one message, which has one latency
+    assert one["bound_s"] == pytest.approx(0.006 + (6 * 0.02 - 5 * 1e-4) / 3)
 
 
 def test_simulate_text(capsys):

@@ -64,8 +64,8 @@ def join() -> tuple[int, int]:
 
 
 def run_verbs(native: bool) -> list[tuple[str, bytes, bytes, bytes, int]]:
-    """Per dtype and size: bytes after all_reduce, own shard after reduce_scatter, all after all_gather,
-    and by how much autograd's version counters moved."""
+    """Per dtype and size: bytes after all_reduce, own shard after reduce_scatter, all after
+    all_gather, and by how much autograd's version counters moved."""
     rank, world_size = join()
     group = new_group("gloo", 30.0)
     by_verb = dict(collectives(group, "gloo", HOST, 30.0).by_verb)

@@ -1,4 +1,5 @@
-"""Updates right before the next forward: whoever looks sees updated weights, and the numbers are plain training's."""
+"""Updates right before the next forward: whoever looks sees updated weights, and the numbers are
+plain training's."""
 
 from __future__ import annotations
 

@@ -15,7 +15,17 @@ from torch import nn
 from worlds import run_world, watch_world
 
 import offbeat
-from offbeat import BSP, DDP, WFBP, DreamDDP, LocalSGD, PartialSync, Profile, Strategy
+from offbeat import (
+    BSP,
+    DDP,
+    WFBP,
+    ByteScheduler,
+    DreamDDP,
+    LocalSGD,
+    PartialSync,
+    Profile,
+    Strategy,
+)
 
 CASE = failing.CASE
 
@@ -169,6 +179,18 @@ def test_loading_in_the_middle(strategy: Strategy) -> None:
 
 def test_a_lone_process_trains_alone() -> None:
     assert run_world(failing.train_alone, 1) == [("wfbp", 1)]
+
+
+def test_a_closed_model_says_so() -> None:
+    [(weights, words)] = run_world(failing.go_on_after_close, 1)
+    assert weights, "its weights can still be read"
+    for said in words:
+        assert said.startswith("the model is closed")
+
+
+@pytest.mark.parametrize("strategy", [WFBP(), ByteScheduler()], ids=str)
+def test_evaluating_with_gradients_is_no_iteration(strategy: Strategy) -> None:
+    assert run_world(failing.differentiate_in_evaluation, 2, strategy) == [True, True]
 
 
 def test_nothing_is_kept_after_close() -> None:

@@ -206,7 +206,8 @@ def test_state_of_parameters_that_some_ranks_never_used(state: Any) -> None:
 @pytest.mark.parametrize("strategy", [BSP(), EAGER], **names)
 def test_a_gradient_that_one_rank_lacks_counts_as_zero(strategy: Strategy) -> None:
     """Where no rank has one there is none: weight decay and momentum leave the parameter alone."""
-    check(strategy, Loop(), Case("branches", "nesterov"))
+    for clear in ("optimizer", "none", "never"):
+        check(strategy, Loop(clear=clear), Case("branches", "nesterov"))
 
 
 def test_order_of_execution_is_observed() -> None:

@@ -128,7 +128,7 @@ class Adopted:
     def drop(self, iteration: Iteration) -> None:
         """An iteration will not end: messages behind those that it has not sent may go."""
         for message in iteration.messages:
-            if message.released is None:
+            if message.released is None and not message.passed:
                 self._messages.pass_over(message)
 
     def require_skippable(self, iteration: Iteration, *, adding: bool) -> None:
