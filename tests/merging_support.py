@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
 from workers import Trained, bits, prepared, rank, snapshot, world_size
 
-from offbeat import Plan, Profile, Strategy
+from offbeat import WFBP, Plan, Profile, Strategy
+from offbeat.guards import convergence as guard
 from offbeat.plan import Apply, Buffer, Merge, Moment, Phases, local, transfer
 from offbeat.profile import Link
-from offbeat.runtime import session, guard
+from offbeat.runtime import session
+from offbeat.strategies import Monitor
 
 # ---- merged ------------------------------------------------------------------------------------
 
@@ -44,9 +46,8 @@ class Merging(Strategy):
     name: ClassVar[str] = "merging"
     citation: ClassVar[str] = "tests"
 
-    @property
-    def guards_convergence(self) -> bool:
-        return self.guards
+    def monitor(self) -> Monitor | None:
+        return Monitor(WFBP()) if self.guards else None
 
     def schedule(self, profile: Profile) -> Plan:
         n, size = self.period, len(profile.buckets)
@@ -252,7 +253,7 @@ def without_a_window(strategy: Strategy, observed: bool, iterations: int) -> Wat
     """Train on links whose latency no window can hide, given in a profile or "measured"."""
     profile = profile_of(CASE, world_size())
     slow = (Link(profile.default_link.name, 9.0, 1e9),)
-    session.measure_cluster = lambda *_: (slow, ())  # type: ignore[assignment]
+    session.measure_cluster = lambda *_, **__: (slow, ())  # type: ignore[assignment]
     module, plain = build(CASE)
     given = {} if observed else {"profile": replace(profile, links=slow)}
     with warnings.catch_warnings(record=True) as caught:

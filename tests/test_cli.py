@@ -284,7 +284,7 @@ def parsed(*argv: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("dreamddp --set fill=no", "fill ('no') must be true or false"),
+        ("dreamddp --set fill=no", "fill ('no') must be one of auto, true, false"),
         ("dreamddp --set period=often", "period ('often') must be an integer"),
         ("dreamddp --set period=none", "period ('none') must be an integer"),
         ("ddp --set bucket_cap_mb=tune", "bucket_cap_mb ('tune') must be tuned or none or a num"),

@@ -256,13 +256,11 @@ class Spy:
             payload = t.payload
             if payload.buffer == "state":
                 tensors = self._engine.state.tensors(payload.buckets)
+                parts = [x[payload.slice_of(x.numel())] for x in tensors]
             else:
                 copies = range(flat.copies(payload.buffer))
-                tensors = [
-                    x for c in copies for x in flat.tensors(payload.buffer, payload.buckets, c)
-                ]
-            for x in tensors:
-                part = x[payload.slice_of(x.numel())]
+                parts = [x for c in copies for x in flat.carried(payload, c)]
+            for part in parts:
                 key = part.data_ptr(), part.numel()
                 places.setdefault(key, set()).add(place_of(t))
         return places

@@ -250,11 +250,11 @@ def payload_bytes(profile: Profile, payload: Payload, width: int = 8) -> int:
     """Bytes of whole elements of `width` bytes; a number per parameter follows the gradients of
     its bucket."""
     run = payload.buckets
-    elements = profile.payload_bytes(payload.buffer, run) // width
-    if payload.buffer == "grad":
-        elements += parameters(profile, run)
-    held = payload.slice_of(elements)
-    return (held.stop - held.start) * width
+    held = payload.slice_of(profile.payload_bytes(payload.buffer, run) // width)
+    elements = held.stop - held.start
+    if payload.buffer == "grad" and payload.part + payload.width == payload.parts:
+        elements += parameters(profile, run)  # with the last slice
+    return elements * width
 
 
 def parameters(profile: Profile, run: range) -> int:

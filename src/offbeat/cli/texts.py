@@ -67,9 +67,10 @@ def parse_value(setting: str, text: str, hint: Any) -> Any:
     """Value of a setting from its text and its type: a word of a Literal (first, as a word may be
     "none"), none, true or false, int, float. ValueError if the type has no such value."""
     kinds = get_args(hint) if get_origin(hint) in UNIONS else (hint,)
-    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    literal = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    words = {str(word).lower() if isinstance(word, bool) else word: word for word in literal}
     if text in words:
-        return text
+        return words[text]
     for kind, (_, values) in KINDS.items():
         with suppress(ValueError, KeyError):
             if kind in kinds:

@@ -95,10 +95,9 @@ class FiniteGuard:
     ) -> None:
         """Before what a message brought is used. RuntimeError under `raise` unless the user has
         mended it meanwhile, and where no rank had finite values; else a warning on rank 0."""
-        what = (
-            f"{KINDS.get(transfer.payload.buffer, transfer.payload.buffer)} of bucket {self._names(transfer.payload.buckets)} "
-            f"in iteration {iteration}"
-        )
+        payload = transfer.payload
+        kind, where = KINDS.get(payload.buffer, payload.buffer), self._names(payload.buckets)
+        what = f"{kind} of bucket {where} in iteration {iteration}"
         who = _who(culprits)
         if self._policy == "skip" and len(culprits) < self._world_size:
             if self._rank == 0:

@@ -1,7 +1,7 @@
 """The lab's network: anonymous namespaces, bridges, veth pairs and shapers, over netlink.
 
-Runs inside the lab's own process (see `supervisor`). No namespace has a name: each lives as long as a
-descriptor or a process in it, so the kernel removes everything when the lab's process ends.
+Runs inside the lab's own process (see `supervisor`). No namespace has a name: each lives as long as
+a descriptor or a process in it, so the kernel removes everything when the lab's process ends.
 """
 
 import errno

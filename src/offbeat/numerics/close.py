@@ -7,6 +7,6 @@ from offbeat.plan import Apply
 
 
 @takes()
-def close(context: Context, apply: Apply) -> None:
+def close(context: Context, apply: Apply) -> None:  # noqa: ARG001
     """The newest gradients become one copy older, and the next ones go to an empty copy."""
     context.rotate("grad")

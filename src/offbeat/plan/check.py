@@ -20,7 +20,7 @@ from random import Random
 import numpy as np
 
 from offbeat.numerics import VOTES, WIRES, Context, VoteRule
-from offbeat.plan.interpreter import Array, Conflict, Interpreter, Model
+from offbeat.plan.interpreter import Array, ConflictError, Interpreter, Model
 from offbeat.plan.model import Plan, Vote
 from offbeat.plan.phases import Phases
 from offbeat.plan.program import Program
@@ -77,7 +77,7 @@ def _executed(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
         with _uncollected():
             problems = list(_outcomes(run, plan))
         yield from problems
-    except Conflict as conflict:
+    except ConflictError as conflict:
         rules = tuple(originals.get(rule, rule) for rule in conflict.rules)
         yield Problem(str(conflict), plan, rules)
 

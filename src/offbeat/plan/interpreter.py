@@ -3,7 +3,7 @@
 It walks the same programs as the simulator and the runtime, on NumPy arrays. `check` runs it on
 made-up numbers, tests compare the runtime with it. A message takes its payload when it is
 released, and its result is there after the wait. That agrees with a runtime that works in place
-only if nobody touches the payload in between, so whoever does is reported as a `Conflict`.
+only if nobody touches the payload in between, so whoever does is reported as a `ConflictError`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offbeat.plan.program import Program, Step, coalesced, moment_at
 Array = NDArray[np.float64]
 
 
-class Conflict(Exception):
+class ConflictError(Exception):
     """The plan cannot be executed, or not with one meaning; `rules` are those at fault."""
 
     def __init__(self, message: str, *rules: Transfer | Apply | Vote) -> None:
@@ -100,7 +100,7 @@ class Worker:
     def rotate(self, buffer: str) -> None:
         copies = len(self.buffers[buffer])
         if self.used.get(buffer, np.zeros(1)).any():
-            raise Conflict(f"{buffer} is closed while backward adds to it", self.acting)
+            raise ConflictError(f"{buffer} is closed while backward adds to it", self.acting)
         self.newest[buffer] = (self.newest[buffer] - 1) % copies
         self.starts_window = True
 
@@ -114,7 +114,7 @@ class Worker:
         if not np.count_nonzero(added):
             if not self.filled[copy]:
                 return  # nothing was added up yet: the first window of a plan that applies late
-            raise Conflict(
+            raise ConflictError(
                 f"{apply.id} has no gradients to apply: they were used up since backward", apply
             )
         factor = apply.arg("scale", 1.0)
@@ -150,7 +150,7 @@ class Worker:
         return (self.newest[buffer] + age) % len(self.buffers[buffer])
 
     def view(self, buffer: str, span: slice, age: int = 0) -> Array:
-        """Elements of a buffer for whoever acts now; Conflict if they are in flight or in use."""
+        """Elements of a buffer for whoever acts now; ConflictError if they are in flight or in use."""
         copy = self.physical(buffer, age)
         self.require_free(buffer, copy, span, in_use=age == 0)
         return self.buffers[buffer][copy][span]
@@ -162,7 +162,7 @@ class Worker:
         if np.count_nonzero(flying):  # much faster than any()
             odd = int(np.flatnonzero(flying)[0])
             t = self.messages_by_number[int(flying[odd])].transfer
-            raise Conflict(
+            raise ConflictError(
                 f"{t.id} is in flight between its release {t.after} and its deadline {t.before} "
                 f"while {_named(self.acting)} uses {self._where(buffer, span.start + odd)}",
                 *_rules(t, self.acting),
@@ -175,7 +175,7 @@ class Worker:
                 else "backward still adds to it"
             )
             where = self._where(buffer, span.start + odd)
-            raise Conflict(
+            raise ConflictError(
                 f"{_named(self.acting)} touches {where} too early: {when}", *_rules(self.acting)
             )
 
@@ -223,7 +223,7 @@ class Worker:
         left = self.buffers["grad"][copy]
         if left.any():
             where = self._where("grad", int(np.flatnonzero(left)[0]))
-            raise Conflict(
+            raise ConflictError(
                 f"backward adds to gradients of an earlier iteration in {where}: nothing has "
                 "applied or cleared them; apply them in every iteration, or add them up with the "
                 "rule close"
@@ -287,9 +287,9 @@ class Interpreter:
         iterations: int,
         *,
         seed: int | None = None,
-        after: Callable[[Worker, int], None] = lambda worker, iteration: None,
+        after: Callable[[Worker, int], None] = lambda *_: None,
     ) -> None:
-        """Run so many iterations; with a seed the workers take steps in a random order. Conflict
+        """Run so many iterations; with a seed the workers take steps in a random order. ConflictError
         if they cannot proceed. `after` is called when a worker's iteration ends."""
         rng = None if seed is None else random.Random(seed)
         lives = {w: self._life(w, iterations, after, eager=rng is None) for w in self.workers}
@@ -302,16 +302,16 @@ class Interpreter:
                 self._happened += 1
                 continue
             lives[worker] = life  # at the end: all have their turns
-            blocked[worker] = self._happened if isinstance(state, Conflict) else -1
+            blocked[worker] = self._happened if isinstance(state, ConflictError) else -1
             if all(blocked.get(w) == self._happened for w in lives):
-                assert isinstance(state, Conflict)
+                assert isinstance(state, ConflictError)
                 raise state
 
     # ---- one worker -------------------------------------------------------------------------
 
     def _life(
         self, w: Worker, iterations: int, after: Callable[[Worker, int], None], *, eager: bool
-    ) -> Generator[Conflict | str, None, None]:
+    ) -> Generator[ConflictError | str, None, None]:
         forwards = self.plan.buckets
         flushed = False
         for i in range(iterations):
@@ -341,7 +341,7 @@ class Interpreter:
 
     def _act(
         self, w: Worker, i: int, step: Step, *, late: bool, own: bool
-    ) -> Generator[Conflict, None, None]:
+    ) -> Generator[ConflictError, None, None]:
         """Wait, decide, apply. `late`: also what belongs to this iteration; `own`: also what
         belongs to earlier ones at a forward."""
 
@@ -363,13 +363,19 @@ class Interpreter:
         if rule.when is None:
             return True
         if (rule.when, iteration) not in w.decided:
-            raise Conflict(f"{rule.id} depends on the vote {rule.when!r} before it is due", rule)
+            raise ConflictError(
+                f"{rule.id} depends on the vote {rule.when!r} before it is due", rule
+            )
         return self.decisions[rule.when, iteration]
 
-    def _decide(self, w: Worker, vote: Vote, iteration: int) -> Generator[Conflict, None, None]:
+    def _decide(
+        self, w: Worker, vote: Vote, iteration: int
+    ) -> Generator[ConflictError, None, None]:
         said = self._said[vote.name, iteration]
         while len(said) < self.ranks:
-            yield Conflict(f"the vote {vote.name!r} waits for a rank that never has its say", vote)
+            yield ConflictError(
+                f"the vote {vote.name!r} waits for a rank that never has its say", vote
+            )
         self.decisions[vote.name, iteration] = any(said.values())
         w.decided.add((vote.name, iteration))
 
@@ -410,7 +416,7 @@ class Interpreter:
         if payload.buffer == "grad" and t.verb in ("all_reduce", "reduce_scatter") and t.in_place:
             group = self._group_numbers.setdefault(message.ranks, len(self._group_numbers) + 1)
             if np.count_nonzero(w.averaged[copy][span] == group):
-                raise Conflict(f"{payload} is moved twice: {t.id} averages it again", t)
+                raise ConflictError(f"{payload} is moved twice: {t.id} averages it again", t)
             w.averaged[copy][span] = group
         message.regions[w.rank] = payload.buffer, copy
         if t.in_place:
@@ -449,7 +455,7 @@ class Interpreter:
             if queue:
                 self._pump(queue[0])
 
-    def _wait(self, w: Worker, message: _Message) -> Generator[Conflict, None, None]:
+    def _wait(self, w: Worker, message: _Message) -> Generator[ConflictError, None, None]:
         t = message.transfer
         if not self._goes(w, t, message.iteration):
             return
@@ -474,20 +480,20 @@ class Interpreter:
             result[own] = message.result[own]
         w.buffers[buffer][copy][span] = result
 
-    def _stuck(self, w: Worker, message: _Message) -> Conflict:
+    def _stuck(self, w: Worker, message: _Message) -> ConflictError:
         """What a message waits for."""
         t = message.transfer
         for rank in message.ranks:
             head = next(iter(self._queues[t.link, rank]), message)
             if head is not message:
                 h = head.transfer
-                return Conflict(
+                return ConflictError(
                     f"{t.id} can never meet its deadline {t.before}: {h.id} of iteration "
                     f"{head.iteration} goes first on {t.link} and is released only after {h.after}",
                     h,
                     t,
                 )
-        return Conflict(
+        return ConflictError(
             f"{t.id} can never meet its deadline {t.before}: it is released only after {t.after}",
             t,
         )

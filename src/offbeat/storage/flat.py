@@ -115,7 +115,7 @@ class Flat:
     # ---- named buffers ----------------------------------------------------------------------
 
     def adopt(self, buffers: Mapping[str, Buffer]) -> None:
-        """Have these buffers, new ones at their start, and no others; gradients stay as they are."""
+        """Have these buffers, new ones at their start, and no others; gradients stay."""
         for name in set(self._stores) - set(buffers):
             del self._stores[name], self._newest[name]
         for name, buffer in buffers.items():

@@ -33,7 +33,7 @@ class Meeting:
         self._turn = dict.fromkeys(self.ranks, 0)
 
     def meet(self, rank: int, value: Any, combine: Callable[[dict[int, Any]], Any]) -> Any:
-        """What `combine` makes of everyone's value, by rank; TimeoutError if somebody is missing."""
+        """What `combine` makes of all values, by rank; TimeoutError if somebody is missing."""
         with self._condition:
             turn = self._turn[rank]
             self._turn[rank] += 1

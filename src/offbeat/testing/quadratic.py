@@ -103,7 +103,7 @@ def interpreted(plan: Plan, task: Quadratic, seed: int | None = None) -> list[li
 
 
 def ran(plan: Plan, task: Quadratic) -> list[list[Array]]:
-    """The weights that every forward has seen, by rank, in the runtime: threads and memory links."""
+    """The same in the runtime, with threads and links of memory."""
     names = [*plan.links, *([vote_channel("net")] if plan.votes else [])]
 
     def life(world: World, rank: int) -> list[Array]:

@@ -79,7 +79,7 @@ def sending(group: dist.ProcessGroup, timeout_s: float) -> Callable[[Tensor, int
     return send
 
 
-def _no_send(tensor: Tensor, source: int, target: int) -> None:
+def _no_send(tensor: Tensor, source: int, target: int) -> None:  # noqa: ARG001
     raise AssertionError("a rank alone has nobody to send to")
 
 
