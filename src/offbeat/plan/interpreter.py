@@ -33,6 +33,9 @@ class ConflictError(Exception):
         self.rules = rules
 
 
+Waits = Generator[ConflictError, None, None]
+
+
 @dataclass
 class Model:
     """What is trained: elements per bucket, the weights that all workers start with, gradients.
@@ -289,8 +292,8 @@ class Interpreter:
         seed: int | None = None,
         after: Callable[[Worker, int], None] = lambda *_: None,
     ) -> None:
-        """Run so many iterations; with a seed the workers take steps in a random order. ConflictError
-        if they cannot proceed. `after` is called when a worker's iteration ends."""
+        """Run so many iterations; with a seed the workers take steps in a random order.
+        ConflictError if they cannot proceed. `after` is called when a worker's iteration ends."""
         rng = None if seed is None else random.Random(seed)
         lives = {w: self._life(w, iterations, after, eager=rng is None) for w in self.workers}
         blocked: dict[Worker, int] = {}  # and how much had happened when it was tried last
@@ -339,9 +342,7 @@ class Interpreter:
             self._coalesced[key] = coalesced(w.program.steps(i), self.plan.buckets)
         return self._coalesced[key]
 
-    def _act(
-        self, w: Worker, i: int, step: Step, *, late: bool, own: bool
-    ) -> Generator[ConflictError, None, None]:
+    def _act(self, w: Worker, i: int, step: Step, *, late: bool, own: bool) -> Waits:
         """Wait, decide, apply. `late`: also what belongs to this iteration; `own`: also what
         belongs to earlier ones at a forward."""
 
@@ -368,9 +369,7 @@ class Interpreter:
             )
         return self.decisions[rule.when, iteration]
 
-    def _decide(
-        self, w: Worker, vote: Vote, iteration: int
-    ) -> Generator[ConflictError, None, None]:
+    def _decide(self, w: Worker, vote: Vote, iteration: int) -> Waits:
         said = self._said[vote.name, iteration]
         while len(said) < self.ranks:
             yield ConflictError(
@@ -455,7 +454,7 @@ class Interpreter:
             if queue:
                 self._pump(queue[0])
 
-    def _wait(self, w: Worker, message: _Message) -> Generator[ConflictError, None, None]:
+    def _wait(self, w: Worker, message: _Message) -> Waits:
         t = message.transfer
         if not self._goes(w, t, message.iteration):
             return

@@ -15,6 +15,7 @@ from offbeat.runtime.adopted import Adopted
 from offbeat.runtime.hooks import BackwardHooks
 from offbeat.runtime.iteration import Iteration, Reports, Timestamps
 from offbeat.runtime.metering import Metering
+from offbeat.runtime.pauses import Pauses
 from offbeat.runtime.waiting import Waiting
 from offbeat.runtime.walker import Walker
 from offbeat.storage.flat import Flat
@@ -30,7 +31,7 @@ class Engine:
 
     What is due by `step` is waited for as soon as backward has ended, so that code between
     backward and `optimizer.step()` - clipping, unscaling - sees averaged gradients. What the next
-    forward waits for is done before if somebody looks at the model (`flush`).
+    forward waits for is done before if somebody looks at the model (`Pauses.flush`).
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Engine:
         self.suspects: Suspects | None = None
         self.iteration = 0
         self.reports = Reports()
+        self.pauses = Pauses(self)
         self.run: Adopted | None = None
         self.hooks: BackwardHooks | None = None
         self.attach(flat)
@@ -77,11 +79,11 @@ class Engine:
             self.run.close()
         self.run = Adopted(plan, self)
         self.plan = plan
-        self._start = self.iteration
-        self._metering = Metering(None, self.run)
-        self._now: Iteration | None = None
-        self._walker = Walker(self.run, self.device)
-        self._backward_over = False
+        self.start = self.iteration
+        self.metering = Metering(None, self.run)
+        self.now: Iteration | None = None
+        self.walker = Walker(self.run, self.device)
+        self.backward_over = False
 
     def refresh_groups(self) -> None:
         """The optimizer's groups or state were replaced (load_state_dict)."""
@@ -90,12 +92,12 @@ class Engine:
 
     def measure(self, meter: NoiseMeter | None) -> None:
         """Show gradients to a meter from now on, or to none."""
-        self._metering = Metering(meter, self.run)
+        self.metering = Metering(meter, self.run)
 
     @property
     def planned(self) -> int:
         """Number of the present iteration, or else of the next one, in the plan."""
-        return self.iteration - self._start
+        return self.iteration - self.start
 
     # ---- iterations -------------------------------------------------------------------------
 
@@ -104,15 +106,15 @@ class Engine:
         buckets = len(self.flat.buckets)
         self._marks = Timestamps(begin=self.device.mark(), ready=[None] * buckets)
 
-    def _started(self) -> Iteration:
+    def started(self) -> Iteration:
         """The present iteration; with its first sign of life its messages get their places."""
-        if self._now is None:
+        if self.now is None:
             self.waiting.require_alive()
-            self._now = self.run.start(self.planned, self.iteration, self._marks)
+            self.now = self.run.start(self.planned, self.iteration, self._marks)
             self.hooks.begin()
-            self._walker.begin(self._now)
-            self._backward_over = False
-        return self._now
+            self.walker.begin(self.now)
+            self.backward_over = False
+        return self.now
 
     # ---- forward and backward ---------------------------------------------------------------
 
@@ -120,15 +122,15 @@ class Engine:
         """The prepared model is called; its forward runs in what this returns."""
         self.waiting.require_alive()
         if not (torch.is_grad_enabled() and self.model.training):
-            self.flush()  # nobody trains on it
+            self.pauses.flush()  # nobody trains on it
             return nullcontext()
-        if self._now is None:
+        if self.now is None:
             self.run.windows.require_unchanged()
-        elif self._backward_over:
-            self.run.land(self._now)  # a second backward may follow before the step
-        now, hooks = self._started(), self.run.forward_hooks
+        elif self.backward_over:
+            self.run.land(self.now)  # a second backward may follow before the step
+        now, hooks = self.started(), self.run.forward_hooks
         if hooks is None:
-            self._walker.walk(0)
+            self.walker.walk(0)
         elif hooks.at_start is not None:
             self.forward_needs(hooks.at_start)
         now.marks.forward = self.device.mark()
@@ -136,49 +138,49 @@ class Engine:
 
     def forward_ends(self) -> None:
         """The prepared model's forward is over."""
-        if self._now is None or not torch.is_grad_enabled():
+        if self.now is None or not torch.is_grad_enabled():
             return
         self.forward_needs(0)  # of modules that were not called this time
         if self.run.forward_hooks is not None:
             self.run.forward_hooks.forward_ended()
-        self._now.marks.forward_end = self.device.mark()
+        self.now.marks.forward_end = self.device.mark()
 
     def forward_needs(self, b: int) -> None:
         """Somebody is about to use the parameters of bucket b, or of one nearer the input."""
-        if self._now is None:
-            self.flush()
+        if self.now is None:
+            self.pauses.flush()
         else:
-            self._walker.walk(self.plan.buckets - 1 - b)
+            self.walker.walk(self.plan.buckets - 1 - b)
             self.reports.hand_on()
 
     def backward_begins(self) -> None:
         """The first gradient of a backward pass is there."""
-        if self._now is not None and self._backward_over:
+        if self.now is not None and self.backward_over:
             self._abandon(adding=True)
-        self._started()
+        self.started()
         self.run.updates.in_backward = True
-        self._walker.walk(self.plan.buckets - 1)
+        self.walker.walk(self.plan.buckets - 1)
         self.run.updates.in_backward = False
         self.reports.hand_on()
 
     def bucket_ready(self, b: int) -> None:
         """The gradients of buckets 0..b are complete."""
-        now = self._now
+        now = self.now
         now.marks.ready[b] = self.device.mark()
-        self._metering.bucket_ready(b, now.planned)
-        self._walker.walk(self.plan.buckets + b)
+        self.metering.bucket_ready(b, now.planned)
+        self.walker.walk(self.plan.buckets + b)
 
     def backward_ends(self) -> None:
         """Late releases, and the wait for what the update needs."""
-        now = self._now
-        self._backward_over = True
+        now = self.now
+        self.backward_over = True
         self.gradients.backward_ends(self.hooks.seen)
         self.hooks.finish()
         now.marks.backward_end = self.device.mark()
-        self._metering.backward_ends(now.planned)
+        self.metering.backward_ends(now.planned)
         step = now.at("step", self.plan)
-        self._walker.wait(step)
-        self._metering.averaged(now.planned)
+        self.walker.wait(step)
+        self.metering.averaged(now.planned)
         self.run.updates.reveal(self.run.first_updates(step, now.planned))
         now.marks.waited = self.device.mark()
 
@@ -187,25 +189,25 @@ class Engine:
     def step(self, skip_update: bool = False, *, abandoned: bool = False) -> None:
         """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is
         due by the end, and the next iteration."""
-        now, mark = self._started(), self.device.mark
-        self._walker.walk(self.plan.buckets - 1)
-        if not self._backward_over:
+        now, mark = self.started(), self.device.mark
+        self.walker.walk(self.plan.buckets - 1)
+        if not self.backward_over:
             self.backward_ends()
         now.marks.step = mark()
         if self.suspects is not None:
             self.suspects.heed(unused=skip_update)
         self.run.updates.asked_for(now, abandoned=abandoned)
         now.skipped = skip_update
-        self._walker.act(now.at("step", self.plan))
+        self.walker.act(now.at("step", self.plan))
         now.marks.stepped = mark()
         end = now.at("end", self.plan)
-        self._walker.wait(end)
-        self._walker.act(end)
+        self.walker.wait(end)
+        self.walker.act(end)
         now.marks.end = mark()
         self.run.windows.iteration_ends(now.planned)
-        now.over, self._now = True, None
+        now.over, self.now = True, None
         self.reports.add(now)
-        self._backward_over = False
+        self.backward_over = False
         self.iteration += 1
         self.control.publish(self.iteration)
         self.reports.hand_on()
@@ -216,72 +218,16 @@ class Engine:
         torch's own DDP that is an iteration without an update."""
         self.waiting.require_alive()
         if not adding:
-            self.run.land(self._now)
-        self.run.require_skippable(self._now, adding=adding)
+            self.run.land(self.now)
+        self.run.require_skippable(self.now, adding=adding)
         self.step(skip_update=True, abandoned=True)
 
     def zero_grad(self) -> None:
         """Zero the gradients in place, each as soon as nothing needs it any more."""
-        self._abandon_unless_stepped()
+        self.abandon_unless_stepped()
         self.gradients.zero_grad()
 
-    def _abandon_unless_stepped(self) -> None:
-        if self._now is not None and self._backward_over:
+    def abandon_unless_stepped(self) -> None:
+        """End an iteration that had a backward and no step."""
+        if self.now is not None and self.backward_over:
             self._abandon(adding=False)
-
-    # ---- between iterations -----------------------------------------------------------------
-
-    def flush(self) -> None:
-        """Between iterations: do what the next forward would wait for and apply."""
-        if self._now is None and self.planned:
-            self._walker.flush(self.planned)
-            self.reports.hand_on()
-
-    def pause(self) -> None:
-        """Between iterations: nothing that has begun is left to wait for. RuntimeError in the
-        middle of an iteration that cannot be given up."""
-        self._abandon_unless_stepped()
-        if self._now is not None:
-            self.run.require_unsent(self._now)
-        self._drop()
-
-    def _drop(self) -> None:
-        """Forget an iteration that has begun and will not end; what its forward has waited for
-        and applied is not done again."""
-        if self._now is not None:
-            self._walker.flush(self.planned, begun=True)
-            self.run.drop(self._now)
-            self._now, self._backward_over = None, False
-            self.begin()
-        self.flush()
-        self.run.land_all()
-        self.reports.hand_on()
-
-    def settle(self) -> None:
-        """Before leaving: finish updates, and messages that others wait for. What has begun and
-        will never end is dropped."""
-        if not self.waiting.failed:
-            self._drop()
-
-    def discard(self) -> None:
-        """Other weights are about to be loaded: forget gradients that were added up, and begin
-        the plan anew."""
-        self.flush()
-        if self.run.windows.late:
-            self.pause()
-            self.run.windows.discard()
-            self._begin_anew()
-
-    def drain(self) -> None:
-        """Between iterations: also apply gradients that are not yet due, and begin the plan anew.
-        Every rank must call it."""
-        self.pause()
-        if self.run.windows.late:
-            self.run.windows.drain(self.run.context, self.iteration, self.planned)
-            self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        self._start = self.iteration
-        self.run.iterations.clear()
-        self._walker.flushed = None
-        self._metering.reset()

@@ -91,7 +91,7 @@ class FlatSession(Session):
         self.engine.suspects = Suspects(self._finite, self.engine.waiting.refuse)
         self._guard_links()
         # Also of bare modules: whoever reads or replaces weights finds them up to date.
-        flush, discard = Attached(self.flush), Attached(self.engine.discard)
+        flush, discard = Attached(self.flush), Attached(self.engine.pauses.discard)
         self._handles = [model.register_load_state_dict_pre_hook(discard)]
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
 
@@ -152,7 +152,7 @@ class FlatSession(Session):
                 self._model,
                 self.engine.optimizer,
                 self._watch.compare_every,
-                self.engine.flush,
+                self.engine.pauses.flush,
             )
             self._replicas.look()
 
@@ -167,7 +167,7 @@ class FlatSession(Session):
             if plan.digest == self.plan.digest:  # it runs already, and is not to blame
                 return
             self._decide(f"{finding.departed}: fell back from {self._strategy} to {fallback}")
-            self.engine.drain()
+            self.engine.pauses.drain()
             self._adopt(fallback, plan)
         elif finding.noise is not None:
             self.profile = replace(self.profile, noise=finding.noise)
@@ -177,7 +177,7 @@ class FlatSession(Session):
             if plan.digest != self.plan.digest:
                 why = plan.fact("why") or plan.fact("preserver", {}).get("decision")
                 self._decide(f"planned again, {why or 'the gradient noise changed'}", warn=False)
-                self.engine.drain()
+                self.engine.pauses.drain()
                 self._adopt(self._strategy, plan)
 
     def _decide(self, what: str, warn: bool = True) -> None:
@@ -254,7 +254,7 @@ class FlatSession(Session):
         self.engine.zero_grad()
 
     def flush(self) -> None:
-        self.engine.flush()
+        self.engine.pauses.flush()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -269,7 +269,7 @@ class FlatSession(Session):
         self.engine.refresh_groups()
 
     def consolidate(self, repairing: bool) -> None:
-        self.engine.drain()
+        self.engine.pauses.drain()
         if not only_gradients(self.engine.plan):
             unite(self._model, self._cluster)
         elif repairing:
@@ -282,7 +282,7 @@ class FlatSession(Session):
         if self._cluster.closed:
             return
         if getattr(sys, "last_value", None) is None:  # else this rank is going down: at once
-            self.engine.settle()
+            self.engine.pauses.settle()
         self.engine.waiting.closed = True
         if self._recorder:
             self.engine.reports.hand_on(rest=True)

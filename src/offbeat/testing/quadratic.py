@@ -141,6 +141,6 @@ def train(
         loss.backward()
         engine.step()
         found.append(torch.cat([layer.seen for layer in net.layers]).numpy())
-    engine.settle()
+    engine.pauses.settle()
     engine.detach()
     return found

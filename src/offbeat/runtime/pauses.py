@@ -1,0 +1,72 @@
+"""Pauses: what is done between iterations, on behalf of whoever looks at the model or leaves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offbeat.runtime.engine import Engine
+
+
+class Pauses:
+    """Finishes, drops or begins anew what an engine has under way."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def flush(self) -> None:
+        """Between iterations: do what the next forward would wait for and apply."""
+        if self._engine.now is None and self._engine.planned:
+            self._engine.walker.flush(self._engine.planned)
+            self._engine.reports.hand_on()
+
+    def pause(self) -> None:
+        """Between iterations: nothing that has begun is left to wait for. RuntimeError in the
+        middle of an iteration that cannot be given up."""
+        self._engine.abandon_unless_stepped()
+        if self._engine.now is not None:
+            self._engine.run.require_unsent(self._engine.now)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Forget an iteration that has begun and will not end; what its forward has waited for
+        and applied is not done again."""
+        if self._engine.now is not None:
+            self._engine.walker.flush(self._engine.planned, begun=True)
+            self._engine.run.drop(self._engine.now)
+            self._engine.now, self._engine.backward_over = None, False
+            self._engine.begin()
+        self.flush()
+        self._engine.run.land_all()
+        self._engine.reports.hand_on()
+
+    def settle(self) -> None:
+        """Before leaving: finish updates, and messages that others wait for. What has begun and
+        will never end is dropped."""
+        if not self._engine.waiting.failed:
+            self._drop()
+
+    def discard(self) -> None:
+        """Other weights are about to be loaded: forget gradients that were added up, and begin
+        the plan anew."""
+        self.flush()
+        if self._engine.run.windows.late:
+            self.pause()
+            self._engine.run.windows.discard()
+            self._begin_anew()
+
+    def drain(self) -> None:
+        """Between iterations: also apply gradients that are not yet due, and begin the plan anew.
+        Every rank must call it."""
+        self.pause()
+        if self._engine.run.windows.late:
+            self._engine.run.windows.drain(
+                self._engine.run.context, self._engine.iteration, self._engine.planned
+            )
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._engine.start = self._engine.iteration
+        self._engine.run.iterations.clear()
+        self._engine.walker.flushed = None
+        self._engine.metering.reset()
