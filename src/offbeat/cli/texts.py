@@ -69,9 +69,9 @@ def parse_value(setting: str, text: str, hint: Any) -> Any:
     kinds = get_args(hint) if get_origin(hint) in UNIONS else (hint,)
     literal = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     words = {str(word).lower() if isinstance(word, bool) else word: word for word in literal}
-    for given in (text, text.lower()):
-        if given in words:
-            return words[given]
+    given = text.lower() if text in ("True", "False") else text
+    if given in words:
+        return words[given]
     for kind, (_, values) in KINDS.items():
         with suppress(ValueError, KeyError):
             if kind in kinds:
