@@ -36,7 +36,6 @@ from offbeat.plan import Payload
 from offbeat.plan.windows import Windows
 from offbeat.sim import simulate
 from offbeat.strategies import STRATEGIES, Strategy, create
-from offbeat.strategies import SYNCHRONOUS as SYNCHRONOUS_STRATEGIES
 from offbeat.trace import COMPUTE
 
 # Settings beside the defaults; a strategy that is only registered is tested with its defaults.
@@ -76,7 +75,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 STRATEGIES_UNDER_TEST: list[Strategy] = [
     create(name, settings) for name in STRATEGIES for settings in [{}, *SETTINGS.get(name, [])]
 ]
-ON_TIME = [cls.name for cls in SYNCHRONOUS_STRATEGIES]
+ON_TIME = [name for name, cls in STRATEGIES.items() if cls.synchronous]
 PLANNED = [s for s in STRATEGIES_UNDER_TEST if s.name != "ddp"]  # torch runs DDP, not our engine
 CASES = (
     Case("mlp", "nesterov", "step"),

@@ -78,8 +78,12 @@ def measure_cluster(
 
 
 def worthwhile_bytes(group: dist.ProcessGroup, flat: Flat, device: Device) -> int:
-    """Smallest bucket of which at most a tenth of its message's time is what the smallest message
-    takes, while at least twenty buckets are left to schedule; never below 64 KiB."""
+    """Bytes that a bucket should hold at least.
+
+    A bucket's message should take ten times as long as the smallest message, so that at most a
+    tenth of its time is latency. But at least twenty buckets should be left to schedule. Never
+    below 64 KiB.
+    """
     total = sum(_sizes(flat))
     probe = Probe(group, flat.everything()[0], device)
     points = explore(

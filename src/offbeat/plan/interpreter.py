@@ -153,7 +153,7 @@ class Worker:
         return (self.newest[buffer] + age) % len(self.buffers[buffer])
 
     def view(self, buffer: str, span: slice, age: int = 0) -> Array:
-        """Elements of a buffer for whoever acts now; ConflictError if they are in flight or in use."""
+        """Elements of a buffer for whoever acts now; ConflictError if they are in flight."""
         copy = self.physical(buffer, age)
         self.require_free(buffer, copy, span, in_use=age == 0)
         return self.buffers[buffer][copy][span]

@@ -2,59 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from offbeat.plan import Fact
 from offbeat.report import words
 from offbeat.report.places import grouped
 from offbeat.report.run import Contestant, RankRecord
 
-Fact = tuple[str, str, str]  # name, value, what it means
+LONGEST = 300  # characters of a value
+
+Row = tuple[str, str, str]  # name, value, what it means
 
 
 def decisions(contestant: Contestant) -> dict[str, Any] | None:
-    """What the template shows: facts, the preserver's tries, what was decided while it ran.
-
-    None if the plan's notes and the records name no decision. Fields that are missing or of
-    another type, as other versions may write them, are left out.
-    """
+    """What the template shows: a plan's facts, as rows and as tables, and what was decided while it
+    ran. None if there is nothing to show."""
     plan = contestant.plan
-    notes = {} if plan is None else {fact.name: fact.value for fact in plan.facts}
-    preserver = _mapping(notes.get("preserver"))
-    tries = preserver.get("tries")
-    tries = tries if isinstance(tries, list) else []
+    shown = [] if plan is None else list(_facts(plan.facts))
     records = [(contestant, rep, record) for rep in contestant.repetitions for record in rep.ranks]
     found = {
-        "facts": [fact for fact in _facts(notes, preserver) if fact[1] != words.NONE],
-        "tries": [_try(tried) for tried in tries if isinstance(tried, Mapping)],
+        "facts": [one for one in shown if isinstance(one, tuple)],
+        "tables": [one for one in shown if isinstance(one, dict)],
         "later": grouped(records, _said_by),
     }
     return found if any(found.values()) else None
 
 
-def _facts(notes: Mapping[str, Any], preserver: Mapping[str, Any]) -> Iterable[Fact]:
-    return (
-        ("links", words.plain(notes.get("links")), ""),
-        (
-            "coverage rate",
-            _number(notes.get("coverage_rate")),
-            "time to send all gradients on the first link / forward and backward",
-        ),
-        ("merged per update", words.plain(notes.get("merges")), "iterations, over one cycle"),
-        ("capacity", _factor(notes.get("capacity")), "the time of forward and of backward"),
-        ("convergence", words.plain(preserver.get("decision")), ""),
-    )
+def _facts(facts: Iterable[Fact]) -> Iterator[Row | dict[str, Any]]:
+    for fact in facts:
+        yield from _shown(fact.name, fact.value, fact.meaning)
 
 
-def _try(tried: Mapping[str, Any]) -> dict[str, str]:
-    accepted = tried.get("accepted")
-    verdict = "accepted" if accepted is True else "rejected" if accepted is False else words.NONE
-    return {
-        "capacity": _factor(tried.get("capacity")),
-        "merges": words.plain(tried.get("merges")),
-        "ratio": _number(tried.get("ratio"), 4),
-        "verdict": verdict,
-    }
+def _shown(name: str, value: Any, meaning: str = "") -> Iterator[Row | dict[str, Any]]:
+    """A value as a row, a list of records as a table, a record as what it holds."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _shown(str(key), inner)
+    elif isinstance(value, list | tuple) and value and all(isinstance(v, Mapping) for v in value):
+        columns = list(dict.fromkeys(key for record in value for key in record))
+        rows = [[_words(record.get(key)) for key in columns] for record in value]
+        yield {"name": _name(name), "columns": [_name(key) for key in columns], "rows": rows}
+    elif (words_ := _words(value)) not in (words.NONE, ""):
+        yield _name(name), words_, meaning
+
+
+def _name(key: Any) -> str:
+    return str(key).replace("_", " ")
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return words.digits(value, 4)
+    text = words.plain(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 def _said_by(record: RankRecord) -> list[str]:
@@ -69,17 +72,3 @@ def _later(decision: Any) -> str:
     when = f"iteration {decision['iteration']}: " if "iteration" in decision else ""
     detail = f" ({words.plain(rest)})" if rest else ""
     return f"{when}{words.plain(decision.get('what'))}{detail}"
-
-
-def _number(value: Any, digits: int = 3) -> str:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return words.digits(value, digits) if known else words.NONE
-
-
-def _factor(value: Any) -> str:
-    text = _number(value)
-    return text if text == words.NONE else f"{text}×"
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -18,11 +18,14 @@ from offbeat.storage.flat import Flat
 class ForwardHooks:
     """Calls `needed(b)` before a module runs that uses parameters of bucket b.
 
-    A module need not be the one that uses its parameters: attention reads the weight of its output
-    projection, which is never called. So the first forward is watched, and everything is needed at
-    once in it; from then on a parameter is answered for by the innermost module that was running
-    when it was first read, or by its own. `at_start` is what the model as a whole needs when it
-    begins: a bucket, and with it all that come before it in the forward.
+    A parameter is not always used by the module that owns it. Attention, for example, reads the
+    weight of its output projection and never calls that module. So the first forward is watched,
+    and every bucket is needed as soon as it begins. It shows which module was running when a
+    parameter was first read. From then on that module asks for the parameter's bucket. A
+    parameter that nobody was seen to read is asked for by its owner.
+
+    `at_start` is the bucket that the model as a whole needs when it begins. Buckets nearer the
+    input are needed with it.
     """
 
     def __init__(self, model: nn.Module, flat: Flat, needed: Callable[[int], None]):

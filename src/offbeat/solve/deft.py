@@ -102,9 +102,13 @@ def simulate(
     """Schedule in which every window sends what its knapsack chooses.
 
     `forward_s` and `backward_s` are the windows; `ready_s` per piece counts from the start of
-    backward, `weights_s[link][piece]` is its time on a link. Repeated is the stretch between two
-    closes with most updates per iteration, of those whose second close can leave what the first
-    one left, among the generations until the queues repeat, or 8 of them: exact sums hardly do.
+    backward, `weights_s[link][piece]` is its time on a link.
+
+    The schedule must repeat. The queues are played until they are as they were before, but for at
+    most 8 windows, since with measured times they hardly ever are. Every stretch from one close
+    to another is then a candidate if its last close can leave the same pieces behind as its first
+    one. The stretch with most updates per iteration is repeated.
+
     Raises ValueError, also for a piece that fits into neither window (by `names`, if given).
     Source: DeFT, Algorithm 2.
     """

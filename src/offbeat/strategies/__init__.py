@@ -1,4 +1,4 @@
-"""Strategies: one file per method, one line here."""
+"""Strategies: one file per method, one line here (its import)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,17 @@ from offbeat.strategies.partial_sync import PartialSync
 from offbeat.strategies.us_byte import USByte
 from offbeat.strategies.wfbp import WFBP
 
-SYNCHRONOUS = (DDP, BSP, WFBP, ASCWFBP, P3, ByteScheduler, USByte, DeAR)
 STRATEGIES: dict[str, type[Strategy]] = {
-    cls.name: cls for cls in (*SYNCHRONOUS, DeFT, LocalSGD, PartialSync, DreamDDP)
+    cls.name: cls
+    for cls in sorted(
+        (
+            found
+            for found in list(globals().values())
+            if isinstance(found, type) and issubclass(found, Strategy) and found is not Strategy
+        ),
+        # Those that compute what DDP computes come first, and DDP before all.
+        key=lambda cls: (not cls.synchronous, cls is not DDP, cls.name),
+    )
 }
 
 
@@ -41,7 +49,6 @@ __all__ = [
     "DDP",
     "P3",
     "STRATEGIES",
-    "SYNCHRONOUS",
     "WFBP",
     "ByteScheduler",
     "DeAR",

@@ -21,11 +21,13 @@ StatePolicy = Literal["local", "averaged", "reset"]
 class Strategy(ABC):
     """Settings of one method. Subclasses are frozen dataclasses; `schedule` must be pure.
 
-    `name` is the method's name on the command line; `citation` its source.
+    `name` is the method's name on the command line; `citation` its source; `synchronous` whether
+    it computes what DDP computes.
     """
 
     name: ClassVar[str]
     citation: ClassVar[str]
+    synchronous: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, allowed in _choices(type(self)).items():

@@ -52,6 +52,7 @@ class DeFT(Strategy):
     backward: int | None = None
 
     name: ClassVar[str] = "deft"
+    synchronous: ClassVar[bool] = False
     citation: ClassVar[str] = "Meng et al., DeFT, 2025, Algorithm 2, Sections III and IV-C"
 
     def __post_init__(self) -> None:
@@ -195,6 +196,13 @@ class DeFT(Strategy):
         return abs(ratio - 1) <= self.epsilon
 
 
+MEANINGS = {
+    "merges": "iterations per update, over one cycle",
+    "coverage_rate": "time to send all gradients on the first link / forward and backward",
+    "capacity": "times forward and backward",
+}
+
+
 def _notes(chosen: Choice, preserved: dict[str, Any]) -> dict[str, Any]:
     return {
         "links": chosen.why,
@@ -259,7 +267,7 @@ def _encoded(strategy: DeFT, choice: Choice, notes: dict[str, Any]) -> Plan:
         buffers=(Buffer("grad", "grad", copies=2),),
         period=len(cycle),
         prologue=len(prologue),
-        facts=tuple(Fact(name, value) for name, value in notes.items()),
+        facts=tuple(Fact(name, value, MEANINGS.get(name, "")) for name, value in notes.items()),
     )
 
 

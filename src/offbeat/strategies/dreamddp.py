@@ -60,6 +60,7 @@ class DreamDDP(Strategy):
     state: StatePolicy = "local"
 
     name: ClassVar[str] = "dreamddp"
+    synchronous: ClassVar[bool] = False
     citation: ClassVar[str] = "Tang et al., DreamDDP, 2025, Algorithms 1 and 2, Section 3.4"
 
     def __post_init__(self) -> None:

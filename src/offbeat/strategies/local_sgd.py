@@ -27,6 +27,7 @@ class LocalSGD(Strategy):
     state: StatePolicy = "local"
 
     name: ClassVar[str] = "local-sgd"
+    synchronous: ClassVar[bool] = False
     citation: ClassVar[str] = (
         "Stich, Local SGD, ICLR 2019; warm-up: Lin et al., Don't use large mini-batches, ICLR 2020"
     )

@@ -31,6 +31,7 @@ class PartialSync(Strategy):
     state: StatePolicy = "local"
 
     name: ClassVar[str] = "partial-sync"
+    synchronous: ClassVar[bool] = False
     citation: ClassVar[str] = "Tang et al., DreamDDP, 2025, Section 3.1, Example 1"
 
     def __post_init__(self) -> None:

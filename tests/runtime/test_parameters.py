@@ -1,0 +1,90 @@
+"""Parameters that appear after prepare are refused by name; those that are frozen may rest."""
+
+import torch
+from torch import nn
+from worlds import run_world
+
+import offbeat
+from offbeat.profile import Bucket, Link, Profile
+
+TIMEOUT_S = 20.0
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.later = nn.Linear(4, 4)
+        self.later.requires_grad_(False)
+
+    def forward(self, x):
+        return self.later(self.b(self.a(x)))
+
+
+def profile():
+    buckets = [
+        Bucket(name, 0.001, 0.002, 80, tensors=(f"{name}.weight", f"{name}.bias"))
+        for name in ("b", "a")
+    ]
+    return Profile(tuple(buckets), (Link("net", 1e-3, 1e6),), world_size=1)
+
+
+def prepared(strategy=None):
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+    return net, *offbeat.prepare(net, optimizer, strategy, profile=profile(), timeout_s=TIMEOUT_S)
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def error_of(model, optimizer):
+    try:
+        step(model, optimizer)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    finally:
+        model.close()
+    return ""
+
+
+def scenes():
+    found = {}
+    net, model, optimizer = prepared()
+    step(model, optimizer)
+    net.later.bias.requires_grad_(True)
+    found["unfrozen"] = error_of(model, optimizer)
+    net, model, optimizer = prepared()
+    net.adapter = nn.Linear(4, 4)
+    found["added"] = error_of(model, optimizer)
+    net, model, optimizer = prepared()
+    net.a.weight = nn.Parameter(torch.zeros(4, 4))
+    found["replaced"] = error_of(model, optimizer)
+    net, model, optimizer = prepared()
+    nn.Sequential(nn.Linear(2, 2))  # somebody else's
+    net.b.weight.requires_grad_(False)
+    before = net.b.weight.detach().clone()
+    step(model, optimizer)
+    step(model, optimizer)
+    found["frozen moved"] = bool((net.b.weight != before).any())
+    model.close()
+    found["closed"] = error_of(model, optimizer)
+    _, model, optimizer = prepared(offbeat.LocalSGD(period=10**6))
+    step(model, optimizer)
+    found["plans"] = len(model._session.plan.to_dict()["transfers"])
+    model.close()
+    return found
+
+
+def test_parameters_after_prepare():
+    (found,) = run_world(scenes, 1)
+    assert "parameter 'later.bias' was unfrozen after offbeat.prepare" in found["unfrozen"]
+    assert "parameter 'adapter.weight' was added after offbeat.prepare" in found["added"]
+    assert "parameter 'a.weight' was added after offbeat.prepare" in found["replaced"]
+    assert not found["frozen moved"]
+    assert "the model is closed" in found["closed"]
+    assert found["plans"] == 1  # a period of a million iterations is one rule, and starts at once
