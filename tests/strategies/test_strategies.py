@@ -296,9 +296,10 @@ def test_a_cap_makes_torchs_groups():
 
 
 def test_registry_and_creation():
-    late = ["deft", "local-sgd", "partial-sync", "dreamddp"]
-    priority = ["asc-wfbp", "p3", "bytescheduler", "us-byte", "dear"]
-    assert list(STRATEGIES) == ["ddp", "bsp", "wfbp", *priority, *late]
+    others = ["deft", "dreamddp", "local-sgd", "partial-sync"]
+    synchronous = ["asc-wfbp", "bsp", "bytescheduler", "dear", "p3", "us-byte", "wfbp"]
+    assert list(STRATEGIES) == ["ddp", *synchronous, *others]
+    assert [name for name, cls in STRATEGIES.items() if not cls.synchronous] == others
     for name, cls in STRATEGIES.items():
         assert create(name) == cls()
         assert cls.citation
