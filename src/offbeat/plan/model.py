@@ -178,9 +178,13 @@ class Apply:
         object.__setattr__(self, "phases", _phases(self.phases))
         object.__setattr__(self, "args", _pairs(self.args))
 
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return dict(self.args)
+
     def arg(self, name: str, default: Any = None) -> Any:
         """One of its settings."""
-        return dict(self.args).get(name, default)
+        return self._settings.get(name, default)
 
     @property
     def id(self) -> str:

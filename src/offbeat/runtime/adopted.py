@@ -82,7 +82,8 @@ class Adopted:
     def release(self, now: Iteration, index: int) -> None:
         """Send a message, unless a vote has said no."""
         message = now.messages[index]
-        if self.votes.goes(message.transfer.when, now.planned):
+        when = message.transfer.when
+        if when is None or self.votes.goes(when, now.planned):
             self._messages.release(message)
         else:
             self._messages.pass_over(message)

@@ -34,6 +34,7 @@ class Messages:
         self._program, self._flat, self._state = program, flat, state
         self._links, self._waiting = links, waiting
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._fixed: dict[int, tuple[Tensor, ...]] = {}  # always the same views, by transfer
         self._copies: dict[int, int] = {}  # by message: the copy of the buffer that it took
 
     def enqueue(self, planned: int, number: int) -> list[Message]:
@@ -53,6 +54,9 @@ class Messages:
         """Send what the storage holds now."""
         t = message.transfer
         payload = t.payload
+        if (fixed := self._fixed.get(id(t))) is not None:
+            self._links[t.link].release(message, fixed)
+            return
         if payload.buffer == "state":
             tensors = self._state.tensors(payload.buckets)
             given: Sequence[Tensor] = [x[payload.slice_of(x.numel())] for x in tensors]
@@ -62,6 +66,8 @@ class Messages:
             if key not in self._views:
                 self._views[key] = self._flat.carried(payload, copy)
             given = self._views[key]
+            if t.in_place and self._flat.copies(payload.buffer) == 1:
+                self._fixed[id(t)] = given
             if not t.in_place:
                 self._copies[id(message)] = copy
                 given = self._encoded(t, copy) if t.wire else [x.clone() for x in given]

@@ -72,14 +72,16 @@ class Updates:
             cleared = self._gradients.missing(run)
         if id(apply) not in self._revealed:
             self._scale(apply, copy)
-            self._gradients.show(run, copy)
+            if apply.at.point != "grad" or not self._gradients.shown(copy):
+                self._gradients.show(run, copy)
         if not iteration.skipped:
             whole = apply.at.point == "step" and len(run) == len(self._everything)
             self._step(apply, iteration, whole=whole)
         self._gradients.applied(run, copy)
         for view in cleared:
             view.zero_()
-        self._version = self._flat.grad_version()
+        if apply.at.point != "grad":  # what backward writes is no change by the user
+            self._version = self._flat.grad_version()
 
     def _copy(self, apply: Apply) -> int:
         return self._flat.physical("grad", apply.arg("age", 0))
@@ -88,10 +90,12 @@ class Updates:
         if whole:
             self._optimizer.step()
             return
-        settings = iteration.settings if apply.at.lag else None
         first = self.remedy if iteration.planned == 0 else None
+        if not apply.at.lag:
+            self.stepper.step(apply.buckets, None, first)
+            return
         with _plainly(self._flat.buckets[apply.buckets.start].param.device.type):
-            self.stepper.step(apply.buckets, settings, first)
+            self.stepper.step(apply.buckets, iteration.settings, first)
 
     def _scale(self, apply: Apply, copy: int) -> None:
         """Multiply gradients as the rule's settings say, before anybody sees them."""

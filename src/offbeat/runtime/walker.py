@@ -33,12 +33,15 @@ class Walker:
         while self._next < len(now.steps) and now.steps[self._next].position <= position:
             step = now.steps[self._next]
             self._next += 1
+            if not (step.wait or step.apply or step.decide or step.ask):
+                for index in step.release:
+                    self._run.release(now, index)
+                continue
             begin = mark()
             self.wait(step)
             waited = mark()
             self.act(step)
-            if step.wait or step.apply:
-                now.marks.acted.append(Acted(step.position, begin, waited, mark()))
+            now.marks.acted.append(Acted(step.position, begin, waited, mark()))
 
     def wait(self, step: Step) -> None:
         """Wait for what is due at a moment."""

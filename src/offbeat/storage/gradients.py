@@ -41,7 +41,8 @@ class Gradients:
 
     def open(self) -> None:
         """Gradients go to the newest copy from now on."""
-        self.views = self._views[self.flat.physical("grad")]
+        newest = self.flat.physical("grad")
+        self.views, self._added_now = self._views[newest], self._added[newest]
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
 
@@ -91,7 +92,7 @@ class Gradients:
     def fresh(self, b: int) -> None:
         """Bucket b holds this iteration's gradients."""
         self._stale[b] = 0
-        self._added[self.flat.physical("grad")][b] += 1
+        self._added_now[b] += 1
 
     # ---- the update -------------------------------------------------------------------------
 
@@ -103,6 +104,10 @@ class Gradients:
         """Show code between backward and step no gradient at all."""
         for p in self.parameters:
             p.grad = None
+
+    def shown(self, copy: int) -> bool:
+        """Whether backward itself has left every gradient of a copy where it is shown."""
+        return not self.late and not self._absentees[copy]
 
     def show(self, run: range, copy: int) -> None:
         """Show one copy of the gradients of some buckets, but none on parameters that no rank has
