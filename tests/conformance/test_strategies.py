@@ -143,14 +143,12 @@ def late(world: list[Replica], iterations: range, strategy: Any) -> None:
 
 
 REFERENCES: dict[str, Callable[[list[Replica], range, Any], None]] = {
+    **dict.fromkeys(ON_TIME, lambda world, iterations, _: bsp(world, iterations)),
     "ddp": lambda world, iterations, _: bsp(world, iterations, broadcast_buffers=True),
-    "bsp": lambda world, iterations, _: bsp(world, iterations),
-    "wfbp": lambda world, iterations, _: bsp(world, iterations),
     "local-sgd": local_steps,
     "partial-sync": layer_sets,
     "dreamddp": layer_sets,
     "deft": late,
-    **dict.fromkeys(ON_TIME[3:], lambda world, iterations, _: bsp(world, iterations)),
 }
 
 
