@@ -25,6 +25,10 @@ class Context(Protocol):
         """A buffer's content, to be changed in place."""
         ...
 
+    def squared_norm(self, buffer: str, buckets: range) -> float:
+        """The sum of a buffer's squares, without what travels behind gradients."""
+        ...
+
     def rotate(self, buffer: str) -> None:
         """Every copy becomes one older; the oldest becomes the newest."""
         ...

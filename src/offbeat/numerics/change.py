@@ -10,7 +10,7 @@ from offbeat.plan import Vote
 def changed(context: Context, vote: Vote, buckets: range) -> bool:
     """Whether the squared norm of the gradients differs from the last one's by at least the share
     `threshold`. Yes without a last one, or with one that is zero or not finite."""
-    norm = float(sum((g * g).sum() for g in context.read("grad", buckets)))
+    norm = context.squared_norm("grad", buckets)
     last = context.recall(vote.name)
     context.keep(vote.name, norm)
     if last is None or not 0 < last < float("inf"):

@@ -100,6 +100,9 @@ class Worker:
     def write(self, buffer: str, buckets: range, age: int = 0) -> list[Array]:
         return [self.view(buffer, self.span(buckets), age)]
 
+    def squared_norm(self, buffer: str, buckets: range) -> float:
+        return float(sum((a * a).sum() for a in self.read(buffer, buckets)))
+
     def rotate(self, buffer: str) -> None:
         copies = len(self.buffers[buffer])
         if self.used.get(buffer, np.zeros(1)).any():
