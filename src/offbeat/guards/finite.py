@@ -91,7 +91,7 @@ class FiniteGuard:
         return [rank for rank, share in enumerate(said.tolist()) if share > 0]
 
     def heed(
-        self, transfer: Transfer, iteration: int, culprits: list[int], tensors: Sequence[Tensor]
+        self, transfer: Transfer, iteration: int, culprits: Sequence[int], tensors: Sequence[Tensor]
     ) -> None:
         """Before what a message brought is used. RuntimeError under `raise` unless the user has
         mended it meanwhile, and where no rank had finite values; else a warning on rank 0."""
@@ -127,7 +127,7 @@ def require_policy(policy: object) -> None:
         raise ValueError(f"on_nonfinite ({policy!r}) must be one of {', '.join(POLICIES)}")
 
 
-def _who(ranks: list[int]) -> str:
+def _who(ranks: Sequence[int]) -> str:
     if not ranks:
         return "the sum over ranks overflowed: no rank"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -12,7 +12,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from offbeat.plan.model import Apply, Moment, Plan, Transfer, Vote
@@ -60,7 +61,8 @@ class Step(NamedTuple):
     release: tuple[int, ...] = ()
 
 
-class _Rules(NamedTuple):
+@dataclass(frozen=True)
+class _Rules:
     """The rules that are active in one iteration, those of this rank; of the transfers also where
     this rank releases them, where it waits for them (None: it does not), and how much later."""
 
@@ -68,6 +70,11 @@ class _Rules(NamedTuple):
     applies: tuple[Apply, ...]
     votes: tuple[Vote, ...]
     places: tuple[tuple[int | None, int | None, int], ...]
+
+    @cached_property
+    def awaited(self) -> frozenset[int]:
+        """Indices of transfers that this rank waits for."""
+        return frozenset(i for i, (_, due, _) in enumerate(self.places) if due is not None)
 
 
 class Program:
@@ -97,6 +104,10 @@ class Program:
     def transfers(self, iteration: int) -> tuple[Transfer, ...]:
         """Transfers of one iteration that this rank takes part in, in issue order."""
         return self._rules[self.segment(iteration)].transfers
+
+    def awaited(self, iteration: int) -> frozenset[int]:
+        """Indices of those transfers that bring this rank something."""
+        return self._rules[self.segment(iteration)].awaited
 
     def key(self, iteration: int) -> tuple[int, ...]:
         """Equal for iterations that have the same steps."""

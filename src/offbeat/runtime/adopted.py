@@ -66,14 +66,9 @@ class Adopted:
 
     def start(self, planned: int, number: int, marks: Timestamps) -> Iteration:
         """A new iteration; its messages have their places on the links."""
-        messages = self._messages.enqueue(planned, number)
-        awaited = (
-            i for i, m in enumerate(messages)
-            if m.transfer.ranks is None or m.transfer.ranks[1] == self.program.rank
-        )  # fmt: skip
-        now = Iteration(
-            number, marks, messages, planned, self.program.steps(planned), outstanding=set(awaited)
-        )
+        messages, program = self._messages.enqueue(planned, number), self.program
+        now = Iteration(number, marks, messages, planned, program.steps(planned))
+        now.outstanding.update(program.awaited(planned))
         self.iterations[planned] = now
         self.iterations.pop(planned - self.program.lag - 1, None)
         self.votes.forget(planned - self.program.lag)

@@ -167,7 +167,8 @@ class Engine:
         """The gradients of buckets 0..b are complete."""
         now = self.now
         now.marks.ready[b] = self.device.mark()
-        self.metering.bucket_ready(b, now.planned)
+        if self.metering.by_bucket:
+            self.metering.bucket_ready(b, now.planned)
         self.walker.walk(self.plan.buckets + b)
 
     def backward_ends(self) -> None:

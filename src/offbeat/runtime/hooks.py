@@ -101,9 +101,9 @@ class BackwardHooks:
         self._running, self._finished = False, True
 
     def _advance(self) -> None:
-        while self._next < len(self._missing) and not self._missing[self._next]:
-            b = self._next
-            self._next += 1
+        missing = self._missing
+        while (b := self._next) < len(missing) and not missing[b]:
+            self._next = b + 1
             self._gradients.fresh(b)
             self._listener.bucket_ready(b)
 

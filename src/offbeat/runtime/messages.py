@@ -34,7 +34,8 @@ class Messages:
         self._program, self._flat, self._state = program, flat, state
         self._links, self._waiting = links, waiting
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        self._fixed: dict[int, tuple[Tensor, ...]] = {}  # always the same views, by transfer
+        # By transfer, where they are always the same: its link and views.
+        self._fixed: dict[int, tuple[Link, tuple[Tensor, ...]]] = {}
         self._copies: dict[int, int] = {}  # by message: the copy of the buffer that it took
 
     def enqueue(self, planned: int, number: int) -> list[Message]:
@@ -53,10 +54,10 @@ class Messages:
     def release(self, message: Message) -> None:
         """Send what the storage holds now."""
         t = message.transfer
-        payload = t.payload
         if (fixed := self._fixed.get(id(t))) is not None:
-            self._links[t.link].release(message, fixed)
+            fixed[0].release(message, fixed[1])
             return
+        payload = t.payload
         if payload.buffer == "state":
             tensors = self._state.tensors(payload.buckets)
             given: Sequence[Tensor] = [x[payload.slice_of(x.numel())] for x in tensors]
@@ -67,7 +68,7 @@ class Messages:
                 self._views[key] = self._flat.carried(payload, copy)
             given = self._views[key]
             if t.in_place and self._flat.copies(payload.buffer) == 1:
-                self._fixed[id(t)] = given
+                self._fixed[id(t)] = self._links[t.link], given
             if not t.in_place:
                 self._copies[id(message)] = copy
                 given = self._encoded(t, copy) if t.wire else [x.clone() for x in given]

@@ -16,20 +16,20 @@ class Metering:
     def __init__(self, meter: NoiseMeter | None, run: Adopted):
         self._meter, self._run = meter, run
         early = any(t.after.point == "grad" for t in run.plan.transfers)
-        self._early = meter is not None and early
+        self.by_bucket = meter is not None and early
         self._age = max((a.arg("age", 0) for a in run.plan.applies), default=0)
         self._everything = range(run.plan.buckets)
 
     def bucket_ready(self, b: int, planned: int) -> None:
-        """Bucket b has its gradients."""
-        if self._early and self._run.windows.closing(planned):
+        """Bucket b has its gradients; to be called if metering is `by_bucket`."""
+        if self._run.windows.closing(planned):
             self._own(range(b, b + 1))
 
     def backward_ends(self, planned: int) -> None:
         """All buckets have their gradients."""
         if self._meter is None or not self._run.windows.closing(planned):
             return
-        if not self._early:
+        if not self.by_bucket:
             self._own(self._everything)
         self._meter.complete()
 

@@ -58,29 +58,31 @@ class Updates:
             copy = self._copy(apply)
             if self._gradients.added(apply.buckets.start, copy):
                 self._scale(apply, copy)
-                self._gradients.show(apply.buckets, copy)
+                if not self._gradients.shown(copy):
+                    self._gradients.show(apply.buckets, copy)
         self._version = self._flat.grad_version()
 
     def local(self, apply: Apply, iteration: Iteration) -> None:
         """Step some buckets with the gradients of an iteration."""
-        run, copy = apply.buckets, self._copy(apply)
-        if not self._gradients.added(run.start, copy):
+        run, copy, gradients = apply.buckets, self._copy(apply), self._gradients
+        if not gradients.added(run.start, copy):
             return  # nothing was added up yet: the first window of a plan that applies late
+        in_backward = apply.at.point == "grad"
         cleared = []
         if apply.at.lag:
             self._require_untouched_since()
-            cleared = self._gradients.missing(run)
+            cleared = gradients.missing(run)
         if id(apply) not in self._revealed:
             self._scale(apply, copy)
-            if apply.at.point != "grad" or not self._gradients.shown(copy):
-                self._gradients.show(run, copy)
+            if not (in_backward and gradients.shown(copy)):
+                gradients.show(run, copy)
         if not iteration.skipped:
             whole = apply.at.point == "step" and len(run) == len(self._everything)
             self._step(apply, iteration, whole=whole)
-        self._gradients.applied(run, copy)
+        gradients.applied(run, copy)
         for view in cleared:
             view.zero_()
-        if apply.at.point != "grad":  # what backward writes is no change by the user
+        if not in_backward:  # what backward writes is no change by the user
             self._version = self._flat.grad_version()
 
     def _copy(self, apply: Apply) -> int:

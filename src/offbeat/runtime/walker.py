@@ -30,16 +30,17 @@ class Walker:
     def walk(self, position: int) -> None:
         """Pass every moment up to a position that has not been passed yet."""
         now, mark = self._now, self._device.mark
-        while self._next < len(now.steps) and now.steps[self._next].position <= position:
-            step = now.steps[self._next]
+        steps = now.steps
+        while self._next < len(steps) and (step := steps[self._next]).position <= position:
             self._next += 1
             if not (step.wait or step.apply or step.decide or step.ask):
                 for index in step.release:
                     self._run.release(now, index)
                 continue
-            begin = mark()
-            self.wait(step)
-            waited = mark()
+            waited = begin = mark()
+            if step.wait or step.decide:
+                self.wait(step)
+                waited = mark()
             self.act(step)
             now.marks.acted.append(Acted(step.position, begin, waited, mark()))
 
@@ -85,9 +86,10 @@ class Walker:
         self.flushed = planned
 
     def _apply(self, apply: Apply, planned: int) -> None:
-        if self._run.votes.goes(apply.when, planned):
-            self._run.context.iteration = self._run.iterations[planned]
-            RULES[apply.rule](self._run.context, apply)
+        run = self._run
+        if apply.when is None or run.votes.goes(apply.when, planned):
+            run.context.iteration = run.iterations[planned]
+            RULES[apply.rule](run.context, apply)
 
     def _done_early(self, step: Step) -> bool:
         return self.flushed == self._now.planned and step.position < self._buckets

@@ -170,7 +170,8 @@ class Gradients:
             self._absentees[copy].pop(b, None)
         if not self.late:
             for index in self._of(run):
-                self.parameters[index].grad = self.views[index]
+                if self.parameters[index].grad is not self.views[index]:
+                    self.parameters[index].grad = self.views[index]
 
     def _of(self, run: range) -> range:
         stop = self.starts[run.stop] if run.stop < len(self.starts) else len(self.parameters)

@@ -40,7 +40,7 @@ class Message:
         self.start: Mark | None = None
         self.end: Mark | None = None
         self.error: BaseException | None = None
-        self.culprits: list[int] = []  # ranks whose values were not finite
+        self.culprits: Sequence[int] = ()  # ranks whose values were not finite
         # A bare lock is the cheapest thing to wait on; it is held until the message has arrived.
         self._arrived = threading.Lock()
         self._arrived.acquire()
@@ -136,7 +136,8 @@ class Link:
             if t.ranks is not None:
                 act.send(tensor, *t.ranks)
             elif self.guard is not None:
-                message.culprits += self.guard(t, tensor, act.by_verb)
+                if culprits := self.guard(t, tensor, act.by_verb):
+                    message.culprits = [*message.culprits, *culprits]
             else:
                 act.by_verb[t.verb](tensor)
             self.bytes_sent += tensor.nbytes // 2 if halves else tensor.nbytes
