@@ -28,7 +28,8 @@ def told(plan, iteration, rank=0):
     program, found = Program(plan, rank), []
     for step in program.steps(iteration):
         done = [
-            f"wait {program.transfers(iteration - due.lag)[due.index].payload}" for due in step.wait
+            f"wait {program.transfers(iteration - lag)[number].payload}"
+            for lag, number in step.wait
         ]
         done += [f"know {vote.name}" for _, vote in step.decide]
         done += [apply.id for _, apply in step.apply]
@@ -102,7 +103,7 @@ def test_steps_are_what_the_rules_say(seed):
             steps = program.steps(i)
             assert known.setdefault(program.key(i), steps) == steps
             assert [s.position for s in steps] == sorted({s.position for s in steps})
-            waited = sorted((i - due.lag, due.index) for s in steps for due in s.wait)
+            waited = sorted((i - due.lag, due.number) for s in steps for due in s.wait)
             released = sorted(index for s in steps for index in s.release)
             mine = [t for t in plan.transfers if t.ranks is None or rank in t.ranks]
 

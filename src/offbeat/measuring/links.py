@@ -63,15 +63,15 @@ def measure_cluster(
     like = flat.everything()[0]
     smallest, total = min(_sizes(flat)), sum(_sizes(flat))
     budget = _budget(total)
-    links: list[Link] = []
+    found: list[Link] = []
     for name in cluster.specs:
         probe = Probe(cluster.groups[name], like, cluster.device)
         verbs = cluster.links[name].collectives.by_verb
         part = 1 / len(cluster.specs)
-        links.append(measure_link(name, probe, verbs, smallest, total, budget, part))
+        found.append(measure_link(name, probe, verbs, smallest, total, budget, part))
     if cluster.control.world_size == 1:
-        return tuple(replace(link, halves={}) for link in links), ()
-    links = cluster.control.gather(links)[0]  # fits may differ between machines in the last bit
+        return tuple(replace(link, halves={}) for link in found), ()
+    links = cluster.control.gather(found)[0]  # fits may differ between machines in the last bit
     if not emulated:
         links = measure_sending(cluster, links, like, total, budget.share(SENDING))
     return tuple(links), measure_contention(cluster, links, like, budget.share(TOGETHER))
@@ -160,7 +160,8 @@ def expected_s(points: Points, size: int) -> float:
     (low, low_s), (high, high_s) = ([(0, 0.0), *points])[-2:]
     if size > high:
         return high_s + (high_s - low_s) / (high - low) * (size - high)
-    return float(np.interp(size, *zip(*points, strict=True)))
+    sizes, seconds = zip(*points, strict=True)
+    return float(np.interp(size, sizes, seconds))
 
 
 def least_times(points: Points) -> Points:

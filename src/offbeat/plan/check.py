@@ -204,12 +204,12 @@ def _early(ranks: int, plan: Plan) -> list[Collection[int]]:
 
 def _replicas(run: _Run, plan: Plan) -> Iterator[Problem]:
     """After the gradients have stopped all replicas are equal, and hold every gradient once."""
-    fault = None
-    for periods in (1, 3):  # what is under way for longer than a period takes longer to settle
-        fault = _apart(run, plan, run.settled(periods=periods))
-        if fault is None:
-            return
-    yield Problem(fault, plan)
+    if _apart(run, plan, run.settled()) is None:
+        return
+    # What is under way for longer than a period takes longer to settle.
+    fault = _apart(run, plan, run.settled(periods=3))
+    if fault is not None:
+        yield Problem(fault, plan)
 
 
 def _changed(run: _Run, plan: Plan) -> Iterator[Problem]:

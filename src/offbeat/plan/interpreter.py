@@ -23,6 +23,7 @@ from offbeat.plan.model import Apply, Payload, Plan, Transfer, Vote, base_link
 from offbeat.plan.program import Program, Step, coalesced, moment_at
 
 Array = NDArray[np.float64]
+NOTHING: Array = np.empty(0)  # what a rank gives that only receives, or passes over
 
 
 class ConflictError(Exception):
@@ -57,7 +58,7 @@ class _Message:
 
     def __init__(self, transfer: Transfer, iteration: int, ranks: tuple[int, ...]) -> None:
         self.transfer, self.iteration, self.ranks = transfer, iteration, ranks
-        self.given: dict[int, Array | None] = {}  # by rank: what it released
+        self.given: dict[int, Array] = {}  # by rank: what it released
         self.regions: dict[int, tuple[str, int]] = {}  # by rank: buffer and physical copy
         self.passed: set[int] = set()
         self.result: Array | None = None
@@ -392,7 +393,7 @@ class Interpreter:
             mine.append(message)
             self._queues[t.link, w.rank].append(message)
             if t.ranks is not None and w.rank == t.ranks[1]:
-                message.given[w.rank] = None
+                message.given[w.rank] = NOTHING
                 self._pump(message)
 
     def _release(self, w: Worker, i: int, step: Step) -> None:
@@ -406,7 +407,7 @@ class Interpreter:
             t = w.acting = message.transfer
             if not self._goes(w, t, i):
                 message.passed.add(w.rank)
-                message.given[w.rank] = None
+                message.given[w.rank] = NOTHING
             else:
                 message.given[w.rank] = self._payload(w, message)
             self._pump(message)
@@ -478,8 +479,9 @@ class Interpreter:
         assert result is not None
         if t.verb == "reduce_scatter":
             own = _shard(result.size, message.ranks, w.rank)
+            shard = result[own]
             result = np.full_like(result, np.nan)
-            result[own] = message.result[own]
+            result[own] = shard
         w.buffers[buffer][copy][span] = result
 
     def _stuck(self, w: Worker, message: _Message) -> ConflictError:
@@ -504,9 +506,7 @@ class Interpreter:
 def _result(message: _Message) -> Array:
     t = message.transfer
     if t.verb == "send":
-        given = message.given[message.ranks[0]]
-        assert given is not None
-        return given
+        return message.given[message.ranks[0]]
     arrays = [message.given[r] for r in message.ranks]
     if t.verb == "all_gather":
         result = np.empty_like(arrays[0])

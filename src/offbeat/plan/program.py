@@ -40,10 +40,10 @@ def moment_at(place: int, buckets: int) -> Moment:
 
 
 class Due(NamedTuple):
-    """A message: the `index`-th transfer of this rank's iteration `lag` iterations ago."""
+    """A message: the `number`-th transfer of this rank's iteration `lag` iterations ago."""
 
     lag: int
-    index: int
+    number: int
 
 
 class Step(NamedTuple):

@@ -79,7 +79,7 @@ def _when(rule: Rule, name: str, plan: Plan) -> Iterator[str]:
     if isinstance(rule, Apply) and rule.rule == "local" and rule.at == _forward_of(rule):
         # The user's zero_grad() comes before it.
         yield f"{name} at {rule.at} has no gradients yet; apply those of the iteration before, +1"
-    lost = Phases(sorted(set(rule.phases.runs and _outside(rule.phases, plan))))
+    lost = Phases(set(_outside(rule.phases, plan)))
     if lost or not rule.phases:
         yield (
             f"{name} never fires in phases {lost}: the plan has the phases "

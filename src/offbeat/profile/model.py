@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.plan import Kind, Payload, Verb, base_link
+from offbeat.plan import BUILT_IN, Kind, Payload, Verb, base_link
 from offbeat.profile.check import validate
 
 SCHEMA = 1
@@ -234,13 +234,14 @@ class Profile:
 
     def bytes_of(self, payload: Payload) -> int:
         """Bytes of a payload; of a slice, up to one tensor element."""
-        held = payload.slice_of(self.payload_bytes(payload.buffer, payload.buckets))
+        kind = BUILT_IN[payload.buffer].kind
+        held = payload.slice_of(self.payload_bytes(kind, payload.buckets))
         return held.stop - held.start
 
     def message_s(self, payload: Payload, link: str, verb: Verb = "all_reduce") -> float:
         """Time of one message, alone on the link: one latency, all bytes, and at least what was
         measured of that size; nothing if it is empty. Planners and the simulator use this one."""
-        parts = self._parts(link, payload.buffer)
+        parts = self._parts(link, BUILT_IN[payload.buffer].kind)
         start, stop = payload.buckets.start, payload.buckets.stop
         latency_s = max(parts.latency_s[start:stop], default=0.0)
         transfer_s = parts.before_s[stop] - parts.before_s[start]

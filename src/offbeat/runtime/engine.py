@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -51,8 +51,7 @@ class Engine:
         self.iteration = 0
         self.reports = Reports()
         self.pauses = Pauses(self)
-        self.run: Adopted | None = None
-        self.hooks: BackwardHooks | None = None
+        self._attached, self._adopted = ExitStack(), ExitStack()  # how to undo either
         self.attach(flat)
 
     # ---- set-up -----------------------------------------------------------------------------
@@ -64,20 +63,18 @@ class Engine:
         self.gradients = Gradients(flat, self.control.world_size)
         self.state = StateStore(self.optimizer, flat)
         self.hooks = BackwardHooks(self.gradients, self)
+        self._attached.callback(self.hooks.remove)
 
     def detach(self) -> None:
         """Remove the hooks; the parameters stay views of the flat storage."""
-        if self.hooks is not None:
-            self.hooks.remove()
-        if self.run is not None:
-            self.run.close()
-        self.hooks = self.run = None
+        self._attached.close()
+        self._adopted.close()
 
     def adopt(self, plan: Plan) -> None:
         """Run this plan from the next iteration on, counted as its iteration 0."""
-        if self.run is not None:
-            self.run.close()
+        self._adopted.close()
         self.run = Adopted(plan, self)
+        self._adopted.callback(self.run.close)
         self.plan = plan
         self.start = self.iteration
         self.metering = Metering(None, self.run)
@@ -156,7 +153,7 @@ class Engine:
     def backward_begins(self) -> None:
         """The first gradient of a backward pass is there."""
         if self.now is not None and self.backward_over:
-            self._abandon(adding=True)
+            self._abandon(self.now, adding=True)
         self.started()
         self.run.updates.in_backward = True
         self.walker.walk(self.plan.buckets - 1)
@@ -166,6 +163,7 @@ class Engine:
     def bucket_ready(self, b: int) -> None:
         """The gradients of buckets 0..b are complete."""
         now = self.now
+        assert now is not None
         now.marks.ready[b] = self.device.mark()
         if self.metering.by_bucket:
             self.metering.bucket_ready(b, now.planned)
@@ -174,6 +172,7 @@ class Engine:
     def backward_ends(self) -> None:
         """Late releases, and the wait for what the update needs."""
         now = self.now
+        assert now is not None
         self.backward_over = True
         self.gradients.backward_ends(self.hooks.seen)
         self.hooks.finish()
@@ -214,13 +213,13 @@ class Engine:
         self.reports.hand_on()
         self.begin()
 
-    def _abandon(self, *, adding: bool) -> None:
+    def _abandon(self, now: Iteration, *, adding: bool) -> None:
         """Backward ran, no step followed, and now the gradients are dropped or added to: as with
         torch's own DDP that is an iteration without an update."""
         self.waiting.require_alive()
         if not adding:
-            self.run.land(self.now)
-        self.run.require_skippable(self.now, adding=adding)
+            self.run.land(now)
+        self.run.require_skippable(now, adding=adding)
         self.step(skip_update=True, abandoned=True)
 
     def zero_grad(self) -> None:
@@ -231,4 +230,4 @@ class Engine:
     def abandon_unless_stepped(self) -> None:
         """End an iteration that had a backward and no step."""
         if self.now is not None and self.backward_over:
-            self._abandon(adding=False)
+            self._abandon(self.now, adding=False)

@@ -90,9 +90,11 @@ class Costs:
         payload, kind = t.payload, self._buffers[t.payload.buffer].kind
         if payload.buffer != kind:
             payload = replace(payload, buffer=kind)
-        says = t.wire and getattr(WIRES.get(t.wire.name), "bytes_of", None)
-        dense = self.profile.bytes_of(payload) if says else 0
-        if not dense:
+        if t.wire is None:
+            return payload
+        says = getattr(WIRES.get(t.wire.name), "bytes_of", None)
+        dense = self.profile.bytes_of(payload)
+        if says is None or not dense:
             return payload
         return replace(
             payload,

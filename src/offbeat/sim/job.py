@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,7 @@ class Run:
 
     job: Job
     programs: list[TimedProgram]
-    lines: Mapping[str, list[Line]]
+    lines: Mapping[str, Sequence[Line]]
     ends_s: NDArray[np.float64]
     waited_s: NDArray[np.float64]
     known_s: Mapping[tuple[str, int], float] = field(default_factory=dict)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import ClassVar, Literal, NamedTuple
 
+import numpy as np
+
 from offbeat import solve
 from offbeat.plan import Plan
 from offbeat.profile import Profile
@@ -137,9 +139,12 @@ class DreamDDP(Strategy):
             link = profile.default_link.name
             fused = solve.optimal_fusion(
                 ready_s,
-                lambda first, stop: sum(
-                    profile.messages_ending_s(link, kind, first, stop)
-                    for kind in kinds_of(self.state)
+                lambda first, stop: np.sum(
+                    [
+                        profile.messages_ending_s(link, kind, first, stop)
+                        for kind in kinds_of(self.state)
+                    ],
+                    axis=0,
                 ),
             )
             yield candidate(fused)

@@ -59,12 +59,13 @@ class Net(nn.Module):
     def __init__(self, start: Array, sizes: Sequence[int]):
         super().__init__()
         parts = torch.from_numpy(start.copy()).split(list(sizes))
-        self.layers = nn.ModuleList(_Layer(part) for part in parts)
+        self.steps = [_Layer(part) for part in parts]
+        self.layers = nn.ModuleList(self.steps)
 
     def forward(self, a: Sequence[Tensor], c: Sequence[Tensor]) -> Tensor:
         y = torch.zeros((), dtype=torch.float64)
-        for b in reversed(range(len(self.layers))):
-            y = self.layers[b](y, a[b], c[b])
+        for b in reversed(range(len(self.steps))):
+            y = self.steps[b](y, a[b], c[b])
         return y
 
 
@@ -140,7 +141,7 @@ def train(
         engine.forward_ends()
         loss.backward()
         engine.step()
-        found.append(torch.cat([layer.seen for layer in net.layers]).numpy())
+        found.append(torch.cat([layer.seen for layer in net.steps]).numpy())
     engine.pauses.settle()
     engine.detach()
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from offbeat.plan import (
     Apply,
@@ -112,7 +113,7 @@ class _Draft:
                 self.transfers += [replace(one, verb="reduce_scatter", before=middle), second]
             elif buffer == "grad" and rng.random() < 0.15:
                 self.buffers["residual"] = Buffer("residual", "grad")
-                wire = Wire("topk", {"fraction": 0.5}, rng.choice((None, "residual")))
+                wire = Wire("topk", (("fraction", 0.5),), rng.choice((None, "residual")))
                 self.transfers.append(replace(one, wire=wire))
             else:
                 self.transfers.append(one)
@@ -133,6 +134,18 @@ def _cuts(rng: Random, parts: int) -> list[tuple[int, int]]:
         cuts.append((start, width))
         start += width
     return cuts
+
+
+def _apply(
+    rule: str,
+    run: range,
+    at: Moment,
+    phases: Phases,
+    ranks: tuple[int, ...] | None = None,
+    **args: Any,
+) -> Apply:
+    """An apply with its settings."""
+    return Apply(rule, run, at, phases, ranks, args=tuple(args.items()))
 
 
 def _gradients(d: _Draft, run: range) -> None:
@@ -156,8 +169,7 @@ def _gradients(d: _Draft, run: range) -> None:
         start = stop
     if into is not None:
         d.buffers[into] = Buffer(into, "grad")
-        args = {"source": into, "target": "grad"}
-        d.applies.append(Apply("copy", run, first, everything, args=args))
+        d.applies.append(_apply("copy", run, first, everything, source=into, target="grad"))
     d.applies.append(Apply("local", run, at, everything))
 
 
@@ -196,8 +208,7 @@ def _outer(d: _Draft, run: range) -> None:
     d.buffers["anchor"] = Buffer("anchor", start="param")
     d.buffers["velocity"] = Buffer("velocity")
     d.send("param", run, d.between(stepped, STEP), END, phases)
-    args = {"rate": 0.8, "momentum": 0.5}
-    d.applies.append(Apply("outer", run, END, phases, args=args))
+    d.applies.append(_apply("outer", run, END, phases, rate=0.8, momentum=0.5))
 
 
 def _delayed(d: _Draft, run: range) -> None:
@@ -205,8 +216,7 @@ def _delayed(d: _Draft, run: range) -> None:
     _steps(d, run)
     taken = Phases([d.rng.choice(d.plan.cycle)])
     d.buffers["snapshot"], d.buffers["average"] = Buffer("snapshot"), Buffer("average")
-    args = {"source": "param", "target": "snapshot"}
-    d.applies.append(Apply("copy", run, STEP, taken, args=args))
+    d.applies.append(_apply("copy", run, STEP, taken, source="param", target="snapshot"))
     lag = d.rng.randrange(d.plan.period)
     if lag == 0:
         due = d.rng.choice((END, Moment("forward", run[-1], 1)))
@@ -224,12 +234,10 @@ def _subset(d: _Draft, run: range) -> None:
     _steps(d, run)
     phases, by = d.some_phases(), tuple(d.rng.choice(((2.0, 0.0), (0.0, 2.0), (0.5, 1.5))))
     d.buffers["share"] = Buffer("share")
-    there, back = ({"source": a, "target": b} for a, b in (("param", "share"), ("share", "param")))
-    d.applies.append(Apply("copy", run, STEP, phases, args=there))
-    scaled = {"buffer": "share", "by": by}
-    d.applies.append(Apply("scale", run, STEP, phases, args=scaled))
+    d.applies.append(_apply("copy", run, STEP, phases, source="param", target="share"))
+    d.applies.append(_apply("scale", run, STEP, phases, buffer="share", by=by))
     d.send("share", run, STEP, END, phases)
-    d.applies.append(Apply("copy", run, END, phases, args=back))
+    d.applies.append(_apply("copy", run, END, phases, source="share", target="param"))
 
 
 # ---- whole plans ----------------------------------------------------------------------------
@@ -263,7 +271,7 @@ def _selected(rng: Random) -> Plan:
         run = range(b, b + 1) if per_bucket else range(n)
         taken = Moment("grad", n - 1)
         due = rng.choice((STEP, STEP, END))
-        args = {"threshold": rng.choice((0.1, 1.0, 4.0))}
+        args = (("threshold", rng.choice((0.1, 1.0, 4.0))),)
         votes.append(Vote(f"sync{b}", "changed", taken, due, everything, args))
         next_ = Moment("forward", run[-1], 1)
         before = rng.choice((END, next_)) if due == STEP else next_
@@ -283,7 +291,7 @@ def _merging(rng: Random) -> Plan:
     merge = rng.choice(("sum", "mean"))
     everything = range(plan.buckets)
     d.applies = [
-        Apply("local", everything, STEP, closes, args={"age": 1, "merge": merge}),
+        _apply("local", everything, STEP, closes, age=1, merge=merge),
         Apply("close", everything, END, closes),
     ]
     d.buffers["grad"] = replace(GRAD, copies=2)
@@ -336,16 +344,15 @@ def _root(rng: Random) -> Plan:
             up = Payload("grad", one)
             sent = Transfer(up, ready, STEP, everything, "net", "send", (r, 0), into=f"from{r}")
             d.transfers.append(sent)
-            args = {"source": f"from{r}", "target": "grad"}
-            d.applies.append(Apply("add", one, STEP, everything, ranks=(0,), args=args))
+            add = _apply("add", one, STEP, everything, (0,), source=f"from{r}", target="grad")
+            d.applies.append(add)
             down = Payload("param", one)
             d.transfers.append(
                 Transfer(down, STEP, next_, everything, channel("net", 1), "send", (0, r))
             )
-    args = {"scale": 1 / workers}
-    d.applies.append(Apply("local", range(n), STEP, everything, ranks=(0,), args=args))
-    others, clear = tuple(range(1, workers)), {"buffer": "grad"}
-    d.applies.append(Apply("clear", range(n), END, everything, ranks=others, args=clear))
+    d.applies.append(_apply("local", range(n), STEP, everything, (0,), scale=1 / workers))
+    others = tuple(range(1, workers))
+    d.applies.append(_apply("clear", range(n), END, everything, others, buffer="grad"))
     return d.finished()
 
 
@@ -360,22 +367,20 @@ def _stagger(rng: Random) -> Plan:
         one, ready = range(b, b + 1), Moment("grad", b)
         for r in range(n):
             if r:
-                args = {"source": "sum", "target": "grad"}
-                d.applies.append(Apply("add", one, ready, everything, ranks=(r,), args=args))
+                add = _apply("add", one, ready, everything, (r,), source="sum", target="grad")
+                d.applies.append(add)
             if r < n - 1:
                 grads, params = Payload("grad", one), Payload("param", one)
                 d.transfers.append(
                     Transfer(grads, ready, ready, everything, "net", "send", (r, r + 1), "sum")
                 )
-                clear = {"buffer": "grad"}
-                d.applies.append(Apply("clear", one, END, everything, ranks=(r,), args=clear))
+                d.applies.append(_apply("clear", one, END, everything, (r,), buffer="grad"))
                 next_ = Moment("forward", b, 1 if b <= r else 2)
                 ranks = (n - 1, r)
                 d.transfers.append(
                     Transfer(params, ready, next_, everything, channel("net", 1), "send", ranks)
                 )
-        args = {"scale": 1 / n}
-        d.applies.append(Apply("local", one, ready, everything, ranks=(n - 1,), args=args))
+        d.applies.append(_apply("local", one, ready, everything, (n - 1,), scale=1 / n))
     return d.finished()
 
 
@@ -497,7 +502,7 @@ def _other_payload(rng: Random, plan: Plan) -> Plan:
 
 def _swapped(rng: Random, plan: Plan) -> Plan:
     transfers, applies = list(plan.transfers), list(plan.applies)
-    rules = rng.choice((transfers, applies))
+    rules: list[Any] = rng.choice((transfers, applies))
     if len(rules) > 1:
         i, j = rng.sample(range(len(rules)), 2)
         rules[i], rules[j] = rules[j], rules[i]

@@ -54,15 +54,15 @@ def collectives(
         "reduce_scatter": halves.reduce_scatter,
         "all_gather": halves.all_gather,
     }
-    send = sending(group, timeout_s)
-    if backend == "gloo" and device.type == "cuda":
-        buffers = Scratch(pinned=True)
-        by_verb = {verb: staged(operation, buffers) for verb, operation in by_verb.items()}
-        over_host = send
+    direct = sending(group, timeout_s)
+    if backend != "gloo" or device.type != "cuda":
+        return Collectives(by_verb, direct)
+    buffers = Scratch(pinned=True)
 
-        def send(tensor: Tensor, source: int, target: int) -> None:
-            staged(lambda host: over_host(host, source, target), buffers)(tensor)
+    def send(tensor: Tensor, source: int, target: int) -> None:
+        staged(lambda host: direct(host, source, target), buffers)(tensor)
 
+    by_verb = {verb: staged(operation, buffers) for verb, operation in by_verb.items()}
     return Collectives(by_verb, send)
 
 
