@@ -1,0 +1,96 @@
+"""Steps of one bucket: the user's hooks, schedulers and torch's profiler see them as ever."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat import PartialSync
+
+LAYERS = 3
+PROFILE = offbeat.Profile.from_dict(
+    {
+        "schema": 1,
+        "world_size": 1,
+        "links": [{"name": "net", "latency_s": 1e-6, "bytes_per_s": 1e12}],
+        "buckets": [
+            {"name": str(i), "forward_s": 1e-5, "backward_s": 1e-5, "size_bytes": 80}
+            for i in reversed(range(LAYERS))
+        ],
+    }
+)
+
+
+def prepared(inner: type[torch.optim.Optimizer] = torch.optim.SGD) -> tuple[Any, Any, Any]:
+    """Model, prepared optimizer, the user's own."""
+    own = nn.Sequential(*[nn.Linear(4, 4) for _ in range(LAYERS)])
+    optimizer = inner(own.parameters(), lr=0.1)  # type: ignore[call-arg]
+    return *offbeat.prepare(own, optimizer, PartialSync(2), profile=PROFILE), optimizer
+
+
+def iterate(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("moment", ["pre", "post"])
+def test_step_hooks_are_called_for_every_bucket(moment: str) -> None:
+    model, optimizer, own = prepared()
+    iterate(model, optimizer)
+    calls: list[int] = []
+    register = getattr(own, f"register_step_{moment}_hook")
+    handle = register(lambda *_: calls.append(len(own.param_groups[0]["params"])))
+    iterate(model, optimizer)
+    handle.remove()
+    iterate(model, optimizer)
+    model.close()
+    assert calls == [2] * LAYERS  # weight and bias of one layer each
+
+
+def test_the_profiler_sees_every_step() -> None:
+    model, optimizer, _ = prepared()
+    with torch.autograd.profiler.profile() as profile:
+        iterate(model, optimizer)
+    model.close()
+    assert sum(e.name == "Optimizer.step#SGD.step" for e in profile.function_events) == LAYERS
+
+
+def test_schedulers_know_that_the_optimizer_has_stepped() -> None:
+    model, optimizer, own = prepared()
+    scheduler = torch.optim.lr_scheduler.StepLR(own, 1, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        iterate(model, optimizer)
+        scheduler.step()
+    model.close()
+    assert own.param_groups[0]["lr"] == 0.05
+
+
+def test_a_step_of_the_users_own_is_called() -> None:
+    calls: list[int] = []
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            calls.append(1)
+            return super().step(closure)
+
+    model, optimizer, own = prepared(Counting)
+    calls.clear()
+    iterate(model, optimizer)
+    assert len(calls) == LAYERS
+    before = own.step
+
+    def patched(*args: Any) -> Any:
+        calls.append(10)
+        return before(*args)
+
+    own.step = patched
+    iterate(model, optimizer)
+    model.close()
+    assert sum(calls) == LAYERS * 12
