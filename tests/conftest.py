@@ -1,13 +1,37 @@
 """Which tests may run beside each other: files do, but labs come one after another."""
 
+from typing import Any
+
 import pytest
 
 LABS = ("tests/lab/", "tests/runtime/test_links.py", "tests/test_cli.py", "tests/test_compare.py")
+# Long, and nothing to share: these go one by one to whichever process is free at the end.
+SPREAD = (
+    "tests/runtime/test_failures.py",
+    "tests/runtime/test_random_plans.py",
+    "tests/test_examples.py",
+)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def group_of(nodeid: str) -> str:
     """A file's tests stay in one process, as they share what is trained once; so do all tests
     that make labs, as they look for what others have left behind."""
-    for item in items:
-        path = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group("labs" if path.startswith(LABS) else path))
+    path = nodeid.partition("::")[0]
+    if path.startswith(SPREAD):
+        return nodeid
+    return "labs" if path.startswith(LABS) else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Groups with `--dist loadgroup`. Marks would not do: pytest-xdist 3.8 hands them on in the
+    ids of tests, which pytest 9.2 does not let it change."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Grouped(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Grouped(config, log)
