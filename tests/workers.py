@@ -317,6 +317,10 @@ def train_with_torch(case: Case, iterations: int) -> Trained:
     return Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
 
 
+def train_all_with_torch(cases: Sequence[Case], iterations: int) -> list[Trained]:
+    return [train_with_torch(case, iterations) for case in cases]
+
+
 def train_beside_torch(
     strategies: Sequence[Strategy], cases: Sequence[Case], iterations: int
 ) -> list[tuple[Trained, list[Trained]]]:
