@@ -59,6 +59,7 @@ def output(process: subprocess.Popen[str]) -> str:
     printed, errors = process.communicate(timeout=LIMIT_S - 10)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
+    assert "terminate called" not in errors
     return printed
 
 
@@ -92,20 +93,11 @@ def number(label: str, printed: str) -> float:
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("run", [run_alone, run_as_two])
-def test_gpt_learns(run):
-    printed = run(*TINY_GPT)
+def test_gpt_learns():
+    printed = run_as_two(*TINY_GPT)
     first, *_, last = losses(printed)
     assert last < 0.8 * first
     assert number("held-out loss", printed) < 0.8 * first
-
-
-@pytest.mark.timeout(LIMIT_S)
-def test_digits_learns_alone():
-    printed = run_alone(*TINY_DIGITS)
-    first, *_, last = losses(printed)
-    assert last < 0.5 * first
-    assert number("held-out accuracy", printed) > 0.8
 
 
 @pytest.mark.timeout(LIMIT_S)

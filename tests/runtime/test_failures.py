@@ -73,9 +73,8 @@ def test_killed_peer_during_observation() -> None:
         assert re.search(WHERE, outcome.error), outcome.error
 
 
-@pytest.mark.parametrize("how", ["sleeps", "is stopped"])
-def test_silent_peer(how: str) -> None:
-    for outcome in survivors(AFTER, how, 1, world=2):
+def test_silent_peer() -> None:
+    for outcome in survivors(AFTER, "is stopped", 1, world=2):
         assert re.search(WHERE, outcome.error), outcome.error
         assert re.search(r"rank 1 \(\S+\): iteration \d+, \d+ s ago", outcome.error)
         assert "Timed out waiting 4000ms" in outcome.error
@@ -116,10 +115,10 @@ def test_every_step_after_a_failure_refers_to_it() -> None:
 
 @pytest.mark.parametrize("present", [0, 1])
 def test_missing_rank_at_start(present: int) -> None:
-    [outcome] = watch_world(failing.meet, 2, 3.0, ranks=[present], timeout_s=PATIENCE_S)
+    [outcome] = watch_world(failing.meet, 2, 1.0, ranks=[present], timeout_s=PATIENCE_S)
     assert outcome.kind == "RuntimeError", outcome
     assert re.match(
-        rf"rank {present} could not meet the other 2 ranks at 127.0.0.1:\d+ within 3 s: ",
+        rf"rank {present} could not meet the other 2 ranks at 127.0.0.1:\d+ within 1 s: ",
         outcome.error,
     ), outcome.error
     assert outcome.seconds < PATIENCE_S
@@ -128,13 +127,13 @@ def test_missing_rank_at_start(present: int) -> None:
 # ---- whole programs: how they leave ---------------------------------------------------------
 
 SCRIPT = """
-    import os, sys, torch, offbeat
+    import os, torch, offbeat
     torch.set_num_threads(1)
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = offbeat.prepare(model, optimizer, offbeat.BSP(), observe=1, timeout_s=20)
     for i in range(5):
-        if i == 3 and os.environ["RANK"] == "1" and sys.argv[1] == "fail":
+        if i == 3 and os.environ["RANK"] == "1":
             raise KeyError("a mistake in the user's loop")
         optimizer.zero_grad()
         model(torch.ones(2, 3)).sum().backward()
@@ -143,22 +142,21 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("well", 0), ("fail", 1)])
-def test_exit_codes(tmp_path: Path, how: str, code: int) -> None:
-    """No abort, no hang, and a failure is one to the shell, on all ranks."""
+def test_exit_codes(tmp_path: Path) -> None:
+    """No abort, no hang, and a failure is one to the shell, on all ranks. (The examples' tests
+    show programs that end well.)"""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     port = free_port()
-    ranks = [run_script(script, how, variables(rank, 2, port)) for rank in range(2)]
+    ranks = [run_script(script, variables(rank, 2, port)) for rank in range(2)]
     for process in ranks:
         output, errors = process.communicate(timeout=60)
-        assert process.returncode == code, errors
-        assert ("trained" in output) == (code == 0)
+        assert process.returncode == 1, errors
+        assert "trained" not in output
         assert "terminate called" not in errors
-    if how == "fail":
-        assert "KeyError" in errors
+    assert "KeyError" in errors  # of rank 1
 
 
-def run_script(script: Path, how: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+def run_script(script: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, str(script), how], env=environment, **pipes)
+    return subprocess.Popen([sys.executable, str(script)], env=environment, **pipes)
