@@ -30,7 +30,8 @@ def task_of(plan, seed):
     weighted = any(apply.rule == "scale" for apply in plan.applies)  # by rank
     more = rng.choice((2, 2, 3)) if plan.uniform and not weighted else 0
     ranks = max(ranks_of(plan), more)
-    iterations = plan.prologue + 2 * plan.period + Program(plan).lag + 1
+    # One period and whatever it has under way, or two so that it meets itself.
+    iterations = plan.prologue + rng.choice((1, 2)) * plan.period + Program(plan).lag + 1
     sizes = tuple(rng.choice((1, 3, 5, 8)) for _ in range(plan.buckets))
     return Quadratic(sizes, ranks, iterations, seed)
 
