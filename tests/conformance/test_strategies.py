@@ -80,8 +80,7 @@ ON_TIME = [name for name, cls in STRATEGIES.items() if cls.synchronous]
 PLANNED = [s for s in STRATEGIES_UNDER_TEST if s.name != "ddp"]  # torch runs DDP, not our engine
 CASES = (
     Case("mlp", "nesterov", "step"),
-    Case("conv", "adam"),
-    Case("mlp", "adamw", "cosine"),
+    Case("conv", "adamw", "cosine"),
     Case("conv", "groups", "step"),
 )
 ITERATIONS = 12
@@ -91,8 +90,11 @@ every_plan = pytest.mark.parametrize("strategy", PLANNED, ids=str)
 
 
 def cases_of(strategy: Strategy, world_size: int) -> tuple[Case, ...]:
-    """All cases for a strategy's defaults in a world of two, the first ones otherwise."""
-    return CASES if world_size == 2 and strategy == create(strategy.name) else CASES[:2]
+    """In a world of two all cases for a strategy's defaults and two for its other settings; with
+    a third rank only the means are others, so one is enough."""
+    if world_size > 2:
+        return CASES[:1]
+    return CASES if strategy == create(strategy.name) else CASES[:2]
 
 
 def worlds(strategies: list[Strategy]) -> pytest.MarkDecorator:
@@ -102,11 +104,11 @@ def worlds(strategies: list[Strategy]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("strategy", "world_size"), pairs, ids=str)
 
 
-# Settings of the other strategies change when messages go, not what there is to save.
+# Other settings change when messages go, not what there is to save.
 KEEPING = [
     s
     for s in STRATEGIES_UNDER_TEST
-    if s == create(s.name) or s.name in ("deft", "dreamddp", "local-sgd", "partial-sync")
+    if s == create(s.name) or s.name == "deft" or getattr(s, "state", "local") != "local"
 ]
 every_world = worlds(STRATEGIES_UNDER_TEST)
 every_planned_world = worlds(PLANNED)
@@ -158,9 +160,9 @@ def equations(world: list[Replica], iterations: range, strategy: Strategy) -> No
     REFERENCES[strategy.name](world, iterations, strategy)
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
 @every_plan
-def test_plan_says_what_the_equations_say(strategy: Strategy, case: Case) -> None:
+def test_plan_says_what_the_equations_say(strategy: Strategy) -> None:
+    case = CASES[0]
     mine, theirs = replicas(case, 3), replicas(case, 3)
     what_is_planned(mine, range(ITERATIONS), strategy)
     equations(theirs, range(ITERATIONS), strategy)
@@ -205,7 +207,7 @@ def test_equals_torch_ddp(strategy: Strategy, world_size: int) -> None:
     for torchs, ours in zip(
         trained_by_torch(world_size), trained(strategy, world_size), strict=True
     ):
-        for case, theirs, mine in zip(CASES[:2], torchs, ours, strict=False):
+        for case, theirs, mine in zip(CASES, torchs, ours, strict=False):
             assert_like_torch(mine, theirs, f"{strategy} {case}", 1e-12)
 
 
