@@ -291,6 +291,12 @@ def train_with(
     return train(case, strategy, iterations, loop=loop, **options)
 
 
+def train_in_turn(
+    case: Case, strategies: Sequence[Strategy], iterations: range, options: dict[str, Any]
+) -> list[Trained]:
+    return [train(case, strategy, iterations, **options) for strategy in strategies]
+
+
 def train_cases(strategy: Strategy, cases: Sequence[Case], iterations: int) -> list[Trained]:
     """The last rank is a straggler when the first case ends."""
     slow = [world_size() - 1] + [None] * (len(cases) - 1)
