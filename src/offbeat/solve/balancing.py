@@ -65,13 +65,16 @@ class _OpenSet:
 
     def finish_with(self, i: int) -> float:
         """End of the last message if bucket i joined."""
-        at = bisect_left(self.places, -i)
-        latest_s = self._ready_s[i] + self.sent_s[at]
-        for n in range(at, len(self.places)):
-            finish_s = self._ready_s[-self.places[n]] + self.sent_s[n + 1]
+        places, sent_s, ready_s = self.places, self.sent_s, self._ready_s
+        at = bisect_left(places, -i)
+        latest_s = ready_s[i] + sent_s[at]
+        for n in range(at, len(places)):
+            finish_s = ready_s[-places[n]] + sent_s[n + 1]
             if finish_s > latest_s:
                 latest_s = finish_s
-        return max(self.finishes_s[at], latest_s + self._comm_s[i])
+        latest_s += self._comm_s[i]
+        before_s = self.finishes_s[at]
+        return before_s if before_s > latest_s else latest_s
 
     def add(self, i: int) -> None:
         """Put bucket i into the set."""
@@ -124,7 +127,11 @@ def _least_growth(
         grown_s = finish_s - open_set.cost_s
         if grown_s < 0.0:
             grown_s = 0.0
+        if grown_s > growth_s + rounding_s:
+            continue
         earlier = finish_s < best_s or (finish_s == best_s and open_set.index < best.index)
-        if grown_s < growth_s - rounding_s or (earlier and grown_s <= growth_s + rounding_s):
-            growth_s, best_s, best = min(grown_s, growth_s), finish_s, open_set
+        if earlier or grown_s < growth_s - rounding_s:
+            best_s, best = finish_s, open_set
+            if grown_s < growth_s:
+                growth_s = grown_s
     return best
