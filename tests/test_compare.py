@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from offbeat import report
 from offbeat.cli import commands as cli
 from offbeat.lab import Cluster
+from offbeat.measuring.processors import processors
 from offbeat.profile import Profile
 from offbeat.run import compare
 from offbeat.strategies import DDP, WFBP, DreamDDP
@@ -239,6 +241,41 @@ def test_a_given_profile_is_not_measured_again(here):
     assert outcome.measured == 2
     assert launched() == ["ddp", "dreamddp-period=2"]
     assert Profile.load(here / "out" / "profile.json") == Profile.load(given)
+
+
+def test_hosts_keep_the_profiles_pace(here):
+    profile = Profile.load(_profile(here))
+    paced = here / "paced.json"
+    profile.paced(3.0).save(paced)
+    outcome = compare.compare(comparison(repetitions=1, profile=paced), here / "out")
+    assert outcome.measured == 2
+    assert read(here / "out" / "ddp" / "rep0" / "job.json")["pace"] == 3.0
+    again = replace(comparison(repetitions=1, profile=paced), setup=replace(setup(), pace=4.0))
+    compare.compare(again, here / "again")
+    assert read(here / "again" / "ddp" / "rep0" / "job.json")["pace"] == 4.0
+    assert Profile.load(here / "again" / "profile.json") == profile.paced(4.0)
+
+
+@pytest.mark.parametrize(("pace", "made"), [("none", 2.0), ("auto", 0.0)])
+def test_a_profile_of_other_hosts_is_refused(here, pace, made):
+    profile = Profile.load(_profile(here))
+    (profile.paced(made) if made else profile).save(here / "given.json")
+    asked = comparison(profile=here / "given.json")
+    with pytest.raises(ValueError, match=rf"pace \({pace}\) must be that of"):
+        compare.compare(replace(asked, setup=replace(asked.setup, pace=pace)), here / "out")
+
+
+def test_pace_by_default():
+    def default(hosts: int, shaped: bool = True, pace=None):
+        return replace(setup(hosts=hosts), shaped=shaped, pace=pace).measured_pace
+
+    assert default(processors() + 1) == "auto"
+    assert default(processors()) is None
+    assert default(processors() + 1, shaped=False) is None
+    assert default(processors() + 1, pace="none") is None
+    assert default(1, pace=2.5) == 2.5
+    with pytest.raises(ValueError, match=r"pace \(0.5\) must be at least 1"):
+        default(2, pace=0.5)
 
 
 def test_a_directory_in_use_is_refused(here):

@@ -76,6 +76,14 @@ class Where:
     seed: Annotated[int, option("Passed to the script as OFFBEAT_SEED.")] = 0
     timeout: Annotated[float | None, option("Stop a launch after so many seconds.")] = None
     wait: Annotated[float, option("Seconds that a rank waits for another one.")] = 120.0
+    pace: Annotated[
+        str | None,
+        option(
+            "Hosts compute at 1/K of this machine's core: a number, auto (as slowly as need be "
+            "for this machine to be all of them at once) or none.  [default: auto in the lab "
+            "where ranks outnumber processors]"
+        ),
+    ] = None
 
 
 WHERE = Where()
@@ -265,6 +273,7 @@ def _setup(where: Where, script: Path, args: Sequence[str]) -> Setup:
         timeout_s=NO_LIMIT_S if where.timeout is None else where.timeout,
         wait_s=where.wait,
         links=tuple(link.strip() for link in where.links.split(",")) if where.links else (),
+        pace=texts.pace(where.pace),
     )
 
 

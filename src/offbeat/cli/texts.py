@@ -118,6 +118,18 @@ def load_plan(path: Path, facts: Profile) -> Plan:
     return plan
 
 
+def pace(text: str | None) -> float | Literal["auto", "none"] | None:
+    """A number, "auto" or "none"; ValueError on anything else."""
+    if text is None or text == "auto" or text == "none":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"--pace ({text!r}) must be a number of at least 1, auto or none"
+        ) from None
+
+
 def require_file(path: Path, remedy: str) -> None:
     """ValueError unless the file exists."""
     if not path.is_file():

@@ -17,6 +17,7 @@ from offbeat.measuring.loss import LossTap
 from offbeat.measuring.noise import NoiseMeter, Seen, noise_of
 from offbeat.plan import Moment, Plan, local, transfer
 from offbeat.profile import Bucket, Contention, GradientNoise, Link, Profile
+from offbeat.runtime.compute import Compute
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.iteration import Iteration
 from offbeat.storage.flat import Flat, buffer_checksums, changed_buffers
@@ -59,8 +60,8 @@ class _Times:
 class Observer:
     """Watches an engine for some iterations through hooks that it removes afterwards."""
 
-    def __init__(self, model: nn.Module, engine: Engine, device: Device):
-        self._model, self._engine, self._device = model, engine, device
+    def __init__(self, model: nn.Module, engine: Engine, device: Device, turns: Compute):
+        self._model, self._engine, self._device, self._turns = model, engine, device, turns
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._buffers = buffer_checksums(model)
         self._ready: list[tuple[str, Mark]] = []
@@ -144,7 +145,9 @@ class Observer:
         everyone = np.array(control.gather(mine))  # rank x (forward per bucket, backward.., 2)
         mean = everyone.mean(axis=0)
         jitter = jitter_of([times.total for times in self._times[1:]])
+        self._turns.step_begins()
         step_s = call_s(self._engine.optimizer, self._device)
+        self._turns.stepped()
         jitter, step_s = np.mean(control.gather((jitter, step_s)), axis=0).tolist()
         count = len(specs)
         compute = everyone[:, :-1].sum(axis=1)

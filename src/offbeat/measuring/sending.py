@@ -6,7 +6,6 @@ processors would be idle, a link's thread has one of them to itself and takes no
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections import defaultdict
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from offbeat.measuring.probe import Budget
+from offbeat.measuring.processors import processors
 from offbeat.measuring.volley import land, release
 from offbeat.profile import Link
 from offbeat.transport.cluster import Cluster
@@ -83,9 +83,7 @@ def split(small: tuple[int, float], large: tuple[int, float]) -> tuple[float, fl
 
 def _place() -> Place:
     machine = BOOT.read_text() if BOOT.exists() else socket.gethostname()
-    has_affinity = hasattr(os, "sched_getaffinity")
-    processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return machine, processors, torch.get_num_threads()
+    return machine, processors(), torch.get_num_threads()
 
 
 def _payable(link: Link, sizes: Sequence[int], budget: Budget) -> bool:

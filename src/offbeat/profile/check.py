@@ -26,7 +26,7 @@ def validate(profile: Profile) -> None:
         _validate_contention(contention, [link.name for link in profile.links])
     for bucket in profile.buckets:
         _validate_bucket(bucket, {link.name for link in profile.links})
-    for name in ("update_s", "other_s", "step_s", "jitter"):
+    for name in ("update_s", "other_s", "step_s", "jitter", "pace"):
         _number(name, getattr(profile, name))
     if profile.rank_scale and len(profile.rank_scale) != profile.world_size:
         raise ValueError(

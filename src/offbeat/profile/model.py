@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
@@ -145,6 +146,8 @@ class Profile:
     `jitter` is the relative standard deviation of one rank's compute from iteration to iteration.
     `model` is a fingerprint of the model, empty when unknown. `contention` lists what links lose
     while they run together; other pairs lose nothing, two channels of one link a third each.
+    With a `pace` the times are those of emulated hosts, each so many times slower than one core of
+    the machine that was measured; 0: times are the machine's own.
     """
 
     buckets: tuple[Bucket, ...]
@@ -158,6 +161,7 @@ class Profile:
     model: str = ""
     contention: tuple[Contention, ...] = ()
     noise: GradientNoise | None = None
+    pace: float = 0.0
 
     def __post_init__(self) -> None:
         validate(self)
@@ -299,6 +303,37 @@ class Profile:
     def _part_cache(self) -> dict[tuple[str, str], _Parts]:
         return {}
 
+    def paced(self, pace: float, speeds: Sequence[float] = (), jitter: float = 0.0) -> Profile:
+        """The profile of hosts that are emulated at another pace, rank r at `speeds[r]` times it
+        (empty: all alike). Messages take nothing from their compute: it has time to spare.
+
+        ValueError for a pace below 1: no host can be emulated that is faster than this machine.
+        """
+        if not (math.isfinite(pace) and pace >= 1):
+            raise ValueError(
+                f"pace ({pace:g}) must be at least 1: a host cannot be faster than this machine"
+            )
+        scale = [1 / speed for speed in speeds] or [1.0]
+        mean = sum(scale) / len(scale)
+        by = pace / (self.pace or 1.0) * mean
+        alike = min(scale) == max(scale)
+        return replace(
+            self,
+            buckets=tuple(
+                replace(b, forward_s=b.forward_s * by, backward_s=b.backward_s * by)
+                for b in self.buckets
+            ),
+            links=tuple(
+                replace(link, cpu_s_per_message=0.0, cpu_s_per_byte=0.0) for link in self.links
+            ),
+            update_s=self.update_s * by,
+            step_s=self.step_s * by,
+            other_s=self.other_s * pace / (self.pace or 1.0),
+            rank_scale=() if alike else tuple(s / mean for s in scale),
+            jitter=jitter,
+            pace=pace,
+        )
+
     def slowest(self) -> Profile:
         """The profile as the slowest rank sees it, for planners: compute times scaled."""
         scale = max(self.rank_scale, default=1.0)
@@ -328,6 +363,8 @@ class Profile:
             data["step_s"] = self.step_s
         if self.jitter:
             data["jitter"] = self.jitter
+        if self.pace:
+            data["pace"] = self.pace
         if self.model:
             data["model"] = self.model
         if self.contention:
@@ -365,6 +402,7 @@ class Profile:
                 _record(Contention, "contention", c) for c in data.get("contention", ())
             ),
             noise=_record(GradientNoise, "noise", data["noise"]) if data.get("noise") else None,
+            pace=data.get("pace", 0.0),
         )
 
     def save(self, path: str | Path) -> None:

@@ -17,6 +17,7 @@ from markupsafe import Markup
 from offbeat.plan import Payload
 from offbeat.report import curves, words
 from offbeat.report.decisions import decisions
+from offbeat.report.paced import pace_in_words
 from offbeat.report.places import grouped
 from offbeat.report.run import Contestant, Run
 from offbeat.report.strict_json import dumps, script_safe
@@ -106,6 +107,7 @@ def banners(run: Run) -> list[str]:
             "Emulated compute: layers sleep for their measured time. Communication is real, "
             "compute and losses are not."
         )
+    said += pace_in_words(run)
     if run.note:
         said.append(run.note)
     elif run.lab == "none":

@@ -26,7 +26,7 @@ class RankRecord:
     `sent_bytes` is the payload handed to each link over the whole run, by link name; `observed`
     the number of iterations spent on profiling before the plan took over; `without_update` are the
     iterations that applied no gradient; `decisions` what was decided while it ran, each an
-    iteration with words.
+    iteration with words; `pace` how this host kept its pace, None if it computed as it could.
     """
 
     rank: int
@@ -37,6 +37,7 @@ class RankRecord:
     observed: int = 0
     without_update: tuple[int, ...] = ()
     emulated: bool = False
+    pace: Mapping[str, float] | None = None
     warnings: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
     decisions: tuple[Any, ...] = ()
@@ -287,6 +288,7 @@ def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
         observed=int(data.get("observed", 0)),
         without_update=tuple(map(int, data.get("without_update", ()))),
         emulated=bool(data.get("emulated", False)),
+        pace=data.get("pace"),
         warnings=tuple(map(str, data.get("warnings", ()))),
         checks=tuple(map(str, data.get("checks", ()))),
         decisions=tuple(data.get("decisions") or ()),

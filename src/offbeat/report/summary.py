@@ -28,7 +28,8 @@ class Row:
     the smoothed loss reached `target_loss`, median over repetitions; None if not or if the loss
     was not finite in the end). Predicted: `predicted_s`, `predicted_error` (predicted / measured
     - 1), `exposed_s`. `bound_s` is a lower bound. `speedup` is the fastest DDP's seconds per
-    iteration over this one's. `emulated` must be said with every measured number.
+    iteration over this one's. `emulated` must be said with every measured number, and
+    so must a `pace` (hosts computed at 1/pace of a core; 0: as they could).
     """
 
     label: str
@@ -52,6 +53,7 @@ class Row:
     target_iterations: float | None = None
     speedup: float | None = None
     emulated: bool = False
+    pace: float = 0.0
 
 
 def merges(rows: Sequence[Row]) -> bool:
@@ -143,6 +145,7 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         final_loss=final_loss(contestant),
         target_loss=target,
         emulated=run.emulated,
+        pace=run.profile.pace if run.profile else 0.0,
     )
     row = _with_times(row, run, reps)
     row = _with_prediction(row, contestant)

@@ -15,8 +15,11 @@ def table(rows: Sequence[Row]) -> Table:
     """The rows, best first; every column says whether it was measured, predicted or is a bound."""
     unit = words.unit_for(s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s))
     target = next((row.target_loss for row in rows if row.target_loss is not None), None)
-    emulated = any(row.emulated for row in rows)
-    caption = words.sentence(how_measured(rows)) + (" Emulated compute." if emulated else "")
+    caption = words.sentence(how_measured(rows))
+    if any(row.emulated for row in rows):
+        caption += " Emulated compute."
+    elif pace := max((row.pace for row in rows), default=0.0):
+        caption += f" Emulated: each host computes at 1/{pace:g} of this machine's core."
     paces = merges(rows)
     caption += f" {words.NO_PROGRESS}" if paces else ""
     result = Table(caption=caption, caption_justify="left", caption_style="dim")

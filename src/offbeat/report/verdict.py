@@ -24,7 +24,7 @@ def winner(rows: Sequence[Row]) -> tuple[Row | None, str]:
 
 def _said(text: str, row: Row) -> str:
     """The sentence, with what must never be left out."""
-    return text + (" (emulated compute)." if row.emulated else ".")
+    return text + (" (emulated compute)." if row.emulated or row.pace else ".")
 
 
 def _compared_with(order: Sequence[Row]) -> Row:

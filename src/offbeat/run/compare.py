@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import offbeat
 from offbeat import report, sim
 from offbeat.lab import Cluster, Lab, LabError, NoLab, launch
+from offbeat.measuring.processors import processors
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.run.progress import OnLine, Progress
@@ -46,6 +47,10 @@ class Setup:
     `shaped` asks for the lab with the cluster's rates, else the loopback is used. A launch is
     stopped after `timeout_s` seconds; a rank waits at most `wait_s` seconds for another one.
     `links` are those of `offbeat.prepare`, in place of the cluster's; in the lab there are none.
+
+    `pace`: hosts compute at 1/pace of this machine's core; "auto": as slowly as need be so that
+    the machine can be all of them at once; "none": as they can. The default, None, is a given
+    profile's, else "auto" in the lab where there are more ranks than processors.
     """
 
     script: tuple[str, ...]
@@ -55,8 +60,14 @@ class Setup:
     timeout_s: float = NO_LIMIT_S
     wait_s: float = WAIT_S
     links: tuple[str, ...] = ()
+    pace: float | Literal["auto", "none"] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.pace, (int, float)) and not 1 <= self.pace < float("inf"):
+            raise ValueError(
+                f"pace ({self.pace:g}) must be at least 1: a host cannot be faster than this "
+                "machine; give a larger one, auto or none"
+            )
         if not self.script or not Path(self.script[0]).is_file():
             raise ValueError(f"script ({' '.join(self.script)!r}) must begin with an existing file")
         if self.links and self.shaped:
@@ -69,6 +80,14 @@ class Setup:
                 raise ValueError(
                     f"{name} ({getattr(self, name)}) must be above 0 and at most {NO_LIMIT_S:.0f} s"
                 )
+
+    @property
+    def measured_pace(self) -> float | Literal["auto"] | None:
+        """The pace of a profile that is measured here."""
+        if self.pace is None:
+            crowded = self.cluster.world_size > processors()
+            return "auto" if self.shaped and crowded else None
+        return None if self.pace == "none" else self.pace
 
     def lab(self) -> Lab | NoLab:
         """The lab to enter; entering raises LabError if the machine refuses it."""
@@ -203,6 +222,12 @@ def _run_all(
         if not _measure(comparison.setup, lab, path, logs, outcome, progress):
             return
     profile = Profile.load(path)
+    if profile.pace:
+        progress.say(
+            f"emulated: each host computes at 1/{profile.pace:g} of this machine's core, which "
+            f"is {min(1.0, comparison.setup.cluster.world_size / processors() / profile.pace):.0%} "
+            "busy with it"
+        )
     ready = [c for c in comparison.contestants if _predicted(c, profile, outcome, progress)]
     for repetition in range(comparison.repetitions):
         for contestant in ready:
@@ -216,7 +241,14 @@ def _measure(
 ) -> bool:
     """Launch until the profile is in `path`; a failure is noted and said."""
     draft = logs / "profile.json"  # only a launch that ended well yields a profile
-    job = _job(setup, BSP(), save_profile=str(draft.absolute()), stop_after_profile=True)
+    job = _job(
+        setup,
+        BSP(),
+        save_profile=str(draft.absolute()),
+        stop_after_profile=True,
+        pace=setup.measured_pace,
+        turns=str((logs / "turns").absolute()) if setup.measured_pace else None,
+    )
     with progress.step("measuring the profile") as on_line:
         problem = _launch(setup, lab, job, logs, on_line)
     if problem is None and not draft.exists():
@@ -252,10 +284,12 @@ def _repeat(
     """One repetition of one contestant; a failure is noted and said."""
     what = f"{contestant.label}, repetition {repetition + 1} of {comparison.repetitions}"
     directory = outcome.run_dir / contestant.label / f"rep{repetition}"
+    path = outcome.run_dir / "profile.json"
     job = _job(
         comparison.setup,
         contestant.strategy,
-        profile=str((outcome.run_dir / "profile.json").absolute()),
+        profile=str(path.absolute()),
+        pace=Profile.load(path).pace or None,
         record_dir=str(directory.absolute()),
     )
     with progress.step(what) as on_line:
@@ -301,6 +335,8 @@ def _job(setup: Setup, strategy: Strategy, **rest: Any) -> dict[str, Any]:
         "stop_after_profile": False,
         "record_dir": None,
         "timeout_s": setup.wait_s,
+        "pace": None,
+        "turns": None,
     }
     return job | rest
 
@@ -342,6 +378,14 @@ def _given_profile(comparison: Comparison) -> Profile | None:
         raise ValueError(
             f"world_size ({profile.world_size}) of {comparison.profile} must be the cluster's "
             f"number of ranks ({ranks}); measure it again with `offbeat profile`"
+        )
+    pace = comparison.setup.pace
+    if isinstance(pace, (int, float)):
+        return profile.paced(pace)
+    if (pace == "auto" and not profile.pace) or (pace == "none" and profile.pace):
+        raise ValueError(
+            f"pace ({pace}) must be that of {comparison.profile} ({profile.pace:g}; 0 is none); "
+            "leave --pace out, or measure a profile with it"
         )
     return profile
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from offbeat.transport.interfaces import LinkSpec, parse_link
 
@@ -21,6 +21,8 @@ class Job:
     """Contents of the file that OFFBEAT_JOB names; all of it optional.
 
     `profile` is read, `save_profile` written by rank 0; `record_dir` receives rank{r}.json.
+    With a `pace` the profile that is measured is that of hosts so many times slower, or as slow as
+    need be ("auto"); ranks then compute in turns, of which `turns` is the lock file.
     """
 
     strategy: str | None = None
@@ -30,6 +32,8 @@ class Job:
     stop_after_profile: bool = False
     record_dir: str | None = None
     timeout_s: float | None = None
+    pace: float | Literal["auto"] | None = None
+    turns: str | None = None
 
 
 def current_job() -> Job:

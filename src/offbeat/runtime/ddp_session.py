@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.guards.differences import repair, require_equal, unite
 from offbeat.runtime.iteration import Iteration, Timestamps
+from offbeat.runtime.pace import Pace
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Session
 from offbeat.transport.cluster import Cluster
@@ -26,6 +27,7 @@ class DDPSession(Session):
         bucket_cap_mb: float | None,
         cluster: Cluster,
         recorder: Recorder | None,
+        pace: Pace | None,
     ):
         self._model, self._optimizer = model, optimizer
         self._cluster, self._recorder = cluster, recorder
@@ -34,14 +36,22 @@ class DDPSession(Session):
             process_group=next(iter(cluster.groups.values())),
             bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]
         )
+        self._pace = pace
+        if pace is not None:
+            pace.follow(model)
         self._iteration = 0
         self._marks = Timestamps(begin=cluster.device.mark())
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self._bytes_per_iteration = gradients
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        pace = self._pace if torch.is_grad_enabled() and self._model.training else None
+        if pace is not None:
+            pace.begins(self._iteration, self._marks.begin)
         self._marks.forward = self._cluster.device.mark()
         output = self.module(*args, **kwargs)
+        if pace is not None:
+            pace.forward(-1)
         self._marks.forward_end = self._cluster.device.mark()
         return output
 
@@ -49,8 +59,12 @@ class DDPSession(Session):
         mark, marks = self._cluster.device.mark, self._marks
         # DDP waits for its messages at the end of backward; seen from outside both are one.
         marks.backward_end = marks.waited = marks.step = mark()
+        if self._pace is not None:
+            self._pace.waited()  # within backward, for its messages
         if not skip_update:
             self._optimizer.step()
+            if self._pace is not None:
+                self._pace.updated_whole()
         marks.stepped = marks.end = mark()
         self._cluster.control.publish(self._iteration + 1)
         if self._recorder:
@@ -78,6 +92,7 @@ class DDPSession(Session):
         if self._recorder:
             # By DDP's definition: every gradient, in every iteration.
             sent = self._bytes_per_iteration * self._iteration
+            self._recorder.pace = self._pace.record() if self._pace else None
             self._recorder.write({next(iter(self._cluster.links)): sent})
         del self.module
         self._cluster.close()

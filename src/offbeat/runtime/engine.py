@@ -12,6 +12,7 @@ from offbeat.guards.finite import Suspects
 from offbeat.measuring.noise import NoiseMeter
 from offbeat.plan import Plan
 from offbeat.runtime.adopted import Adopted
+from offbeat.runtime.compute import Compute
 from offbeat.runtime.hooks import BackwardHooks
 from offbeat.runtime.iteration import Iteration, Reports, Timestamps
 from offbeat.runtime.metering import Metering
@@ -47,6 +48,7 @@ class Engine:
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
         self.waiting = Waiting(device, control, timeout_s)
+        self.compute = Compute()
         self.suspects: Suspects | None = None
         self.iteration = 0
         self.reports = Reports()
@@ -81,6 +83,7 @@ class Engine:
         self.now: Iteration | None = None
         self.walker = Walker(self.run, self.device)
         self.backward_over = False
+        self.hold(self.compute)
 
     def refresh_groups(self) -> None:
         """The optimizer's groups or state were replaced (load_state_dict)."""
@@ -90,6 +93,10 @@ class Engine:
     def measure(self, meter: NoiseMeter | None) -> None:
         """Show gradients to a meter from now on, or to none."""
         self.metering = Metering(meter, self.run)
+
+    def hold(self, compute: Compute) -> None:
+        """Tell somebody else of compute from now on."""
+        self.compute = self.waiting.compute = self.run.updates.compute = compute
 
     @property
     def planned(self) -> int:
@@ -126,6 +133,8 @@ class Engine:
         elif self.backward_over:
             self.run.land(self.now)  # a second backward may follow before the step
         now, hooks = self.started(), self.run.forward_hooks
+        if held_s := self.compute.begins(now.number, now.marks.begin):
+            now.marks.begin += held_s
         if hooks is None:
             self.walker.walk(0)
         elif hooks.at_start is not None:
@@ -138,6 +147,7 @@ class Engine:
         if self.now is None or not torch.is_grad_enabled():
             return
         self.forward_needs(0)  # of modules that were not called this time
+        self.compute.forward(-1)
         if self.run.forward_hooks is not None:
             self.run.forward_hooks.forward_ended()
         self.now.marks.forward_end = self.device.mark()
@@ -147,6 +157,7 @@ class Engine:
         if self.now is None:
             self.pauses.flush()
         else:
+            self.compute.forward(b)
             self.walker.walk(self.plan.buckets - 1 - b)
             self.reports.hand_on()
 
@@ -164,6 +175,7 @@ class Engine:
         """The gradients of buckets 0..b are complete."""
         now = self.now
         assert now is not None
+        self.compute.backward(b)
         now.marks.ready[b] = self.device.mark()
         if self.metering.by_bucket:
             self.metering.bucket_ready(b, now.planned)
@@ -177,11 +189,13 @@ class Engine:
         self.gradients.backward_ends(self.hooks.seen)
         self.hooks.finish()
         now.marks.backward_end = self.device.mark()
+        self.compute.backward_ended()
         self.metering.backward_ends(now.planned)
         step = now.at("step", self.plan)
         self.walker.wait(step)
         self.metering.averaged(now.planned)
         self.run.updates.reveal(self.run.first_updates(step, now.planned))
+        self.compute.step_begins()
         now.marks.waited = self.device.mark()
 
     # ---- the step ---------------------------------------------------------------------------
@@ -200,6 +214,7 @@ class Engine:
         now.skipped = skip_update
         self.walker.act(now.at("step", self.plan))
         now.marks.stepped = mark()
+        self.compute.stepped()
         end = now.at("end", self.plan)
         self.walker.wait(end)
         self.walker.act(end)

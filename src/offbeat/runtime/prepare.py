@@ -29,6 +29,7 @@ from offbeat.guards.replicas import EVERY, agree_on_settings
 from offbeat.profile import Profile
 from offbeat.run.job import Job, current_job, current_links
 from offbeat.runtime.ddp_session import DDPSession
+from offbeat.runtime.pace import Pace
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.session import (
     FlatSession,
@@ -113,7 +114,15 @@ def prepare(
         cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
         fingerprint = _agree(model, optimizer, strategy, cluster.control)
         known, save_to = _known_profile(profile, job, fingerprint, cluster)
-        how = Observation(observe, min_bucket_bytes, fingerprint, save_to, job.stop_after_profile)
+        how = Observation(
+            observe,
+            min_bucket_bytes,
+            fingerprint,
+            save_to,
+            job.stop_after_profile,
+            job.pace,
+            job.turns,
+        )
         watch = Watch(compare_every, on_nonfinite)
         session = _session(model, optimizer, strategy, cluster, known, how, watch, job)
     except BaseException:
@@ -335,7 +344,7 @@ def _known_profile(
     cache = None if isinstance(given, Profile) else str(given) if given else None
     if found is None:
         return None, cache
-    mismatch = _mismatch(found, fingerprint, cluster)
+    mismatch = _mismatch(found, fingerprint, cluster, job)
     if mismatch and (strict or not found.model):
         raise ValueError(
             f"the profile does not match: {mismatch}; measure it again with `offbeat profile`"
@@ -352,11 +361,16 @@ def _read(given: Profile | str | Path | None, job: Job) -> Profile | None:
     return Profile.load(given) if Path(given).exists() else None
 
 
-def _mismatch(profile: Profile, fingerprint: str, cluster: Cluster) -> str | None:
+def _mismatch(profile: Profile, fingerprint: str, cluster: Cluster, job: Job) -> str | None:
     if profile.model and profile.model != fingerprint:
         return f"it was measured on another model ({profile.model}, here {fingerprint})"
     if profile.world_size != cluster.control.world_size:
         return f"its world_size ({profile.world_size}) must be {cluster.control.world_size}"
+    if profile.pace and not job.pace:
+        return (
+            f"it is of emulated hosts (pace {profile.pace:g}), and this machine is to be used as "
+            "it is"
+        )
     names = [link.name for link in profile.links]
     if names != list(cluster.links):
         return f"its links ({', '.join(names)}) must be {', '.join(cluster.links)}"
@@ -380,7 +394,8 @@ def _ddp(
             "number of MiB"
         )
     cap_mb = strategy.cap_mb(profile) if profile else strategy.bucket_cap_mb
-    session = DDPSession(model, optimizer, cap_mb, cluster, recorder)  # type: ignore[arg-type]
+    pace = Pace(profile, cluster.control.rank) if profile and profile.pace else None
+    session = DDPSession(model, optimizer, cap_mb, cluster, recorder, pace)  # type: ignore[arg-type]
     if recorder:
         recorder.start(str(strategy), strategy.plan(profile) if profile else None, observed=0)
     return session

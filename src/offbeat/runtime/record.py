@@ -39,6 +39,7 @@ class Recorder:
         self.warnings: list[str] = []
         self.decisions: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
+        self.pace: dict[str, float] | None = None
         self._tap = LossTap()
 
     def start(self, strategy: str, plan: Plan | None, observed: int) -> None:
@@ -88,6 +89,7 @@ class Recorder:
             "observed": self.observed,
             "emulated": bool(self.notes.get("emulated")),
             "losses": [[i, ends[i], float(loss)] for i, loss in self._losses if i < len(ends)],
+            "pace": self.pace,
             "without_update": self._without_update,
             "bytes": bytes_sent,
             "trace": trace.to_dict(),

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,13 +19,17 @@ from offbeat.guards.parameters import ParameterWatch
 from offbeat.guards.replicas import ReplicaGuard
 from offbeat.measuring.links import measure_cluster, worthwhile_bytes
 from offbeat.measuring.observe import Observer, observing_plan
+from offbeat.measuring.pacing import affordable
 from offbeat.plan import Plan
 from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.runtime.attached import Attached
+from offbeat.runtime.compute import Compute
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.iteration import Iteration
+from offbeat.runtime.pace import Host, Pace
 from offbeat.runtime.record import Recorder
+from offbeat.runtime.turns import Turns
 from offbeat.runtime.updates import early_remedy
 from offbeat.runtime.votes import vote_channel
 from offbeat.runtime.wrap import Session
@@ -45,6 +49,8 @@ class Observation:
     model: str  # fingerprint
     save_to: str | None
     then_stop: bool
+    pace: float | Literal["auto"] | None = None  # of the hosts that the profile is for
+    turns: str | None = None  # lock file: ranks compute one after the other
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class FlatSession(Session):
         self._model, self._strategy, self._cluster = model, strategy, cluster
         self._recorder = recorder
         self._guard: ConvergenceGuard | None = None
+        self._pace: Pace | None = None
         self.engine = Engine(
             model,
             flat,
@@ -127,9 +134,8 @@ class FlatSession(Session):
         return plan
 
     def _adopt(self, strategy: Strategy, plan: Plan) -> None:
-        self._cluster.control.agree(
-            "the plan", plan.digest, "start all ranks with the same offbeat version"
-        )
+        control = self._cluster.control
+        control.agree("the plan", plan.digest, "start all ranks with the same offbeat version")
         remedy = early_remedy(plan)
         coupled = couples(self.engine.optimizer) if remedy is not None else None
         if coupled is not None:
@@ -143,6 +149,9 @@ class FlatSession(Session):
             self._recorder.plan = plan
         self.scaler_remedy = _scaler_remedy(plan)
         self.engine.adopt(plan)
+        if self._pace is None and self.profile.pace:
+            self._pace = Pace(self.profile, control.rank)
+            self.engine.hold(self._pace)
         if self._guard is not None:
             self.engine.measure(self._guard.meter)
         self._replicas = None
@@ -198,7 +207,9 @@ class FlatSession(Session):
         """Run plain BSP first, measure, and plan from what was measured."""
         first = next(iter(self._cluster.links))
         self.engine.adopt(observing_plan(len(self.engine.flat.buckets), first))
-        observer = Observer(self._model, self.engine, self._cluster.device)
+        turns = Turns(how.turns) if how.turns and not self._emulated else Compute()
+        self.engine.hold(turns)
+        observer = Observer(self._model, self.engine, self._cluster.device, turns)
 
         def listen(done: Iteration) -> None:
             if self._recorder:
@@ -219,16 +230,29 @@ class FlatSession(Session):
         flat = Flat(self._model, specs)
         self.engine.attach(flat)
         self._parameters.attach(flat)
-        links, contention = measure_cluster(
-            self._cluster, flat, emulated=getattr(self._model, "emulated", False)
-        )
+        links, contention = measure_cluster(self._cluster, flat, emulated=self._emulated)
         profile = observer.profile(specs, flat, links, contention, control, how.model)
+        self.engine.hold(Compute())
+        if how.pace is not None and not self._emulated:
+            profile = self._paced(profile, how.pace)
         profile = control.gather(profile)[0]  # every rank plans from the same numbers
         if how.save_to and control.rank == 0:
             profile.save(how.save_to)
         if how.then_stop:
             raise SystemExit(0)
         self.run_from(profile, observed=how.iterations)
+
+    @property
+    def _emulated(self) -> bool:
+        """Whether the model's layers only sleep."""
+        return bool(getattr(self._model, "emulated", False))
+
+    def _paced(self, profile: Profile, pace: float | Literal["auto"]) -> Profile:
+        """As the hosts are that this machine emulates."""
+        hosts = self._cluster.control.gather(Host.here())
+        if pace == "auto":
+            pace = affordable(profile, self._cluster)
+        return profile.paced(pace, [h.speed for h in hosts], max(h.jitter for h in hosts))
 
     # ---- what the user calls ----------------------------------------------------------------
 
@@ -286,6 +310,7 @@ class FlatSession(Session):
         self.engine.waiting.closed = True
         if self._recorder:
             self.engine.reports.hand_on(rest=True)
+            self._recorder.pace = self._pace.record() if self._pace else None
             self._recorder.write(self._cluster.bytes_sent())
         self._unguard()
         self.engine.detach()

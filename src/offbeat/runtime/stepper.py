@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from offbeat.storage.coupling import delegates
 from offbeat.storage.flat import Flat
@@ -74,9 +74,9 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         or not hasattr(type(optimizer).step, "hooked")
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
-        or torch._C._autograd._profiler_enabled()
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     ):
         optimizer.step()
         return

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from offbeat.plan import Apply, Plan
+from offbeat.runtime.compute import Compute
 from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.stepper import BucketStepper
 from offbeat.storage.flat import Flat
@@ -79,6 +80,7 @@ class Updates:
         if not iteration.skipped:
             whole = apply.at.point == "step" and len(run) == len(self._everything)
             self._step(apply, iteration, whole=whole)
+            self.compute.updated(apply)
         gradients.applied(run, copy)
         for view in cleared:
             view.zero_()
@@ -139,6 +141,7 @@ class Updates:
             )
 
     in_backward = False  # then autograd has changed them
+    compute = Compute()  # told of every update
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offbeat.runtime.compute import Compute
 from offbeat.storage.flat import Flat
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device
@@ -15,6 +16,7 @@ class Waiting:
         self._device, self._control, self._timeout_s = device, control, timeout_s
         self._failure: BaseException | None = None
         self.closed = False
+        self.compute = Compute()
 
     @property
     def failed(self) -> bool:
@@ -38,8 +40,10 @@ class Waiting:
     def wait(self, message: Message, flat: Flat) -> None:
         """Return when the message is there; RuntimeError in words if it failed or is too late."""
         limit_s = self._timeout_s + 5  # the group's own timeout speaks first
-        if not (message.done or message.wait(limit_s)):
-            self._fail(message, flat, f"did not arrive within {limit_s:.0f} s")
+        if not message.done:
+            if not message.wait(limit_s):
+                self._fail(message, flat, f"did not arrive within {limit_s:.0f} s")
+            self.compute.waited()
         if message.error is not None:
             self._fail(message, flat, f"failed: {message.error}")
         self._device.follow(message.end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +22,25 @@ RULES_S: dict[str, Callable[[Profile], Seconds]] = {
 """Seconds per bucket of the rules that take time; all others take none."""
 
 
+def rules_s(profile: Profile) -> dict[str, Seconds]:
+    """Seconds per bucket of the rules that take time."""
+    return {name: seconds(profile) for name, seconds in RULES_S.items()}
+
+
+def applied_s(profile: Profile, apply: Apply, rules_s: Mapping[str, Seconds]) -> Seconds | None:
+    """Seconds of an apply for each of its buckets; None: no time at all."""
+    seconds = rules_s.get(apply.rule)
+    if seconds is None:
+        return None
+    seconds = seconds[apply.buckets.start : apply.buckets.stop]
+    if not profile.step_s or apply.rule != "local":
+        return seconds
+    # The step of the whole model is the one call that costs nothing more.
+    whole = apply.at.point == "step" and len(apply.buckets) == len(profile.buckets)
+    calls = len(apply.buckets) if spread(apply) else int(not whole)
+    return seconds + profile.step_s * calls / len(seconds)
+
+
 class Costs:
     """Seconds and bytes of everything in one plan; times of compute are the profile's."""
 
@@ -29,7 +48,7 @@ class Costs:
         self.plan, self.profile = plan, profile
         self._ranks = ranks
         self._buffers = plan.all_buffers
-        self._rules_s = {name: seconds(profile) for name, seconds in RULES_S.items()}
+        self._rules_s = rules_s(profile)
         self._message_s: dict[tuple[int, int], float] = {}
         self._sending_s: dict[int, float] = {}
         self._bytes: dict[int, int] = {}
@@ -48,18 +67,7 @@ class Costs:
 
     def applied_s(self, apply: Apply) -> Seconds | None:
         """Seconds of an apply for each of its buckets; None: no time at all."""
-        seconds = self._rules_s.get(apply.rule)
-        if seconds is None:
-            return None
-        seconds = seconds[apply.buckets.start : apply.buckets.stop]
-        if not self.profile.step_s or apply.rule != "local":
-            return seconds
-        calls = len(apply.buckets) if spread(apply) else int(not self._whole(apply))
-        return seconds + self.profile.step_s * calls / len(seconds)
-
-    def _whole(self, apply: Apply) -> bool:
-        """Whether it is the step of the whole model, the one call that costs nothing more."""
-        return apply.at.point == "step" and len(apply.buckets) == self.plan.buckets
+        return applied_s(self.profile, apply, self._rules_s)
 
     def message_s(self, t: Transfer, ranks: tuple[int, ...] | None = None) -> float:
         """Seconds of a message alone on its link, between some ranks or all of them."""

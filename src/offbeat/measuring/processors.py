@@ -1,0 +1,24 @@
+"""Processors: how many there are, and how busy packets keep them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+STAT = Path("/proc/stat")
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def kernel_s() -> float:
+    """Seconds that processors have spent on interrupts, packets among them; 0 if unknown."""
+    try:
+        fields = STAT.read_text().split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[6:8])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,196 @@
+"""Pace: the schedule of an emulated host, turns while it is measured, and how slow it must be."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from offbeat import Profile
+from offbeat.measuring.pacing import BUSY, Messages, least_pace
+from offbeat.plan import Moment, local
+from offbeat.runtime import pace as pacing
+from offbeat.runtime import turns as turning
+from offbeat.runtime.pace import Pace
+from offbeat.runtime.turns import Turns
+
+BUCKETS = [  # in backward order
+    {"name": "out", "forward_s": 0.5, "backward_s": 1.0, "size_bytes": 30},
+    {"name": "mid", "forward_s": 0.25, "backward_s": 2.0, "size_bytes": 10},
+    {"name": "in", "forward_s": 0.125, "backward_s": 4.0, "size_bytes": 60},
+]
+PROFILE = Profile.from_dict(
+    {
+        "schema": 1,
+        "world_size": 2,
+        "links": [
+            {"name": "net", "latency_s": 0.1, "bytes_per_s": 100, "cpu_s_per_message": 0.001}
+        ],
+        "buckets": BUCKETS,
+        "update_s": 1.0,
+        "other_s": 0.25,
+        "step_s": 0.0625,
+    }
+)
+PACED = PROFILE.paced(2.0)
+
+
+class Clock:
+    """Time that passes only while somebody computes, waits or sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    process_time = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(pacing, "time", fake)
+    return fake
+
+
+def test_every_piece_ends_when_the_profile_says(clock: Clock) -> None:
+    pace, ends = Pace(PACED, 0), []
+    begin = clock.now
+    pace.begins(0, begin)
+    ends.append(clock.now - begin)
+    for bucket in (2, 1, 0, -1):  # before the forward of a bucket, and after the last
+        clock.now += 0.01  # what it really takes
+        pace.forward(bucket)
+        ends.append(clock.now - begin)
+    for bucket in range(3):
+        clock.now += 0.02
+        pace.backward(bucket)
+        ends.append(clock.now - begin)
+    pace.updated(local(3, Moment("step"), [0]))
+    ends.append(clock.now - begin)
+    # Twice the profile's seconds; the forward goes from the last bucket to the first.
+    wanted = [0.5, 0.51, 0.75, 1.25, 2.25, 4.25, 8.25, 16.25, 18.25]
+    assert ends == pytest.approx(wanted)
+
+
+def test_a_bucket_that_steps_alone_takes_its_share_and_a_call(clock: Clock) -> None:
+    pace = Pace(PACED, 0)
+    pace.begins(0, clock.now)
+    before = clock.now
+    pace.updated(replace(local(3, Moment("grad", 1), [0]), buckets=range(1, 2)))
+    assert clock.now - before == pytest.approx(2 * (1.0 * 10 / 100 + 0.0625))
+
+
+def test_a_late_host_catches_up_and_is_counted(clock: Clock) -> None:
+    pace = Pace(PACED, 0)
+    begin = clock.now
+    pace.begins(0, begin)
+    pace.forward(-1)
+    clock.now += 5.0  # the first bucket should have taken 2
+    pace.backward(0)
+    pace.backward(1)
+    assert clock.now - begin == pytest.approx(0.5 + 1.75 + 2 + 4)  # no drift
+    pace.backward(2)
+    pace.begins(1, clock.now)
+    pace.forward(-1)
+    record = pace.record()
+    assert (record["iterations"], record["missed"]) == (2, 1)
+    assert record["worst"] == pytest.approx(3 / (0.5 + 1.75 + 14))
+
+
+def test_compute_goes_on_after_a_message_that_it_waited_for(clock: Clock) -> None:
+    pace = Pace(PACED, 0)
+    pace.begins(0, clock.now)
+    clock.now += 10.0
+    pace.waited()
+    before = clock.now
+    pace.forward(-1)
+    assert clock.now - before == pytest.approx(1.75)
+    assert pace.record()["missed"] == 0
+
+
+def test_hosts_differ_as_they_are_told(clock: Clock) -> None:
+    profile = PROFILE.paced(2.0, speeds=[1.0, 0.5])
+    seconds = []
+    for rank in (0, 1):
+        begin = clock.now
+        pace = Pace(profile, rank)
+        pace.begins(0, begin)
+        pace.forward(-1)
+        pace.backward(2)
+        seconds.append(clock.now - begin - 2 * PROFILE.other_s)
+    assert seconds == pytest.approx([2 * 7.875, 4 * 7.875])
+    assert profile.rank_scale == pytest.approx((2 / 3, 4 / 3))
+
+
+def test_jitter_has_mean_1_and_the_profiles_deviation(clock: Clock) -> None:
+    pace = Pace(replace(PACED, jitter=0.2), 0)
+    seconds = []
+    for iteration in range(4000):
+        pace.begins(iteration, clock.now)
+        begin = clock.now
+        pace.forward(-1)
+        seconds.append((clock.now - begin) / 1.75)
+    mean = sum(seconds) / len(seconds)
+    deviation = (sum((s - mean) ** 2 for s in seconds) / len(seconds)) ** 0.5
+    assert mean == pytest.approx(1.0, abs=0.02)
+    assert deviation == pytest.approx(0.2, rel=0.06)
+
+
+def test_a_paced_profile_has_the_emulated_hosts_times() -> None:
+    assert PACED.forward_s == 2 * PROFILE.forward_s
+    assert PACED.backward_s == 2 * PROFILE.backward_s
+    assert (PACED.update_s, PACED.step_s, PACED.other_s) == (2.0, 0.125, 0.5)
+    assert PACED.links[0].cpu_s_per_message == 0.0  # there is time to spare
+    assert PACED.links[0].bytes_per_s == PROFILE.links[0].bytes_per_s
+    assert Profile.from_dict(PACED.to_dict()) == PACED
+    assert PACED.paced(3.0) == PROFILE.paced(3.0)
+    with pytest.raises(ValueError, match=r"pace \(0\.5\) must be at least 1"):
+        PROFILE.paced(0.5)
+
+
+def busy(pace: float, compute_s: float, messages: Messages, hosts: int, processors: int) -> float:
+    """The busiest of many schedules, by brute force over the share of the model that is sent."""
+    shares = [i / 1000 for i in range(1001)]
+    return max(
+        (hosts * compute_s + share * messages.busy_s)
+        / (processors * max(pace * compute_s, share * messages.seconds))
+        for share in shares
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_least_pace_keeps_processors_as_busy_as_they_may_be(seed: int) -> None:
+    rng = random.Random(seed)
+    hosts, processors = rng.randint(1, 16), rng.randint(1, 8)
+    compute_s, seconds = rng.uniform(0.01, 1.0), rng.uniform(0.01, 2.0)
+    messages = Messages(seconds, rng.uniform(0, 0.4) * seconds * processors)
+    pace = least_pace(compute_s, messages, hosts, processors)
+    assert pace >= 1
+    there = busy(pace, compute_s, messages, hosts, processors)
+    assert there <= BUSY * 1.001
+    if pace > 1:
+        assert there >= BUSY * 0.995
+
+
+def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turning, "LONGEST_S", 0.02)
+    one, other = Turns(tmp_path / "turns"), Turns(tmp_path / "turns")
+    one.begins(0, 0.0)
+    assert other.begins(0, 0.0) >= 0.02  # it goes on without its turn
+    assert [one.holds, other.holds] == [True, False]
+    one.backward_ended()
+    other.step_begins()
+    assert [one.holds, other.holds] == [False, True]
+    one.close()
+    other.close()
+    third = Turns(tmp_path / "turns")
+    third.begins(0, 0.0)  # what dies or leaves gives its turn away
+    assert third.holds
+    third.close()
