@@ -1,6 +1,8 @@
 // Loss charts: one line per contestant, against seconds and against iterations.
 
-const curves = data.curves.map((curve, i) => curve && { ...curve, index: i, label: data.labels[i] }).filter(Boolean);
+const named = (list) => list.map((curve, i) => curve && { ...curve, index: i, label: data.labels[i] }).filter(Boolean);
+const curves = named(data.curves);
+const divergence = named(data.divergence || []);
 const hidden = new Set();
 const MARGIN = { left: 46, right: 14, top: 10, bottom: 34 };
 
@@ -19,6 +21,11 @@ function lossRange(shown) {
   const low = Math.min(...ends), high = Math.max(low + 1e-9, ...tops.filter((v) => v !== undefined));
   const pad = 0.05 * (high - low);
   return [low - pad, high + pad];
+}
+
+// From 0 to the greatest.
+function divergenceRange(shown) {
+  return [0, 1.05 * Math.max(1e-9, ...shown.flatMap((curve) => curve.mean.filter((v) => v !== null)))];
 }
 
 function linePath(xs, ys, x, y) {
@@ -67,24 +74,25 @@ function drawTarget(svg, box, y) {
 }
 
 function chart(host) {
-  const key = host.dataset.key, shown = curves.filter((c) => !hidden.has(c.index));
+  const key = host.dataset.key, apart = host.dataset.what === "divergence";
+  const shown = (apart ? divergence : curves).filter((c) => !hidden.has(c.index));
   host.replaceChildren();
   if (!shown.length) return;
   const width = Math.max(280, host.clientWidth), height = Math.round(Math.min(340, Math.max(230, width * 0.58)));
   const box = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
-  const xRange = [0, Math.max(...shown.map((c) => c[key][c[key].length - 1]))], yRange = lossRange(shown);
+  const xRange = [0, Math.max(...shown.map((c) => c[key][c[key].length - 1]))], yRange = (apart ? divergenceRange : lossRange)(shown);
   const x = (v) => box.left + ((v - xRange[0]) / (xRange[1] - xRange[0] || 1)) * (box.right - box.left);
   const y = (v) => box.bottom - ((v - yRange[0]) / (yRange[1] - yRange[0])) * (box.bottom - box.top);
-  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img", "aria-label": `Loss against ${key}. Arrow keys move the cursor.` }, host);
+  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img", "aria-label": `${apart ? "Divergence" : "Loss"} against ${key}. Arrow keys move the cursor.` }, host);
   drawFrame(svg, box, key, xRange, yRange, x, y);
-  const clip = draw("clipPath", { id: `clip-${key}` }, svg);
+  const clip = draw("clipPath", { id: `clip-${apart ? "apart-" : ""}${key}` }, svg);
   draw("rect", { x: box.left, y: box.top, width: box.right - box.left, height: box.bottom - box.top }, clip);
-  const lines = draw("g", { "clip-path": `url(#clip-${key})` }, svg);
+  const lines = draw("g", { "clip-path": `url(#clip-${apart ? "apart-" : ""}${key})` }, svg);
   for (const curve of shown) {
     if (curve.low) draw("path", { class: `band ${seriesClass(curve)}`, d: bandPath(curve, key, x, y) }, lines);
     draw("path", { class: `series raw ${seriesClass(curve)}`, d: linePath(curve.raw[key], curve.raw.mean, x, y) }, lines);
   }
-  drawTarget(svg, box, y);
+  if (!apart) drawTarget(svg, box, y);
   for (const curve of shown)
     draw("path", { class: `series line ${seriesClass(curve)}`, d: linePath(curve[key], curve.mean, x, y) }, lines);
   for (const curve of shown)

@@ -15,7 +15,7 @@ import jinja2
 from markupsafe import Markup
 
 from offbeat.plan import Payload
-from offbeat.report import curves, words
+from offbeat.report import curves, divergence, words
 from offbeat.report.decisions import decisions
 from offbeat.report.paced import pace_in_words
 from offbeat.report.places import grouped
@@ -70,6 +70,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
     data = {
         "timelines": [_timeline(run, pair) for pair in pairs],
         "curves": [curves.draw(c, row) for c, row in zip(run.contestants, rows, strict=True)],
+        "divergence": [divergence.draw(contestant) for contestant in run.contestants],
         "labels": [contestant.label for contestant in run.contestants],
         "target": next((row.target_loss for row in rows if row.target_loss is not None), None),
         "buckets": [bucket.name for bucket in run.profile.buckets] if run.profile else [],
@@ -86,6 +87,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "left_out": left_out,
         "data": Markup(script_safe(dumps(data))),
         "any_curves": any(data["curves"]),
+        "any_divergence": any(data["divergence"]),
         "target": data["target"],
         "profile": run.profile,
         "every_gradient": Payload("grad", range(len(data["buckets"]))),

@@ -26,7 +26,8 @@ class RankRecord:
     `sent_bytes` is the payload handed to each link over the whole run, by link name; `observed`
     the number of iterations spent on profiling before the plan took over; `without_update` are the
     iterations that applied no gradient; `decisions` what was decided while it ran, each an
-    iteration with words; `pace` how this host kept its pace, None if it computed as it could.
+    iteration with words; `pace` how this host kept its pace, None if it computed as it could;
+    `sample` some parameters after some iterations (`measuring/divergence.py`).
     """
 
     rank: int
@@ -38,6 +39,7 @@ class RankRecord:
     without_update: tuple[int, ...] = ()
     emulated: bool = False
     pace: Mapping[str, float] | None = None
+    sample: Mapping[str, Any] | None = None
     warnings: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
     decisions: tuple[Any, ...] = ()
@@ -289,6 +291,7 @@ def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
         without_update=tuple(map(int, data.get("without_update", ()))),
         emulated=bool(data.get("emulated", False)),
         pace=data.get("pace"),
+        sample=data.get("sample"),
         warnings=tuple(map(str, data.get("warnings", ()))),
         checks=tuple(map(str, data.get("checks", ()))),
         decisions=tuple(data.get("decisions") or ()),

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from offbeat.measuring.divergence import Sample
 from offbeat.measuring.loss import LossTap
 from offbeat.plan import Plan, Transfer
 from offbeat.plan.windows import Windows
@@ -40,6 +41,7 @@ class Recorder:
         self.decisions: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
         self.pace: dict[str, float] | None = None
+        self.sample: Sample | None = None
         self._tap = LossTap()
 
     def start(self, strategy: str, plan: Plan | None, observed: int) -> None:
@@ -56,6 +58,11 @@ class Recorder:
         loss = self._tap.take()
         if loss is not None:
             self._losses.append((iteration, loss))
+
+    def ended(self, iteration: int) -> None:
+        """`optimizer.step()` is over."""
+        if self.sample is not None:
+            self.sample.take(iteration)
 
     def decide(self, iteration: int, what: str, warning: str | None) -> None:
         """The runtime has changed the plan, or fallen back."""
@@ -90,6 +97,7 @@ class Recorder:
             "emulated": bool(self.notes.get("emulated")),
             "losses": [[i, ends[i], float(loss)] for i, loss in self._losses if i < len(ends)],
             "pace": self.pace,
+            "sample": self.sample.record() if self.sample else None,
             "without_update": self._without_update,
             "bytes": bytes_sent,
             "trace": trace.to_dict(),

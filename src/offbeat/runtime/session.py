@@ -17,6 +17,7 @@ from offbeat.guards.differences import only_gradients, repair, require_equal, un
 from offbeat.guards.finite import FiniteGuard, OnNonfinite, Suspects
 from offbeat.guards.parameters import ParameterWatch
 from offbeat.guards.replicas import ReplicaGuard
+from offbeat.measuring.divergence import Sample
 from offbeat.measuring.links import measure_cluster, worthwhile_bytes
 from offbeat.measuring.observe import Observer, observing_plan
 from offbeat.measuring.pacing import affordable
@@ -121,6 +122,7 @@ class FlatSession(Session):
         self.engine.reports.listener = self._recorder.iteration if self._recorder else None
         if self._recorder:
             self._recorder.start(str(self._strategy), self.plan, observed)
+            self._recorder.sample = None if self._emulated else Sample(self.engine.flat)
         for warning in said:
             self._decide(str(warning.message))
         self._monitor = self._strategy.monitor()
@@ -270,6 +272,8 @@ class FlatSession(Session):
         if self._replicas is not None:
             self._replicas.step()
         self.engine.step(skip_update)
+        if self._recorder:
+            self._recorder.ended(self.engine.iteration - 1)
         finding = self._guard.iteration() if self._guard is not None else None
         if finding is not None:
             self._heed(finding)
