@@ -32,7 +32,7 @@ PROFILE = {
     "links": [{"name": "net", "latency_s": 1e-4, "bytes_per_s": 1.25e8}],
     "buckets": [{"name": f"h.{i}", **BUCKET} for i in range(6)],
 }
-COMMANDS = ("run", "profile", "plan", "simulate", "compare", "report", "strategies")
+COMMANDS = ("run", "profile", "plan", "simulate", "compare", "report", "strategies", "data")
 
 
 @pytest.fixture
@@ -378,6 +378,7 @@ assert "torch" not in sys.modules
 def test_planning_does_not_import_torch():
     arguments = ["--profile", "profile.json", "--strategy", "dreamddp"]
     commands = [["--help"], ["plan", *arguments], ["simulate", *arguments], ["strategies"]]
+    commands.append(["data", "--digits"])
     subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH.format(commands=commands)],
         check=True,

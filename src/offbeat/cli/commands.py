@@ -241,6 +241,52 @@ def report(
 
 
 @app.command
+def data(
+    labels: Annotated[Path | None, Parameter(help="Labels of the data: .npy, .csv or .json.")] = None,
+    /,
+    *,
+    digits: Annotated[bool, option("The labels of scikit-learn's handwritten digits.")] = False,
+    split: Annotated[
+        Literal["defdp", "seldp", "label-skew", "dirichlet"], option("How the data is split.")
+    ] = "defdp",
+    workers: Annotated[int, option("Number of workers.")] = 4,
+    classes: Annotated[int | None, option("label-skew: classes per worker.  [default: 2]")] = None,
+    alpha: Annotated[
+        float | None, option("dirichlet: small is much skew, large none.  [default: 0.5]")
+    ] = None,
+    sizes: Annotated[str | None, option("Relative sizes, one per worker, as 1,2,1.")] = None,
+    seed: Annotated[int, option("Another seed, another split.")] = 0,
+    out: Annotated[
+        Path | None, option("Also write who owns which samples (JSON).", "--output", "-o")
+    ] = None,
+    json_: Json = False,
+) -> int:
+    """Show how many samples of each class every worker reads.
+
+    Example: offbeat data --digits --split dirichlet --alpha 0.3 --workers 4
+    """
+    from offbeat.cli import splits
+    from offbeat.data.summary import summarize
+
+    known = splits.read_labels(labels, digits)
+    made = splits.partition(
+        split, known, workers, classes=classes, alpha=alpha, sizes=sizes, seed=seed
+    )
+    summary = summarize(made, known, circular=split == "seldp")
+    if out is not None:
+        made.save(out)
+    if json_:
+        _print(True, summary.to_dict(), "")
+        return 0
+    from rich.console import Console
+
+    from offbeat.data.picture import draw
+
+    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(draw(summary))
+    return 0
+
+
+@app.command
 def strategies(*, json_: Json = False) -> int:
     """List the strategies, their settings with defaults, and their sources.
 

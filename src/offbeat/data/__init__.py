@@ -1,0 +1,41 @@
+"""Data: which worker reads which samples, in which order, and what workers share of them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from offbeat.data.chunks import Chunks
+from offbeat.data.dirichlet import Dirichlet
+from offbeat.data.label_skew import LabelSkew
+from offbeat.data.partition import Partition
+
+if TYPE_CHECKING:
+    from offbeat.data.injected import Injected
+    from offbeat.data.injection import Injection
+    from offbeat.data.samplers import DefDP, SelDP
+
+__all__ = [
+    "Chunks",
+    "DefDP",
+    "Dirichlet",
+    "Injected",
+    "Injection",
+    "LabelSkew",
+    "Partition",
+    "SelDP",
+]
+
+_NEED_TORCH = {
+    "DefDP": "samplers",
+    "SelDP": "samplers",
+    "Injected": "injected",
+    "Injection": "injection",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Samplers and injection are fetched when first used: partitions do not need torch."""
+    if name in _NEED_TORCH:
+        return getattr(import_module(f"offbeat.data.{_NEED_TORCH[name]}"), name)
+    raise AttributeError(f"module 'offbeat.data' has no attribute {name!r}")

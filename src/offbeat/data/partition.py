@@ -1,0 +1,116 @@
+"""Partitions: which samples belong to which worker."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.data.labels import classes_of
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Worker n owns the samples `shares[n]`; no sample has two owners, no worker none.
+
+    `split` says in words how it was made.
+    """
+
+    shares: tuple[NDArray[np.int64], ...]
+    split: str = "given"
+
+    def __post_init__(self) -> None:
+        shares = tuple(_share(n, share) for n, share in enumerate(self.shares))
+        object.__setattr__(self, "shares", shares)
+        if not shares:
+            raise ValueError("shares (none) must be at least one; give one per worker")
+        owners = np.bincount(np.concatenate(shares))
+        if owners.max() > 1:
+            twice = int(owners.argmax())
+            raise ValueError(
+                f"sample {twice} must have one owner, not {owners[twice]}; leave it in one share"
+            )
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are."""
+        return len(self.shares)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each worker: the weights of a federated average."""
+        return tuple(map(len, self.shares))
+
+    @property
+    def samples(self) -> int:
+        """Samples of all workers."""
+        return sum(self.sizes)
+
+    def histogram(self, labels: Any) -> NDArray[np.int64]:
+        """Samples by worker and class; `labels` as `LabelSkew` takes them."""
+        names, codes = classes_of(labels)
+        last = max(int(share.max()) for share in self.shares)
+        if last >= len(codes):
+            raise ValueError(
+                f"labels ({len(codes)}) must cover every sample up to number {last}; "
+                "give the labels of the data that was split"
+            )
+        return np.stack([np.bincount(codes[s], minlength=len(names)) for s in self.shares])
+
+    @cached_property
+    def digest(self) -> int:
+        """A checksum (CRC-32): other shares, another number."""
+        value = 0
+        for share in self.shares:
+            value = zlib.crc32(share.tobytes(), zlib.crc32(len(share).to_bytes(8, "little"), value))
+        return value
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        shares = [share.tolist() for share in self.shares]
+        return {"schema": SCHEMA, "split": self.split, "shares": shares}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Partition:
+        """The inverse of `to_dict`; ValueError if this is something else."""
+        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA or "shares" not in data:
+            raise ValueError(
+                f"a partition must have schema {SCHEMA} and shares; write it with `offbeat data -o`"
+            )
+        return cls(tuple(map(np.asarray, data["shares"])), str(data.get("split", "given")))
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Partition:
+        """Read from JSON; ValueError naming the file on bad input."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def _share(worker: int, share: Any) -> NDArray[np.int64]:
+    """A read-only array of sample numbers; ValueError if it is none."""
+    array = np.array(share)
+    if array.ndim != 1 or not len(array):
+        raise ValueError(
+            f"share of worker {worker} (shape {array.shape}) must be a list of at least one "
+            "sample number; give it a sample or leave the worker out"
+        )
+    if array.dtype.kind not in "iu" or array.min() < 0:
+        raise ValueError(f"share of worker {worker} must hold sample numbers, 0 or above")
+    array = array.astype(np.int64)
+    array.flags.writeable = False
+    return array

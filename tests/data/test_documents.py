@@ -1,0 +1,23 @@
+"""The examples of docs/data.md run."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+SAMPLES = 200
+
+
+@pytest.mark.parametrize(("block", "workers"), [(0, 4), (1, 1)])
+def test_the_examples(block, workers, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(workers))
+    labels = torch.arange(SAMPLES) % 10
+    names = {"dataset": TensorDataset(torch.zeros(SAMPLES, 2), labels), "labels": labels}
+    code = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[block]
+    scope = names | {"epochs": 2, "sampler": None}
+    exec(code, scope)
+    assert len(scope["x"]) == len(scope["y"]) == 32
