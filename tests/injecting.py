@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ TIMEOUT_S = 2.0
 def batch(rank: int, number: int, size: int = 5) -> dict[str, Any]:
     """A batch whose samples say where they come from, in tensors of three kinds."""
     ids = torch.arange(size) + 100 * number + 10_000 * rank
-    return {"odd": ids % 2 == 1, "x": (ids[:, None] * torch.ones(2, 3), [ids])}
+    return {"odd": ids % 2 == 1, "x": (ids[:, None, None] * torch.ones(2, 3), [ids])}
 
 
 def plain(made: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +33,10 @@ def share_samples() -> dict[str, Any]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     epochs = Injected(
-        [batch(rank, i) for i in range(4 - (rank == 1))], INJECTION, batch=BATCH, timeout_s=TIMEOUT_S
+        [batch(rank, i) for i in range(4 - (rank == 1))],
+        INJECTION,
+        batch=BATCH,
+        timeout_s=TIMEOUT_S,
     )
     result: dict[str, Any] = {"batches": [plain(made) for made in epochs]}
     result["state"] = epochs.state_dict()
@@ -52,14 +54,15 @@ def _leave(batches: Any, rank: int) -> str:
     """Rank 2 takes one batch and is silent until the others have given up."""
     store = distributed_c10d._get_default_store()
     next(batches)
+    words = ""
     if rank == 2:
-        while not store.check(["gave up 0", "gave up 1"]):
-            time.sleep(0.05)
-        return ""
-    try:
-        next(batches)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        store.set(f"gave up {rank}", "")
-    return "it went on"
+        store.wait(["gave up 0", "gave up 1"])
+    else:
+        try:
+            next(batches)
+        except RuntimeError as error:
+            words = str(error)
+    store.set(f"gave up {rank}", "")
+    if rank == 0:  # it holds the store, so it leaves last
+        store.wait(["gave up 1", "gave up 2"])
+    return words

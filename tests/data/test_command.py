@@ -28,30 +28,37 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def json_of(capsys, *argv):
-    assert cli.main(["data", *argv, "--json"]) == 0
+def json_of(capsys, argv):
+    assert cli.main(["data", *argv.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def picture_of(capsys, argv):
+    assert cli.main(["data", *argv.split()]) == 0
+    return capsys.readouterr().out
 
 
 def test_the_digits_are_scikit_learns():
     assert [int(digit) for digit in DIGITS] == load_digits().target.tolist()
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("name", ["labels.npy", "labels.json", "labels.csv", "bare.csv"])
-def test_labels_of_a_file(name, here, capsys):
-    summary = json_of(capsys, name, "--workers", "3")
+def test_labels_of_a_file(name, capsys):
+    summary = json_of(capsys, f"{name} --workers 3")
     assert summary["classes"] == ["0", "1", "2"]
     assert np.sum(summary["chunks"], axis=0).tolist() == [6, 3, 3]
     assert [reader["samples"] for reader in summary["per_worker"]] == [4, 4, 4]
 
 
-def test_texts_are_classes(here, capsys):
+@pytest.mark.usefixtures("here")
+def test_texts_are_classes(capsys):
     assert json_of(capsys, "texts.csv")["classes"] == ["a", "b", "c"]
 
 
 def test_histograms_weights_and_skew(here, capsys):
-    argv = "labels.npy --split label-skew --classes 1 --workers 3 -o split.json".split()
-    summary = json_of(capsys, *argv)
+    argv = "labels.npy --split label-skew --classes 1 --workers 3 -o split.json"
+    summary = json_of(capsys, argv)
     shares = Partition.load(here / "split.json").shares
     for reader, share in zip(summary["per_worker"], shares, strict=True):
         counts = Counter(LABELS[i] for i in share)
@@ -61,10 +68,10 @@ def test_histograms_weights_and_skew(here, capsys):
         assert reader["skew"] == pytest.approx(1 - LABELS.count(only) / 12)
 
 
-def test_seldp_reads_all_chunks_in_a_circle(here, capsys):
+@pytest.mark.usefixtures("here")
+def test_seldp_reads_all_chunks_in_a_circle(capsys):
     default, selective = (
-        json_of(capsys, "labels.npy", "--split", split, "--workers", "3")
-        for split in ("defdp", "seldp")
+        json_of(capsys, f"labels.npy --split {split} --workers 3") for split in ("defdp", "seldp")
     )
     assert [r["reads"] for r in default["per_worker"]] == [[0], [1], [2]]
     assert [r["reads"] for r in selective["per_worker"]] == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
@@ -74,16 +81,16 @@ def test_seldp_reads_all_chunks_in_a_circle(here, capsys):
 
 
 def test_options_reach_the_split(capsys):
-    argv = "--digits --split dirichlet --alpha 0.3 --sizes 1,2,1 --workers 3 --seed 5".split()
-    summary = json_of(capsys, *argv)
+    argv = "--digits --split dirichlet --alpha 0.3 --sizes 1,2,1 --workers 3 --seed 5"
+    summary = json_of(capsys, argv)
     labels = [int(digit) for digit in DIGITS]
     expected = Dirichlet(0.3, (1, 2, 1)).partition(labels, 3, seed=5)
     assert summary["chunks"] == expected.histogram(labels).tolist()
 
 
-def test_a_picture(here, capsys):
-    assert cli.main("data labels.npy --split label-skew --classes 1 --workers 3".split()) == 0
-    text = capsys.readouterr().out
+@pytest.mark.usefixtures("here")
+def test_a_picture(capsys):
+    text = picture_of(capsys, "labels.npy --split label-skew --classes 1 --workers 3")
     assert "label-skew(classes=1): 12 samples, 3 workers" in text
     assert text.count("6 ██") == 1
     assert text.count("3 ▒▒") == 2
@@ -92,8 +99,7 @@ def test_a_picture(here, capsys):
 
 def test_a_picture_of_many_classes(here, capsys):
     (here / "many.json").write_text(json.dumps(list(range(20)) * 2))
-    assert cli.main("data many.json --workers 1".split()) == 0
-    text = capsys.readouterr().out
+    text = picture_of(capsys, "many.json --workers 1")
     assert "20 classes" in text
     assert "█" * 20 in text
 
@@ -114,7 +120,7 @@ def test_shades_grow():
         ("no.npy", "file (no.npy) must exist"),
         ("labels.txt", "ending of the file of labels ('.txt') must be one of .npy, .csv, .json"),
         ("bad.json", "bad.json holds no labels"),
-        ("nan.json", "NaN among them"),
+        ("nan.json --workers 2", "NaN among them"),
         ("labels.npy --workers 13", "samples (12) must be at least 13"),
         ("labels.npy --workers 0", "workers (0) must be an integer of at least 1"),
         ("labels.npy --classes 2", "--classes (2) must come with --split label-skew, not defdp"),

@@ -73,7 +73,7 @@ def test_sharers_are_drawn_evenly():
 
 # --- packing -------------------------------------------------------------------------------------
 
-Pair = namedtuple("Pair", "first second")  # noqa: PYI024
+Pair = namedtuple("Pair", "first second")
 
 
 def test_samples_survive_packing():

@@ -242,7 +242,9 @@ def report(
 
 @app.command
 def data(
-    labels: Annotated[Path | None, Parameter(help="Labels of the data: .npy, .csv or .json.")] = None,
+    labels: Annotated[
+        Path | None, Parameter(help="Labels of the data: .npy, .csv or .json.")
+    ] = None,
     /,
     *,
     digits: Annotated[bool, option("The labels of scikit-learn's handwritten digits.")] = False,

@@ -15,7 +15,9 @@ def require_count(name: str, value: Any, *, least: int = 1, remedy: str = "") ->
     """ValueError unless `value` is an integer of at least `least`."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or value < least:
-        raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}{_also(remedy)}")
+        raise ValueError(
+            f"{name} ({value!r}) must be an integer of at least {least}{_also(remedy)}"
+        )
 
 
 def require_fraction(name: str, value: Any, remedy: str = "") -> None:

@@ -22,7 +22,7 @@ from offbeat.data.partition import Partition
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """Each class is divided among the workers in proportions drawn from Dirichlet(alpha, .., alpha).
+    """Each class is divided among the workers in proportions from Dirichlet(alpha, .., alpha).
 
     Small `alpha` (0.1) is strong skew, large (100) is none. `sizes` (relative, one per worker) are
     the mean proportions, equal by default: worker n's parameter is `alpha * N * size_n / sum`. How
@@ -42,7 +42,7 @@ class Dirichlet:
         require_sizes(self.sizes)
 
     def partition(self, labels: Any, workers: int, *, seed: int = 0) -> Partition:
-        """The partition of data with these labels, integers or texts; the same for the same seed."""
+        """The partition of data with these labels (integers or texts); one seed, one partition."""
         known = classes_of(labels)
         require_count("workers", workers)
         require_count("seed", seed, least=0)

@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 def pool(
-    own: Sequence[Tensor], sharers: Sequence[int], chosen: Sequence[Sequence[int]], group: dist.ProcessGroup
+    own: Sequence[Tensor],
+    sharers: Sequence[int],
+    chosen: Sequence[Sequence[int]],
+    group: dist.ProcessGroup,
 ) -> list[Tensor]:
     """For each tensor of the batch the shared samples of all sharers, in their order.
 

@@ -10,7 +10,7 @@ import numpy as np
 from offbeat.data.check import require_count, require_fraction
 from offbeat.data.place import place
 
-ROUNDING = 1e-9  # of a quotient that is a whole number but for rounding
+ROUNDING = 1e-9  # what should be a whole number or a half may be off by less
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Injection:
 
     To keep the effective batch size b, a worker loads only `b' = b / (1 + beta * m)`, rounded up,
     and the sharers together give the `b - b'` that are missing: `beta * b'` each, rounded so that
-    the sum is right (those drawn first may give one more; where `b - b'` is 0, nobody gives). All workers, sharers included, get all
-    shared samples, so all batches have exactly b samples, and a sharer's shared ones count twice
-    in its own.
+    the sum is right (those drawn first may give one more; where `b - b'` is 0, nobody gives). All
+    workers, sharers included, get all shared samples. So all batches have exactly b samples, and a
+    sharer's shared ones count twice in its own.
 
     Source: SelSync (Tyagi, Swamy), after ScaDLES (Tyagi, Swamy), IEEE Big Data 2022.
     """
@@ -47,11 +47,11 @@ class Injection:
         require_count("batch", batch)
         workers = place()[1] if workers is None else workers
         times = 1 + self.beta * self.sharing(workers)
-        if batch < times:
+        if batch < times - ROUNDING:
             raise ValueError(
                 f"batch ({batch}) must be at least 1 + beta * sharers ({times:g}, with alpha "
-                f"{self.alpha:g}, beta {self.beta:g}, {workers} workers), as more would be injected "
-                "than there is data; raise batch or lower alpha or beta"
+                f"{self.alpha:g}, beta {self.beta:g}, {workers} workers), as more would be "
+                "injected than there is data; raise batch or lower alpha or beta"
             )
         return math.ceil(batch / times - ROUNDING)
 
@@ -60,7 +60,7 @@ class Injection:
         require_count("workers", workers)
         if workers == 1 or not self.alpha or not self.beta:
             return 0
-        return max(1, math.floor(self.alpha * workers + 0.5))
+        return max(1, math.floor(self.alpha * workers + 0.5 + ROUNDING))
 
     def sharers(self, iteration: int, workers: int) -> tuple[int, ...]:
         """The workers that share in this iteration, in the order in which they were drawn."""

@@ -36,10 +36,8 @@ def shade(count: int, most: int) -> str:
 
 
 def _facts(reader: Reader) -> list[str]:
-    reads = " ".join(map(str, reader.reads))
-    return [str(reader.worker), reads, str(reader.samples), f"{reader.weight:.3f}"] + [
-        f"{reader.skew:.2f}"
-    ]
+    reads, shares = " ".join(map(str, reader.reads)), (f"{reader.weight:.3f}", f"{reader.skew:.2f}")
+    return [str(reader.worker), reads, str(reader.samples), *shares]
 
 
 def _cells(reader: Reader, most: int, wide: bool) -> list[str]:

@@ -56,8 +56,9 @@ class SelDP(ChunkSampler):
     """SelSync's data partitioning: worker n reads all chunks in circular order, from chunk n on.
 
     In every iteration the workers read different samples, as all follow one circle at different
-    places (chunks must hold a batch at least). An epoch is N times as long as with `DefDP`, and each worker needs all data. A chunk
-    is shuffled when its turn comes: each worker shuffles all data once per epoch.
+    places (chunks must hold a batch at least). An epoch is N times as long as with `DefDP`, and
+    each worker needs all data. A chunk is shuffled when its turn comes: each worker shuffles all
+    data once per epoch.
 
     `source` and the other parameters are those of `DefDP`. Source: SelSync (Tyagi, Swamy).
     """
