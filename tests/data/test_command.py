@@ -104,6 +104,12 @@ def test_a_picture_of_many_classes(here, capsys):
     assert "█" * 20 in text
 
 
+@pytest.mark.usefixtures("here")
+def test_a_picture_of_many_workers(capsys):
+    text = picture_of(capsys, "labels.npy --split seldp --workers 9")
+    assert " 8 0 .. 7 " in text
+
+
 def test_shades_grow():
     from offbeat.data.picture import SHADES, shade
 

@@ -1,4 +1,4 @@
-"""The examples of docs/data.md run."""
+"""The examples of docs/data.md run, and every public name is in it."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.data import TensorDataset
+
+from offbeat import data
 
 TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 SAMPLES = 200
@@ -21,3 +23,11 @@ def test_the_examples(block, workers, monkeypatch):
     scope = names | {"epochs": 2, "sampler": None}
     exec(code, scope)
     assert len(scope["x"]) == len(scope["y"]) == 32
+
+
+def test_public_names():
+    for name in data.__all__:
+        assert getattr(data, name).__name__ == name
+        assert name in TEXT
+    with pytest.raises(AttributeError, match="has no attribute 'Sel'"):
+        _ = data.Sel

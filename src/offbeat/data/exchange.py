@@ -18,8 +18,7 @@ def pool(
     """For each tensor of the batch the shared samples of all sharers, in their order.
 
     `chosen[i]` are the samples that rank `sharers[i]` gives; all ranks know how many, and have
-    tensors of the same dtypes and shapes. One message per sharer. RuntimeError naming the rank
-    that was waited for.
+    tensors of the same dtypes and shapes. One message per sharer.
     """
     parts: list[list[Tensor]] = [[] for _ in own]
     for sharer, indices in zip(sharers, chosen, strict=True):
@@ -27,10 +26,7 @@ def pool(
             continue
         mine = sharer == dist.get_rank()
         message = pack(own, indices) if mine else room(own, len(indices))
-        try:
-            dist.broadcast(message, src=sharer, group=group)
-        except RuntimeError as error:
-            raise RuntimeError(f"rank {sharer}'s samples did not arrive: {error}") from error
+        dist.broadcast(message, src=sharer, group=group)
         for collected, tensor in zip(parts, unpack(message, own, len(indices)), strict=True):
             collected.append(tensor)
     return [torch.cat(collected) for collected in parts]

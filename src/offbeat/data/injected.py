@@ -119,14 +119,16 @@ class Injected:
         try:
             shared = pool(tensors, sharers, chosen, control.group)
         except RuntimeError as error:
-            raise self._lost(error, control, control.behind()) from error
+            raise self._lost(error, control) from error
         joined = [torch.cat(pair) for pair in zip(tensors, shared, strict=True)]
         return rebuild(own, iter(joined))
 
-    def _lost(self, error: Exception, control: Control, *behind: str) -> RuntimeError:
-        remedy = f"Restart the missing ranks, or raise timeout_s ({self._timeout_s:g} s)."
-        where = f"rank {control.rank}: injection in iteration {self._iteration}"
-        return RuntimeError(" ".join([f"{where}: {error}", *behind, remedy]))
+    def _lost(self, error: Exception, control: Control) -> RuntimeError:
+        return RuntimeError(
+            f"rank {control.rank}: injection in iteration {self._iteration}: "
+            f"{error.__cause__ or error}. {control.behind(self._iteration)} Restart the missing "
+            f"ranks, or raise timeout_s ({self._timeout_s:g} s) if they are only slow."
+        )
 
 
 def _then_none(batches: Iterable[Any]) -> Iterator[Any]:

@@ -7,6 +7,7 @@ from rich.table import Table
 from offbeat.data.summary import Reader, Summary
 
 SHADES = "·░▒▓█"  # none, then quarters of the largest number
+MOST_CHUNKS = 6  # that are named one by one
 MOST_COLUMNS = 16  # with more classes a worker is one strip of shades
 
 
@@ -36,8 +37,11 @@ def shade(count: int, most: int) -> str:
 
 
 def _facts(reader: Reader) -> list[str]:
-    reads, shares = " ".join(map(str, reader.reads)), (f"{reader.weight:.3f}", f"{reader.skew:.2f}")
-    return [str(reader.worker), reads, str(reader.samples), *shares]
+    numbers = [str(chunk) for chunk in reader.reads]
+    if len(numbers) > MOST_CHUNKS:
+        numbers[2:-1] = [".."]
+    facts = (str(reader.samples), f"{reader.weight:.3f}", f"{reader.skew:.2f}")
+    return [str(reader.worker), " ".join(numbers), *facts]
 
 
 def _cells(reader: Reader, most: int, wide: bool) -> list[str]:

@@ -19,6 +19,7 @@ from offbeat.transport.link import THREAD_PREFIX
 
 PUBLISH_EVERY_S = 1.0
 STORE_ANSWERS_S = 3.0
+TOGETHER_S = 1.0  # ranks that wait for the same one give up within this time
 STORE_IS_SILENT = "The store of rank 0 does not answer: it has failed itself, or its host is gone."
 
 
@@ -74,10 +75,11 @@ class Control:
         now = time.monotonic()
         if now - self._published_s >= PUBLISH_EVERY_S and self.world_size > 1:
             self._published_s = now
-            self._store.set(f"progress/{self.rank}", json.dumps([iteration, time.time()]))
+            self._leave_word(iteration)
 
-    def behind(self) -> str:
-        """Words on who is behind or silent, from what every rank published last.
+    def behind(self, waiting_in: int | None = None) -> str:
+        """Words on who is behind or silent, from what every rank published last. A rank that gave
+        up `waiting_in` an iteration says so first, as what it published may be a second old.
 
         The store lives in rank 0; while that is stopped, asking it never returns, hence the
         thread. Its name says that it may be stuck in a call that nothing can interrupt.
@@ -85,14 +87,20 @@ class Control:
         words: list[str] = []
         name = f"{THREAD_PREFIX}store"
         asking = threading.Thread(
-            target=lambda: words.append(self._last_heard()), name=name, daemon=True
+            target=lambda: words.append(self._last_heard(waiting_in)), name=name, daemon=True
         )
         asking.start()
         asking.join(STORE_ANSWERS_S)
         return words[0] if words else STORE_IS_SILENT
 
-    def _last_heard(self) -> str:
+    def _leave_word(self, iteration: int) -> None:
+        self._store.set(f"progress/{self.rank}", json.dumps([iteration, time.time()]))
+
+    def _last_heard(self, waiting_in: int | None) -> str:
         try:
+            if waiting_in is not None:
+                self._leave_word(waiting_in)
+                time.sleep(TOGETHER_S)
             seen = [self._progress(rank) for rank in range(self.world_size)]
         except RuntimeError:
             return STORE_IS_SILENT
