@@ -49,7 +49,7 @@ def exact(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def test_a_sample_of_everything_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = SimpleNamespace(
-        default_rng=lambda _: SimpleNamespace(integers=lambda n, size: np.arange(n))
+        default_rng=lambda _: SimpleNamespace(integers=lambda n, **_: np.arange(n))
     )
     monkeypatch.setattr(sampling.np, "random", everything)
     monkeypatch.setattr(sampling, "NUMBERS", 10**6)
