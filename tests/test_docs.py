@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from offbeat.lab import Cluster
+from offbeat.lab.cluster import Way
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import PartialSync
 
@@ -12,3 +14,12 @@ def test_the_plan_that_the_design_begins_with():
     buckets = tuple(Bucket(f"b{i}", 0.01, 0.02, 4000) for i in range(3))
     profile = Profile(buckets, (Link("net", 0.001, 1e6),), world_size=2)
     assert f"```\n{PartialSync(period=3).plan(profile)}\n```" in (DOCS / "design.md").read_text()
+
+
+def test_the_cluster_file_of_the_readme():
+    text = (DOCS.parent / "README.md").read_text()
+    cluster = Cluster.from_toml(text.partition("```toml\n")[2].partition("```")[0])
+    assert Cluster.from_toml(cluster.to_toml()) == cluster
+    assert (cluster.speed_of(2), cluster.jitter_of(2)) == (0.5, 0.1)
+    assert cluster.way(0, 3, "net") == Way(10_000_000, 0.08, 0.001)
+    assert cluster.way(0, 2, "net") == Way(20_000_000, 0.04, 0.001)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from offbeat.lab import Cluster, HostOverride, Link
+from offbeat.lab import Change, Cluster, HostOverride, Link, Pair
 from offbeat.lab.units import format_rate, format_time, parse_rate_bps, parse_time_s
 
 pytestmark = pytest.mark.timeout(10)
@@ -15,10 +15,19 @@ FULL = Cluster(
     processes_per_host=2,
     threads=2,
     congestion_control="reno",
-    links=(Link(name="wan", rate="100mbit", latency="20ms"), Link(name="lan")),
+    links=(Link(name="wan", rate="100mbit", latency="20ms", loss="1%"), Link(name="lan")),
     overrides=(
-        HostOverride(host=2, rates={"wan": "20mbit", "lan": 5e6}, threads=1),
-        HostOverride(host=3, rates={"lan": "unlimited"}),
+        HostOverride(host=2, rates={"wan": "20mbit", "lan": 5e6}, threads=1, speed=0.5),
+        HostOverride(host=3, rates={"lan": "unlimited"}, latencies={"wan": 0.05}, jitter=0.1),
+    ),
+    pairs=(
+        Pair(hosts=(0, 3), rates={"wan": "5mbit"}, latencies={"wan": "80ms"}),
+        Pair(hosts=(2, 1), losses={"wan": "5%", "lan": 0.5}),
+    ),
+    changes=(
+        Change(at="30 s", rate="20mbit"),
+        Change(at="1.5min", latency=0, loss=0, link="wan", hosts=(1, 2)),
+        Change(at=0, rate="unlimited", pair=(0, 3)),
     ),
 )
 
@@ -87,6 +96,28 @@ def test_simple_is_one_link():
     assert Cluster(hosts=2).links[0].rate_bps is None
 
 
+def test_between_two_hosts_the_worse_counts_and_the_pair_has_the_last_word():
+    def way(one: int, other: int, link: str = "wan") -> tuple[object, ...]:
+        found = FULL.way(one, other, link)
+        assert found == FULL.way(other, one, link)
+        return found.rate_bps, found.latency_s, found.loss
+
+    assert way(0, 1) == (100_000_000, 0.02, 0.01)
+    assert way(1, 2) == (20_000_000, 0.02, 0.05)
+    assert way(2, 3) == (20_000_000, 0.05, 0.01)
+    assert way(0, 3) == (5_000_000, 0.08, 0.01)
+    assert way(0, 3, "lan") == (None, 0.0, 0.0)
+
+
+def test_speed_and_jitter_are_the_hosts():
+    assert [FULL.speed_of(host) for host in range(4)] == [1, 1, 0.5, 1]
+    assert [FULL.jitter_of(host) for host in range(4)] == [0, 0, 0, 0.1]
+
+
+def test_changes_have_a_time():
+    assert [change.at_s for change in FULL.changes] == [30, 90, 0]
+
+
 def test_overrides_apply_to_their_host():
     assert FULL.rate_bps(2, "wan") == 20_000_000
     assert FULL.rate_bps(1, "wan") == 100_000_000
@@ -115,6 +146,17 @@ def test_ranks_are_numbered_host_by_host():
             "1 occurs more than once; merge the overrides of a host",
         ),
         ({"congestion_control": "cu bic"}, "congestion_control"),
+        ({"pairs": (Pair(hosts=(0, 4)),)}, r"pairs: host \(4\) must be below hosts \(4\)"),
+        ({"pairs": (Pair(hosts=(0, 1)), Pair(hosts=(1, 0)))}, r"pairs: \(0, 1\) occurs more than"),
+        (
+            {"pairs": (Pair(hosts=(0, 1), losses={"wan": 0}),)},
+            r"pairs: losses: link \('wan'\) must",
+        ),
+        ({"changes": (Change(at=1, loss=0, hosts=(-1,)),)}, r"changes: at 1s: host \(-1\) must be"),
+        (
+            {"changes": (Change(at=1, loss=0, link="a"),)},
+            r"changes: at 1s: link \('a'\) must be one",
+        ),
     ],
 )
 def test_a_wrong_relation_is_explained(settings, words):
@@ -150,6 +192,23 @@ def test_a_short_file_is_enough():
         ("rate = 5e6", "hosts: "),
         ('hosts = "four"', "hosts: ('four') input should be a valid integer"),
         ('hosts = 4\n[[links]]\nrate = "9bits"', "links.0.rate: rate ('9bits') has the unknown"),
+        ("hosts = 4\nloss = 0.1\n[[links]]", "loss and links are two ways to say the same"),
+        ("hosts = 4\nloss = 1", "links.0.loss: loss (1) must be at least 0 and below 1; write"),
+        ('hosts = 4\nloss = "2ms"', "links.0.loss: loss ('2ms') has the unknown unit 'ms'"),
+        ("hosts = 4\n[[overrides]]\nhost = 1\nspeed = 0", "speed (0) must be from 0.01 to 100; 1"),
+        ("hosts = 4\n[[overrides]]\nhost = 1\nspeed = '1'", "speed ('1') must be a number; 1 is"),
+        ("hosts = 4\n[[overrides]]\nhost = 1\njitter = -1", "jitter (-1) must be from 0 to 2; 0.1"),
+        ("hosts = 4\n[[overrides]]\nhost = 1\nlatencies = 5", "latencies (5) must map link names"),
+        ("hosts = 4\n[[pairs]]\nhosts = [1, 1]", "hosts ([1, 1]) must be two different hosts"),
+        ("hosts = 4\n[[pairs]]\nrate = 1", "pairs.0.rate: unknown key; did you mean 'rates'?"),
+        ("hosts = 4\n[[changes]]\nat = 1", "the change at 1s changes nothing; give rate"),
+        ("hosts = 4\n[[changes]]\nat = '1h'\nrate = 5e6", "at ('1h') has the unknown unit 'h'"),
+        ("hosts = 4\n[[changes]]\nloss = 0", "changes.0.at: "),
+        (
+            "hosts = 4\n[[changes]]\nat = 1\nloss = 0\nhosts = [1]\npair = [0, 1]",
+            "hosts ([1]) and pair ([0, 1]) exclude each other; write two changes",
+        ),
+        ("hosts = 4\n[[changes]]\nat = 1\nloss = 0\nhosts = []", "hosts ([]) must not be empty"),
         ("hosts = ", "not valid TOML"),
     ],
 )

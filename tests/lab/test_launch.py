@@ -46,7 +46,7 @@ def test_ranks_see_torchrun_s_variables_and_the_links(program, tmp_path):
         hosts=2,
         processes_per_host=2,
         links=(Link(name="wan", rate="50mbit"), Link(name="lan")),
-        overrides=(HostOverride(host=1, threads=3),),
+        overrides=(HostOverride(host=1, threads=3, speed=0.5, jitter=0.1),),
     )
     argv = program("import json, os; print(json.dumps(dict(os.environ)))")
     with Lab(cluster, "variables") as lab:
@@ -70,6 +70,8 @@ def test_ranks_see_torchrun_s_variables_and_the_links(program, tmp_path):
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "OMP_NUM_THREADS": "3" if rank // 2 == 1 else "1",
+            "OFFBEAT_SPEED": "0.5" if rank // 2 == 1 else "1.0",
+            "OFFBEAT_JITTER": "0.1" if rank // 2 == 1 else "0.0",
             "GLOO_SOCKET_IFNAME": "eth0",
             "MINE": "1",
         }

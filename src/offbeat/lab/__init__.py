@@ -1,17 +1,20 @@
 """A cluster in a box: real processes on shaped links between network namespaces of one machine."""
 
-from offbeat.lab.cluster import Cluster, HostOverride, Link
+from offbeat.lab.cluster import Cluster
 from offbeat.lab.errors import LabError
 from offbeat.lab.launch import Result, launch
 from offbeat.lab.netns import Lab, NoLab, Traffic, check_support
+from offbeat.lab.parts import Change, HostOverride, Link, Pair
 
 __all__ = [
+    "Change",
     "Cluster",
     "HostOverride",
     "Lab",
     "LabError",
     "Link",
     "NoLab",
+    "Pair",
     "Result",
     "Traffic",
     "check_support",

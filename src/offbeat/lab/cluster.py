@@ -1,89 +1,44 @@
-"""The description of a cluster: hosts, links, rates; in Python, TOML and JSON."""
+"""The description of a cluster: hosts, links, rates, changes; in Python, TOML and JSON."""
 
-import difflib
-import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, model_validator
 
-from offbeat.lab.units import UNLIMITED, format_rate, format_time, parse_rate_bps, parse_time_s
+from offbeat.lab import mistakes
+from offbeat.lab.parts import Change, HostOverride, Link, Pair, Part
+from offbeat.lab.toml_text import toml_text
+from offbeat.lab.units import parse_loss, parse_rate_bps, parse_time_s
 
 MAX_HOSTS = 250  # the last byte of an address inside the lab
 MAX_LINKS = 16
 
-_NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,31}$"
+_SHORT_FORM = ("rate", "latency", "loss")  # keys at the top that describe the only link
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What is asked of one host's attachment to a link, or of the way between two hosts.
 
-
-class Link(_Model):
-    """One network that every host is attached to, with its rate per host and direction.
-
-    `rate` is text such as "100mbit", a number of bit/s, or None for an unshaped link; `latency` is
-    the one-way delay between two hosts ("20ms", or seconds) and needs the kernel's sch_netem.
-    Raises ValidationError (a ValueError) for a rate, latency or name that cannot be.
+    `rate_bps` None is unshaped; `latency_s` is one way; `loss` a share of the packets.
     """
 
-    name: str = Field(default="net", pattern=_NAME)
-    rate: str | float | None = UNLIMITED
-    latency: str | float | None = None
-
-    @field_validator("rate", mode="before")
-    @classmethod
-    def _canonical_rate(cls, value: Any) -> str:
-        return format_rate(parse_rate_bps(value))
-
-    @field_validator("latency", mode="before")
-    @classmethod
-    def _canonical_latency(cls, value: Any) -> str | None:
-        latency_s = 0.0 if value is None else parse_time_s(value)
-        return format_time(latency_s) if latency_s else None
-
-    @property
-    def rate_bps(self) -> int | None:
-        """Bits per second, None if unshaped."""
-        return parse_rate_bps(self.rate)
-
-    @property
-    def latency_s(self) -> float:
-        """One-way delay in seconds."""
-        return 0.0 if self.latency is None else parse_time_s(self.latency)
+    rate_bps: int | None
+    latency_s: float
+    loss: float
 
 
-class HostOverride(_Model):
-    """What is different on one host: rates by link name, number of threads."""
-
-    host: int = Field(ge=0)
-    rates: Mapping[str, str | float | None] = Field(default_factory=dict)
-    threads: int | None = Field(default=None, ge=1)
-
-    @field_validator("rates", mode="before")
-    @classmethod
-    def _canonical_rates(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            raise ValueError(f'rates ({value!r}) must map link names to rates: {{net = "20mbit"}}')
-        return {name: format_rate(parse_rate_bps(rate)) for name, rate in value.items()}
-
-
-class Cluster(_Model):
+class Cluster(Part):
     """A cluster in a box: `hosts` hosts on shared `links`, some of them different.
 
     `Cluster(hosts=4, links=(Link(rate="100mbit"),))`, or shorter `Cluster.simple(4, "100mbit")`;
-    in a file the two lines `hosts = 4` and `rate = "100mbit"` say the same. `threads` becomes each
-    rank's OMP_NUM_THREADS; `congestion_control = "default"` keeps the kernel's. Raises
-    ValidationError (a ValueError) with the relation that fails.
+    in a file the two lines `hosts = 4` and `rate = "100mbit"` say the same. `overrides` say what is
+    different on a host, `pairs` what is between two, `changes` what becomes different while ranks
+    run. `threads` becomes each rank's OMP_NUM_THREADS; `congestion_control = "default"` keeps the
+    kernel's. Raises ValidationError (a ValueError) with the relation that fails.
     """
 
     hosts: int = Field(ge=1, le=MAX_HOSTS)
@@ -92,6 +47,8 @@ class Cluster(_Model):
     congestion_control: str = Field(default="cubic", pattern=r"^[a-z0-9_-]{1,15}$")
     links: tuple[Link, ...] = (Link(),)
     overrides: tuple[HostOverride, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    changes: tuple[Change, ...] = ()
 
     @classmethod
     def simple(
@@ -100,10 +57,11 @@ class Cluster(_Model):
         rate: str | float | None = None,
         *,
         latency: str | float | None = None,
+        loss: str | float = 0.0,
         processes_per_host: int = 1,
     ) -> Self:
         """A cluster with one link, called "net"; `rate` in bit/s or text, None is unshaped."""
-        link = Link(rate=rate, latency=latency)
+        link = Link(rate=rate, latency=latency, loss=loss)
         return cls(hosts=hosts, links=(link,), processes_per_host=processes_per_host)
 
     @classmethod
@@ -122,11 +80,11 @@ class Cluster(_Model):
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"not valid TOML: {error}") from None
         except ValidationError as error:
-            raise ValueError(_in_words(error)) from None
+            raise ValueError(mistakes.in_words(error, _known_keys())) from None
 
     def to_toml(self) -> str:
         """TOML text that `from_toml` reads back as an equal cluster."""
-        return _toml(self.record())
+        return toml_text(self.record())
 
     def save(self, path: str | Path) -> None:
         """Write the TOML file."""
@@ -154,32 +112,63 @@ class Cluster(_Model):
 
     def rate_bps(self, host: int, link: str) -> int | None:
         """Bits per second of one host's attachment to one link, None if unshaped."""
-        shared = self.links[self.link_index(link)].rate_bps
-        override = self._override(host)
-        if override is None or link not in override.rates:
-            return shared
-        return parse_rate_bps(override.rates[link])
+        return self.attachment(host, link).rate_bps
+
+    def attachment(self, host: int, link: str) -> Way:
+        """What is asked of every way from and to this host on one link."""
+        shared, own = self.links[self.link_index(link)], self._override(host)
+        latency = own.latencies.get(link, shared.latency_s)
+        return Way(
+            parse_rate_bps(own.rates.get(link, shared.rate)),
+            parse_time_s(latency),
+            parse_loss(own.losses.get(link, shared.loss)),
+        )
+
+    def way(self, one: int, other: int, link: str) -> Way:
+        """What is asked between two hosts: the smaller rate, the larger delay and loss, and what
+        their pair says."""
+        ends = [self.attachment(host, link) for host in (one, other)]
+        pair = next((p for p in self.pairs if set(p.hosts) == {one, other}), None)
+        rates = [way.rate_bps for way in ends]
+        latency_s = max(way.latency_s for way in ends)
+        loss = max(way.loss for way in ends)
+        if pair is not None:
+            rates.append(parse_rate_bps(pair.rates.get(link)))
+            latency_s = parse_time_s(pair.latencies.get(link, latency_s))
+            loss = parse_loss(pair.losses.get(link, loss))
+        return Way(min((r for r in rates if r is not None), default=None), latency_s, loss)
 
     def threads_of(self, host: int) -> int:
         """OMP_NUM_THREADS of this host's ranks."""
-        override = self._override(host)
-        return self.threads if override is None or override.threads is None else override.threads
+        return self._override(host).threads or self.threads
 
-    def _override(self, host: int) -> HostOverride | None:
-        return next((item for item in self.overrides if item.host == host), None)
+    def speed_of(self, host: int) -> float:
+        """How fast this host computes; 1 is the others' pace."""
+        return self._override(host).speed
+
+    def jitter_of(self, host: int) -> float:
+        """Sigma of the lognormal factor on this host's compute."""
+        return self._override(host).jitter
+
+    def _override(self, host: int) -> HostOverride:
+        return next((item for item in self.overrides if item.host == host), HostOverride(host=host))
 
     @model_validator(mode="before")
     @classmethod
     def _expand_short_form(cls, data: Any) -> Any:
-        """`rate` and `latency` at the top describe the only link."""
-        if not isinstance(data, dict) or not {"rate", "latency"} & data.keys():
+        """`rate`, `latency` and `loss` at the top describe the only link."""
+        if not isinstance(data, dict):
+            return data
+        given = [key for key in _SHORT_FORM if key in data]
+        if not given:
             return data
         if "links" in data:
             raise ValueError(
-                "rate and links are two ways to say the same; put the rate into the links"
+                f"{given[0]} and links are two ways to say the same; put the {given[0]} into the "
+                "links"
             )
-        rest = {key: value for key, value in data.items() if key not in ("rate", "latency")}
-        return rest | {"links": [{"rate": data.get("rate"), "latency": data.get("latency")}]}
+        rest = {key: value for key, value in data.items() if key not in given}
+        return rest | {"links": [{key: data[key] for key in given}]}
 
     @model_validator(mode="after")
     def _check_relations(self) -> Self:
@@ -190,15 +179,36 @@ class Cluster(_Model):
         _check_distinct(
             "overrides", [item.host for item in self.overrides], "merge the overrides of a host"
         )
-        for item in self.overrides:
-            if item.host >= self.hosts:
-                raise ValueError(
-                    f"overrides: host ({item.host}) must be below hosts ({self.hosts}); "
-                    "hosts are counted from 0"
-                )
-            for unknown in sorted(item.rates.keys() - set(names)):
-                raise ValueError(f"overrides: rates: link ({unknown!r}) must be one of {names}")
+        _check_distinct(
+            "pairs", [tuple(sorted(item.hosts)) for item in self.pairs], "merge the two pairs"
+        )
+        for what, hosts, links in self._mentions():
+            for host in hosts:
+                self._check_host(what, host)
+            for unknown in sorted(set(links) - set(names)):
+                raise ValueError(f"{what}: link ({unknown!r}) must be one of {names}")
         return self
+
+    def _mentions(self) -> Iterator[tuple[str, Iterable[int], Iterable[str]]]:
+        """Where, and which hosts and links are named there."""
+        for item in self.overrides:
+            yield "overrides", [item.host], ()
+        for item in self.pairs:
+            yield "pairs", item.hosts, ()
+        for item in (*self.overrides, *self.pairs):
+            what = "overrides" if isinstance(item, HostOverride) else "pairs"
+            for name in ("rates", "latencies", "losses"):
+                yield f"{what}: {name}", (), getattr(item, name)
+        for change in self.changes:
+            where = f"changes: at {change.at}"
+            yield where, change.hosts or change.pair or (), [change.link] if change.link else ()
+
+    def _check_host(self, what: str, host: int) -> None:
+        if not 0 <= host < self.hosts:
+            raise ValueError(
+                f"{what}: host ({host}) must be below hosts ({self.hosts}); "
+                "hosts are counted from 0"
+            )
 
 
 def _check_distinct(what: str, values: list[Any], remedy: str) -> None:
@@ -207,47 +217,12 @@ def _check_distinct(what: str, values: list[Any], remedy: str) -> None:
         raise ValueError(f"{what}: {repeated[0]!r} occurs more than once; {remedy}")
 
 
-def _in_words(error: ValidationError) -> str:
-    """One line per mistake: where it is, the value, what it should be."""
-    return "\n".join(_one_in_words(dict(item)) for item in error.errors())
-
-
-def _one_in_words(item: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        key = str(item["loc"][-1])
-        guess = difflib.get_close_matches(key, _known_keys(item["loc"]), n=1)
-        hint = f"did you mean {guess[0]!r}?" if guess else f"known: {_known_keys(item['loc'])}"
-        return f"{where}: unknown key; {hint}"
-    message = str(item["msg"]).removeprefix("Value error, ")
-    if item["type"] != "value_error":
-        message = f"({item['input']!r}) {message[:1].lower()}{message[1:]}"
-    return f"{where}: {message}" if where else message
-
-
-def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    models: dict[int | str, type[_Model]] = {"links": Link, "overrides": HostOverride}
-    model = models.get(location[0], Cluster) if len(location) > 1 else Cluster
-    short_form = ["rate", "latency"] if model is Cluster else []
-    return [*model.model_fields, *short_form]
-
-
-def _toml(record: dict[str, Any]) -> str:
-    """TOML of flat tables and lists of flat tables (tomllib only reads)."""
-    tables = {key: value for key, value in record.items() if isinstance(value, list)}
-    lines = _toml_pairs({key: value for key, value in record.items() if key not in tables})
-    for name, items in tables.items():
-        for item in items:
-            lines += ["", f"[[{name}]]", *_toml_pairs(item)]
-    return "\n".join(lines) + "\n"
-
-
-def _toml_pairs(table: dict[str, Any]) -> list[str]:
-    return [f"{key} = {_toml_value(value)}" for key, value in table.items() if value is not None]
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, dict):
-        pairs = (f"{json.dumps(key)} = {_toml_value(item)}" for key, item in value.items())
-        return "{ " + ", ".join(pairs) + " }" if value else "{}"
-    return json.dumps(value)  # names, rates and integers read the same in JSON and TOML
+def _known_keys() -> Mapping[str, list[str]]:
+    tables: dict[str, type[Part]] = {
+        "links": Link,
+        "overrides": HostOverride,
+        "pairs": Pair,
+        "changes": Change,
+    }
+    known = {name: list(table.model_fields) for name, table in tables.items()}
+    return known | {"": [*Cluster.model_fields, *_SHORT_FORM]}

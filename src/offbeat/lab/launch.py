@@ -29,12 +29,14 @@ class Result:
 
     `exit_codes` is per rank as subprocess gives them (negative: signal); `problem` is None if all
     ranks ended with 0 in time, else a sentence with the end of the log of the rank at fault.
+    `changes` are (seconds after the start of the ranks, number in the cluster's `changes`).
     """
 
     exit_codes: tuple[int, ...]
     wall_s: float
     log_files: tuple[Path, ...]
     problem: str | None
+    changes: tuple[tuple[float, int], ...] = ()
 
 
 def launch(
@@ -46,13 +48,15 @@ def launch(
     timeout_s: float,
     on_line: OnLine | None = None,
     grace_s: float = 5.0,
+    changes: bool = True,
 ) -> Result:
     """Run `argv` (complete, e.g. [sys.executable, "script.py"]) once per rank until all have ended.
 
     `env` is added to this process's environment and to the variables of `rank_environment`, and
     wins. Output goes to `log_dir/rank{r}.log` and line by line to `on_line(rank, line)`. When a
     rank fails the others have `grace_s` to say what they see, then SIGTERM, then SIGKILL; when
-    `timeout_s` is over they get SIGTERM at once. No process outlives the call, whatever ends it.
+    `timeout_s` is over they get SIGTERM at once. `changes` lets the cluster's changes happen;
+    afterwards the links are as before. No process outlives the call, whatever ends it.
     ValueError for an empty argv or a timeout that is not positive; LabError if the lab has ended
     or is running another launch.
     """
@@ -64,7 +68,7 @@ def launch(
     with lab.process.one_launch():
         watch = _Watch(lab, Path(log_dir), on_line)
         try:
-            watch.start([str(part) for part in argv], env or {})
+            watch.start([str(part) for part in argv], env or {}, changes=changes)
             watch.run(timeout_s, grace_s)
         finally:
             watch.finish()
@@ -72,7 +76,7 @@ def launch(
 
 
 def rank_environment(lab: Lab | NoLab, rank: int, port: int) -> dict[str, str]:
-    """The variables of torchrun for one rank, and the lab's own (threads, interfaces)."""
+    """The variables of torchrun for one rank, and the lab's own (threads, pace, interfaces)."""
     cluster = lab.cluster
     host, per_host = cluster.host_of(rank), cluster.processes_per_host
     interfaces = [
@@ -96,6 +100,8 @@ def rank_environment(lab: Lab | NoLab, rank: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store, there is no agent
         "OMP_NUM_THREADS": str(cluster.threads_of(host)),
+        "OFFBEAT_SPEED": repr(cluster.speed_of(host)),  # of a paced host
+        "OFFBEAT_JITTER": repr(cluster.jitter_of(host)),
         "PYTHONUNBUFFERED": "1",  # else the last words of a killed rank are lost
         "GLOO_SOCKET_IFNAME": lab.interface(0),
         "OFFBEAT_LINKS": json.dumps(interfaces),
@@ -148,8 +154,10 @@ class _Watch:
         self._selector.register(self._process.events, selectors.EVENT_READ)
         self._log_dir = log_dir
         self._ranks: list[_Rank] = []
+        self._changes: dict[int, float] = {}  # when, by number; of several links the last one
 
-    def start(self, argv: list[str], env: Mapping[str, str]) -> None:
+    def start(self, argv: list[str], env: Mapping[str, str], *, changes: bool) -> None:
+        self._process.request("begin", changes=self._lab.changes() if changes else [])
         for number in range(self._lab.cluster.world_size):
             own = rank_environment(self._lab, number, self._port)
             self._start_rank(number, argv, {**os.environ, **own, **env})
@@ -190,6 +198,7 @@ class _Watch:
             wall_s=self._wall_s,
             log_files=tuple(rank.log_file for rank in self._ranks),
             problem=problem and f"{problem}{self._tail_in_words()}",
+            changes=tuple((at_s, number) for number, at_s in self._changes.items()),
         )
 
     # --- starting and reading ----------------------------------------------------------------
@@ -231,6 +240,9 @@ class _Watch:
             raise LabError("the lab's own process closed its events")
         ranks = {rank.key: rank for rank in self._ranks}
         for message in messages:
+            if "change" in message:
+                self._changes[message["change"]] = message["at_s"]
+                continue
             rank = ranks.get(message["key"])
             if rank is not None:  # else of an earlier launch that was interrupted
                 self._end(rank, message["exit_code"])

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from offbeat.lab.addressing import address, interface_name
+from offbeat.lab.asked import Measured, asked_ways
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.errors import LabError
+from offbeat.lab.plans import change_messages, network_message
 from offbeat.lab.process import LabProcess
 from offbeat.lab.units import parse_rate_bps
 
@@ -43,6 +45,7 @@ class Lab:
         self.name = name
         self.congestion_control = cluster.congestion_control
         self.setup_s = 0.0
+        self.switched: tuple[str, ...] = ()  # links with a switch of our own
         self._process: LabProcess | None = None
         self._inodes: list[int] = []
         self._launches = 0
@@ -52,13 +55,14 @@ class Lab:
         _check_not_entered(self._process)
         process = LabProcess()
         try:
-            built = process.request("build", plan=_plan(self.cluster, self.name))
+            built = process.request("build", plan=network_message(self.cluster, self.name))
         except BaseException:
             process.close()
             raise
         self._process = process
         self.congestion_control = built["congestion_control"]
         self._inodes = built["inodes"]
+        self.switched = tuple(self.cluster.links[link].name for link in built["switched"])
         self.setup_s = time.perf_counter() - start_s
         return self
 
@@ -100,7 +104,21 @@ class Lab:
         """Change a live rate, both directions; `rate` as in `Link`. ValueError, LabError."""
         _check_index("host", host, self.cluster.hosts)
         index, rate_bps = self.cluster.link_index(link), parse_rate_bps(rate)
-        self.process.request("set_rate", host=host, link=index, rate_bps=rate_bps)
+        values = {"rate_bps": rate_bps}
+        change = {"at_s": 0.0, "link": index, "values": values, "hosts": [host]}
+        self.process.request("change", change=change)
+
+    def changes(self) -> list[dict[str, Any]]:
+        """What is to change during a launch, as the lab's own process is told."""
+        return change_messages(self.cluster)
+
+    def probe(self, budget_s: float = 2.0) -> list[Measured]:
+        """Rates and delays between some hosts, measured in about so many seconds: one pair for each
+        that is asked for, and every host as far as the time goes."""
+        asked = asked_ways(self.cluster)
+        ways = [way.message() for way in asked]
+        found = self.process.request("probe", ways=ways, budget_s=budget_s)
+        return [Measured(way, **values) for way, values in zip(asked, found, strict=True)]
 
     def counters(self) -> dict[int, dict[str, Traffic]]:
         """Bytes so far, by host and link name."""
@@ -133,6 +151,7 @@ class NoLab:
         self.name = name
         self.congestion_control = "default"
         self.setup_s = 0.0
+        self.switched: tuple[str, ...] = ()
         self._process: LabProcess | None = None
 
     def __enter__(self) -> Self:
@@ -185,6 +204,14 @@ class NoLab:
             "unshaped; use a Lab"
         )
 
+    def changes(self) -> list[dict[str, Any]]:
+        """None: nothing is shaped."""
+        return []
+
+    def probe(self, budget_s: float = 2.0) -> list[Measured]:
+        """None: nothing is asked of the loopback."""
+        return []
+
     def counters(self) -> dict[int, dict[str, Traffic]]:
         """Empty: on the loopback nobody can tell the hosts' bytes apart."""
         return {}
@@ -196,25 +223,9 @@ class NoLab:
 
 def check_support(cluster: Cluster) -> None:
     """Build one host with the cluster's links and remove it again; LabError if that is refused."""
-    with Lab(cluster.model_copy(update={"hosts": 1, "overrides": ()}), "support check"):
+    alone = {"hosts": 1, "overrides": (), "pairs": (), "changes": ()}
+    with Lab(cluster.model_copy(update=alone), "support check"):
         return
-
-
-def _plan(cluster: Cluster, name: str) -> dict[str, Any]:
-    links = [
-        {
-            "name": link.name,
-            "rates_bps": [cluster.rate_bps(host, link.name) for host in range(cluster.hosts)],
-            "latency_s": link.latency_s,
-        }
-        for link in cluster.links
-    ]
-    return {
-        "name": name,
-        "hosts": cluster.hosts,
-        "congestion_control": cluster.congestion_control,
-        "links": links,
-    }
 
 
 def _record(lab: Lab | NoLab, kind: str) -> dict[str, Any]:
@@ -225,6 +236,7 @@ def _record(lab: Lab | NoLab, kind: str) -> dict[str, Any]:
         "cluster": lab.cluster.record(),
         "congestion_control": lab.congestion_control,
         "setup_s": lab.setup_s,
+        "switched": list(lab.switched),
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
         "traffic": {

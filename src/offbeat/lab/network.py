@@ -1,15 +1,14 @@
 """The lab's network: anonymous namespaces, bridges, veth pairs and shapers, over netlink.
 
-Runs inside the lab's own process (see `supervisor`). No namespace has a name: each lives as long as
-a descriptor or a process in it, so the kernel removes everything when the lab's process ends.
+A link whose delays or losses the kernel cannot make has a switch of our own in place of a bridge
+(`switch`). Runs inside the lab's own process (see `supervisor`). No namespace has a name: each
+lives as long as a descriptor or a process in it, so the kernel removes everything when the lab's
+process ends.
 """
 
 import errno
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pyroute2.iproute import IPRoute
@@ -18,32 +17,32 @@ from pyroute2.netlink.exceptions import NetlinkError
 from offbeat.lab import syscalls
 from offbeat.lab.addressing import address, interface_name, port_name, subnet
 from offbeat.lab.errors import LabError
+from offbeat.lab.link_plan import ChangePlan, LinkPlan
+from offbeat.lab.namespaces import (
+    NO_LAB,
+    Namespace,
+    allow_namespaces,
+    available_congestion_control,
+    configure_tcp,
+    default_congestion_control,
+    reason,
+    step,
+)
+from offbeat.lab.shaping import burst_bytes, queue_bytes
+from offbeat.lab.switch import Switch
+from offbeat.lab.tap import mac, open_tap
 from offbeat.lab.units import format_time
 
-NO_LAB = "without any of this: --lab none (loopback, unshaped)"
-
-_MIN_BURST_BYTES = 16 * 1024
-_MAX_BURST_BYTES = 64 * 1024
-_BURST_S = 0.002
-_QUEUE_S = 0.05
-_MIN_QUEUE_BYTES = 128 * 1024
 _NETEM_QUEUE_PACKETS = 100_000
+_MOST_SEGMENTS_BYTES = 65536
 
 _ROOT_HANDLE = 0x10000  # 1:
 _SHAPER_HANDLE = 0x100000  # 10:
 _DELAYED = 0x10001  # 1:1, the queue behind a delay
 _TC_ROOT = 0xFFFFFFFF
+_LOOPBACK = 1
 _SCOPE_LINK = 253
 _IFA_F_NOPREFIXROUTE = 0x200
-
-
-@dataclass(frozen=True)
-class LinkPlan:
-    """One link: rate of each host in bit/s (None: unshaped) and one-way latency in seconds."""
-
-    name: str
-    rates_bps: list[int | None]
-    latency_s: float
 
 
 @dataclass(frozen=True)
@@ -58,64 +57,54 @@ class NetworkPlan:
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> "NetworkPlan":
         """The plan out of plain data."""
-        links = [LinkPlan(**link) for link in message["links"]]
+        links = [LinkPlan.from_message(link) for link in message["links"]]
         return cls(**{**message, "links": links})
-
-
-class _Namespace:
-    """One anonymous network namespace: a descriptor and a netlink socket inside it."""
-
-    def __init__(self) -> None:
-        with _refusal_in_words():
-            syscalls.unshare(syscalls.CLONE_NEWNET)
-        self.fd = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        _quiet_ipv6()
-        self.netlink = IPRoute()
-        self.netlink.link("set", index=1, state="up")
-
-    @property
-    def inode(self) -> int:
-        return os.fstat(self.fd).st_ino
-
-    def index(self, interface: str) -> int:
-        return next(iter(self.netlink.link_lookup(ifname=interface)))
-
-    def close(self) -> None:
-        self.netlink.close()
-        os.close(self.fd)
 
 
 class Network:
     """A built network; LabError in words if the kernel refuses any part of it."""
 
     def __init__(self, plan: NetworkPlan) -> None:
-        _allow_namespaces()
+        allow_namespaces()
         self._plan = plan
-        self._switch = _Namespace()
-        self._hosts: list[_Namespace] = []
+        self._now = list(plan.links)  # what is in force
+        self._center = Namespace()
+        self._hosts: list[Namespace] = []
         for _ in range(plan.hosts):
-            self._hosts.append(_Namespace())
-            _configure_tcp()
-        self.congestion_control = _default_congestion_control(plan.congestion_control)
+            self._hosts.append(Namespace())
+            configure_tcp()
+        self.congestion_control = default_congestion_control(plan.congestion_control)
+        self.switched = self._switched()
         for link in range(len(plan.links)):
-            self._build_link(link)
+            if link not in self.switched:
+                self._build_bridge(link)
+        taps = {link: self._build_taps(link) for link in self.switched}
+        self.switch = Switch(taps, {link: plan.links[link] for link in taps}) if taps else None
 
     def host_fd(self, host: int) -> int:
         """Descriptor of the host's namespace."""
         return self._hosts[host].fd
 
-    def inodes(self) -> list[int]:
-        """Identities of all namespaces as in /proc/PID/ns/net: the switch, then the hosts."""
-        return [namespace.inode for namespace in (self._switch, *self._hosts)]
+    def enter(self, host: int) -> None:
+        """Move this process into the host's namespace."""
+        syscalls.setns(self.host_fd(host), syscalls.CLONE_NEWNET)
 
-    def set_rate(self, host: int, link: int, rate_bps: int | None) -> None:
-        """Change both directions of one host's attachment to one link; None is unshaped."""
-        delayed = self._plan.links[link].latency_s > 0
-        for namespace, interface in (
-            (self._hosts[host], interface_name(link)),
-            (self._switch, port_name(link, host)),
-        ):
-            _shape(namespace.netlink, namespace.index(interface), rate_bps, delayed)
+    def inodes(self) -> list[int]:
+        """Identities of all namespaces as in /proc/PID/ns/net: the center, then the hosts."""
+        return [namespace.inode for namespace in (self._center, *self._hosts)]
+
+    def change(self, change: ChangePlan) -> None:
+        """Let new values be in force on one link."""
+        self._enforce(change.link, change.applied(self._now[change.link]))
+
+    def in_force(self) -> list[LinkPlan]:
+        """What holds now, by link."""
+        return list(self._now)
+
+    def enforce(self, plans: Sequence[LinkPlan]) -> None:
+        """Let this hold, by link."""
+        for link, plan in enumerate(plans):
+            self._enforce(link, plan)
 
     def counters(self) -> list[list[tuple[int, int]]]:
         """Per host and link: bytes sent and received by the host's interface, headers included."""
@@ -124,13 +113,48 @@ class Network:
             for host in self._hosts
         ]
 
-    def _build_link(self, link: int) -> None:
+    def _enforce(self, link: int, plan: LinkPlan) -> None:
+        before, self._now[link] = self._now[link], plan
+        if plan == before:
+            return
+        for host, rate_bps in enumerate(plan.rates_bps):
+            if rate_bps != before.rates_bps[host]:
+                self._set_rate(link, host, rate_bps)
+        if link in self.switched:
+            assert self.switch is not None
+            self.switch.change(link, plan)
+
+    def _set_rate(self, link: int, host: int, rate_bps: int | None) -> None:
+        """What the host sends and, on a bridge, what it receives."""
+        ends = [(self._hosts[host], interface_name(link))]
+        if link not in self.switched:
+            ends.append((self._center, port_name(link, host)))
+        delayed = link not in self.switched and self._plan.links[link].delayed
+        for namespace, interface in ends:
+            index = namespace.index(interface)
+            _shape(namespace.netlink, index, rate_bps, delayed)
+            if link in self.switched:
+                _limit_segments(namespace.netlink, index, rate_bps)
+
+    # --- links with a bridge, and links with a switch of our own --------------------------------
+
+    def _switched(self) -> tuple[int, ...]:
+        links = range(len(self._plan.links))
+        delayed = [link for link in links if self._plan.links[link].delayed]
+        netem = not delayed or _has_netem(self._center.netlink)
+        return tuple(
+            link
+            for link in links
+            if self._plan.links[link].switched or (link in delayed and not netem)
+        )
+
+    def _build_bridge(self, link: int) -> None:
         plan = self._plan.links[link]
-        netlink = self._switch.netlink
+        netlink = self._center.netlink
         bridge = f"br{link}"
-        with _step(f"cannot make the bridge of link {plan.name!r}", "bridge"):
+        with step(f"cannot make the bridge of link {plan.name!r}", "bridge"):
             netlink.link("add", ifname=bridge, kind="bridge", br_stp_state=0, br_mcast_snooping=0)
-            index = self._switch.index(bridge)
+            index = self._center.index(bridge)
             netlink.link("set", index=index, state="up", ifalias=self._alias(plan.name))
         for host in range(self._plan.hosts):
             self._attach(host, link, index)
@@ -139,19 +163,50 @@ class Network:
         plan = self._plan.links[link]
         namespace = self._hosts[host]
         inner, port = interface_name(link), port_name(link, host)
-        with _step(f"cannot connect host {host} to link {plan.name!r}", "veth"):
+        with step(f"cannot connect host {host} to link {plan.name!r}", "veth"):
             peer = {"ifname": inner, "net_ns_fd": namespace.fd}
-            self._switch.netlink.link("add", ifname=port, kind="veth", peer=peer)
+            self._center.netlink.link("add", ifname=port, kind="veth", peer=peer)
         alias = self._alias(plan.name, host)
-        port_index, inner_index = self._switch.index(port), namespace.index(inner)
+        port_index, inner_index = self._center.index(port), namespace.index(inner)
         for netlink, index in (
-            (self._switch.netlink, port_index),
+            (self._center.netlink, port_index),
             (namespace.netlink, inner_index),
         ):
-            _add_shapers(netlink, index, plan, plan.rates_bps[host])
+            # A packet passes both ends, and so both delays; it gets lost at one.
+            loss = plan.losses[host] if netlink is namespace.netlink else 0.0
+            _add_shapers(
+                netlink, index, plan, plan.latencies_s[host] / 2, loss, plan.rates_bps[host]
+            )
             netlink.link("set", index=index, state="up", ifalias=alias)
-        self._switch.netlink.link("set", index=port_index, master=bridge)
+        self._center.netlink.link("set", index=port_index, master=bridge)
         self._add_address(namespace.netlink, inner_index, host, link)
+
+    def _build_taps(self, link: int) -> list[int]:
+        """A TAP device in every host; their other ends, by host."""
+        plan, name, taps = self._plan.links[link], interface_name(link), []
+        for host, namespace in enumerate(self._hosts):
+            try:
+                taps.append(open_tap(name, namespace.fd, segments=not plan.lossy))
+            except OSError as error:
+                raise LabError(
+                    f"link {plan.name!r} asks for {_asks(plan)}, which needs the module sch_netem "
+                    "(for a whole link) or TAP devices, and the kernel refuses these "
+                    f"({error.strerror}): load the module tun and run as root, so that "
+                    f"/dev/net/tun can be opened (in Docker --device /dev/net/tun); {NO_LAB}"
+                ) from error
+            index = namespace.index(name)
+            namespace.netlink.link(
+                "set",
+                index=index,
+                state="up",
+                address=mac(link, host).hex(":"),
+                ifalias=self._alias(plan.name, host),
+            )
+            _limit_segments(namespace.netlink, index, plan.rates_bps[host])
+            if plan.rates_bps[host] is not None:
+                _shape(namespace.netlink, index, plan.rates_bps[host], False)
+            self._add_address(namespace.netlink, index, host, link)
+        return taps
 
     def _add_address(self, netlink: IPRoute, index: int, host: int, link: int) -> None:
         own = address(host, link)
@@ -171,8 +226,8 @@ class Network:
             netlink.route("add", **route)
         except NetlinkError as error:
             raise LabError(
-                f"congestion_control ({chosen!r}) is refused by this kernel ({_reason(error)}); "
-                f"it has: {_available_congestion_control()}, and modules that root can load "
+                f"congestion_control ({chosen!r}) is refused by this kernel ({reason(error)}); "
+                f"it has: {available_congestion_control()}, and modules that root can load "
                 f'(modprobe tcp_{chosen}); or "default"'
             ) from error
 
@@ -181,35 +236,43 @@ class Network:
         return f"offbeat {self._plan.name}: {link}{where}"[:255]
 
 
-def burst_bytes(rate_bps: int) -> int:
-    """Bytes that a shaper lets through at once: 2 ms of the rate, from 16 to 64 KiB.
-
-    With 4 KiB an all-reduce of 64 KB at 100 Mbit/s took 9.1 ms instead of 7.9; with 64 KiB from 3.7
-    to 23 ms, as the bucket happened to be full or not.
-    """
-    return min(max(int(rate_bps / 8 * _BURST_S), _MIN_BURST_BYTES), _MAX_BURST_BYTES)
-
-
-def queue_bytes(rate_bps: int) -> int:
-    """Bytes that wait before a shaper drops: 50 ms of the rate, at least 128 KiB."""
-    return burst_bytes(rate_bps) + max(int(rate_bps / 8 * _QUEUE_S), _MIN_QUEUE_BYTES)
+def _asks(plan: LinkPlan) -> str:
+    """What only netem or a switch can do, in words."""
+    if not plan.delayed:
+        return "differences between pairs of hosts or over time"
+    values = {"latency": max(plan.latencies_s), "loss": max(plan.losses)}
+    words = {"latency": format_time(values["latency"]), "loss": f"{values['loss']:g}"}
+    asked = [f"{name} ({words[name]})" for name, value in values.items() if value]
+    return " and ".join(asked) or "a latency or loss of a pair"
 
 
-def _add_shapers(netlink: IPRoute, index: int, plan: LinkPlan, rate_bps: int | None) -> None:
-    delayed = plan.latency_s > 0
-    if delayed:
-        what = f"latency ({format_time(plan.latency_s)}) of link {plan.name!r} needs netem"
-        with _step(what, "sch_netem", "leave latency out"):
+def _has_netem(netlink: IPRoute) -> bool:
+    """Whether this kernel can delay."""
+    try:
+        netlink.tc("add", "netem", index=_LOOPBACK, handle=_ROOT_HANDLE, delay=1)
+    except NetlinkError:
+        return False
+    netlink.tc("del", index=_LOOPBACK, parent=_TC_ROOT)
+    return True
+
+
+def _add_shapers(
+    netlink: IPRoute, index: int, plan: LinkPlan, delay_s: float, loss: float, rate_bps: int | None
+) -> None:
+    if plan.delayed:
+        what = f"{_asks(plan)} of link {plan.name!r} needs netem"
+        with step(what, "sch_netem", "leave it out"):
             netlink.tc(
                 "add",
                 "netem",
                 index=index,
                 handle=_ROOT_HANDLE,
-                delay=round(plan.latency_s / 2 * 1e6),  # the way has two ends
+                delay=round(delay_s * 1e6),
+                loss=loss * 100,
                 limit=_NETEM_QUEUE_PACKETS,
             )
     if rate_bps is not None:
-        _shape(netlink, index, rate_bps, delayed)
+        _shape(netlink, index, rate_bps, plan.delayed)
 
 
 def _shape(netlink: IPRoute, index: int, rate_bps: int | None, delayed: bool) -> None:
@@ -222,7 +285,7 @@ def _shape(netlink: IPRoute, index: int, rate_bps: int | None, delayed: bool) ->
             if error.code not in (errno.ENOENT, errno.EINVAL):  # it was not shaped
                 raise
         return
-    with _step("a rate needs the token bucket filter", "sch_tbf"):
+    with step("a rate needs the token bucket filter", "sch_tbf"):
         netlink.tc(
             "replace",
             "tbf",
@@ -235,112 +298,15 @@ def _shape(netlink: IPRoute, index: int, rate_bps: int | None, delayed: bool) ->
         )
 
 
-def _bytes_of(namespace: _Namespace, interface: str) -> tuple[int, int]:
+def _limit_segments(netlink: IPRoute, index: int, rate_bps: int | None) -> None:
+    """What TCP may hand over at once: no more than the token bucket lets through, which would cut
+    it into single packets."""
+    # A tenth for the headers, which the bucket counts as well.
+    most = _MOST_SEGMENTS_BYTES if rate_bps is None else burst_bytes(rate_bps) * 9 // 10
+    netlink.link("set", index=index, gso_max_size=most)
+
+
+def _bytes_of(namespace: Namespace, interface: str) -> tuple[int, int]:
     (link,) = namespace.netlink.get_links(namespace.index(interface))
     statistics = link.get("stats64")
     return statistics["tx_bytes"], statistics["rx_bytes"]
-
-
-# --- settings of the namespace that this process is in -------------------------------------------
-
-
-def _allow_namespaces() -> None:
-    """Without the right to make network namespaces, enter an own user namespace first.
-
-    Not the other way round: in a user namespace root could no longer read other users' files.
-    """
-    try:
-        syscalls.unshare(syscalls.CLONE_NEWNET)
-        return
-    except OSError as error:
-        if error.errno != errno.EPERM:
-            raise LabError(_refusal(error)) from error
-    user, group = os.geteuid(), os.getegid()
-    with _refusal_in_words():
-        syscalls.unshare(syscalls.CLONE_NEWUSER)
-        _write("/proc/self/setgroups", "deny")
-        # Every rank keeps its own user and group, so that it gains no rights.
-        _write("/proc/self/uid_map", f"{user} {user} 1")
-        _write("/proc/self/gid_map", f"{group} {group} 1")
-
-
-def _quiet_ipv6() -> None:
-    """No IPv6: its neighbour discovery would be traffic that nobody asked for."""
-    for which in ("all", "default"):
-        _try_write(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6", "1")
-
-
-def _configure_tcp() -> None:
-    # Training sends in bursts. After a pause as long as a retransmission timeout (200 ms and up)
-    # TCP would fall back to its first window, so the cost of a message would depend on the length
-    # of the compute before it. Without latency the window reopens at once (1 MB after 0.6 s of
-    # silence at 100 Mbit/s: 136 ms with and without); with latency it takes many round trips.
-    _try_write("/proc/sys/net/ipv4/tcp_slow_start_after_idle", "0")
-    # A later connection must not inherit what an earlier one learned: runs would not be alike.
-    _try_write("/proc/sys/net/ipv4/tcp_no_metrics_save", "1")
-
-
-def _default_congestion_control(chosen: str) -> str:
-    if chosen != "default":
-        return chosen
-    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-
-
-def _available_congestion_control() -> str:
-    path = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
-    return ", ".join(path.read_text().split()) if path.exists() else "unknown"
-
-
-def _try_write(path: str, text: str) -> None:
-    """Best effort: a container may mount /proc/sys read-only, a kernel may lack IPv6."""
-    try:
-        _write(path, text)
-    except OSError:
-        return
-
-
-def _write(path: str, text: str) -> None:
-    Path(path).write_text(text)
-
-
-# --- refusals in words ---------------------------------------------------------------------------
-
-
-@contextmanager
-def _refusal_in_words() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise LabError(_refusal(error)) from error
-
-
-def _refusal(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EUSERS):
-        remedy = (
-            "the limit is reached or 0: raise the sysctls user.max_net_namespaces and "
-            "user.max_user_namespaces"
-        )
-    else:
-        remedy = (
-            "run as root, or allow unprivileged user namespaces (sysctls "
-            "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, "
-            "user.max_user_namespaces above 0; in Docker --cap-add SYS_ADMIN --cap-add NET_ADMIN)"
-        )
-    return f"network namespaces are refused ({error.strerror}); {remedy}; {NO_LAB}"
-
-
-@contextmanager
-def _step(what: str, module: str, alternative: str | None = None) -> Iterator[None]:
-    """Name the kernel module that a refused netlink request needs."""
-    try:
-        yield
-    except NetlinkError as error:
-        other = f"{alternative}; " if alternative else ""
-        raise LabError(
-            f"{what}: the kernel refuses ({_reason(error)}); it may lack the module {module} "
-            f"(modprobe {module}); {other}{NO_LAB}"
-        ) from error
-
-
-def _reason(error: NetlinkError) -> str:
-    return os.strerror(abs(error.code))

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from offbeat.lab import syscalls
 from offbeat.lab.control_channel import Channel
 from offbeat.lab.errors import LabError
+from offbeat.lab.link_plan import ChangePlan, LinkPlan
+from offbeat.lab.schedule import Schedule
 
 if TYPE_CHECKING:
     from offbeat.lab.network import Network
@@ -38,7 +40,7 @@ def main(control_fd: int, events_fd: int, owner: int) -> None:
     except (BrokenPipeError, KeyboardInterrupt):
         pass
     finally:
-        supervisor.kill_all()
+        supervisor.end()
 
 
 class _Supervisor:
@@ -47,6 +49,9 @@ class _Supervisor:
         self._events = events
         self._owner = owner
         self._network: Network | None = None
+        self._schedule = Schedule(0.0, ())
+        self._before: list[LinkPlan] | None = None  # in force before the first change of a launch
+        self._ending = False
         self._keys: dict[int, str] = {}  # process id of each rank -> the owner's key for it
         self._wakeup = _catch_signals()
         syscalls.adopt_orphans()
@@ -58,21 +63,29 @@ class _Supervisor:
         selector.register(self._control, selectors.EVENT_READ)
         selector.register(self._wakeup, selectors.EVENT_READ)
         while os.getppid() == self._owner:
-            ready = [key.fileobj for key, _ in selector.select()]
+            limit_s = self._schedule.wait_s(time.monotonic())
+            ready = [key.fileobj for key, _ in selector.select(limit_s)]
             if self._wakeup in ready and signal.SIGTERM in self._wakeup.recv(4096):
                 return
             self._reap()
+            self._change()
             if self._control in ready and not self._serve_ready():
                 return
 
-    def kill_all(self) -> None:
-        """End every descendant by SIGKILL, whatever its process group or session."""
+    def end(self) -> None:
+        """End everything below this process."""
+        self._ending = True
+        self.kill_all()
+
+    def kill_all(self, spared: int | None = None) -> None:
+        """End every descendant but one by SIGKILL, whatever its process group or session."""
         limit_s = time.monotonic() + _KILL_LIMIT_S
         while time.monotonic() < limit_s:
-            for child in _children():
+            left = [child for child in _children() if child != spared]
+            for child in left:
                 with suppress(PermissionError):  # a set-user-id program: it may end by itself
                     os.kill(child, signal.SIGKILL)
-            if not self._reap():
+            if not self._reap() or not left:
                 return
             time.sleep(0.002)
 
@@ -107,9 +120,13 @@ class _Supervisor:
             case "signal":
                 return self._signal(message["keys"], message["signal"])
             case "kill_all":
-                return self.kill_all()
-            case "set_rate":
-                return self._built().set_rate(message["host"], message["link"], message["rate_bps"])
+                return self._kill_ranks()
+            case "change":
+                return self._built().change(ChangePlan(**message["change"]))
+            case "begin":
+                return self._begin(message["changes"])
+            case "probe":
+                return self._probe(message)
             case "counters":
                 return self._built().counters()
         raise AssertionError(f"unknown request {message['do']!r}")
@@ -122,7 +139,40 @@ class _Supervisor:
         return {
             "congestion_control": self._network.congestion_control,
             "inodes": self._network.inodes(),
+            "switched": self._network.switched,
         }
+
+    def _begin(self, changes: list[dict[str, Any]]) -> None:
+        """A launch begins: from now on changes are due."""
+        self._schedule = Schedule(time.monotonic(), [ChangePlan(**change) for change in changes])
+
+    def _kill_ranks(self) -> None:
+        """A launch ends: the links are as before, and of all processes only the switch lives on."""
+        self._schedule = Schedule(0.0, ())
+        self.kill_all(spared=self._switch_pid)
+        if self._before is not None:
+            self._built().enforce(self._before)
+            self._before = None
+
+    def _change(self) -> None:
+        """Carry out the changes whose time has come, and report them."""
+        for change in self._schedule.due(time.monotonic()):
+            network = self._built()
+            self._before = self._before or network.in_force()
+            network.change(change)
+            at_s = self._schedule.since_start_s(time.monotonic())
+            with suppress(OSError):  # the owner is gone
+                self._events.send({"change": change.number, "at_s": at_s})
+
+    def _probe(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        from offbeat.lab.probe import measure
+
+        return measure(self._built().enter, message["ways"], message["budget_s"])
+
+    @property
+    def _switch_pid(self) -> int | None:
+        switch = None if self._network is None else self._network.switch
+        return None if switch is None else switch.pid
 
     def _built(self) -> "Network":
         assert self._network is not None, "no network was built"
@@ -159,6 +209,8 @@ class _Supervisor:
             self._report(ended.si_pid, os.waitstatus_to_exitcode(status))
 
     def _report(self, process: int, exit_code: int) -> None:
+        if process == self._switch_pid and not self._ending:
+            raise LabError(f"the switch between the hosts ended with code {exit_code}")
         key = self._keys.pop(process, None)
         if key is None:
             return

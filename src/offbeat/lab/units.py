@@ -1,19 +1,27 @@
-"""Rates and times as people write them ("100mbit", "20ms"), to and from numbers."""
+"""Rates, times and shares as people write them ("100mbit", "20ms", "1%"), to and from numbers."""
 
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 UNLIMITED = "unlimited"
 
 # tbf holds the rate as 32 bits of bytes per second, and its burst as 32 bits of 64 ns ticks.
 MIN_RATE_BPS = 1_000
 MAX_RATE_BPS = 32_000_000_000
+MAX_LATENCY_S = 10
+MAX_MOMENT_S = 7 * 24 * 3600  # as long as a launch may take
 
-_NUMBER = r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)(/s)?\s*"
+_NUMBER = r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z%]*)(/s)?\s*"
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_MOMENT_UNITS = {**_TIME_UNITS, "min": 60.0}
+_SHARE_UNITS = {"": 1.0, "%": 0.01}
 _RATE_HELP = 'write bit, kbit, mbit or gbit as in "100mbit", or "unlimited"'
 _TIME_HELP = 'write us, ms or s as in "20ms"'
+_MOMENT_HELP = 'write ms, s or min as in "30s"'
+_SHARE_HELP = 'write 0.01 or "1%"'
 
 
 def parse_rate_bps(value: str | float | None) -> int | None:
@@ -46,9 +54,32 @@ def format_rate(rate_bps: int | None) -> str:
 def parse_time_s(value: str | float) -> float:
     """Seconds of "20ms", "300us", "1s" or a plain number of seconds; ValueError otherwise."""
     time_s = _number(value, "latency", _TIME_UNITS, "s", _TIME_HELP)
-    if not 0 <= time_s <= 10:
-        raise ValueError(f"latency ({value!r}) must be from 0 to 10 s; {_TIME_HELP}")
+    if not 0 <= time_s <= MAX_LATENCY_S:
+        raise ValueError(f"latency ({value!r}) must be from 0 to {MAX_LATENCY_S} s; {_TIME_HELP}")
     return time_s
+
+
+def parse_moment_s(value: str | float) -> float:
+    """Seconds of "30s", "2 min" or a plain number of seconds; ValueError otherwise."""
+    time_s = _number(value, "at", _MOMENT_UNITS, "s", _MOMENT_HELP)
+    if not 0 <= time_s <= MAX_MOMENT_S:
+        raise ValueError(f"at ({value!r}) must be from 0 to {MAX_MOMENT_S} s; {_MOMENT_HELP}")
+    return time_s
+
+
+def parse_loss(value: str | float) -> float:
+    """The share that gets lost, of 0.01 or "1%"; ValueError unless it is below 1."""
+    share = _number(value, "loss", _SHARE_UNITS, "", _SHARE_HELP)
+    if not 0 <= share < 1:
+        raise ValueError(f"loss ({value!r}) must be at least 0 and below 1; {_SHARE_HELP}")
+    return share
+
+
+def parse_number(value: Any, name: str, help_: str) -> float:
+    """A finite number; ValueError for anything else."""
+    if isinstance(value, str):
+        raise ValueError(f"{name} ({value!r}) must be a number; {help_}")
+    return _number(value, name, _SHARE_UNITS, "", help_)
 
 
 def format_time(time_s: float) -> str:
@@ -59,9 +90,7 @@ def format_time(time_s: float) -> str:
     return f"{time_s * 1e6:.12g}us"
 
 
-def _number(
-    value: str | float, name: str, units: dict[str, float] | dict[str, int], plain: str, help_: str
-) -> float:
+def _number(value: Any, name: str, units: Mapping[str, float], plain: str, help_: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"{name} ({value!r}) must be text with a unit or a number; {help_}")
     if not isinstance(value, str):

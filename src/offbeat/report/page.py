@@ -92,7 +92,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "profile": run.profile,
         "every_gradient": Payload("grad", range(len(data["buckets"]))),
         "cluster": {k: v for k, v in run.cluster.items() if not isinstance(v, (list, dict))},
-        "cluster_tables": _cluster_tables(run.cluster),
+        "cluster_tables": _cluster_tables({**run.cluster, **_found(run)}),
         "started": run.started.replace("T", " ").replace("Z", " UTC").replace("+00:00", " UTC"),
         "failed": _failed(run),
         "problems": run.failures(),
@@ -193,6 +193,17 @@ def _iterations(those: range) -> str:
     if len(those) == 1:
         return f"iteration {those.start}"
     return f"iterations {those.start} to {those.stop - 1}"
+
+
+def _found(run: Run) -> dict[str, Any]:
+    """What was measured of the links before the run, and what was changed while it ran."""
+    columns = ("link", "hosts", "asked", "measured")
+    return {
+        "asked and measured": [{key: row.get(key) for key in columns} for row in run.probed],
+        "changes during the run": [
+            {**row, "at_s": f"{row.get('at_s', 0):.2f}"} for row in run.changed
+        ],
+    }
 
 
 def _cluster_tables(cluster: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -113,13 +113,19 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory that was read; `skip` iterations are left out of every measured time."""
+    """A run directory that was read; `skip` iterations are left out of every measured time.
+
+    `probed` compares what was asked of the links with what was measured before the run; `changed`
+    is what the lab changed while ranks ran.
+    """
 
     path: Path
     contestants: tuple[Contestant, ...]
     command: tuple[str, ...] = ()
     script: tuple[str, ...] = ()
     cluster: Mapping[str, Any] = field(default_factory=dict)
+    probed: tuple[Mapping[str, Any], ...] = ()
+    changed: tuple[Mapping[str, Any], ...] = ()
     lab: str = "none"
     note: str | None = None
     emulated: bool = False
@@ -185,6 +191,8 @@ def load(run_dir: str | Path) -> Run:
         command=tuple(map(str, data.get("command", ()))),
         script=tuple(map(str, data.get("script", ()))),
         cluster=data.get("cluster") or {},
+        probed=tuple(data.get("probed") or ()),
+        changed=tuple(data.get("changed") or ()),
         lab=str(data.get("lab", "none")),
         note=data.get("note"),
         emulated=bool(data.get("emulated")) or _any_emulated(contestants),

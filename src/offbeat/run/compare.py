@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import offbeat
 from offbeat import report, sim
-from offbeat.lab import Cluster, Lab, LabError, NoLab, launch
+from offbeat.lab import Cluster, Lab, LabError, NoLab, asked, launch
 from offbeat.measuring.processors import processors
 from offbeat.plan import Plan
 from offbeat.profile import Profile
@@ -131,6 +131,7 @@ class Outcome:
     interrupted: bool = False
     measured: int = 0  # repetitions that ended well
     report: Path | None = None  # the page, if anything was measured
+    changed: list[dict[str, Any]] = field(default_factory=list)  # what the lab changed, and when
 
 
 def default_run_dir(script: str) -> Path:
@@ -152,7 +153,7 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
     _refuse_used(run_dir)
     given = _given_profile(comparison)
     with comparison.setup.lab() as lab:
-        record = _describe(comparison, lab)
+        record = _describe(comparison, lab) | {"probed": _probe(lab, progress)}
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_json(run_dir / "run.json", record)
         outcome = Outcome(run_dir)
@@ -165,7 +166,7 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
         except LabError as error:
             _fail(f"the lab: {error}", outcome, progress)
     if outcome.measured:
-        record["emulated"] = _any_emulated(run_dir)
+        record |= {"emulated": _any_emulated(run_dir), "changed": outcome.changed}
         _write_json(run_dir / "run.json", record)
         outcome.report = report.write(run_dir)
     return outcome
@@ -180,6 +181,7 @@ def measure_profile(setup: Setup, path: Path, progress: Progress | None = None) 
     outcome = Outcome(Path(tempfile.mkdtemp(prefix="offbeat-profile-")))
     try:
         with setup.lab() as lab:
+            _probe(lab, progress)
             outcome.measured = _measure(setup, lab, path, outcome.run_dir, outcome, progress)
     except KeyboardInterrupt:
         outcome.interrupted = True
@@ -250,7 +252,7 @@ def _measure(
         turns=str((logs / "turns").absolute()) if setup.measured_pace else None,
     )
     with progress.step("measuring the profile") as on_line:
-        problem = _launch(setup, lab, job, logs, on_line)
+        problem, _ = _launch(setup, lab, job, logs, on_line)
     if problem is None and not draft.exists():
         problem = f"{setup.script[0]} ended before a profile was measured; {MUST_PREPARE}"
     if problem is None:
@@ -293,7 +295,9 @@ def _repeat(
         record_dir=str(directory.absolute()),
     )
     with progress.step(what) as on_line:
-        problem = _launch(comparison.setup, lab, job, directory, on_line)
+        problem, changes = _launch(comparison.setup, lab, job, directory, on_line)
+    where = {"strategy": contestant.label, "repetition": repetition}
+    outcome.changed += [{**where, **change} for change in changes]
     if problem is None and not (directory / "rank0.json").exists():
         problem = f"{comparison.setup.script[0]} left no record in {directory}; {MUST_PREPARE}"
     if problem is None:
@@ -324,6 +328,14 @@ def _fail(words: str, outcome: Outcome, progress: Progress) -> None:
 # --- one launch ----------------------------------------------------------------------------------
 
 
+def _probe(lab: Lab | NoLab, progress: Progress) -> list[dict[str, Any]]:
+    """Measure what is asked of the links, and say both."""
+    found = lab.probe()
+    for line in asked.lines(found):
+        progress.say(line)
+    return [measured.record() for measured in found if measured.known]
+
+
 def _job(setup: Setup, strategy: Strategy, **rest: Any) -> dict[str, Any]:
     """What the runtime is told; see `offbeat.runtime`."""
     job = {
@@ -343,7 +355,9 @@ def _job(setup: Setup, strategy: Strategy, **rest: Any) -> dict[str, Any]:
 
 def _launch(
     setup: Setup, lab: Lab | NoLab, job: dict[str, Any], directory: Path, on_line: OnLine
-) -> str | None:
+) -> tuple[str | None, list[dict[str, Any]]]:
+    """The problem in words, and what the lab changed. Nothing changes while a profile is measured:
+    it describes the cluster as it is at first."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "job.json"
     _write_json(path, job)
@@ -357,8 +371,12 @@ def _launch(
         log_dir=directory,
         timeout_s=setup.timeout_s,
         on_line=lambda rank, line: on_line(line) if rank == 0 else None,
+        changes=not job["stop_after_profile"],
     )
-    return result.problem
+    changes = setup.cluster.changes
+    return result.problem, [
+        {"at_s": at_s, "change": changes[number].text} for at_s, number in result.changes
+    ]
 
 
 # --- the run directory ---------------------------------------------------------------------------

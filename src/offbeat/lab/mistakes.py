@@ -1,0 +1,26 @@
+"""Mistakes in a cluster file, in words: where, the value, what it should be."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+
+def in_words(error: ValidationError, known: Mapping[str, Sequence[str]]) -> str:
+    """One line per mistake; `known` are the keys of every table, of the file itself under ""."""
+    return "\n".join(_one(dict(item), known) for item in error.errors())
+
+
+def _one(item: dict[str, Any], known: Mapping[str, Sequence[str]]) -> str:
+    where = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        *table, key = map(str, item["loc"])
+        keys = known.get(table[0] if table else "", known[""])
+        guess = difflib.get_close_matches(key, keys, n=1)
+        hint = f"did you mean {guess[0]!r}?" if guess else f"known: {list(keys)}"
+        return f"{where}: unknown key; {hint}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] != "value_error":
+        message = f"({item['input']!r}) {message[:1].lower()}{message[1:]}"
+    return f"{where}: {message}" if where else message

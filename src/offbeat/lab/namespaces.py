@@ -1,0 +1,147 @@
+"""Network namespaces of this process, and what the kernel refuses, in words."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyroute2.iproute import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+
+from offbeat.lab import syscalls
+from offbeat.lab.errors import LabError
+
+NO_LAB = "without any of this: --lab none (loopback, unshaped)"
+
+
+class Namespace:
+    """One anonymous network namespace: a descriptor and a netlink socket inside it."""
+
+    def __init__(self) -> None:
+        with _refusal_in_words():
+            syscalls.unshare(syscalls.CLONE_NEWNET)
+        self.fd = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        _quiet_ipv6()
+        self.netlink = IPRoute()
+        self.netlink.link("set", index=1, state="up")
+
+    @property
+    def inode(self) -> int:
+        return os.fstat(self.fd).st_ino
+
+    def index(self, interface: str) -> int:
+        return next(iter(self.netlink.link_lookup(ifname=interface)))
+
+    def close(self) -> None:
+        self.netlink.close()
+        os.close(self.fd)
+
+
+# --- settings of the namespace that this process is in -------------------------------------------
+
+
+def allow_namespaces() -> None:
+    """Without the right to make network namespaces, enter an own user namespace first.
+
+    Not the other way round: in a user namespace root could no longer read other users' files.
+    """
+    try:
+        syscalls.unshare(syscalls.CLONE_NEWNET)
+        return
+    except OSError as error:
+        if error.errno != errno.EPERM:
+            raise LabError(_refusal(error)) from error
+    user, group = os.geteuid(), os.getegid()
+    with _refusal_in_words():
+        syscalls.unshare(syscalls.CLONE_NEWUSER)
+        _write("/proc/self/setgroups", "deny")
+        # Every rank keeps its own user and group, so that it gains no rights.
+        _write("/proc/self/uid_map", f"{user} {user} 1")
+        _write("/proc/self/gid_map", f"{group} {group} 1")
+
+
+def _quiet_ipv6() -> None:
+    """No IPv6: its neighbour discovery would be traffic that nobody asked for."""
+    for which in ("all", "default"):
+        _try_write(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6", "1")
+
+
+def configure_tcp() -> None:
+    """Messages of one size cost the same, whatever came before them."""
+    # Training sends in bursts. After a pause as long as a retransmission timeout (200 ms and up)
+    # TCP would fall back to its first window, so the cost of a message would depend on the length
+    # of the compute before it. Without latency the window reopens at once (1 MB after 0.6 s of
+    # silence at 100 Mbit/s: 136 ms with and without); with latency it takes many round trips.
+    _try_write("/proc/sys/net/ipv4/tcp_slow_start_after_idle", "0")
+    # A later connection must not inherit what an earlier one learned: runs would not be alike.
+    _try_write("/proc/sys/net/ipv4/tcp_no_metrics_save", "1")
+
+
+def default_congestion_control(chosen: str) -> str:
+    """The kernel's choice in place of "default"."""
+    if chosen != "default":
+        return chosen
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
+def available_congestion_control() -> str:
+    """Names of those that are loaded."""
+    path = Path("/proc/sys/net/ipv4/tcpavailable_congestion_control")
+    return ", ".join(path.read_text().split()) if path.exists() else "unknown"
+
+
+def _try_write(path: str, text: str) -> None:
+    """Best effort: a container may mount /proc/sys read-only, a kernel may lack IPv6."""
+    try:
+        _write(path, text)
+    except OSError:
+        return
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).write_text(text)
+
+
+# --- refusals in words ---------------------------------------------------------------------------
+
+
+@contextmanager
+def _refusal_in_words() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LabError(_refusal(error)) from error
+
+
+def _refusal(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EUSERS):
+        remedy = (
+            "the limit is reached or 0: raise the sysctls user.max_net_namespaces and "
+            "user.max_user_namespaces"
+        )
+    else:
+        remedy = (
+            "run as root, or allow unprivileged user namespaces (sysctls "
+            "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, "
+            "user.max_user_namespaces above 0; in Docker --cap-add SYS_ADMIN --cap-add NET_ADMIN)"
+        )
+    return f"network namespaces are refused ({error.strerror}); {remedy}; {NO_LAB}"
+
+
+@contextmanager
+def step(what: str, module: str, alternative: str | None = None) -> Iterator[None]:
+    """Name the kernel module that a refused netlink request needs."""
+    try:
+        yield
+    except NetlinkError as error:
+        other = f"{alternative}; " if alternative else ""
+        raise LabError(
+            f"{what}: the kernel refuses ({reason(error)}); it may lack the module {module} "
+            f"(modprobe {module}); {other}{NO_LAB}"
+        ) from error
+
+
+def reason(error: NetlinkError) -> str:
+    """The error's number in words."""
+    return os.strerror(abs(error.code))

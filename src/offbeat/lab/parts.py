@@ -1,0 +1,234 @@
+"""What a cluster is made of: links, hosts and pairs that differ, changes over time."""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from offbeat.lab.units import (
+    UNLIMITED,
+    format_rate,
+    format_time,
+    parse_loss,
+    parse_moment_s,
+    parse_number,
+    parse_rate_bps,
+    parse_time_s,
+)
+
+_NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,31}$"
+
+
+def _rate(value: Any) -> str:
+    return format_rate(parse_rate_bps(value))
+
+
+def _latency(value: Any) -> str:
+    return format_time(parse_time_s(value))
+
+
+def _of_links(what: str, example: str, one: Callable[[Any], Any]) -> BeforeValidator:
+    """Validates a table of values by link name."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{what} ({value!r}) must map link names to values: {example}")
+        return {name: one(item) for name, item in value.items()}
+
+    return BeforeValidator(check)
+
+
+Rates = Annotated[Mapping[str, str | float | None], _of_links("rates", '{net = "20mbit"}', _rate)]
+Latencies = Annotated[Mapping[str, str | float], _of_links("latencies", '{net = "20ms"}', _latency)]
+Losses = Annotated[Mapping[str, str | float], _of_links("losses", "{net = 0.01}", parse_loss)]
+
+
+class Part(BaseModel):
+    """A frozen table of a cluster file; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Link(Part):
+    """One network that every host is attached to, with its rate per host and direction.
+
+    `rate` is text such as "100mbit", a number of bit/s, or None for an unshaped link; `latency` is
+    the one-way delay between two hosts ("20ms", or seconds); `loss` the share of packets that get
+    lost on the way between two hosts (0.01 or "1%"). Raises ValidationError (a ValueError) for a
+    value or a name that cannot be.
+    """
+
+    name: str = Field(default="net", pattern=_NAME)
+    rate: str | float | None = UNLIMITED
+    latency: str | float | None = None
+    loss: str | float = 0.0
+
+    @field_validator("rate", mode="before")
+    @classmethod
+    def _canonical_rate(cls, value: Any) -> str:
+        return _rate(value)
+
+    @field_validator("latency", mode="before")
+    @classmethod
+    def _canonical_latency(cls, value: Any) -> str | None:
+        latency_s = 0.0 if value is None else parse_time_s(value)
+        return format_time(latency_s) if latency_s else None
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _canonical_loss(cls, value: Any) -> float:
+        return parse_loss(value)
+
+    @property
+    def rate_bps(self) -> int | None:
+        """Bits per second, None if unshaped."""
+        return parse_rate_bps(self.rate)
+
+    @property
+    def latency_s(self) -> float:
+        """One-way delay in seconds."""
+        return 0.0 if self.latency is None else parse_time_s(self.latency)
+
+    @property
+    def loss_share(self) -> float:
+        """Share of packets that get lost."""
+        return parse_loss(self.loss)
+
+
+class HostOverride(Part):
+    """What is different on one host.
+
+    `rates`, `latencies` and `losses` by link name take the place of the link's on every way from
+    and to this host; between two hosts the smaller rate, the larger delay and loss count.
+    `threads` as of the cluster. `speed` is how fast the host computes (0.5: half as fast), `jitter`
+    the sigma of a lognormal factor on its compute, drawn per iteration; both count where ranks are
+    paced.
+    """
+
+    host: int = Field(ge=0)
+    rates: Rates = Field(default_factory=dict)
+    latencies: Latencies = Field(default_factory=dict)
+    losses: Losses = Field(default_factory=dict)
+    threads: int | None = Field(default=None, ge=1)
+    speed: float = 1.0
+    jitter: float = 0.0
+
+    @field_validator("speed", mode="before")
+    @classmethod
+    def _possible_speed(cls, value: Any) -> float:
+        help_ = "1 is this machine's pace, 0.5 half as fast"
+        speed = parse_number(value, "speed", help_)
+        if not 0.01 <= speed <= 100:
+            raise ValueError(f"speed ({value!r}) must be from 0.01 to 100; {help_}")
+        return speed
+
+    @field_validator("jitter", mode="before")
+    @classmethod
+    def _possible_jitter(cls, value: Any) -> float:
+        help_ = "0.1 makes compute vary by about 10 %"
+        jitter = parse_number(value, "jitter", help_)
+        if not 0 <= jitter <= 2:
+            raise ValueError(f"jitter ({value!r}) must be from 0 to 2; {help_}")
+        return jitter
+
+
+class Pair(Part):
+    """What is different between two hosts, in both directions, by link name.
+
+    A rate is a further limit on this way; a latency or loss takes the place of the hosts'.
+    """
+
+    hosts: tuple[int, int]
+    rates: Rates = Field(default_factory=dict)
+    latencies: Latencies = Field(default_factory=dict)
+    losses: Losses = Field(default_factory=dict)
+
+    @field_validator("hosts", mode="before")
+    @classmethod
+    def _two(cls, value: Any) -> Any:
+        return _two_hosts("hosts", value)
+
+
+class Change(Part):
+    """What becomes different `at` a time after the start of a run's ranks ("30s").
+
+    `rate`, `latency` and `loss` become those of `link` (None: of every link) for some `hosts`
+    (None: for all of them), or between the two hosts of `pair`. What is not named stays.
+    """
+
+    at: str | float
+    rate: str | float | None = None
+    latency: str | float | None = None
+    loss: str | float | None = None
+    link: str | None = None
+    hosts: tuple[int, ...] | None = None
+    pair: tuple[int, int] | None = None
+
+    @field_validator("at", mode="before")
+    @classmethod
+    def _canonical_at(cls, value: Any) -> str:
+        return format_time(parse_moment_s(value))
+
+    @field_validator("rate", mode="before")
+    @classmethod
+    def _canonical_rate(cls, value: Any) -> str | None:
+        return None if value is None else _rate(value)
+
+    @field_validator("latency", mode="before")
+    @classmethod
+    def _canonical_latency(cls, value: Any) -> str | None:
+        return None if value is None else _latency(value)
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _canonical_loss(cls, value: Any) -> float | None:
+        return None if value is None else parse_loss(value)
+
+    @field_validator("pair", mode="before")
+    @classmethod
+    def _two(cls, value: Any) -> Any:
+        return None if value is None else _two_hosts("pair", value)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.rate is self.latency is self.loss is None:
+            raise ValueError(f"the change at {self.at} changes nothing; give rate, latency or loss")
+        if self.hosts is not None and self.pair is not None:
+            raise ValueError(
+                f"hosts ({list(self.hosts)}) and pair ({list(self.pair)}) exclude each other; "
+                "write two changes"
+            )
+        if self.hosts == ():
+            raise ValueError("hosts ([]) must not be empty; leave it out to change all of them")
+        return self
+
+    @property
+    def at_s(self) -> float:
+        """Seconds after the start of the ranks."""
+        return parse_moment_s(self.at)
+
+    @property
+    def text(self) -> str:
+        """In words: 'rate 20mbit, latency 5ms for hosts 1, 2 on net'."""
+        values = {"rate": self.rate, "latency": self.latency, "loss": self.loss}
+        what = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+        where = "" if self.link is None else f" on {self.link}"
+        if self.pair is not None:
+            return f"{what} between hosts {self.pair[0]} and {self.pair[1]}{where}"
+        if self.hosts is None:
+            return f"{what} for all hosts{where}"
+        hosts = ", ".join(map(str, self.hosts))
+        return f"{what} for host{'s' * (len(self.hosts) > 1)} {hosts}{where}"
+
+
+def _two_hosts(what: str, value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != 2 or value[0] == value[1]:
+        raise ValueError(f"{what} ({value!r}) must be two different hosts, as in [0, 3]")
+    return value

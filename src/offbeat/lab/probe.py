@@ -1,0 +1,119 @@
+"""Probing a built network: ping-pong and a bulk transfer between hosts, over TCP.
+
+Runs in the lab's own process. A socket belongs to the namespace in which it was made, so that one
+process can hold both ends.
+"""
+
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+LEAST_S, LEAST_TRIPS = 0.25, 20  # that a way takes: queues have to fill, windows to open
+_CONNECT_S = 3.0
+_PINGS = 9
+_PING_SHARE = 0.25  # of the time of a way
+_CHUNK = bytes(65536)
+_LEAST_BYTES = 32 * 1024  # that a rate is read off
+_WIRE = 1514 / 1448  # Ethernet, IP and TCP headers of a full packet
+NOTHING: dict[str, float | None] = {"rate_bps": None, "latency_s": None}
+
+Enter = Callable[[int], None]
+
+
+def measure(
+    enter: Enter, ways: Sequence[Mapping[str, Any]], budget_s: float
+) -> list[dict[str, float | None]]:
+    """Rate and one-way delay of every way, as far as the time goes; `enter(host)` moves this process
+    into a host."""
+    found: list[dict[str, float | None]] = []
+    left_s = budget_s
+    for way in ways:
+        needed_s = LEAST_S + LEAST_TRIPS * 2 * way["latency_s"]
+        if found and needed_s > left_s:
+            found.append(NOTHING)
+            continue
+        start_s = time.monotonic()
+        found.append(_measure(enter, way, min(needed_s, budget_s)))
+        left_s -= time.monotonic() - start_s
+    return found
+
+
+def _measure(enter: Enter, way: Mapping[str, Any], limit_s: float) -> dict[str, float | None]:
+    try:
+        here, there = _connected(enter, way["hosts"], way["address"])
+    except OSError:  # not within seconds, as with heavy loss
+        return NOTHING
+    with here, there:
+        end_s = time.monotonic() + limit_s
+        trips_s = _trips_s(here, there, time.monotonic() + limit_s * _PING_SHARE)
+        points = _flood(here, there, end_s) if way["rate"] else []
+    return {
+        "rate_bps": rate_bps(points),
+        "latency_s": median(trips_s) / 2 if trips_s else None,
+    }
+
+
+def rate_bps(points: Sequence[tuple[float, int]]) -> float | None:
+    """Bits per second on the wire, from (seconds, bytes so far): of the last third of the time,
+    when queues are full and windows open. None if that is too little to tell."""
+    if len(points) < 3:
+        return None
+    late_s = (points[0][0] + 2 * points[-1][0]) / 3
+    begin_s, begin = next(point for point in points if point[0] >= late_s)
+    end_s, end = points[-1]
+    if end - begin < _LEAST_BYTES:
+        return None
+    return (end - begin) * 8 * _WIRE / (end_s - begin_s)
+
+
+def _connected(enter: Enter, hosts: Sequence[int], to: str) -> tuple[socket.socket, socket.socket]:
+    one, other = hosts
+    enter(other)
+    with socket.create_server((to, 0)) as server:
+        server.settimeout(_CONNECT_S)
+        enter(one)
+        here = socket.create_connection(server.getsockname(), _CONNECT_S)
+        try:
+            there, _ = server.accept()
+        except OSError:
+            here.close()
+            raise
+    for end in (here, there):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.settimeout(_CONNECT_S)
+    return here, there
+
+
+def _trips_s(here: socket.socket, there: socket.socket, end_s: float) -> list[float]:
+    """Seconds there and back, of single bytes; at least one, after one that does not count."""
+    trips_s: list[float] = []
+    while len(trips_s) < 2 or (len(trips_s) <= _PINGS and time.monotonic() < end_s):
+        start_s = time.perf_counter()
+        try:
+            for end, to in ((here, there), (there, here)):
+                end.sendall(b"?")
+                to.recv(1)
+        except OSError:  # lost for too long
+            break
+        trips_s.append(time.perf_counter() - start_s)
+    return trips_s[1:]
+
+
+def _flood(here: socket.socket, there: socket.socket, end_s: float) -> list[tuple[float, int]]:
+    """Send as fast as it goes; (seconds, bytes) as they arrive."""
+    points, total = [(time.monotonic(), 0)], 0
+    here.setblocking(False)
+    there.setblocking(False)
+    while (left_s := end_s - time.monotonic()) > 0:
+        readable, writable, _ = select.select([there], [here], [], left_s)
+        if writable:
+            here.send(_CHUNK)
+        if readable:
+            total += len(there.recv(1 << 20))
+            points.append((time.monotonic(), total))
+    # What is still under way is of no interest: reset instead of a long good-bye.
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    return points

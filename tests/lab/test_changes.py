@@ -1,0 +1,152 @@
+"""What becomes different while ranks run: plans, when it is due, what is asked and measured."""
+
+import pytest
+
+from offbeat.lab import Change, Cluster, HostOverride, Link, Pair
+from offbeat.lab.asked import MOST_WAYS, Asked, Measured, asked_ways, lines
+from offbeat.lab.cluster import Way
+from offbeat.lab.link_plan import ChangePlan, LinkPlan, PairPlan
+from offbeat.lab.plans import change_messages, link_plan
+from offbeat.lab.probe import rate_bps
+from offbeat.lab.schedule import Schedule
+
+pytestmark = pytest.mark.timeout(10)
+
+MBIT = 1_000_000
+
+
+def plan_of(**settings) -> LinkPlan:
+    return link_plan(Cluster(hosts=3, **settings), "net")
+
+
+def test_the_plan_of_a_link_has_what_hosts_and_pairs_say():
+    plan = plan_of(
+        links=(Link(rate="10mbit", latency="5ms"),),
+        overrides=(HostOverride(host=1, rates={"net": "4mbit"}, latencies={"net": "9ms"}),),
+        pairs=(Pair(hosts=(0, 2), losses={"net": "1%"}),),
+    )
+    assert plan.rates_bps == (10 * MBIT, 4 * MBIT, 10 * MBIT)
+    assert plan.latencies_s == pytest.approx((0.005, 0.009, 0.005))
+    assert plan.pairs == (PairPlan((0, 2), loss=0.01),)
+    assert (plan.latency_s(1, 2), plan.latency_s(0, 2)) == plan.latencies_s[1::-1]
+    assert (plan.loss(2, 0), plan.loss(1, 0)) == (0.01, 0.0)
+    assert LinkPlan.from_message(plan.to_message()) == plan
+
+
+@pytest.mark.parametrize(
+    ("settings", "switched"),
+    [
+        ({}, False),
+        ({"links": (Link(latency="5ms", loss=0.1),)}, False),  # netem does that, where there is one
+        ({"overrides": (HostOverride(host=1, rates={"net": "4mbit"}),)}, False),
+        ({"overrides": (HostOverride(host=1, latencies={"net": "4ms"}),)}, True),
+        ({"overrides": (HostOverride(host=1, losses={"net": 0.1}),)}, True),
+        ({"pairs": (Pair(hosts=(0, 1), rates={"net": "4mbit"}),)}, True),
+        ({"pairs": (Pair(hosts=(0, 1)),)}, False),
+        ({"changes": (Change(at=1, rate="1mbit"),)}, False),
+        ({"changes": (Change(at=1, latency="1ms"),)}, True),
+        ({"changes": (Change(at=1, rate="1mbit", pair=(0, 1)),)}, True),
+    ],
+)
+def test_only_what_the_kernel_cannot_do_needs_a_switch(settings, switched):
+    assert plan_of(**settings).switched is switched
+
+
+def test_changes_of_all_hosts_of_some_and_of_a_pair():
+    plan = plan_of(links=(Link(rate="10mbit"),))
+    changes = (
+        Change(at="1s", rate="5mbit"),
+        Change(at="2s", rate="unlimited", latency="3ms", hosts=(0, 2)),
+        Change(at="3s", loss=0.5, pair=(2, 1)),
+        Change(at="4s", latency="1ms", pair=(1, 2)),
+    )
+    steps = []
+    for message in change_messages(Cluster(hosts=3, changes=changes)):
+        plan = ChangePlan(**message).applied(plan)
+        steps.append(plan)
+    assert steps[0].rates_bps == (5 * MBIT,) * 3
+    assert steps[1].rates_bps == (None, 5 * MBIT, None)
+    assert steps[1].latencies_s == (0.003, 0.0, 0.003)
+    assert (steps[2].loss(1, 2), steps[2].loss(0, 2), steps[2].latency_s(1, 2)) == (0.5, 0.0, 0.003)
+    assert (steps[3].loss(1, 2), steps[3].latency_s(1, 2)) == (0.5, 0.001)
+
+
+def test_a_change_is_of_every_link_unless_it_names_one():
+    links = (Link(name="a"), Link(name="b"))
+    changes = (Change(at=1, rate="1mbit"), Change(at=2, rate="2mbit", link="b"))
+    messages = change_messages(Cluster(hosts=2, links=links, changes=changes))
+    assert [(m["number"], m["link"], m["at_s"]) for m in messages] == [
+        (0, 0, 1),
+        (0, 1, 1),
+        (1, 1, 2),
+    ]
+
+
+def test_changes_are_due_once_in_order_of_time():
+    early, late, also_late = (
+        ChangePlan(at_s, 0, number=n) for n, at_s in enumerate((1.0, 5.0, 5.0))
+    )
+    schedule = Schedule(100.0, [late, also_late, early])
+    assert (schedule.wait_s(100.0), schedule.due(100.9)) == (1.0, [])
+    assert schedule.due(101.0) == [early]
+    assert schedule.wait_s(103.0) == 2.0
+    assert schedule.due(107.0) == [late, also_late]
+    assert (schedule.wait_s(107.0), schedule.due(200.0)) == (None, [])
+    assert schedule.since_start_s(107.0) == 7.0
+
+
+def test_changes_in_words():
+    assert Change(at=1, rate="2e7", hosts=(1, 2), link="net").text == (
+        "rate 20mbit for hosts 1, 2 on net"
+    )
+    assert Change(at=1, latency=0.02, loss="1%", pair=(0, 3)).text == (
+        "latency 20ms, loss 0.01 between hosts 0 and 3"
+    )
+    assert Change(at=1, loss=0).text == "loss 0.0 for all hosts"
+
+
+def test_everything_that_is_asked_is_probed_and_every_host():
+    cluster = Cluster(
+        hosts=6,
+        links=(Link(rate="10mbit"),),
+        overrides=(HostOverride(host=2, rates={"net": "4mbit"}),),
+        pairs=(Pair(hosts=(3, 5), latencies={"net": "9ms"}),),
+    )
+    asked = asked_ways(cluster)
+    assert [a.hosts for a in asked] == [(0, 1), (0, 2), (3, 5)]
+    assert [a.way.rate_bps for a in asked] == [10 * MBIT, 4 * MBIT, 10 * MBIT]
+    assert [a.to_address for a in asked] == ["10.77.0.2", "10.77.0.3", "10.77.0.6"]
+    assert {h for a in asked_ways(Cluster.simple(8)) for h in a.hosts} == set(range(8))
+    assert len(asked_ways(Cluster.simple(250))) == MOST_WAYS
+    assert asked_ways(Cluster.simple(1)) == []
+
+
+def test_more_than_ten_percent_off_is_a_warning():
+    asked = Asked("net", (0, 1), "10.77.0.2", Way(10 * MBIT, 0.02, 0.0))
+    fine, slow, late = (
+        Measured(asked, rate, latency)
+        for rate, latency in ((9.5e6, 0.0209), (8.9e6, 0.02), (None, 0.025))
+    )
+    assert fine.deviations() == []
+    assert slow.deviations() == ["the measured rate is 11 % below what is asked"]
+    said = lines([fine, slow, late])
+    assert said[0] == ("net, hosts 0 and 1: asked 10mbit, 20ms, measured 9.5mbit, 20.9ms one way")
+    assert said[2].endswith("measured -, 25ms one way")
+    assert said[3:] == [
+        "warning: net between hosts 0 and 1: the measured rate is 11 % below what is asked",
+        "warning: net between hosts 0 and 1: the measured latency is 25 % above what is asked",
+    ]
+    nothing = Measured(Asked("net", (0, 1), "", Way(None, 0.0, 0.0)), None, 0.0001)
+    assert nothing.deviations() == []
+    assert fine.record()["asked"] == "10mbit, 20ms"
+
+
+def test_the_rate_is_that_of_the_second_half():
+    points = [
+        (0.0, 0),
+        (0.1, 1_000_000),
+        *((0.5 + i / 10, 2_000_000 + i * 125_000) for i in range(6)),
+    ]
+    assert rate_bps(points) == pytest.approx(10e6 * 1514 / 1448)
+    assert rate_bps(points[:2]) is None
+    assert rate_bps([(0.0, 0), (0.5, 1000), (1.0, 2000)]) is None
