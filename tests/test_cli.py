@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -15,7 +17,10 @@ import pytest
 from offbeat.cli import commands as cli
 from offbeat.cli import texts
 from offbeat.plan import Plan
-from offbeat.strategies import STRATEGIES
+from offbeat.profile import Profile
+from offbeat.profile.elsewhere import elsewhere
+from offbeat.sim import predict
+from offbeat.strategies import STRATEGIES, LocalSGD
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("here")]
 
@@ -219,6 +224,74 @@ def test_simulate_text(capsys):
     text = capsys.readouterr().out
     assert "bsp, seconds per iteration: 0.1375" in text
     assert "exposed communication: 0.1195" in text
+
+
+def test_simulate_over_a_product_is_one_table(capsys):
+    argv = ["simulate", "--profile", "profile.json", "--strategy", "dreamddp", "--iterations", "4"]
+    axes = ["--rate", "10mbit,0.1gbit", "--hosts", "4,32", "--jitter", ".1", "--period", "5,10"]
+    assert cli.main([*argv, *axes]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    columns, rows = lines[0], lines[1:]
+    told = [(row[1], row[2], row[3], row[4]) for row in rows]
+    assert columns[1:5] == ["period", "hosts", "rate", "jitter"]
+    assert sorted(told) == sorted(
+        (period, hosts, rate, "0.1")
+        for period in ("5", "10")
+        for hosts in ("4", "32")
+        for rate in ("10mbit", "100mbit")
+    )
+    assert cli.main([*argv, *axes, "--csv"]) == 0
+    table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [list(row.values()) for row in table] == rows
+    by_place = {(r["period"], r["hosts"], r["rate"]): float(r["iteration_s"]) for r in table}
+    for period in ("5", "10"):
+        for hosts in ("4", "32"):
+            assert by_place[period, hosts, "100mbit"] < by_place[period, hosts, "10mbit"]
+    found = json_of(capsys, *argv, *axes)
+    assert [f"{row['prediction']['iteration_s']:.6g}" for row in found] == [
+        row["iteration_s"] for row in table
+    ]
+
+
+def test_single_values_are_one_prediction_elsewhere(capsys):
+    argv = ["simulate", "--profile", "profile.json", "--strategy", "local-sgd"]
+    one = json_of(capsys, *argv, "--period", "7", "--rate", "1gbit", "--hosts", "16")
+    assert one["strategy"] == "local-sgd(period=7)"
+    profile = elsewhere(Profile.load("profile.json"), rate_bps=1e9)
+    assert one["iteration_s"] == predict(LocalSGD(period=7), profile).iteration_s
+
+
+def test_simulate_compares_strategies_and_prints_one_row_as_csv(capsys):
+    argv = ["simulate", "--profile", "profile.json", "--strategy"]
+    assert cli.main([*argv, "bsp,local-sgd", "--period", "2,4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["bsp", "-"],
+        ["local-sgd(period=2)", "2"],
+        ["local-sgd(period=4)", "4"],
+    ]
+    assert cli.main([*argv, "bsp", "--csv"]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header == "strategy,period,hosts,rate,jitter,iteration_s,bound_s,exposed_s"
+    assert row.startswith("bsp,,16,,0,0.1")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--strategy bsp --period 5", "period (5) is no setting of bsp; leave it out"),
+        ("--strategy dreamddp --period 5,0", "period (0) must be an integer of at least 1"),
+        ("--strategy dreamddp --period 5,x", "period ('x') must be an integer"),
+        ("--plan plan.json --period 5", "period (5) is the plan's already; give --strategy NAME"),
+        ("--strategy bsp --rate 5foo", "rate ('5foo') has the unknown unit 'foo'"),
+        ("--strategy bsp --rate unlimited", "rate ('unlimited') must be a number with a unit"),
+        ("--strategy bsp --hosts 4,1", "hosts ('1') must be integers of at least 2"),
+        ("--strategy bsp --jitter .1,-1", "jitter ('-1') must be numbers from 0 to 2"),
+        ("--strategy bsp --jitter nan", "jitter ('nan') must be numbers from 0 to 2"),
+    ],
+)
+def test_wrong_products_are_one_line(argv, words, capsys):
+    assert words in error_of(capsys, "simulate", "--profile", "profile.json", *argv.split())
 
 
 # --- settings ------------------------------------------------------------------------------------

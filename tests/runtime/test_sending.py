@@ -12,7 +12,7 @@ from torch import nn
 from worlds import run_world
 
 from offbeat.measuring.calls import call_s
-from offbeat.measuring.jitter import jitter_of
+from offbeat.measuring.jitter import jitter_of, of_ranks, spread_of
 from offbeat.measuring.probe import Budget
 from offbeat.measuring.sending import crowding, measure_sending, split
 from offbeat.profile import Link
@@ -71,6 +71,20 @@ def test_jitter_is_the_deviation_without_hiccups() -> None:
     draws = np.random.default_rng(0).normal(10.0, 2.0, 4001)
     assert jitter_of(draws.tolist()) == pytest.approx(0.2, rel=0.05)
     assert jitter_of([*draws, 1e6]) == pytest.approx(0.2, rel=0.05)
+
+
+def test_spread_of_a_few_messages_of_each_size() -> None:
+    rng = np.random.default_rng(1)
+    series = [(s * rng.normal(1, 0.1, 3)).tolist() for s in rng.uniform(1, 100, 4000)]
+    assert spread_of(series) == pytest.approx(0.1, rel=0.1)  # the median of ranges is a bit less
+    assert spread_of([[1.0, 1.0, 9.0], [2.0, 2.0, 2.0], [4.0, 4.0, 4.0]]) == 0.0
+    assert spread_of([[1.0, 1.02, 1.01]]) == spread_of([[1.0]]) == spread_of([]) == 0.0
+
+
+def test_a_rank_far_above_the_others_keeps_its_own_jitter() -> None:
+    assert of_ranks([0.01, 0.02, 0.02, 0.03]) == (0.0, ())
+    assert of_ranks([0.05, 0.1, 0.15, 0.1]) == (pytest.approx(0.1), ())
+    assert of_ranks([0.0, 0.01, 0.2, 0.01]) == (pytest.approx(0.055), (0.0, 0.0, 0.2, 0.0))
 
 
 class Wrapper(torch.optim.SGD):

@@ -39,9 +39,9 @@ def cases(draw, sends):
 def expected(profile, plan, ranks, votes):
     scale = profile.rank_scale or (1.0,) * profile.world_size
     horizon = reference.horizon(plan, profile, ITERATIONS)
-    noise = ranks.noise(horizon, profile.world_size, SEED)
+    noise = ranks.noise(horizon, profile, SEED)
     factors = [
-        [scale[r] * (noise[i, r] if ranks.jitter else 1.0) for i in range(horizon)]
+        [scale[r] * (1.0 if noise is None else noise[i, r]) for i in range(horizon)]
         for r in range(profile.world_size)
     ]
     outcomes = Outcomes(plan, votes, SEED)

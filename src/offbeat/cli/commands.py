@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ from offbeat.strategies import STRATEGIES
 if TYPE_CHECKING:  # the lab, the report and rich are imported by the commands that need them
     from offbeat.lab import Cluster
     from offbeat.run.compare import Comparison, Outcome, Setup
+    from offbeat.sim import Prediction
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 SCRIPT_COMMANDS = ("run", "profile", "compare")
@@ -194,32 +196,53 @@ def simulate(
     *,
     profile: ProfileIn,
     plan: Annotated[Path | None, option("A plan's file, instead of a strategy.")] = None,
-    strategy: Annotated[str | None, option("Name; see `offbeat strategies`.")] = None,
+    strategy: Annotated[
+        str | None, option("Name, or several with commas between; see `offbeat strategies`.")
+    ] = None,
     set_: Settings = None,
+    rate: Annotated[
+        str | None, option("Rates of the links instead of those measured: 10mbit,100mbit.")
+    ] = None,
+    hosts: Annotated[str | None, option("Numbers of ranks instead of the measured: 4,32.")] = None,
+    jitter: Annotated[
+        str | None, option("Relative deviations of compute instead of the measured: 0,.1.")
+    ] = None,
+    period: Annotated[str | None, option("Periods of strategies that have one: 5,10.")] = None,
     iterations: Annotated[int | None, option("Simulate so many, at least some periods.")] = None,
+    csv: Annotated[bool, Parameter("--csv", help="Print a table as CSV.", negative="")] = False,
     json_: Json = False,
 ) -> int:
-    """Predict the seconds per iteration of a plan or a strategy.
+    """Predict the seconds per iteration of a plan or of strategies; lists make a table.
 
-    Example: offbeat simulate --profile profile.json --strategy dreamddp --set period=5
+    Example: offbeat simulate --profile profile.json --strategy dreamddp --period 5,10 --hosts 4,32
     """
     from offbeat import sim
+    from offbeat.cli import sweep
 
     if (plan is None) == (strategy is None):
         raise ValueError("simulate takes either --plan FILE or --strategy NAME")
+    if plan is not None and period is not None:
+        raise ValueError(f"period ({period}) is the plan's already; give --strategy NAME instead")
     facts = texts.load_profile(profile)
-    if plan is None:
-        assert strategy is not None
-        prediction = sim.predict(texts.strategy(strategy, set_), facts, iterations=iterations)
-    else:
+    contestants: list[tuple[dict[str, Any], sweep.Predict]] = []
+    if plan is not None:
         made = texts.load_plan(plan, facts)
-        prediction = sim.predict_plan(made, facts, iterations=iterations)
-    bound = "unknown" if prediction.bound_s is None else f"{prediction.bound_s:.6g}"
-    text = (
-        f"{prediction.strategy}, seconds per iteration: {prediction.iteration_s:.6g}\n"
-        f"  lower bound: {bound}\n  exposed communication: {prediction.exposed_s:.6g}"
-    )
-    _print(json_, prediction.to_dict(), text)
+        told = {"strategy": made.strategy, "period": made.period}
+        contestants = [(told, partial(sim.predict_plan, made, iterations=iterations))]
+    else:
+        assert strategy is not None
+        named = texts.several(strategy, set_)
+        for chosen in sweep.with_periods(named, period):
+            told = {"strategy": str(chosen), "period": getattr(chosen, "period", None)}
+            contestants.append((told, partial(sim.predict, chosen, iterations=iterations)))
+    found = sweep.rows(sweep.Axes.of(rate, hosts, jitter), facts, contestants)
+    if csv:
+        print(sweep.csv_text(found))
+    elif len(found) > 1:
+        rows = [{**row, "prediction": row["prediction"].to_dict()} for row in found]
+        _print(json_, rows, sweep.table(found))
+    else:
+        _print(json_, found[0]["prediction"].to_dict(), _prediction_text(found[0]["prediction"]))
     return 0
 
 
@@ -337,6 +360,14 @@ def _cluster(where: Where) -> Cluster:
         raise ValueError("--cluster says what --hosts and --rate say; give one or the other")
     texts.require_file(where.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
     return Cluster.load(where.cluster)
+
+
+def _prediction_text(prediction: Prediction) -> str:
+    bound = "unknown" if prediction.bound_s is None else f"{prediction.bound_s:.6g}"
+    return (
+        f"{prediction.strategy}, seconds per iteration: {prediction.iteration_s:.6g}\n"
+        f"  lower bound: {bound}\n  exposed communication: {prediction.exposed_s:.6g}"
+    )
 
 
 # --- running and showing -------------------------------------------------------------------------

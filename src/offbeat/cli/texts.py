@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -92,6 +92,19 @@ def _pairs(texts: Sequence[str] | None) -> dict[str, str]:
 def strategy(name: str, settings: Sequence[str] | None) -> Strategy:
     """A strategy of settings as "period=5"; ValueError if there is none."""
     return _create(name, _pairs(settings))
+
+
+def several(names: str, settings: Sequence[str] | None) -> list[Strategy]:
+    """Strategies of "ddp,dreamddp:period=8"; a single name takes all settings."""
+    if "," not in names and ":" not in names:
+        return [strategy(names, settings)]
+    return [contestant.strategy for contestant in contestants(names, settings or [])]
+
+
+def with_setting(strategy: Strategy, setting: str, text: str) -> Strategy:
+    """The strategy with one setting from its text; ValueError if it has no such value."""
+    value = parse_value(setting, text.strip(), get_type_hints(type(strategy))[setting])
+    return replace(strategy, **{setting: value})
 
 
 def _create(name: str, settings: Mapping[str, str]) -> Strategy:

@@ -11,6 +11,7 @@ import numpy as np
 import torch.distributed as dist
 
 from offbeat.measuring.contention import measure_contention
+from offbeat.measuring.jitter import spread_of
 from offbeat.measuring.probe import Budget, Probe, Prober, timed
 from offbeat.measuring.sending import measure_sending
 from offbeat.plan import Verb
@@ -34,6 +35,7 @@ MOST_REPEATS, LEAST_REPEATS = 9, 3  # of one size
 SERIES = 3  # messages of each size of a line
 HALF_VERBS: tuple[Verb, ...] = ("reduce_scatter", "all_gather")
 Points = list[tuple[int, float]]  # (bytes, seconds), ascending
+Series = list[tuple[int, list[float]]]  # (bytes, seconds of several messages)
 
 
 def fit_link(name: str, points: Sequence[tuple[int, float]]) -> Link:
@@ -120,16 +122,19 @@ def measure_link(
     mean = verbs["all_reduce"]
     curve = explore(probe, mean, total, budget.share(EXPLORING * part))
     small = measure_small(probe, mean, total, curve, budget.share(SMALL * part))
-    line = measure_line(probe, mean, smallest, total, curve, budget.share(LINE * part))
+    series = measure_series(probe, mean, smallest, total, curve, budget.share(LINE * part))
+    line = typical(series)
     halves: dict[str, tuple[float, float]] = {}
     curve = [(size, seconds / 2) for size, seconds in line or curve]
     for verb in HALF_VERBS:
         share = budget.share(HALVES * part / len(HALF_VERBS))
-        points = measure_line(probe, verbs[verb], smallest, total, curve, share)
+        points = typical(measure_series(probe, verbs[verb], smallest, total, curve, share))
         if points:
             fit = fit_link(name, points)
             halves[verb] = (fit.latency_s, fit.bytes_per_s)
-    return replace(fit_link(name, line or curve), small=tuple(small), halves=halves)
+    jitter = spread_of([seconds for _, seconds in series])
+    fit = fit_link(name, line or curve)
+    return replace(fit, small=tuple(small), halves=halves, jitter=jitter)
 
 
 def explore(probe: Prober, collective: Collective, most: int, budget: Budget) -> Points:
@@ -190,16 +195,16 @@ def measure_small(
     return least_times(points)
 
 
-def measure_line(
+def measure_series(
     probe: Prober,
     collective: Collective,
     smallest: int,
     total: int,
     curve: Points,
     budget: Budget,
-) -> Points:
-    """Median seconds of the sizes of `line_sizes`, of `SERIES` messages each or as many as can be
-    paid; nothing if that is not one of each.
+) -> Series:
+    """Seconds of the sizes of `line_sizes`, of `SERIES` messages each or as many as can be paid;
+    nothing if that is not one of each.
 
     All messages follow each other at once, after one that does not count: a link that has rested
     is faster for its first bytes (the token bucket of a shaper).
@@ -211,7 +216,12 @@ def measure_line(
     if each == 0:
         return []
     _, *times = timed(probe, collective, in_series(sizes, each), budget)
-    return [(size, median(times[i * each :][:each])) for i, size in enumerate(sizes)]
+    return [(size, times[i * each :][:each]) for i, size in enumerate(sizes)]
+
+
+def typical(series: Series) -> Points:
+    """The median seconds of every size."""
+    return [(size, median(seconds)) for size, seconds in series]
 
 
 def in_series(sizes: Sequence[int], each: int) -> list[int]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from offbeat.measuring.calls import call_s
-from offbeat.measuring.jitter import jitter_of
+from offbeat.measuring.jitter import jitter_of, of_ranks
 from offbeat.measuring.loss import LossTap
 from offbeat.measuring.noise import NoiseMeter, Seen, noise_of
 from offbeat.plan import Moment, Plan, local, transfer
@@ -27,7 +27,6 @@ from offbeat.transport.device import Device, Mark
 
 OTHER, UPDATE = "other", "update"
 ALIKE = 1.02  # ranks whose compute times differ by less count as alike
-STEADY = 0.03  # compute that differs by less from iteration to iteration counts as steady
 
 
 def observing_plan(buckets: int, link: str) -> Plan:
@@ -148,7 +147,8 @@ class Observer:
         self._turns.step_begins()
         step_s = call_s(self._engine.optimizer, self._device)
         self._turns.stepped()
-        jitter, step_s = np.mean(control.gather((jitter, step_s)), axis=0).tolist()
+        jitters, steps_s = zip(*control.gather((jitter, step_s)), strict=True)
+        jitter, rank_jitter = of_ranks(jitters)
         count = len(specs)
         compute = everyone[:, :-1].sum(axis=1)
         scale = compute / compute.mean()
@@ -172,8 +172,9 @@ class Observer:
             update_s=float(mean[-2]),
             other_s=float(mean[-1]),
             rank_scale=() if alike else tuple(float(s) for s in scale),
-            step_s=step_s,
-            jitter=jitter if jitter > STEADY else 0.0,
+            step_s=fmean(steps_s),
+            jitter=jitter,
+            rank_jitter=rank_jitter,
             model=model,
             contention=tuple(contention),
             noise=self._noise(control),

@@ -28,13 +28,14 @@ def validate(profile: Profile) -> None:
         _validate_bucket(bucket, {link.name for link in profile.links})
     for name in ("update_s", "other_s", "step_s", "jitter", "pace"):
         _number(name, getattr(profile, name))
-    if profile.rank_scale and len(profile.rank_scale) != profile.world_size:
-        raise ValueError(
-            f"rank_scale ({len(profile.rank_scale)} entries) must have one entry "
-            f"per rank ({profile.world_size})"
-        )
-    for rank, scale in enumerate(profile.rank_scale):
-        _number(f"rank_scale[{rank}]", scale, positive=True)
+    for name, values in (("rank_scale", profile.rank_scale), ("rank_jitter", profile.rank_jitter)):
+        if values and len(values) != profile.world_size:
+            raise ValueError(
+                f"{name} ({len(values)} entries) must have one entry per rank "
+                f"({profile.world_size})"
+            )
+        for rank, value in enumerate(values):
+            _number(f"{name}[{rank}]", value, positive=name == "rank_scale")
 
 
 def _validate_link(link: Link) -> None:
@@ -42,7 +43,7 @@ def _validate_link(link: Link) -> None:
         raise ValueError(f"link name ({link.name!r}) must not contain {CHANNEL!r}; rename it")
     _number(f"latency_s of link {link.name!r}", link.latency_s)
     _number(f"bytes_per_s of link {link.name!r}", link.bytes_per_s, positive=True)
-    for name in ("cpu_s_per_message", "cpu_s_per_byte"):
+    for name in ("cpu_s_per_message", "cpu_s_per_byte", "jitter"):
         _number(f"{name} of link {link.name!r}", getattr(link, name))
     for size, seconds in link.small:
         _number(f"bytes of a small message on link {link.name!r}", size)

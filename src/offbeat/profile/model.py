@@ -59,6 +59,7 @@ class Link:
 
     `cpu_s_per_message` and `cpu_s_per_byte` are the processor time that a rank spends on sending
     and that its own compute lacks; 0 where a device computes beside the processor.
+    `jitter` is the relative standard deviation of the time of one message from one to the next.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Link:
     halves: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     cpu_s_per_message: float = 0.0
     cpu_s_per_byte: float = 0.0
+    jitter: float = 0.0
 
     def seconds(
         self,
@@ -143,7 +145,8 @@ class Profile:
     and update (data loading, logging), both per iteration; `step_s` what every further call of the
     optimizer costs, where buckets are stepped one by one. Times are means over ranks;
     `rank_scale[r]` is rank r's compute time relative to that mean (empty: all alike).
-    `jitter` is the relative standard deviation of one rank's compute from iteration to iteration.
+    `jitter` is the relative standard deviation of one rank's compute from iteration to iteration,
+    `rank_jitter[r]` that of rank r (empty: all alike).
     `model` is a fingerprint of the model, empty when unknown. `contention` lists what links lose
     while they run together; other pairs lose nothing, two channels of one link a third each.
     With a `pace` the times are those of emulated hosts, each so many times slower than one core of
@@ -158,6 +161,7 @@ class Profile:
     rank_scale: tuple[float, ...] = ()
     step_s: float = 0.0
     jitter: float = 0.0
+    rank_jitter: tuple[float, ...] = ()
     model: str = ""
     contention: tuple[Contention, ...] = ()
     noise: GradientNoise | None = None
@@ -165,6 +169,11 @@ class Profile:
 
     def __post_init__(self) -> None:
         validate(self)
+
+    @property
+    def jitters(self) -> tuple[float, ...]:
+        """Relative standard deviation of every rank's compute."""
+        return self.rank_jitter or (self.jitter,) * self.world_size
 
     @property
     def forward_s(self) -> float:
@@ -365,6 +374,8 @@ class Profile:
             data["jitter"] = self.jitter
         if self.pace:
             data["pace"] = self.pace
+        if self.rank_jitter:
+            data["rank_jitter"] = list(self.rank_jitter)
         if self.model:
             data["model"] = self.model
         if self.contention:
@@ -397,6 +408,7 @@ class Profile:
             rank_scale=tuple(data.get("rank_scale", ())),
             step_s=data.get("step_s", 0.0),
             jitter=data.get("jitter", 0.0),
+            rank_jitter=tuple(data.get("rank_jitter", ())),
             model=data.get("model", ""),
             contention=tuple(
                 _record(Contention, "contention", c) for c in data.get("contention", ())

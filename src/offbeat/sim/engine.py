@@ -83,12 +83,13 @@ class _Together:
             self._message_s[segment] = {
                 link: [self.job.costs.message_s(t) for t in queue] for link, queue in queues.items()
             }
-        seconds = self._message_s[segment]
-        if not self.job.plan.votes:
+        seconds, spread = self._message_s[segment], self.job.spread
+        if not (self.job.plan.votes or spread.any):
             return seconds
         return {
             link: [
-                s * program.goes(t, iteration) for s, t in zip(seconds[link], queue, strict=True)
+                s * spread.factor(t, iteration) * program.goes(t, iteration)
+                for s, t in zip(seconds[link], queue, strict=True)
             ]
             for link, queue in queues.items()
         }

@@ -93,6 +93,7 @@ class _World:
         flow = self._flows.get(key)
         if flow is None:
             seconds = self.job.costs.message_s(t, ranks) if goes else 0.0
+            seconds *= self.job.spread.factor(t, iteration)
             flow = self._flows[key] = Flow(t.link, ranks, seconds)
         flow.unseen -= 1
         if not flow.unseen:

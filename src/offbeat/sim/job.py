@@ -16,6 +16,7 @@ from offbeat.sim.lines import Line
 from offbeat.sim.outcomes import Outcomes
 from offbeat.sim.program import TimedProgram
 from offbeat.sim.ranks import Ranks, alike
+from offbeat.sim.spread import Spread
 
 # Of all ranks: a float if they are all alike, else an array with one value per rank.
 Times = Any
@@ -26,9 +27,7 @@ class Factors:
 
     def __init__(self, profile: Profile, ranks: Ranks, iterations: int, seed: int) -> None:
         self._scale = np.asarray(ranks.compute_scale(profile), dtype=float)
-        self._noise: NDArray[np.float64] | None = None
-        if ranks.jitter:
-            self._noise = ranks.noise(iterations, profile.world_size, seed)
+        self._noise = ranks.noise(iterations, profile, seed)
         self.alike = len(self._scale) == 1 or (self._noise is None and alike(self._scale.tolist()))
 
     def of(self, iteration: int, repeat: int = 1) -> Times:
@@ -55,6 +54,7 @@ class Job:
     costs: Costs
     outcomes: Outcomes
     factors: Factors
+    spread: Spread
     coupled: frozenset[str]
     repeats: Mapping[int, int]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.plan import Plan
+from offbeat.plan import Plan, base_link
 from offbeat.profile import Profile
 from offbeat.sim.job import Run
 from offbeat.sim.ranks import Ranks
@@ -115,8 +115,9 @@ def predict_plan(
     """Prediction for a plan.
 
     Without `iterations` as many are simulated as it takes to see the timeline repeat, at most
-    2048 after the prologue, or 400 with jitter or votes that are neither sure nor hopeless; long
-    stretches of equal iterations are shortened. `votes` and ValueError as of `simulate`.
+    2048 after the prologue, or 400 with jitter (the profile's, unless `ranks` says otherwise) or
+    votes that are neither sure nor hopeless; long stretches of equal iterations are shortened.
+    `votes` and ValueError as of `simulate`.
     """
     ranks = ranks or Ranks()
     whole = Short(plan, plan, {}, {}, (), ((0, 0),))
@@ -160,7 +161,10 @@ def _settle(
 ) -> tuple[Run, range | None]:
     """Simulate longer and longer until the timeline repeats; the last run and its cycle."""
     plan = short.plan
-    chance = ranks.jitter > 0 or any(0 < probability < 1 for probability in votes.values())
+    used = {base_link(name) for name in plan.links}
+    chance = any(ranks.jitters(profile))
+    chance = chance or any(link.jitter for link in profile.links if link.name in used)
+    chance = chance or any(0 < probability < 1 for probability in votes.values())
     fixed = iterations is not None or chance
     if iterations is None:
         # A cycle shows in two periods, if these hold all that is still under way.

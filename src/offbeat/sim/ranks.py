@@ -19,17 +19,17 @@ class Ranks:
 
     `scale[r]` is rank r's forward, backward and update time relative to the profile's (empty: the
     profile's `rank_scale`). `jitter` is the relative standard deviation of a lognormal factor with
-    mean 1 on the same times, drawn per rank and iteration. `link_rates[link][r]` is rank r's rate
-    on a link (and its channels) relative to the profile's; a collective runs at the slowest
-    rank's. ValueError on values that are not finite and positive.
+    mean 1 on the same times, drawn per rank and iteration (None: the profile's).
+    `link_rates[link][r]` is rank r's rate on a link (and its channels) relative to the profile's; a
+    collective runs at the slowest rank's. ValueError on values that are not finite and positive.
     """
 
     scale: tuple[float, ...] = ()
-    jitter: float = 0.0
+    jitter: float | None = None
     link_rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.jitter) and self.jitter >= 0):
+        if self.jitter is not None and not (math.isfinite(self.jitter) and self.jitter >= 0):
             raise ValueError(f"jitter ({self.jitter}) must be finite and at least 0")
         for name, values in self._per_rank():
             for rank, value in enumerate(values):
@@ -69,11 +69,26 @@ class Ranks:
             rates = [rates[rank] for rank in ranks]
         return min(rates, default=1.0)
 
-    def noise(self, iterations: int, world_size: int, seed: int) -> NDArray[np.float64]:
-        """Jitter factors [iteration, rank]; a longer draw begins with the shorter one."""
-        spread = math.log1p(self.jitter**2)  # variance of the logarithm; -spread / 2 gives mean 1
-        draws = np.random.default_rng(seed).standard_normal((iterations, world_size))
-        return np.exp(math.sqrt(spread) * draws - spread / 2)
+    def jitters(self, profile: Profile) -> tuple[float, ...]:
+        """Relative standard deviation of every rank's compute."""
+        return profile.jitters if self.jitter is None else (self.jitter,) * profile.world_size
+
+    def noise(self, iterations: int, profile: Profile, seed: int) -> NDArray[np.float64] | None:
+        """Jitter factors [iteration, rank]; a longer draw begins with the shorter one. None: no
+        rank varies."""
+        jitters = np.array(self.jitters(profile))
+        if not jitters.any():
+            return None
+        shape = iterations, profile.world_size
+        return lognormal(np.random.default_rng(seed).standard_normal(shape), jitters)
+
+
+def lognormal(
+    draws: NDArray[np.float64], deviation: float | NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Factors with mean 1 and this standard deviation, from standard normal draws."""
+    spread = np.log1p(np.square(deviation))  # variance of the logarithm; -spread / 2 gives mean 1
+    return np.exp(np.sqrt(spread) * draws - spread / 2)
 
 
 def alike(values: Sequence[float]) -> bool:

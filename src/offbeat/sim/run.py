@@ -13,6 +13,7 @@ from offbeat.sim.outcomes import Outcomes
 from offbeat.sim.ranks import Ranks
 from offbeat.sim.refuse import refuse
 from offbeat.sim.shared import coupled
+from offbeat.sim.spread import Spread
 
 
 def run(
@@ -63,6 +64,7 @@ def job_of(
         Costs(plan, profile, ranks),
         Outcomes(plan, votes, seed),
         Factors(profile, ranks, horizon, seed),
+        Spread(plan, profile, seed),
         together,
         repeats,
     )

@@ -12,7 +12,7 @@ import numpy as np
 from offbeat import solve
 from offbeat.plan import Plan
 from offbeat.profile import Profile
-from offbeat.sim import Ranks, simulate
+from offbeat.sim import simulate
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
 from offbeat.strategies.partial_sync import (
@@ -186,16 +186,17 @@ class DreamDDP(Strategy):
         sets, always with the same noise, so that candidates can be compared."""
         if not self._simulated(profile):
             return self._closed_s(candidate, profile)
-        plan, ranks = self._plan_of(candidate, profile), Ranks(jitter=profile.jitter)
+        plan = self._plan_of(candidate, profile)
         periods = self._periods()
-        trace = simulate(plan, profile, iterations=periods * self.period, ranks=ranks, record=0)
+        trace = simulate(plan, profile, iterations=periods * self.period, record=0)
         return max(ends_s[-1] for ends_s in trace.ends_s) / periods
 
     def _simulated(self, profile: Profile) -> bool:
         """Whether candidates are simulated: where compute varies or messages take from it, unless
         that would take too long."""
         link = profile.default_link
-        uneven = profile.jitter or link.cpu_s_per_message or link.cpu_s_per_byte
+        uneven = any(profile.jitters) or link.jitter
+        uneven = uneven or link.cpu_s_per_message or link.cpu_s_per_byte
         iterations = self._periods() * self.period
         return bool(uneven) and iterations * len(profile.buckets) <= MOST_SIMULATED
 

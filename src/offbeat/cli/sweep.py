@@ -1,0 +1,145 @@
+"""One simulation for every combination of hosts, rates, jitters, periods and strategies."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from offbeat.profile import Profile
+from offbeat.profile.elsewhere import elsewhere
+
+if TYPE_CHECKING:
+    from offbeat.sim import Prediction
+    from offbeat.strategies import Strategy
+
+COLUMNS = ("strategy", "period", "hosts", "rate", "jitter", "iteration_s", "bound_s", "exposed_s")
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What is varied; None alone is what was measured."""
+
+    rates: Sequence[str | None]
+    hosts: Sequence[int | None]
+    jitters: Sequence[float | None]
+
+    @classmethod
+    def of(cls, rate: str | None, hosts: str | None, jitter: str | None) -> Axes:
+        """From texts with commas between; ValueError naming the one that is wrong."""
+        return cls(
+            _listed("rate", rate, _rate),
+            _listed("hosts", hosts, _hosts),
+            _listed("jitter", jitter, _jitter),
+        )
+
+    def profiles(self, measured: Profile) -> Iterator[tuple[dict[str, Any], Profile]]:
+        """Every combination: its part of the table, and the profile there."""
+        from offbeat.lab.units import parse_rate_bps
+
+        for hosts, rate, jitter in product(self.hosts, self.rates, self.jitters):
+            rate_bps = None if rate is None else parse_rate_bps(rate)
+            there = elsewhere(measured, hosts=hosts, rate_bps=rate_bps, jitter=jitter)
+            yield {"hosts": there.world_size, "rate": rate, "jitter": there.jitter}, there
+
+
+Predict = Callable[[Profile], "Prediction"]
+
+
+def rows(
+    axes: Axes, measured: Profile, contestants: Sequence[tuple[dict[str, Any], Predict]]
+) -> list[dict[str, Any]]:
+    """One row for every combination, with the prediction under "prediction"."""
+    return [
+        {**told, **place, "prediction": predict(profile)}
+        for (place, profile), (told, predict) in product(axes.profiles(measured), contestants)
+    ]
+
+
+def with_periods(strategies: Sequence[Strategy], period: str | None) -> list[Strategy]:
+    """Every strategy with every period, those without one once; ValueError if none has one."""
+    from offbeat.cli.texts import with_setting
+
+    if period is None:
+        return list(strategies)
+    if not any(hasattr(strategy, "period") for strategy in strategies):
+        names = ", ".join(strategy.name for strategy in strategies)
+        raise ValueError(f"period ({period}) is no setting of {names}; leave it out")
+    found: list[Strategy] = []
+    for strategy in strategies:
+        if hasattr(strategy, "period"):
+            found += [with_setting(strategy, "period", text) for text in period.split(",")]
+        else:
+            found.append(strategy)
+    return found
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One row as texts, in the order of `COLUMNS`."""
+    prediction = row["prediction"]
+    values = {**row, **{name: getattr(prediction, name) for name in COLUMNS[-3:]}}
+    return [_cell(values[name]) for name in COLUMNS]
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Aligned columns; seconds per iteration."""
+    lines = [list(COLUMNS), *map(cells, found)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(_aligned(line, widths) for line in lines)
+
+
+def csv_text(found: Iterable[dict[str, Any]]) -> str:
+    """The same with commas; unknown and unset fields are empty."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows([["" if cell == NONE else cell for cell in cells(row)] for row in found])
+    return out.getvalue().rstrip("\n")
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest = zip(line, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return NONE
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+# --- texts to values -----------------------------------------------------------------------------
+
+
+def _listed(name: str, text: str | None, parse: Callable[[str, str], Any]) -> list[Any]:
+    return [None] if text is None else [parse(name, item.strip()) for item in text.split(",")]
+
+
+def _rate(_name: str, text: str) -> str:
+    from offbeat.lab.units import format_rate, parse_rate_bps
+
+    rate_bps = parse_rate_bps(text)
+    if rate_bps is None:
+        raise ValueError(f"rate ({text!r}) must be a number with a unit; see --help")
+    return format_rate(rate_bps)
+
+
+def _hosts(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 2:
+        raise ValueError(f"{name} ({text!r}) must be integers of at least 2, as in 4,32")
+    return int(text)
+
+
+def _jitter(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 2:
+        raise ValueError(f"{name} ({text!r}) must be numbers from 0 to 2, as in 0,0.1")
+    return value

@@ -1,0 +1,92 @@
+"""Elsewhere: a measured profile on another number of hosts, at other rates, with other jitter.
+
+All-reduces are taken to be rings, as gloo's are: each of N ranks sends 2 (N - 1) messages of one
+N-th of the bytes. So the time of the bytes goes with 2 (N - 1) / N, latency with N - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+
+from offbeat.profile.model import Bucket, Link, Profile
+
+PAYLOAD = 0.94  # of a link's rate arrives as payload of large all-reduces (25 to 200 Mbit/s, gloo)
+
+
+def elsewhere(
+    profile: Profile,
+    *,
+    hosts: int | None = None,
+    rate_bps: float | None = None,
+    jitter: float | None = None,
+) -> Profile:
+    """The profile on `hosts` ranks, all links at `rate_bps`, compute varying by `jitter`; None: as
+    measured. Ranks that differ are repeated in turn. ValueError for what cannot be scaled.
+    """
+    ranks = profile.world_size
+    count = ranks if hosts is None else hosts
+    if jitter is not None:
+        profile = replace(profile, jitter=jitter, rank_jitter=())
+    if count == ranks and rate_bps is None:
+        return profile
+    for name, value in (("hosts", count), ("world_size of the profile", ranks)):
+        if value < 2:
+            raise ValueError(f"{name} ({value}) must be at least 2; one rank alone sends nothing")
+    links = tuple(_link(link, ranks, count, rate_bps) for link in profile.links)
+    pairs = dict(
+        zip((link.name for link in links), zip(profile.links, links, strict=True), strict=True)
+    )
+    steps, noise = (count - 1) / (ranks - 1), profile.noise
+    return replace(
+        profile,
+        world_size=count,
+        links=links,
+        buckets=tuple(_bucket(bucket, pairs, steps) for bucket in profile.buckets),
+        rank_scale=_repeated(profile.rank_scale, count),
+        rank_jitter=_repeated(profile.rank_jitter, count),
+        noise=None if noise is None else replace(noise, noise_sq=noise.noise_sq * ranks / count),
+    )
+
+
+def passes(ranks: int) -> float:
+    """How often a rank sends every byte of an all-reduce."""
+    return 2 * (ranks - 1) / ranks
+
+
+def _link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Link:
+    steps, more = (count - 1) / (ranks - 1), passes(count) / passes(ranks)
+    rate = link.bytes_per_s / more
+    if rate_bps is not None:
+        rate = PAYLOAD * rate_bps / 8 / passes(count)
+    faster = rate / link.bytes_per_s
+    small = (
+        (size, max(seconds - size / link.bytes_per_s, 0.0) * steps + size / rate)
+        for size, seconds in link.small
+    )
+    return replace(
+        link,
+        latency_s=link.latency_s * steps,
+        bytes_per_s=rate,
+        small=tuple(small),
+        halves={verb: (least * steps, r * faster) for verb, (least, r) in link.halves.items()},
+        cpu_s_per_message=link.cpu_s_per_message * steps,
+        cpu_s_per_byte=link.cpu_s_per_byte * more,
+    )
+
+
+def _bucket(bucket: Bucket, links: dict[str, tuple[Link, Link]], steps: float) -> Bucket:
+    """Given times of messages change as those by the line do."""
+    given = {}
+    for name, seconds in bucket.communication_s.items():
+        before, after = links[name]
+        latency_s = min(before.latency_s, seconds)
+        given[name] = latency_s * steps + (seconds - latency_s) * (
+            before.bytes_per_s / after.bytes_per_s
+        )
+    return replace(bucket, communication_s=given)
+
+
+def _repeated(values: Sequence[float], count: int) -> tuple[float, ...]:
+    return tuple(islice(cycle(values), count)) if values else ()
