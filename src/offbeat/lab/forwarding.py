@@ -22,10 +22,19 @@ class Gate:
     has been sent already, so that a second link of the same rate adds no time to it.
     """
 
-    __slots__ = ("_free_s", "next_s", "queue", "queued_bytes", "rate_bps", "then")
+    __slots__ = (
+        "_burst_s",
+        "_free_s",
+        "_most_bytes",
+        "next_s",
+        "queue",
+        "queued_bytes",
+        "rate_bps",
+        "then",
+    )
 
     def __init__(self, rate_bps: int | None, then: Callable[[float, bytes, int], None]) -> None:
-        self.rate_bps = rate_bps
+        self._keep(rate_bps)
         self.then = then  # what takes a frame that leaves: (when, frame, bytes)
         self.queue: deque[tuple[bytes, int]] = deque()
         self.queued_bytes = 0
@@ -43,7 +52,7 @@ class Gate:
 
     def wait(self, frame: bytes, size: int) -> bool:
         """Queue a frame; False if the queue is full and the frame is dropped."""
-        if self.rate_bps is not None and self.queued_bytes + size > queue_bytes(self.rate_bps):
+        if self.queued_bytes + size > self._most_bytes:
             return False
         self.queue.append((frame, size))
         self.queued_bytes += size
@@ -65,12 +74,18 @@ class Gate:
         """Change the rate; debts of tokens stay as many bytes."""
         if self.rate_bps is not None and rate_bps is not None and self._free_s > now_s:
             self._free_s = now_s + (self._free_s - now_s) * self.rate_bps / rate_bps
+        self._keep(rate_bps)
+
+    def _keep(self, rate_bps: int | None) -> None:
         self.rate_bps = rate_bps
+        self._burst_s = 0.0 if rate_bps is None else burst_bytes(rate_bps) * 8 / rate_bps
+        self._most_bytes = math.inf if rate_bps is None else queue_bytes(rate_bps)
 
     def _pay(self, now_s: float, size: int) -> None:
         assert self.rate_bps is not None
-        full_s = now_s - burst_bytes(self.rate_bps) * 8 / self.rate_bps
-        self._free_s = max(self._free_s, full_s) + size * 8 / self.rate_bps
+        full_s = now_s - self._burst_s
+        free_s = self._free_s if self._free_s > full_s else full_s
+        self._free_s = free_s + size * 8 / self.rate_bps
 
 
 class _Way:
@@ -136,7 +151,10 @@ class Crossbar:
 
         def cross(now_s: float, frame: bytes, size: int) -> None:
             # Not before the one ahead, whatever the delay was then.
-            at_s = way.last_s = max(now_s + way.latency_s, way.last_s)
+            at_s = now_s + way.latency_s
+            if at_s < way.last_s:
+                at_s = way.last_s
+            way.last_s = at_s
             if at_s <= now_s:
                 self._enter(now_s, port, frame, size)
             else:

@@ -26,7 +26,7 @@ Enter = Callable[[int], None]
 def measure(
     enter: Enter, ways: Sequence[Mapping[str, Any]], budget_s: float
 ) -> list[dict[str, float | None]]:
-    """Rate and one-way delay of every way, as far as the time goes; `enter(host)` moves this process
+    """Rate and one-way delay of every way, as far as the time goes; `enter(host)` moves the process
     into a host."""
     found: list[dict[str, float | None]] = []
     left_s = budget_s

@@ -50,9 +50,9 @@ def wire_bytes(frame: bytes) -> int:
     """Bytes that a frame (with its header) takes on the wire: one Ethernet, IP and TCP header for
     each of the packets that it will be cut into."""
     size = len(frame) - HEADER_BYTES
-    segment = int.from_bytes(frame[4:6], sys.byteorder)
-    if not frame[1] or not segment:
+    if not frame[1]:  # one packet already
         return size
+    segment = int.from_bytes(frame[4:6], sys.byteorder)
     transport = int.from_bytes(frame[6:8], sys.byteorder)
     head = transport + (frame[HEADER_BYTES + transport + 12] >> 4) * 4
-    return size + (max(1, -(-(size - head) // segment)) - 1) * head
+    return size + (-(-(size - head) // segment) - 1) * head
