@@ -133,6 +133,7 @@ def test_run_directory(here):
     assert run["emulated"] is True
     assert set(run["versions"]) == {"offbeat", "torch", "python", "kernel"}
     assert (run["seed"], run["repetitions"], run["skip"]) == (7, 2, 2)
+    assert run["probed"] == run["changed"] == []  # nothing is asked of the loopback
     assert Cluster(**run["cluster"]) == Cluster.simple(2)
     assert run["contestants"][1] == {
         "label": "dreamddp-period=2",

@@ -193,6 +193,18 @@ def test_data_inside_the_page_is_strict_json(tmp_path):
     assert curve["iterations"][0] == 10
 
 
+def test_what_was_asked_of_links_and_what_changed_is_on_the_page(tmp_path):
+    probed = {"link": "net", "hosts": [0, 1], "asked": "100mbit, 20ms", "measured": "98mbit, 21ms"}
+    changed = {"strategy": "a", "repetition": 0, "at_s": 30.004, "change": "rate 20mbit for host 1"}
+    path = write_tiny(
+        tmp_path, {"a": [[record(0, [1.0, 2.0])]]}, probed=[probed], changed=[changed]
+    )
+    page = write(path).read_text()
+    for text in ("Asked and measured", "98mbit, 21ms", "Changes during the run", "rate 20mbit for"):
+        assert text in page
+    assert ">30.00<" in page
+
+
 def test_failures_are_on_the_page(tmp_path):
     reps = [[record(0, steady(1, 8)), record(1, steady(1, 8))]] * 2
     write_tiny(tmp_path, {"a": reps, "b": []}, cluster={"hosts": 2})
