@@ -275,6 +275,10 @@ def test_pace_by_default():
     assert default(processors() + 1, shaped=False) is None
     assert default(processors() + 1, pace="none") is None
     assert default(1, pace=2.5) == 2.5
+    slow = Cluster.from_toml('hosts = 1\nrate = "1gbit"\n[[overrides]]\nhost = 0\nspeed = 0.5')
+    assert replace(setup(), cluster=slow, shaped=True).measured_pace == "auto"
+    with pytest.raises(ValueError, match="speed and jitter of hosts need a pace"):
+        replace(setup(), cluster=slow, shaped=True, pace="none")
     with pytest.raises(ValueError, match=r"pace \(0.5\) must be at least 1"):
         default(2, pace=0.5)
 

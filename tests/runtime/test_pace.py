@@ -127,6 +127,26 @@ def test_hosts_differ_as_they_are_told(clock: Clock) -> None:
         seconds.append(clock.now - begin - 2 * PROFILE.other_s)
     assert seconds == pytest.approx([2 * 7.875, 4 * 7.875])
     assert profile.rank_scale == pytest.approx((2 / 3, 4 / 3))
+    again = profile.paced(4.0)
+    assert again.rank_scale == profile.rank_scale
+    assert again.forward_s == pytest.approx(2 * profile.forward_s)
+    with pytest.raises(ValueError, match=r"pace \(2\) over the greatest speed \(4\) must be"):
+        PROFILE.paced(2.0, speeds=[1.0, 4.0])
+
+
+def test_every_host_has_its_own_jitter(clock: Clock) -> None:
+    profile = PROFILE.paced(2.0, jitters=[0.0, 0.3])
+    assert profile.jitters == (0.0, 0.3)
+    seconds: list[set[float]] = []
+    for rank in (0, 1):
+        pace, found = Pace(profile, rank), set()
+        for iteration in range(5):
+            pace.begins(iteration, clock.now)
+            begin = clock.now
+            pace.forward(-1)
+            found.add(round(clock.now - begin, 9))
+        seconds.append(found)
+    assert [len(found) for found in seconds] == [1, 5]
 
 
 def test_jitter_has_mean_1_and_the_profiles_deviation(clock: Clock) -> None:
@@ -151,7 +171,7 @@ def test_a_paced_profile_has_the_emulated_hosts_times() -> None:
     assert PACED.links[0].bytes_per_s == PROFILE.links[0].bytes_per_s
     assert Profile.from_dict(PACED.to_dict()) == PACED
     assert PACED.paced(3.0) == PROFILE.paced(3.0)
-    with pytest.raises(ValueError, match=r"pace \(0\.5\) must be at least 1"):
+    with pytest.raises(ValueError, match=r"pace \(0\.5\) over the greatest speed \(1\) must be"):
         PROFILE.paced(0.5)
 
 

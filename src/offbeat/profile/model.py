@@ -312,20 +312,33 @@ class Profile:
     def _part_cache(self) -> dict[tuple[str, str], _Parts]:
         return {}
 
-    def paced(self, pace: float, speeds: Sequence[float] = (), jitter: float = 0.0) -> Profile:
-        """The profile of hosts that are emulated at another pace, rank r at `speeds[r]` times it
-        (empty: all alike). Messages take nothing from their compute: it has time to spare.
+    def paced(
+        self, pace: float, speeds: Sequence[float] = (), jitters: Sequence[float] = ()
+    ) -> Profile:
+        """The profile of hosts that are emulated at another pace. Rank r computes at `speeds[r]`
+        times it (empty: as before, or all alike), with jitter `jitters[r]`. Messages take nothing
+        from their compute: it has time to spare.
 
         ValueError for a pace below 1: no host can be emulated that is faster than this machine.
         """
-        if not (math.isfinite(pace) and pace >= 1):
+        fastest = pace / max(speeds, default=1.0)
+        if not (math.isfinite(pace) and fastest >= 1):
             raise ValueError(
-                f"pace ({pace:g}) must be at least 1: a host cannot be faster than this machine"
+                f"pace ({pace:g}) over the greatest speed ({max(speeds, default=1.0):g}) must be "
+                "at least 1: a host cannot be faster than this machine"
             )
+        again = pace / (self.pace or 1.0)
         scale = [1 / speed for speed in speeds] or [1.0]
         mean = sum(scale) / len(scale)
-        by = pace / (self.pace or 1.0) * mean
-        alike = min(scale) == max(scale)
+        by = again * mean
+        changed: dict[str, Any] = {}
+        if not self.pace or speeds:
+            alike = min(scale) == max(scale)
+            changed["rank_scale"] = () if alike else tuple(s / mean for s in scale)
+        if not self.pace or jitters:
+            alike = len(set(jitters)) <= 1
+            changed["jitter"] = sum(jitters) / len(jitters) if jitters else 0.0
+            changed["rank_jitter"] = () if alike else tuple(jitters)
         return replace(
             self,
             buckets=tuple(
@@ -337,10 +350,9 @@ class Profile:
             ),
             update_s=self.update_s * by,
             step_s=self.step_s * by,
-            other_s=self.other_s * pace / (self.pace or 1.0),
-            rank_scale=() if alike else tuple(s / mean for s in scale),
-            jitter=jitter,
+            other_s=self.other_s * again,
             pace=pace,
+            **changed,
         )
 
     def slowest(self) -> Profile:

@@ -68,6 +68,11 @@ class Setup:
                 f"pace ({self.pace:g}) must be at least 1: a host cannot be faster than this "
                 "machine; give a larger one, auto or none"
             )
+        if self.uneven and (self.pace == "none" or (self.pace is None and not self.shaped)):
+            raise ValueError(
+                "speed and jitter of hosts need a pace, by which they are emulated; leave --pace "
+                "none out, or give --pace auto on the loopback"
+            )
         if not self.script or not Path(self.script[0]).is_file():
             raise ValueError(f"script ({' '.join(self.script)!r}) must begin with an existing file")
         if self.links and self.shaped:
@@ -82,11 +87,17 @@ class Setup:
                 )
 
     @property
+    def uneven(self) -> bool:
+        """Whether hosts are to differ in their compute."""
+        hosts = range(self.cluster.hosts)
+        return any(self.cluster.speed_of(h) != 1 or self.cluster.jitter_of(h) for h in hosts)
+
+    @property
     def measured_pace(self) -> float | Literal["auto"] | None:
         """The pace of a profile that is measured here."""
         if self.pace is None:
             crowded = self.cluster.world_size > processors()
-            return "auto" if self.shaped and crowded else None
+            return "auto" if self.shaped and (crowded or self.uneven) else None
         return None if self.pace == "none" else self.pace
 
     def lab(self) -> Lab | NoLab:

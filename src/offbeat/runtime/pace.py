@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from offbeat.plan import Apply
 from offbeat.profile import Profile
 from offbeat.runtime.compute import Compute
 from offbeat.sim.costs import applied_s, rules_s
+from offbeat.sim.ranks import lognormal
 
 LATE = 0.03  # share of an iteration's compute by which a host may miss its pace unsaid
 SPEED, JITTER, SEED = "OFFBEAT_SPEED", "OFFBEAT_JITTER", "OFFBEAT_SEED"
@@ -46,6 +46,7 @@ class Pace(Compute):
     def __init__(self, profile: Profile, rank: int) -> None:
         self._profile = profile
         self._random = np.random.default_rng((int(os.environ.get(SEED, 0)), rank))
+        self._jitter = profile.jitters[rank]
         scale = profile.rank_scale[rank] if profile.rank_scale else 1.0
         buckets = len(profile.buckets)
         # Seconds up to the end of a bucket's forward, by bucket; forward goes from the last one.
@@ -116,10 +117,9 @@ class Pace(Compute):
 
     def _scale_of_iteration(self) -> float:
         """A lognormal factor with mean 1 and the profile's jitter."""
-        if not self._profile.jitter:
+        if not self._jitter:
             return 1.0
-        spread = math.log1p(self._profile.jitter**2)
-        return math.exp(math.sqrt(spread) * self._random.standard_normal() - spread / 2)
+        return float(lognormal(self._random.standard_normal(1), self._jitter)[0])
 
     def _close(self) -> None:
         if self._computed_s:

@@ -254,7 +254,7 @@ class FlatSession(Session):
         hosts = self._cluster.control.gather(Host.here())
         if pace == "auto":
             pace = affordable(profile, self._cluster)
-        return profile.paced(pace, [h.speed for h in hosts], max(h.jitter for h in hosts))
+        return profile.paced(pace, [h.speed for h in hosts], [h.jitter for h in hosts])
 
     # ---- what the user calls ----------------------------------------------------------------
 
