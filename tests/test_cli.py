@@ -20,7 +20,7 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.profile.elsewhere import elsewhere
 from offbeat.sim import predict
-from offbeat.strategies import STRATEGIES, LocalSGD
+from offbeat.strategies import STRATEGIES, LocalSGD, methods
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("here")]
 
@@ -91,11 +91,11 @@ def test_version(capsys):
 def test_strategies_are_listed_with_settings_and_sources(capsys):
     assert cli.main(["strategies"]) == 0
     text = capsys.readouterr().out
-    for name, cls in STRATEGIES.items():
+    for name, cls in methods().items():
         assert name in text
         assert cls.citation in text
     rows = json_of(capsys, "strategies")
-    assert [row["name"] for row in rows] == list(STRATEGIES)
+    assert [row["name"] for row in rows] == list(methods())
     assert next(r for r in rows if r["name"] == "dreamddp")["settings"]["period"] == 5
 
 

@@ -14,6 +14,7 @@ DOCUMENTED = [
     "BSP",
     "DDP",
     "P3",
+    "SSP",
     "WFBP",
     "ByteScheduler",
     "DeAR",

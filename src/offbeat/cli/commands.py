@@ -16,7 +16,7 @@ from cyclopts import App, CycloptsError, Parameter
 from offbeat import __version__
 from offbeat.cli import texts
 from offbeat.profile import Profile
-from offbeat.strategies import STRATEGIES
+from offbeat.strategies import methods
 
 if TYPE_CHECKING:  # the lab, the report and rich are imported by the commands that need them
     from offbeat.lab import Cluster
@@ -68,6 +68,9 @@ class Where:
 
     hosts: Annotated[int | None, option("Number of hosts.  [default: 4]")] = None
     rate: Annotated[str | None, option("Rate of every link.  [default: 100mbit]")] = None
+    servers: Annotated[
+        int, option("So many more hosts, the last ones, that hold the parameters (ssp).")
+    ] = 0
     cluster: Annotated[Path | None, option("Cluster file (TOML), instead of both.")] = None
     lab: Annotated[
         Literal["auto", "none"], option("none: loopback, unshaped, no privileges needed.")
@@ -210,6 +213,7 @@ def simulate(
     period: Annotated[str | None, option("Periods of strategies that have one: 5,10.")] = None,
     iterations: Annotated[int | None, option("Simulate so many, at least some periods.")] = None,
     csv: Annotated[bool, Parameter("--csv", help="Print a table as CSV.", negative="")] = False,
+    servers: Annotated[int, option("Servers beside the profile's ranks (ssp).")] = 1,
     json_: Json = False,
 ) -> int:
     """Predict the seconds per iteration of a plan or of strategies; lists make a table.
@@ -234,7 +238,8 @@ def simulate(
         named = texts.several(strategy, set_)
         for chosen in sweep.with_periods(named, period):
             told = {"strategy": str(chosen), "period": getattr(chosen, "period", None)}
-            contestants.append((told, partial(sim.predict, chosen, iterations=iterations)))
+            predict = partial(sim.predict, chosen, iterations=iterations, servers=servers)
+            contestants.append((told, predict))
     found = sweep.rows(sweep.Axes.of(rate, hosts, jitter), facts, contestants)
     if csv:
         print(sweep.csv_text(found))
@@ -318,7 +323,7 @@ def strategies(*, json_: Json = False) -> int:
     Example: offbeat strategies
     """
     rows, lines = [], []
-    for name, cls in STRATEGIES.items():
+    for name, cls in methods().items():
         settings = {field.name: field.default for field in fields(cls)}
         summary = (cls.__doc__ or "").partition("\n")[0]
         row = {"name": name, "settings": settings, "summary": summary, "citation": cls.citation}
@@ -345,10 +350,19 @@ def _setup(where: Where, script: Path, args: Sequence[str]) -> Setup:
         wait_s=where.wait,
         links=tuple(link.strip() for link in where.links.split(",")) if where.links else (),
         pace=texts.pace(where.pace),
+        servers=where.servers * _cluster(where).processes_per_host,
     )
 
 
 def _cluster(where: Where) -> Cluster:
+    cluster = _workers(where)
+    if not where.servers:
+        return cluster
+    more = {"hosts": cluster.hosts + where.servers}
+    return type(cluster).model_validate({**cluster.record(), **more})
+
+
+def _workers(where: Where) -> Cluster:
     from offbeat.lab import Cluster
 
     if where.cluster is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 from offbeat.plan import Plan
 from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
-from offbeat.strategies import STRATEGIES, Strategy, create
+from offbeat.strategies import Strategy, create, methods
 from offbeat.strategies.base import require_choice
 
 if TYPE_CHECKING:  # imported by the commands that need it
@@ -40,7 +40,7 @@ def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
     items = [item.strip().split(":") for item in names.split(",")]
     chosen = [name for name, *_ in items]
     for name in chosen:
-        require_choice("strategy", name, STRATEGIES)
+        require_choice("strategy", name, methods())
     shared: dict[str, dict[str, str]] = {name: {} for name in chosen}
     for key, text in _pairs(settings).items():
         for name, setting in _addressed(key, chosen):
@@ -57,7 +57,7 @@ def _addressed(key: str, chosen: Sequence[str]) -> list[tuple[str, str]]:
     if scope:
         require_choice("strategy of --set", scope, chosen)
         return [(scope, setting)]
-    known = {name: [f.name for f in fields(STRATEGIES[name])] for name in chosen}
+    known = {name: [f.name for f in fields(methods()[name])] for name in chosen}
     every = dict.fromkeys(setting for settings in known.values() for setting in settings)
     require_choice(f"setting of {', '.join(known)}", key, every)
     return [(name, key) for name in known if key in known[name]]
@@ -108,7 +108,7 @@ def with_setting(strategy: Strategy, setting: str, text: str) -> Strategy:
 
 
 def _create(name: str, settings: Mapping[str, str]) -> Strategy:
-    hints = get_type_hints(STRATEGIES[name]) if name in STRATEGIES else {}
+    hints = get_type_hints(methods()[name]) if name in methods() else {}
     # `create` knows best what to say about names that there are not.
     values = {k: parse_value(k, t, hints[k]) if k in hints else t for k, t in settings.items()}
     return create(name, values)

@@ -49,6 +49,8 @@ def launch(
     on_line: OnLine | None = None,
     grace_s: float = 5.0,
     changes: bool = True,
+    workers: int | None = None,
+    servers: int = 0,
 ) -> Result:
     """Run `argv` (complete, e.g. [sys.executable, "script.py"]) once per rank until all have ended.
 
@@ -57,6 +59,8 @@ def launch(
     rank fails the others have `grace_s` to say what they see, then SIGTERM, then SIGKILL; when
     `timeout_s` is over they get SIGTERM at once. `changes` lets the cluster's changes happen;
     afterwards the links are as before. No process outlives the call, whatever ends it.
+    Only the first `workers` ranks are started (default: all that do not serve) and, after them, so
+    many `servers`; with servers a worker that gets killed leaves the others running.
     ValueError for an empty argv or a timeout that is not positive; LabError if the lab has ended
     or is running another launch.
     """
@@ -66,7 +70,7 @@ def launch(
         raise ValueError(f"timeout_s ({timeout_s}) must be positive")
     Path(log_dir).mkdir(parents=True, exist_ok=True)
     with lab.process.one_launch():
-        watch = _Watch(lab, Path(log_dir), on_line)
+        watch = _Watch(lab, Path(log_dir), on_line, workers, servers)
         try:
             watch.start([str(part) for part in argv], env or {}, changes=changes)
             watch.run(timeout_s, grace_s)
@@ -75,8 +79,22 @@ def launch(
         return watch.result()
 
 
-def rank_environment(lab: Lab | NoLab, rank: int, port: int) -> dict[str, str]:
-    """The variables of torchrun for one rank, and the lab's own (threads, pace, interfaces)."""
+def rank_environment(
+    lab: Lab | NoLab, rank: int, port: int, workers: int | None = None, servers: int = 0
+) -> dict[str, str]:
+    """The variables of torchrun for one rank, and the lab's own (threads, pace, interfaces).
+
+    With servers RANK and WORLD_SIZE count workers only, as scripts split their data by them; a
+    server, which never trains, is told the rank of some worker.
+    """
+    workers = lab.cluster.world_size - servers if workers is None else workers
+    own = {}
+    if servers:
+        own = {
+            "OFFBEAT_SERVERS": str(servers),
+            "OFFBEAT_RANK": str(rank),
+            "OFFBEAT_WORLD_SIZE": str(workers + servers),
+        }
     cluster = lab.cluster
     host, per_host = cluster.host_of(rank), cluster.processes_per_host
     interfaces = [
@@ -84,15 +102,15 @@ def rank_environment(lab: Lab | NoLab, rank: int, port: int) -> dict[str, str]:
         for index, link in enumerate(cluster.links)
     ]
     return {
-        "RANK": str(rank),
+        "RANK": str(rank % workers),
         "LOCAL_RANK": str(rank % per_host),
-        "WORLD_SIZE": str(cluster.world_size),
+        "WORLD_SIZE": str(workers),
         "LOCAL_WORLD_SIZE": str(per_host),
         "GROUP_RANK": str(host),
         "GROUP_WORLD_SIZE": str(cluster.hosts),
         "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(cluster.world_size),
+        "ROLE_RANK": str(rank % workers),
+        "ROLE_WORLD_SIZE": str(workers),
         "MASTER_ADDR": lab.address(0),
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": lab.name,
@@ -105,6 +123,7 @@ def rank_environment(lab: Lab | NoLab, rank: int, port: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",  # else the last words of a killed rank are lost
         "GLOO_SOCKET_IFNAME": lab.interface(0),
         "OFFBEAT_LINKS": json.dumps(interfaces),
+        **own,
     }
 
 
@@ -140,8 +159,17 @@ class _Rank:
 class _Watch:
     """All ranks of one launch, from start to the end of the last process."""
 
-    def __init__(self, lab: Lab | NoLab, log_dir: Path, on_line: OnLine | None) -> None:
+    def __init__(
+        self,
+        lab: Lab | NoLab,
+        log_dir: Path,
+        on_line: OnLine | None,
+        workers: int | None,
+        servers: int,
+    ) -> None:
         self._lab = lab
+        self._workers = lab.cluster.world_size - servers if workers is None else workers
+        self._servers = servers
         self._process = lab.process
         self._on_line = on_line
         self._port = lab.next_port()
@@ -158,8 +186,8 @@ class _Watch:
 
     def start(self, argv: list[str], env: Mapping[str, str], *, changes: bool) -> None:
         self._process.request("begin", changes=self._lab.changes() if changes else [])
-        for number in range(self._lab.cluster.world_size):
-            own = rank_environment(self._lab, number, self._port)
+        for number in range(self._workers + self._servers):
+            own = rank_environment(self._lab, number, self._port, self._workers, self._servers)
             self._start_rank(number, argv, {**os.environ, **own, **env})
 
     def run(self, timeout_s: float, grace_s: float) -> None:
@@ -249,8 +277,16 @@ class _Watch:
 
     def _end(self, rank: _Rank, exit_code: int) -> None:
         rank.exit_code = exit_code
+        if self._expendable(rank):
+            return
         if exit_code != 0 and self._failed is None and self._problem is None:
             self._failed = (rank, self._elapsed_s())
+
+    def _expendable(self, rank: _Rank) -> bool:
+        """A worker that was killed, while servers and another one go on."""
+        killed = rank.exit_code is not None and rank.exit_code < 0
+        others = any(other.running for other in self._ranks[: self._workers])
+        return bool(self._servers) and killed and rank.number < self._workers and others
 
     def _read(self, rank: _Rank) -> bool:
         """Pass on what can be read without waiting; False at the end or if there is nothing."""

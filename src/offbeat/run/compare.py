@@ -51,6 +51,8 @@ class Setup:
     `pace`: hosts compute at 1/pace of this machine's core; "auto": as slowly as need be so that
     the machine can be all of them at once; "none": as they can. The default, None, is a given
     profile's, else "auto" in the lab where there are more ranks than processors.
+
+    The last `servers` ranks of the cluster only serve, under strategies that have servers.
     """
 
     script: tuple[str, ...]
@@ -61,6 +63,7 @@ class Setup:
     wait_s: float = WAIT_S
     links: tuple[str, ...] = ()
     pace: float | Literal["auto", "none"] | None = None
+    servers: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.pace, (int, float)) and not 1 <= self.pace < float("inf"):
@@ -80,6 +83,11 @@ class Setup:
                 f"links ({', '.join(self.links)}) must be left to the cluster's description in the "
                 "lab; put them into the cluster file, or add --lab none"
             )
+        if not 0 <= self.servers < self.cluster.world_size:
+            raise ValueError(
+                f"servers ({self.servers}) must be below the number of ranks "
+                f"({self.cluster.world_size}), as somebody must train; add hosts"
+            )
         for name in ("timeout_s", "wait_s"):
             if not 0 < getattr(self, name) <= NO_LIMIT_S:
                 raise ValueError(
@@ -96,9 +104,14 @@ class Setup:
     def measured_pace(self) -> float | Literal["auto"] | None:
         """The pace of a profile that is measured here."""
         if self.pace is None:
-            crowded = self.cluster.world_size > processors()
+            crowded = self.workers > processors()
             return "auto" if self.shaped and (crowded or self.uneven) else None
         return None if self.pace == "none" else self.pace
+
+    @property
+    def workers(self) -> int:
+        """Ranks that train."""
+        return self.cluster.world_size - self.servers
 
     def lab(self) -> Lab | NoLab:
         """The lab to enter; entering raises LabError if the machine refuses it."""
@@ -122,6 +135,17 @@ class Comparison:
 
     def __post_init__(self) -> None:
         labels = [contestant.label for contestant in self.contestants]
+        served = [c.label for c in self.contestants if not c.strategy.planned]
+        if served and not self.setup.servers:
+            raise ValueError(
+                f"servers (0) must be at least 1 for {served[0]}; add --servers 1, which are hosts "
+                "beside those that train"
+            )
+        if self.setup.servers and not served:
+            raise ValueError(
+                f"servers ({self.setup.servers}) must be 0 unless a strategy has servers; leave "
+                "--servers out, or choose ssp"
+            )
         if not labels:
             raise ValueError("contestants ([]) must not be empty; name a strategy")
         for label in labels:
@@ -203,16 +227,25 @@ def measure_profile(setup: Setup, path: Path, progress: Progress | None = None) 
 
 
 def predict(
-    strategy: Strategy, profile: Profile, directory: Path, plan: Plan | None = None
+    strategy: Strategy,
+    profile: Profile,
+    directory: Path,
+    plan: Plan | None = None,
+    servers: int = 0,
 ) -> float:
     """Write plan.json and predicted.json of a contestant; returns predicted seconds per iteration.
 
-    `plan` is the one that ran, by default the strategy's. ValueError if there is no plan.
+    `plan` is the one that ran, by default the strategy's; one with servers has none. ValueError if
+    there is no plan.
     """
-    plan = plan or strategy.plan(profile)
-    prediction = sim.predict_plan(plan, profile, strategy=str(strategy))
+    if strategy.planned:
+        plan = plan or strategy.plan(profile)
+        prediction = sim.predict_plan(plan, profile, strategy=str(strategy))
+    else:
+        prediction = sim.predict(strategy, profile, servers=servers)
     directory.mkdir(parents=True, exist_ok=True)
-    _write_json(directory / "plan.json", prediction.plan.to_dict())
+    if plan is not None:
+        _write_json(directory / "plan.json", plan.to_dict())
     prediction.trace.save(directory / "predicted.json")
     return prediction.iteration_s
 
@@ -236,12 +269,14 @@ def _run_all(
             return
     profile = Profile.load(path)
     if profile.pace:
+        busy = min(1.0, profile.world_size / processors() / profile.pace)
         progress.say(
-            f"emulated: each host computes at 1/{profile.pace:g} of this machine's core, which "
-            f"is {min(1.0, comparison.setup.cluster.world_size / processors() / profile.pace):.0%} "
-            "busy with it"
+            f"emulated: each host computes at 1/{profile.pace:g} of this machine's core, which is "
+            f"{busy:.0%} busy with it"
         )
-    ready = [c for c in comparison.contestants if _predicted(c, profile, outcome, progress)]
+    ready = [
+        c for c in comparison.contestants if _predicted(c, comparison, profile, outcome, progress)
+    ]
     for repetition in range(comparison.repetitions):
         for contestant in ready:
             _repeat(comparison, lab, contestant, repetition, outcome, progress)
@@ -274,11 +309,20 @@ def _measure(
 
 
 def _predicted(
-    contestant: Contestant, profile: Profile, outcome: Outcome, progress: Progress
+    contestant: Contestant,
+    comparison: Comparison,
+    profile: Profile,
+    outcome: Outcome,
+    progress: Progress,
 ) -> bool:
     """Predict one contestant; a strategy without a plan for this profile has failed."""
     try:
-        seconds = predict(contestant.strategy, profile, outcome.run_dir / contestant.label)
+        seconds = predict(
+            contestant.strategy,
+            profile,
+            outcome.run_dir / contestant.label,
+            servers=comparison.setup.servers,
+        )
     except ValueError as error:
         _fail(f"{contestant.label}: {error}", outcome, progress)
         return False
@@ -306,7 +350,8 @@ def _repeat(
         record_dir=str(directory.absolute()),
     )
     with progress.step(what) as on_line:
-        problem, changes = _launch(comparison.setup, lab, job, directory, on_line)
+        served = not contestant.strategy.planned
+        problem, changes = _launch(comparison.setup, lab, job, directory, on_line, served)
     where = {"strategy": contestant.label, "repetition": repetition}
     outcome.changed += [{**where, **change} for change in changes]
     if problem is None and not (directory / "rank0.json").exists():
@@ -365,7 +410,12 @@ def _job(setup: Setup, strategy: Strategy, **rest: Any) -> dict[str, Any]:
 
 
 def _launch(
-    setup: Setup, lab: Lab | NoLab, job: dict[str, Any], directory: Path, on_line: OnLine
+    setup: Setup,
+    lab: Lab | NoLab,
+    job: dict[str, Any],
+    directory: Path,
+    on_line: OnLine,
+    served: bool = False,
 ) -> tuple[str | None, list[dict[str, Any]]]:
     """The problem in words, and what the lab changed. Nothing changes while a profile is measured:
     it describes the cluster as it is at first."""
@@ -383,6 +433,8 @@ def _launch(
         timeout_s=setup.timeout_s,
         on_line=lambda rank, line: on_line(line) if rank == 0 else None,
         changes=not job["stop_after_profile"],
+        workers=setup.workers,
+        servers=setup.servers if served else 0,
     )
     changes = setup.cluster.changes
     return result.problem, [
@@ -402,7 +454,7 @@ def _given_profile(comparison: Comparison) -> Profile | None:
     if comparison.profile is None:
         return None
     profile = Profile.load(comparison.profile)
-    ranks = comparison.setup.cluster.world_size
+    ranks = comparison.setup.workers
     if profile.world_size != ranks:
         raise ValueError(
             f"world_size ({profile.world_size}) of {comparison.profile} must be the cluster's "
@@ -427,6 +479,7 @@ def _describe(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
         "script": list(setup.script),
         "cluster": setup.cluster.record(),
         "links": list(setup.links),
+        "servers": setup.servers,
         "lab": "netns" if setup.shaped else "none",
         "note": lab.note,
         "emulated": False,

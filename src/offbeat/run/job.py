@@ -13,6 +13,9 @@ from offbeat.transport.interfaces import LinkSpec, parse_link
 
 VARIABLE = "OFFBEAT_JOB"
 LINKS_VARIABLE = "OFFBEAT_LINKS"
+SERVERS_VARIABLE = "OFFBEAT_SERVERS"  # so many of the last ranks serve
+RANK_VARIABLE = "OFFBEAT_RANK"  # both where RANK and WORLD_SIZE leave servers out
+WORLD_SIZE_VARIABLE = "OFFBEAT_WORLD_SIZE"
 SCHEMA = 1
 
 
@@ -58,3 +61,18 @@ def current_links() -> list[LinkSpec]:
     if not text.startswith("["):
         return [parse_link(link.strip()) for link in text.split(",")]
     return [LinkSpec(**link) for link in json.loads(text)]
+
+
+def current_servers() -> int:
+    """How many of the last ranks serve; ValueError unless it is a number."""
+    text = os.environ.get(SERVERS_VARIABLE) or "0"
+    if not text.isdecimal():
+        raise ValueError(f"{SERVERS_VARIABLE} ({text!r}) must be a number of ranks, 0 or more")
+    return int(text)
+
+
+def current_place() -> tuple[int, int]:
+    """Rank and number of ranks, servers included. A launcher that starts servers tells scripts
+    only of workers (RANK, WORLD_SIZE), by which they split their data."""
+    rank = os.environ.get(RANK_VARIABLE, os.environ["RANK"])
+    return int(rank), int(os.environ.get(WORLD_SIZE_VARIABLE) or os.environ.get("WORLD_SIZE", "1"))

@@ -27,19 +27,21 @@ from offbeat.guards.differences import broadcast_model
 from offbeat.guards.finite import OnNonfinite, require_policy
 from offbeat.guards.replicas import EVERY, agree_on_settings
 from offbeat.profile import Profile
-from offbeat.run.job import Job, current_job, current_links
+from offbeat.run.job import Job, current_job, current_links, current_place, current_servers
 from offbeat.runtime.ddp_session import DDPSession
 from offbeat.runtime.pace import Pace
 from offbeat.runtime.record import Recorder
+from offbeat.runtime.serving import Crew, client_of, crew_of, serve
 from offbeat.runtime.session import (
     FlatSession,
     Observation,
     Watch,
     build_flat,
 )
+from offbeat.runtime.ssp_session import SSPSession
 from offbeat.runtime.wrap import Model, Optimizer
 from offbeat.storage.flat import require_supported
-from offbeat.strategies import DDP, WFBP, Strategy, create
+from offbeat.strategies import DDP, SSP, WFBP, Strategy, create
 from offbeat.transport.cluster import Cluster, connect
 from offbeat.transport.control import Control
 from offbeat.transport.device import device_of
@@ -81,10 +83,12 @@ def prepare(
     becomes of an average to which a rank brought NaN or infinity: "raise" RuntimeError on every
     rank, naming rank and bucket, "skip" that rank, which takes over the others' average, or
     "ignore". DDP() does neither: it is torch's own.
+    With a strategy that has servers (SSP), the last OFFBEAT_SERVERS ranks serve: there prepare
+    returns only when all workers have left, by SystemExit(0).
     ValueError on every rank if models, strategies or links differ between ranks.
     """
     job = current_job()
-    strategy = _chosen(strategy, job)
+    strategy, servers = _chosen(strategy, job), current_servers()
     timeout_s = _positive("timeout_s", job.timeout_s or timeout_s)
     if not isinstance(observe, int) or observe < 1:
         raise ValueError(
@@ -109,11 +113,15 @@ def prepare(
     try:
         options = (
             f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, profile={_kind(profile)}, "
-            f"compare_every={compare_every}, on_nonfinite={on_nonfinite}"
+            f"compare_every={compare_every}, on_nonfinite={on_nonfinite}, "
+            f"servers={servers}"
         )
         cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
         fingerprint = _agree(model, optimizer, strategy, cluster.control)
-        known, save_to = _known_profile(profile, job, fingerprint, cluster)
+        crew = crew_of(servers, strategy, not strategy.planned, cluster.control)
+        known, save_to = None, None
+        if strategy.planned:
+            known, save_to = _known_profile(profile, job, fingerprint, cluster)
         how = Observation(
             observe,
             min_bucket_bytes,
@@ -124,7 +132,7 @@ def prepare(
             job.turns,
         )
         watch = Watch(compare_every, on_nonfinite)
-        session = _session(model, optimizer, strategy, cluster, known, how, watch, job)
+        session = _session(model, optimizer, strategy, cluster, known, how, watch, job, crew)
     except BaseException:
         cluster.close()
         raise
@@ -143,13 +151,19 @@ def _session(
     how: Observation,
     watch: Watch,
     job: Job,
-) -> DDPSession | FlatSession:
+    crew: Crew,
+) -> DDPSession | FlatSession | SSPSession:
     broadcast_model(model, cluster)
+    if isinstance(strategy, SSP) and cluster.control.rank in crew.servers:
+        serve(model, optimizer, strategy, crew, cluster)
+        raise SystemExit(0)
     recorder = (
         Recorder(job.record_dir, cluster.control.rank, cluster.device) if job.record_dir else None
     )
     if recorder:
         recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
+    if isinstance(strategy, SSP):
+        return _ssp(model, optimizer, strategy, crew, cluster, recorder, watch)
     if isinstance(strategy, DDP) and not how.then_stop:
         return _ddp(model, optimizer, strategy, known, cluster, recorder)
     flat = build_flat(model, known)
@@ -264,11 +278,12 @@ def _join(backend: str, timeout_s: float) -> None:
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    rank, size = current_place()
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
-            f"rank {os.environ['RANK']} could not meet the other {os.environ.get('WORLD_SIZE')} "
+            f"rank {rank} could not meet the other {size} "
             f"ranks at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
             f"{timeout_s:g} s: {error}"
         ) from error
@@ -401,7 +416,22 @@ def _ddp(
     return session
 
 
-def _leave(session: DDPSession | FlatSession, cluster: Cluster) -> None:
+def _ssp(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: SSP,
+    crew: Crew,
+    cluster: Cluster,
+    recorder: Recorder | None,
+    watch: Watch,
+) -> SSPSession:
+    if recorder:
+        recorder.start(str(strategy), None, observed=0)
+    client = client_of(optimizer, strategy, crew, cluster)
+    return SSPSession(model, optimizer, strategy, cluster, client, recorder, watch.on_nonfinite)
+
+
+def _leave(session: DDPSession | FlatSession | SSPSession, cluster: Cluster) -> None:
     """At exit: close a session that is still open."""
     if not cluster.closed:
         session.close()

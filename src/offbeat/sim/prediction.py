@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ class Prediction:
     `idle_s` the rest. `bytes_per_iteration` is payload, mean over the ranks that it passes
     through, for a reduce_scatter or all_gather half of it. Channels of a link that the plan uses
     count as links of their own.
+    `plan` is None of a strategy with a parameter server.
     Means are over the iterations in `window`: a whole cycle if the timeline repeats itself
     (`steady`), else the second half of the simulation. `trace` is the last whole period, with
     the numbers in its notes; of a period in which iterations were left out, what comes after.
@@ -54,7 +55,7 @@ class Prediction:
     bytes_per_iteration: dict[str, float]
     window: range
     steady: bool
-    plan: Plan
+    plan: Plan | None
     _traced: Callable[[], Trace] = field(repr=False, compare=False)
 
     @cached_property
@@ -81,6 +82,23 @@ class Prediction:
         }
 
 
+@runtime_checkable
+class Predicting(Protocol):
+    """A strategy without a plan, that predicts itself."""
+
+    def predict(
+        self,
+        profile: Profile,
+        *,
+        servers: int,
+        iterations: int | None,
+        seed: int,
+        ranks: Ranks | None,
+    ) -> Prediction:
+        """What `predict` returns."""
+        ...
+
+
 def predict(
     strategy: Strategy,
     profile: Profile,
@@ -89,8 +107,14 @@ def predict(
     seed: int = 0,
     ranks: Ranks | None = None,
     votes: Mapping[str, float] | None = None,
+    servers: int = 1,
 ) -> Prediction:
-    """Prediction for a strategy's plan; arguments as of `predict_plan`."""
+    """Prediction for a strategy; arguments as of `predict_plan`. `servers` of those that have
+    some."""
+    if isinstance(strategy, Predicting):
+        return strategy.predict(
+            profile, servers=servers, iterations=iterations, seed=seed, ranks=ranks
+        )
     return predict_plan(
         strategy.plan(profile),
         profile,

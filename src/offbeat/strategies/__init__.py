@@ -17,6 +17,8 @@ from offbeat.strategies.dreamddp import DreamDDP
 from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.p3 import P3
 from offbeat.strategies.partial_sync import PartialSync
+from offbeat.strategies.served import Served
+from offbeat.strategies.ssp import SSP
 from offbeat.strategies.us_byte import USByte
 from offbeat.strategies.wfbp import WFBP
 
@@ -26,18 +28,30 @@ STRATEGIES: dict[str, type[Strategy]] = {
         (
             found
             for found in list(globals().values())
-            if isinstance(found, type) and issubclass(found, Strategy) and found is not Strategy
+            if isinstance(found, type)
+            and issubclass(found, Strategy)
+            and found.planned
+            and found is not Strategy
         ),
         # Those that compute what DDP computes come first, and DDP before all.
         key=lambda cls: (not cls.synchronous, cls is not DDP, cls.name),
     )
 }
+"""Those that the core runs, by a plan."""
+
+SERVED: dict[str, type[Served]] = {SSP.name: SSP}
+"""Those with a parameter server."""
+
+
+def methods() -> dict[str, type[Strategy]]:
+    """All of them by name."""
+    return STRATEGIES | SERVED
 
 
 def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
     """Strategy from its name and settings; ValueError suggests the nearest of a misspelling."""
-    require_choice("strategy", name, STRATEGIES)
-    cls = STRATEGIES[name]
+    require_choice("strategy", name, methods())
+    cls = methods()[name]
     for key in settings or {}:
         require_choice(f"setting of {name}", key, [f.name for f in fields(cls)])
     return cls(**(settings or {}))
@@ -48,6 +62,8 @@ __all__ = [
     "BSP",
     "DDP",
     "P3",
+    "SERVED",
+    "SSP",
     "STRATEGIES",
     "WFBP",
     "ByteScheduler",
@@ -57,8 +73,10 @@ __all__ = [
     "LocalSGD",
     "Monitor",
     "PartialSync",
+    "Served",
     "StatePolicy",
     "Strategy",
     "USByte",
     "create",
+    "methods",
 ]

@@ -22,12 +22,13 @@ class Strategy(ABC):
     """Settings of one method. Subclasses are frozen dataclasses; `schedule` must be pure.
 
     `name` is the method's name on the command line; `citation` its source; `synchronous` whether
-    it computes what DDP computes.
+    it computes what DDP computes; `planned` whether the core runs it, by a plan.
     """
 
     name: ClassVar[str]
     citation: ClassVar[str]
     synchronous: ClassVar[bool] = True
+    planned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, allowed in _choices(type(self)).items():

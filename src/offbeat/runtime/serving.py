@@ -1,0 +1,171 @@
+"""Serving: which ranks serve, how they meet the workers, and what a serving rank does."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offbeat.run.job import SERVERS_VARIABLE
+from offbeat.server import secret as secrets
+from offbeat.server.client import Client
+from offbeat.server.layout import Layout
+from offbeat.server.optimizers import require_elementwise
+from offbeat.server.service import Service
+from offbeat.server.snapshots import Snapshots
+from offbeat.server.store import Store
+from offbeat.strategies import SSP
+from offbeat.transport.cluster import Cluster
+from offbeat.transport.control import Control
+from offbeat.transport.interfaces import ipv4_of
+
+BEATS = 4  # signs of life within the time after which a worker counts as silent
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Which ranks train and which serve: the last ones."""
+
+    workers: range
+    servers: range
+
+
+def crew_of(servers: int, strategy: object, served: bool, control: Control) -> Crew:
+    """Who serves; ValueError on every rank for a number of servers that cannot be."""
+    world_size = control.world_size
+    if served and servers < 1:
+        raise ValueError(
+            f"servers ({servers}) must be at least 1 for {strategy}; start with `offbeat run "
+            f"--servers 1`, or set {SERVERS_VARIABLE}: so many of the last ranks serve"
+        )
+    if servers and not served:
+        raise ValueError(
+            f"servers ({servers}) must be 0 for {strategy}, which has none to train with; unset "
+            f"{SERVERS_VARIABLE}, or choose ssp"
+        )
+    if servers >= world_size:
+        raise ValueError(
+            f"servers ({servers}) must be below the number of ranks ({world_size}), as somebody "
+            "must train; start more ranks"
+        )
+    return Crew(range(world_size - servers), range(world_size - servers, world_size))
+
+
+def serve(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: SSP,
+    crew: Crew,
+    cluster: Cluster,
+) -> None:
+    """What a serving rank does, until every worker has left."""
+    layout = layout_of(optimizer, strategy, crew)
+    number = cluster.control.rank - crew.servers.start
+    store = Store(layout, number, optimizer, strategy.apply, crew.workers)
+    snapshots = _snapshots(strategy, number)
+    clock = _common_snapshot(snapshots, crew, cluster.control)
+    if clock is not None:
+        assert snapshots is not None
+        snapshots.restore(store, clock)
+    _forget(model, optimizer)
+    listener = socket.create_server((own_address(cluster), 0), backlog=2 * len(crew.workers))
+    secret = _meet(listener.getsockname()[:2], crew, cluster.control)[1]
+    Service(store, listener, secret, silent_s=strategy.silent_s, snapshots=snapshots).serve()
+
+
+def client_of(
+    optimizer: torch.optim.Optimizer, strategy: SSP, crew: Crew, cluster: Cluster
+) -> Client:
+    """A worker's client, connected to all servers."""
+    layout = layout_of(optimizer, strategy, crew)
+    control = cluster.control
+    _common_snapshot(None, crew, control)
+    addresses, secret = _meet(None, crew, control)
+    servers = [
+        (f"server {i} (rank {rank})", address)
+        for i, (rank, address) in enumerate(zip(crew.servers, addresses, strict=True))
+    ]
+    return Client(
+        layout,
+        servers,
+        control.rank,
+        secret,
+        timeout_s=cluster.timeout_s,
+        beat_s=strategy.silent_s / BEATS,
+        gone=_remedy(strategy),
+    )
+
+
+def layout_of(optimizer: torch.optim.Optimizer, strategy: SSP, crew: Crew) -> Layout:
+    """Where the trained parameters lie; ValueError for an optimizer that servers cannot have."""
+    require_elementwise(optimizer, strategy.apply)
+    groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+    return Layout(groups, len(crew.servers))
+
+
+def own_address(cluster: Cluster) -> str:
+    """This host's address on the first link, else the one that reaches the other ranks."""
+    spec = next(iter(cluster.specs.values()))
+    found = ipv4_of(spec.interface) if spec.interface else None
+    if found is not None:
+        return str(found.ip)
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((host, 9))  # sends nothing: it only chooses the interface
+        return s.getsockname()[0]
+
+
+def _meet(
+    address: tuple[str, int] | None, crew: Crew, control: Control
+) -> tuple[Sequence[tuple[str, int]], bytes]:
+    """Where the servers listen, and the job's secret: the user's, or the first server's. Whether
+    all have the user's is found out without showing it."""
+    mine = secrets.own_secret()
+    new = secrets.new_secret()
+    everyone = control.gather((address, new if mine is None else None))
+    salt = b"salt"
+    digest = None if mine is None else secrets.proof(mine, salt, b"", b"").hex()
+    digests = control.gather(digest)
+    odd = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
+    if odd:
+        words = ", ".join(map(str, odd))
+        raise ValueError(f"the secret of rank {words} must be that of rank 0: {secrets.REMEDY}")
+    secret = mine if mine is not None else everyone[crew.servers.start][1]
+    return [tuple(everyone[rank][0]) for rank in crew.servers], secret
+
+
+# ---- snapshots ------------------------------------------------------------------------------
+
+
+def _snapshots(strategy: SSP, number: int) -> Snapshots | None:
+    if strategy.snapshot is None:
+        return None
+    return Snapshots(strategy.snapshot, number, strategy.snapshot_every)
+
+
+def _common_snapshot(mine: Snapshots | None, crew: Crew, control: Control) -> int | None:
+    """The newest clock of which every server has a snapshot."""
+    everyone = control.gather(mine.clocks() if mine is not None else [])
+    common = set.intersection(*(set(everyone[rank]) for rank in crew.servers))
+    return max(common, default=None)
+
+
+def _remedy(strategy: SSP) -> str:
+    if strategy.snapshot is None:
+        return "start the job again (with snapshot=DIRECTORY it would go on where it was saved)"
+    return (
+        f"start the job again: it goes on from the last snapshot in {strategy.snapshot}, and what "
+        "came after it is lost"
+    )
+
+
+def _forget(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give the memory of the user's model back: the shards are what this rank holds."""
+    optimizer.state.clear()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.grad = None
+        tensor.data = torch.empty(0, dtype=tensor.dtype)

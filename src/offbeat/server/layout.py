@@ -1,0 +1,139 @@
+"""Layout: the parameters as flat ranges, cut into shards that servers hold by equal bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from offbeat.storage.flat import view_like
+
+SHARD_BYTES = 1 << 20
+"""Largest shard: what arrives or leaves is held once more, for every worker at most this much."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of a parameter, in the order of its memory; `at` is the first one's
+    place in the shard, `group` the optimizer's param group."""
+
+    parameter: int
+    group: int
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Elements [start, stop) of the flat tensor of one dtype, on one server."""
+
+    number: int
+    server: int
+    dtype: torch.dtype
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        return (self.stop - self.start) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Span:
+    """One parameter's place in the flat tensor of its dtype."""
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+    group: int
+
+
+class Layout:
+    """Where every trained parameter lies, and which server holds what.
+
+    The same on all ranks for the same model and optimizer, which `digest` tells.
+    """
+
+    def __init__(
+        self, groups: Sequence[Sequence[Tensor]], servers: int, shard_bytes: int = SHARD_BYTES
+    ):
+        self.parameters = [p for group in groups for p in group]
+        self.spans: list[Span] = []
+        self.sizes: dict[torch.dtype, int] = {}
+        for number, group in enumerate(groups):
+            for p in group:
+                start = self.sizes.get(p.dtype, 0)
+                self.sizes[p.dtype] = stop = start + p.numel()
+                self.spans.append(Span(p.dtype, start, stop, number))
+        self.bytes = sum(dtype.itemsize * size for dtype, size in self.sizes.items())
+        self.shards = tuple(self._cut(servers, shard_bytes))
+        for server in range(servers):
+            if not self.of(server):
+                raise ValueError(
+                    f"servers ({servers}) must be fewer: the parameters ({self.bytes} bytes) leave "
+                    f"nothing for server {server}"
+                )
+        text = repr((self.spans, self.shards))
+        self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def of(self, server: int) -> tuple[ShardSpec, ...]:
+        """The shards of one server."""
+        return tuple(shard for shard in self.shards if shard.server == server)
+
+    def flats(self) -> dict[torch.dtype, Tensor]:
+        """New flat tensors on the host, one per dtype, zero."""
+        return {dtype: torch.zeros(size, dtype=dtype) for dtype, size in self.sizes.items()}
+
+    def views(self, flats: dict[torch.dtype, Tensor]) -> list[Tensor]:
+        """Every parameter's place in flat tensors, with the parameter's shape."""
+        return [
+            view_like(flats[span.dtype], p, span.start)
+            for p, span in zip(self.parameters, self.spans, strict=True)
+        ]
+
+    def _cut(self, servers: int, shard_bytes: int) -> list[ShardSpec]:
+        shards: list[ShardSpec] = []
+        before = 0  # bytes of the flat tensors before this one
+        for dtype, size in self.sizes.items():
+            item = dtype.itemsize
+            for server in range(servers):
+                first, last = (
+                    min(max(-(-(self.bytes * i // servers - before) // item), 0), size)
+                    for i in (server, server + 1)
+                )
+                count = max(1, -(-(last - first) * item // shard_bytes))
+                edges = [first + (last - first) * k // count for k in range(count + 1)]
+                for start, stop in pairwise(edges):
+                    if stop > start:
+                        pieces = self._pieces(dtype, start, stop)
+                        shards.append(ShardSpec(len(shards), server, dtype, start, stop, pieces))
+            before += size * item
+        return shards
+
+    def _pieces(self, dtype: torch.dtype, start: int, stop: int) -> tuple[Piece, ...]:
+        found: list[Piece] = []
+        for number, span in enumerate(self.spans):
+            first, last = max(start, span.start), min(stop, span.stop)
+            if span.dtype == dtype and first < last:
+                inside = first - span.start, last - span.start
+                found.append(Piece(number, span.group, *inside, first - start))
+        return tuple(found)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host; without elements none."""
+    return tensor.detach().view(torch.uint8).numpy().data
+
+
+def in_order_of(value: Tensor, like: Tensor) -> Tensor:
+    """A tensor's elements in the order in which `like` has them in memory; a view if it can be."""
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda d: -strides[d])
+    dense = like.permute(order).is_contiguous()
+    return (value.permute(order) if dense else value).reshape(-1)

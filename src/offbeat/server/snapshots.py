@@ -1,0 +1,68 @@
+"""Snapshots: a server's parameters and optimizer state as files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offbeat.server.store import Store
+
+KEEP = 2  # of each server: the others may not have written the newest yet
+
+
+class Snapshots:
+    """One server's files in a directory that all servers share or each has for itself.
+
+    Saved whenever the least clock passes a multiple of `every`; `base` is the clock of the
+    snapshot that this job began from.
+    """
+
+    def __init__(self, directory: str | Path, server: int, every: int):
+        self._directory, self._server, self._every = Path(directory), server, every
+        self._last = 0
+        self.base = 0
+
+    def clocks(self) -> list[int]:
+        """Of the snapshots that are there."""
+        pattern = re.compile(rf"server{self._server}-(\d+)\.pt")
+        names = os.listdir(self._directory) if self._directory.is_dir() else []  # noqa: PTH208
+        return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+
+    def restore(self, store: Store, clock: int) -> None:
+        """Begin from a snapshot; ValueError if it is another model's or another split's."""
+        path = self._path(clock)
+        saved: dict[str, Any] = torch.load(path, weights_only=True)
+        if (saved["layout"], saved["server"]) != (store.layout.digest, store.server):
+            raise ValueError(
+                f"snapshot ({path}) must be of this model, optimizer and number of servers; give "
+                "another directory, or the job that wrote it"
+            )
+        store.restore(saved)
+        self.base = clock
+
+    def due(self, low: float, store: Store) -> None:
+        """Save if a multiple of `every` has been passed."""
+        if low == float("inf") or int(low) // self._every <= self._last:
+            return
+        self._last = int(low) // self._every
+        self.save(self.base + int(low), store)
+
+    def save(self, clock: int, store: Store) -> None:
+        """Write a snapshot in one move, and remove all but the newest."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._path(clock)
+        draft = path.with_suffix(".part")
+        with draft.open("wb") as file:
+            torch.save(store.snapshot(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+        for old in self.clocks()[:-KEEP]:
+            self._path(old).unlink(missing_ok=True)
+
+    def _path(self, clock: int) -> Path:
+        return self._directory / f"server{self._server}-{clock}.pt"

@@ -1,0 +1,130 @@
+"""Upstream: one server as a worker sees it, from the first connection to the next one."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.server import secret as secrets
+from offbeat.server.connection import Connection
+from offbeat.server.layout import ShardSpec
+from offbeat.server.wire import Frame, Header, Kind, Reader, WireError, pack
+
+RETRY_EVERY_S = 0.2
+
+Room = Callable[["Upstream", Header], tuple[Any, memoryview]]
+
+
+class RefusedError(RuntimeError):
+    """The server does not want this worker, and will not on another try either."""
+
+
+@dataclass(frozen=True)
+class Me:
+    """Who this worker is."""
+
+    rank: int
+    secret: bytes
+    layout: str
+
+
+class Upstream:
+    """A connection to one server, made anew if it breaks. `push_clock` is the clock under which
+    this server has been told the push that is under way."""
+
+    def __init__(self, name: str, address: tuple[str, int], shards: tuple[ShardSpec, ...]):
+        self.name, self.address, self.shards = name, address, shards
+        self.push_clock = 0
+        self.failures = 0  # since the last answer
+        self.connection: Connection | None = None
+        self._sent_before = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Over all connections."""
+        return self._sent_before + (self.connection.bytes_sent if self.connection else 0)
+
+    def connect(
+        self, me: Me, clock: int, fresh: bool, room: Room, limit_s: float
+    ) -> tuple[int, dict[int, int]]:
+        """Connect, prove the secret, say hello. The clock to go on from, and by shard the number
+        after the last push that the server has. Tries for `limit_s`; ConnectionError after it."""
+        end = time.monotonic() + limit_s
+        while True:
+            left = max(end - time.monotonic(), 0.1)
+            try:
+                return self._connect(me, clock, fresh, room, left)
+            except RefusedError:
+                raise
+            except OSError as error:
+                if time.monotonic() + RETRY_EVERY_S > end:
+                    raise ConnectionError(f"{self}: {error}") from error
+                time.sleep(RETRY_EVERY_S)
+
+    def _connect(
+        self, me: Me, clock: int, fresh: bool, room: Room, limit_s: float
+    ) -> tuple[int, dict[int, int]]:
+        self.close()
+        sock = socket.create_connection(self.address, timeout=limit_s)
+        try:
+            self._prove(sock, me.secret)
+            meta = {"fresh": fresh, "layout": me.layout}
+            sock.sendall(pack(Kind.HELLO, me.rank, clock=clock, meta=meta))
+            frame = self._first_frame(sock)
+        except WireError as error:
+            sock.close()
+            raise RefusedError(f"{self}: {error}") from None
+        except BaseException:
+            sock.close()
+            raise
+        if frame.header.kind is Kind.REFUSED:
+            sock.close()
+            raise RefusedError(f"{self} refuses this rank: {frame.meta.get('why')}")
+        self.connection = Connection(sock, lambda header: room(self, header))
+        taken = {int(number): clock for number, clock in frame.meta["taken"].items()}
+        return frame.header.clock, taken
+
+    def _prove(self, sock: socket.socket, secret: bytes) -> None:
+        theirs, mine = _exactly(sock, secrets.NONCE_BYTES), secrets.nonce()
+        sock.sendall(secrets.answer(secret, theirs, mine))
+        try:
+            proof = _exactly(sock, secrets.MAC_BYTES)
+        except ConnectionError:
+            raise RefusedError(f"{self} refuses this rank's secret: {secrets.REMEDY}") from None
+        if not secrets.is_servers(secret, mine, theirs, proof):
+            raise RefusedError(f"{self} does not know the secret: {secrets.REMEDY}")
+
+    @staticmethod
+    def _first_frame(sock: socket.socket) -> Frame:
+        def room(header: Header) -> tuple[Any, memoryview]:
+            if header.kind not in (Kind.WELCOME, Kind.REFUSED):
+                raise WireError(f"{header.kind.name} is not expected now")
+            return None, memoryview(b"")
+
+        reader = Reader(room)
+        while (frame := reader.read(sock.recv_into)) is None:
+            pass
+        return frame
+
+    def close(self) -> None:
+        """Close the connection if there is one."""
+        if self.connection is not None:
+            self._sent_before += self.connection.bytes_sent
+            self.connection.close()
+            self.connection = None
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.address[0]}:{self.address[1]}"
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        more = sock.recv(count - len(data))
+        if not more:
+            raise ConnectionResetError("the server has closed the connection")
+        data += more
+    return bytes(data)

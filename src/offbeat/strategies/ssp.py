@@ -1,0 +1,71 @@
+"""SSP: a parameter server, and workers that may be some clocks apart."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from offbeat.profile import Profile
+from offbeat.strategies.base import require_count
+from offbeat.strategies.served import Served
+
+if TYPE_CHECKING:
+    from offbeat.sim.prediction import Prediction
+    from offbeat.sim.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class SSP(Served):
+    """Stale-synchronous parallel: a worker may be at most `s` clocks ahead of the slowest one.
+
+    Dedicated servers hold the parameters and step them with the user's optimizer. Workers push
+    gradients and pull parameters in the background. `apply="clock"`: the gradients of one clock
+    are averaged, and applied once every worker has reached it; s=0 is then BSP over a server.
+    `apply="push"`: each push is applied at once, with the learning rate over the number of workers.
+    One clock is `accumulate` iterations, whose gradients are averaged before they are pushed.
+    A worker that is silent for `silent_s` seconds counts no more. `snapshot` is a directory in
+    which servers save their part every `snapshot_every` clocks, and from which a job begins.
+    """
+
+    s: int = 2
+    apply: Literal["clock", "push"] = "clock"
+    accumulate: int = 1
+    silent_s: float = 30.0
+    snapshot: str | None = None
+    snapshot_every: int = 100
+
+    name: ClassVar[str] = "ssp"
+    citation: ClassVar[str] = (
+        "Ho et al., More effective distributed ML via a stale synchronous parallel parameter "
+        "server, NIPS 2013; servers: Li et al., OSDI 2014"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("s", self.s, least=0, remedy="0 is synchronous")
+        require_count("accumulate", self.accumulate)
+        require_count("snapshot_every", self.snapshot_every)
+        if not isinstance(self.silent_s, (int, float)) or not 0 < self.silent_s < math.inf:
+            raise ValueError(f"silent_s ({self.silent_s!r}) must be a number of seconds above 0")
+
+    def bound_s(self, profile: Profile) -> float:
+        """`F + B` with what the loop does around them, of the slowest rank: in the long run nobody
+        is faster by more than s clocks. Servers step, and messages are hidden."""
+        slowest = profile.slowest()
+        return slowest.other_s + slowest.forward_s + slowest.backward_s
+
+    def predict(
+        self,
+        profile: Profile,
+        *,
+        servers: int = 1,
+        iterations: int | None = None,
+        seed: int = 0,
+        ranks: Ranks | None = None,
+    ) -> Prediction:
+        from offbeat.sim.served import predict_served
+
+        return predict_served(
+            self, profile, servers=servers, iterations=iterations, seed=seed, ranks=ranks
+        )

@@ -1,0 +1,308 @@
+"""Servers and clients over real sockets, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from server_jobs import SECRET, Job, job, pulled, until
+
+from offbeat.server import secret as secrets
+from offbeat.server.client import Client, ServerGoneError
+from offbeat.server.service import _Peer
+from offbeat.server.upstream import RefusedError
+from offbeat.server.wire import HEADER_BYTES, Kind, pack
+
+
+def test_pushes_are_averaged_per_clock_and_pulled() -> None:
+    with job(20, 2, 2) as j:
+        a, b = j.client(0), j.client(1)
+        j.push(a, 1.0)
+        assert bool((pulled(a) == 0).all())  # the other one has not come so far
+        j.push(b, 3.0)
+        assert bool((pulled(a, need=1) == -2).all())
+        assert a.clocks()[1][0] == 1
+        for client in (a, b):
+            client.close()
+        j.end()
+        assert not any(thread.is_alive() for thread in j.threads)
+        assert not j.errors
+
+
+def test_a_pull_waits_and_says_for_whom() -> None:
+    with job(5, 1, 2) as j:
+        a, b = j.client(0, timeout_s=0.3), j.client(1)
+        j.push(a, 1.0)
+        a.pull(1)
+        with pytest.raises(RuntimeError, match=r"waited 0.3 s for parameters: rank 1 \(clock 0"):
+            a.await_arrival()
+        a.hurry()
+        a.await_arrival()
+        for client in (a, b):
+            client.close()
+
+
+def test_meeting_averages_the_numbers_of_all() -> None:
+    with job(5, 2, 2) as j:
+        a, b = j.client(0), j.client(1)
+        found: list[torch.Tensor] = []
+        other = threading.Thread(target=lambda: found.append(b.meet(torch.tensor([3.0]).double())))
+        other.start()
+        assert a.meet(torch.tensor([1.0]).double()).tolist() == [2.0]
+        other.join()
+        assert found[0].tolist() == [2.0]
+        for client in (a, b):
+            client.close()
+
+
+def test_optimizer_state_comes_back() -> None:
+    with job(20, 2, 1) as j:
+        for service in j.services:
+            for shard in service.store.shards.values():
+                shard.optimizer.param_groups[0]["momentum"] = 0.9
+        j.optimizer.param_groups[0]["momentum"] = 0.9
+        client = j.client(0)
+        j.push(client, 2.0)
+        values = [v for _, shard in client.state() for _, name, v in shard]
+        assert torch.cat(values).tolist() == [2.0] * 20
+        client.close()
+
+
+# ---- strangers, and frames that cannot be ---------------------------------------------------
+
+
+def test_a_wrong_secret_is_refused() -> None:
+    with job(5, 1, 1) as j:
+        with pytest.raises(RefusedError, match="OFFBEAT_SECRET must be the same"):
+            j.client(0, secret=b"guess")
+        j.client(0).close()
+
+
+def test_strangers_are_not_parsed_and_hold_nobody_up() -> None:
+    with job(5, 1, 1) as j:
+        silent = socket.create_connection(j.addresses[0])
+        liar = socket.create_connection(j.addresses[0])
+        assert len(liar.recv(100)) == secrets.NONCE_BYTES
+        liar.sendall(pack(Kind.HELLO, 0) + bytes(100))
+        assert drained(liar) == b""  # dropped without a word
+        client = j.client(0)
+        j.push(client, 1.0)
+        assert bool((j.held() == -1).all())
+        client.close()
+        silent.close()
+        liar.close()
+
+
+def drained(sock: socket.socket) -> bytes:
+    """What comes until the other end closes, which it may do with bytes of ours unread."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := sock.recv(4096):
+            data += more
+    return data
+
+
+def _inside(j: Job, rank: int = 0) -> socket.socket:
+    """A raw connection of somebody who knows the secret, started."""
+    sock = socket.create_connection(j.addresses[0], timeout=5)
+    nonce = sock.recv(secrets.NONCE_BYTES, socket.MSG_WAITALL)
+    sock.sendall(secrets.answer(SECRET, nonce, secrets.nonce()))
+    assert len(sock.recv(secrets.MAC_BYTES, socket.MSG_WAITALL)) == secrets.MAC_BYTES
+    hello = pack(Kind.HELLO, rank, meta={"fresh": True, "layout": j.layout.digest})
+    sock.sendall(hello + pack(Kind.START, rank))
+    assert len(sock.recv(HEADER_BYTES, socket.MSG_WAITALL)) == HEADER_BYTES
+    return sock
+
+
+GOOD = {"settings": [{"lr": 1.0}]}
+BODY = bytes(40)
+BAD = {
+    "version": bytearray(pack(Kind.PUSH, 0, meta=GOOD, body_bytes=40) + BODY),
+    "size": pack(Kind.PUSH, 0, meta=GOOD, body_bytes=39) + BODY,
+    "shard": pack(Kind.PUSH, 0, shard=7, meta=GOOD, body_bytes=40) + BODY,
+    "clock": pack(Kind.PUSH, 0, clock=3, meta=GOOD, body_bytes=40) + BODY,
+    "rank": pack(Kind.PUSH, 1, meta=GOOD, body_bytes=40) + BODY,
+    "kind": pack(Kind.WELCOME, 0),
+    "settings": pack(Kind.PUSH, 0, meta={"settings": 3}, body_bytes=40) + BODY,
+    "setting": pack(Kind.PUSH, 0, meta={"settings": [{"params": 1}]}, body_bytes=40) + BODY,
+    "type": pack(Kind.PUSH, 0, meta={"settings": [{"lr": "1"}]}, body_bytes=40) + BODY,
+    "number": pack(Kind.PUSH, 0, meta={"settings": [{"lr": float("nan")}]}, body_bytes=40) + BODY,
+    "absent": pack(Kind.PUSH, 0, meta={**GOOD, "absent": "x"}, body_bytes=40) + BODY,
+}
+BAD["version"][4] = 9  # type: ignore[index]
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_wrong_message_changes_nothing(what: str) -> None:
+    with job(5, 1, 2) as j:
+        sock = _inside(j)
+        sock.sendall(BAD[what])
+        drained(sock)  # words on why, then the end
+        assert bool((j.held() == 0).all())
+        assert j.services[0].store.clocks() == {0: 0, 1: 0}
+        sock.close()
+
+
+def test_random_messages_change_nothing_but_by_whole_pushes() -> None:
+    """Somebody with the secret sends valid frames with random bytes changed."""
+    choose = random.Random(4)
+    with job(5, 1, 2, rule="push") as j:
+        store, good = j.services[0].store, pack(Kind.PUSH, 0, meta=GOOD, body_bytes=40)
+        for _ in range(60):
+            clocks, before = store.clocks(), j.held().clone()
+            data = bytearray(good)
+            for _ in range(choose.randint(1, 3)):
+                data[choose.randrange(len(data))] = choose.randrange(256)
+            if data[5] in (Kind.BYE, Kind.PUSH):
+                data[4] = 77
+            sock = _inside(j)
+            sock.sendall(bytes(data) + BODY)
+            sock.shutdown(socket.SHUT_WR)
+            drained(sock)
+            sock.close()
+            assert torch.equal(j.held(), before)
+            assert store.clocks() == clocks
+
+
+# ---- failures -------------------------------------------------------------------------------
+
+
+def test_a_broken_connection_is_made_again_and_nothing_counts_twice() -> None:
+    with job(40, 2, 1, rule="push") as j:
+        client = j.client(0)
+        for turn in range(20):
+            j.push(client, 1.0, wait=False)
+            if turn % 3 == 0:  # pull the plug, in the middle of whatever happens
+                for up in client._ups:
+                    sock = up.connection.sock if up.connection else None
+                    if sock is not None:
+                        sock.shutdown(socket.SHUT_RDWR)
+        client.settle()
+        assert bool((j.held() == -20).all())
+        client.close()
+
+
+@pytest.mark.filterwarnings("ignore:server")
+def test_who_is_silent_counts_no_more_and_may_come_back() -> None:
+    with job(5, 1, 2, silent_s=0.5) as j:
+        a, b = j.client(0), j.client(1)
+        b._beat_s = 100.0  # it hangs
+        j.push(a, 1.0)
+        assert bool((pulled(a, need=1) == -1).all())  # after the timeout, without the other
+        assert list(j.services[0].store.clocks()) == [0]
+        j.push(b, 5.0)  # it wakes up: its gradient counts for the clock that is open now
+        j.push(a, 7.0)
+        assert bool((pulled(a, need=2) == -7).all())
+        for client in (a, b):
+            client.close()
+
+
+def test_a_new_process_of_a_rank_goes_on_where_the_old_one_was() -> None:
+    with job(5, 1, 1, rule="push") as j:
+        first = j.client(0)
+        for _ in range(3):
+            j.push(first, 1.0)
+        _abandon(first)
+        second = j.client(0)
+        assert second.clock == 3
+        j.push(second, 1.0)
+        assert bool((j.held() == -4).all())
+        second.close()
+
+
+def _abandon(client: Client) -> None:
+    """As if its process had been killed."""
+    client._closing = True
+    client._do(lambda: None)
+    client._thread.join(5)
+
+
+@pytest.mark.filterwarnings("ignore:server")
+def test_all_workers_gone_without_a_word() -> None:
+    j = Job(5, 1, 1, silent_s=0.3)
+    _abandon(j.client(0))
+    j.end()
+    assert "gone without a word (rank 0)" in str(j.errors[0])
+
+
+def test_a_dead_server_is_an_error_that_names_it() -> None:
+    with job(5, 2, 1) as j:
+        client = j.client(0, retry_s=0.3, gone="begin again")
+        service = j.services[1]
+        service.store.leave(0)  # its loop ends, and its sockets close
+        j.wake()
+        until(lambda: not j.threads[1].is_alive())
+        until(lambda: client._error is not None)
+        with pytest.raises(ServerGoneError, match=r"server 1 at .* is gone.*begin again"):
+            client.settle()
+
+
+def test_snapshots_are_whole_and_go_on(tmp_path: Path) -> None:
+    with job(20, 2, 1, directory=tmp_path) as j:
+        client = j.client(0)
+        for _ in range(7):
+            j.push(client, 1.0)
+        client.close()
+        j.end()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"server{i}-{clock}.pt" for i in range(2) for clock in (4, 6)]
+    with job(20, 2, 1, directory=tmp_path) as again:
+        for service in again.services:
+            assert service._snapshots is not None
+            assert service._snapshots.clocks() == [4, 6]
+            service._snapshots.restore(service.store, 6)
+        assert bool((again.held() == -6).all())
+    with job(20, 1, 1, directory=tmp_path) as other:
+        snapshots = other.services[0]._snapshots
+        assert snapshots is not None
+        with pytest.raises(ValueError, match="must be of this model"):
+            snapshots.restore(other.services[0].store, 6)
+
+
+def test_strangers_are_forgotten_after_a_while() -> None:
+    with job(5, 1, 1) as j:
+        sock = socket.create_connection(j.addresses[0])
+        until(lambda: len(j.services[0]._peers) == 1)
+        (peer,) = j.services[0]._peers
+        assert isinstance(peer, _Peer)
+        peer.came_s -= 100
+        assert len(sock.recv(100)) == secrets.NONCE_BYTES
+        assert sock.recv(100) == b""
+        sock.close()
+
+
+def test_no_acknowledged_update_is_lost() -> None:
+    """Workers are killed at random moments and begin anew; each counts in elements of its own,
+    which lie in two shards on two servers."""
+    workers, lives, size = 3, 8, 10
+    with job(workers * size, 2, workers, rule="push", lr=float(workers), shard_bytes=40) as j:
+        acknowledged = [0] * workers
+
+        def live(rank: int) -> None:
+            choose = random.Random(rank)
+            mine = torch.zeros(workers, size, dtype=torch.float64)
+            mine[rank] = -1.0
+            for _ in range(lives):
+                client = j.client(rank)
+                for _ in range(choose.randint(0, 6)):
+                    j.push(client, mine.flatten())
+                    acknowledged[rank] += 1
+                j.push(client, mine.flatten(), wait=False)  # nobody hears of this one
+                _abandon(client)
+
+        threads = [threading.Thread(target=live, args=(rank,)) for rank in range(workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        held = j.held().view(workers, size)
+        for rank, count in enumerate(acknowledged):
+            assert count > lives
+            assert bool((held[rank] >= count).all())
+            assert bool((held[rank] <= count + lives).all())
+            assert bool((held[rank] == held[rank].round()).all())

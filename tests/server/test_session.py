@@ -1,0 +1,87 @@
+"""Training with servers, in processes of their own, against BSP's equations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from comparing import assert_close
+from models import Case
+from reference.training import bsp, replicas
+from server_workers import Worked, refused, work
+from worlds import run_world, watch_world
+
+from offbeat import BSP, SSP
+
+ITERATIONS = 6
+
+
+def both(results: list[Worked | int], workers: int) -> list[Worked]:
+    assert results[workers:] == [0] * (len(results) - workers)
+    return [worked for worked in results[:workers] if isinstance(worked, Worked)]
+
+
+@pytest.mark.parametrize(
+    ("case", "servers"),
+    [(Case("mlp", "nesterov", "step"), 2), (Case("conv", "adam"), 1)],
+    ids=str,
+)
+def test_without_staleness_it_is_bsp(case: Case, servers: int) -> None:
+    results = run_world(work, 2 + servers, case, SSP(s=0), ITERATIONS, servers)
+    world = replicas(case, 2)
+    bsp(world, range(ITERATIONS))
+    expected = dict(world[0].model.named_parameters())
+    for worked in both(results, 2):
+        assert_close({n: worked.model[n] for n in expected}, expected, str(case))
+        assert_close({n: worked.evaluated[n] for n in expected}, expected, "evaluated")
+        assert_close(worked.optimizer["state"], world[0].optimizer.state_dict()["state"], "state")
+        assert worked.clock == ITERATIONS
+
+
+@pytest.mark.parametrize("strategy", [SSP(s=3), SSP(s=1, apply="push", accumulate=2)], ids=str)
+def test_replicas_agree_in_the_end(strategy: SSP) -> None:
+    """With staleness the path depends on timing; what consolidate leaves does not differ."""
+    results = run_world(work, 3, Case("conv", "sgd"), strategy, ITERATIONS, 1)
+    a, b = both(results, 2)
+    assert all(torch.equal(a.model[name], b.model[name]) for name in a.model)
+    assert a.clock == ITERATIONS // strategy.accumulate
+    start = replicas(Case("conv", "sgd"), 1)[0].model.state_dict()
+    assert any(not torch.equal(a.model[name], start[name]) for name in start)
+
+
+def test_a_killed_worker_leaves_the_other_running() -> None:
+    strategy = SSP(s=1, silent_s=1.0)
+    outcomes = watch_world(
+        work, 3, Case("mlp", "sgd"), strategy, ITERATIONS, 1, 1, doomed=[1], timeout_s=40
+    )
+    assert outcomes[1].kind == "silent"
+    assert outcomes[0].error == outcomes[2].error == ""
+    assert outcomes[0].result.clock == ITERATIONS
+
+
+@pytest.mark.parametrize(
+    ("servers", "strategy", "words"),
+    [
+        (0, SSP(), "servers (0) must be at least 1"),
+        (2, SSP(), "servers (2) must be below the number of ranks (2)"),
+        (1, BSP(), "servers (1) must be 0"),
+        (1, SSP(), "OFFBEAT_SECRET must be the same on all ranks"),
+    ],
+    ids=str,
+)
+def test_jobs_that_cannot_be(servers: int, strategy: object, words: str) -> None:
+    for said in run_world(refused, 2, servers, strategy):
+        assert words in said
+
+
+def test_a_new_job_begins_from_the_last_snapshot_of_all_servers(tmp_path: Path) -> None:
+    """Parameters and momentum: two jobs of four and two clocks are one of six."""
+    case = Case("mlp", "nesterov")
+    strategy = SSP(s=0, snapshot=str(tmp_path), snapshot_every=2)
+    run_world(work, 3, case, strategy, 5, 2)  # its fifth clock is lost
+    (again,) = both(run_world(work, 3, case, strategy, 2, 2), 1)
+    world = replicas(case, 1)
+    bsp(world, [0, 1, 2, 3, 0, 1])
+    expected = dict(world[0].model.named_parameters())
+    assert_close({n: again.model[n] for n in expected}, expected, "continued")

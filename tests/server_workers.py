@@ -1,0 +1,81 @@
+"""What ranks of SSP's worlds do; a module of its own, so that processes can import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from models import Case, batch, build_model, build_optimizer, build_scheduler, loss_of
+from torch import Tensor
+from workers import rank, snapshot
+
+import offbeat
+from offbeat import SSP
+
+
+@dataclass
+class Worked:
+    """What a worker has at the end."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    evaluated: dict[str, Tensor]
+    clock: int
+
+
+def work(
+    case: Case,
+    strategy: SSP,
+    iterations: int,
+    servers: int,
+    doomed: int | None = None,
+) -> Worked | int | str | None:
+    """Train on a worker and serve on the last ranks; `doomed` kills itself half way.
+    A server's result is its exit code."""
+    os.environ["OFFBEAT_SERVERS"] = str(servers)
+    model = build_model(case)
+    optimizer = build_optimizer(case, model)
+    try:
+        model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=20.0)
+    except SystemExit as end:
+        return end.code
+    scheduler = build_scheduler(case, optimizer)
+    for t in range(iterations):
+        if rank() == doomed and t == iterations // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        loss_of(model, *batch(case, rank(), t)).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    model.eval()
+    with torch.no_grad():
+        model(batch(case, rank(), 0)[0])
+    evaluated = snapshot(dict(model.module.named_parameters()))
+    if doomed is None:
+        model.consolidate()
+    found = Worked(
+        snapshot(model.state_dict()),
+        snapshot(optimizer.state_dict()),
+        evaluated,
+        model._session._client.clock,
+    )
+    model.close()
+    return found
+
+
+def refused(servers: int, strategy: Any) -> str:
+    """The words of the error that every rank gets."""
+    os.environ["OFFBEAT_SERVERS"] = str(servers)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if rank() == 1 and servers == 1:
+        os.environ["OFFBEAT_SECRET"] = "another"
+    try:
+        offbeat.prepare(model, optimizer, strategy, timeout_s=20.0)
+    except ValueError as error:
+        return str(error)
+    return ""

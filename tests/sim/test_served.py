@@ -1,0 +1,106 @@
+"""Servers in virtual time, against closed forms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from offbeat import SSP, Profile
+from offbeat.profile import Bucket, Link
+from offbeat.sim import Ranks, predict
+from offbeat.sim.pipe import fair_shares
+from offbeat.sim.served import Server, run_served, server_of
+
+CLOCKS = 60
+
+
+def steady_s(server: Server, compute_s: list[float], s: int, **options: bool) -> float:
+    """Seconds per clock in the second half, by the slowest worker."""
+    course = run_served(server, np.tile(compute_s, (CLOCKS, 1)), s, **options)
+    ends = np.array(course.ends_s).max(axis=0)
+    return float(ends[-1] - ends[CLOCKS // 2 - 1]) / (CLOCKS - CLOCKS // 2)
+
+
+def test_nothing_on_the_network_costs_nothing() -> None:
+    server = Server(1.0, 1e12, (1e12,) * 3)
+    assert steady_s(server, [1.0, 1.0, 1.0], 0) == pytest.approx(1.0)
+    assert steady_s(server, [1.0, 1.0, 2.0], 0) == pytest.approx(2.0)
+    assert steady_s(server, [1.0, 1.0, 2.0], 3) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_without_staleness_push_apply_and_pull_follow_each_other(workers: int) -> None:
+    """compute + N M / R inwards + update + N M / R outwards, and a way there and back."""
+    server = Server(10.0, 20.0, (20.0,) * workers, latency_s=0.05, apply_s=0.3)
+    expected = 1.0 + workers * 0.5 + 0.05 + 0.3 + workers * 0.5 + 0.05
+    assert steady_s(server, [1.0] * workers, 0) == pytest.approx(expected)
+
+
+def test_incast_bounds_a_stale_job() -> None:
+    """The server's link carries N pushes per clock, however stale workers may be."""
+    server = Server(10.0, 20.0, (20.0,) * 8)
+    assert steady_s(server, [1.0] * 8, 20) == pytest.approx(4.0, rel=0.02)
+
+
+def test_staleness_hides_messages_that_compute_covers() -> None:
+    server = Server(2.0, 20.0, (20.0,) * 4)
+    assert steady_s(server, [1.0] * 4, 4) == pytest.approx(1.0, rel=0.01)
+
+
+def test_nobody_is_further_ahead_than_s() -> None:
+    random = np.random.default_rng(1)
+    for s in (0, 1, 5):
+        compute_s = random.lognormal(0, 1, (CLOCKS, 5))
+        course = run_served(Server(1.0, 5.0, (5.0,) * 5), compute_s, s)
+        assert max(course.staleness) <= s
+        begins = np.array(course.begins_s)
+        ends = np.array(course.ends_s)
+        for clock in range(s + 1, CLOCKS):  # nobody begins before all have ended clock - s - 1
+            assert begins[:, clock].min() >= ends[:, clock - s - 1].max()
+
+
+def test_a_straggler_costs_less_with_staleness() -> None:
+    random = np.random.default_rng(2)
+    compute_s = random.lognormal(0, 0.5, (CLOCKS, 6))
+    server = Server(1.0, 100.0, (100.0,) * 6)
+    seconds = [run_served(server, compute_s, s).seconds for s in (0, 1, 4, 16)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] >= compute_s.sum(axis=0).max()
+
+
+def test_fair_shares() -> None:
+    caps, everyone = np.array([1.0, 10.0, 10.0]), np.array([True] * 3)
+    assert fair_shares(caps, everyone, 9.0).tolist() == [1.0, 4.0, 4.0]
+    assert fair_shares(caps, everyone, 3.0).tolist() == [1.0, 1.0, 1.0]
+    assert fair_shares(caps, np.array([True, False, True]), 30.0).tolist() == [1.0, 0.0, 10.0]
+
+
+def profile(workers: int, **rest: float) -> Profile:
+    buckets = (Bucket("a", 0.1, 0.2, 4000), Bucket("b", 0.1, 0.2, 4000))
+    return Profile(buckets, (Link("net", 0.006, 1e5),), workers, **rest)
+
+
+def test_from_a_profile() -> None:
+    """An all-reduce of M on N hosts moves 2(N-1)/N M through each: so fast is a host."""
+    server = server_of(profile(4), 2)
+    assert server.rate == pytest.approx(1.5e5)
+    assert server.caps == pytest.approx((0.75e5,) * 4)
+    assert server.latency_s == pytest.approx(0.001)
+    assert server.size_bytes == 4000
+
+
+def test_predict_is_ssps() -> None:
+    facts = profile(4, update_s=0.01)
+    prediction = predict(SSP(s=0), facts, servers=1)
+    assert prediction.iteration_s == pytest.approx(0.6 + 0.01 + 2 * (4 * 8000 / 1.5e5 + 0.001))
+    assert prediction.bound_s == pytest.approx(0.6)
+    assert prediction.exposed_s == pytest.approx(prediction.iteration_s - 0.6)
+    assert prediction.trace.iteration_s(10) == pytest.approx(prediction.iteration_s, rel=1e-6)
+    stale = predict(SSP(s=4), facts, servers=4, ranks=Ranks(jitter=0.2))
+    assert 0.6 <= stale.iteration_s < prediction.iteration_s
+    bigger = predict(SSP(s=0, accumulate=4), facts)
+    assert bigger.iteration_s < prediction.iteration_s
+    with pytest.raises(ValueError, match="servers"):
+        predict(SSP(), facts, servers=0)
+    with pytest.raises(ValueError, match="no plan"):
+        SSP().plan(facts)
