@@ -4,9 +4,9 @@
                                [--steps 32] [--repeat 1] [--uneven] [--delay 20ms] [--json FILE]
 
 4 hosts, DDP, WFBP, local SGD, equal numbers of layers and DreamDDP with period 5. Each host
-computes at 1/K of this machine's core, K as `--pace auto` has it: numerics, messages and losses are
-real, compute time is emulated. `--uneven`: one host computes half as fast. Needs the lab and a quiet
-machine; about two minutes per model and rate.
+computes at 1/K of this machine's core, K as `--pace auto` has it: numerics, messages and losses
+are real, compute time is emulated. `--uneven`: one host computes half as fast. Needs the lab and a
+quiet machine; about two minutes per model and rate.
 """
 
 from __future__ import annotations

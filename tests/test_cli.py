@@ -117,6 +117,10 @@ def test_strategies_are_listed_with_settings_and_sources(capsys):
             "profile.json is no plan (schema (1) of the plan must be 2",
         ),
         ("simulate --strategy ddp --iterations 0", "iterations (0) must be at least 1"),
+        ("simulate --strategy ddp --votes .5", "votes (.5) must be left out: the plan has none"),
+        ("simulate --strategy selsync --votes 2", "votes['sync'] (2.0) must lie between 0 and 1"),
+        ("simulate --strategy selsync --votes x.json", "file (x.json) must exist; give a share"),
+        ("simulate --strategy selsync --votes profile.json", "the record of a run with votes"),
     ],
 )
 def test_wrong_planning_is_one_line(argv, words, capsys):
@@ -296,8 +300,13 @@ def test_wrong_products_are_one_line(argv, words, capsys):
 
 # --- settings ------------------------------------------------------------------------------------
 
-NUMBERS = {int: ("3", 3), float: ("0.25", 0.25)}
-TOGETHER = {"forward": {"backward": 2}, "backward": {"forward": 2}}  # DeFT's need each other
+NUMBERS = {int: ("3", 3), float: ("0.25", 0.25), tuple[float, ...]: ("1.5/2", (1.5, 2.0))}
+TOGETHER = {  # settings that need each other
+    "forward": {"backward": 2},
+    "backward": {"forward": 2},
+    "epoch_share": {"steps_per_epoch": 8},
+    "steps_per_epoch": {"epoch_share": 0.5},
+}
 
 
 def kinds_of(hint: Any) -> tuple[Any, ...]:
@@ -307,7 +316,7 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
 def texts_of(kind: Any) -> list[tuple[str, Any]]:
     """(text, value) of what the documented type of a setting allows; one of all numbers."""
     if get_origin(kind) is Literal:
-        return [(word, word) for word in get_args(kind)]
+        return [(str(word), word) for word in get_args(kind)]
     if kind is NoneType:
         return [("none", None), ("None", None)]
     return [("true", True), ("False", False)] if kind is bool else [NUMBERS[kind]]
@@ -364,6 +373,11 @@ def parsed(*argv: str) -> dict[str, Any]:
         ("bytescheduler --set credit_elements=.5", "credit_elements ('.5') must be none or an in"),
         ("wfbp --set fusion=nine", "fusion ('nine') must be one of none, ddp, mg-wfbp, optimal"),
         ("wfbp --set fusion=None", "did you mean 'none'?"),
+        ("selsync --set vote_lag=2", "vote_lag ('2') must be one of 0, 1"),
+        ("selsync --set delta=nan", "delta (nan) must be a number of at least 0"),
+        ("selsync --set vote_lag=1 --set aggregate=gradients", "vote_lag (1) must be 0 with aggr"),
+        ("fedavg --set fraction=0", "fraction (0.0) must lie above 0"),
+        ("fedavg --set samples=1/x", "samples ('1/x') must be none or numbers with / between"),
     ],
 )
 def test_values_that_a_setting_does_not_have(argv, words, capsys):

@@ -239,7 +239,9 @@ class Spy:
         trained.plan = getattr(self._session, "plan", None)
         trained.profile = getattr(self._session, "profile", None)
         trained.messages = [
-            (m.iteration, m.transfer.link, name_of(m.transfer)) for m in self._messages
+            (m.iteration, m.transfer.link, name_of(m.transfer))
+            for m in self._messages
+            if not m.passed
         ]
         places = self._places(trained.plan)
         for message, x in self._seen:

@@ -49,6 +49,7 @@ class Span:
 class Trace:
     """A timeline. `ends_s[rank][i]` is when iteration `first + i` ended; the first one started
     at `starts_s[rank]`. Spans may cover fewer iterations than `ends_s` (a recorded window).
+    `uneven`: iterations differ by what votes decide, so that only their mean says something.
     """
 
     source: Source
@@ -59,6 +60,7 @@ class Trace:
     first: int = 0
     period: int = 1
     notes: Mapping[str, Any] = field(default_factory=dict)
+    uneven: bool = False
 
     @property
     def world_size(self) -> int:
@@ -79,14 +81,15 @@ class Trace:
         return [fmean(seconds[i : i + self.period]) for i in range(0, whole, self.period)]
 
     def iteration_s(self, skip: int = 0) -> float:
-        """Seconds per iteration: median over whole periods; ValueError if there is none."""
+        """Seconds per iteration: median over whole periods, or the mean where they are uneven;
+        ValueError if there is none."""
         periods = self.period_seconds(skip)
         if not periods:
             raise ValueError(
                 f"the trace ({self.iterations} iterations) must have a whole period "
                 f"({self.period}) after the first {skip}; run more iterations"
             )
-        return median(periods)
+        return fmean(periods) if self.uneven else median(periods)
 
     def window(self, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> list[Span]:
         """Spans of some iterations (and ranks), in order of start."""

@@ -12,14 +12,18 @@ import torch
 from comparing import assert_close, assert_same, sets_of
 from models import Case, profile_of
 from reference.training import (
+    Piece,
     Replica,
     as_planned,
     bsp,
     consolidate,
+    federated,
+    goes,
     local_sgd,
     merged,
     partial_sync,
     replicas,
+    selective,
 )
 from torch import Tensor
 from workers import (
@@ -33,10 +37,13 @@ from workers import (
 from worlds import run_world
 
 from offbeat import Plan, Profile
+from offbeat.numerics.select import drawn
 from offbeat.plan import Payload
 from offbeat.plan.windows import Windows
+from offbeat.runtime.votes import VOTES
 from offbeat.sim import simulate
 from offbeat.strategies import STRATEGIES, Strategy, create
+from offbeat.testing.equations import Changes
 from offbeat.trace import COMPUTE
 
 # Settings beside the defaults; a strategy that is only registered is tested with its defaults.
@@ -71,6 +78,18 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"period": 3, "solver": "optimal", "average": "before_update", "state": "averaged"},
         {"period": 2, "split": True},
         {"period": 3, "split": True, "average": "before_update", "state": "averaged"},
+    ],
+    "selsync": [
+        {"delta": 0.1, "smooth": "change", "window": 3, "state": "averaged"},
+        {"delta": 0.5, "window": 1, "aggregate": "gradients", "max_period": 3},
+        {"delta": 0.3, "vote_lag": 1, "max_period": 4, "state": "reset"},
+        {"delta": 0.3, "scope": "layer", "max_period": 3},
+        {"delta": 0.4, "scope": "layer", "state": "averaged"},
+    ],
+    "fedavg": [
+        {"fraction": 0.5, "local_steps": 2, "seed": 3},
+        {"fraction": 0.5, "epoch_share": 0.25, "steps_per_epoch": 12, "state": "averaged"},
+        {"samples": (1.0, 3.0), "local_steps": 1, "state": "reset"},
     ],
 }
 STRATEGIES_UNDER_TEST: list[Strategy] = [
@@ -108,7 +127,9 @@ def worlds(strategies: list[Strategy]) -> pytest.MarkDecorator:
 KEEPING = [
     s
     for s in STRATEGIES_UNDER_TEST
-    if s == create(s.name) or s.name == "deft" or getattr(s, "state", "local") != "local"
+    if s == create(s.name)
+    or s.name in ("deft", "fedavg", "selsync")
+    or getattr(s, "state", "local") != "local"
 ]
 every_world = worlds(STRATEGIES_UNDER_TEST)
 every_planned_world = worlds(PLANNED)
@@ -133,10 +154,44 @@ def local_steps(world: list[Replica], iterations: range, strategy: Any) -> None:
     )
 
 
-def what_is_planned(world: list[Replica], iterations: range, strategy: Strategy) -> None:
+def what_is_planned(
+    world: list[Replica], iterations: range, strategy: Strategy
+) -> dict[str, list[bool]]:
+    """What came out of the votes."""
     profile = profile_of(world[0].case, len(world))
     tensors = [bucket.tensors for bucket in profile.buckets]
-    as_planned(world, iterations, strategy.plan(profile), tensors)
+    return as_planned(world, iterations, strategy.plan(profile), tensors)
+
+
+def votes(world: list[Replica], iterations: range, strategy: Any) -> None:
+    """Which layers are averaged anyway is the planner's choice, and so in the plan."""
+    profile = profile_of(world[0].case, len(world))
+    pieces = [Piece(bucket.tensors) for bucket in profile.buckets]
+    if strategy.scope == "model":
+        pieces = [Piece(tuple(name for piece in pieces for name in piece.names))]
+    changes = Changes(strategy.smooth, strategy.window, len(world) / 100)
+    selective(
+        world,
+        iterations,
+        pieces=pieces,
+        forced=strategy.plan(profile).fact("forced", [[]]),
+        change=changes.change,
+        delta=strategy.delta,
+        lag=1 if strategy.scope == "layer" else strategy.vote_lag,
+        aggregate=strategy.aggregate,
+        state=strategy.state,
+    )
+
+
+def rounds(world: list[Replica], iterations: range, strategy: Any) -> None:
+    counts = strategy.counts(len(world))
+    federated(
+        world,
+        iterations,
+        local_steps=strategy.round_steps,
+        weights=lambda done: drawn(counts, strategy.fraction, strategy.seed, done),
+        state=strategy.state,
+    )
 
 
 def late(world: list[Replica], iterations: range, strategy: Any) -> None:
@@ -152,6 +207,8 @@ REFERENCES: dict[str, Callable[[list[Replica], range, Any], None]] = {
     "partial-sync": layer_sets,
     "dreamddp": layer_sets,
     "deft": late,
+    "selsync": votes,
+    "fedavg": rounds,
 }
 
 
@@ -163,7 +220,8 @@ def equations(world: list[Replica], iterations: range, strategy: Strategy) -> No
 @every_plan
 def test_plan_says_what_the_equations_say(strategy: Strategy) -> None:
     case = CASES[0]
-    mine, theirs = replicas(case, 3), replicas(case, 3)
+    workers = len(getattr(strategy, "samples", None) or range(3))
+    mine, theirs = replicas(case, workers), replicas(case, workers)
     what_is_planned(mine, range(ITERATIONS), strategy)
     equations(theirs, range(ITERATIONS), strategy)
     for a, b in zip(mine, theirs, strict=True):
@@ -176,6 +234,12 @@ def trained(strategy: Strategy, world_size: int) -> list[list[Trained]]:
     """Per rank and case what it has after training."""
     cases = cases_of(strategy, world_size)
     return run_world(train_cases, world_size, strategy, cases, ITERATIONS)
+
+
+@cache
+def decided(strategy: Strategy, case: Case, world_size: int) -> dict[str, list[bool]]:
+    """What comes out of the votes."""
+    return what_is_planned(replicas(case, world_size), range(ITERATIONS), strategy)
 
 
 @every_world
@@ -238,24 +302,28 @@ def test_moves_what_the_plan_promises(strategy: Strategy, world_size: int) -> No
     cases = cases_of(strategy, world_size)
     for i, case in enumerate(cases):
         profile = profile_of(case, world_size)
-        promised = promises(strategy.plan(profile), profile)
+        outcomes = decided(strategy, case, world_size)
+        promised = promises(strategy.plan(profile), profile, outcomes)
         for rank in trained(strategy, world_size):
-            moved = Counter(rank[i].collectives)
+            moved = Counter(m for m in rank[i].collectives if not m[1].endswith(VOTES))
             assert moved == promised, f"{case}: {moved - promised} extra, {promised - moved} short"
             bytes_sent = sum(
                 size if name.startswith("all_reduce") else size // 2
                 for _, _, name, size in promised.elements()
             )
-            assert sum(rank[i].bytes_sent.values()) == bytes_sent
+            sent = {n: size for n, size in rank[i].bytes_sent.items() if not n.endswith(VOTES)}
+            assert sum(sent.values()) == bytes_sent
 
 
-def promises(plan: Plan, profile: Profile) -> Counter[tuple[int, str, str, int]]:
+def promises(
+    plan: Plan, profile: Profile, outcomes: dict[str, list[bool]]
+) -> Counter[tuple[int, str, str, int]]:
     """(iteration, link, verb and payload, bytes) of every message."""
     expected: Counter[tuple[int, str, str, int]] = Counter()
     for t in range(ITERATIONS):
         for message in plan.transfers:
             size = payload_bytes(profile, message.payload)
-            if size and plan.phase(t) in message.phases:
+            if size and plan.phase(t) in message.phases and goes(message, t, outcomes):
                 expected[t, message.link, promise_of(message), size] += 1
     return expected
 
@@ -283,6 +351,8 @@ def test_everything_is_averaged_in_every_period(strategy: Strategy) -> None:
     for i, case in enumerate(cases_of(strategy, 2)):
         profile = profile_of(case, 2)
         plan = strategy.plan(profile)
+        if plan.votes and plan.period == 1:
+            return  # nothing is promised
         kind = "grad" if all(t.payload.buffer == "grad" for t in plan.transfers) else "param"
         everything = payload_bytes(profile, Payload(kind, range(plan.buckets)))
         windows = Windows(plan)
@@ -291,7 +361,8 @@ def test_everything_is_averaged_in_every_period(strategy: Strategy) -> None:
         for rank in trained(strategy, 2):
             for start in range(plan.prologue, ITERATIONS - plan.period + 1):
                 period = range(start, start + plan.period)
-                assert bytes_moved(rank[i], period, kind) == everything, f"{case}, {period}"
+                moved = bytes_moved(rank[i], period, kind)
+                assert moved == everything, f"{case}, {period}"
 
 
 def bytes_moved(trained: Trained, iterations: range, kind: str) -> int:
@@ -315,7 +386,13 @@ def test_order_equals_the_simulators(strategy: Strategy, world_size: int) -> Non
     cases = cases_of(strategy, world_size)
     for i, case in enumerate(cases):
         profile = profile_of(case, world_size)
-        trace = simulate(strategy.plan(profile), profile, iterations=ITERATIONS, record=ITERATIONS)
+        trace = simulate(
+            strategy.plan(profile),
+            profile,
+            iterations=ITERATIONS,
+            record=ITERATIONS,
+            votes=decided(strategy, case, world_size),
+        )
         spans = [s for s in trace.spans if s.lane != COMPUTE and s.rank == 0]
         simulated = [(s.iteration, s.lane, s.name) for s in sorted(spans, key=lambda s: s.start_s)]
         for rank in trained(strategy, world_size):

@@ -1,4 +1,4 @@
-"""Ten families as plans, and as the ten lines of equations that they stand for.
+"""Families as plans, and as the ten lines of equations that each stands for.
 
 Every plan trains a quadratic of N buckets on K workers with SGD and momentum.
 """
@@ -117,6 +117,37 @@ class SelSync:
             world.average()
 
 
+class ByLayer:
+    """Each bucket by its own change of the iteration before."""
+
+    def __init__(self) -> None:
+        self.last: Weights | None = None
+        self.chosen = list(ALL)
+
+    def __call__(self, world: World, i: int) -> None:
+        g = world.gradients(i)
+        world.step(g)
+        world.average(self.chosen)
+        norms = (g**2).sum(axis=2)
+        if self.last is not None:
+            changes = abs(norms - self.last) / self.last
+            self.chosen = [b for b in ALL if (changes[:, b] >= THRESHOLD).any()]
+        self.last = norms
+
+
+class Voted(SelSync):
+    """Gradients are averaged if a vote says so, then all step."""
+
+    def __call__(self, world: World, i: int) -> None:
+        before = world.w.copy(), world.m.copy()
+        super().__call__(world, i)
+        world.w, world.m = before
+        g = world.gradients(i)
+        if self.votes[-1]:
+            g = np.repeat(g.mean(axis=0)[None], len(g), axis=0)
+        world.step(g)
+
+
 class Delayed:
     def __init__(self) -> None:
         self.snapshot = None
@@ -225,6 +256,27 @@ def selsync_plan() -> Plan:
     return planned("selsync", sent, [local(N, STEP, FIRST)], votes=[vote])
 
 
+def layers_plan() -> Plan:
+    votes, sent = [], []
+    for b in ALL:
+        args = {"threshold": THRESHOLD}
+        due = Moment("grad", b, 1)
+        at, name = Moment("grad", N - 1), f"layer {b}"
+        votes.append(Vote(name, "changed", at, due, Phases(FIRST), args, one(b)))
+        sent.append(move("param", one(b), Moment("grad", b), END, when=name, ago=1))
+    applies = [
+        Apply("measure", ALL, Moment("grad"), Phases(FIRST)),
+        local(N, Moment("grad"), FIRST),
+    ]
+    return planned("layers", sent, applies, votes=votes)
+
+
+def voted_plan() -> Plan:
+    plan = selsync_plan()
+    sent = [move("grad", ALL, STEP, END, when="sync")]
+    return planned("voted", sent, [local(N, END, FIRST)], votes=plan.votes)
+
+
 def delayed_plan() -> Plan:
     args, last = {"source": "param", "target": "snapshot"}, [H - 1]
     due = Moment("forward", N - 1, 1)
@@ -303,6 +355,8 @@ FAMILIES = {
         Family(diloco_plan(), DiLoCo),
         Family(topk_plan(), TopK),
         Family(selsync_plan(), SelSync),
+        Family(layers_plan(), ByLayer),
+        Family(voted_plan(), Voted),
         Family(delayed_plan(), Delayed),
         Family(fedavg_plan(), lambda: subset),
         Family(nodes_plan(), lambda: synchronous),

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from offbeat.numerics.select import drawn
 from offbeat.plan import Apply, Moment, Plan, Transfer, Vote
 
 Array = np.ndarray
@@ -96,6 +97,8 @@ class Machine:
         self.added = [[np.zeros(size) for _ in s["grad"]] for s in self.store]
         self.said: dict[tuple[str, int], dict[int, bool]] = defaultdict(dict)
         self.norms: dict[tuple[int, str], float] = {}
+        self.measured: dict[tuple[int, int], float] = {}
+        self.rounds: dict[tuple[int, str], int] = defaultdict(int)
         self.flights: dict[tuple[int, int, int], Flight] = {}
         self.queues: dict[tuple[str, int], list[Flight]] = defaultdict(list)
         rules = [*plan.transfers, *plan.applies, *plan.votes]
@@ -229,9 +232,9 @@ class Machine:
         return [a.buckets] if self._at(a.at, moment) else []
 
     def _yes(self, rule: Transfer | Apply, iteration: int) -> bool:
-        if rule.when is None:
+        if rule.when is None or iteration < rule.ago:
             return True
-        said = self.said[rule.when, iteration]
+        said = self.said[rule.when, iteration - rule.ago]
         assert len(said) == len(self.world), "asked before it is due"
         return any(said.values())
 
@@ -367,14 +370,20 @@ class Machine:
         )
 
     def _say(self, rank: int, v: Vote, i: int) -> bool:
-        norm = float((self.store[rank]["grad"][0] ** 2).sum())
+        run = v.buckets or range(self.plan.buckets)
+        measured = [self.measured.get((rank, b)) for b in run]
+        norm = self._norm(rank, run) if None in measured else sum(measured)
         last = self.norms.get((rank, v.name))
-        self.norms[rank, v.name] = norm
+        if norm:
+            self.norms[rank, v.name] = norm
         if self.say is not None:
             return self.say(v.name, i, rank)
-        if last is None or last == 0:
+        if last is None or norm == 0:
             return True
         return not abs(norm - last) / last < v.arg("threshold")
+
+    def _norm(self, rank: int, run: range) -> float:
+        return float((self.store[rank]["grad"][0][self._span(run)] ** 2).sum())
 
     def _apply(self, rank: int, a: Apply, buckets: range) -> None:
         s, at, args = self.store[rank], self._span(buckets), dict(a.args)
@@ -391,8 +400,16 @@ class Machine:
             s[args["target"]][0][at] = s[args["source"]][0][at]
         elif a.rule == "clear":
             s[args["buffer"]][0][at] = 0
+        elif a.rule == "measure":
+            for b in buckets:
+                self.measured[rank, b] = self._norm(rank, range(b, b + 1))
         elif a.rule == "scale":
             s[args["buffer"]][0][at] *= args["by"][rank]
+        elif a.rule == "select":
+            done = self.rounds[rank, args["buffer"]]
+            self.rounds[rank, args["buffer"]] += 1
+            counts = drawn(args["samples"], args["fraction"], args["seed"], done)
+            s[args["buffer"]][0][at] *= len(counts) * counts[rank] / sum(counts)
         elif a.rule == "delta":
             mean = s[args.get("average", "average")][0][at]
             s["param"][0][at] += mean - s[args.get("snapshot", "snapshot")][0][at]

@@ -126,16 +126,18 @@ def links_of(profile, channels=2):
 
 @st.composite
 def _when(draw, base, phases):
-    """A vote in whose phases a rule acts, or none."""
+    """A vote in whose phases a rule acts, of this iteration or one before, or none."""
     vote = draw(st.sampled_from([None, None, *base.votes]))
-    return (None, draw(phases)) if vote is None else (vote.name, vote.phases)
+    if vote is None:
+        return {"when": None, "phases": draw(phases)}
+    return {"when": vote.name, "phases": vote.phases, "ago": draw(st.integers(0, 2))}
 
 
 @st.composite
 def _transfers(draw, base, profile, phases, merging, sends):
     start = draw(st.integers(0, base.buckets - 1))
     after, before = draw(_spans(base.buckets))
-    when, active = draw(_when(base, phases))
+    when = draw(_when(base, phases))
     buffer = draw(st.sampled_from(["grad", "grad", "param", "state", "landing", "snapshot"]))
     parts = draw(st.integers(1, 3))
     one = transfer(
@@ -143,14 +145,13 @@ def _transfers(draw, base, profile, phases, merging, sends):
         range(start, draw(st.integers(start + 1, base.buckets))),
         after=after,
         before=before,
-        phases=active,
         link=draw(links_of(profile)),
         part=draw(st.integers(0, parts - 1)),
         parts=parts,
         age=draw(st.integers(0, 1)) if merging and buffer == "grad" else 0,
         into={"grad": "landing", "param": "snapshot"}.get(buffer) if draw(st.booleans()) else None,
         wire=Wire("topk", {"fraction": 0.5}) if draw(st.integers(0, 4)) == 0 else None,
-        when=when,
+        **when,
     )
     if sends and profile.world_size > 1 and draw(st.booleans()):
         ranks = draw(st.permutations(range(profile.world_size)))[:2]
@@ -171,16 +172,15 @@ def _applies(draw, base, profile, phases, merging, sends):
     moments = [m for m in order(base.buckets) if m.point != "forward"]
     moments += [Moment("forward", None, 1), Moment("forward", base.buckets - 1, 1)]
     for _ in range(draw(st.integers(0, 3))):
-        when, active = draw(_when(base, phases))
+        when = draw(_when(base, phases))
         start = draw(st.integers(0, base.buckets - 1))
         alone = sends and draw(st.integers(0, 2)) == 0
         one = Apply(
             draw(st.sampled_from(["local", "local", "clear"])),
             range(start, draw(st.integers(start + 1, base.buckets))),
             draw(st.sampled_from(moments)),
-            active,
             ranks=(draw(st.integers(0, profile.world_size - 1)),) if alone else None,
-            when=when,
+            **when,
             args={"age": draw(st.integers(0, 1))} if merging else {},
         )
         applies.append(one)

@@ -87,7 +87,7 @@ class World:
                     self.add_apply(apply, i)
 
     def goes(self, rule: Transfer | Apply, i: int) -> bool:
-        return rule.when is None or self.says[rule.when, i]
+        return rule.when is None or i < rule.ago or self.says[rule.when, i - rule.ago]
 
     def rate(self, link: str, ranks: Sequence[int]) -> float:
         rates = self.rates.get(base_link(link))
@@ -122,7 +122,7 @@ class World:
         closed = [d for d in range(i) if any(closes(a, d, self.plan) for a in self.plan.applies)]
         if apply.rule != "local" or apply.arg("age", 0) > len(closed):
             return
-        whole = apply.at.point == "step" and len(apply.buckets) == self.plan.buckets
+        whole = apply.at.point in ("step", "end") and len(apply.buckets) == self.plan.buckets
         apart = apply.at.bucket is None and apply.at.point in ("forward", "grad")
         for r in range(len(self.ranks)) if apply.ranks is None else apply.ranks:
             applied = self.ranks[r].applied

@@ -23,7 +23,8 @@ from models import (
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from offbeat.plan import Plan, Transfer
+from offbeat.numerics import RULES, VOTES
+from offbeat.plan import Apply, Plan, Transfer
 
 Names = Collection[str]
 
@@ -180,6 +181,73 @@ def partial_sync(
             replica.end()
 
 
+def federated(
+    world: list[Replica],
+    iterations: Sequence[int],
+    *,
+    local_steps: int,
+    weights: Callable[[int], Sequence[float]],
+    state: str = "local",
+) -> None:
+    """Local steps; w <- sum_k(n_k w_k) / sum_k(n_k) after every round, with that round's n."""
+    for done, t in enumerate(iterations, start=1):
+        for replica in world:
+            replica.gradients(t)
+            replica.step()
+        if done % local_steps == 0:
+            everything = Piece(tuple(names_of(world)))
+            counts = weights(done // local_steps - 1)
+            average_parameters(world, everything, counts)
+            treat_state(world, everything, state, counts)
+        for replica in world:
+            replica.end()
+
+
+def selective(
+    world: list[Replica],
+    iterations: Sequence[int],
+    *,
+    pieces: Sequence[Piece],
+    forced: Sequence[Collection[int]],
+    change: Callable[[Sequence[float]], float],
+    delta: float,
+    lag: int,
+    aggregate: str,
+    state: str = "local",
+) -> None:
+    """A piece is averaged if the change of any replica's squared norm of it is at least delta,
+    `lag` iterations before; the first time always, and in r = h mod H if it is in forced[h]."""
+    norms: dict[tuple[int, int], list[float]] = {}
+    told: list[list[bool]] = []
+    for r, t in enumerate(iterations):
+        for replica in world:
+            replica.gradients(t)
+        told.append([False] * len(pieces))
+        for i, piece in enumerate(pieces):
+            for replica in world:
+                seen = norms.setdefault((i, replica.rank), [])
+                seen.append(squared_norm(replica, piece))
+                told[r][i] |= len(seen) == 1 or change(seen) >= delta
+        decisive = told[r - lag] if r >= lag else [True] * len(pieces)
+        chosen = [
+            piece for i, piece in enumerate(pieces) if decisive[i] or i in forced[r % len(forced)]
+        ]
+        if aggregate == "gradients" and chosen:
+            average_gradients(world)
+        _step(world)
+        for piece in chosen if aggregate == "parameters" else []:
+            average_parameters(world, piece)
+            treat_state(world, piece, state)
+        for replica in world:
+            replica.end()
+
+
+def squared_norm(replica: Replica, piece: Piece) -> float:
+    """Of the gradients of a piece; a parameter without one counts as zero."""
+    grads = [p.grad for p in _parameters(replica, piece) if p.grad is not None]
+    return sum(float((grad.double() ** 2).sum()) for grad in grads)
+
+
 def merged(
     world: list[Replica],
     iterations: Sequence[int],
@@ -248,28 +316,39 @@ def _added(sums: list[Tensor | None], grads: list[Tensor | None]) -> list[Tensor
 
 def as_planned(
     world: list[Replica], iterations: Sequence[int], plan: Plan, tensors: Sequence[Names]
-) -> None:
+) -> dict[str, list[bool]]:
     """Whatever a plan moves, read literally: gradients are averaged before the update, parameters
-    with their state before or after it. `tensors[b]`: names in bucket b."""
+    with their state before or after it. `tensors[b]`: names in bucket b. What came out of its
+    votes, by name, per iteration."""
+    outcomes: dict[str, list[bool]] = {vote.name: [] for vote in plan.votes}
+    voters = [_Voter(replica, tensors) for replica in world]
     closing = [apply.phases for apply in plan.applies if apply.rule == "close"]
     if closing:
         [local] = [apply for apply in plan.applies if apply.rule == "local"]
         merge = local.arg("merge", "sum")
         merged(world, iterations, lambda r: any(plan.phase(r) in p for p in closing), merge)
-        return
+        return outcomes
     for r, t in enumerate(iterations):
         phase = plan.phase(r)
-        active = [rule for rule in plan.transfers if phase in rule.phases]
         for replica in world:
             replica.gradients(t)
+        for vote in plan.votes:
+            run = vote.buckets or range(plan.buckets)
+            says = [VOTES[vote.rule](voter, vote, run) for voter in voters]
+            outcomes[vote.name].append(any(says))
+        active = [t for t in plan.transfers if phase in t.phases and goes(t, r, outcomes)]
         if any(rule.payload.buffer == "grad" for rule in active):
             # All of them are sent in one iteration, whole or in slices, so no piece is left out.
             average_gradients(world)
         [local] = [a for a in plan.applies if a.rule == "local" and phase in a.phases]
-        resets = [a for a in plan.applies if a.rule == "reset" and phase in a.phases]
+        now = [a for a in plan.applies if phase in a.phases and goes(a, r, outcomes)]
+        resets = [a for a in now if a.rule == "reset"]
         after_update = local.at.point == "grad" or not _before_the_step(active)
         if after_update:
             _step(world)
+        for apply in now:
+            for voter in voters if apply.rule == "select" else []:
+                RULES[apply.rule](voter, apply)
         for rule in active:
             piece = _piece(rule, tensors)
             if rule.payload.buffer == "param":
@@ -283,6 +362,43 @@ def as_planned(
             _step(world)
         for replica in world:
             replica.end()
+    return outcomes
+
+
+def goes(rule: Transfer | Apply, r: int, outcomes: dict[str, list[bool]]) -> bool:
+    """Whether a rule happens in an iteration, as far as votes say."""
+    return rule.when is None or r < rule.ago or outcomes[rule.when][r - rule.ago]
+
+
+class _Voter:
+    """What rules may ask of a replica."""
+
+    def __init__(self, replica: Replica, tensors: Sequence[Names]) -> None:
+        self.rank, self._replica, self._tensors = replica.rank, replica, tensors
+        self._kept: dict[str, object] = {}
+
+    def squared_norm(self, buffer: str, buckets: range) -> float:
+        assert buffer == "grad"
+        return squared_norm(self._replica, Piece(self._names(buckets)))
+
+    def write(self, buffer: str, buckets: range) -> list[Tensor]:
+        names = self._names(buckets)
+        if buffer == "param":
+            return [_tensor(self._replica, name).detach() for name in names]
+        keys = _keys([self._replica], Piece(names))
+        return _state(self._replica, Piece(names), keys)
+
+    def recall(self, name: str) -> object:
+        return self._kept.get(name)
+
+    def keep(self, name: str, value: object) -> None:
+        self._kept[name] = value
+
+    def show(self, name: str, numbers: object) -> None:
+        pass
+
+    def _names(self, buckets: range) -> tuple[str, ...]:
+        return tuple(name for b in buckets for name in self._tensors[b])
 
 
 def _before_the_step(active: Sequence[Transfer]) -> bool:
@@ -327,12 +443,17 @@ def average_gradients(world: list[Replica]) -> None:
                 p.grad = _mean(grads)
 
 
-def average_parameters(world: list[Replica], piece: Piece) -> None:
+def average_parameters(
+    world: list[Replica], piece: Piece, weights: Sequence[float] | None = None
+) -> None:
     """w <- mean_k(w_k) of a piece."""
-    average([[_tensor(replica, name) for name in piece.names] for replica in world], piece)
+    tensors = [[_tensor(replica, name) for name in piece.names] for replica in world]
+    average(tensors, piece, weights)
 
 
-def treat_state(world: list[Replica], piece: Piece, policy: str) -> None:
+def treat_state(
+    world: list[Replica], piece: Piece, policy: str, weights: Sequence[float] | None = None
+) -> None:
     """What becomes of the optimizer state of the parameters that were averaged. State that a
     replica does not have counts as zero."""
     if policy == "reset":
@@ -340,24 +461,35 @@ def treat_state(world: list[Replica], piece: Piece, policy: str) -> None:
             for p in _parameters(replica, piece):
                 replica.optimizer.state.pop(p, None)
     elif policy == "averaged":
-        keys = {
+        keys = _keys(world, piece)
+        average([_state(replica, piece, keys) for replica in world], piece, weights)
+
+
+def _keys(world: list[Replica], piece: Piece) -> list[tuple[int, str]]:
+    """Of a piece's state: number of the parameter, name."""
+    return sorted(
+        {
             (i, key)
             for replica in world
             for i, p in enumerate(_parameters(replica, piece))
             for key, value in replica.optimizer.state.get(p, {}).items()
             if isinstance(value, Tensor) and value.shape == p.shape
         }
-        average([_state(replica, piece, sorted(keys)) for replica in world], piece)
+    )
 
 
-def average(worlds_tensors: Sequence[Sequence[Tensor]], piece: Piece) -> None:
+def average(
+    worlds_tensors: Sequence[Sequence[Tensor]],
+    piece: Piece,
+    weights: Sequence[float] | None = None,
+) -> None:
     """Average the piece's slice of every replica's tensors, laid end to end."""
     if not worlds_tensors[0]:
         return
     flats = [torch.cat([t.detach().reshape(-1) for t in tensors]) for tensors in worlds_tensors]
     size = len(flats[0])
     run = slice(size * piece.part // piece.parts, size * (piece.part + piece.width) // piece.parts)
-    mean = _mean([flat[run] for flat in flats])
+    mean = _mean([flat[run] for flat in flats], weights)
     for flat, tensors in zip(flats, worlds_tensors, strict=True):
         flat[run] = mean
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
@@ -385,8 +517,11 @@ def _tensor(replica: Replica, name: str) -> Tensor:
     return replica.tensors[name]
 
 
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([t.detach() for t in tensors]).mean(dim=0)
+def _mean(tensors: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
+    if weights is None:
+        return torch.stack([t.detach() for t in tensors]).mean(dim=0)
+    pairs = zip(weights, tensors, strict=True)
+    return torch.stack([w * t.detach() for w, t in pairs]).sum(dim=0) / sum(weights)
 
 
 def _assign(tensors: Sequence[Tensor], value: Tensor) -> None:

@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 from report.synthetic import NEAR_AND_FAR, late, profile, three, write_run
+from report.test_votes import ranks as voting_ranks
 from report.tiny import record, steady, write_tiny
 
 from offbeat.report import write
@@ -124,6 +125,15 @@ def test_generations_are_coloured_named_and_explained(tmp_path):
     words = re.sub(r"<[^>]*>", "|", legend[1])
     for item in ("reduce-scatter of gradients", "gradients in the colour of the bar above"):
         assert item in words
+
+
+def test_votes_are_marked_under_the_loss(tmp_path):
+    run = write_tiny(tmp_path / "run", {"selsync": [voting_ranks()]})
+    drawn = dom(write(run), tmp_path)
+    marks = re.findall(r'<path class="vote s0" d="([^"]*)"', drawn)
+    assert [mark.count("M") for mark in marks] == [1, 2] * 2  # ranks, charts
+    assert drawn.count(">rank 1</text>") == 2
+    assert drawn.count(">votes to synchronize, selsync</text>") == 2
 
 
 def test_a_run_with_nothing_in_it_has_no_error(tmp_path):

@@ -27,7 +27,7 @@ def accepted(part):
 
 def task_of(plan, seed):
     rng = Random(seed)
-    weighted = any(apply.rule == "scale" for apply in plan.applies)  # by rank
+    weighted = any(apply.rule in ("scale", "select") for apply in plan.applies)  # by rank
     more = rng.choice((2, 2, 3)) if plan.uniform and not weighted else 0
     ranks = max(ranks_of(plan), more)
     # One period and whatever it has under way, or two so that it meets itself.

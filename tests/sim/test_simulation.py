@@ -65,7 +65,7 @@ def test_equals_the_slow_twin(data, sends):
     event(f"transfers {len(plan.transfers)}, {'all alike' if plan.uniform else 'any'}")
     trace = simulate(plan, profile, record=ITERATIONS, **told)
     outcomes = Outcomes(plan, votes, SEED)
-    agree(trace, truth, plan, lambda t, i: outcomes.yes(t.when, i))
+    agree(trace, truth, plan, lambda t, i: outcomes.yes(t.when, i - t.ago))
 
 
 @settings(max_examples=100, deadline=None)

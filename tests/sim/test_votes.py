@@ -79,3 +79,27 @@ def test_outcomes_of_earlier_iterations():
     assert seconds[0] == 1.0
     assert {round(s, 9) for s in seconds[1:]} == {1.25, 1.75}
     assert fmean(seconds[1:]) == pytest.approx(1.5, abs=0.1)
+
+
+def test_outcomes_of_a_run_are_replayed():
+    said = [True, False, False]
+    trace = simulate(selected(), profile_of(), iterations=6, votes={"sync": said})
+    assert trace.iteration_seconds() == pytest.approx([5.25, 1.25, 1.25] * 2)
+    assert trace.uneven
+    for skip, seconds in ((0, (5.25 + 2 * 1.25) / 3), (1, 1.25)):
+        prediction = predict_plan(selected(), profile_of(), votes={"sync": said}, skip=skip)
+        assert prediction.iteration_s == pytest.approx(seconds)
+        assert list(prediction.window) == list(range(skip, 3))
+    with pytest.raises(ValueError, match=r"votes\['sync'\] \(\[\]\) must hold at least one"):
+        simulate(selected(), profile_of(), votes={"sync": []})
+
+
+def test_a_vote_of_the_iteration_before():
+    """Where there was none it is a yes; nobody waits for what comes out in this one."""
+    average = transfer(
+        "grad", range(1), after=STEP, before=END, phases=[0], link="net", when="sync", ago=1
+    )
+    vote = Vote("sync", "changed", GRAD, Moment("step", lag=1), [0], {"threshold": 1.0})
+    plan = Plan("x", 1, (average,), votes=(vote,))
+    trace = simulate(plan, profile_of(), iterations=4, votes={"sync": [False, True, False]})
+    assert trace.iteration_seconds() == pytest.approx([1 + 4, 1, 1 + 4, 1])

@@ -17,7 +17,18 @@ from offbeat.plan import Payload
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, simulate
 from offbeat.solve import cap_fusion
-from offbeat.strategies import BSP, DDP, STRATEGIES, WFBP, DreamDDP, LocalSGD, PartialSync, create
+from offbeat.strategies import (
+    BSP,
+    DDP,
+    STRATEGIES,
+    WFBP,
+    DreamDDP,
+    FedAvg,
+    LocalSGD,
+    PartialSync,
+    SelSync,
+    create,
+)
 from offbeat.testing.conformance import equals_equations, moves_everything, shares
 from offbeat.testing.conformance import plan_is_pure as is_pure
 from offbeat.testing.conformance import plan_is_sound as is_sound
@@ -60,6 +71,21 @@ VARIANTS = [
     DreamDDP(period=3, split=True),
     DreamDDP(period=2, split=True, average="before_update", state="averaged"),
 ]
+VOTING = [
+    SelSync(),
+    SelSync(delta=0),
+    SelSync(delta=0, aggregate="gradients"),
+    SelSync(delta=float("inf"), max_period=3, state="averaged"),
+    SelSync(delta=1, smooth="change", window=2, vote_lag=1, state="reset"),
+    SelSync(delta=2, window=1, aggregate="gradients", max_period=4),
+    SelSync(delta=2, scope="layer"),
+    SelSync(delta=2, scope="layer", smooth="change", window=3, max_period=3, state="averaged"),
+    SelSync(delta=1, scope="layer", max_period=2, state="reset"),
+    SelSync(max_period=1),
+    FedAvg(),
+    FedAvg(local_steps=1),
+    FedAvg(epoch_share=0.25, steps_per_epoch=10, state="averaged"),
+]
 
 
 def at(plan, iteration):
@@ -76,7 +102,7 @@ def test_golden(name):
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize("strategy", VARIANTS, ids=str)
+@pytest.mark.parametrize("strategy", VARIANTS + VOTING, ids=str)
 @settings(max_examples=25, deadline=None)
 @given(profile=random_timelines.profiles(most_buckets=6))
 def test_every_plan_is_sound_and_pure(strategy, profile):
@@ -84,7 +110,7 @@ def test_every_plan_is_sound_and_pure(strategy, profile):
     is_pure(strategy, profile)
 
 
-@pytest.mark.parametrize("strategy", VARIANTS, ids=str)
+@pytest.mark.parametrize("strategy", VARIANTS + VOTING, ids=str)
 @settings(max_examples=10, deadline=None)
 @given(profile=random_timelines.profiles(most_buckets=6))
 def test_every_plan_trains_as_its_equations_say(strategy, profile):

@@ -214,6 +214,10 @@ def simulate(
     iterations: Annotated[int | None, option("Simulate so many, at least some periods.")] = None,
     csv: Annotated[bool, Parameter("--csv", help="Print a table as CSV.", negative="")] = False,
     servers: Annotated[int, option("Servers beside the profile's ranks (ssp).")] = 1,
+    votes: Annotated[
+        str | None,
+        option("Share of yes where the plan votes, as .2, or the record of a run (rank0.json)."),
+    ] = None,
     json_: Json = False,
 ) -> int:
     """Predict the seconds per iteration of a plan or of strategies; lists make a table.
@@ -232,13 +236,19 @@ def simulate(
     if plan is not None:
         made = texts.load_plan(plan, facts)
         told = {"strategy": made.strategy, "period": made.period}
-        contestants = [(told, partial(sim.predict_plan, made, iterations=iterations))]
+        predict = partial(
+            sim.predict_plan, made, iterations=iterations, votes=texts.votes(votes, made)
+        )
+        contestants = [(told, predict)]
     else:
         assert strategy is not None
         named = texts.several(strategy, set_)
         for chosen in sweep.with_periods(named, period):
             told = {"strategy": str(chosen), "period": getattr(chosen, "period", None)}
-            predict = partial(sim.predict, chosen, iterations=iterations, servers=servers)
+            said = texts.votes(votes, chosen.plan(facts)) if votes else None
+            predict = partial(
+                sim.predict, chosen, iterations=iterations, servers=servers, votes=said
+            )
             contestants.append((told, predict))
     found = sweep.rows(sweep.Axes.of(rate, hosts, jitter), facts, contestants)
     if csv:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 from offbeat.plan import Plan
 from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
+from offbeat.sim import Votes
 from offbeat.strategies import Strategy, create, methods
 from offbeat.strategies.base import require_choice
 
@@ -26,6 +27,10 @@ KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     int: ("an integer", int),
     float: ("a number", float),
     str: ("text", str),
+    tuple[float, ...]: (
+        "numbers with / between",
+        lambda text: tuple(float(part) for part in text.split("/")),
+    ),
 }
 UNIONS = (Union, UnionType)
 
@@ -68,7 +73,7 @@ def parse_value(setting: str, text: str, hint: Any) -> Any:
     "none"), none, true or false, int, float. ValueError if the type has no such value."""
     kinds = get_args(hint) if get_origin(hint) in UNIONS else (hint,)
     literal = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    words = {str(word).lower() if isinstance(word, bool) else word: word for word in literal}
+    words = {str(word).lower() if isinstance(word, bool) else str(word): word for word in literal}
     given = text.lower() if text in ("True", "False") else text
     if given in words:
         return words[given]
@@ -141,6 +146,24 @@ def pace(text: str | None) -> float | Literal["auto", "none"] | None:
         raise ValueError(
             f"--pace ({text!r}) must be a number of at least 1, auto or none"
         ) from None
+
+
+def votes(text: str | None, plan: Plan) -> Votes:
+    """What a plan's votes say: a share of yes, or what a run's record holds; ValueError."""
+    if text is None:
+        return {}
+    if not plan.votes:
+        raise ValueError(f"votes ({text}) must be left out: the plan has none")
+    with suppress(ValueError):
+        return dict.fromkeys((vote.name for vote in plan.votes), float(text))
+    from offbeat.run.compare import outcomes_of
+
+    path = Path(text)
+    require_file(path, "give a share of yes such as .2, or the rank0.json of a run")
+    outcomes = outcomes_of(json.loads(path.read_text()))
+    if not outcomes:
+        raise ValueError(f"{path} must be the record of a run with votes")
+    return outcomes
 
 
 def require_file(path: Path, remedy: str) -> None:

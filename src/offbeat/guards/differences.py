@@ -26,8 +26,8 @@ REPAIR = (
 
 
 def only_gradients(plan: Plan) -> bool:
-    """Whether nothing but gradients moves: then equal replicas stay equal, bit for bit."""
-    return all(t.payload.buffer == "grad" for t in plan.transfers)
+    """Whether nothing but gradients moves, always: then equal replicas stay equal, bit for bit."""
+    return all(t.payload.buffer == "grad" and t.when is None for t in plan.transfers)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -6,16 +6,18 @@ once. The rule `local`, the user's own optimizer, is the context's.
 """
 
 from offbeat.numerics.base import SETTINGS, Context, Rule, Setting, VoteRule, WireRule, takes
-from offbeat.numerics.change import changed
+from offbeat.numerics.change import changed, measure
 from offbeat.numerics.close import close
 from offbeat.numerics.delta import delta
 from offbeat.numerics.moves import add, clear, copy, scale
 from offbeat.numerics.optimizer import local, reset
 from offbeat.numerics.outer import outer
+from offbeat.numerics.select import select
 from offbeat.numerics.topk import topk
 
 RULES: dict[str, Rule] = {
-    rule.__name__: rule for rule in (local, close, reset, add, clear, copy, scale, delta, outer)
+    rule.__name__: rule
+    for rule in (local, close, reset, add, clear, copy, scale, select, delta, outer, measure)
 }
 VOTES: dict[str, VoteRule] = {rule.__name__: rule for rule in (changed,)}
 WIRES: dict[str, WireRule] = {rule.__name__: rule for rule in (topk,)}

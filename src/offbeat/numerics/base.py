@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -49,10 +49,14 @@ class Context(Protocol):
         """Keep it."""
         ...
 
+    def show(self, name: str, numbers: Mapping[str, float]) -> None:
+        """Numbers of a vote in this iteration, for whoever records them."""
+        ...
+
 
 Rule = Callable[[Context, Apply], None]
 VoteRule = Callable[[Context, Vote, range], bool]
-"""This worker's say; the range is the whole model's buckets."""
+"""This worker's say; the range is the buckets that the vote is about."""
 WireRule = Callable[[Any, dict[str, Any]], Any]
 """What arrives of one array that is sent, with the wire's settings; a new array."""
 

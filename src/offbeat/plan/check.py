@@ -19,16 +19,16 @@ from random import Random
 
 import numpy as np
 
-from offbeat.numerics import VOTES, WIRES, Context, VoteRule
+from offbeat.numerics import SETTINGS, VOTES, WIRES, Context, VoteRule
 from offbeat.plan.interpreter import Array, ConflictError, Interpreter, Model
-from offbeat.plan.model import Plan, Vote
+from offbeat.plan.model import Apply, Plan, Vote
 from offbeat.plan.phases import Phases
 from offbeat.plan.program import Program
 from offbeat.plan.shape import Rule, faults
 from offbeat.profile import Profile
 
 MOST_SLICES = 4096  # of one bucket, in the sizes of all its messages together
-CONSERVING = {"local", "close", "reset", "copy", "delta", "add", "clear"}
+CONSERVING = {"local", "close", "reset", "copy", "delta", "add", "clear", "measure"}
 TOLERANCE = 1e-9
 YES, NO, MIXED = 0, 1, 2  # what votes say
 SAID = 10  # periods with mixed votes
@@ -260,13 +260,20 @@ def _pends(plan: Plan) -> bool:
 
 def _ranks(plan: Plan, profile: Profile | None) -> int:
     """Workers that show everything: two where all do the same, else all."""
-    if plan.uniform and all(apply.rule != "scale" for apply in plan.applies):
+    weighted = [len(value) - 1 for apply in plan.applies for value in _per_rank(apply)]
+    if plan.uniform and not weighted:
         return 2
     named = [rank for rule in (*plan.transfers, *plan.applies) for rank in rule.ranks or ()]
     grouped = [rank for groups in plan.groups.values() for group in groups for rank in group]
-    weighted = [len(apply.arg("by", ())) - 1 for apply in plan.applies]
     least = 1 + max([1, *named, *grouped, *weighted])
     return max(least, profile.world_size) if profile is not None else least
+
+
+def _per_rank(apply: Apply) -> Iterator[tuple[float, ...]]:
+    """Settings with one number per rank."""
+    for name, value in apply.args:
+        if SETTINGS[apply.rule][name].what == "numbers":
+            yield value
 
 
 def slices_of(plan: Plan) -> list[int]:

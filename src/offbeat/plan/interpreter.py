@@ -102,6 +102,12 @@ class Worker:
         return [self.view(buffer, self.span(buckets), age)]
 
     def squared_norm(self, buffer: str, buckets: range) -> float:
+        if buffer == "grad" and not self.added[self.physical("grad", 0)][self.span(buckets)].all():
+            raise ConflictError(
+                f"{_named(self.acting)} looks at gradients that are not there: they were used up "
+                "since backward; look before, or keep their norms with the rule measure",
+                *_rules(self.acting),
+            )
         return float(sum((a * a).sum() for a in self.read(buffer, buckets)))
 
     def rotate(self, buffer: str) -> None:
@@ -142,6 +148,9 @@ class Worker:
 
     def keep(self, name: str, value: Any) -> None:
         self.memory[name] = value
+
+    def show(self, name: str, numbers: Mapping[str, float]) -> None:
+        pass  # nobody looks
 
     # ---- storage ----------------------------------------------------------------------------
 
@@ -365,13 +374,14 @@ class Interpreter:
                 self.rules[apply.rule](w, apply)
 
     def _goes(self, w: Worker, rule: Transfer | Apply, iteration: int) -> bool:
-        if rule.when is None:
+        if rule.when is None or iteration < rule.ago:
             return True
-        if (rule.when, iteration) not in w.decided:
+        vote = rule.when, iteration - rule.ago
+        if vote not in w.decided:
             raise ConflictError(
                 f"{rule.id} depends on the vote {rule.when!r} before it is due", rule
             )
-        return self.decisions[rule.when, iteration]
+        return self.decisions[vote]
 
     def _decide(self, w: Worker, vote: Vote, iteration: int) -> Waits:
         said = self._said[vote.name, iteration]
@@ -399,7 +409,7 @@ class Interpreter:
     def _release(self, w: Worker, i: int, step: Step) -> None:
         for vote in step.ask:
             w.acting = vote
-            say = self.votes[vote.rule](w, vote, range(self.plan.buckets))
+            say = self.votes[vote.rule](w, vote, vote.buckets or range(self.plan.buckets))
             self._said[vote.name, i][w.rank] = say
             self._happened += 1
         for index in step.release:

@@ -122,7 +122,8 @@ class Transfer:
     The result is in its place from `before` on; `into` is another buffer to put it, else the
     payload's own. The order of a plan's transfers is the order in which every rank issues them
     on a link. A link's name may end in `#n`, its n-th further channel. `when` names a vote: if
-    it says no, the transfer is passed over.
+    it says no, the transfer is passed over. `ago`: the vote of so many iterations before; where
+    there was none yet it is a yes.
     """
 
     payload: Payload
@@ -135,6 +136,7 @@ class Transfer:
     into: str | None = None
     wire: Wire | None = None
     when: str | None = None
+    ago: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", _phases(self.phases))
@@ -162,8 +164,8 @@ class Transfer:
 class Apply:
     """One rule of local arithmetic, by name (see `numerics`), on some buckets at a moment.
 
-    The user's optimizer is the rule `local`. `ranks`: who does it (None: all); `when`: the vote
-    that it depends on.
+    The user's optimizer is the rule `local`. `ranks`: who does it (None: all); `when`, `ago`:
+    the vote that it depends on, as for a transfer.
     """
 
     rule: str
@@ -173,6 +175,7 @@ class Apply:
     ranks: tuple[int, ...] | None = None
     when: str | None = None
     args: Args = ()
+    ago: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", _phases(self.phases))
@@ -197,6 +200,7 @@ class Vote:
     """A decision made while running, the same on every rank: yes if any rank says yes.
 
     Every rank has its say at `at`, by a rule (see `numerics`), and knows the outcome from `due`.
+    It is about some buckets, by default all.
     """
 
     name: str
@@ -205,6 +209,7 @@ class Vote:
     due: Moment
     phases: Phases
     args: Args = ()
+    buckets: range | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", _phases(self.phases))

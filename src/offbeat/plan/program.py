@@ -255,9 +255,13 @@ def _continues(last: Step, step: Step, buckets: int) -> bool:
     if not (_only_applies(last) and _only_applies(step)):
         return False
     (lag, a), (other, b) = last.apply[0], step.apply[0]
-    alike = lag == other and (a.rule, a.args, a.when) == (b.rule, b.args, b.when)
+    alike = lag == other and _how(a) == _how(b)
     touching = a.buckets.stop == b.buckets.start or b.buckets.stop == a.buckets.start
     return alike and touching and (last.position < buckets) == (step.position < buckets)
+
+
+def _how(apply: Apply) -> tuple[object, ...]:
+    return apply.rule, apply.args, apply.when, apply.ago
 
 
 def _only_applies(step: Step) -> bool:

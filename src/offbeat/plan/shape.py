@@ -106,20 +106,30 @@ def _what(rule: Rule, name: str, plan: Plan, profile: Profile | None) -> Iterato
         yield from _known("rule", rule.rule, name, VOTES)
         if _place(rule.due, plan) <= _place(rule.at, plan):
             yield f"{name} is due {rule.due}, but taken only at {rule.at}; it must be due later"
+        if rule.buckets is not None and not _run_of(rule.buckets, plan):
+            yield f"{name} must name a run of buckets within 0..{plan.buckets - 1}"
         yield from _settings(rule.rule, rule.args, name, plan, profile)
         return
     run = rule.payload.buckets if isinstance(rule, Transfer) else rule.buckets
-    if not 0 <= run.start < run.stop <= plan.buckets or run.step != 1:
+    if not _run_of(run, plan):
         yield f"{name} must name a run of buckets within 0..{plan.buckets - 1}"
+    if rule.ago < 0:
+        yield f"{name} must not depend on a vote of a later iteration (ago {rule.ago})"
     if rule.when is not None:
         votes = {vote.name: vote for vote in plan.votes}
         yield from _known("vote", rule.when, name, votes)
-        if rule.when in votes and not rule.phases <= votes[rule.when].phases:
+        # The iteration before may be of any phase.
+        needed = Phases(plan.phases) if rule.ago else rule.phases
+        if rule.when in votes and not needed <= votes[rule.when].phases:
             yield f"{name} depends on the vote {rule.when!r} in phases in which there is none"
     if isinstance(rule, Apply):
         yield from _apply(rule, name, plan, profile)
     else:
         yield from _transfer(rule, name, plan, profile)
+
+
+def _run_of(run: range, plan: Plan) -> bool:
+    return 0 <= run.start < run.stop <= plan.buckets and run.step == 1
 
 
 def _transfer(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:

@@ -54,14 +54,16 @@ def _storage(plan: Plan) -> Iterable[str]:
 def _cells(rule: Transfer | Apply | Vote) -> tuple[str, ...]:
     phases = f"in {rule.phases}"
     if isinstance(rule, Vote):
+        run = rule.buckets
         return (
-            f"vote {rule.name}",
+            f"vote {rule.name}" + (f"[{run.start}:{run.stop}]" if run is not None else ""),
             f"at {rule.at}",
             f"due {rule.due}",
             phases,
             f"by {rule.rule}{_args(rule.args)}",
         )
-    when = f"when {rule.when}" if rule.when else ""
+    ago = f"~{rule.ago}" if rule.ago else ""
+    when = f"when {rule.when}{ago}" if rule.when else ""
     if isinstance(rule, Apply):
         each = "each " if rule.at.bucket is None and rule.at.point in ("forward", "grad") else ""
         who = f"rank {','.join(map(str, rule.ranks))}" if rule.ranks is not None else ""
@@ -108,6 +110,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
                 "due": str(v.due),
                 "phases": str(v.phases),
                 "args": dict(v.args),
+                **({"buckets": _run(v.buckets)} if v.buckets is not None else {}),
             }
             for v in plan.votes
         ],
@@ -138,6 +141,7 @@ def plan_from_dict(data: Mapping[str, Any]) -> Plan:
                     parse_moment(v["due"]),
                     Phases.parse(v["phases"]),
                     v["args"],
+                    _range(v["buckets"]) if "buckets" in v else None,
                 )
                 for v in data["votes"]
             ),
@@ -183,6 +187,7 @@ def _transfer_to_dict(t: Transfer) -> dict[str, Any]:
         "before": str(t.before),
         "phases": str(t.phases),
         "link": t.link,
+        **_compact(t, "ago"),
         **{name: value for name, value in optional.items() if value is not None},
     }
 
@@ -201,6 +206,7 @@ def _transfer_from_dict(data: Mapping[str, Any]) -> Transfer:
         into=data.get("into"),
         wire=Wire(wire["name"], wire["args"], wire["error"]) if wire else None,
         when=data.get("when"),
+        ago=int(data.get("ago", 0)),
     )
 
 
@@ -215,6 +221,7 @@ def _apply_to_dict(a: Apply) -> dict[str, Any]:
         "buckets": _run(a.buckets),
         "at": str(a.at),
         "phases": str(a.phases),
+        **_compact(a, "ago"),
         **{name: value for name, value in optional.items() if value is not None},
     }
 
@@ -228,6 +235,7 @@ def _apply_from_dict(data: Mapping[str, Any]) -> Apply:
         ranks=_ranks(data),
         when=data.get("when"),
         args=data.get("args", {}),
+        ago=int(data.get("ago", 0)),
     )
 
 

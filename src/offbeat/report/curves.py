@@ -8,8 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from offbeat.report.losses import Curve, rank_mean
-from offbeat.report.run import Contestant
+from offbeat.report.run import Contestant, Repetition
 from offbeat.report.summary import Row
+from offbeat.report.votes import Votes, votes_of
 
 MOST_POINTS = 400
 
@@ -36,9 +37,24 @@ def draw(contestant: Contestant, row: Row) -> dict[str, Any] | None:
             "low": [_short(min(c)) for c in columns],
             "high": [_short(max(c)) for c in columns],
         }
+    if (votes := votes_of(contestant.complete[0])) is not None:
+        data["votes"] = _marks(contestant.complete[0], votes)
     if row.target_s is not None and row.target_iterations is not None:
         data["hit"] = {"seconds": row.target_s, "iterations": row.target_iterations}
     return data
+
+
+def _marks(rep: Repetition, votes: Votes) -> list[dict[str, Any]]:
+    """Where each rank said yes, at most one mark for each of MOST_POINTS stretches."""
+    first, ends_s = rep.trace.first, rep.trace.ends_s[0]
+    width = max(1, -(-len(votes.iterations) // MOST_POINTS))
+    marks = []
+    for record in rep.ranks:
+        said = list({i // width: i for i in votes.voted(record.rank)}.values())
+        said = [i for i in said if first <= i < first + len(ends_s)]
+        seconds = [_short(ends_s[i - first]) for i in said]
+        marks.append({"rank": record.rank, "iterations": [i + 1 for i in said], "seconds": seconds})
+    return marks
 
 
 def _unsmoothed(raw: Sequence[Curve]) -> dict[str, Any]:

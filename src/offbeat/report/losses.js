@@ -73,17 +73,43 @@ function drawTarget(svg, box, y) {
   draw("text", { class: "on-ground", x: box.left + 6, y: y(data.target) - 5 }, svg, `target ${digits(data.target, 4)}`);
 }
 
+function rowHeight(curve) {
+  return curve.votes.length > 16 ? 5 : 12;
+}
+
+function stripHeight(curve) {
+  return 20 + rowHeight(curve) * curve.votes.length;
+}
+
+// Below the chart: a row per rank with a mark wherever it voted to synchronize.
+function drawVotes(svg, box, top, voting, key, x) {
+  for (const curve of voting) {
+    const step = rowHeight(curve);
+    draw("text", { x: box.left, y: top + 11 }, svg, `votes to synchronize, ${curve.label}`);
+    curve.votes.forEach((marks, row) => {
+      const y = top + 17 + row * step;
+      draw("rect", { class: "lane", x: box.left, y, width: box.right - box.left, height: step - 2 }, svg);
+      const d = marks[key].map((v) => `M${x(v).toFixed(1)} ${y}v${step - 2}`).join("");
+      draw("path", { class: `vote s${curve.index % 8}`, d }, svg);
+      if (step > 8) draw("text", { x: box.left - 8, y: y + 9, "text-anchor": "end" }, svg, `rank ${marks.rank}`);
+    });
+    top += stripHeight(curve);
+  }
+}
+
 function chart(host) {
   const key = host.dataset.key, apart = host.dataset.what === "divergence";
   const shown = (apart ? divergence : curves).filter((c) => !hidden.has(c.index));
   host.replaceChildren();
   if (!shown.length) return;
   const width = Math.max(280, host.clientWidth), height = Math.round(Math.min(340, Math.max(230, width * 0.58)));
+  const voting = shown.filter((curve) => curve.votes);
+  const whole = height + voting.reduce((sum, curve) => sum + stripHeight(curve), 0);
   const box = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
   const xRange = [0, Math.max(...shown.map((c) => c[key][c[key].length - 1]))], yRange = (apart ? divergenceRange : lossRange)(shown);
   const x = (v) => box.left + ((v - xRange[0]) / (xRange[1] - xRange[0] || 1)) * (box.right - box.left);
   const y = (v) => box.bottom - ((v - yRange[0]) / (yRange[1] - yRange[0])) * (box.bottom - box.top);
-  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img", "aria-label": `${apart ? "Divergence" : "Loss"} against ${key}. Arrow keys move the cursor.` }, host);
+  const svg = draw("svg", { viewBox: `0 0 ${width} ${whole}`, tabindex: 0, role: "img", "aria-label": `${apart ? "Divergence" : "Loss"} against ${key}. Arrow keys move the cursor.` }, host);
   drawFrame(svg, box, key, xRange, yRange, x, y);
   const clip = draw("clipPath", { id: `clip-${apart ? "apart-" : ""}${key}` }, svg);
   draw("rect", { x: box.left, y: box.top, width: box.right - box.left, height: box.bottom - box.top }, clip);
@@ -97,6 +123,7 @@ function chart(host) {
     draw("path", { class: `series line ${seriesClass(curve)}`, d: linePath(curve[key], curve.mean, x, y) }, lines);
   for (const curve of shown)
     if (curve.hit && data.target !== null) draw("circle", { class: `hit s${curve.index % 8}`, cx: x(curve.hit[key]), cy: y(data.target), r: 4 }, svg);
+  drawVotes(svg, box, height, voting, key, x);
   pointAt(svg, box, key, shown, xRange, x, width);
 }
 

@@ -32,6 +32,7 @@ from offbeat.report.timeline import (
     shrink,
 )
 from offbeat.report.verdict import winner
+from offbeat.report.votes import said, votes_of
 
 Pair = tuple[Window | None, Window | None]  # predicted, measured
 
@@ -150,6 +151,7 @@ def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
         "series": series,
         "how": how_measured(rows),
         "paces": words.NO_PROGRESS if merges(rows) else "",
+        "votes": any(row.lssr is not None for row in rows),
         "repetitions": max((r.repetitions for r in rows), default=0),
         "observed": max((rep.observed for _, rep, _ in run.records()), default=0),
     }
@@ -183,10 +185,17 @@ def _strategy(
         "has_timeline": any(pair),
         "iterations": None if measured is None else _iterations(measured.iterations),
         "decisions": decisions(contestant),
+        "votes": _votes(contestant),
         "traces": {
             source: f"{quote(contestant.label)}/{quote(name)}" for source, name in traces.items()
         },
     }
+
+
+def _votes(contestant: Contestant) -> str | None:
+    rep = next(iter(contestant.complete), None)
+    votes = None if rep is None else votes_of(rep)
+    return None if rep is None or votes is None else said(rep, votes)
 
 
 def _iterations(those: range) -> str:

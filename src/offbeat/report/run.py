@@ -27,7 +27,8 @@ class RankRecord:
     the number of iterations spent on profiling before the plan took over; `without_update` are the
     iterations that applied no gradient; `decisions` what was decided while it ran, each an
     iteration with words; `pace` how this host kept its pace, None if it computed as it could;
-    `sample` some parameters after some iterations (`measuring/divergence.py`).
+    `sample` some parameters after some iterations (`measuring/divergence.py`); `votes` what it saw
+    of votes, as it was written.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class RankRecord:
     warnings: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
     decisions: tuple[Any, ...] = ()
+    votes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Repetition:
             spans=tuple(span for trace in traces for span in trace.spans),
             first=traces[0].first,
             period=traces[0].period,
+            uneven=traces[0].uneven,
         )
 
 
@@ -303,6 +306,7 @@ def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
         warnings=tuple(map(str, data.get("warnings", ()))),
         checks=tuple(map(str, data.get("checks", ()))),
         decisions=tuple(data.get("decisions") or ()),
+        votes=data.get("votes") or {},
     )
 
 

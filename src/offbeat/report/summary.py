@@ -10,6 +10,7 @@ from typing import Literal
 
 from offbeat.report.losses import final_loss, rank_mean, target_loss
 from offbeat.report.run import Contestant, Repetition, Run
+from offbeat.report.votes import votes_of
 from offbeat.trace import COMPUTE, Span
 
 YARDSTICK = "ddp"
@@ -24,12 +25,14 @@ class Row:
     Measured: `iteration_s` (median over repetitions) with `spread_s` (lowest and highest
     repetition, or quartiles over the periods of the only one: `spread_of`),
     `iterations_per_s` and `updates_per_s` (fewer where gradients are merged), `sent_bytes` per
-    iteration and rank, `final_loss` (None if not finite), `target_s` and `target_iterations` (when
-    the smoothed loss reached `target_loss`, median over repetitions; None if not or if the loss
-    was not finite in the end). Predicted: `predicted_s`, `predicted_error` (predicted / measured
-    - 1), `exposed_s`. `bound_s` is a lower bound. `speedup` is the fastest DDP's seconds per
-    iteration over this one's. `emulated` must be said with every measured number, and
-    so must a `pace` (hosts computed at 1/pace of a core; 0: as they could).
+    iteration and rank, `lssr` (the share of synchronizations that votes left out: local / (local +
+    synchronous)) with the `spared_bytes` of a rank over the whole run, `final_loss` (None if not
+    finite), `target_s` and `target_iterations` (when the smoothed loss reached `target_loss`,
+    median over repetitions; None if not or if the loss was not finite in the end). Predicted:
+    `predicted_s`, `predicted_error` (predicted / measured - 1), `exposed_s`. `bound_s` is a lower
+    bound. `speedup` is the fastest DDP's seconds per iteration over this one's. `emulated` must be
+    said with every measured number, and so must a `pace` (hosts computed at 1/pace of a core; 0:
+    as they could).
     """
 
     label: str
@@ -46,6 +49,8 @@ class Row:
     bound_s: float | None = None
     exposed_s: float | None = None
     sent_bytes: float | None = None
+    lssr: float | None = None
+    spared_bytes: float | None = None
     final_loss: float | None = None
     target_loss: float | None = None
     target_s: float | None = None
@@ -106,8 +111,10 @@ def skipped(run: Run, rep: Repetition) -> int:
 
 def iteration_s(run: Run, rep: Repetition) -> float | None:
     """Seconds per iteration of one repetition, None without a whole period after the skipped."""
-    periods = rep.trace.period_seconds(skipped(run, rep))
-    return median(periods) if periods else None
+    try:
+        return rep.trace.iteration_s(skipped(run, rep))
+    except ValueError:
+        return None
 
 
 def paces(run: Run, rep: Repetition) -> tuple[float, float] | None:
@@ -123,7 +130,11 @@ def paces(run: Run, rep: Repetition) -> tuple[float, float] | None:
 
 def sent_bytes(run: Run, rep: Repetition) -> float | None:
     """Payload bytes per iteration and rank: of the whole periods after the skipped iterations
-    whose messages were recorded, else everything that was sent over all iterations."""
+    whose messages were recorded, or of all iterations with votes, else everything that was sent
+    over all iterations."""
+    voted = votes_of(rep)
+    if voted is not None:
+        return voted.sent_bytes / len(voted.iterations)
     steady = _bytes_of_periods(run, rep)
     if steady is not None:
         return steady
@@ -142,6 +153,8 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         iterations_per_s=median([pace[0] for pace in measured]) if measured else None,
         updates_per_s=median([pace[1] for pace in measured]) if measured else None,
         sent_bytes=_mean([sent_bytes(run, rep) for rep in reps]),
+        lssr=_mean([v.lssr for rep in reps if (v := votes_of(rep)) is not None]),
+        spared_bytes=_mean([v.spared_bytes for rep in reps if (v := votes_of(rep)) is not None]),
         final_loss=final_loss(contestant),
         target_loss=target,
         emulated=run.emulated,

@@ -20,7 +20,7 @@ def table(rows: Sequence[Row]) -> Table:
         caption += " Emulated compute."
     elif pace := max((row.pace for row in rows), default=0.0):
         caption += f" Emulated: each host computes at 1/{pace:g} of this machine's core."
-    paces = merges(rows)
+    paces, voted = merges(rows), any(row.lssr is not None for row in rows)
     caption += f" {words.NO_PROGRESS}" if paces else ""
     result = Table(caption=caption, caption_justify="left", caption_style="dim")
     result.add_column("strategy", overflow="fold")
@@ -32,17 +32,18 @@ def table(rows: Sequence[Row]) -> Table:
         (f"{unit.name}/iteration", "predicted"),
         (f"{unit.name}/iteration", "bound"),
         ("sent/iteration/rank", "measured"),
+        *([("LSSR", "measured")] if voted else []),
         ("final loss", "measured"),
     ):
         result.add_column(Text.assemble(heading, "\n", (word, "dim")), justify="right")
     for place, row in enumerate(ranked(rows)):
         result.add_row(
-            *_cells(row, unit, paces), style="bold" if place == 0 and len(rows) > 1 else ""
+            *_cells(row, unit, paces, voted), style="bold" if place == 0 and len(rows) > 1 else ""
         )
     return result
 
 
-def _cells(row: Row, unit: words.Unit, paces: bool) -> list[Text]:
+def _cells(row: Row, unit: words.Unit, paces: bool, voted: bool) -> list[Text]:
     return [
         _two_lines(row.label, row.strategy if row.strategy != row.label else ""),
         _two_lines(words.seconds(row.target_s), _range(row.target_spread_s)),
@@ -55,6 +56,7 @@ def _cells(row: Row, unit: words.Unit, paces: bool) -> list[Text]:
         ),
         Text(unit.text(row.bound_s)),
         Text(words.size(row.sent_bytes)),
+        *([Text(words.loss(row.lssr))] if voted else []),
         Text(words.loss(row.final_loss)),
     ]
 

@@ -21,6 +21,7 @@ from offbeat.measuring.processors import processors
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.run.progress import OnLine, Progress
+from offbeat.sim import Votes
 from offbeat.strategies import BSP, Strategy
 from offbeat.trace import Trace
 
@@ -231,16 +232,17 @@ def predict(
     profile: Profile,
     directory: Path,
     plan: Plan | None = None,
+    votes: Votes | None = None,
     servers: int = 0,
 ) -> float:
     """Write plan.json and predicted.json of a contestant; returns predicted seconds per iteration.
 
-    `plan` is the one that ran, by default the strategy's; one with servers has none. ValueError if
-    there is no plan.
+    `plan` is the one that ran, by default the strategy's; one with servers has none. `votes`: what
+    came out of its votes, by default always a yes. ValueError if there is no plan.
     """
     if strategy.planned:
-        plan = plan or strategy.plan(profile)
-        prediction = sim.predict_plan(plan, profile, strategy=str(strategy))
+        plan, skip = plan or strategy.plan(profile), SKIP if votes else 0
+        prediction = sim.predict_plan(plan, profile, strategy=str(strategy), votes=votes, skip=skip)
     else:
         prediction = sim.predict(strategy, profile, servers=servers)
     directory.mkdir(parents=True, exist_ok=True)
@@ -326,7 +328,9 @@ def _predicted(
     except ValueError as error:
         _fail(f"{contestant.label}: {error}", outcome, progress)
         return False
-    progress.say(f"{contestant.label}: predicted {seconds:.4g} s per iteration")
+    plan = json.loads((outcome.run_dir / contestant.label / "plan.json").read_text())
+    if_yes = " if every vote is a yes" if plan["votes"] else ""
+    progress.say(f"{contestant.label}: predicted {seconds:.4g} s per iteration{if_yes}")
     return True
 
 
@@ -365,15 +369,29 @@ def _repeat(
     _fail(f"{what}: {problem}", outcome, progress)
 
 
+def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
+    """By vote what came out in every iteration, of a rank's record; empty without votes."""
+    by_vote = record.get("votes", {}).get("by_vote", {})
+    return {name: [bool(yes) for yes in columns["yes"]] for name, columns in by_vote.items()}
+
+
 def _adopt_plan(contestant: Contestant, profile: Profile, outcome: Outcome) -> None:
-    """Let the plan that ran, not the one expected, stand in the run directory."""
+    """Let the plan that ran, not the one expected, stand in the run directory, predicted with
+    what its votes have decided."""
     directory = outcome.run_dir / contestant.label
     ran = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
     if ran is None:
         return
-    plan = Plan.from_dict(json.loads(ran.read_text()))
-    if plan.digest != Plan.from_dict(json.loads((directory / "plan.json").read_text())).digest:
-        predict(contestant.strategy, profile, directory, plan)
+    plan, votes = Plan.from_dict(json.loads(ran.read_text())), _outcomes(ran.parent)
+    expected = Plan.from_dict(json.loads((directory / "plan.json").read_text()))
+    if votes or plan.digest != expected.digest:
+        predict(contestant.strategy, profile, directory, plan, votes)
+
+
+def _outcomes(repetition: Path) -> dict[str, list[bool]]:
+    """What came out of the votes of a repetition, as rank 0 knows it."""
+    record = repetition / "rank0.json"
+    return outcomes_of(json.loads(record.read_text())) if record.exists() else {}
 
 
 def _fail(words: str, outcome: Outcome, progress: Progress) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from offbeat.plan import Apply, Plan
+from offbeat.plan import Apply, Plan, Vote
 from offbeat.plan.program import Program, Step
 from offbeat.runtime.accumulation import Accumulation
 from offbeat.runtime.context import StorageContext
@@ -26,6 +26,8 @@ class Adopted:
         self.plan, self.flat, self.gradients = plan, engine.flat, engine.gradients
         rank, world_size = engine.control.rank, engine.control.world_size
         self.program = Program(plan, rank)
+        rules = (*plan.transfers, *plan.applies)
+        self._remembered = max([self.program.lag, *(rule.ago for rule in rules)])
         self.iterations: dict[int, Iteration] = {}  # by their number in the plan
         self.flat.adopt(plan.all_buffers)
         self.gradients.begin_anew()
@@ -45,6 +47,9 @@ class Adopted:
             engine.links,
             engine.waiting,
         )
+        # The update waits for what a vote at the step decides, so nothing is applied before.
+        updates = {a.at.point for a in plan.applies if a.rule == "local"}
+        self.updates_at_end = updates == {"end"} and all(a.at.point != "step" for a in plan.applies)
         self._suspects = engine.suspects
         self.forward_hooks: ForwardHooks | None = None
         if self._acts_within_forward():
@@ -71,16 +76,16 @@ class Adopted:
         now.outstanding.update(program.awaited(planned))
         self.iterations[planned] = now
         self.iterations.pop(planned - self.program.lag - 1, None)
-        self.votes.forget(planned - self.program.lag)
+        self.votes.forget(planned - self._remembered)
         return now
 
     def release(self, now: Iteration, index: int) -> None:
         """Send a message, unless a vote has said no."""
         message = now.messages[index]
-        when = message.transfer.when
-        if when is None or self.votes.goes(when, now.planned):
+        if self.votes.goes(message.transfer, now.planned):
             self._messages.release(message)
         else:
+            now.spared_bytes += self._messages.size(message.transfer)
             self._messages.pass_over(message)
             now.outstanding.discard(index)
 
@@ -96,10 +101,17 @@ class Adopted:
                 at_step = self.updates.remedy is None
                 self._suspects.note(message, later=gradients and at_step)
 
+    def decide(self, vote: Vote, planned: int) -> None:
+        """Wait for the outcome of an iteration's vote."""
+        iteration = self.iterations[planned]
+        if vote.name in iteration.undecided:
+            iteration.undecided.discard(vote.name)
+            iteration.voted[vote.name] = self.votes.decide(vote, planned)
+
     def first_updates(self, step: Step, planned: int) -> list[Apply]:
         """The optimizer's updates that begin a step: nothing changes their gradients before."""
         updates = takewhile(lambda apply: apply.rule == "local", (a for _, a in step.apply))
-        return [apply for apply in updates if self.votes.goes(apply.when, planned)]
+        return [apply for apply in updates if self.votes.goes(apply, planned)]
 
     def land(self, iteration: Iteration) -> None:
         """Wait for every message of an iteration that has released them all."""

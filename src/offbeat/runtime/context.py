@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class StorageContext:
         self._memory: dict[str, Any] = {}
 
     def read(self, buffer: str, buckets: range, age: int = 0) -> tuple[Tensor, ...]:
+        if buffer == "state":
+            return self._state.tensors(buckets)
         return self._flat.tensors(buffer, buckets, self._flat.physical(buffer, age))
 
     write = read
@@ -56,3 +59,7 @@ class StorageContext:
 
     def keep(self, name: str, value: Any) -> None:
         self._memory[name] = value
+
+    def show(self, name: str, numbers: Mapping[str, float]) -> None:
+        assert self.iteration is not None
+        self.iteration.shown[name] = numbers

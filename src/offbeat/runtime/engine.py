@@ -191,10 +191,14 @@ class Engine:
         now.marks.backward_end = self.device.mark()
         self.compute.backward_ended()
         self.metering.backward_ends(now.planned)
-        step = now.at("step", self.plan)
-        self.walker.wait(step)
+        update = now.at("step", self.plan)
+        self.walker.wait(update)
+        if self.run.updates_at_end:  # what is due there, too, is seen before the step
+            self.walker.act(update)
+            update = now.at("end", self.plan)
+            self.walker.wait(update)
         self.metering.averaged(now.planned)
-        self.run.updates.reveal(self.run.first_updates(step, now.planned))
+        self.run.updates.reveal(self.run.first_updates(update, now.planned))
         self.compute.step_begins()
         now.marks.waited = self.device.mark()
 
@@ -212,12 +216,15 @@ class Engine:
             self.suspects.heed(unused=skip_update)
         self.run.updates.asked_for(now, abandoned=abandoned)
         now.skipped = skip_update
-        self.walker.act(now.at("step", self.plan))
+        if not self.run.updates_at_end:
+            self.walker.act(now.at("step", self.plan))
         now.marks.stepped = mark()
         self.compute.stepped()
         end = now.at("end", self.plan)
         self.walker.wait(end)
         self.walker.act(end)
+        if self.run.updates_at_end:
+            now.marks.stepped = mark()
         now.marks.end = mark()
         self.run.windows.iteration_ends(now.planned)
         now.over, self.now = True, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from offbeat.plan import Plan
@@ -46,7 +46,8 @@ class Timestamps:
 @dataclass(slots=True)
 class Iteration:
     """One iteration: its number, its times, its messages; `planned` is its number in the plan,
-    which may begin anew."""
+    which may begin anew. Of its votes: what this rank `shown`, who `voted` yes; `spared_bytes`
+    were not sent, as votes said no."""
 
     number: int
     marks: Timestamps
@@ -57,11 +58,15 @@ class Iteration:
     settings: Settings | None = None  # the optimizer's when its update was asked for
     outstanding: set[int] = field(default_factory=set)  # messages that are still to be awaited
     over: bool = False
+    shown: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    undecided: set[str] = field(default_factory=set)  # votes whose outcome is not known
+    voted: dict[str, list[int]] = field(default_factory=dict)
+    spared_bytes: int = 0
 
     @property
     def complete(self) -> bool:
-        """Whether it is over and none of its messages is still to be awaited."""
-        return self.over and not self.outstanding
+        """Whether it is over and none of its messages and votes is still to be awaited."""
+        return self.over and not self.outstanding and not self.undecided
 
     def at(self, point: str, plan: Plan) -> Step:
         """What is to do at `step` or `end`."""

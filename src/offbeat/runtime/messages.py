@@ -36,6 +36,7 @@ class Messages:
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         # By transfer, where they are always the same: its link and views.
         self._fixed: dict[int, tuple[Link, tuple[Tensor, ...]]] = {}
+        self._sizes: dict[int, int] = {}  # by transfer
         self._copies: dict[int, int] = {}  # by message: the copy of the buffer that it took
 
     def enqueue(self, planned: int, number: int) -> list[Message]:
@@ -73,6 +74,19 @@ class Messages:
                 self._copies[id(message)] = copy
                 given = self._encoded(t, copy) if t.wire else [x.clone() for x in given]
         self._links[t.link].release(message, given)
+
+    def size(self, t: Transfer) -> int:
+        """Bytes of a message."""
+        if id(t) not in self._sizes:
+            run = t.payload.buckets
+            if t.payload.buffer == "state":
+                whole = sum(self._state.bytes_of(b) for b in run)
+                part = t.payload.slice_of(whole)
+                self._sizes[id(t)] = part.stop - part.start
+            else:
+                carried = self._flat.carried(t.payload, self._flat.physical(t.payload.buffer))
+                self._sizes[id(t)] = sum(x.nbytes for x in carried)
+        return self._sizes[id(t)]
 
     def pass_over(self, message: Message) -> None:
         """A vote has said no."""

@@ -16,6 +16,7 @@ from offbeat.measuring.loss import LossTap
 from offbeat.plan import Plan, Transfer
 from offbeat.plan.windows import Windows
 from offbeat.runtime.iteration import Acted, Iteration, Timestamps
+from offbeat.runtime.vote_log import VoteLog
 from offbeat.trace import COMPUTE, Span, Trace
 from offbeat.transport.device import Device, Mark
 
@@ -42,6 +43,7 @@ class Recorder:
         self.notes: dict[str, Any] = {}
         self.pace: dict[str, float] | None = None
         self.sample: Sample | None = None
+        self._votes = VoteLog()
         self._tap = LossTap()
 
     def start(self, strategy: str, plan: Plan | None, observed: int) -> None:
@@ -74,6 +76,8 @@ class Recorder:
         """Take in one finished iteration."""
         if self.plan is not None and not Windows(self.plan).applied(done.planned):
             self._without_update.append(done.number)
+        if self.plan is not None and self.plan.votes:
+            self._votes.take(done, self.plan)
         self._ends.append(done.marks.end)
         self._spans.append(list(_spans(done, self.plan, self._rank, self._device, self._origin)))
 
@@ -87,6 +91,7 @@ class Recorder:
             starts_s=(0.0,),
             spans=tuple(span for spans in self._spans for span in spans),
             period=self.plan.period if self.plan else 1,
+            uneven=bool(self.plan and self.plan.votes),
             notes=self.notes,
         )
         record = {
@@ -104,6 +109,7 @@ class Recorder:
             "warnings": self.warnings,
             "decisions": self.decisions,
             "checks": [],
+            "votes": self._votes.to_dict(),
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         draft = self._path.with_suffix(".part")

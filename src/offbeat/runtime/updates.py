@@ -20,7 +20,7 @@ def early_remedy(plan: Plan) -> str | None:
     they are applied there."""
     points = {apply.at.point for apply in plan.applies if apply.rule == "local"}
     if "grad" in points:
-        return "use average='before_update'"
+        return "use scope='model'" if plan.votes else "use average='before_update'"
     if "forward" in points:
         return "use a strategy that steps at once, such as WFBP()"
     return None
@@ -78,7 +78,7 @@ class Updates:
             if not (in_backward and gradients.shown(copy)):
                 gradients.show(run, copy)
         if not iteration.skipped:
-            whole = apply.at.point == "step" and len(run) == len(self._everything)
+            whole = apply.at.point in ("step", "end") and len(run) == len(self._everything)
             self._step(apply, iteration, whole=whole)
             self.compute.updated(apply)
         gradients.applied(run, copy)

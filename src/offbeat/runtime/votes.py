@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from offbeat.plan import CHANNEL, Moment, Payload, Phases, Transfer, Vote
+from offbeat.plan import CHANNEL, Apply, Moment, Payload, Phases, Transfer, Vote
 from offbeat.runtime.waiting import Waiting
 from offbeat.storage.flat import Flat
 from offbeat.transport.link import Link, Message
@@ -18,40 +20,42 @@ def vote_channel(link: str) -> str:
 
 
 class Votes:
-    """One small message per vote; afterwards every rank knows who has said yes."""
+    """One small message for all votes of a moment; afterwards every rank knows who has said yes."""
 
     def __init__(self, link: Link | None, waiting: Waiting, flat: Flat, rank: int, world_size: int):
         self._link, self._waiting, self._flat = link, waiting, flat
         self._rank, self._world_size = rank, world_size
-        self._asked: dict[tuple[str, int], Message] = {}
+        self._asked: dict[tuple[str, int], tuple[Message, int]] = {}
         self.outcomes: dict[tuple[str, int], list[int]] = {}
         """By name and iteration in the plan: the ranks that said yes."""
 
-    def ask(self, vote: Vote, planned: int, say: bool) -> None:
-        """This rank has its say."""
+    def ask(self, votes: Sequence[Vote], planned: int, says: Sequence[bool]) -> None:
+        """This rank has its say in the votes of a moment."""
         assert self._link is not None
         rule = Transfer(
-            Payload("vote", range(1)), vote.at, Moment("end"), Phases(), self._link.name
+            Payload("vote", range(1)), votes[0].at, Moment("end"), Phases(), self._link.name
         )
         where = self._flat.everything()[0].device
-        says = torch.zeros(self._world_size, device=where)
-        says[self._rank] = float(say)
+        table = torch.zeros(len(votes), self._world_size, device=where)
+        table[:, self._rank] = torch.tensor(says, dtype=table.dtype, device=where)
         message = self._link.enqueue(rule, planned)
-        self._link.release(message, (says,))
-        self._asked[vote.name, planned] = message
+        self._link.release(message, (table,))
+        for row, vote in enumerate(votes):
+            self._asked[vote.name, planned] = message, row
 
-    def decide(self, vote: Vote, planned: int) -> None:
-        """Wait for everyone's say."""
-        message = self._asked.pop((vote.name, planned), None)
-        if message is None:
-            return
+    def decide(self, vote: Vote, planned: int) -> list[int]:
+        """Wait for everyone's say; the ranks that said yes."""
+        message, row = self._asked.pop((vote.name, planned))
         self._waiting.wait(message, self._flat)
-        yes = [rank for rank, said in enumerate(message.tensors[0].tolist()) if said]
+        yes = [rank for rank, said in enumerate(message.tensors[0][row].tolist()) if said]
         self.outcomes[vote.name, planned] = yes
+        return yes
 
-    def goes(self, when: str | None, planned: int) -> bool:
-        """Whether what depends on a vote happens."""
-        return when is None or bool(self.outcomes[when, planned])
+    def goes(self, rule: Transfer | Apply, planned: int) -> bool:
+        """Whether a rule of an iteration happens."""
+        if rule.when is None or planned < rule.ago:
+            return True
+        return bool(self.outcomes[rule.when, planned - rule.ago])
 
     def forget(self, before: int) -> None:
         """Outcomes of iterations before this one are not asked for any more."""

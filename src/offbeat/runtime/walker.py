@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from offbeat.numerics import RULES, VOTES
-from offbeat.plan import Apply
+from offbeat.plan import Apply, Vote
 from offbeat.plan.program import Step
 from offbeat.runtime.adopted import Adopted
 from offbeat.runtime.iteration import Acted, Iteration
@@ -52,7 +54,7 @@ class Walker:
                 self._run.arrive(planned - lag, index)
         for lag, vote in step.decide:
             if not (lag and early):
-                self._run.votes.decide(vote, planned - lag)
+                self._run.decide(vote, planned - lag)
 
     def act(self, step: Step) -> None:
         """Apply, have a say in votes, and release."""
@@ -60,9 +62,8 @@ class Walker:
         for lag, apply in step.apply:
             if not (lag and early):
                 self._apply(apply, now.planned - lag)
-        for vote in step.ask:
-            say = VOTES[vote.rule](self._run.context, vote, range(self._buckets))
-            self._run.votes.ask(vote, now.planned, say)
+        if step.ask:
+            self._ask(step.ask)
         for index in step.release:
             self._run.release(now, index)
 
@@ -79,7 +80,7 @@ class Walker:
                     self._run.arrive(planned - lag, index)
             for lag, vote in step.decide:
                 if lag:
-                    self._run.votes.decide(vote, planned - lag)
+                    self._run.decide(vote, planned - lag)
             for lag, apply in step.apply:
                 if lag:
                     self._apply(apply, planned - lag)
@@ -87,9 +88,16 @@ class Walker:
 
     def _apply(self, apply: Apply, planned: int) -> None:
         run = self._run
-        if apply.when is None or run.votes.goes(apply.when, planned):
+        if run.votes.goes(apply, planned):
             run.context.iteration = run.iterations[planned]
             RULES[apply.rule](run.context, apply)
+
+    def _ask(self, votes: Sequence[Vote]) -> None:
+        now, context, everything = self._now, self._run.context, range(self._buckets)
+        context.iteration = now
+        says = [VOTES[vote.rule](context, vote, vote.buckets or everything) for vote in votes]
+        now.undecided.update(vote.name for vote in votes)
+        self._run.votes.ask(votes, now.planned, says)
 
     def _done_early(self, step: Step) -> bool:
         return self.flushed == self._now.planned and step.position < self._buckets

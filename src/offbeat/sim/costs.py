@@ -36,7 +36,7 @@ def applied_s(profile: Profile, apply: Apply, rules_s: Mapping[str, Seconds]) ->
     if not profile.step_s or apply.rule != "local":
         return seconds
     # The step of the whole model is the one call that costs nothing more.
-    whole = apply.at.point == "step" and len(apply.buckets) == len(profile.buckets)
+    whole = apply.at.point in ("step", "end") and len(apply.buckets) == len(profile.buckets)
     calls = len(apply.buckets) if spread(apply) else int(not whole)
     return seconds + profile.step_s * calls / len(seconds)
 

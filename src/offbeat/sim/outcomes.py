@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -10,27 +10,40 @@ from offbeat.plan import Plan
 
 CHUNK = 256
 
+Votes = Mapping[str, float | Sequence[bool]]
+"""By vote: how probable a yes is, or the outcomes of a run, iteration by iteration."""
+
 
 class Outcomes:
-    """One draw per vote and iteration, yes with the probability in `votes` (default 1). A seed
-    gives the same draws however many iterations are asked for. ValueError on unknown votes."""
+    """One draw per vote and iteration, yes with the probability in `votes` (default 1), or what
+    was recorded, from the beginning again where that ends. A seed gives the same draws however
+    many iterations are asked for. ValueError on unknown votes."""
 
-    def __init__(self, plan: Plan, votes: Mapping[str, float], seed: int) -> None:
+    def __init__(self, plan: Plan, votes: Votes, seed: int) -> None:
         names = [vote.name for vote in plan.votes]
-        for name, probability in votes.items():
+        for name, given in votes.items():
             if name not in names:
                 known = ", ".join(names) or "none"
                 raise ValueError(f"votes ({name!r}) must name a vote of the plan: {known}")
-            if not 0 <= probability <= 1:
-                raise ValueError(f"votes[{name!r}] ({probability}) must lie between 0 and 1")
-        self.random = any(0 < probability < 1 for probability in votes.values())
-        self._probability = {name: votes.get(name, 1.0) for name in names}
+            if isinstance(given, Sequence):
+                if not given:
+                    raise ValueError(f"votes[{name!r}] ([]) must hold at least one outcome")
+            elif not 0 <= given <= 1:
+                raise ValueError(f"votes[{name!r}] ({given}) must lie between 0 and 1")
+        self._replayed = {n: given for n, given in votes.items() if isinstance(given, Sequence)}
+        chances = {n: given for n, given in votes.items() if not isinstance(given, Sequence)}
+        self._probability = {name: chances.get(name, 1.0) for name in names}
         self._draws = {n: np.random.default_rng([seed, i]) for i, n in enumerate(names)}
         self._drawn: dict[str, list[bool]] = {name: [] for name in names}
 
     def yes(self, name: str | None, iteration: int) -> bool:
-        """Whether a vote (None: no vote) says yes in an iteration."""
-        if name is None or self._probability[name] == 1:
+        """Whether a vote (None: no vote) says yes in an iteration; yes before the first one."""
+        if name is None or iteration < 0:
+            return True
+        replayed = self._replayed.get(name)
+        if replayed is not None:
+            return replayed[iteration % len(replayed)]
+        if self._probability[name] == 1:
             return True
         drawn = self._drawn[name]
         while len(drawn) <= iteration:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from offbeat.plan import Plan, base_link
 from offbeat.profile import Profile
 from offbeat.sim.job import Run
+from offbeat.sim.outcomes import Votes
 from offbeat.sim.ranks import Ranks
 from offbeat.sim.run import run
 from offbeat.sim.shorten import SAMPLE, Short, shorten
@@ -106,7 +107,7 @@ def predict(
     iterations: int | None = None,
     seed: int = 0,
     ranks: Ranks | None = None,
-    votes: Mapping[str, float] | None = None,
+    votes: Votes | None = None,
     servers: int = 1,
 ) -> Prediction:
     """Prediction for a strategy; arguments as of `predict_plan`. `servers` of those that have
@@ -134,20 +135,28 @@ def predict_plan(
     iterations: int | None = None,
     seed: int = 0,
     ranks: Ranks | None = None,
-    votes: Mapping[str, float] | None = None,
+    votes: Votes | None = None,
+    skip: int = 0,
 ) -> Prediction:
     """Prediction for a plan.
 
     Without `iterations` as many are simulated as it takes to see the timeline repeat, at most
     2048 after the prologue, or 400 with jitter (the profile's, unless `ranks` says otherwise) or
     votes that are neither sure nor hopeless; long stretches of equal iterations are shortened.
-    `votes` and ValueError as of `simulate`.
+    `votes` and ValueError as of `simulate`. Where they are the outcomes of a run, all of its
+    iterations count after the first `skip`.
     """
     ranks = ranks or Ranks()
+    replayed = max((len(v) for v in (votes or {}).values() if isinstance(v, Sequence)), default=0)
+    if replayed and iterations is None:
+        iterations = replayed
     whole = Short(plan, plan, {}, {}, (), ((0, 0),))
     short = shorten(plan) if iterations is None else whole
     found, cycle = _settle(short, profile, ranks, iterations, seed, votes or {})
-    here = cycle or _second_half(short.plan, len(found.ends_s))
+    if replayed:
+        cycle, here = None, _after(short.plan, skip, len(found.ends_s))
+    else:
+        here = cycle or _second_half(short.plan, len(found.ends_s))
     window = range(short.number(here.start), short.number(here.stop))
     iteration_s = _seconds(found, here, short, len(window))
     busy_s = _mean_over_lines(found, here, short, len(window), _busy_s)
@@ -181,14 +190,14 @@ def _settle(
     ranks: Ranks,
     iterations: int | None,
     seed: int,
-    votes: Mapping[str, float],
+    votes: Votes,
 ) -> tuple[Run, range | None]:
     """Simulate longer and longer until the timeline repeats; the last run and its cycle."""
     plan = short.plan
     used = {base_link(name) for name in plan.links}
     chance = any(ranks.jitters(profile))
     chance = chance or any(link.jitter for link in profile.links if link.name in used)
-    chance = chance or any(0 < probability < 1 for probability in votes.values())
+    chance = chance or any(map(_open, votes.values()))
     fixed = iterations is not None or chance
     if iterations is None:
         # A cycle shows in two periods, if these hold all that is still under way.
@@ -210,6 +219,11 @@ def _settle(
         if cycle or fixed or 2 * repeated > MOST_ITERATIONS:
             return found, cycle
         iterations += repeated
+
+
+def _open(vote: float | Sequence[bool]) -> bool:
+    """Whether iterations differ by a vote."""
+    return isinstance(vote, Sequence) or 0 < vote < 1
 
 
 def _lags(plan: Plan) -> Iterator[int]:
@@ -269,6 +283,13 @@ def _second_half(plan: Plan, iterations: int) -> range:
         return range(iterations)
     stop = plan.prologue + periods * plan.period
     return range(stop - (periods + 1) // 2 * plan.period, stop)
+
+
+def _after(plan: Plan, skip: int, iterations: int) -> range:
+    """Whole periods after the first iterations; everything if there is none."""
+    start = max(skip, plan.prologue)
+    whole = (iterations - start) // plan.period * plan.period
+    return range(start, start + whole) if whole > 0 else range(iterations)
 
 
 def _seconds(found: Run, here: range, short: Short, count: int) -> float:

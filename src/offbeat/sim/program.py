@@ -91,8 +91,9 @@ class TimedProgram:
         self._repeats = repeats or {}
         # What a later moment of a rule depends on beside the kinds of iterations.
         conditional = [r for r in plan.transfers if r.when]
-        self._conditions = sorted({(lag, r.when) for r in conditional for lag in (0, r.before.lag)})
-        self._conditions += sorted({(r.at.lag, r.when) for r in plan.applies if r.when})
+        asked = {(lag + r.ago, r.when) for r in conditional for lag in (0, r.before.lag)}
+        asked |= {(r.at.lag + r.ago, r.when) for r in plan.applies if r.when}
+        self._conditions = sorted(asked)
         late = {(r.at.lag, r.arg("age", 0)) for r in plan.applies if r.rule == "local"}
         self._late = sorted((lag, age) for lag, age in late if age)
         self._first = {age: _close(plan, age) for _, age in self._late}
@@ -127,7 +128,7 @@ class TimedProgram:
     def goes(self, rule: Transfer | Apply, iteration: int) -> bool:
         """Whether a rule of an iteration is carried out: the vote says yes, and the optimizer has
         gradients to apply."""
-        if rule.when is not None and not self.outcomes.yes(rule.when, iteration):
+        if rule.when is not None and not self.outcomes.yes(rule.when, iteration - rule.ago):
             return False
         late = isinstance(rule, Apply) and rule.rule == "local" and rule.arg("age", 0)
         return not late or iteration > self._first[late]

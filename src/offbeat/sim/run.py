@@ -9,7 +9,7 @@ from offbeat.profile import Profile
 from offbeat.sim import engine, events
 from offbeat.sim.costs import Costs
 from offbeat.sim.job import Factors, Job, Run
-from offbeat.sim.outcomes import Outcomes
+from offbeat.sim.outcomes import Outcomes, Votes
 from offbeat.sim.ranks import Ranks
 from offbeat.sim.refuse import refuse
 from offbeat.sim.shared import coupled
@@ -23,12 +23,13 @@ def run(
     *,
     iterations: int,
     seed: int = 0,
-    votes: Mapping[str, float] | None = None,
+    votes: Votes | None = None,
     repeats: Mapping[int, int] | None = None,
 ) -> Run:
     """Run a plan on all ranks; ValueError if it does not fit the profile or can never proceed.
 
-    `votes`: probability of a yes by name. `repeats`: iterations that a phase stands for.
+    `votes`: of a yes by name, its probability or the outcomes of a run. `repeats`: iterations that
+    a phase stands for.
     """
     job = job_of(plan, profile, ranks, iterations, seed, votes or {}, repeats or {})
     return engine.run(job) if plan.uniform else events.run(job)
@@ -40,7 +41,7 @@ def job_of(
     ranks: Ranks,
     iterations: int,
     seed: int,
-    votes: Mapping[str, float],
+    votes: Votes,
     repeats: Mapping[int, int],
 ) -> Job:
     """What either engine is given."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from offbeat.plan import Plan
 from offbeat.plan.windows import Windows
 from offbeat.profile import Profile
 from offbeat.sim.job import Run
+from offbeat.sim.outcomes import Votes
 from offbeat.sim.ranks import Ranks
 from offbeat.sim.run import run
 from offbeat.sim.spans import rank_spans
@@ -26,16 +27,17 @@ def simulate(
     seed: int = 0,
     ranks: Ranks | None = None,
     record: int | None = None,
-    votes: Mapping[str, float] | None = None,
+    votes: Votes | None = None,
 ) -> Trace:
     """Trace of a plan in virtual time, in seconds from 0.
 
     `iterations` defaults to the prologue and at least four periods, but at most 2048. Spans cover
     the last `record` iterations (default: the last whole period, or the last 32 if there is none)
     of at most the first 16 ranks; the kind of half an all-reduce is its verb, and its bytes are
-    half the payload. `votes`: by name, how probable a yes is (default 1), drawn from `seed`. If
-    all ranks are alike, the trace has one row that stands for all of them; `notes["ranks"]` is
-    their number. ValueError if the plan does not fit the profile or can never proceed.
+    half the payload. `votes`: by name, how probable a yes is (default 1), drawn from `seed`, or the
+    outcomes of a run, iteration by iteration. If all ranks are alike, the trace has one row that
+    stands for all of them; `notes["ranks"]` is their number. ValueError if the plan does not fit
+    the profile or can never proceed.
     """
     if iterations is None:
         iterations = min(default_iterations(plan), MOST_ITERATIONS)
@@ -86,5 +88,6 @@ def to_trace(
         ),
         first=number(covered.start),
         period=plan.period,
+        uneven=bool(plan.votes),
         notes={"ranks": found.job.profile.world_size},
     )

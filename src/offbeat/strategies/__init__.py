@@ -14,9 +14,11 @@ from offbeat.strategies.ddp import DDP
 from offbeat.strategies.dear import DeAR
 from offbeat.strategies.deft import DeFT
 from offbeat.strategies.dreamddp import DreamDDP
+from offbeat.strategies.fedavg import FedAvg
 from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.p3 import P3
 from offbeat.strategies.partial_sync import PartialSync
+from offbeat.strategies.selsync import SelSync
 from offbeat.strategies.served import Served
 from offbeat.strategies.ssp import SSP
 from offbeat.strategies.us_byte import USByte
@@ -70,9 +72,11 @@ __all__ = [
     "DeAR",
     "DeFT",
     "DreamDDP",
+    "FedAvg",
     "LocalSGD",
     "Monitor",
     "PartialSync",
+    "SelSync",
     "Served",
     "StatePolicy",
     "Strategy",

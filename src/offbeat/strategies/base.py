@@ -103,16 +103,16 @@ def require_count(name: str, value: Any, *, least: int = 1, remedy: str = "") ->
         raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}{more}")
 
 
-def synchronous_bound_s(profile: Profile, *, fused: bool) -> float:
+def synchronous_bound_s(profile: Profile, *, fused: bool, period: float = 1) -> float:
     """`max(F + B, C)` with the update: no one-link schedule that averages every gradient in
     every iteration is faster. F and B are the slowest rank's; C is one message of all gradients
-    if a plan may fuse, else one per bucket."""
+    if a plan may fuse, else one per bucket; it counts once per `period`."""
     profile = profile.slowest()
     compute = profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
-    return max(compute, _everything_s(profile, "grad", fused))
+    return max(compute, _everything_s(profile, "grad", fused) / period)
 
 
-def periodic_bound_s(profile: Profile, period: int, *, fused: bool) -> float:
+def periodic_bound_s(profile: Profile, period: float, *, fused: bool) -> float:
     """`F + max(B, C / H)` with the update: every parameter averaged once per period on one
     link, never under a forward pass of the slowest rank (DreamDDP, Section 3.2). C as above."""
     profile = profile.slowest()

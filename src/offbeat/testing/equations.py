@@ -6,7 +6,10 @@ how: `NumpyWorld` for the interpreter of plans, another one for real models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
 from typing import Literal, Protocol
 
 import numpy as np
@@ -25,12 +28,19 @@ class World(Protocol):
         """Every replica's own gradients at its own weights; they are the current ones."""
         ...
 
-    def average(self, kind: Kind, piece: Payload | None = None) -> None:
-        """What replicas have of a piece (None: of everything) becomes their mean."""
+    def average(
+        self, kind: Kind, piece: Payload | None = None, weights: Sequence[float] | None = None
+    ) -> None:
+        """What replicas have of a piece (None: of everything) becomes their mean, a weighted one
+        if there are `weights`, one per replica."""
         ...
 
     def reset(self, piece: Payload | None = None) -> None:
         """Optimizer state of a piece begins anew."""
+        ...
+
+    def norms(self, piece: Payload | None = None) -> Sequence[float]:
+        """Of every replica: the squared norm of its current gradients of a piece."""
         ...
 
     def step(self) -> None:
@@ -134,6 +144,93 @@ def merged(closes: Callable[[int], bool], merge: Merge = "sum") -> Equations:
     return advance
 
 
+def federated(
+    local_steps: int,
+    weights: Callable[[int], Sequence[float] | None],
+    state: State = "local",
+) -> Equations:
+    """Local steps; after every `local_steps`-th `w = sum_k(n_k w_k) / sum_k(n_k)` on all replicas
+    with the weights n of so many rounds before (None: all alike). State as in `partial`."""
+    rounds = count()
+
+    def advance(world: World, iteration: int) -> None:
+        world.gradients(iteration)
+        world.step()
+        if (iteration + 1) % local_steps == 0:
+            _average(world, None, state, weights(next(rounds)))
+        world.end()
+
+    return advance
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How SelSync smooths, and what changes come out."""
+
+    smooth: Literal["norm", "change"] = "norm"
+    window: int = 25
+    weight: float = 1.0
+
+    def change(self, norms: Sequence[float]) -> float:
+        """Smoothed relative change of the last of some norms; nan for the first."""
+        if self.smooth == "norm":
+            now, before = self.mean(norms), self.mean(norms[:-1])
+            return abs(now - before) / before
+        return self.mean([abs(b - a) / a for a, b in pairwise(norms)])
+
+    def mean(self, values: Sequence[float]) -> float:
+        """Of the last `window` values: `sum_j (1 - weight)^j v_(i-j) / sum_j (1 - weight)^j`."""
+        recent = np.array(values[::-1][: self.window])
+        shares = (1 - self.weight) ** np.arange(len(recent))
+        return float(shares @ recent / shares.sum()) if len(recent) else float("nan")
+
+
+def selective(
+    changes: Changes,
+    pieces: Sequence[Payload | None],
+    forced: Sequence[Collection[int]],
+    delta: float,
+    lag: int = 0,
+    aggregate: Literal["parameters", "gradients"] = "parameters",
+    state: State = "local",
+) -> Equations:
+    """Every piece is averaged where any replica's change is at least `delta`, or unknown; with a
+    `lag` by the changes of so many iterations before. In iteration r the pieces in
+    `forced[r mod H]` are averaged anyway.
+
+    parameters: `w = mean_k(w_k - rate g_k)`; gradients: `g = mean_k(g_k)`, then the step.
+    """
+    norms: dict[tuple[int, int], list[float]] = defaultdict(list)  # by piece and replica
+    votes: list[list[bool]] = []  # by iteration and piece
+
+    def vote(world: World) -> Iterator[bool]:
+        for i, piece in enumerate(pieces):
+            says = []
+            for replica, norm in enumerate(world.norms(piece)):
+                odd = not 0 < norm < float("inf")
+                if not odd:
+                    norms[i, replica].append(norm)
+                says.append(odd or not changes.change(norms[i, replica]) < delta)
+            yield any(says)
+
+    def advance(world: World, iteration: int) -> None:
+        world.gradients(iteration)
+        votes.append(list(vote(world)))
+        decisive = votes[-1 - lag] if len(votes) > lag else [True] * len(pieces)
+        anyway = forced[(len(votes) - 1) % len(forced)]
+        chosen = [p for i, p in enumerate(pieces) if decisive[i] or i in anyway]
+        if aggregate == "gradients":
+            for piece in chosen:
+                world.average("grad", piece)
+        world.step()
+        if aggregate == "parameters":
+            for piece in chosen:
+                _average(world, piece, state)
+        world.end()
+
+    return advance
+
+
 def layer_sets(plan: Plan) -> list[list[Payload]]:
     """Which pieces of the parameters a plan averages in each iteration of its period."""
     return [
@@ -148,10 +245,15 @@ def closing(plan: Plan) -> Callable[[int], bool]:
     return lambda iteration: plan.phase(iteration) in phases
 
 
-def _average(world: World, piece: Payload | None, state: State) -> None:
-    world.average("param", piece)
+def _average(
+    world: World,
+    piece: Payload | None,
+    state: State,
+    weights: Sequence[float] | None = None,
+) -> None:
+    world.average("param", piece, weights)
     if state == "averaged":
-        world.average("state", piece)
+        world.average("state", piece, weights)
     elif state == "reset":
         world.reset(piece)
 
@@ -225,12 +327,18 @@ class NumpyWorld:
             gradient = self.task.gradient(rank, iteration, everything, weights)
             self.arrays["grad"][rank] = gradient
 
-    def average(self, kind: Kind, piece: Payload | None = None) -> None:
+    def average(
+        self, kind: Kind, piece: Payload | None = None, weights: Sequence[float] | None = None
+    ) -> None:
         part = self.arrays[kind][:, self.task.slice_of(piece)]
-        part[:] = part.mean(axis=0)
+        part[:] = np.average(part, axis=0, weights=weights)
 
     def reset(self, piece: Payload | None = None) -> None:
         self.arrays["state"][:, self.task.slice_of(piece)] = 0
+
+    def norms(self, piece: Payload | None = None) -> list[float]:
+        part = self.arrays["grad"][:, self.task.slice_of(piece)]
+        return [float(norm) for norm in (part**2).sum(axis=1)]
 
     def step(self) -> None:
         for rows in zip(*(self.arrays[k] for k in ("param", "state", "grad")), strict=True):

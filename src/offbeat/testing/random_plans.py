@@ -235,7 +235,12 @@ def _subset(d: _Draft, run: range) -> None:
     phases, by = d.some_phases(), tuple(d.rng.choice(((2.0, 0.0), (0.0, 2.0), (0.5, 1.5))))
     d.buffers["share"] = Buffer("share")
     d.applies.append(_apply("copy", run, STEP, phases, source="param", target="share"))
-    d.applies.append(_apply("scale", run, STEP, phases, buffer="share", by=by))
+    if d.rng.random() < 0.5:
+        d.applies.append(_apply("scale", run, STEP, phases, buffer="share", by=by))
+    else:
+        drawn = {"fraction": d.rng.choice((0.5, 1.0)), "seed": d.rng.randrange(9)}
+        more = {"buffer": "share", "samples": (1.0, 3.0), **drawn}
+        d.applies.append(_apply("select", run, STEP, phases, **more))
     d.send("share", run, STEP, END, phases)
     d.applies.append(_apply("copy", run, END, phases, source="share", target="param"))
 
@@ -265,21 +270,27 @@ def _selected(rng: Random) -> Plan:
     """Local steps, and averages that a vote decides on."""
     d = _draft(rng)
     n, everything = d.plan.buckets, Phases(d.plan.phases)
-    per_bucket = rng.random() < 0.5
+    per_bucket, ago = rng.random() < 0.5, int(rng.random() < 0.3)
     votes = []
     for b in range(n) if per_bucket else [n - 1]:
         run = range(b, b + 1) if per_bucket else range(n)
         taken = Moment("grad", n - 1)
         due = rng.choice((STEP, STEP, END))
         args = (("threshold", rng.choice((0.1, 1.0, 4.0))),)
-        votes.append(Vote(f"sync{b}", "changed", taken, due, everything, args))
+        known, about = replace(due, lag=ago), run if per_bucket else None
+        votes.append(Vote(f"sync{b}", "changed", taken, known, everything, args, about))
+        condition: dict[str, Any] = {"when": f"sync{b}", "ago": ago}
         next_ = Moment("forward", run[-1], 1)
         before = rng.choice((END, next_)) if due == STEP else next_
         payload = Payload("param", run)
-        d.transfers.append(Transfer(payload, due, before, everything, d.link(), when=f"sync{b}"))
+        d.transfers.append(Transfer(payload, due, before, everything, d.link(), **condition))
         if rng.random() < 0.3 and before == END:
-            d.applies.append(Apply("reset", run, END, everything, when=f"sync{b}"))
-    d.applies.insert(0, local(n, STEP, everything))
+            d.applies.append(Apply("reset", run, END, everything, **condition))
+    if rng.random() < 0.5:
+        d.applies.insert(0, local(n, STEP, everything))
+    else:  # the gradients are used up when the votes are taken
+        measured = Apply("measure", range(n), Moment("grad"), everything)
+        d.applies[:0] = [measured, local(n, Moment("grad"), everything)]
     return replace(d.finished(), votes=tuple(votes))
 
 

@@ -1,0 +1,98 @@
+"""What a vote of SelSync costs: the norm of the gradients, beside forward and backward.
+
+    python benchmarks/selsync.py
+
+A transformer of about 10 M parameters on one thread; medians and quartiles of microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median, quantiles
+
+import torch
+from torch import nn
+
+from offbeat.runtime.context import StorageContext
+from offbeat.storage.flat import Flat
+from offbeat.storage.layout import BucketSpec
+
+
+class Gpt(nn.Module):
+    """Byte-level, 12 layers of width 256."""
+
+    def __init__(self, width: int = 256, layers: int = 12):
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        layer = [
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(layers)
+        ]
+        self.layers = nn.Sequential(*layer)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embed(tokens)))
+
+
+def flat_of(model: nn.Module) -> Flat:
+    """One bucket per module with parameters of its own, joined to about twenty."""
+    names = [name for name, _ in model.named_parameters()][::-1]
+    size = -(-len(names) // 20)
+    runs = [names[i : i + size] for i in range(0, len(names), size)]
+    return Flat(model, [BucketSpec(run[0], tuple(run)) for run in runs])
+
+
+def microseconds(act: Callable[[], object], repeat: int) -> tuple[float, float, float]:
+    """Quartiles."""
+    act()
+    taken = []
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        act()
+        taken.append(1e6 * (time.perf_counter() - begin))
+    low, _, high = quantiles(taken, n=4)
+    return low, median(taken), high
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Gpt()
+    flat = flat_of(model)
+    context = StorageContext(0, flat, None, None, None)  # type: ignore[arg-type]
+    tokens = torch.randint(256, (arguments.batch, 64))
+
+    def compute() -> None:
+        logits = model(tokens)
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+
+    everything = range(len(flat.buckets))
+    count = sum(p.numel() for p in model.parameters())
+    print(
+        f"{count / 1e6:.1f} M parameters, {len(everything)} buckets, batch {arguments.batch} x 64"
+    )
+    whole = microseconds(compute, arguments.repeat)
+    rows = {
+        "forward and backward": whole,
+        "norm of the model": microseconds(
+            lambda: context.squared_norm("grad", everything), 4 * arguments.repeat
+        ),
+        "norm of every bucket": microseconds(
+            lambda: [context.squared_norm("grad", range(b, b + 1)) for b in everything],
+            4 * arguments.repeat,
+        ),
+    }
+    for name, (low, middle, high) in rows.items():
+        share = 100 * middle / whole[1]
+        print(f"{name:22} {middle:10.0f} us ({low:.0f} to {high:.0f})  {share:6.2f} %")
+
+
+if __name__ == "__main__":
+    main()

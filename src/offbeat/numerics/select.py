@@ -1,0 +1,42 @@
+"""Selecting the workers that count in an average (FedAvg)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from offbeat.numerics.base import Context, Setting, takes
+from offbeat.plan import Apply
+
+
+@takes(
+    buffer=Setting("buffer"),
+    samples=Setting("numbers"),
+    fraction=Setting("number", 1.0, least=0, most=1),
+    seed=Setting("count", 0),
+)
+def select(context: Context, apply: Apply) -> None:
+    """`buffer *= K n_r / sum(n)` over the workers drawn, 0 on the others.
+
+    The mean over all workers is then the average of those drawn, weighted by their `samples`. A
+    share `fraction` of the workers is drawn anew each time, the same on every rank.
+    Source: McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017.
+    """
+    buffer = apply.arg("buffer")
+    done = context.recall(f"rounds of {buffer}") or 0
+    context.keep(f"rounds of {buffer}", done + 1)
+    samples: Sequence[float] = apply.arg("samples")
+    weights = drawn(samples, apply.arg("fraction", 1.0), apply.arg("seed", 0), done)
+    share = len(samples) * weights[context.rank] / sum(weights)
+    for array in context.write(buffer, apply.buckets):
+        if share:
+            array *= share
+        else:  # also where it is not finite
+            array[...] = 0
+
+
+def drawn(samples: Sequence[float], fraction: float, seed: int, done: int) -> list[float]:
+    """Of every worker its samples, or 0 if it is not drawn in the round after `done` ones."""
+    count = max(1, round(fraction * len(samples)))
+    chosen = set(Random(f"{seed} {done}").sample(range(len(samples)), count))
+    return [number if rank in chosen else 0 for rank, number in enumerate(samples)]

@@ -1,0 +1,42 @@
+"""The votes of a run: what this rank saw, who said yes, what was sent and what was spared."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from offbeat.plan import Plan
+from offbeat.runtime.iteration import Iteration
+
+
+class VoteLog:
+    """One entry per iteration with a vote. Bytes are those of its messages, votes left out."""
+
+    def __init__(self) -> None:
+        self._iterations: list[int] = []
+        self._sent: list[int] = []
+        self._spared: list[int] = []
+        self._votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
+
+    def take(self, done: Iteration, plan: Plan) -> None:
+        """Take in one finished iteration."""
+        self._iterations.append(done.number)
+        sent = [m for m in done.messages if not m.passed]
+        self._sent.append(sum(x.nbytes for m in sent for x in m.tensors))
+        self._spared.append(done.spared_bytes)
+        for vote in plan.votes:
+            numbers = {k: float(f"{x:.6g}") for k, x in done.shown.get(vote.name, {}).items()}
+            self._votes[vote.name].append({**numbers, "yes": done.voted.get(vote.name)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: columns, the same length for all; `yes` are the ranks, None: not known."""
+        by_vote = {
+            name: {key: [entry.get(key) for entry in entries] for key in entries[0]}
+            for name, entries in self._votes.items()
+        }
+        return {
+            "iterations": self._iterations,
+            "sent_bytes": self._sent,
+            "spared_bytes": self._spared,
+            "by_vote": by_vote,
+        }

@@ -1,0 +1,202 @@
+"""SelSync: local steps, and an average wherever some worker's gradient has changed much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, ClassVar, Literal
+
+from offbeat import solve
+from offbeat.plan import (
+    Apply,
+    Fact,
+    Kind,
+    Moment,
+    Payload,
+    Phases,
+    Plan,
+    Transfer,
+    Vote,
+    local,
+    transfer,
+)
+from offbeat.profile import Profile
+from offbeat.strategies.base import (
+    StatePolicy,
+    Strategy,
+    periodic_bound_s,
+    require_count,
+    synchronous_bound_s,
+)
+from offbeat.strategies.partial_sync import kinds_of, layer_times
+from offbeat.testing.equations import Changes, Equations, selective
+
+STEP, END = Moment("step"), Moment("end")
+
+
+@dataclass(frozen=True)
+class SelSync(Strategy):
+    """Selective synchronization: all average if the gradient of any worker has changed by `delta`.
+
+    The change is the relative one of the squared gradient norm from one iteration to the next;
+    `smooth` says whether the norms or their changes are smoothed first, over the last `window`
+    iterations, the newest with weight min(1, workers / 100). The first iteration synchronizes, and
+    so does one with a norm that is zero or not finite.
+
+    `aggregate="parameters"` averages what the local steps have led to; `"gradients"` averages
+    before the step, which then waits for the vote. `vote_lag=1` decides by the change of one
+    iteration earlier and hides the vote. `scope="layer"` (ours) lets every layer have its own
+    vote, of the iteration before, and averages it under backward. `max_period` averages everything
+    at least once in so many iterations, whatever the votes. `state` as in `LocalSGD`.
+
+    With delta=0 and gradients it is BSP; with parameters, too, up to rounding, for SGD with
+    momentum, but not for optimizers that are not linear in the gradients, such as Adam. With
+    delta=inf only the first iteration and `max_period` synchronize.
+    """
+
+    delta: float = 0.3
+    window: int = 25
+    smooth: Literal["norm", "change"] = "norm"
+    aggregate: Literal["parameters", "gradients"] = "parameters"
+    vote_lag: Literal[0, 1] = 0
+    scope: Literal["model", "layer"] = "model"
+    max_period: int | None = None
+    state: StatePolicy = "local"
+
+    name: ClassVar[str] = "selsync"
+    synchronous: ClassVar[bool] = False
+    citation: ClassVar[str] = (
+        "Tyagi and Swany, Accelerating Distributed ML Training via Selective Synchronization, "
+        "CLUSTER 2023, Algorithm 1"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.delta >= 0:
+            raise ValueError(
+                f"delta ({self.delta}) must be a number of at least 0; 0 synchronizes in every "
+                "iteration, inf never"
+            )
+        require_count("window", self.window)
+        if self.max_period is not None:
+            require_count("max_period", self.max_period, remedy="leave it out for no bound")
+        if self.aggregate == "gradients":
+            self._require_votes_in_time()
+
+    def _require_votes_in_time(self) -> None:
+        """Averaged gradients are applied in the iteration whose vote decides about them."""
+        late = {"vote_lag": (self.vote_lag, 0), "scope": (self.scope, "model")}
+        for name, (value, needed) in (late | {"state": (self.state, "local")}).items():
+            if value != needed:
+                why = "are not averaged with it" if name == "state" else "cannot wait for its vote"
+                raise ValueError(
+                    f"{name} ({value!r}) must be {needed!r} with aggregate 'gradients', which "
+                    f"{why}; use aggregate='parameters'"
+                )
+
+    @property
+    def _lag(self) -> int:
+        return 1 if self.scope == "layer" else self.vote_lag
+
+    def schedule(self, profile: Profile) -> Plan:
+        everything, forced = range(len(profile.buckets)), self._forced(profile)
+        always, by_layer = range(len(forced)), self.scope == "layer"
+        runs = [range(b, b + 1) for b in everything] if by_layer else [everything]
+        if by_layer:  # the vote comes when the gradients are used up
+            applies = [Apply("measure", everything, Moment("grad"), Phases(always))]
+            applies.append(local(len(everything), Moment("grad"), always))
+        else:
+            updated = STEP if self.aggregate == "parameters" else END
+            applies = [local(len(everything), updated, always)]
+        transfers: list[Transfer] = []
+        for i, run in enumerate(runs):
+            whatever = [phase for phase in always if i in forced[phase]]
+            for phases, condition in self._conditions(run, always, whatever):
+                transfers += self._transfers(run, phases, condition, profile)
+                if self.state == "reset":
+                    applies.append(Apply("reset", run, END, Phases(phases), **condition))
+        facts = [Fact("forced", [sorted(some) for some in forced], "averaged whatever the votes")]
+        return Plan(
+            self.name,
+            len(everything),
+            tuple(transfers),
+            tuple(applies),
+            tuple(self._vote(run, always, profile) for run in runs),
+            period=len(forced),
+            facts=tuple(facts if self.max_period else ()),
+        )
+
+    def _forced(self, profile: Profile) -> solve.Sets:
+        """By iteration of the period: what is averaged whatever the votes, by its number."""
+        if self.max_period is None:
+            return ((),)
+        if self.scope == "model":
+            return (*((),) * (self.max_period - 1), (0,))
+        return solve.best(*layer_times(profile, "after_update", self.state), self.max_period)
+
+    def _conditions(
+        self, run: range, always: range, whatever: list[int]
+    ) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        """Phases of an average, with the vote that it depends on."""
+        voted = [phase for phase in always if phase not in whatever]
+        if voted:
+            yield voted, {"when": self._named(run), "ago": self._lag}
+        if whatever:
+            yield whatever, {}
+
+    def _transfers(
+        self, run: range, phases: list[int], condition: dict[str, Any], profile: Profile
+    ) -> list[Transfer]:
+        kinds: Sequence[Kind] = kinds_of(self.state)
+        if self.aggregate == "gradients":
+            kinds = ("grad",)
+        return [
+            transfer(
+                kind,
+                run,
+                after=Moment("grad", run[-1]) if self.scope == "layer" else STEP,
+                before=END,
+                phases=phases,
+                link=profile.default_link.name,
+                **condition,
+            )
+            for kind in kinds
+        ]
+
+    def _named(self, run: range) -> str:
+        return f"layer {run[0]}" if self.scope == "layer" else "sync"
+
+    def _vote(self, run: range, always: range, profile: Profile) -> Vote:
+        last = len(profile.buckets) - 1
+        due = Moment("step", lag=self.vote_lag)
+        if self.scope == "layer":
+            due = Moment("grad", run[-1], lag=1)
+        args = {
+            "threshold": float(self.delta),
+            "smooth": self.smooth,
+            "window": self.window,
+            "weight": min(1.0, profile.world_size / 100),
+        }
+        return Vote(
+            self._named(run),
+            "changed",
+            Moment("grad", last),
+            due,
+            Phases(always),
+            tuple(args.items()),
+            run if self.scope == "layer" else None,
+        )
+
+    def equations(self, plan: Plan) -> Equations:
+        weight = plan.votes[0].arg("weight")
+        changes = Changes(self.smooth, self.window, weight)
+        pieces = [None if v.buckets is None else Payload("param", v.buckets) for v in plan.votes]
+        forced = plan.fact("forced", [[]])
+        return selective(changes, pieces, forced, self.delta, self._lag, self.aggregate, self.state)
+
+    def bound_s(self, profile: Profile) -> float:
+        period = 1 if self.delta == 0 else self.max_period or inf
+        if self.aggregate == "gradients":
+            return synchronous_bound_s(profile, period=period, fused=True)
+        return periodic_bound_s(profile, period, fused=self.scope == "model")

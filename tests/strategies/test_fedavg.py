@@ -1,0 +1,119 @@
+"""FedAvg: who is drawn, how they are weighted, what it equals, what it refuses."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from offbeat.numerics.select import drawn
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.strategies import BSP, FedAvg, LocalSGD, create
+from offbeat.testing.conformance import equals_equations, interpreted
+from offbeat.testing.equations import Task, momentum
+
+PROFILE = Profile(
+    tuple(Bucket(f"b{b}", 0.01, 0.02, 1000 * (b + 1)) for b in range(3)),
+    (Link("net", 1e-3, 1e6),),
+    world_size=4,
+)
+TASK = Task([3, 1, 4])
+
+
+def weights(strategy, iterations=9):
+    return np.array(interpreted(strategy.plan(PROFILE), TASK, 4, iterations, momentum))
+
+
+def test_all_workers_after_every_step_are_bsp():
+    assert abs(weights(FedAvg(local_steps=1)) - weights(BSP())).max() < 1e-12
+
+
+def test_all_workers_alike_are_local_sgd():
+    assert np.array_equal(weights(FedAvg(local_steps=3)), weights(LocalSGD(period=3)))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        FedAvg(fraction=0.5, local_steps=2),
+        FedAvg(fraction=0.25, local_steps=1, seed=7),
+        FedAvg(samples=(1, 2, 3, 4), local_steps=2, state="averaged"),
+        FedAvg(fraction=0.75, samples=(10, 1, 1, 1), local_steps=3, state="reset"),
+    ],
+    ids=str,
+)
+def test_draws_and_weighs_as_its_equations_say(strategy):
+    equals_equations(strategy, PROFILE, ranks=4)
+
+
+def test_after_a_round_everyone_has_the_average_of_those_drawn():
+    strategy = FedAvg(fraction=0.5, samples=(1, 2, 3, 4), local_steps=1, seed=1)
+    found = weights(strategy, iterations=2)
+    gradients = [TASK.gradient(r, 0, range(3), TASK.start) for r in range(4)]
+    stepped = np.array([TASK.start - 0.1 * g for g in gradients])
+    counts = drawn((1, 2, 3, 4), 0.5, 1, 0)
+    assert sorted(map(bool, counts)) == [False, False, True, True]
+    average = np.array(counts) @ stepped / sum(counts)
+    np.testing.assert_allclose(found[1], np.tile(average, (4, 1)), rtol=0, atol=1e-12)
+
+
+def test_rounds_draw_so_many_workers_evenly_and_the_seed_repeats_them():
+    rounds = [tuple(map(bool, drawn((1,) * 8, 0.25, 3, done))) for done in range(400)]
+    assert {sum(chosen) for chosen in rounds} == {2}
+    times = Counter(rank for chosen in rounds for rank, is_in in enumerate(chosen) if is_in)
+    assert all(60 <= times[rank] <= 140 for rank in range(8))
+    assert rounds == [tuple(map(bool, drawn((1,) * 8, 0.25, 3, done))) for done in range(400)]
+    assert rounds != [tuple(map(bool, drawn((1,) * 8, 0.25, 4, done))) for done in range(400)]
+    assert sum(map(bool, drawn((1,) * 8, 0.01, 0, 0))) == 1
+
+
+def test_a_worker_that_is_not_drawn_cannot_spoil_the_average():
+    """Whatever it has: 0 times infinity would not be 0."""
+    strategy = FedAvg(fraction=0.5, local_steps=1, seed=1)
+    away = drawn((1,) * 4, 0.5, 1, 0).index(0)
+
+    class Broken(Task):
+        def gradient(self, rank, iteration, buckets, weights):
+            broken = rank == away and iteration == 0
+            return super().gradient(rank, iteration, buckets, weights) * (np.inf if broken else 1)
+
+    with np.errstate(invalid="ignore"):
+        found = interpreted(strategy.plan(PROFILE), Broken([3, 1, 4]), 4, 2, momentum)
+    assert np.isfinite(found[1]).all()
+
+
+def test_the_length_of_a_round():
+    assert FedAvg().plan(PROFILE).period == 5
+    assert FedAvg(epoch_share=0.25, steps_per_epoch=100).plan(PROFILE).period == 25
+    assert FedAvg(epoch_share=0.01, steps_per_epoch=10).plan(PROFILE).period == 1
+    assert FedAvg(epoch_share=2, steps_per_epoch=10).plan(PROFILE).period == 20
+
+
+def test_samples_may_come_from_json_and_are_one_per_worker():
+    two = create("fedavg", {"samples": [100, 250]})
+    assert two == FedAvg(samples=(100.0, 250.0))
+    with pytest.raises(ValueError, match=r"samples \(2 numbers\) must have one number per worker"):
+        two.plan(PROFILE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"fraction": 0}, r"fraction \(0\) must lie above 0"),
+        ({"fraction": 1.1}, r"fraction \(1.1\) must lie above 0 and be at most 1"),
+        ({"fraction": float("nan")}, r"fraction \(nan\) must lie above 0"),
+        ({"epoch_share": 0, "steps_per_epoch": 10}, r"epoch_share \(0\) must be a number above 0"),
+        ({"epoch_share": 0.5}, r"epoch_share \(0.5\) must come with steps_per_epoch"),
+        (
+            {"epoch_share": 0.5, "steps_per_epoch": 8, "local_steps": 2},
+            r"epoch_share \(0.5\) must come with steps_per_epoch and without local_steps",
+        ),
+        ({"steps_per_epoch": 8}, r"steps_per_epoch \(8\) must come with epoch_share"),
+        ({"local_steps": 0}, r"local_steps \(0\) must be an integer of at least 1"),
+        ({"samples": (1, 0)}, r"samples \(\(1, 0\)\) must be numbers above 0"),
+        ({"samples": ()}, r"samples \(\(\)\) must be numbers above 0"),
+        ({"seed": -1}, r"seed \(-1\) must be an integer of at least 0"),
+    ],
+)
+def test_refuses(settings, words):
+    with pytest.raises(ValueError, match=words):
+        FedAvg(**settings)
