@@ -48,11 +48,9 @@ class Engine:
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
         self.waiting = Waiting(device, control, timeout_s)
-        self.compute = Compute()
+        self.compute, self.iteration = Compute(), 0
         self.suspects: Suspects | None = None
-        self.iteration = 0
-        self.reports = Reports()
-        self.pauses = Pauses(self)
+        self.reports, self.pauses = Reports(), Pauses(self)
         self._attached, self._adopted = ExitStack(), ExitStack()  # how to undo either
         self.attach(flat)
 
@@ -77,11 +75,9 @@ class Engine:
         self._adopted.close()
         self.run = Adopted(plan, self)
         self._adopted.callback(self.run.close)
-        self.plan = plan
-        self.start = self.iteration
-        self.metering = Metering(None, self.run)
+        self.plan, self.start = plan, self.iteration
+        self.metering, self.walker = Metering(None, self.run), Walker(self.run, self.device)
         self.now: Iteration | None = None
-        self.walker = Walker(self.run, self.device)
         self.backward_over = False
         self.hold(self.compute)
 
@@ -107,8 +103,8 @@ class Engine:
 
     def begin(self) -> None:
         """The time from here on belongs to the next iteration."""
-        buckets = len(self.flat.buckets)
-        self._marks = Timestamps(begin=self.device.mark(), ready=[None] * buckets)
+        ready = [None] * len(self.flat.buckets)
+        self._marks = Timestamps(begin=self.device.mark(), ready=ready)
 
     def started(self) -> Iteration:
         """The present iteration; with its first sign of life its messages get their places."""
@@ -227,9 +223,8 @@ class Engine:
             now.marks.stepped = mark()
         now.marks.end = mark()
         self.run.windows.iteration_ends(now.planned)
-        now.over, self.now = True, None
+        now.over, self.now, self.backward_over = True, None, False
         self.reports.add(now)
-        self.backward_over = False
         self.iteration += 1
         self.control.publish(self.iteration)
         self.reports.hand_on()

@@ -163,7 +163,9 @@ def _session(
     if recorder:
         recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
     if isinstance(strategy, SSP):
-        return _ssp(model, optimizer, strategy, crew, cluster, recorder, watch)
+        paced = Profile.load(job.profile) if job.pace and job.profile else None
+        pace = Pace(paced, cluster.control.rank) if paced else None
+        return _ssp(model, optimizer, strategy, crew, cluster, recorder, watch, pace)
     if isinstance(strategy, DDP) and not how.then_stop:
         return _ddp(model, optimizer, strategy, known, cluster, recorder)
     flat = build_flat(model, known)
@@ -424,11 +426,14 @@ def _ssp(
     cluster: Cluster,
     recorder: Recorder | None,
     watch: Watch,
+    pace: Pace | None,
 ) -> SSPSession:
     if recorder:
         recorder.start(str(strategy), None, observed=0)
     client = client_of(optimizer, strategy, crew, cluster)
-    return SSPSession(model, optimizer, strategy, cluster, client, recorder, watch.on_nonfinite)
+    return SSPSession(
+        model, optimizer, strategy, cluster, client, recorder, watch.on_nonfinite, pace
+    )
 
 
 def _leave(session: DDPSession | FlatSession | SSPSession, cluster: Cluster) -> None:

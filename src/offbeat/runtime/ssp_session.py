@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from offbeat.guards.finite import OnNonfinite
 from offbeat.runtime.attached import Attached
 from offbeat.runtime.iteration import Acted, Iteration, Timestamps
+from offbeat.runtime.pace import Pace
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Session
 from offbeat.server.client import Client
@@ -43,7 +44,11 @@ class SSPSession(Session):
         client: Client,
         recorder: Recorder | None,
         on_nonfinite: OnNonfinite,
+        pace: Pace | None = None,
     ):
+        self._pace = pace
+        if pace is not None:
+            pace.follow(model)
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._cluster, self._client, self._recorder = cluster, client, recorder
         self._on_nonfinite: OnNonfinite = on_nonfinite
@@ -69,13 +74,20 @@ class SSPSession(Session):
     # ---- what the user calls ----------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        pace = self._pace if torch.is_grad_enabled() and self._model.training else None
+        if pace is not None:
+            pace.begins(self._iteration, self._marks.begin)
         if torch.is_grad_enabled() and self._model.training:
             self._begin()
         else:
             self.flush()
+        if pace is not None:
+            pace.waited()
         mark = self._cluster.device.mark
         self._marks.forward = mark()
         output = self._model(*args, **kwargs)
+        if pace is not None:
+            pace.forward(-1)
         self._marks.forward_end = mark()
         return output
 
@@ -139,6 +151,7 @@ class SSPSession(Session):
             handle.remove()
         if self._recorder:
             link = next(iter(self._cluster.links))
+            self._recorder.pace = self._pace.record() if self._pace else None
             self._recorder.write({link: self._client.bytes_sent})
         self._cluster.close()
 

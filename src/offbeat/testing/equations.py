@@ -331,7 +331,7 @@ class NumpyWorld:
         self, kind: Kind, piece: Payload | None = None, weights: Sequence[float] | None = None
     ) -> None:
         part = self.arrays[kind][:, self.task.slice_of(piece)]
-        part[:] = np.average(part, axis=0, weights=weights)
+        part[:] = part.mean(0) if weights is None else np.average(part, axis=0, weights=weights)
 
     def reset(self, piece: Payload | None = None) -> None:
         self.arrays["state"][:, self.task.slice_of(piece)] = 0
