@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 HOSTS ?= 4
-RATE ?= 100mbit
-STEPS ?= 40
+RATE ?= 25mbit
+STEPS ?= 22
 
 .PHONY: demo test lint clean
 
