@@ -14,9 +14,11 @@ SAMPLES = 200
 
 
 @pytest.mark.parametrize(("block", "workers"), [(0, 4), (1, 1)])
-def test_the_examples(block, workers, monkeypatch):
+def test_the_examples(block, workers, monkeypatch, request):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(workers))
+    if workers > 1:
+        request.getfixturevalue("no_world")
     labels = torch.arange(SAMPLES) % 10
     names = {"dataset": TensorDataset(torch.zeros(SAMPLES, 2), labels), "labels": labels}
     code = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[block]

@@ -181,6 +181,7 @@ def test_bad_input_is_named(make, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.usefixtures("no_world")
 def test_sharing_needs_the_other_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")

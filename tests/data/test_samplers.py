@@ -89,6 +89,7 @@ def test_counts_weigh_a_federated_average():
     assert SelDP(UNEVEN, rank=1).counts == (10, 10, 10)
 
 
+@pytest.mark.usefixtures("no_world")
 def test_place_comes_from_the_launcher(monkeypatch):
     alone = DefDP(10)
     assert (alone.rank, alone.world_size, len(alone)) == (0, 1, 10)
