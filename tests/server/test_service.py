@@ -191,10 +191,12 @@ def test_a_broken_connection_is_made_again_and_nothing_counts_twice() -> None:
 def test_who_is_silent_counts_no_more_and_may_come_back() -> None:
     with job(5, 1, 2, silent_s=0.5) as j:
         a, b = j.client(0), j.client(1)
-        b._beat_s = 100.0  # it hangs
+        awake = threading.Event()
+        b._do(awake.wait)  # it hangs
         j.push(a, 1.0)
         assert bool((pulled(a, need=1) == -1).all())  # after the timeout, without the other
         assert list(j.services[0].store.clocks()) == [0]
+        awake.set()
         j.push(b, 5.0)  # it wakes up: its gradient counts for the clock that is open now
         j.push(a, 7.0)
         assert bool((pulled(a, need=2) == -7).all())
