@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 HOSTS ?= 4
 RATE ?= 25mbit
-STEPS ?= 22
+STEPS ?= 17
 
 .PHONY: demo test lint clean
 
