@@ -54,7 +54,7 @@ class Pace(Compute):
         self._forward_s = [*forward][::-1]
         self._backward_s = [*accumulate(b.backward_s * scale for b in profile.buckets)]
         self._rules_s = rules_s(profile)
-        self._update_s: dict[int, float] = {}  # by apply
+        self._update_s: dict[int, tuple[Apply, float]] = {}  # by id of the apply, kept alive
         self._scale, self._buckets = scale, buckets
         self._iteration: int | None = None
         self._clock_s = self._late_s = self._computed_s = 0.0
@@ -89,12 +89,11 @@ class Pace(Compute):
             self._backward_done_s = done_s
 
     def updated(self, apply: Apply) -> None:
-        seconds = self._update_s.get(id(apply))
-        if seconds is None:
+        if id(apply) not in self._update_s:
             each_s = applied_s(self._profile, apply, self._rules_s)
             seconds = 0.0 if each_s is None else float(each_s.sum()) * self._scale
-            self._update_s[id(apply)] = seconds
-        self._spend(seconds * self._factor)
+            self._update_s[id(apply)] = apply, seconds
+        self._spend(self._update_s[id(apply)][1] * self._factor)
 
     def updated_whole(self) -> None:
         """The optimizer has stepped the whole model."""

@@ -253,7 +253,7 @@ class FlatSession(Session):
         """As the hosts are that this machine emulates."""
         hosts = self._cluster.control.gather(Host.here())
         if pace == "auto":
-            pace = affordable(profile, self._cluster)
+            pace = max(affordable(profile, self._cluster), *(h.speed for h in hosts))
         return profile.paced(pace, [h.speed for h in hosts], [h.jitter for h in hosts])
 
     # ---- what the user calls ----------------------------------------------------------------

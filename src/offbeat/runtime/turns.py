@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import time
+import warnings
 from pathlib import Path
 
 from offbeat.runtime.compute import Compute
 
-LONGEST_S = 5.0  # then a rank goes on without its turn: another one may wait for it elsewhere
+LONGEST_S = 60.0  # then a rank goes on without turns: another one may wait for it elsewhere
 POLL_S = 0.0005
 
 
@@ -20,7 +21,7 @@ class Turns(Compute):
 
     def __init__(self, path: str | Path) -> None:
         self._file = Path(path).open("a")  # noqa: SIM115 - for as long as the process lives
-        self.holds = False
+        self.holds = self._given_up = False
 
     def begins(self, iteration: int, begin_s: float) -> float:
         return self._take()
@@ -40,7 +41,7 @@ class Turns(Compute):
         self.holds = False
 
     def _take(self) -> float:
-        if self.holds:
+        if self.holds or self._given_up:
             return 0.0
         begin_s = time.perf_counter()
         while (waited_s := time.perf_counter() - begin_s) < LONGEST_S:
@@ -50,7 +51,14 @@ class Turns(Compute):
                 time.sleep(POLL_S)
             else:
                 self.holds = True
-                break
+                return waited_s
+        self._given_up = True
+        warnings.warn(
+            f"this rank has waited {LONGEST_S:g} s for its turn to compute while another one had "
+            "it; from here on times are measured with several ranks at once and may be too long. "
+            "Let no rank wait for another one within forward or backward, or use --pace none",
+            stacklevel=2,
+        )
         return waited_s
 
     def _give(self) -> None:
