@@ -211,7 +211,8 @@ def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     another = Turns(tmp_path / "turns")
     another.step_begins()
     assert [one.holds, other.holds, another.holds] == [False, False, True]
-    another.close()
+    for turns in (one, other, another):
+        turns.close()
     third = Turns(tmp_path / "turns")
     third.begins(0, 0.0)  # what dies or leaves gives its turn away
     assert third.holds
