@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from offbeat.storage.flat import Flat
 
@@ -19,26 +20,26 @@ class Sample:
     """The same few parameters of the model after some iterations."""
 
     def __init__(self, flat: Flat) -> None:
-        sizes = [p.numel() for bucket in flat.buckets for p in bucket.parameters]
-        parameters = [p for bucket in flat.buckets for p in bucket.parameters]
-        total = sum(sizes)
-        chosen = np.random.default_rng(0).integers(total, size=min(NUMBERS, total))
+        sizes = [sum(p.numel() for p in bucket.parameters) for bucket in flat.buckets]
+        total, starts = sum(sizes), np.concatenate([[0], np.cumsum(sizes)])
+        chosen = np.sort(np.random.default_rng(0).integers(total, size=min(NUMBERS, total)))
         self._weight = total / len(chosen)
-        self._places = []
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        for index in np.unique(np.searchsorted(starts, chosen, side="right") - 1):
-            inside = chosen[(chosen >= starts[index]) & (chosen < starts[index + 1])]
-            self._places.append((parameters[index], torch.from_numpy(inside - starts[index])))
+        # Every bucket's storage, and which of its elements are in the sample.
+        self._places: list[tuple[Tensor, Tensor]] = []
+        for bucket, start, stop in zip(flat.buckets, starts, starts[1:], strict=False):
+            inside = chosen[(chosen >= start) & (chosen < stop)] - start
+            if len(inside):
+                at = torch.from_numpy(inside).to(bucket.param.device)
+                self._places.append((bucket.param, at))
         self._every = 1
-        self._seen: list[tuple[int, np.ndarray]] = []
+        self._seen: list[tuple[int, list[Tensor]]] = []
 
     def take(self, iteration: int) -> None:
-        """After an iteration has ended."""
+        """After an iteration has ended. Nothing waits for a device."""
         if iteration % self._every:
             return
         with torch.no_grad():
-            numbers = [p.view(-1)[at.to(p.device)].double().cpu() for p, at in self._places]
-        self._seen.append((iteration, torch.cat(numbers).numpy()))
+            self._seen.append((iteration, [numbers[at] for numbers, at in self._places]))
         if len(self._seen) > MOST:
             self._every *= 2
             self._seen = [seen for seen in self._seen if seen[0] % self._every == 0]
@@ -46,7 +47,8 @@ class Sample:
     def record(self) -> dict[str, Any]:
         """JSON-ready: iterations, and for each the numbers in float64, base64; `weight` is how
         many parameters each number stands for."""
-        numbers = np.array([n for _, n in self._seen], dtype="<f8")
+        rows = [torch.cat([part.double().cpu() for part in parts]) for _, parts in self._seen]
+        numbers = np.array([row.numpy() for row in rows], dtype="<f8")
         return {
             "iterations": [i for i, _ in self._seen],
             "weight": self._weight,
