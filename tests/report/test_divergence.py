@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from types import SimpleNamespace
 
 import numpy as np
@@ -78,3 +79,13 @@ def test_old_iterations_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_said_of_one_rank() -> None:
     rep, _ = replicas(2)
     assert draw(Contestant("s", "s", {}, (Repetition(0, rep.ranks[:1]),))) is None
+
+
+def test_any_memory_format() -> None:
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    names = [name for name, _ in model.named_parameters()]
+    sample = Sample(Flat(model, [BucketSpec("conv", tuple(names))]))
+    sample.take(0)
+    numbers = np.frombuffer(base64.b64decode(sample.record()["numbers"]))
+    held = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double().numpy()
+    assert set(numbers) <= set(held)
