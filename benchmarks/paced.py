@@ -1,12 +1,14 @@
 """Real models on hosts with a pace of their own: predicted against measured.
 
     python benchmarks/paced.py [--models gpt,cnn,resnet,llama] [--rates 25,50,100,200]
-                               [--steps 32] [--repeat 1] [--uneven] [--delay 20ms] [--json FILE]
+                               [--strategies main|others] [--steps 32] [--repeat 1]
+                               [--uneven] [--delay 20ms] [--json FILE]
 
-4 hosts, DDP, WFBP, local SGD, equal numbers of layers and DreamDDP with period 5. Each host
-computes at 1/K of this machine's core, K as `--pace auto` has it: numerics, messages and losses
-are real, compute time is emulated. `--uneven`: one host computes half as fast. Needs the lab and a
-quiet machine; about two minutes per model and rate.
+4 hosts. `main`: DDP, WFBP, local SGD, equal numbers of layers and DreamDDP with period 5. `others`:
+priority schedules, DeFT, selective synchronization and federated averaging. Each host computes at
+1/K of this machine's core, K as `--pace auto` has it: numerics, messages and losses are real,
+compute time is emulated. `--uneven`: one host computes half as fast. Needs the lab and a quiet
+machine; two to four minutes per model and rate.
 """
 
 from __future__ import annotations
@@ -23,7 +25,21 @@ from offbeat.profile import Profile
 from offbeat.report import load, summarize
 from offbeat.report.paced import pace_in_words
 from offbeat.run.compare import Comparison, Contestant, Setup, compare
-from offbeat.strategies import DDP, WFBP, DreamDDP, LocalSGD, PartialSync
+from offbeat.strategies import (
+    ASCWFBP,
+    DDP,
+    P3,
+    WFBP,
+    ByteScheduler,
+    DeAR,
+    DeFT,
+    DreamDDP,
+    FedAvg,
+    LocalSGD,
+    PartialSync,
+    SelSync,
+    USByte,
+)
 
 HERE = Path(__file__).parent
 SCRIPTS = {
@@ -32,13 +48,26 @@ SCRIPTS = {
     "resnet": (str(HERE / "paced_worker.py"), "--model", "resnet"),
     "llama": (str(HERE / "paced_worker.py"), "--model", "llama"),
 }
-CONTESTANTS = (
-    Contestant("ddp", DDP()),
-    Contestant("wfbp", WFBP()),
-    Contestant("local-sgd", LocalSGD(5)),
-    Contestant("equal-number", PartialSync(5)),
-    Contestant("dreamddp", DreamDDP(5)),
-)
+CONTESTANTS = {
+    "main": (
+        Contestant("ddp", DDP()),
+        Contestant("wfbp", WFBP()),
+        Contestant("local-sgd", LocalSGD(5)),
+        Contestant("equal-number", PartialSync(5)),
+        Contestant("dreamddp", DreamDDP(5)),
+    ),
+    "others": (
+        Contestant("asc-wfbp", ASCWFBP()),
+        Contestant("p3", P3()),
+        Contestant("bytescheduler", ByteScheduler()),
+        Contestant("us-byte", USByte()),
+        Contestant("dear", DeAR()),
+        Contestant("deft", DeFT()),
+        Contestant("selsync", SelSync(0.3)),
+        Contestant("selsync-layer", SelSync(0.3, scope="layer")),
+        Contestant("fedavg", FedAvg(local_steps=5)),
+    ),
+}
 HALF_AS_FAST = "[[overrides]]\nhost = 3\nspeed = 0.5\n"
 
 
@@ -56,7 +85,9 @@ def measure(model: str, rate: str, options: argparse.Namespace) -> dict[str, lis
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder, "run")
         setup = Setup(script, cluster(rate, options), pace="auto")
-        outcome = compare(Comparison(setup, CONTESTANTS, options.repeat), directory)
+        outcome = compare(
+            Comparison(setup, CONTESTANTS[options.strategies], options.repeat), directory
+        )
         if outcome.failures:
             sys.exit("; ".join(outcome.failures))
         run = load(directory)
@@ -84,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="gpt,cnn,resnet,llama")
     parser.add_argument("--rates", default="25,50,100,200")
+    parser.add_argument("--strategies", choices=tuple(CONTESTANTS), default="main")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--uneven", action="store_true")

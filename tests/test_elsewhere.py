@@ -17,6 +17,7 @@ LINK = Link(
     cpu_s_per_message=1e-4,
     cpu_s_per_byte=1e-9,
     jitter=0.05,
+    vote_s=0.002,
 )
 PROFILE = Profile(
     (Bucket("a", 0.01, 0.02, 10**6, {"net": 0.203}), Bucket("b", 0.01, 0.02, 10**6)),
@@ -49,6 +50,7 @@ def test_more_hosts_have_more_steps_and_nearly_the_same_bytes():
     link = there.links[0]
     more = (2 * 7 / 8) / (2 * 3 / 4)
     assert link.latency_s == pytest.approx(0.003 * 7 / 3)
+    assert link.vote_s == pytest.approx(0.002 * 7 / 3)
     assert link.bytes_per_s == pytest.approx(5e6 / more)
     assert link.cpu_s_per_message == pytest.approx(1e-4 * 7 / 3)
     assert link.cpu_s_per_byte == pytest.approx(1e-9 * more)

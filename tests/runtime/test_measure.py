@@ -101,6 +101,8 @@ def check(link: Link) -> None:
     for latency_s, bytes_per_s in ((link.latency_s, link.bytes_per_s), *link.halves.values()):
         assert 0 <= latency_s < 1
         assert 0 < bytes_per_s < math.inf
+    assert link.vote_s is not None
+    assert 0 < link.vote_s < 1
 
 
 def test_alone_there_is_nothing_to_share() -> None:
@@ -137,6 +139,8 @@ VERBS: dict[Any, Any] = {"all_reduce": MEAN, "reduce_scatter": HALF, "all_gather
 
 class Arithmetic:
     """A link of arithmetic: alpha and beta, a least time, and every n-th message late."""
+
+    ranks = 4
 
     def __init__(self, latency_s: float, bytes_per_s: float, least_s: float = 0.0, late: int = 0):
         self.latency_s, self.bytes_per_s, self.least_s = latency_s, bytes_per_s, least_s
@@ -185,6 +189,8 @@ def test_measuring_costs_three_seconds_and_twenty_models(name: str, total: int) 
     together_s = RUNS * COUNT * (probe.seconds(load) if load else 0)
     assert probe.clock + together_s <= BUDGET_S
     assert sum(probe.sent) + RUNS * COUNT * load <= BUDGET_SIZES * total
+    assert link.vote_s in (None, pytest.approx(probe.seconds(16), rel=1e-9))
+    assert link.vote_s is not None or probe.seconds(16) > 0.1
     if total < 1_000_000:  # around the least time no line is exact
         return
     for size in (total // 20, total // 4, total):

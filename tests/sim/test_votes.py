@@ -1,5 +1,6 @@
 """Votes in simulations: when an outcome is known, and what depends on it."""
 
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -33,6 +34,8 @@ def test_an_outcome_is_known_a_least_message_after_the_last_say():
     assert ends == ((3 + 0.25 + 4,),) * 2
     floor = profile_of(small=((10, 0.5),))
     assert simulate(selected(), floor, iterations=1).ends_s == ((1 + 0.5 + 4,),)
+    measured = replace(floor, links=(replace(floor.links[0], vote_s=0.125),))
+    assert simulate(selected(), measured, iterations=1).ends_s == ((1 + 0.125 + 4,),)
 
 
 def test_a_no_passes_over_messages_and_rules():

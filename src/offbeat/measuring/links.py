@@ -24,11 +24,12 @@ from offbeat.transport.device import Device
 # What all measuring before a plan may take: seconds, and model sizes of payload per rank.
 BUDGET_S, BUDGET_SIZES = 3.0, 20.0
 # Parts of it; those of links are shared by all of them.
-LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.42, 0.15, 0.13
-SENDING = 0.05
+LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.36, 0.12, 0.1
+SENDING, VOTE = 0.05, 0.1
 
 MIN_BUCKET_BYTES = 64 * 1024
 SMALL_BYTES = 4096
+NUMBER_BYTES = 4  # of one rank's say in a vote
 LEAST_BYTES = 64  # of the largest size of a line
 SMALL_SIZES = tuple(SMALL_BYTES << i for i in range(6))  # to 128 KiB: slices that P3 would send
 MOST_REPEATS, LEAST_REPEATS = 9, 3  # of one size
@@ -122,6 +123,7 @@ def measure_link(
     mean = verbs["all_reduce"]
     curve = explore(probe, mean, total, budget.share(EXPLORING * part))
     small = measure_small(probe, mean, total, curve, budget.share(SMALL * part))
+    vote_s = measure_vote(probe, mean, curve, budget.share(VOTE * part))
     series = measure_series(probe, mean, smallest, total, curve, budget.share(LINE * part))
     line = typical(series)
     halves: dict[str, tuple[float, float]] = {}
@@ -134,7 +136,7 @@ def measure_link(
             halves[verb] = (fit.latency_s, fit.bytes_per_s)
     jitter = spread_of([seconds for _, seconds in series])
     fit = fit_link(name, line or curve)
-    return replace(fit, small=tuple(small), halves=halves, jitter=jitter)
+    return replace(fit, small=tuple(small), halves=halves, jitter=jitter, vote_s=vote_s)
 
 
 def explore(probe: Prober, collective: Collective, most: int, budget: Budget) -> Points:
@@ -193,6 +195,20 @@ def measure_small(
         _, *times = timed(probe, collective, [size] * (repeats + 1), budget)
         points.append((size, median(times)))
     return least_times(points)
+
+
+def measure_vote(
+    probe: Prober, collective: Collective, curve: Points, budget: Budget
+) -> float | None:
+    """Seconds of one number per rank, the median of up to `LEAST_REPEATS`; None if one is too dear.
+
+    It may take less than what is called the latency: gloo cuts larger messages into more pieces.
+    """
+    size = NUMBER_BYTES * probe.ranks
+    repeats = min(LEAST_REPEATS, budget.times(curve[0][1], size))
+    if repeats < 1:
+        return None
+    return median(timed(probe, collective, [size] * repeats, budget))
 
 
 def measure_series(

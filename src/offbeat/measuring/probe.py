@@ -18,6 +18,11 @@ from offbeat.transport.device import Device
 class Prober(Protocol):
     """What measuring needs of a group; tests have one with a clock of its own."""
 
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        ...
+
     def now(self) -> float:
         """Seconds on this rank's clock."""
         ...
@@ -37,6 +42,10 @@ class Probe:
     def __init__(self, group: dist.ProcessGroup, like: Tensor, device: Device):
         self._group, self._like, self._device = group, like, device
         self._buffer = like.new_ones(0)
+
+    @property
+    def ranks(self) -> int:
+        return self._group.size()
 
     def now(self) -> float:
         return time.perf_counter()

@@ -45,6 +45,8 @@ def _validate_link(link: Link) -> None:
     _number(f"bytes_per_s of link {link.name!r}", link.bytes_per_s, positive=True)
     for name in ("cpu_s_per_message", "cpu_s_per_byte", "jitter"):
         _number(f"{name} of link {link.name!r}", getattr(link, name))
+    if link.vote_s is not None:
+        _number(f"vote_s of link {link.name!r}", link.vote_s)
     for size, seconds in link.small:
         _number(f"bytes of a small message on link {link.name!r}", size)
         _number(f"seconds of a small message on link {link.name!r}", seconds)

@@ -72,6 +72,7 @@ def _link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Link:
         small=tuple(small),
         halves={verb: (least * steps, r * faster) for verb, (least, r) in link.halves.items()},
         cpu_s_per_message=link.cpu_s_per_message * steps,
+        vote_s=None if link.vote_s is None else link.vote_s * steps,
         cpu_s_per_byte=link.cpu_s_per_byte * more,
     )
 

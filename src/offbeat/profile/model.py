@@ -60,6 +60,7 @@ class Link:
     `cpu_s_per_message` and `cpu_s_per_byte` are the processor time that a rank spends on sending
     and that its own compute lacks; 0 where a device computes beside the processor.
     `jitter` is the relative standard deviation of the time of one message from one to the next.
+    `vote_s`: what a message of one number per rank takes; None if that was not measured.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Link:
     cpu_s_per_message: float = 0.0
     cpu_s_per_byte: float = 0.0
     jitter: float = 0.0
+    vote_s: float | None = None
 
     def seconds(
         self,

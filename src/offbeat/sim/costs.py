@@ -113,7 +113,10 @@ class Costs:
 
     @property
     def vote_s(self) -> float:
-        """What a vote takes from the last say on: the least message on the default link."""
+        """What a vote takes from the last say on: as measured, else the least message on the
+        default link."""
         link = self.profile.default_link
-        least_s = max([link.latency_s, *(seconds for _, seconds in link.small[:1])])
+        least_s = link.vote_s
+        if least_s is None:
+            least_s = max([link.latency_s, *(seconds for _, seconds in link.small[:1])])
         return least_s / self._ranks.link_rate(link.name)
