@@ -141,6 +141,7 @@ class Arithmetic:
     """A link of arithmetic: alpha and beta, a least time, and every n-th message late."""
 
     ranks = 4
+    agreement_s = 0.0
 
     def __init__(self, latency_s: float, bytes_per_s: float, least_s: float = 0.0, late: int = 0):
         self.latency_s, self.bytes_per_s, self.least_s = latency_s, bytes_per_s, least_s
@@ -163,7 +164,8 @@ class Arithmetic:
         return seconds
 
     def agree(self, values: Any) -> list[list[float]]:
-        self.clock += self.seconds(8 * len(values))
+        self.agreement_s = self.seconds(8 * len(values))
+        self.clock += self.agreement_s
         return [list(values)]
 
 

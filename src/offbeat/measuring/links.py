@@ -24,7 +24,7 @@ from offbeat.transport.device import Device
 # What all measuring before a plan may take: seconds, and model sizes of payload per rank.
 BUDGET_S, BUDGET_SIZES = 3.0, 20.0
 # Parts of it; those of links are shared by all of them.
-LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.36, 0.12, 0.1
+LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.26, 0.12, 0.1
 SENDING, VOTE = 0.05, 0.1
 
 MIN_BUCKET_BYTES = 64 * 1024
@@ -34,6 +34,8 @@ LEAST_BYTES = 64  # of the largest size of a line
 SMALL_SIZES = tuple(SMALL_BYTES << i for i in range(6))  # to 128 KiB: slices that P3 would send
 MOST_REPEATS, LEAST_REPEATS = 9, 3  # of one size
 SERIES = 3  # messages of each size of a line
+LARGE = 5  # so many times the least message's time tell the rate
+LARGER = 16  # so many times the bytes of what does not tell it
 HALF_VERBS: tuple[Verb, ...] = ("reduce_scatter", "all_gather")
 Points = list[tuple[int, float]]  # (bytes, seconds), ascending
 Series = list[tuple[int, list[float]]]  # (bytes, seconds of several messages)
@@ -124,18 +126,21 @@ def measure_link(
     curve = explore(probe, mean, total, budget.share(EXPLORING * part))
     small = measure_small(probe, mean, total, curve, budget.share(SMALL * part))
     vote_s = measure_vote(probe, mean, curve, budget.share(VOTE * part))
-    series = measure_series(probe, mean, smallest, total, curve, budget.share(LINE * part))
-    line = typical(series)
+    lines = budget.share((LINE + HALVES) * part)
+    share = lines.share(LINE / (LINE + HALVES))
+    series = measure_series(probe, mean, smallest, total, curve, share)
+    line = typical(series) or curve
+    line = least_times(line + measure_larger(probe, mean, curve[0][1], line, total, lines))
     halves: dict[str, tuple[float, float]] = {}
-    curve = [(size, seconds / 2) for size, seconds in line or curve]
+    curve = [(size, seconds / 2) for size, seconds in line]
     for verb in HALF_VERBS:
-        share = budget.share(HALVES * part / len(HALF_VERBS))
+        share = lines.share(HALVES / (LINE + HALVES) / len(HALF_VERBS))
         points = typical(measure_series(probe, verbs[verb], smallest, total, curve, share))
         if points:
             fit = fit_link(name, points)
             halves[verb] = (fit.latency_s, fit.bytes_per_s)
     jitter = spread_of([seconds for _, seconds in series])
-    fit = fit_link(name, line or curve)
+    fit = fit_link(name, line)
     return replace(fit, small=tuple(small), halves=halves, jitter=jitter, vote_s=vote_s)
 
 
@@ -229,10 +234,33 @@ def measure_series(
     each = SERIES
     while each and not payable(curve, in_series(sizes, each), budget):
         each -= 1
+    if each < SERIES and sizes[-1] < total and expected_s(curve, sizes[-1]) < 2 * curve[0][1]:
+        return []  # all latency; `measure_larger` needs the time
     if each == 0:
         return []
     _, *times = timed(probe, collective, in_series(sizes, each), budget)
     return [(size, times[i * each :][:each]) for i, size in enumerate(sizes)]
+
+
+def measure_larger(
+    probe: Prober,
+    collective: Collective,
+    least_s: float,
+    line: Points,
+    total: int,
+    budget: Budget,
+) -> Points:
+    """Seconds of larger messages, one each, while even the largest one so far takes less than
+    `LARGE` times the least: on a link of long latency only these tell the rate."""
+    found: Points = []
+    while (last := [*line, *found][-1])[1] < LARGE * least_s and last[0] < total:
+        size = min(LARGER * last[0], total)
+        while size > last[0] and not payable([*line, *found], [size, line[0][0]], budget):
+            size = size * 9 // 10
+        if size < 2 * last[0]:
+            break
+        found.append((size, *timed(probe, collective, [size], budget)))
+    return found
 
 
 def typical(series: Series) -> Points:
