@@ -19,7 +19,7 @@ from offbeat.lab import Cluster
 from offbeat.measuring.processors import processors
 from offbeat.profile import Profile
 from offbeat.run import compare
-from offbeat.strategies import DDP, WFBP, DreamDDP
+from offbeat.strategies import DDP, SSP, WFBP, DreamDDP
 from offbeat.trace import Trace
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("here")]
@@ -56,14 +56,14 @@ if job["stop_after_profile"]:
         Profile(buckets, (Link("net", 1e-4, 1.25e7),), size).save(job["save_profile"])
     sys.exit(0)
 profile = Profile.load(job["profile"])
-plan = strategy.plan(profile)
+plan = strategy.plan(profile) if strategy.planned else None
 step_s = strategy.bound_s(profile)
 trace = Trace(
     source="measured",
     strategy=str(strategy),
     starts_s=(0.0,),
     ends_s=(tuple(step_s * (i + 1) for i in range(12)),),
-    period=plan.period,
+    period=plan.period if plan else 1,
 )
 record = {
     "schema": 1, "rank": rank, "strategy": str(strategy), "observed": 0,
@@ -73,7 +73,7 @@ record = {
 }
 directory = Path(job["record_dir"])
 (directory / f"rank{rank}.json").write_text(json.dumps(record))
-if rank == 0:
+if rank == 0 and plan:
     (directory / "plan.json").write_text(json.dumps(plan.to_dict()))
 if f"late={what}" in words:
     sys.exit("failed after recording")
@@ -242,6 +242,15 @@ def test_a_given_profile_is_not_measured_again(here):
     assert outcome.measured == 2
     assert launched() == ["ddp", "dreamddp-period=2"]
     assert Profile.load(here / "out" / "profile.json") == Profile.load(given)
+
+
+def test_a_contestant_without_a_plan(here):
+    contestants = (compare.Contestant("ssp", SSP(s=1)),)
+    served = replace(setup(hosts=3), servers=1)
+    outcome = compare.compare(compare.Comparison(served, contestants, 1), here / "out")
+    assert (outcome.failures, outcome.measured) == ([], 1)
+    (row,) = report.summarize(report.load(here / "out"))
+    assert row.predicted_s is not None
 
 
 def test_hosts_keep_the_profiles_pace(here):

@@ -328,8 +328,9 @@ def _predicted(
     except ValueError as error:
         _fail(f"{contestant.label}: {error}", outcome, progress)
         return False
-    plan = json.loads((outcome.run_dir / contestant.label / "plan.json").read_text())
-    if_yes = " if every vote is a yes" if plan["votes"] else ""
+    plan = outcome.run_dir / contestant.label / "plan.json"  # not there with servers
+    voted = plan.exists() and json.loads(plan.read_text())["votes"]
+    if_yes = " if every vote is a yes" if voted else ""
     progress.say(f"{contestant.label}: predicted {seconds:.4g} s per iteration{if_yes}")
     return True
 
