@@ -1,0 +1,174 @@
+"""SSP for `slides.py`: simulated time, real numbers.
+
+The library's own simulation of workers and server (`offbeat.sim.served`) says when a worker begins
+to compute, when its push has reached the server, and when it gets parameters. At these moments
+real gradients of the real model are computed and the library's own server (`offbeat.server.shard`)
+takes them. A run ends when as many pushes were applied as the other methods compute gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import torch
+from slides_runs import EVERY, quality_of_mean
+from slides_tasks import Task
+from torch import Tensor
+
+from offbeat.profile import Profile
+from offbeat.server.layout import Layout
+from offbeat.server.optimizers import settings_of
+from offbeat.server.shard import Shard
+from offbeat.sim import served
+from offbeat.sim.ranks import Ranks
+from offbeat.strategies import SSP
+
+FASTER = 4  # a fast worker may compute so many times its share of the gradients
+
+
+def train_served(
+    task: Task, strategy: SSP, profile: Profile, seed: int, iterations: int, servers: int = 1
+) -> dict[str, Any]:
+    """Quality over iterations (pushes over workers), and simulated seconds until then."""
+    begin = time.perf_counter()
+    server = served.server_of(profile, servers)
+    compute_s = served._compute_s(profile, Ranks(), FASTER * iterations, seed)
+    job = _Training(server, compute_s, strategy, task, seed, iterations)
+    with suppress(_Enough):
+        job.run()
+    return {
+        "quality": job.quality,
+        "times_s": job.times_s,
+        "apart": job.apart,
+        "took_s": time.perf_counter() - begin,
+    }
+
+
+class _Enough(Exception):  # noqa: N818
+    """All gradients have been applied."""
+
+
+class _Training(served._Job):
+    """A simulation whose workers really compute and whose server really steps."""
+
+    def __init__(
+        self,
+        server: served.Server,
+        compute_s: Any,
+        strategy: SSP,
+        task: Task,
+        seed: int,
+        iterations: int,
+    ) -> None:
+        super().__init__(server, compute_s, strategy.s, strategy.apply == "push")
+        workers = compute_s.shape[1]
+        torch.manual_seed(seed)
+        self._first = first = task.model()
+        self._task, self._iterations = task, iterations
+        self._models = [task.model() for _ in range(workers)]
+        for model in self._models:
+            model.load_state_dict(first.state_dict())
+        self._batches = [task.batches(n, workers, seed) for n in range(workers)]
+        self._optimizer = task.optimizer(first)
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        self._layout = Layout(groups, 1)
+        self._flats = self._layout.flats()
+        with torch.no_grad():
+            torch._foreach_copy_(self._layout.views(self._flats), self._layout.parameters)
+        (self._flat,) = self._flats.values()  # one dtype
+        self._shards = [
+            Shard(
+                spec,
+                self._flat[spec.start : spec.stop],
+                self._optimizer,
+                self._layout.parameters,
+                strategy.apply,
+                range(workers),
+            )
+            for spec in self._layout.shards
+        ]
+        self._order = [self._places(model) for model in self._models]
+        self._snapshots: list[Tensor | None] = [None] * workers
+        self._pushes: list[deque[tuple[int, Tensor]]] = [deque() for _ in range(workers)]
+        self._applied_pushes = 0
+        self.quality: list[list[float]] = []
+        self.times_s: list[float] = []
+        self.apart: list[int] = []
+
+    def _places(self, model: torch.nn.Module) -> list[Tensor]:
+        """A worker's parameters in the order of the flat ones."""
+        return [p for g in self._task.optimizer(model).param_groups for p in g["params"]]
+
+    # ---- what the simulation tells of ---------------------------------------------------------
+
+    def _refresh(self, n: int, now_s: float) -> None:
+        if self._workers[n].arrived is not None:
+            snapshot = self._snapshots[n]
+            assert snapshot is not None
+            with torch.no_grad():
+                views = self._layout.views({snapshot.dtype: snapshot})
+                torch._foreach_copy_(self._order[n], views)
+        super()._refresh(n, now_s)
+
+    def _begin(self, n: int, now_s: float) -> None:
+        before = len(self.course.begins_s[n])
+        super()._begin(n, now_s)
+        if len(self.course.begins_s[n]) > before:
+            self._compute(n, self._workers[n].clock)
+
+    def _answer(self, n: int, now_s: float) -> None:
+        super()._answer(n, now_s)
+        if not self._workers[n].parked:
+            self._snapshots[n] = self._flat.clone()
+
+    def _reached(self, n: int, now_s: float) -> None:
+        if not self._each_push:  # the server steps when a clock is complete
+            self._take(n, now_s)
+        super()._reached(n, now_s)
+
+    def _applied(self, n: int, now_s: float) -> None:
+        if self._each_push:
+            self._take(n, now_s)
+        super()._applied(n, now_s)
+
+    # ---- numbers ------------------------------------------------------------------------------
+
+    def _compute(self, n: int, clock: int) -> None:
+        """The gradient that worker n pushes when its compute is over."""
+        model, parameters = self._models[n], self._order[n]
+        loss = self._task.loss(model, next(self._batches[n]))
+        gradients = torch.autograd.grad(loss, parameters)
+        flat = torch.empty_like(self._flat)
+        views = self._layout.views({flat.dtype: flat})
+        torch._foreach_copy_(views, list(gradients))
+        self._pushes[n].append((clock, flat))
+
+    def _take(self, n: int, now_s: float) -> None:
+        """The server takes worker n's oldest push."""
+        clock, gradient = self._pushes[n].popleft()
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._task.rate(clock, self._iterations)
+        settings = settings_of(self._optimizer)
+        for shard in self._shards:
+            part = gradient[shard.spec.start : shard.spec.stop]
+            shard.push(n, clock, part, settings)
+        self._applied_pushes += 1
+        workers = len(self._workers)
+        if self._applied_pushes % (EVERY * workers) == 0:
+            self._look(self._applied_pushes // workers, now_s)
+        if self._applied_pushes == self._iterations * workers:
+            raise _Enough
+
+    def _look(self, iteration: int, now_s: float) -> None:
+        """The server's parameters, and the mean of the workers' running statistics."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._layout.parameters, self._layout.views(self._flats))
+        held = {name: p.detach() for name, p in self._first.named_parameters()}
+        states = [{**model.state_dict(), **held} for model in self._models]
+        self.quality.append([iteration, *quality_of_mean(self._task, states)])
+        self.times_s.append(now_s)
+        clocks = [worker.clock for worker in self._workers]
+        self.apart.append(max(clocks) - min(clocks))
