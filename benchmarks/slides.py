@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from pathlib import Path
 from slides_runs import train
 from slides_served import train_served
 from slides_tables import iterations_apart, measured, table
-from slides_tasks import Task, measured_methods, methods, task_of
+from slides_tasks import Task, measured_methods, methods, servers_of, task_of
 
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
@@ -34,7 +35,7 @@ from offbeat.run.compare import Comparison, Contestant, Setup, compare
 from offbeat.strategies import SSP
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-HOSTS, SLOWER = 4, 2.0
+HOSTS, SLOWER, RATE_BPS = 4, 2.0, 100e6
 CLUSTER = """
 hosts = {hosts}
 rate = "100mbit"
@@ -65,17 +66,19 @@ def lab(task: Task, out: Path, steps: int) -> None:
 
 
 def profiles(task: Task, out: Path, hosts: int) -> dict[str, Profile]:
-    """The measured one, for so many hosts of which the last is the slow one; and the same hosts
-    as fast as this machine's cores."""
+    """The measured one, for so many hosts of which the last is the slow one, with all-reduces as
+    the rate has them; and the same hosts as fast as this machine's cores."""
     measured = Profile.load(out / f"lab-{task.name}" / "profile.json")
     fast = min(measured.rank_scale)  # relative to the mean of the hosts that were measured
     scale = (fast,) * (hosts - 1) + (SLOWER * fast,)
-    profile = replace(elsewhere(measured, hosts=hosts), rank_scale=scale)
+    profile = replace(elsewhere(measured, hosts=hosts, rate_bps=RATE_BPS), rank_scale=scale)
     return {"lab": profile, "core": profile.paced(1.0)}
 
 
-def runs(task: Task, out: Path, hosts: int, seeds: Sequence[int], iterations: int) -> None:
-    """Every method and seed that is not in DIR/runs.jsonl yet."""
+def runs(
+    task: Task, out: Path, hosts: int, seeds: Sequence[int], iterations: int, only: str
+) -> None:
+    """Every method and seed that is not in DIR/runs.jsonl yet; `only`: what their names match."""
     path = out / "runs.jsonl"
     known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     paces = profiles(task, out, hosts)
@@ -85,15 +88,17 @@ def runs(task: Task, out: Path, hosts: int, seeds: Sequence[int], iterations: in
                 key = {"model": task.name, "hosts": hosts, "method": name, "seed": seed}
                 if isinstance(strategy, SSP):
                     key["pace"] = pace
-                if any(key.items() <= run.items() for run in known):
+                words = " ".join(map(str, key.values()))
+                if any(key.items() <= run.items() for run in known) or not re.search(only, words):
                     continue
                 if isinstance(strategy, SSP):
-                    found = train_served(task, strategy, paces[pace], seed, iterations)
+                    servers = servers_of(name, hosts)
+                    found = train_served(task, strategy, paces[pace], seed, iterations, servers)
                 else:
                     found = train(task, strategy, paces[pace], seed, iterations)
                 with path.open("a") as file:
                     file.write(json.dumps(key | {"iterations": iterations} | found) + "\n")
-                print(*key.values(), found["quality"][-1], f"{found['took_s']:.1f} s", flush=True)
+                print(words, found["quality"][-1], f"{found['took_s']:.1f} s", flush=True)
 
 
 def main() -> None:
@@ -107,6 +112,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=47, help="in the lab")
     parser.add_argument("--iterations", type=int, default=150, help="of the runs")
+    parser.add_argument("--only", default="", help="runs whose name this pattern is found in")
     options = parser.parse_args()
     tasks = [task_of(name) for name in options.model.split(",")]
     sizes = [int(size) for size in options.hosts.split(",")]
@@ -116,7 +122,7 @@ def main() -> None:
     elif options.what == "runs":
         seeds = [int(seed) for seed in options.seeds.split(",")]
         for task, hosts in product(tasks, sizes):
-            runs(task, options.out, hosts, seeds, options.iterations)
+            runs(task, options.out, hosts, seeds, options.iterations, options.only)
     else:
         every = [
             (task, profiles(task, options.out, hosts)) for task, hosts in product(tasks, sizes)

@@ -30,7 +30,7 @@ FASTER = 4  # a fast worker may compute so many times its share of the gradients
 
 
 def train_served(
-    task: Task, strategy: SSP, profile: Profile, seed: int, iterations: int, servers: int = 1
+    task: Task, strategy: SSP, profile: Profile, seed: int, iterations: int, servers: int
 ) -> dict[str, Any]:
     """Quality over iterations (pushes over workers), and simulated seconds until then."""
     begin = time.perf_counter()
@@ -43,6 +43,7 @@ def train_served(
         "quality": job.quality,
         "times_s": job.times_s,
         "apart": job.apart,
+        "servers": servers,
         "took_s": time.perf_counter() - begin,
     }
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from slides_tasks import Task, methods
 
-from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.report import load, summarize
 from offbeat.run.compare import SKIP
@@ -50,40 +49,90 @@ class Course:
 
 def table(task: Task, paces: Mapping[str, Profile], out: Path) -> Iterator[str]:
     """One model on so many hosts; `paces`: profiles by what runs call them, "lab" first."""
-    hosts = paces["lab"].world_size
-    found = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
-    found = [run for run in found if (run["model"], run["hosts"]) == (task.name, hosts)]
-    seeds = sorted({run["seed"] for run in found})
-    length = found[0]["iterations"]
-    yield f"\n### {task.name}, {hosts} hosts, {length} iterations, {len(seeds)} seeds\n"
+    runs = _Runs(task, paces, out)
+    if not runs.found:
+        return
+    length = runs.found[0]["iterations"]
+    yield f"\n### {task.name}, {runs.hosts} hosts, {length} iterations, {len(runs.seeds)} seeds\n"
     figure = "accuracy" if task.figure((0.0, 1.0)) else "held-out loss"
     yield HEAD.format(figure=figure)
     yield "|" + "---|" * (HEAD.count("|") - 1)
-    plans = _plans(task, paces, seeds)
-    courses = {
-        (run["method"], pace, run["seed"]): _course(task, run, plans, pace, paces[pace])
-        for run in found
-        for pace in ([run["pace"]] if "pace" in run else paces)
-    }
-    targets = {s: courses["BSP", "lab", s].final for s in seeds}
-    sent = {run["seed"]: _bytes(run) for run in found if run["method"] == "BSP"}
-    for name in dict.fromkeys(run["method"] for run in found):
-        mine = [r for r in found if r["method"] == name and r.get("pace", "lab") == "lab"]
-        lssr = [_local_share(run, plans.get((name, "lab", run["seed"]))) for run in mine]
-        if "times_s" in mine[0]:  # pushes; an all-reduce passes more through each host
-            cells = ["–", f"{hosts / (2 * (hosts - 1)):.2f}"]
-        else:
-            cells = [_of(lssr, 2), _of([_bytes(r) / sent[r["seed"]] for r in mine], 2)]
-        cells.append(_of([courses[name, "lab", r["seed"]].final for r in mine], 3))
-        for pace in paces:
-            these = [(s, courses[name, pace, s]) for s in seeds if (name, pace, s) in courses]
-            reached = [course.reached_s(task, targets[s]) for s, course in these]
-            bsp = [courses["BSP", pace, s].reached_s(task, targets[s]) for s, _ in these]
-            cells.append(_of([course.iteration_s for _, course in these], 3))
-            if pace == "lab":
-                cells.append(_of(reached, 1))
-            cells.append(_of([b and r and b / r for b, r in zip(bsp, reached, strict=True)], 2))
-        yield f"| {name} | " + " | ".join(cells) + " |"
+    for name in methods(1, 0):
+        seeds = runs.of(name, "lab")
+        if seeds:
+            fewer = f" ({len(seeds)} of the seeds)" if len(seeds) < len(runs.seeds) else ""
+            cells = [name + fewer, *runs.learnt(name), *runs.taken(name)]
+            yield "| " + " | ".join(cells) + " |"
+
+
+class _Runs:
+    """The runs of one model on so many hosts, and what they would take at every pace."""
+
+    def __init__(self, task: Task, paces: Mapping[str, Profile], out: Path) -> None:
+        self.hosts, self._task, self._paces = paces["lab"].world_size, task, paces
+        every = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+        mine = task.name, self.hosts
+        self.found = [run for run in every if (run["model"], run["hosts"]) == mine]
+        self.seeds = sorted({run["seed"] for run in self.found if run["method"] == "BSP"})
+        self._plans = {
+            (name, seed): strategy.plan(paces["lab"])
+            for seed in self.seeds
+            for name, strategy in methods(task.steps_per_epoch(self.hosts), seed).items()
+            if strategy.planned
+        }
+        self._courses = {
+            (run["method"], pace, run["seed"]): (run, self._course(run, paces[pace]))
+            for run in self.found
+            for pace in ([run["pace"]] if "pace" in run else paces)
+            if run["seed"] in self.seeds
+        }
+
+    def of(self, name: str, pace: str) -> dict[int, tuple[Run, Course]]:
+        """A method's runs by seed."""
+        keys = {seed: (name, pace, seed) for seed in self.seeds}
+        return {seed: self._courses[key] for seed, key in keys.items() if key in self._courses}
+
+    def learnt(self, name: str) -> list[str]:
+        """LSSR, bytes, quality."""
+        mine, bsp = self.of(name, "lab"), self.of("BSP", "lab")
+        quality = _of([course.final for _, course in mine.values()], 3)
+        if (name, self.seeds[0]) not in self._plans:  # pushes; an all-reduce sends more
+            return ["–", f"{self.hosts / (2 * (self.hosts - 1)):.2f}", quality]
+        shares = [self._local_share(run) for run, _ in mine.values()]
+        sent = [_bytes(run) / _bytes(bsp[seed][0]) for seed, (run, _) in mine.items()]
+        return [_of(shares, 2), _of(sent, 2), quality]
+
+    def taken(self, name: str) -> list[str]:
+        """Seconds per iteration, to BSP's quality, and the speed-up, at every pace."""
+        cells = []
+        for pace in self._paces:
+            mine, bsp = self.of(name, pace), self.of("BSP", pace)
+            targets = {seed: course.final for seed, (_, course) in bsp.items()}
+            reached = {s: c.reached_s(self._task, targets[s]) for s, (_, c) in mine.items()}
+            yardstick = {s: bsp[s][1].reached_s(self._task, targets[s]) for s in mine}
+            ratios = [b and reached[s] and b / reached[s] for s, b in yardstick.items()]
+            cells.append(_of([course.iteration_s for _, course in mine.values()], 3))
+            cells += [_of(list(reached.values()), 1)] * (pace == "lab")
+            cells.append(_of(ratios, 2))
+        return cells
+
+    def _course(self, run: Run, profile: Profile) -> Course:
+        iterations = [int(row[0]) for row in run["quality"]]
+        figures = [self._task.figure((row[1], row[2])) for row in run["quality"]]
+        seconds = run.get("times_s")
+        if seconds is None:
+            plan, votes = self._plans[run["method"], run["seed"]], run["outcomes"] or None
+            trace = simulate(plan, profile, iterations=run["iterations"], votes=votes)
+            ends_s = [max(ends) for ends in zip(*trace.ends_s, strict=True)]
+            seconds = [ends_s[i - 1] for i in iterations]
+        return Course(iterations, seconds, figures, seconds[-1] / iterations[-1])
+
+    def _local_share(self, run: Run) -> float:
+        """LSSR: local over local and synchronous, by bytes where layers vote by themselves."""
+        if run["sent_bytes"]:
+            return run["spared_bytes"] / (run["sent_bytes"] + run["spared_bytes"])
+        plan = self._plans[run["method"], run["seed"]]
+        return 1 - fmean(any(p in t.phases for t in plan.transfers) for p in range(plan.period))
 
 
 def iterations_apart(every: Sequence[tuple[Task, Mapping[str, Profile]]]) -> Iterator[str]:
@@ -143,50 +192,16 @@ def _by_kind(label: str, directory: Path) -> list[tuple[str, float, float]]:
     return [(fast, fmean(seen[:-1]), fmean(said[:-1])), (slow, seen[-1], said[-1])]
 
 
-def _plans(
-    task: Task, paces: Mapping[str, Profile], seeds: Sequence[int]
-) -> dict[tuple[str, str, int], Plan]:
-    found = {}
-    for pace, profile in paces.items():
-        for seed in seeds:
-            every = methods(task.steps_per_epoch(profile.world_size), seed)
-            for name, strategy in every.items():
-                if strategy.planned:
-                    found[name, pace, seed] = strategy.plan(profile)
-    return found
-
-
-def _course(
-    task: Task, run: Run, plans: Mapping[tuple[str, str, int], Plan], pace: str, profile: Profile
-) -> Course:
-    iterations = [int(row[0]) for row in run["quality"]]
-    figures = [task.figure((row[1], row[2])) for row in run["quality"]]
-    if "times_s" in run:
-        return Course(iterations, run["times_s"], figures, run["times_s"][-1] / iterations[-1])
-    plan = plans[run["method"], pace, run["seed"]]
-    trace = simulate(plan, profile, iterations=run["iterations"], votes=run["outcomes"] or None)
-    ends_s = [max(ends) for ends in zip(*trace.ends_s, strict=True)]
-    seconds = [ends_s[i - 1] for i in iterations]
-    return Course(iterations, seconds, figures, seconds[-1] / iterations[-1])
-
-
 def _bytes(run: Run) -> float:
     """Payload of a worker's messages, votes included."""
     return sum(run["bytes"].values())
 
 
-def _local_share(run: Run, plan: Plan | None) -> float:
-    """LSSR: local over local and synchronous, by bytes where layers have votes of their own."""
-    if run.get("sent_bytes"):
-        return run["spared_bytes"] / (run["sent_bytes"] + run["spared_bytes"])
-    if plan is None:
-        return 0.0
-    return 1 - fmean(any(p in t.phases for t in plan.transfers) for p in range(plan.period))
-
-
 def _of(values: Sequence[float | None], digits: int) -> str:
     """Median and range over seeds; "never" where it is not known."""
     known = [value for value in values if value is not None]
+    if not values:
+        return "–"
     if not known:
         return "never"
     low, middle, high = (f"{f(known):.{digits}f}" for f in (min, median, max))

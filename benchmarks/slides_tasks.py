@@ -181,6 +181,7 @@ def methods(steps_per_epoch: int, seed: int) -> dict[str, Strategy]:
     for s in (10, 100):
         named[f"SSP {s}"] = SSP(s, "push")
     named["SSP 10, by clock"] = SSP(10, "clock")
+    named["SSP 10, N servers"] = SSP(10, "push")
     for delta in (0.1, 0.3, 0.5):
         named[f"SelSync {delta:g}, PA"] = SelSync(delta)
     for delta in (0.1, 0.3, 0.5):
@@ -190,6 +191,11 @@ def methods(steps_per_epoch: int, seed: int) -> dict[str, Strategy]:
     named["SelSync 0.03, PA"] = SelSync(0.03)
     named["SelSync 0.3, PA, changes"] = SelSync(0.3, smooth="change")
     return named
+
+
+def servers_of(method: str, workers: int) -> int:
+    """How many hosts serve, beside the workers."""
+    return workers if method.endswith("N servers") else 1
 
 
 def measured_methods(steps_per_epoch: int) -> dict[str, Strategy]:
