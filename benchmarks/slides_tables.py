@@ -53,7 +53,7 @@ def table(task: Task, paces: Mapping[str, Profile], out: Path) -> Iterator[str]:
     if not runs.found:
         return
     length = runs.found[0]["iterations"]
-    yield f"\n### {task.name}, {runs.hosts} hosts, {length} iterations, {len(runs.seeds)} seeds\n"
+    yield f"\n### {task.name}, {runs.hosts} hosts, {length} iterations, seeds: {len(runs.seeds)}\n"
     figure = "accuracy" if task.figure((0.0, 1.0)) else "held-out loss"
     yield HEAD.format(figure=figure)
     yield "|" + "---|" * (HEAD.count("|") - 1)
@@ -108,12 +108,12 @@ class _Runs:
         for pace in self._paces:
             mine, bsp = self.of(name, pace), self.of("BSP", pace)
             targets = {seed: course.final for seed, (_, course) in bsp.items()}
-            reached = {s: c.reached_s(self._task, targets[s]) for s, (_, c) in mine.items()}
-            yardstick = {s: bsp[s][1].reached_s(self._task, targets[s]) for s in mine}
-            ratios = [b and reached[s] and b / reached[s] for s, b in yardstick.items()]
+            reached = [c.reached_s(self._task, targets[s]) for s, (_, c) in mine.items()]
+            yardstick = [bsp[s][1].reached_s(self._task, targets[s]) for s in mine]
+            pairs = zip(yardstick, reached, strict=True)
             cells.append(_of([course.iteration_s for _, course in mine.values()], 3))
-            cells += [_of(list(reached.values()), 1)] * (pace == "lab")
-            cells.append(_of(ratios, 2))
+            cells += [_of(reached, 1)] * (pace == "lab")
+            cells.append(_of([b / s if b and s else None for b, s in pairs], 2))
         return cells
 
     def _course(self, run: Run, profile: Profile) -> Course:

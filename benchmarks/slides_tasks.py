@@ -19,8 +19,8 @@ from offbeat.data import SelDP
 from offbeat.strategies import BSP, SSP, FedAvg, SelSync, Strategy
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-import digits
-import gpt
+import digits  # pyright: ignore[reportMissingImports]
+import gpt  # pyright: ignore[reportMissingImports]
 
 BATCH = 8  # samples per worker and iteration
 WINDOWS = 2816  # sequences in the GPT's epoch: two of the digits'
