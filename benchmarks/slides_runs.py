@@ -21,8 +21,11 @@ from offbeat.runtime.votes import vote_channel
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import specs_of_profile
 from offbeat.strategies import Strategy
-from offbeat.testing.memory import TIMEOUT_S, MemoryControl, World, memory_links, run_ranks
+from offbeat.testing import memory
+from offbeat.testing.memory import MemoryControl, World, memory_links, run_ranks
 from offbeat.transport.device import CPU
+
+memory.TIMEOUT_S = 900.0  # its own is that of tests; a run takes longer, and may be paused
 
 EVERY = 5  # iterations between two looks at the held-out data
 
@@ -61,7 +64,7 @@ def _life(
     links = memory_links(world, rank, names, plan.groups)
     control = MemoryControl(world, rank)
     flat = Flat(model, specs_of_profile(model, profile))
-    engine = Engine(model, flat, optimizer, links, CPU(), control, TIMEOUT_S)  # type: ignore[arg-type]
+    engine = Engine(model, flat, optimizer, links, CPU(), control, memory.TIMEOUT_S)  # type: ignore[arg-type]
     engine.adopt(plan)
     log = _Log(plan)
     engine.reports.listener = log.take
