@@ -117,7 +117,7 @@ def test_strategies_are_listed_with_settings_and_sources(capsys):
             "profile.json is no plan (schema (1) of the plan must be 2",
         ),
         ("simulate --strategy ddp --iterations 0", "iterations (0) must be at least 1"),
-        ("simulate --strategy ddp --votes .5", "votes (.5) must be left out: the plan has none"),
+        ("simulate --strategy ddp --votes .5", "votes (.5) must be left out: there are none"),
         ("simulate --strategy selsync --votes 2", "votes['sync'] (2.0) must lie between 0 and 1"),
         ("simulate --strategy selsync --votes x.json", "file (x.json) must exist; give a share"),
         ("simulate --strategy selsync --votes profile.json", "the record of a run with votes"),
@@ -300,7 +300,12 @@ def test_wrong_products_are_one_line(argv, words, capsys):
 
 # --- settings ------------------------------------------------------------------------------------
 
-NUMBERS = {int: ("3", 3), float: ("0.25", 0.25), tuple[float, ...]: ("1.5/2", (1.5, 2.0))}
+NUMBERS = {
+    int: ("3", 3),
+    float: ("0.25", 0.25),
+    tuple[int, ...]: ("2/5", (2, 5)),
+    tuple[float, ...]: ("1.5/2", (1.5, 2.0)),
+}
 TOGETHER = {  # settings that need each other
     "forward": {"backward": 2},
     "backward": {"forward": 2},

@@ -19,7 +19,8 @@ from offbeat.lab import Cluster
 from offbeat.measuring.processors import processors
 from offbeat.profile import Profile
 from offbeat.run import compare
-from offbeat.strategies import DDP, SSP, WFBP, DreamDDP
+from offbeat.sim import predict
+from offbeat.strategies import DDP, SSP, WFBP, DreamDDP, PSSelSync
 from offbeat.trace import Trace
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("here")]
@@ -56,6 +57,8 @@ if job["stop_after_profile"]:
         Profile(buckets, (Link("net", 1e-4, 1.25e7),), size).save(job["save_profile"])
     sys.exit(0)
 profile = Profile.load(job["profile"])
+if int(os.environ.get("OFFBEAT_RANK", 0)) >= size:
+    sys.exit(0)  # a server has served
 plan = strategy.plan(profile) if strategy.planned else None
 step_s = strategy.bound_s(profile)
 trace = Trace(
@@ -65,11 +68,15 @@ trace = Trace(
     ends_s=(tuple(step_s * (i + 1) for i in range(12)),),
     period=plan.period if plan else 1,
 )
+yes = [[0, 1], [], [0], *[[]] * 9]
+votes = {"iterations": [*range(12)], "sent_bytes": [0] * 12, "spared_bytes": [0] * 12,
+    "by_vote": {"sync": {"norm": [1.0] * 12, "change": [0.0] * 12, "yes": yes}}}
 record = {
     "schema": 1, "rank": rank, "strategy": str(strategy), "observed": 0,
     "emulated": "emulated" in words, "bytes": {"net": 1000},
     "losses": [[i, step_s * (i + 1), 2.0 / (i + 1)] for i in range(12)],
     "trace": trace.to_dict(), "warnings": [], "checks": [],
+    "votes": {} if plan else votes,
 }
 directory = Path(job["record_dir"])
 (directory / f"rank{rank}.json").write_text(json.dumps(record))
@@ -120,6 +127,22 @@ def test_contestants_take_turns_after_one_profile(here, capsys):
     assert "dreamddp-period=2, repetition 2 of 2: " in printed.out
     assert printed.err == ""
     assert {line.split()[1] for line in Path("order.txt").read_text().splitlines()} == {"7"}
+
+
+def test_methods_with_servers_are_predicted_with_their_votes(here):
+    """Of the iterations that count, the stand-in's third alone has a yes."""
+    contestant = compare.Contestant("ps-selsync", PSSelSync())
+    outcome = compare.compare(
+        compare.Comparison(replace(setup(hosts=3), servers=1), (contestant,)), here / "out"
+    )
+    assert (outcome.measured, outcome.failures) == (1, [])
+    facts = Profile.load(here / "out" / "profile.json")
+    assert facts.world_size == 2
+    told = {"sync": [True, *[False] * 9]}
+    expected = predict(PSSelSync(), facts, votes=told).iteration_s
+    predicted = Trace.load(here / "out" / "ps-selsync" / "predicted.json")
+    assert predicted.notes["iteration_s"] == pytest.approx(expected)
+    report.write(here / "out")
 
 
 def test_run_directory(here):

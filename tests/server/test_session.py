@@ -12,7 +12,7 @@ from reference.training import bsp, replicas
 from server_workers import Worked, refused, work
 from worlds import run_world, watch_world
 
-from offbeat import BSP, SSP
+from offbeat import BSP, PSBSP, SSP
 
 ITERATIONS = 6
 
@@ -23,12 +23,12 @@ def both(results: list[Worked | int], workers: int) -> list[Worked]:
 
 
 @pytest.mark.parametrize(
-    ("case", "servers"),
-    [(Case("mlp", "nesterov", "step"), 2), (Case("conv", "adam"), 1)],
+    ("case", "strategy", "servers"),
+    [(Case("mlp", "nesterov", "step"), SSP(s=0), 2), (Case("conv", "adam"), PSBSP(), 1)],
     ids=str,
 )
-def test_without_staleness_it_is_bsp(case: Case, servers: int) -> None:
-    results = run_world(work, 2 + servers, case, SSP(s=0), ITERATIONS, servers)
+def test_without_staleness_it_is_bsp(case: Case, strategy: SSP, servers: int) -> None:
+    results = run_world(work, 2 + servers, case, strategy, ITERATIONS, servers)
     world = replicas(case, 2)
     bsp(world, range(ITERATIONS))
     expected = dict(world[0].model.named_parameters())

@@ -44,7 +44,7 @@ def expected(profile, plan, ranks, votes):
         [scale[r] * (1.0 if noise is None else noise[i, r]) for i in range(horizon)]
         for r in range(profile.world_size)
     ]
-    outcomes = Outcomes(plan, votes, SEED)
+    outcomes = Outcomes([vote.name for vote in plan.votes], votes, SEED)
     says = {(v.name, i): outcomes.yes(v.name, i) for v in plan.votes for i in range(horizon)}
     return reference.simulate(plan, profile, factors, ITERATIONS, ranks.link_rates, says)
 
@@ -64,7 +64,7 @@ def test_equals_the_slow_twin(data, sends):
         return
     event(f"transfers {len(plan.transfers)}, {'all alike' if plan.uniform else 'any'}")
     trace = simulate(plan, profile, record=ITERATIONS, **told)
-    outcomes = Outcomes(plan, votes, SEED)
+    outcomes = Outcomes([vote.name for vote in plan.votes], votes, SEED)
     agree(trace, truth, plan, lambda t, i: outcomes.yes(t.when, i - t.ago))
 
 

@@ -69,7 +69,7 @@ class Where:
     hosts: Annotated[int | None, option("Number of hosts.  [default: 4]")] = None
     rate: Annotated[str | None, option("Rate of every link.  [default: 100mbit]")] = None
     servers: Annotated[
-        int, option("So many more hosts, the last ones, that hold the parameters (ssp).")
+        int, option("So many more hosts, the last ones, that serve (ssp, ps-bsp, ps-selsync).")
     ] = 0
     cluster: Annotated[Path | None, option("Cluster file (TOML), instead of both.")] = None
     lab: Annotated[
@@ -213,7 +213,7 @@ def simulate(
     period: Annotated[str | None, option("Periods of strategies that have one: 5,10.")] = None,
     iterations: Annotated[int | None, option("Simulate so many, at least some periods.")] = None,
     csv: Annotated[bool, Parameter("--csv", help="Print a table as CSV.", negative="")] = False,
-    servers: Annotated[int, option("Servers beside the profile's ranks (ssp).")] = 1,
+    servers: Annotated[int, option("Servers beside the profile's ranks.")] = 1,
     votes: Annotated[
         str | None,
         option("Share of yes where the plan votes, as .2, or the record of a run (rank0.json)."),
@@ -237,7 +237,10 @@ def simulate(
         made = texts.load_plan(plan, facts)
         told = {"strategy": made.strategy, "period": made.period}
         predict = partial(
-            sim.predict_plan, made, iterations=iterations, votes=texts.votes(votes, made)
+            sim.predict_plan,
+            made,
+            iterations=iterations,
+            votes=texts.votes(votes, made, facts),
         )
         contestants = [(told, predict)]
     else:
@@ -245,7 +248,7 @@ def simulate(
         named = texts.several(strategy, set_)
         for chosen in sweep.with_periods(named, period):
             told = {"strategy": str(chosen), "period": getattr(chosen, "period", None)}
-            said = texts.votes(votes, chosen.plan(facts)) if votes else None
+            said = texts.votes(votes, chosen, facts) if votes else None
             predict = partial(
                 sim.predict, chosen, iterations=iterations, servers=servers, votes=said
             )

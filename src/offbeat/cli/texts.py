@@ -14,7 +14,7 @@ from offbeat.plan import Plan
 from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.sim import Votes
-from offbeat.strategies import Strategy, create, methods
+from offbeat.strategies import Served, Strategy, create, methods
 from offbeat.strategies.base import require_choice
 
 if TYPE_CHECKING:  # imported by the commands that need it
@@ -27,6 +27,10 @@ KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     int: ("an integer", int),
     float: ("a number", float),
     str: ("text", str),
+    tuple[int, ...]: (
+        "integers with / between",
+        lambda text: tuple(int(part) for part in text.split("/")),
+    ),
     tuple[float, ...]: (
         "numbers with / between",
         lambda text: tuple(float(part) for part in text.split("/")),
@@ -113,7 +117,9 @@ def with_setting(strategy: Strategy, setting: str, text: str) -> Strategy:
 
 
 def _create(name: str, settings: Mapping[str, str]) -> Strategy:
-    hints = get_type_hints(methods()[name]) if name in methods() else {}
+    cls = methods().get(name)
+    known = {field.name for field in fields(cls)} if cls is not None else ()
+    hints = {k: hint for k, hint in get_type_hints(cls).items() if k in known} if cls else {}
     # `create` knows best what to say about names that there are not.
     values = {k: parse_value(k, t, hints[k]) if k in hints else t for k, t in settings.items()}
     return create(name, values)
@@ -148,14 +154,16 @@ def pace(text: str | None) -> float | Literal["auto", "none"] | None:
         ) from None
 
 
-def votes(text: str | None, plan: Plan) -> Votes:
-    """What a plan's votes say: a share of yes, or what a run's record holds; ValueError."""
+def votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Votes:
+    """What the votes of a strategy or plan say: a share of yes, or what a run's record holds;
+    ValueError."""
     if text is None:
         return {}
-    if not plan.votes:
-        raise ValueError(f"votes ({text}) must be left out: the plan has none")
+    names = _vote_names(chosen, facts)
+    if not names:
+        raise ValueError(f"votes ({text}) must be left out: there are none")
     with suppress(ValueError):
-        return dict.fromkeys((vote.name for vote in plan.votes), float(text))
+        return dict.fromkeys(names, float(text))
     from offbeat.run.compare import outcomes_of
 
     path = Path(text)
@@ -164,6 +172,13 @@ def votes(text: str | None, plan: Plan) -> Votes:
     if not outcomes:
         raise ValueError(f"{path} must be the record of a run with votes")
     return outcomes
+
+
+def _vote_names(chosen: Strategy | Plan, facts: Profile) -> Sequence[str]:
+    if isinstance(chosen, Served):
+        return chosen.votes
+    plan = chosen.plan(facts) if isinstance(chosen, Strategy) else chosen
+    return [vote.name for vote in plan.votes]
 
 
 def require_file(path: Path, remedy: str) -> None:

@@ -34,24 +34,40 @@ def changed(context: Context, vote: Vote, buckets: range) -> bool:
     Swany, SelSync, CLUSTER 2023, Section III.
     """
     norm = _norm(context, buckets)
-    course: _Course | None = context.recall(vote.name)
+    course: Course | None = context.recall(vote.name)
     if course is None:
-        course = _Course(vote.arg("weight", 1.0), deque(maxlen=vote.arg("window", 1)))
+        course = Course.of(vote.arg("window", 1), vote.arg("weight", 1.0))
         context.keep(vote.name, course)
-    change = course.take(norm, vote.arg("smooth", "norm")) if 0 < norm < inf else None
-    context.show(vote.name, {"norm": norm, "change": nan if change is None else change})
-    return change is None or change >= vote.arg("threshold")
+    change = course.change(norm, vote.arg("smooth", "norm"))
+    context.show(vote.name, {"norm": norm, "change": change})
+    return says(change, vote.arg("threshold"))
+
+
+def says(change: float, threshold: float) -> bool:
+    """The say of a worker with this change, nan for an unknown one."""
+    return not change < threshold
 
 
 @dataclass
-class _Course:
+class Course:
     """What one worker has seen: what is smoothed, and the last value that changes relate to."""
 
     weight: float
     values: deque[float] = field(default_factory=deque)
     last: float | None = None
 
-    def take(self, norm: float, smooth: str) -> float | None:
+    @classmethod
+    def of(cls, window: int, weight: float) -> Course:
+        """Nothing yet; `window` values will be smoothed."""
+        return cls(weight, deque(maxlen=window))
+
+    def change(self, norm: float, smooth: str) -> float:
+        """The smoothed change with this norm; nan without one before, and with a norm that is
+        zero or not finite, of which nothing is kept."""
+        change = self._take(norm, smooth) if 0 < norm < inf else None
+        return nan if change is None else change
+
+    def _take(self, norm: float, smooth: str) -> float | None:
         """The smoothed change with this norm; None without one before."""
         before = self.last
         if smooth == "norm":

@@ -22,7 +22,7 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.run.progress import OnLine, Progress
 from offbeat.sim import Votes
-from offbeat.strategies import BSP, Strategy
+from offbeat.strategies import BSP, Served, Strategy
 from offbeat.trace import Trace
 
 SCHEMA = 1
@@ -145,7 +145,7 @@ class Comparison:
         if self.setup.servers and not served:
             raise ValueError(
                 f"servers ({self.setup.servers}) must be 0 unless a strategy has servers; leave "
-                "--servers out, or choose ssp"
+                "--servers out, or choose one that has: ssp, ps-bsp, ps-selsync"
             )
         if not labels:
             raise ValueError("contestants ([]) must not be empty; name a strategy")
@@ -244,7 +244,7 @@ def predict(
         plan, skip = plan or strategy.plan(profile), SKIP if votes else 0
         prediction = sim.predict_plan(plan, profile, strategy=str(strategy), votes=votes, skip=skip)
     else:
-        prediction = sim.predict(strategy, profile, servers=servers)
+        prediction = sim.predict(strategy, profile, servers=servers, votes=votes)
     directory.mkdir(parents=True, exist_ok=True)
     if plan is not None:
         _write_json(directory / "plan.json", plan.to_dict())
@@ -283,7 +283,7 @@ def _run_all(
         for contestant in ready:
             _repeat(comparison, lab, contestant, repetition, outcome, progress)
     for contestant in ready:
-        _adopt_plan(contestant, profile, outcome)
+        _adopt_course(contestant, comparison, profile, outcome)
 
 
 def _measure(
@@ -328,11 +328,17 @@ def _predicted(
     except ValueError as error:
         _fail(f"{contestant.label}: {error}", outcome, progress)
         return False
-    plan = outcome.run_dir / contestant.label / "plan.json"  # not there with servers
-    voted = plan.exists() and json.loads(plan.read_text())["votes"]
-    if_yes = " if every vote is a yes" if voted else ""
+    voting = _voting(contestant.strategy, outcome.run_dir / contestant.label)
+    if_yes = " if every vote is a yes" if voting else ""
     progress.say(f"{contestant.label}: predicted {seconds:.4g} s per iteration{if_yes}")
     return True
+
+
+def _voting(strategy: Strategy, directory: Path) -> bool:
+    """Whether votes decide about its iterations."""
+    if isinstance(strategy, Served):
+        return bool(strategy.votes)
+    return bool(json.loads((directory / "plan.json").read_text())["votes"])
 
 
 def _repeat(
@@ -376,10 +382,19 @@ def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
     return {name: [bool(yes) for yes in columns["yes"]] for name, columns in by_vote.items()}
 
 
-def _adopt_plan(contestant: Contestant, profile: Profile, outcome: Outcome) -> None:
+def _adopt_course(
+    contestant: Contestant, comparison: Comparison, profile: Profile, outcome: Outcome
+) -> None:
     """Let the plan that ran, not the one expected, stand in the run directory, predicted with
     what its votes have decided."""
     directory = outcome.run_dir / contestant.label
+    if isinstance(contestant.strategy, Served):
+        told = _outcomes(directory / "rep0")
+        votes = {name: outcomes[SKIP:] for name, outcomes in told.items()}
+        if all(votes.values()) and votes:
+            servers = comparison.setup.servers
+            predict(contestant.strategy, profile, directory, votes=votes, servers=servers)
+        return
     ran = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
     if ran is None:
         return

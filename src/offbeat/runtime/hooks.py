@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id as current_graph_task_id
 from torch.autograd import Variable
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -116,3 +117,23 @@ def _nested() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class AfterBackward:
+    """Calls `act` when a backward pass that reaches some of the parameters has ended, before
+    `backward()` returns."""
+
+    def __init__(self, parameters: Iterable[Tensor], act: Callable[[], None]):
+        self._act, self._pass = act, -1
+        self._handles = [p.register_post_accumulate_grad_hook(self._seen) for p in parameters]
+
+    def remove(self) -> None:
+        """Let the parameters go."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _seen(self, _: Tensor) -> None:
+        current = current_graph_task_id()
+        if current != self._pass:
+            self._pass = current
+            Variable._execution_engine.queue_callback(self._act)  # type: ignore[attr-defined]

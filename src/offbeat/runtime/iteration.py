@@ -47,7 +47,7 @@ class Timestamps:
 class Iteration:
     """One iteration: its number, its times, its messages; `planned` is its number in the plan,
     which may begin anew. Of its votes: what this rank `shown`, who `voted` yes; `spared_bytes`
-    were not sent, as votes said no."""
+    were not sent, as votes said no; `pushed_bytes` went to servers."""
 
     number: int
     marks: Timestamps
@@ -62,6 +62,7 @@ class Iteration:
     undecided: set[str] = field(default_factory=set)  # votes whose outcome is not known
     voted: dict[str, list[int]] = field(default_factory=dict)
     spared_bytes: int = 0
+    pushed_bytes: int = 0
 
     @property
     def complete(self) -> bool:

@@ -30,7 +30,9 @@ from offbeat.profile import Profile
 from offbeat.run.job import Job, current_job, current_links, current_place, current_servers
 from offbeat.runtime.ddp_session import DDPSession
 from offbeat.runtime.pace import Pace
+from offbeat.runtime.ps_selsync_session import PSSelSyncSession
 from offbeat.runtime.record import Recorder
+from offbeat.runtime.served_session import ServedSession, Worker
 from offbeat.runtime.serving import Crew, client_of, crew_of, serve
 from offbeat.runtime.session import (
     FlatSession,
@@ -41,7 +43,7 @@ from offbeat.runtime.session import (
 from offbeat.runtime.ssp_session import SSPSession
 from offbeat.runtime.wrap import Model, Optimizer
 from offbeat.storage.flat import require_supported
-from offbeat.strategies import DDP, SSP, WFBP, Strategy, create
+from offbeat.strategies import DDP, SSP, WFBP, PSSelSync, Served, Strategy, create
 from offbeat.transport.cluster import Cluster, connect
 from offbeat.transport.control import Control
 from offbeat.transport.device import device_of
@@ -83,8 +85,8 @@ def prepare(
     becomes of an average to which a rank brought NaN or infinity: "raise" RuntimeError on every
     rank, naming rank and bucket, "skip" that rank, which takes over the others' average, or
     "ignore". DDP() does neither: it is torch's own.
-    With a strategy that has servers (SSP), the last OFFBEAT_SERVERS ranks serve: there prepare
-    returns only when all workers have left, by SystemExit(0).
+    With a strategy that has servers (SSP, PSBSP, PSSelSync), the last OFFBEAT_SERVERS ranks
+    serve: there prepare returns only when all workers have left, by SystemExit(0).
     ValueError on every rank if models, strategies or links differ between ranks.
     """
     job = current_job()
@@ -152,9 +154,9 @@ def _session(
     watch: Watch,
     job: Job,
     crew: Crew,
-) -> DDPSession | FlatSession | SSPSession:
+) -> DDPSession | FlatSession | ServedSession:
     broadcast_model(model, cluster)
-    if isinstance(strategy, SSP) and cluster.control.rank in crew.servers:
+    if isinstance(strategy, Served) and cluster.control.rank in crew.servers:
         serve(model, optimizer, strategy, crew, cluster)
         raise SystemExit(0)
     recorder = (
@@ -162,10 +164,14 @@ def _session(
     )
     if recorder:
         recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
-    if isinstance(strategy, SSP):
+    if isinstance(strategy, Served):
         paced = Profile.load(job.profile) if job.pace and job.profile else None
         pace = Pace(paced, cluster.control.rank) if paced else None
-        return _ssp(model, optimizer, strategy, crew, cluster, recorder, watch, pace)
+        if recorder:
+            recorder.start(str(strategy), None, observed=0, votes=strategy.votes)
+        client = client_of(model, optimizer, strategy, crew, cluster)
+        worker = Worker(model, optimizer, cluster, client, recorder, watch.on_nonfinite, pace)
+        return _served(worker, strategy, crew)
     if isinstance(strategy, DDP) and not how.then_stop:
         return _ddp(model, optimizer, strategy, known, cluster, recorder)
     flat = build_flat(model, known)
@@ -418,25 +424,14 @@ def _ddp(
     return session
 
 
-def _ssp(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: SSP,
-    crew: Crew,
-    cluster: Cluster,
-    recorder: Recorder | None,
-    watch: Watch,
-    pace: Pace | None,
-) -> SSPSession:
-    if recorder:
-        recorder.start(str(strategy), None, observed=0)
-    client = client_of(optimizer, strategy, crew, cluster)
-    return SSPSession(
-        model, optimizer, strategy, cluster, client, recorder, watch.on_nonfinite, pace
-    )
+def _served(worker: Worker, strategy: Served, crew: Crew) -> ServedSession:
+    if isinstance(strategy, PSSelSync):
+        return PSSelSyncSession(worker, strategy, len(crew.workers))
+    assert isinstance(strategy, SSP)
+    return SSPSession(worker, strategy)
 
 
-def _leave(session: DDPSession | FlatSession | SSPSession, cluster: Cluster) -> None:
+def _leave(session: DDPSession | FlatSession | ServedSession, cluster: Cluster) -> None:
     """At exit: close a session that is still open."""
     if not cluster.closed:
         session.close()

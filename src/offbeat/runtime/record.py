@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,17 @@ class Recorder:
         self.notes: dict[str, Any] = {}
         self.pace: dict[str, float] | None = None
         self.sample: Sample | None = None
+        self._votes_without_plan: Sequence[str] = ()
         self._votes = VoteLog()
         self._tap = LossTap()
 
-    def start(self, strategy: str, plan: Plan | None, observed: int) -> None:
-        """The strategy's own iterations begin now; `observed` ones came before."""
+    def start(
+        self, strategy: str, plan: Plan | None, observed: int, votes: Sequence[str] = ()
+    ) -> None:
+        """The strategy's own iterations begin now; `observed` ones came before. `votes` are those
+        of a strategy without a plan."""
         self.strategy, self.plan, self.observed = strategy, plan, observed
+        self._votes_without_plan = votes
         window = WINDOW_PERIODS * (plan.period if plan else 1)
         self._spans = deque(maxlen=max(2, window))
         if plan is not None and self._rank == 0:
@@ -76,10 +81,15 @@ class Recorder:
         """Take in one finished iteration."""
         if self.plan is not None and not Windows(self.plan).applied(done.planned):
             self._without_update.append(done.number)
-        if self.plan is not None and self.plan.votes:
-            self._votes.take(done, self.plan)
+        if voting := self._voting:
+            self._votes.take(done, voting)
         self._ends.append(done.marks.end)
         self._spans.append(list(_spans(done, self.plan, self._rank, self._device, self._origin)))
+
+    @property
+    def _voting(self) -> Sequence[str]:
+        plan = self.plan
+        return self._votes_without_plan if plan is None else [vote.name for vote in plan.votes]
 
     def write(self, bytes_sent: dict[str, int]) -> None:
         """Write the record, in one move."""
@@ -91,7 +101,7 @@ class Recorder:
             starts_s=(0.0,),
             spans=tuple(span for spans in self._spans for span in spans),
             period=self.plan.period if self.plan else 1,
-            uneven=bool(self.plan and self.plan.votes),
+            uneven=bool(self._voting),
             notes=self.notes,
         )
         record = {

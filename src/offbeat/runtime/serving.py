@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offbeat.run.job import SERVERS_VARIABLE
 from offbeat.server import secret as secrets
 from offbeat.server.client import Client
 from offbeat.server.layout import Layout
-from offbeat.server.optimizers import require_elementwise
+from offbeat.server.optimizers import Keep, require_elementwise
 from offbeat.server.service import Service
 from offbeat.server.snapshots import Snapshots
 from offbeat.server.store import Store
-from offbeat.strategies import SSP
+from offbeat.strategies import Served
+from offbeat.strategies.served import Duty
 from offbeat.transport.cluster import Cluster
 from offbeat.transport.control import Control
 from offbeat.transport.interfaces import ipv4_of
@@ -45,7 +46,7 @@ def crew_of(servers: int, strategy: object, served: bool, control: Control) -> C
     if servers and not served:
         raise ValueError(
             f"servers ({servers}) must be 0 for {strategy}, which has none to train with; unset "
-            f"{SERVERS_VARIABLE}, or choose ssp"
+            f"{SERVERS_VARIABLE}, or choose one that has: ssp, ps-bsp, ps-selsync"
         )
     if servers >= world_size:
         raise ValueError(
@@ -58,15 +59,16 @@ def crew_of(servers: int, strategy: object, served: bool, control: Control) -> C
 def serve(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    strategy: SSP,
+    strategy: Served,
     crew: Crew,
     cluster: Cluster,
 ) -> None:
     """What a serving rank does, until every worker has left."""
-    layout = layout_of(optimizer, strategy, crew)
+    layout, duty = layout_of(model, optimizer, strategy, crew), strategy.duty
     number = cluster.control.rank - crew.servers.start
-    store = Store(layout, number, optimizer, strategy.apply, crew.workers)
-    snapshots = _snapshots(strategy, number)
+    stepping = Keep(layout.parameters) if duty.keeps else optimizer
+    store = Store(layout, number, stepping, duty.apply, crew.workers)
+    snapshots = _snapshots(duty, number)
     clock = _common_snapshot(snapshots, crew, cluster.control)
     if clock is not None:
         assert snapshots is not None
@@ -74,14 +76,25 @@ def serve(
     _forget(model, optimizer)
     listener = socket.create_server((own_address(cluster), 0), backlog=2 * len(crew.workers))
     secret = _meet(listener.getsockname()[:2], crew, cluster.control)[1]
-    Service(store, listener, secret, silent_s=strategy.silent_s, snapshots=snapshots).serve()
+    Service(
+        store,
+        listener,
+        secret,
+        silent_s=duty.silent_s,
+        snapshots=snapshots,
+        returns=duty.returns,
+    ).serve()
 
 
 def client_of(
-    optimizer: torch.optim.Optimizer, strategy: SSP, crew: Crew, cluster: Cluster
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Served,
+    crew: Crew,
+    cluster: Cluster,
 ) -> Client:
     """A worker's client, connected to all servers."""
-    layout = layout_of(optimizer, strategy, crew)
+    layout, duty = layout_of(model, optimizer, strategy, crew), strategy.duty
     control = cluster.control
     _common_snapshot(None, crew, control)
     addresses, secret = _meet(None, crew, control)
@@ -95,16 +108,24 @@ def client_of(
         control.rank,
         secret,
         timeout_s=cluster.timeout_s,
-        beat_s=strategy.silent_s / BEATS,
-        gone=_remedy(strategy),
+        beat_s=duty.silent_s / BEATS,
+        gone=_remedy(duty),
     )
 
 
-def layout_of(optimizer: torch.optim.Optimizer, strategy: SSP, crew: Crew) -> Layout:
-    """Where the trained parameters lie; ValueError for an optimizer that servers cannot have."""
-    require_elementwise(optimizer, strategy.apply)
+def layout_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Served, crew: Crew
+) -> Layout:
+    """Where that lies which servers hold: the trained parameters; averaged ones with the model's
+    running statistics. ValueError for an optimizer that servers cannot have."""
     groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-    return Layout(groups, len(crew.servers))
+    if not strategy.duty.keeps:
+        require_elementwise(optimizer, strategy.duty.apply)
+        return Layout(groups, len(crew.servers))
+    held: list[Tensor] = [p for group in groups for p in group]
+    if strategy.duty.keeps == "parameters":
+        held += [b for b in model.buffers() if b.is_floating_point() and b.numel()]
+    return Layout([held], len(crew.servers))
 
 
 def own_address(cluster: Cluster) -> str:
@@ -141,10 +162,10 @@ def _meet(
 # ---- snapshots ------------------------------------------------------------------------------
 
 
-def _snapshots(strategy: SSP, number: int) -> Snapshots | None:
-    if strategy.snapshot is None:
+def _snapshots(duty: Duty, number: int) -> Snapshots | None:
+    if duty.snapshot is None:
         return None
-    return Snapshots(strategy.snapshot, number, strategy.snapshot_every)
+    return Snapshots(duty.snapshot, number, duty.snapshot_every)
 
 
 def _common_snapshot(mine: Snapshots | None, crew: Crew, control: Control) -> int | None:
@@ -154,11 +175,13 @@ def _common_snapshot(mine: Snapshots | None, crew: Crew, control: Control) -> in
     return max(common, default=None)
 
 
-def _remedy(strategy: SSP) -> str:
-    if strategy.snapshot is None:
+def _remedy(duty: Duty) -> str:
+    if duty.keeps:
+        return "start the job again, from your last checkpoint"
+    if duty.snapshot is None:
         return "start the job again (with snapshot=DIRECTORY it would go on where it was saved)"
     return (
-        f"start the job again: it goes on from the last snapshot in {strategy.snapshot}, and what "
+        f"start the job again: it goes on from the last snapshot in {duty.snapshot}, and what "
         "came after it is lost"
     )
 

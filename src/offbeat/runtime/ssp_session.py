@@ -1,26 +1,16 @@
-"""The session of workers with a parameter server: push, pull, and never too far ahead."""
+"""The session of SSP's workers: push, pull, and never too far ahead."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from offbeat.guards.finite import OnNonfinite
 from offbeat.runtime.attached import Attached
-from offbeat.runtime.iteration import Acted, Iteration, Timestamps
-from offbeat.runtime.pace import Pace
-from offbeat.runtime.record import Recorder
-from offbeat.runtime.wrap import Session
-from offbeat.server.client import Client
+from offbeat.runtime.iteration import Acted
+from offbeat.runtime.served_session import ServedSession, Worker
 from offbeat.server.optimizers import put_state, settings_of
 from offbeat.strategies import SSP
-from offbeat.transport.cluster import Cluster
 
 BEFORE = (
     "load it before offbeat.prepare on every rank: afterwards the servers hold parameters and "
@@ -28,44 +18,26 @@ BEFORE = (
 )
 
 
-class SSPSession(Session):
+class SSPSession(ServedSession):
     """Trains on a copy of the servers' parameters, which is refreshed between iterations.
 
     Within an iteration parameters do not change. Whoever reads them between two iterations sees
     the servers' newest ones.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        strategy: SSP,
-        cluster: Cluster,
-        client: Client,
-        recorder: Recorder | None,
-        on_nonfinite: OnNonfinite,
-        pace: Pace | None = None,
-    ):
-        self._pace = pace
-        if pace is not None:
-            pace.follow(model)
-        self._model, self._optimizer, self._strategy = model, optimizer, strategy
-        self._cluster, self._client, self._recorder = cluster, client, recorder
-        self._on_nonfinite: OnNonfinite = on_nonfinite
-        self._parameters: Sequence[Tensor] = client.layout.parameters
-        self._known = [frozenset(group) for group in settings_of(optimizer)]  # to the servers too
-        self._outgoing = client.layout.views(client.outgoing)
-        self._incoming = client.layout.views(client.incoming)
+    def __init__(self, worker: Worker, strategy: SSP):
+        super().__init__(worker)
+        self._strategy = strategy
+        self._known = [frozenset(g) for g in settings_of(self._optimizer)]  # to the servers too
         self._low = 0  # pushes of smaller clocks are in the parameters here
         self._collected = 0  # iterations whose gradients are in `outgoing`
         self._waiting = 0  # iterations of this clock so far
-        self._absent = [0] * len(self._parameters)
+        self._absent = [0] * len(self._held)
         self._open = False  # an iteration has begun
         self._fresh = False  # the parameters here are the newest that this worker knows of
-        self._iteration = 0
-        self._marks = Timestamps(begin=cluster.device.mark())
         refuse, flush = Attached(self._refuse_load), Attached(self.flush)
-        self._handles: list[Any] = [model.register_load_state_dict_pre_hook(refuse)]
+        model, optimizer = self._model, self._optimizer
+        self._handles.append(model.register_load_state_dict_pre_hook(refuse))
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
         self._handles.append(optimizer.register_load_state_dict_pre_hook(refuse))
         self._handles.append(optimizer.register_state_dict_pre_hook(Attached(self._fetch_state)))
@@ -73,46 +45,17 @@ class SSPSession(Session):
 
     # ---- what the user calls ----------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        pace = self._pace if torch.is_grad_enabled() and self._model.training else None
-        if pace is not None:
-            pace.begins(self._iteration, self._marks.begin)
-        if torch.is_grad_enabled() and self._model.training:
-            self._begin()
-        else:
-            self.flush()
-        if pace is not None:
-            pace.waited()
-        mark = self._cluster.device.mark
-        self._marks.forward = mark()
-        output = self._model(*args, **kwargs)
-        if pace is not None:
-            pace.forward(-1)
-        self._marks.forward_end = mark()
-        return output
-
-    def step(self, skip_update: bool) -> None:
-        mark, marks = self._cluster.device.mark, self._marks
-        marks.backward_end = marks.waited = marks.step = mark()
-        marks.ready = [marks.backward_end]
+    def _end(self, skip_update: bool) -> None:
         self._optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers look at it
         if not skip_update:
             self._collect()
         self._waiting += 1
         if self._waiting == self._strategy.accumulate:
             self._push()
-        marks.stepped = mark()
+        self._marks.stepped = self._cluster.device.mark()
         self._open = self._fresh = False
         if not self._waiting:
             self._refresh()
-        marks.end = mark()
-        self._note()
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        self._model.zero_grad(set_to_none)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()  # backward only accumulates anyway
 
     def flush(self) -> None:
         """Have the servers' newest parameters, unless an iteration is under way; such as the next
@@ -124,36 +67,17 @@ class SSPSession(Session):
         if self._waiting:
             self._push()
         self._client.settle()
-        buffers = [b for b in self._model.buffers() if b.numel()]
-        numbers = [b.detach().to("cpu", torch.float64).reshape(-1) for b in buffers]
-        means = self._client.meet(torch.cat(numbers) if numbers else torch.empty(0).double())
+        self._unite_buffers()  # whoever has met has pushed
         self._newest(0)  # nobody waits for who has made more iterations
         self._open = False
-        parts = means.split([b.numel() for b in buffers]) if buffers else []
-        for buffer, mean in zip(buffers, parts, strict=True):
-            exact = mean if buffer.is_floating_point() else mean.round()
-            buffer.copy_(exact.view(buffer.shape))
         self._client.meet(torch.empty(0).double())  # nobody pushes before everybody has pulled
 
     def optimizer_reloaded(self) -> None:
         self._refuse_load()
 
-    def close(self) -> None:
-        if self._cluster.closed:
-            return
-        if getattr(sys, "last_value", None) is None:  # else this rank is going down: at once
-            with suppress(RuntimeError):  # the servers are gone, which was said already
-                self._open = False
-                self.flush()
-        with suppress(RuntimeError):
-            self._client.close()
-        for handle in self._handles:
-            handle.remove()
-        if self._recorder:
-            link = next(iter(self._cluster.links))
-            self._recorder.pace = self._pace.record() if self._pace else None
-            self._recorder.write({link: self._client.bytes_sent})
-        self._cluster.close()
+    def _leave(self) -> None:
+        self._open = False
+        self.flush()
 
     # ---- gradients to the servers -----------------------------------------------------------
 
@@ -161,11 +85,11 @@ class SSPSession(Session):
         """Take this iteration's gradients; the first ones wait until the last push is in."""
         if not self._collected:
             self._client.settle()
-            self._absent = [0] * len(self._parameters)
+            self._absent = [0] * len(self._held)
         if not self._acceptable():
             return
         views, gradients = [], []
-        for number, (p, view) in enumerate(zip(self._parameters, self._outgoing, strict=True)):
+        for number, (p, view) in enumerate(zip(self._held, self._outgoing, strict=True)):
             if p.grad is not None:
                 views.append(view)
                 gradients.append(p.grad.detach())
@@ -177,21 +101,6 @@ class SSPSession(Session):
             act = torch._foreach_add_ if self._collected else torch._foreach_copy_
             act(views, gradients)
         self._collected += 1
-
-    def _acceptable(self) -> bool:
-        """Whether the gradients are finite, or the user does not mind."""
-        if self._on_nonfinite == "ignore":
-            return True
-        sums = [p.grad.sum() for p in self._parameters if p.grad is not None]
-        if not sums or bool(torch.stack([s.float().cpu() for s in sums]).sum().isfinite()):
-            return True
-        if self._on_nonfinite == "skip":
-            return False
-        raise RuntimeError(
-            f"rank {self._cluster.control.rank} brought a gradient with NaN or infinity to the "
-            f"servers in iteration {self._iteration}; lower the learning rate, or "
-            "on_nonfinite='skip'"
-        )
 
     def _push(self) -> None:
         """End this clock."""
@@ -261,7 +170,7 @@ class SSPSession(Session):
         low = self._client.arrived()
         assert low is not None
         with torch.no_grad():
-            torch._foreach_copy_(list(self._parameters), self._incoming)
+            torch._foreach_copy_(list(self._held), self._incoming)
         self._low = max(self._low, low)
         self._client.consume()
 
@@ -276,16 +185,9 @@ class SSPSession(Session):
             spec = self._client.layout.shards[number]
             for place, name, value in values:
                 piece = spec.pieces[place]
-                p = self._parameters[piece.parameter]
+                p = self._held[piece.parameter]
                 put_state(self._optimizer.state[p], p.detach(), piece, name, value)
 
     def _refuse_load(self) -> None:
         if not self._cluster.closed:
             raise ValueError(f"the checkpoint came too late; {BEFORE}")
-
-    def _note(self) -> None:
-        if self._recorder:
-            self._recorder.stepped(self._iteration)
-            self._recorder.iteration(Iteration(self._iteration, self._marks, []))
-        self._iteration += 1
-        self._marks = Timestamps(begin=self._cluster.device.mark())

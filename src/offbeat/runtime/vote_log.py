@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
-from offbeat.plan import Plan
 from offbeat.runtime.iteration import Iteration
 
 
@@ -18,15 +18,15 @@ class VoteLog:
         self._spared: list[int] = []
         self._votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
-    def take(self, done: Iteration, plan: Plan) -> None:
-        """Take in one finished iteration."""
+    def take(self, done: Iteration, votes: Sequence[str]) -> None:
+        """Take in one finished iteration with these votes."""
         self._iterations.append(done.number)
         sent = [m for m in done.messages if not m.passed]
-        self._sent.append(sum(x.nbytes for m in sent for x in m.tensors))
+        self._sent.append(done.pushed_bytes + sum(x.nbytes for m in sent for x in m.tensors))
         self._spared.append(done.spared_bytes)
-        for vote in plan.votes:
-            numbers = {k: float(f"{x:.6g}") for k, x in done.shown.get(vote.name, {}).items()}
-            self._votes[vote.name].append({**numbers, "yes": done.voted.get(vote.name)})
+        for name in votes:
+            numbers = {k: float(f"{x:.6g}") for k, x in done.shown.get(name, {}).items()}
+            self._votes[name].append({**numbers, "yes": done.voted.get(name)})
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: columns, the same length for all; `yes` are the ranks, None: not known."""

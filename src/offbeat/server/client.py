@@ -68,6 +68,7 @@ class Client:
         self._arrived: int | None = None
         self._asked: dict[Kind, Callable[[Upstream], None]] = {}  # what waits for one answer
         self._answer: Any = None
+        self._meetings = 0  # so far; their number tells a repeated one from the next
         self._commands: deque[Callable[[], None]] = deque()
         self._wakes, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -140,9 +141,11 @@ class Client:
     def meet(self, numbers: Tensor) -> Tensor:
         """Wait for all workers; the means of their numbers (float64)."""
         body = memory_of(numbers.contiguous())
+        self._meetings += 1
+        number = self._meetings
 
         def send(up: Upstream) -> None:
-            self._send(up, Kind.MEET, body)
+            self._send(up, Kind.MEET, body, clock=number)
 
         return self._ask(Kind.MET, self._ups[0], send, "all workers to meet")
 

@@ -48,7 +48,7 @@ class Service:
     """Serves a store to its workers until all of them have left.
 
     A worker that has not been heard of for `silent_s` counts no more, with a warning; it may come
-    back. `number` is the server's, for words.
+    back if it `returns`.
     """
 
     def __init__(
@@ -59,15 +59,17 @@ class Service:
         *,
         silent_s: float,
         snapshots: Snapshots | None = None,
+        returns: bool = True,
     ):
         self.store = store
         self._listener, self._secret = listener, secret
-        self._silent_s, self._snapshots = silent_s, snapshots
+        self._silent_s, self._snapshots, self._returns = silent_s, snapshots, returns
         self._peers: set[_Peer] = set()
         now = time.monotonic()
         self._heard_s = dict.fromkeys(store.clocks(), now)
         self._lost: set[int] = set()
-        self._meeting: dict[int, Tensor] = {}
+        self._meeting: dict[int, tuple[int, Tensor]] = {}  # by rank: its how many-th, its numbers
+        self._met_last: dict[int, tuple[int, Tensor]] = {}  # the same of what came out
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -249,9 +251,16 @@ class Service:
             raise WireError(f"rank ({rank}) is no worker of this job")
         if meta.get("layout") != self.store.layout.digest:
             raise WireError("the model or optimizer is another one than the server's")
+        if rank in self._lost and not self._returns:
+            raise WireError(
+                f"rank {rank} was silent for more than {self._silent_s:g} s, and the others have "
+                "gone on without it; raise silent_s"
+            )
         for other in [p for p in self._peers if p.rank == rank]:
             self._drop(other)
         peer.rank = rank
+        if meta.get("fresh"):
+            self._met_last.pop(rank, None)
         self._heard_s[rank] = time.monotonic()
         clock = self.store.welcome(rank, frame.header.clock, bool(meta.get("fresh")))
         taken = {str(number): clock for number, clock in self.store.taken(rank).items()}
@@ -333,16 +342,22 @@ class Service:
         self._send(peer, Kind.CLOCKS, meta={"clocks": clocks})
 
     def _meet(self, peer: _Peer, frame: Frame) -> None:
-        if any(len(numbers) != len(frame.body) for numbers in self._meeting.values()):
+        rank, number = frame.header.rank, frame.header.clock
+        last, mean = self._met_last.get(rank, (0, None))
+        if number == last and mean is not None:  # the answer was lost with its connection
+            self._send(peer, Kind.MET, memory_of(mean))
+            return
+        if any(len(numbers) != len(frame.body) for _, numbers in self._meeting.values()):
             raise WireError("the numbers to average must be as many on all workers")
-        self._meeting[frame.header.rank] = frame.body
+        self._meeting[rank] = number, frame.body
         self._met()
 
     def _met(self) -> None:
         present = set(self._meeting)
         if not present or not present >= set(self.store.clocks()):
             return
-        mean = torch.stack([self._meeting[rank] for rank in sorted(present)]).mean(dim=0)
+        mean = torch.stack([self._meeting[rank][1] for rank in sorted(present)]).mean(dim=0)
+        self._met_last |= {rank: (number, mean) for rank, (number, _) in self._meeting.items()}
         self._meeting = {}
         for peer in [p for p in self._peers if p.rank in present and p.started]:
             self._send(peer, Kind.MET, memory_of(mean))

@@ -37,7 +37,7 @@ class Kind(IntEnum):
     PULL = 5  # all parameters, once every clock is at least this one
     BEAT = 6  # I am alive
     STATUS = 7  # who is where?
-    MEET = 8  # wait here for the others; body: numbers to average
+    MEET = 8  # wait here for the others; clock: this worker's how many-th; body: numbers to average
     STATE = 9  # a shard's optimizer state
     BYE = 10  # I have done my part
     HURRY = 11  # answer the pull that waits, as things are

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from offbeat.plan import Plan
-
 CHUNK = 256
 
 Votes = Mapping[str, float | Sequence[bool]]
@@ -19,8 +17,7 @@ class Outcomes:
     was recorded, from the beginning again where that ends. A seed gives the same draws however
     many iterations are asked for. ValueError on unknown votes."""
 
-    def __init__(self, plan: Plan, votes: Votes, seed: int) -> None:
-        names = [vote.name for vote in plan.votes]
+    def __init__(self, names: Sequence[str], votes: Votes, seed: int) -> None:
         for name, given in votes.items():
             if name not in names:
                 known = ", ".join(names) or "none"

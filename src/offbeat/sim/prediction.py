@@ -95,6 +95,7 @@ class Predicting(Protocol):
         iterations: int | None,
         seed: int,
         ranks: Ranks | None,
+        votes: Votes | None,
     ) -> Prediction:
         """What `predict` returns."""
         ...
@@ -114,7 +115,12 @@ def predict(
     some."""
     if isinstance(strategy, Predicting):
         return strategy.predict(
-            profile, servers=servers, iterations=iterations, seed=seed, ranks=ranks
+            profile,
+            servers=servers,
+            iterations=iterations,
+            seed=seed,
+            ranks=ranks,
+            votes=votes,
         )
     return predict_plan(
         strategy.plan(profile),

@@ -63,7 +63,7 @@ def job_of(
         iterations,
         horizon,
         Costs(plan, profile, ranks),
-        Outcomes(plan, votes, seed),
+        Outcomes([vote.name for vote in plan.votes], votes, seed),
         Factors(profile, ranks, horizon, seed),
         Spread(plan, profile, seed),
         together,

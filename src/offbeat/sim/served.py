@@ -66,7 +66,7 @@ class _Worker:
 @dataclass
 class Course:
     """What happened: per worker and clock when it began to compute, when that was done, and when
-    the push had been handed over; seconds waited by cause."""
+    it was over (the push had been handed over); seconds waited by cause."""
 
     begins_s: list[list[float]]
     computed_s: list[list[float]]
@@ -241,14 +241,13 @@ def predict_served(
     every host in 2(N-1) hops; a push or pull moves all of them in one. `exposed_s` is waiting for
     parameters and for the last push to be in.
     """
-    if servers < 1:
-        raise ValueError(f"servers ({servers}) must be at least 1 for {strategy}")
+    require_servers(servers, strategy)
     ranks = ranks or Ranks()
     ranks.fit(profile)
     chance = any(ranks.jitters(profile))
     most = max(iterations or 0, RANDOM_ITERATIONS if chance else CLOCKS)
     clocks = -(-most // strategy.accumulate)
-    compute_s = _compute_s(profile, ranks, clocks * strategy.accumulate, seed)
+    compute_s = compute_seconds(profile, ranks, clocks * strategy.accumulate, seed)
     per_clock_s = compute_s.reshape(clocks, strategy.accumulate, -1).sum(axis=1)
     server = server_of(profile, servers, ranks)
     course = run_served(server, per_clock_s, strategy.s, each_push=strategy.apply == "push")
@@ -275,8 +274,16 @@ def server_of(profile: Profile, servers: int, ranks: Ranks | None = None) -> Ser
     )
 
 
-def _compute_s(profile: Profile, ranks: Ranks, iterations: int, seed: int) -> NDArray[np.float64]:
-    """[iteration, worker]; the update is the servers'."""
+def require_servers(servers: int, strategy: object) -> None:
+    """ValueError unless there is a server."""
+    if servers < 1:
+        raise ValueError(f"servers ({servers}) must be at least 1 for {strategy}")
+
+
+def compute_seconds(
+    profile: Profile, ranks: Ranks, iterations: int, seed: int
+) -> NDArray[np.float64]:
+    """[iteration, worker], without the update."""
     alone_s = profile.forward_s + profile.backward_s
     scale = np.array(ranks.compute_scale(profile))
     noise = ranks.noise(iterations, profile, seed)
@@ -326,7 +333,7 @@ def _trace(strategy: SSP, course: Course, workers: int) -> Trace:
     spans = [
         span
         for n in range(min(workers, MAX_RANKS))
-        for span in _spans(course, n, range(max(last - LEAST_ITERATIONS, 0), last))
+        for span in spans_of(course, n, range(max(last - LEAST_ITERATIONS, 0), last))
     ]
     return Trace(
         source="simulated",
@@ -345,7 +352,8 @@ def _split(ends_s: list[float], parts: int) -> Iterator[float]:
         before_s = end_s
 
 
-def _spans(course: Course, n: int, clocks: range) -> Iterator[Span]:
+def spans_of(course: Course, n: int, clocks: range) -> Iterator[Span]:
+    """What worker n did in these clocks."""
     for clock in clocks:
         begin_s, computed_s = course.begins_s[n][clock], course.computed_s[n][clock]
         before_s = course.ends_s[n][clock - 1] if clock else 0.0

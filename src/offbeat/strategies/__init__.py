@@ -18,6 +18,8 @@ from offbeat.strategies.fedavg import FedAvg
 from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.p3 import P3
 from offbeat.strategies.partial_sync import PartialSync
+from offbeat.strategies.ps_bsp import PSBSP
+from offbeat.strategies.ps_selsync import PSSelSync
 from offbeat.strategies.selsync import SelSync
 from offbeat.strategies.served import Served
 from offbeat.strategies.ssp import SSP
@@ -41,7 +43,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 """Those that the core runs, by a plan."""
 
-SERVED: dict[str, type[Served]] = {SSP.name: SSP}
+SERVED: dict[str, type[Served]] = {cls.name: cls for cls in (PSBSP, PSSelSync, SSP)}
 """Those with a parameter server."""
 
 
@@ -64,6 +66,7 @@ __all__ = [
     "BSP",
     "DDP",
     "P3",
+    "PSBSP",
     "SERVED",
     "SSP",
     "STRATEGIES",
@@ -75,6 +78,7 @@ __all__ = [
     "FedAvg",
     "LocalSGD",
     "Monitor",
+    "PSSelSync",
     "PartialSync",
     "SelSync",
     "Served",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from offbeat.profile import Profile
 from offbeat.strategies.base import require_count
-from offbeat.strategies.served import Served
+from offbeat.strategies.served import Duty, Served, require_silence
 
 if TYPE_CHECKING:
+    from offbeat.sim.outcomes import Votes
     from offbeat.sim.prediction import Prediction
     from offbeat.sim.ranks import Ranks
 
@@ -46,8 +46,16 @@ class SSP(Served):
         require_count("s", self.s, least=0, remedy="0 is synchronous")
         require_count("accumulate", self.accumulate)
         require_count("snapshot_every", self.snapshot_every)
-        if not isinstance(self.silent_s, (int, float)) or not 0 < self.silent_s < math.inf:
-            raise ValueError(f"silent_s ({self.silent_s!r}) must be a number of seconds above 0")
+        require_silence(self.silent_s)
+
+    @property
+    def duty(self) -> Duty:
+        return Duty(
+            self.silent_s,
+            self.apply,
+            snapshot=self.snapshot,
+            snapshot_every=self.snapshot_every,
+        )
 
     def bound_s(self, profile: Profile) -> float:
         """`F + B` with what the loop does around them, of the slowest rank: in the long run nobody
@@ -63,9 +71,12 @@ class SSP(Served):
         iterations: int | None = None,
         seed: int = 0,
         ranks: Ranks | None = None,
+        votes: Votes | None = None,
     ) -> Prediction:
         from offbeat.sim.served import predict_served
 
+        if votes:
+            raise ValueError(f"votes ({votes}) must be left out: {self} has none")
         return predict_served(
             self, profile, servers=servers, iterations=iterations, seed=seed, ranks=ranks
         )
