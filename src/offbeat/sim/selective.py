@@ -84,7 +84,10 @@ def predict_selective(
     drawn = not isinstance(given, Sequence) and 0 < given < 1
     chance = drawn or any(ranks.jitters(profile))
     replayed = len(given) if isinstance(given, Sequence) else 0
-    count = max(iterations or replayed, RANDOM_ITERATIONS if chance and not replayed else CLOCKS)
+    if replayed:
+        count = iterations or replayed
+    else:
+        count = max(iterations or 0, RANDOM_ITERATIONS if chance else CLOCKS)
     scale = np.array(ranks.compute_scale(profile))
     compute_s = compute_seconds(profile, ranks, count, seed) + profile.update_s * scale
     yes = [outcomes.yes(name, i) for i in range(count)]
