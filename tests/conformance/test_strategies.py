@@ -90,6 +90,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"fraction": 0.5, "local_steps": 2, "seed": 3},
         {"fraction": 0.5, "epoch_share": 0.25, "steps_per_epoch": 12, "state": "averaged"},
         {"samples": (1.0, 3.0), "local_steps": 1, "state": "reset"},
+        {"samples": (1.0, 3.0), "local_steps": (1, 3), "state": "averaged"},
     ],
 }
 STRATEGIES_UNDER_TEST: list[Strategy] = [
@@ -188,7 +189,7 @@ def rounds(world: list[Replica], iterations: range, strategy: Any) -> None:
     federated(
         world,
         iterations,
-        local_steps=strategy.round_steps,
+        local_steps=strategy.steps(len(world)),
         weights=lambda done: drawn(counts, strategy.fraction, strategy.seed, done),
         state=strategy.state,
     )

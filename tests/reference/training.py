@@ -185,18 +185,21 @@ def federated(
     world: list[Replica],
     iterations: Sequence[int],
     *,
-    local_steps: int,
+    local_steps: Sequence[int],
     weights: Callable[[int], Sequence[float]],
     state: str = "local",
 ) -> None:
-    """Local steps; w <- sum_k(n_k w_k) / sum_k(n_k) after every round, with that round's n."""
-    for done, t in enumerate(iterations, start=1):
+    """Replica k steps in the first local_steps[k] iterations of a round, which is as long as the
+    largest of them; w <- sum_k(n_k w_k) / sum_k(n_k) after every round, with that round's n."""
+    length = max(local_steps)
+    for done, t in enumerate(iterations):
         for replica in world:
             replica.gradients(t)
-            replica.step()
-        if done % local_steps == 0:
+            if done % length < local_steps[replica.rank]:
+                replica.step()
+        if (done + 1) % length == 0:
             everything = Piece(tuple(names_of(world)))
-            counts = weights(done // local_steps - 1)
+            counts = weights(done // length)
             average_parameters(world, everything, counts)
             treat_state(world, everything, state, counts)
         for replica in world:
@@ -344,8 +347,9 @@ def as_planned(
         now = [a for a in plan.applies if phase in a.phases and goes(a, r, outcomes)]
         resets = [a for a in now if a.rule == "reset"]
         after_update = local.at.point == "grad" or not _before_the_step(active)
+        stepping = [r for r in world if local.ranks is None or r.rank in local.ranks]
         if after_update:
-            _step(world)
+            _step(stepping)
         for apply in now:
             for voter in voters if apply.rule == "select" else []:
                 RULES[apply.rule](voter, apply)
@@ -359,7 +363,7 @@ def as_planned(
             names = tuple(n for b in reset.buckets for n in tensors[b])
             treat_state(world, Piece(names), "reset")
         if not after_update:
-            _step(world)
+            _step(stepping)
         for replica in world:
             replica.end()
     return outcomes

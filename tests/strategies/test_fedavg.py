@@ -1,12 +1,16 @@
 """FedAvg: who is drawn, how they are weighted, what it equals, what it refuses."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from offbeat.cli.texts import strategy
 from offbeat.numerics.select import drawn
+from offbeat.plan.check import check
 from offbeat.profile import Bucket, Link, Profile
+from offbeat.sim import predict
 from offbeat.strategies import BSP, FedAvg, LocalSGD, create
 from offbeat.testing.conformance import equals_equations, interpreted
 from offbeat.testing.equations import Task, momentum
@@ -38,6 +42,9 @@ def test_all_workers_alike_are_local_sgd():
         FedAvg(fraction=0.25, local_steps=1, seed=7),
         FedAvg(samples=(1, 2, 3, 4), local_steps=2, state="averaged"),
         FedAvg(fraction=0.75, samples=(10, 1, 1, 1), local_steps=3, state="reset"),
+        FedAvg(local_steps=(1, 4, 2, 4)),
+        FedAvg(fraction=0.5, samples=(1, 2, 3, 4), local_steps=(3, 1, 2, 3), state="averaged"),
+        FedAvg(epoch_share=0.5, steps_per_epoch=(4, 2, 6, 6), state="reset"),
     ],
     ids=str,
 )
@@ -54,6 +61,34 @@ def test_after_a_round_everyone_has_the_average_of_those_drawn():
     assert sorted(map(bool, counts)) == [False, False, True, True]
     average = np.array(counts) @ stepped / sum(counts)
     np.testing.assert_allclose(found[1], np.tile(average, (4, 1)), rtol=0, atol=1e-12)
+
+
+def test_who_has_done_its_steps_waits_for_the_end_of_the_round():
+    """Two workers, one and three steps per round: neither weights nor momentum move meanwhile."""
+    two = replace(PROFILE, world_size=2)
+    plan = FedAvg(local_steps=(1, 3), samples=(1, 4)).plan(two)
+    found = interpreted(plan, TASK, 2, 8, momentum)
+    w, m = np.array([TASK.start] * 2), np.zeros((2, len(TASK.start)))
+    for t in range(8):
+        np.testing.assert_allclose(found[t], w, rtol=0, atol=1e-12)
+        for rank, steps in enumerate((1, 3)):
+            if t % 3 < steps:
+                m[rank] = 0.9 * m[rank] + TASK.gradient(rank, t, range(3), w[rank])
+                w[rank] = w[rank] - 0.1 * m[rank]
+        if t % 3 == 2:
+            w[:] = (w[0] + 4 * w[1]) / 5
+
+
+def test_unequal_rounds_are_sound_and_take_as_long_as_the_longest():
+    """The others compute as well; they only do not step."""
+    uneven, even = FedAvg(local_steps=(1, 3, 2, 3)), FedAvg(local_steps=3)
+    assert check(uneven.plan(PROFILE), PROFILE) == []
+    assert uneven.plan(PROFILE).fact("local_steps") == [1, 3, 2, 3]
+    assert uneven.bound_s(PROFILE) == even.bound_s(PROFILE)
+    timed = replace(PROFILE, update_s=0.01)
+    seconds = [predict(s, timed).iteration_s for s in (uneven, even)]
+    assert seconds[0] == pytest.approx(seconds[1])
+    assert FedAvg(local_steps=(3, 3, 3, 3)).plan(PROFILE) == even.plan(PROFILE)
 
 
 def test_rounds_draw_so_many_workers_evenly_and_the_seed_repeats_them():
@@ -86,6 +121,9 @@ def test_the_length_of_a_round():
     assert FedAvg(epoch_share=0.25, steps_per_epoch=100).plan(PROFILE).period == 25
     assert FedAvg(epoch_share=0.01, steps_per_epoch=10).plan(PROFILE).period == 1
     assert FedAvg(epoch_share=2, steps_per_epoch=10).plan(PROFILE).period == 20
+    shares = FedAvg(epoch_share=0.25, steps_per_epoch=(100, 1, 40, 100))
+    assert shares.steps(4) == (25, 1, 10, 25)
+    assert shares.plan(PROFILE).period == 25
 
 
 def test_samples_may_come_from_json_and_are_one_per_worker():
@@ -93,6 +131,17 @@ def test_samples_may_come_from_json_and_are_one_per_worker():
     assert two == FedAvg(samples=(100.0, 250.0))
     with pytest.raises(ValueError, match=r"samples \(2 numbers\) must have one number per worker"):
         two.plan(PROFILE)
+
+
+def test_steps_may_come_from_json_or_the_command_line_and_are_one_per_worker():
+    two = create("fedavg", {"local_steps": [1, 2]})
+    assert two == FedAvg(local_steps=(1, 2)) == strategy("fedavg", ["local_steps=1/2"])
+    assert strategy("fedavg", ["local_steps=2"]) == FedAvg(local_steps=2)
+    with pytest.raises(ValueError, match=r"local_steps \(2 numbers\) must have one number per"):
+        two.plan(PROFILE)
+    epochs = FedAvg(epoch_share=0.5, steps_per_epoch=(2, 4, 6))
+    with pytest.raises(ValueError, match=r"steps_per_epoch \(3 numbers\) must have one number"):
+        epochs.plan(PROFILE)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +158,8 @@ def test_samples_may_come_from_json_and_are_one_per_worker():
         ),
         ({"steps_per_epoch": 8}, r"steps_per_epoch \(8\) must come with epoch_share"),
         ({"local_steps": 0}, r"local_steps \(0\) must be an integer of at least 1"),
+        ({"local_steps": (2, 0)}, r"local_steps \(0\) must be an integer of at least 1"),
+        ({"local_steps": ()}, r"local_steps \(\(\)\) must have one number per worker"),
         ({"samples": (1, 0)}, r"samples \(\(1, 0\)\) must be numbers above 0"),
         ({"samples": ()}, r"samples \(\(\)\) must be numbers above 0"),
         ({"seed": -1}, r"seed \(-1\) must be an integer of at least 0"),

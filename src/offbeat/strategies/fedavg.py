@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from offbeat.numerics.select import drawn
-from offbeat.plan import Apply, Moment, Phases, Plan, local, transfer
+from offbeat.plan import Apply, Fact, Moment, Phases, Plan, local, transfer
 from offbeat.profile import Profile
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.strategies.partial_sync import kinds_of
@@ -28,14 +29,16 @@ class FedAvg(Strategy):
     `steps_per_epoch` iterations (.25: four rounds per epoch); by default 5 steps. `state` as in
     `LocalSGD`; averaged, it is weighted alike.
 
-    All workers take the same number of steps in a round, those that are not drawn included; and
-    all take part in the all-reduce, so C changes what is learnt and not what is sent.
+    Either length may be a number per worker (`2/5`), where their data differ in size. All ranks
+    iterate alike: a round is as long as its longest worker takes, and a worker that has done its
+    steps drops the gradients of the iterations that are left. All take part in the all-reduce,
+    drawn or not, so C changes what is learnt and not what is sent.
     """
 
     fraction: float = 1.0
-    local_steps: int | None = None
+    local_steps: int | tuple[int, ...] | None = None
     epoch_share: float | None = None
-    steps_per_epoch: int | None = None
+    steps_per_epoch: int | tuple[int, ...] | None = None
     samples: tuple[float, ...] | None = None
     seed: int = 0
     state: StatePolicy = "local"
@@ -54,15 +57,13 @@ class FedAvg(Strategy):
                 f"fraction ({self.fraction}) must lie above 0 and be at most 1; 1 averages all "
                 "workers"
             )
+        for name in ("local_steps", "steps_per_epoch"):
+            object.__setattr__(self, name, _counts(name, getattr(self, name)))
         self._require_one_length()
         require_count("seed", self.seed, least=0)
         object.__setattr__(self, "samples", _numbers(self.samples))
 
     def _require_one_length(self) -> None:
-        if self.local_steps is not None:
-            require_count("local_steps", self.local_steps)
-        if self.steps_per_epoch is not None:
-            require_count("steps_per_epoch", self.steps_per_epoch)
         if self.epoch_share is None:
             if self.steps_per_epoch is not None:
                 raise ValueError(
@@ -82,28 +83,36 @@ class FedAvg(Strategy):
             )
 
     @property
-    def round_steps(self) -> int:
-        """Local steps in a round."""
+    def round_steps(self) -> int | tuple[int, ...]:
+        """Local steps in a round, of all workers or of each."""
         if self.epoch_share is None:
             return self.local_steps or LOCAL_STEPS
         assert self.steps_per_epoch is not None
-        return max(1, round(self.epoch_share * self.steps_per_epoch))
+        if isinstance(self.steps_per_epoch, int):
+            return max(1, round(self.epoch_share * self.steps_per_epoch))
+        return tuple(max(1, round(self.epoch_share * steps)) for steps in self.steps_per_epoch)
+
+    @property
+    def _length(self) -> int:
+        """Iterations of a round."""
+        steps = self.round_steps
+        return steps if isinstance(steps, int) else max(steps)
 
     def counts(self, workers: int) -> tuple[float, ...]:
         """Samples of every worker; ValueError unless there is one number for each."""
         counts = self.samples or (1.0,) * workers
-        if len(counts) != workers:
-            raise ValueError(
-                f"samples ({len(counts)} numbers) must have one number per worker ({workers})"
-            )
+        _require_one_each("samples", counts, workers)
         return counts
 
     def schedule(self, profile: Profile) -> Plan:
-        everything, steps = range(len(profile.buckets)), self.round_steps
-        samples, last = self.counts(profile.world_size), Phases([steps - 1])
-        kinds = kinds_of(self.state)
-        applies = [local(len(everything), STEP, range(steps))]
-        if self.fraction < 1 or len(set(samples)) > 1:
+        everything, workers = range(len(profile.buckets)), profile.world_size
+        samples, last = self.counts(workers), Phases([self._length - 1])
+        kinds, steps = kinds_of(self.state), self.steps(workers)
+        uneven = len(set(steps)) > 1
+        applies: list[Apply] = []
+        for start, stop in pairwise([0, *sorted(set(steps))]):
+            applies += _updates(everything, range(start, stop), steps)
+        if self.fraction < 1 or len(set(samples)) > 1 or uneven:
             shared = {"samples": samples, "fraction": float(self.fraction), "seed": self.seed}
             for kind in kinds:
                 args = tuple({"buffer": kind, **shared}.items())
@@ -121,7 +130,23 @@ class FedAvg(Strategy):
             )
             for kind in kinds
         ]
-        return Plan(self.name, len(everything), tuple(transfers), tuple(applies), period=steps)
+        facts = [Fact("local_steps", list(steps), "by worker, in a round; then it rests")]
+        return Plan(
+            self.name,
+            len(everything),
+            tuple(transfers),
+            tuple(applies),
+            period=self._length,
+            facts=tuple(facts if uneven else ()),
+        )
+
+    def steps(self, workers: int) -> tuple[int, ...]:
+        """Of every worker; ValueError unless there is one number for each."""
+        steps = self.round_steps
+        if isinstance(steps, int):
+            return (steps,) * workers
+        _require_one_each("steps_per_epoch" if self.epoch_share else "local_steps", steps, workers)
+        return steps
 
     def equations(self, plan: Plan) -> Equations:
         rules = [apply for apply in plan.applies if apply.rule == "select"]
@@ -135,7 +160,37 @@ class FedAvg(Strategy):
         )
 
     def bound_s(self, profile: Profile) -> float:
-        return periodic_bound_s(profile, self.round_steps, fused=True)
+        return periodic_bound_s(profile, self._length, fused=True)
+
+
+def _updates(everything: range, phases: range, steps: Sequence[int]) -> list[Apply]:
+    """The steps of those who have some left in these phases; the others drop their gradients."""
+    update = local(len(everything), STEP, phases)
+    left = tuple(rank for rank, count in enumerate(steps) if count >= phases.stop)
+    done = tuple(rank for rank in range(len(steps)) if rank not in left)
+    if not done:
+        return [update]
+    drop = Apply("clear", everything, STEP, Phases(phases), done, args=(("buffer", "grad"),))
+    return [replace(update, ranks=left), drop]
+
+
+def _require_one_each(name: str, numbers: Sequence[float], workers: int) -> None:
+    if len(numbers) != workers:
+        raise ValueError(
+            f"{name} ({len(numbers)} numbers) must have one number per worker ({workers})"
+        )
+
+
+def _counts(name: str, given: Any) -> int | tuple[int, ...] | None:
+    """A count or one per worker, whatever JSON has made of it; ValueError unless at least 1."""
+    each = given if isinstance(given, (list, tuple)) else (given,)
+    for count in each if given is not None else ():
+        require_count(name, count)
+    if isinstance(given, (list, tuple)):
+        if not given:
+            raise ValueError(f"{name} ({given!r}) must have one number per worker, such as (2, 5)")
+        return tuple(given)
+    return given
 
 
 def _numbers(samples: Sequence[float] | None) -> tuple[float, ...] | None:

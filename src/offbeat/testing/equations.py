@@ -43,8 +43,8 @@ class World(Protocol):
         """Of every replica: the squared norm of its current gradients of a piece."""
         ...
 
-    def step(self) -> None:
-        """Every replica's optimizer, with its current gradients."""
+    def step(self, ranks: Collection[int] | None = None) -> None:
+        """The optimizers of these replicas (None: of all), with their current gradients."""
         ...
 
     def add_up(self) -> None:
@@ -145,18 +145,22 @@ def merged(closes: Callable[[int], bool], merge: Merge = "sum") -> Equations:
 
 
 def federated(
-    local_steps: int,
+    local_steps: int | Sequence[int],
     weights: Callable[[int], Sequence[float] | None],
     state: State = "local",
 ) -> Equations:
-    """Local steps; after every `local_steps`-th `w = sum_k(n_k w_k) / sum_k(n_k)` on all replicas
-    with the weights n of so many rounds before (None: all alike). State as in `partial`."""
+    """Local steps, so many in every round, of all replicas or of each; who has done its own waits
+    for the others. After a round `w = sum_k(n_k w_k) / sum_k(n_k)` on all replicas with the
+    weights n of so many rounds before (None: all alike). State as in `partial`."""
     rounds = count()
+    each = None if isinstance(local_steps, int) else local_steps
+    length = local_steps if isinstance(local_steps, int) else max(local_steps)
 
     def advance(world: World, iteration: int) -> None:
         world.gradients(iteration)
-        world.step()
-        if (iteration + 1) % local_steps == 0:
+        place = iteration % length
+        world.step(None if each is None else [k for k, steps in enumerate(each) if steps > place])
+        if place + 1 == length:
             _average(world, None, state, weights(next(rounds)))
         world.end()
 
@@ -340,9 +344,11 @@ class NumpyWorld:
         part = self.arrays["grad"][:, self.task.slice_of(piece)]
         return [float(norm) for norm in (part**2).sum(axis=1)]
 
-    def step(self) -> None:
-        for rows in zip(*(self.arrays[k] for k in ("param", "state", "grad")), strict=True):
-            self.optimizer(*rows)
+    def step(self, ranks: Collection[int] | None = None) -> None:
+        rows = zip(*(self.arrays[k] for k in ("param", "state", "grad")), strict=True)
+        for rank, (weights, state, gradients) in enumerate(rows):
+            if ranks is None or rank in ranks:
+                self.optimizer(weights, state, gradients)
 
     def add_up(self) -> None:
         self.open = self.open + self.arrays["grad"]
