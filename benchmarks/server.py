@@ -1,14 +1,14 @@
 """The parameter server: goodput against plain TCP, memory, and random kills without a lost update.
 
-    python benchmarks/server.py [--transport] [--loopback] [--rate 1gbit] [--kills SECONDS]
+    python benchmarks/server.py [--transport] [--loopback] [--rate 1gbit] [--kill-minutes 20]
 
 `--transport` compares one sender to one receiver over gloo and over a plain socket. `--loopback`
 and `--rate` (root, or user namespaces: hosts of their own, shaped) let 4 workers push and pull a
 model of `--mb` as fast as they can, and then send as much over plain sockets. Goodput is what the
 server's link carried inwards; the target is 80 % of the rate. Memory is what the server's process
-grew by, over its share of the model; the target is 2, beside the optimizer's state. `--kills` kills
-and restarts workers at random, and counts: every acknowledged update must be in the parameters, and
-at most one more per kill.
+grew by, over its share of the model; the target is 2, beside the optimizer's state.
+`--kill-minutes` (`--kills`: seconds) kills and restarts workers at random, and counts: every
+acknowledged update must be in the parameters, and at most one more per kill.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def main() -> None:
     parser.add_argument("--transport", action="store_true")
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--rate")
-    parser.add_argument("--kills", type=float)
+    parser.add_argument("--kills", type=float, default=0.0)
+    parser.add_argument("--kill-minutes", type=float, default=0.0)
     parser.add_argument("--mb", type=float, default=40.0)
     parser.add_argument("--optimizer", default="SGD")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
@@ -55,8 +56,8 @@ def main() -> None:
         goodput(None, args)
     if args.rate:
         goodput(args.rate, args)
-    if args.kills:
-        kills(args.kills)
+    if seconds := args.kills + 60 * args.kill_minutes:
+        kills(seconds)
 
 
 # ---- one sender, one receiver ---------------------------------------------------------------
@@ -224,8 +225,13 @@ def kills(seconds: float) -> None:
         server = _forked(counting_server_role, folder)
         workers = [_forked(counter_role, folder, rank) for rank in range(WORKERS)]
         killed = 0
-        end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s:
+        begin_s = said_s = time.monotonic()
+        while (now_s := time.monotonic()) < begin_s + seconds:
+            if now_s > said_s + 60:
+                said_s = now_s
+                print(f"{(now_s - begin_s) / 60:.0f} min, {killed} kills", flush=True)
+            if not server.is_alive():
+                sys.exit("the server has died")
             time.sleep(choose.uniform(0.05, 1.0))
             rank = choose.randrange(WORKERS)
             workers[rank].kill()
