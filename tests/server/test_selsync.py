@@ -42,7 +42,7 @@ def assert_model(worked: Worked, expected: dict[str, Any]) -> None:
         (Case("conv", "nesterov", "step"), "parameters", 2, Loop(clip=0.05)),
         (Case("branches", "adam"), "gradients", 1, Loop(idle=frozenset({(1, 4)}))),
     ],
-    ids=str,
+    ids=["parameters", "gradients"],
 )
 def test_it_is_selsync(
     case: Case, aggregate: Any, servers: int, loop: Loop, tmp_path: Path

@@ -62,7 +62,7 @@ def test_two_workers_and_a_server(tmp_path: Path) -> None:
         env={**os.environ, "OFFBEAT_SERVERS": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
