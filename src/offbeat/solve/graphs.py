@@ -1,0 +1,278 @@
+"""Graphs of gossip: who exchanges with whom, how often, and the constants that follow from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+Edge = tuple[int, int]  # the smaller rank first
+Rates = Mapping[Edge, float]  # exchanges per unit time of each edge
+
+DEGREE = 4  # of a random regular graph, if it is not said
+MOST_TRIES = 100  # at a random regular graph that is connected
+
+# --- topologies ----------------------------------------------------------------------------------
+
+
+def topology(
+    name_or_graph: str | nx.Graph | Iterable[Sequence[int]], n: int, *, seed: int = 0
+) -> nx.Graph:
+    """A connected graph of the workers 0..n-1.
+
+    By name: complete, ring, star (worker 0 in the middle), exponential (i and i +- 2^k), torus,
+    random-regular or random-regular:DEGREE. Or edges, as pairs or as text ("0-1,1-2"), or a graph
+    of networkx. ValueError if it does not fit n workers, has self loops, or falls apart.
+    """
+    if n < 2:
+        raise ValueError(f"workers ({n}) must be at least 2; one alone has nobody to gossip with")
+    if isinstance(name_or_graph, nx.Graph):
+        found = _given(name_or_graph)
+    elif not isinstance(name_or_graph, str):
+        found = _of_edges(name_or_graph)
+    elif name_or_graph[:1].isdigit():
+        found = _of_edges(_pairs(name_or_graph))
+    else:
+        found = _named(name_or_graph, n, seed)
+    found.add_nodes_from(range(n))
+    _check(found, n)
+    return found
+
+
+def _named(text: str, n: int, seed: int) -> nx.Graph:
+    name, colon, degree = text.partition(":")
+    if name == "random-regular":
+        return _random_regular(degree if colon else None, n, seed)
+    if text not in NAMED:
+        known = ", ".join([*NAMED, "random-regular[:DEGREE]"])
+        measured = "; measured needs the rates of links" if text == "measured" else ""
+        raise ValueError(
+            f"topology ({text!r}) must be one of {known}, or edges as in 0-1,1-2{measured}"
+        )
+    return NAMED[text](n)
+
+
+def _star(n: int) -> nx.Graph:
+    return nx.star_graph(n - 1)
+
+
+def _exponential(n: int) -> nx.Graph:
+    steps = [1 << k for k in range((n - 1).bit_length())]
+    return nx.circulant_graph(n, steps)
+
+
+def _torus(n: int) -> nx.Graph:
+    """As square as n allows; two rows are a ladder that is closed to a ring."""
+    rows = max((r for r in range(2, math.isqrt(n) + 1) if n % r == 0), default=None)
+    if rows is None:
+        near = [m for m in (n - 1, n + 1, n + 2) if m > 3 and m % 2 == 0]
+        fits = " or ".join(map(str, near[:2]))
+        raise ValueError(
+            f"workers ({n}) of a torus must be rows x columns, at least 2 x 2; "
+            f"take {fits} workers, or a ring"
+        )
+    grid = nx.grid_2d_graph(rows, n // rows, periodic=True)
+    grid.remove_edges_from(list(nx.selfloop_edges(grid)))
+    return nx.relabel_nodes(grid, {(r, c): r * (n // rows) + c for r, c in grid.nodes})
+
+
+NAMED: dict[str, Callable[[int], nx.Graph]] = {
+    "complete": nx.complete_graph,
+    "ring": nx.cycle_graph,
+    "star": _star,
+    "exponential": _exponential,
+    "torus": _torus,
+}
+
+
+def _random_regular(text: str | None, n: int, seed: int) -> nx.Graph:
+    if text is not None and not (text.isascii() and text.isdigit()):
+        raise ValueError(f"degree ({text!r}) of random-regular must be an integer, as in :3")
+    degree = min(DEGREE, n - 1) if text is None else int(text)
+    if not 0 < degree < n or degree * n % 2:
+        even = [m for m in range(max(degree + 1, n - 1), n + degree + 3) if degree * m % 2 == 0]
+        fits = f"take {even[0]} workers, or " if degree > 0 else ""
+        raise ValueError(
+            f"degree ({degree}) must be from 1 to workers - 1 ({n - 1}), and degree x workers "
+            f"even; {fits}a degree that fits"
+        )
+    for attempt in range(MOST_TRIES):
+        found = nx.random_regular_graph(degree, n, seed=seed * MOST_TRIES + attempt)
+        if nx.is_connected(found):
+            return found
+    raise ValueError(
+        f"degree ({degree}) of random-regular must be larger for {n} workers to be connected; "
+        "take at least 3"
+    )
+
+
+def _pairs(text: str) -> list[list[int]]:
+    try:
+        return [[int(end) for end in pair.split("-")] for pair in text.split(",")]
+    except ValueError:
+        raise ValueError(f"edges ({text!r}) must be pairs of workers, as in 0-1,1-2") from None
+
+
+def _of_edges(edges: Iterable[Sequence[int]]) -> nx.Graph:
+    made = nx.Graph()
+    for edge in edges:
+        if len(edge) != 2:
+            raise ValueError(f"edge ({edge!r}) must be a pair of workers, as in (0, 1)")
+        made.add_edge(*(int(end) for end in edge))
+    return made
+
+
+def _given(graph: nx.Graph) -> nx.Graph:
+    if graph.is_directed() or graph.is_multigraph():
+        raise ValueError(
+            f"topology ({type(graph).__name__}) must be a simple undirected graph, as an exchange "
+            "goes both ways; use nx.Graph(graph)"
+        )
+    made = nx.Graph()
+    made.add_nodes_from(graph.nodes)
+    made.add_edges_from(graph.edges)
+    return made
+
+
+def _check(graph: nx.Graph, n: int) -> None:
+    strangers = [node for node in graph.nodes if node not in range(n)]
+    if strangers:
+        raise ValueError(
+            f"worker ({strangers[0]!r}) of the topology must be one of 0..{n - 1}; give as many "
+            "workers as it has, numbered from 0"
+        )
+    loops = sorted(node for node, _ in nx.selfloop_edges(graph))
+    if loops:
+        raise ValueError(
+            f"edge ({loops[0]}-{loops[0]}) must join two workers; leave self loops out"
+        )
+    apart = parts(graph)
+    if len(apart) > 1:
+        raise ValueError(
+            f"topology must be connected, but falls apart into {_listed(apart)}; add an edge "
+            "between them"
+        )
+
+
+def parts(graph: nx.Graph) -> list[tuple[int, ...]]:
+    """Connected components, the largest first, then the one with the smallest rank."""
+    found = [tuple(sorted(part)) for part in nx.connected_components(graph)]
+    return sorted(found, key=lambda part: (-len(part), part))
+
+
+def _listed(apart: Sequence[tuple[int, ...]], most: int = 8) -> str:
+    """Parts with their first workers."""
+    shown = []
+    for part in apart[:most]:
+        dots = ", .." if len(part) > most else ""
+        shown.append(f"({', '.join(map(str, part[:most]))}{dots})")
+    more = f" and {len(apart) - most} more" if len(apart) > most else ""
+    return ", ".join(shown) + more
+
+
+# --- constants -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the mixing and the exchanges of all workers are done with.
+
+    `lambda2`: second smallest eigenvalue of the Laplacian; `chi1` its inverse; `chi2`: half the
+    largest effective resistance of an edge; `eta`: mixing per unit time; `alpha`, `alpha_tilde`:
+    how much of a difference x and x~ take over in an exchange.
+    """
+
+    lambda2: float
+    chi1: float
+    chi2: float
+    eta: float
+    alpha: float
+    alpha_tilde: float
+
+    def plain(self) -> Constants:
+        """The same graph without momentum (AD-PSGD): x~ is never apart from x."""
+        return replace(self, eta=0.0, alpha=0.5, alpha_tilde=0.5)
+
+
+def edge_rates(graph: nx.Graph, rate: float = 1.0) -> dict[Edge, float]:
+    """Exchanges per unit time of every edge: 2 * rate / (degree_i + degree_j).
+
+    `rate`: exchanges per unit time of a worker; exactly so where all degrees are equal.
+    """
+    if not (math.isfinite(rate) and rate > 0):
+        raise ValueError(
+            f"rate ({rate:g}) must be finite and more than 0 exchanges per gradient; take 1"
+        )
+    degree = dict(graph.degree)
+    edges = sorted(cast(Edge, (min(edge), max(edge))) for edge in graph.edges)
+    return {(i, j): 2 * rate / (degree[i] + degree[j]) for i, j in edges}
+
+
+def constants(rates: Rates, nodes: Sequence[int] | int) -> Constants:
+    """Constants of A2CiD2 (Nabli, Belilovsky and Oyallon, 2023) for rates of edges.
+
+    `nodes`: the workers, or how many there are. ValueError if the graph falls apart, or if it
+    hangs together so loosely that its constants are lost in rounding.
+    """
+    workers = list(range(nodes) if isinstance(nodes, int) else nodes)
+    at = {worker: place for place, worker in enumerate(workers)}
+    _check_rates(rates, at)
+    ends = np.array([[at[i], at[j]] for i, j in rates], dtype=np.intp).reshape(-1, 2)
+    values = np.array(list(rates.values()), dtype=np.float64)
+    scale = float(values.max())  # so that neither large nor small rates overflow
+    lambda2, resistance = _spectrum(len(workers), ends, values / scale)
+    chi1, chi2 = 1 / (lambda2 * scale), 0.5 * float(resistance.max()) / scale
+    root = math.sqrt(chi1) * math.sqrt(chi2)
+    eta = 0.5 / root if 0 < root < math.inf else math.inf
+    found = Constants(lambda2 * scale, chi1, chi2, eta, 0.5, 0.5 * math.sqrt(chi1 / chi2))
+    if not all(map(math.isfinite, (chi1, chi2, eta, found.alpha_tilde))) or eta == 0.0:
+        raise ValueError(
+            f"eta ({eta:g}) must be finite and more than 0, but chi1 is {chi1:g} and chi2 "
+            f"{chi2:g}; use rates nearer to 1 exchange per unit time"
+        )
+    return found
+
+
+def _spectrum(
+    n: int, ends: NDArray[np.intp], rates: NDArray[np.float64]
+) -> tuple[float, NDArray[np.float64]]:
+    """Second eigenvalue of the Laplacian, and the effective resistance of every edge."""
+    i, j = ends.T
+    laplacian = np.zeros((n, n))
+    laplacian[i, j] = laplacian[j, i] = -rates
+    laplacian[np.diag_indices(n)] = -laplacian.sum(axis=0)
+    values, vectors = np.linalg.eigh(laplacian)
+    if values[1] <= n * np.finfo(float).eps * values[-1]:
+        raise ValueError(
+            f"lambda_2 ({values[1]:.2g} of {values[-1]:.2g}) must be more than rounding: the graph "
+            f"of {n} workers hangs together too loosely; add edges, or raise the smallest rates"
+        )
+    across = vectors[i, 1:] - vectors[j, 1:]
+    return float(values[1]), (across**2 / values[1:]).sum(axis=1)
+
+
+def _check_rates(rates: Rates, at: Mapping[int, int]) -> None:
+    if len(at) < 2:
+        raise ValueError(f"workers ({len(at)}) must be at least 2; one alone needs no constants")
+    graph = nx.Graph()
+    graph.add_nodes_from(at)
+    for (i, j), rate in rates.items():
+        if i not in at or j not in at or i == j:
+            raise ValueError(f"edge ({i}-{j}) must join two of the workers; leave it out")
+        if not (math.isfinite(rate) and rate > 0):
+            raise ValueError(
+                f"rate ({rate:g}) of edge {i}-{j} must be finite and more than 0; "
+                "leave out edges that are not used"
+            )
+        graph.add_edge(i, j)
+    apart = parts(graph)
+    if len(apart) > 1:
+        raise ValueError(
+            f"topology must be connected, but falls apart into {_listed(apart)}; let one part go "
+            "on alone, or add an edge between them"
+        )
