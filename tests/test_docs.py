@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from offbeat import cli
 from offbeat.lab import Cluster
 from offbeat.lab.cluster import Way
 from offbeat.profile import Bucket, Link, Profile
@@ -23,3 +26,10 @@ def test_the_cluster_file_of_the_readme():
     assert (cluster.speed_of(2), cluster.jitter_of(2)) == (0.5, 0.1)
     assert cluster.way(0, 3, "net") == Way(10_000_000, 0.08, 0.001)
     assert cluster.way(0, 2, "net") == Way(20_000_000, 0.04, 0.001)
+
+
+def test_the_graph_of_the_gossip_page(capsys: pytest.CaptureFixture[str]):
+    text = (DOCS / "gossip.md").read_text()
+    command, _, shown = text.partition("```\n$ offbeat ")[2].partition("```")[0].partition("\n")
+    assert cli.main(command.split()) == 0
+    assert capsys.readouterr().out == shown

@@ -66,19 +66,24 @@ def _exponential(n: int) -> nx.Graph:
     return nx.circulant_graph(n, steps)
 
 
-def _torus(n: int) -> nx.Graph:
-    """As square as n allows; two rows are a ladder that is closed to a ring."""
+def torus_shape(n: int) -> tuple[int, int]:
+    """Rows and columns, as square as n allows; ValueError if there is only one row."""
     rows = max((r for r in range(2, math.isqrt(n) + 1) if n % r == 0), default=None)
     if rows is None:
-        near = [m for m in (n - 1, n + 1, n + 2) if m > 3 and m % 2 == 0]
-        fits = " or ".join(map(str, near[:2]))
+        fits = " or ".join(str(m) for m in (n - 1, n + 1) if m > 3)
         raise ValueError(
             f"workers ({n}) of a torus must be rows x columns, at least 2 x 2; "
-            f"take {fits} workers, or a ring"
+            f"take {fits or 4} workers, or a ring"
         )
-    grid = nx.grid_2d_graph(rows, n // rows, periodic=True)
-    grid.remove_edges_from(list(nx.selfloop_edges(grid)))
-    return nx.relabel_nodes(grid, {(r, c): r * (n // rows) + c for r, c in grid.nodes})
+    return rows, n // rows
+
+
+def _torus(n: int) -> nx.Graph:
+    """Of two rows it is a ladder that is closed to a ring."""
+    rows, columns = torus_shape(n)
+    across = [(r * columns + c, r * columns + (c + 1) % columns) for r in range(rows) for c in range(columns)]
+    down = [(r * columns + c, (r + 1) % rows * columns + c) for r in range(rows) for c in range(columns)]
+    return nx.Graph(across + down)
 
 
 NAMED: dict[str, Callable[[int], nx.Graph]] = {
@@ -208,7 +213,7 @@ def edge_rates(graph: nx.Graph, rate: float = 1.0) -> dict[Edge, float]:
         raise ValueError(
             f"rate ({rate:g}) must be finite and more than 0 exchanges per gradient; take 1"
         )
-    degree = dict(graph.degree)
+    degree = {node: len(graph.adj[node]) for node in graph}
     edges = sorted(cast(Edge, (min(edge), max(edge))) for edge in graph.edges)
     return {(i, j): 2 * rate / (degree[i] + degree[j]) for i, j in edges}
 

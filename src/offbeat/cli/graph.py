@@ -1,0 +1,92 @@
+"""`offbeat graph`: the constants of gossip on a graph, and its picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+from offbeat.cli.commands import Json, app, option
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+    from offbeat.solve.graphs import Constants, Edge
+
+MEANINGS = {
+    "lambda2": ("lambda_2", "how well the graph holds together"),
+    "chi1": ("chi1", "1 / lambda_2"),
+    "chi2": ("chi2", "half the largest resistance of an edge"),
+    "eta": ("eta", "mixing of x and x~ per unit time"),
+    "alpha": ("alpha", "share of a difference that x takes over"),
+    "alpha_tilde": ("alpha_tilde", "the same of x~"),
+}
+
+
+@app.command
+def graph(
+    *,
+    topology: Annotated[
+        str,
+        option(
+            "complete, ring, star, exponential, torus, random-regular, random-regular:DEGREE, or "
+            "edges as in 0-1,1-2,2-0."
+        ),
+    ] = "ring",
+    workers: Annotated[int, option("Number of workers.")] = 4,
+    rate: Annotated[
+        float, option("Exchanges of a worker per unit time, which is a gradient's mean time.")
+    ] = 1.0,
+    seed: Annotated[int, option("Another seed, another random graph.")] = 0,
+    json_: Json = False,
+) -> int:
+    """Show a graph of gossip: its constants for A2CiD2, its exchanges, and a picture.
+
+    Example: offbeat graph --topology ring --workers 16
+    """
+    from offbeat.solve import graphs
+
+    made = graphs.topology(topology, workers, seed=seed)
+    rates = graphs.edge_rates(made, rate)
+    found = graphs.constants(rates, workers)
+    if json_:
+        print(json.dumps(_data(topology, rate, rates, found, workers), indent=1))
+    else:
+        print(_text(topology, rate, rates, found, made))
+    return 0
+
+
+def _data(
+    topology: str, rate: float, rates: dict[Edge, float], found: Constants, workers: int
+) -> dict[str, Any]:
+    return {
+        "topology": topology,
+        "workers": workers,
+        "rate": rate,
+        **asdict(found),
+        "exchanges": sum(rates.values()),
+        "per_worker": _per_worker(rates, workers),
+        "edges": [[i, j, one] for (i, j), one in rates.items()],
+    }
+
+
+def _text(
+    topology: str, rate: float, rates: dict[Edge, float], found: Constants, made: nx.Graph
+) -> str:
+    from offbeat.report.graph import draw
+    from offbeat.solve.graphs import torus_shape
+
+    lines = [f"{topology}: {len(made)} workers, {len(rates)} edges, rate {rate:g}", ""]
+    for field, (name, meaning) in MEANINGS.items():
+        lines.append(f"{name:<12} {getattr(found, field):<10.4g} {meaning}")
+    shares = _per_worker(rates, len(made))
+    least, most = (f"{one:.4g}" for one in (min(shares), max(shares)))
+    spread = least if least == most else f"{least} to {most}"
+    total = sum(rates.values())
+    lines.append(f"{'exchanges':<12} {total:<10.4g} per unit time; {spread} of each worker")
+    grid = torus_shape(len(made)) if topology == "torus" else None
+    return "\n".join([*lines, "", draw(made, grid)])
+
+
+def _per_worker(rates: dict[Edge, float], workers: int) -> list[float]:
+    return [sum(one for edge, one in rates.items() if i in edge) for i in range(workers)]
