@@ -12,9 +12,9 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 
-import networkx as nx
 import numpy as np
 
 from offbeat.profile import Bucket, Link, Profile
@@ -24,7 +24,7 @@ from offbeat.sim.consensus import Course, Quadratic, follow
 from offbeat.sim.gossip import Network, Workers, poisson, simulate
 from offbeat.solve.graphs import Constants, Rates, constants, edge_rates, topology
 from offbeat.solve.measured import measured
-from offbeat.strategies import BSP, WFBP
+from offbeat.strategies import BSP, WFBP, Strategy
 
 SEEDS = range(5)
 
@@ -132,7 +132,7 @@ def plain(name: str, n: int) -> float:
 
 
 def rounds(name: str, n: int, accelerated: bool) -> float:
-    """Exchanges of rounds in which every edge is used, with the best constant step (and momentum)."""
+    """Exchanges of rounds that use every edge, with the best constant step (and momentum)."""
     rates = dict.fromkeys(edge_rates(topology(name, n)), 1.0)
     lap = laplacian(rates, n)
     values = np.linalg.eigvalsh(lap)
@@ -181,80 +181,65 @@ def show_complexity() -> None:
 # --- training ------------------------------------------------------------------------------------
 
 
+def trained(rates: Rates, c: Constants, n: int, seed: int) -> tuple[float, float]:
+    """Loss above the least and squared distance, means over the second half of 200 units."""
+    timeline = simulate(rates, Workers([1.0] * n, jitter=0.2), units=200, seed=seed)
+    objective = Quadratic.random(n, 16, seed=seed)
+    start = np.full((n, 16), 3.0)
+    course = follow(timeline, c, start, objective=objective, learning_rate=0.1, seed=seed)
+    late = course.times > 100
+    return float(course.excess[late].mean()), float(course.distance[late].mean())
+
+
 def show_rings() -> None:
-    """Loss of the workers above the least possible one; the same gradients per worker."""
-    head("ring", "A2CiD2", "AD-PSGD", "distance, A2CiD2", "distance, AD-PSGD", "averaged always")
-    units = 200
+    """Loss of the workers above the least possible one; the same number of gradients per worker."""
+    head(
+        "n", *(f"{what}, {name}" for what in ("loss", "distance") for name in ("A2CiD2", "AD-PSGD"))
+    )
     for n in (4, 8, 16, 32, 64):
         rates, c = graph("ring", n)
-        results: dict[str, list[tuple[float, float]]] = {"fast": [], "plain": [], "complete": []}
-        everybody, together = graph("complete", n, 20.0)
-        for seed in SEEDS:
-            objective = Quadratic.random(n, 16, apart=1.0, noise=1.0, seed=seed)
-            workers = Workers([1.0] * n, jitter=0.2)
-            for label, used, known in (
-                ("fast", rates, c),
-                ("plain", rates, c.plain()),
-                ("complete", everybody, together.plain()),
-            ):
-                if label == "complete" and n > 16:  # as good as the ideal at 16 already
-                    continue
-                timeline = simulate(used, workers, units=units, seed=seed)
-                course = follow(
-                    timeline,
-                    known,
-                    np.full((n, 16), 3.0),
-                    objective=objective,
-                    learning_rate=0.1,
-                    seed=seed,
-                )
-                late = course.times > units / 2
-                results[label].append(
-                    (float(course.excess[late].mean()), float(course.distance[late].mean()))
-                )
-        excess = {label: spread([one[0] for one in rows]) if rows else "" for label, rows in results.items()}
-        away = {label: spread([one[1] for one in rows]) for label, rows in results.items() if rows}
-        row(n, excess["fast"], excess["plain"], away["fast"], away["plain"], excess["complete"])
+        both = [[trained(rates, one, n, seed) for seed in SEEDS] for one in (c, c.plain())]
+        row(n, *(spread([found[k] for found in rows]) for k in (0, 1) for rows in both))
+
+
+SAMPLES, BUCKETS, BUCKET_BYTES, LINK_BYTES_S = 6400, 20, 5_000_000, 400e6
+
+
+def synchronous_s(strategy: Strategy, workers: Workers) -> float:
+    """Seconds for all samples, shared equally."""
+    n = len(workers.gradient_s)
+    bucket = Bucket("b", 0.3 / BUCKETS, 0.7 / BUCKETS, BUCKET_BYTES)
+    profile = Profile(
+        tuple(replace(bucket, name=f"b{i}") for i in range(BUCKETS)),
+        (Link("net", 1e-4, LINK_BYTES_S),),
+        world_size=n,
+    )
+    ranks = Ranks(scale=tuple(workers.gradient_s), jitter=workers.jitter)
+    plan = strategy.plan(profile)
+    trace = simulate_plan(plan, profile, iterations=SAMPLES // n, ranks=ranks, record=0)
+    return max(map(max, trace.ends_s))
 
 
 def show_workers() -> None:
-    """Seconds for 6,400 gradients; a gradient takes 1 s, a message of all parameters .25 s."""
-    samples, buckets, size, rate = 6400, 20, 5_000_000, 400e6
-    for label, uneven, jitter in (("20 % jitter", 1.0, 0.2), ("every fourth 2x slower", 2.0, 0.2)):
+    """Seconds for 6,400 gradients; one takes 1 s, an exchange of all parameters .25 s."""
+    sizes = (4, 8, 16, 32, 64)
+    network = Network(BUCKETS * BUCKET_BYTES, nic_bytes_s=LINK_BYTES_S)
+    for label, slower in (("20 % jitter", 1.0), ("20 % jitter, every fourth 2x slower", 2.0)):
         print(f"\n{label}:\n")
-        head("n", *(str(n) for n in (4, 8, 16, 32, 64)))
-        lines: dict[str, list[str]] = {}
-        for n in (4, 8, 16, 32, 64):
-            workers = Workers.uneven(n, slower=uneven, jitter=jitter)
-            profile = Profile(
-                tuple(Bucket(f"b{i}", 0.3 / buckets, 0.7 / buckets, size) for i in range(buckets)),
-                (Link("net", 1e-4, rate),),
-                world_size=n,
-            )
-            ranks = Ranks(scale=tuple(workers.gradient_s), jitter=jitter)
-            for name, strategy in (("BSP", BSP()), ("WFBP", WFBP())):
-                count = samples // n
-                trace = simulate_plan(
-                    strategy.plan(profile), profile, iterations=count, ranks=ranks, record=0
-                )
-                lines.setdefault(name, []).append(f"{max(map(max, trace.ends_s)):.0f}")
-            network = Network(message_bytes=buckets * size, nic_bytes_s=rate)
-            for name in ("ring", "exponential"):
-                if name == "exponential" and n == 4:
-                    pass
-                rates, _ = graph(name, n)
-                timeline = simulate(rates, workers, network, gradients=samples)
-                counts = timeline.gradients()
-                realized = 2 * sum(timeline.rates().values()) / n
-                lines.setdefault(f"gossip, {name}", []).append(f"{timeline.end_s:.0f}")
-                lines.setdefault("- gradients of slowest, fastest", []).append(
-                    f"{counts.min()}, {counts.max()}"
-                ) if name == "ring" else None
-                lines.setdefault(f"- exchanges of a worker per unit, {name}", []).append(
-                    f"{realized:.2f}"
-                )
-        for name, cells in lines.items():
-            row(name, *cells)
+        head("n", *map(str, sizes))
+        crowds = [Workers.uneven(n, slower=slower, jitter=0.2) for n in sizes]
+        for strategy in (BSP(), WFBP()):
+            row(strategy.name, *(f"{synchronous_s(strategy, one):.0f}" for one in crowds))
+        for name in ("ring", "exponential"):
+            found = [
+                simulate(graph(name, n)[0], one, network, gradients=SAMPLES)
+                for n, one in zip(sizes, crowds, strict=True)
+            ]
+            row(f"gossip, {name}", *(f"{one.end_s:.0f}" for one in found))
+            counts = [one.gradients() for one in found]
+            row("- gradients of slowest, fastest", *(f"{c.min()}, {c.max()}" for c in counts))
+            rates = [2 * sum(one.rates().values()) / one.n for one in found]
+            row("- exchanges of a worker per unit", *(f"{rate:.2f}" for rate in rates))
 
 
 # --- links ---------------------------------------------------------------------------------------
@@ -284,7 +269,9 @@ def show_links() -> None:
             c = constants(rates, n)
             decays, busy = [], []
             for seed in SEEDS:
-                network = Network(message, edge_bytes_s={e: float(rate[e]) for e in rates}, delay_s=1e-3)
+                network = Network(
+                    message, edge_bytes_s={e: float(rate[e]) for e in rates}, delay_s=1e-3
+                )
                 seconds = 40 / (2 * c.eta)
                 timeline = simulate(rates, Workers([1.0] * n), network, units=seconds, seed=seed)
                 heard = constants(timeline.rates(), n)

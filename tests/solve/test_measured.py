@@ -47,8 +47,13 @@ def every_graph(n):
 
 @pytest.mark.parametrize(
     ("n", "seed", "most_per_s", "momentum"),
-    [(2, 0, math.inf, True), (4, 1, math.inf, True), (4, 2, 0.4, True), (4, 3, math.inf, False)]
-    + [(5, 4, math.inf, True)],
+    [
+        (2, 0, math.inf, True),
+        (4, 1, math.inf, True),
+        (4, 2, 0.4, True),
+        (4, 3, math.inf, False),
+        (5, 4, math.inf, True),
+    ],
 )
 def test_no_graph_is_better(n, seed, most_per_s, momentum):
     rate, delay = links(n, seed)

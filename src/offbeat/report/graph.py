@@ -1,4 +1,4 @@
-"""Pictures of a graph for the terminal: workers in a circle or a grid, or who exchanges with whom."""
+"""Pictures of a graph for the terminal: workers in a circle or a grid, or a table of pairs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from offbeat.sim.gossip import Timeline
-from offbeat.solve.graphs import Constants
+from offbeat.solve.graphs import Constants, Edge
 
 Matrix = NDArray[np.float64]
 Order = Literal["after_mixing", "before_mixing"]
@@ -55,9 +55,9 @@ class Quadratic:
 class Course:
     """What was read, always after all workers were mixed to one time; times in units.
 
-    `distance`: mean over workers of |x_i - mean|^2. `drift`: distance of the mean of x from the first
-    mean plus all updates over n, relative to the size of x at the start. `excess`: mean loss of the
-    workers above the least possible one; without an objective 0.
+    `distance`: mean over workers of |x_i - mean|^2. `drift`: how far the mean of x is from the
+    first mean plus all updates over n, relative to the size of x at the start. `excess`: mean loss
+    of the workers above the least possible one; without an objective 0.
     """
 
     times: Matrix
@@ -106,7 +106,7 @@ def follow(
     replicas = _Replicas(start, constants, units_s, exchange)
     reader = _Reader(replicas, timeline, objective, readings)
     rng = np.random.default_rng((seed, 2))
-    pairs = timeline.exchange_edge.tolist()
+    pairs: list[Edge] = [(i, j) for i, j in timeline.exchange_edge.tolist()]
     workers = timeline.gradient_worker.tolist()
     for now_s, kind, number in _events(timeline):
         reader.read(before_s=now_s)

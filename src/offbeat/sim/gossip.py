@@ -1,15 +1,16 @@
 """Gossip, event by event: when workers have their gradients and who exchanges with whom.
 
-Every worker computes gradients without a pause. Beside that it exchanges with one other worker at a
-time. Every edge has a Poisson clock. When it rings, the exchange begins if both ends are free, and
-else as soon as they are; of several that wait, the one that rang first. A clock that rings while its
-edge's last exchange still waits or runs is not heard, so what is late never piles up. No values
-move here: `consensus` follows them along the timeline.
+Every worker computes gradients without a pause. Beside that it exchanges with one other worker at
+a time. At random times (a Poisson clock) it wishes for an exchange: half as often as it has one, as
+others wish for the rest. It then takes one of the neighbours that are free, by the rates of its
+edges. If none is free the wish waits for the first one that is; only so many wishes are remembered.
+No values move here: `consensus` follows them along the timeline.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -23,7 +24,7 @@ from offbeat.sim.ranks import lognormal
 from offbeat.solve.graphs import Edge, Rates
 
 DRAWS = 256  # random numbers that are drawn together
-GRADIENT, RING, LEAVE, LAND = range(4)  # kinds of events
+GRADIENT, WISH, LEAVE, LAND = range(4)  # kinds of events
 
 # --- what is simulated ---------------------------------------------------------------------------
 
@@ -45,15 +46,17 @@ class Network:
     hosts: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        nics = [self.nic_bytes_s] if isinstance(self.nic_bytes_s, (int, float)) else self.nic_bytes_s
-        for name, value in [
-            *(("nic_bytes_s", nic) for nic in nics),
-            *((f"edge_bytes_s[{edge}]", one) for edge, one in self.edge_bytes_s.items()),
-        ]:
+        cards = self.nic_bytes_s
+        rates = [
+            ("nic_bytes_s", one) for one in (cards if isinstance(cards, Sequence) else [cards])
+        ]
+        rates += [(f"edge_bytes_s[{edge}]", one) for edge, one in self.edge_bytes_s.items()]
+        for name, value in rates:
             if not value > 0:
                 raise ValueError(f"{name} ({value:g}) must be more than 0; leave the edge out")
         delays = self.delay_s.values() if isinstance(self.delay_s, Mapping) else [self.delay_s]
-        for name, value in [("message_bytes", self.message_bytes), *(("delay_s", d) for d in delays)]:
+        amounts = [("message_bytes", self.message_bytes), *(("delay_s", one) for one in delays)]
+        for name, value in amounts:
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} ({value:g}) must be finite and at least 0")
 
@@ -107,8 +110,9 @@ class Stretch(NamedTuple):
 class Timeline:
     """Gradients and exchanges in the order in which they end; seconds from the start.
 
-    `unit_s` is the unit of time of mixing. `unheard`: how often the clock of an edge rang in vain.
-    A gradient or an exchange that is not finished at `end_s` is left out.
+    `unit_s` is the unit of time of mixing. `exchange_by` had wished for the exchange at
+    `exchange_wished_s`. `forgotten`: wishes of each worker that came while it remembered enough. A
+    gradient or an exchange that is not finished at `end_s` is left out.
     """
 
     n: int
@@ -118,10 +122,11 @@ class Timeline:
     gradient_start_s: NDArray[np.float64]
     gradient_end_s: NDArray[np.float64]
     exchange_edge: NDArray[np.intp]  # exchange, (smaller, larger) worker
-    exchange_rang_s: NDArray[np.float64]
+    exchange_by: NDArray[np.intp]
+    exchange_wished_s: NDArray[np.float64]
     exchange_start_s: NDArray[np.float64]
     exchange_end_s: NDArray[np.float64]
-    unheard: Mapping[Edge, int]
+    forgotten: NDArray[np.intp]
 
     @property
     def events(self) -> int:
@@ -148,8 +153,9 @@ class Timeline:
         return self._per_worker(self.exchange_end_s - self.exchange_start_s)
 
     def waiting_s(self) -> NDArray[np.float64]:
-        """Seconds that exchanges of each worker have waited for one of their ends, added up."""
-        return self._per_worker(self.exchange_start_s - self.exchange_rang_s)
+        """Seconds that each worker's wishes have waited, added up; its gradients went on."""
+        waited = self.exchange_start_s - self.exchange_wished_s
+        return np.bincount(self.exchange_by, waited, minlength=self.n)
 
     def idle_s(self) -> NDArray[np.float64]:
         """Seconds in which each worker had no gradient to compute that was finished."""
@@ -157,8 +163,9 @@ class Timeline:
         return self.end_s - np.bincount(self.gradient_worker, seconds, minlength=self.n)
 
     def _per_worker(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        ends = self.exchange_edge.T
-        return sum(np.bincount(end, seconds, minlength=self.n) for end in ends)  # type: ignore[return-value]
+        i, j = self.exchange_edge.T
+        one, other = (np.bincount(end, seconds, minlength=self.n) for end in (i, j))
+        return one + other
 
     def lanes(self) -> Iterator[Stretch]:
         """Gradients and exchanges for a picture, those of one worker in order of time."""
@@ -189,18 +196,22 @@ def simulate(
     *,
     units: float = math.inf,
     gradients: float = math.inf,
+    remembered: int = 1,
     seed: int = 0,
 ) -> Timeline:
     """Run until so many units of time are over, or all workers together have so many gradients.
 
     `rates`: exchanges per unit time of every edge. Without a network an exchange takes no time.
-    ValueError if neither limit is finite, or an edge has a worker that there is not.
+    `remembered`: wishes that a worker keeps while nobody is free. ValueError if neither limit is
+    finite, or an edge has a worker that there is not.
     """
     if math.isinf(units) and math.isinf(gradients):
         raise ValueError("units (inf) must be finite, or gradients; say when to stop")
     if not (units > 0 and gradients > 0):
         raise ValueError(f"units ({units:g}) and gradients ({gradients:g}) must be more than 0")
-    run = _Run(rates, workers, network or Network(), seed)
+    if remembered < 1:
+        raise ValueError(f"remembered ({remembered}) must be at least 1 wish")
+    run = _Run(rates, workers, network or Network(), remembered, seed)
     return run.until(units * workers.unit_s, gradients)
 
 
@@ -212,63 +223,66 @@ def poisson(rates: Rates, n: int, units: float, *, seed: int = 0) -> Timeline:
     which = rng.choice(len(edges), size=len(at_s), p=each / each.sum())
     none = np.empty(0)
     nobody = none.astype(np.intp)
-    return Timeline(n, units, 1.0, nobody, none, none, edges[which], at_s, at_s, at_s, {})
+    none_s = (none, none)
+    by, forgotten = edges[which, 0], np.zeros(n, dtype=np.intp)
+    return Timeline(n, units, 1.0, nobody, *none_s, edges[which], by, at_s, at_s, at_s, forgotten)
 
 
 class _Exchange:
-    """One that rang, waits, runs: the bytes left at its current speed."""
+    """One that runs: the bytes left at its current speed."""
 
-    __slots__ = ("edge", "ends", "left_bytes", "nics", "rang_s", "since_s", "speed", "start_s", "version")
+    __slots__ = (
+        "by", "edge", "ends", "left_bytes", "nics", "since_s", "speed", "start_s", "version",
+        "wished_s",
+    )  # fmt: skip
 
-    def __init__(self, edge: int, ends: Edge, nics: tuple[int, ...], rang_s: float) -> None:
-        self.edge, self.ends, self.nics, self.rang_s = edge, ends, nics, rang_s
+    def __init__(self, edge: int, ends: Edge, nics: tuple[int, ...], by: int, wished_s: float):
+        self.edge, self.ends, self.nics = edge, ends, nics
+        self.by, self.wished_s = by, wished_s
         self.start_s = self.since_s = self.left_bytes = self.speed = 0.0
         self.version = 0  # of its planned end
 
 
 class _Run:
-    def __init__(self, rates: Rates, workers: Workers, network: Network, seed: int) -> None:
-        n = len(workers.gradient_s)
-        self.workers, self.network, self.n = workers, network, n
+    def __init__(
+        self, rates: Rates, workers: Workers, network: Network, remembered: int, seed: int
+    ) -> None:
+        self.n = n = len(workers.gradient_s)
+        self.workers, self.network, self.remembered = workers, network, remembered
         self.edges = list(rates)
         for i, j in self.edges:
             if not 0 <= i < j < n:
                 raise ValueError(
                     f"edge ({i}-{j}) must join two of the {n} workers, the smaller one first"
                 )
-        hosts = list(network.hosts) or list(range(n))
-        if len(hosts) != n:
-            raise ValueError(f"hosts ({len(hosts)} values) must have one value per worker ({n})")
-        cards = network.nic_bytes_s
-        count = max(hosts) + 1
-        self.nic_bytes_s = [cards] * count if isinstance(cards, (int, float)) else list(cards)
-        if len(self.nic_bytes_s) < count:
-            raise ValueError(
-                f"nic_bytes_s ({len(self.nic_bytes_s)} values) must have one value per host ({count})"
-            )
+        hosts, self.nic_bytes_s = _hosts(network, n)
         self.nics = [(hosts[i], hosts[j]) if hosts[i] != hosts[j] else () for i, j in self.edges]
         self.edge_bytes_s = [network.edge_bytes_s.get(edge, math.inf) for edge in self.edges]
         self.delay_s = [network.delay_of(edge) for edge in self.edges]
         # Streams of their own: neither the graph nor the network changes what gradients take.
         self._factor = _draws(np.random.default_rng((seed, 0)), workers.jitter)
         self._gap = _gaps(np.random.default_rng((seed, 1)))
-        self._every_s = [workers.unit_s / rates[edge] for edge in self.edges]
+        self._share = _shares(np.random.default_rng((seed, 2)))
         self._agenda: list[tuple[float, int, int, int, _Exchange | None]] = []
         self._ties = 0
-        self._waits: list[dict[int, _Exchange]] = [{} for _ in range(n)]  # by worker and edge
+        # Of every worker its neighbours, each with the edge's number and rate.
+        self._around: list[dict[int, tuple[int, float]]] = [{} for _ in range(n)]
+        for number, ((i, j), rate) in enumerate(rates.items()):
+            self._around[i][j] = self._around[j][i] = number, rate
+        totals = [sum(rate for _, rate in around.values()) for around in self._around]
+        self._every_s = [2 * workers.unit_s / total if total else math.inf for total in totals]
+        self._wishes: list[deque[float]] = [deque() for _ in range(n)]
         self._busy = [False] * n
-        self._open = [False] * len(self.edges)  # rang, and has not ended
-        self._at_nic: list[dict[int, _Exchange]] = [{} for _ in range(count)]
+        self._at_nic: list[dict[int, _Exchange]] = [{} for _ in self.nic_bytes_s]
         self._began_s = [0.0] * n
-        self._unheard = [0] * len(self.edges)
+        self._forgotten = [0] * n
         self._gradients: list[tuple[int, float, float]] = []
-        self._exchanges: list[tuple[int, int, float, float, float]] = []
+        self._exchanges: list[tuple[int, int, int, float, float, float]] = []
 
     def until(self, end_s: float, gradients: float) -> Timeline:
         for worker in range(self.n):
             self._compute(worker, 0.0)
-        for edge in range(len(self.edges)):
-            self._wind(edge, 0.0)
+            self._wind(worker, 0.0)
         while True:
             now_s, _, kind, number, exchange = heappop(self._agenda)
             if now_s > end_s:
@@ -279,8 +293,8 @@ class _Run:
                     end_s = now_s
                     break
                 self._compute(number, now_s)
-            elif kind == RING:
-                self._ring(number, now_s)
+            elif kind == WISH:
+                self._wish(number, now_s)
             elif kind == LEAVE:
                 assert exchange is not None
                 self._leave(exchange, now_s)
@@ -296,55 +310,70 @@ class _Run:
         self._began_s[worker] = now_s
         self._note(now_s + self.workers.gradient_s[worker] * next(self._factor), GRADIENT, worker)
 
-    def _wind(self, edge: int, now_s: float) -> None:
-        self._note(now_s + self._every_s[edge] * next(self._gap), RING, edge)
+    def _wind(self, worker: int, now_s: float) -> None:
+        self._note(now_s + self._every_s[worker] * next(self._gap), WISH, worker)
 
     # ---- pairing ----------------------------------------------------------------------------
 
-    def _ring(self, edge: int, now_s: float) -> None:
-        self._wind(edge, now_s)
-        if self._open[edge]:
-            self._unheard[edge] += 1
+    def _wish(self, worker: int, now_s: float) -> None:
+        self._wind(worker, now_s)
+        wishes = self._wishes[worker]
+        if len(wishes) == self.remembered:
+            self._forgotten[worker] += 1
             return
-        self._open[edge] = True
-        i, j = self.edges[edge]
-        exchange = _Exchange(edge, (i, j), self.nics[edge], now_s)
-        if self._busy[i] or self._busy[j]:
-            self._waits[i][edge] = self._waits[j][edge] = exchange
-        else:
-            self._start(exchange, now_s)
+        wishes.append(now_s)
+        if not self._busy[worker]:
+            self._ask(worker, now_s)
 
-    def _start(self, exchange: _Exchange, now_s: float) -> None:
-        i, j = exchange.ends
-        self._busy[i] = self._busy[j] = True
+    def _ask(self, worker: int, now_s: float) -> bool:
+        """Begin an exchange with a neighbour that is free, if there is one."""
+        busy = self._busy
+        free = [(to, *edge) for to, edge in self._around[worker].items() if not busy[to]]
+        if not free:
+            return False
+        left = next(self._share) * sum(rate for *_, rate in free)
+        chosen = free[-1]  # should rounding leave nobody
+        for one in free:
+            left -= one[2]
+            if left < 0:
+                chosen = one
+                break
+        to, edge, _ = chosen
+        self._start(worker, to, edge, now_s)
+        return True
+
+    def _rest(self, worker: int, now_s: float) -> None:
+        """A worker is free: it has its own wish, or that of the neighbour that waits longest."""
+        if self._busy[worker] or (self._wishes[worker] and self._ask(worker, now_s)):
+            return
+        waiting = [
+            (self._wishes[other][0], other, edge)
+            for other, (edge, _) in self._around[worker].items()
+            if self._wishes[other] and not self._busy[other]
+        ]
+        if waiting:
+            _, other, edge = min(waiting)
+            self._start(other, worker, edge, now_s)
+
+    def _start(self, by: int, to: int, edge: int, now_s: float) -> None:
+        self._busy[by] = self._busy[to] = True
+        wished_s = self._wishes[by].popleft()
+        exchange = _Exchange(edge, self.edges[edge], self.nics[edge], by, wished_s)
         exchange.start_s = now_s
-        delay_s = self.delay_s[exchange.edge]
-        if delay_s > 0:
-            self._note(now_s + delay_s, LEAVE, 0, exchange)
+        if self.delay_s[edge] > 0:
+            self._note(now_s + self.delay_s[edge], LEAVE, 0, exchange)
         else:
             self._leave(exchange, now_s)
 
     def _land(self, exchange: _Exchange, now_s: float) -> None:
         for nic in exchange.nics:
             del self._at_nic[nic][exchange.edge]
-        self._share(exchange.nics, now_s)
+        self._share_cards(exchange.nics, now_s)
         i, j = exchange.ends
-        self._exchanges.append((i, j, exchange.rang_s, exchange.start_s, now_s))
-        self._open[exchange.edge] = False
+        self._exchanges.append((i, j, exchange.by, exchange.wished_s, exchange.start_s, now_s))
         self._busy[i] = self._busy[j] = False
         for worker in (i, j):
-            self._next(worker, now_s)
-
-    def _next(self, worker: int, now_s: float) -> None:
-        """Start the exchange of a free worker that has waited longest, if there is one."""
-        if self._busy[worker]:  # the other end has just started one with it
-            return
-        for edge, exchange in self._waits[worker].items():  # in the order in which they rang
-            i, j = exchange.ends
-            if not (self._busy[i] or self._busy[j]):
-                del self._waits[i][edge], self._waits[j][edge]
-                self._start(exchange, now_s)
-                return
+            self._rest(worker, now_s)
 
     # ---- network cards ----------------------------------------------------------------------
 
@@ -353,11 +382,11 @@ class _Run:
         exchange.left_bytes, exchange.since_s = self.network.message_bytes, now_s
         for nic in exchange.nics:
             self._at_nic[nic][exchange.edge] = exchange
-        self._share(exchange.nics, now_s)
+        self._share_cards(exchange.nics, now_s)
         if not exchange.nics:
             self._flow(exchange, now_s)
 
-    def _share(self, nics: tuple[int, ...], now_s: float) -> None:
+    def _share_cards(self, nics: tuple[int, ...], now_s: float) -> None:
         """New speeds of all that pass some network cards."""
         for nic in nics:
             for exchange in self._at_nic[nic].values():
@@ -381,7 +410,7 @@ class _Run:
 
     def _timeline(self, end_s: float) -> Timeline:
         gradients = np.array(self._gradients, dtype=np.float64).reshape(-1, 3).T
-        exchanges = np.array(self._exchanges, dtype=np.float64).reshape(-1, 5).T
+        i, j, by, *seconds = np.array(self._exchanges, dtype=np.float64).reshape(-1, 6).T
         return Timeline(
             self.n,
             end_s,
@@ -389,12 +418,25 @@ class _Run:
             gradients[0].astype(np.intp),
             gradients[1],
             gradients[2],
-            exchanges[:2].T.astype(np.intp),
-            exchanges[2],
-            exchanges[3],
-            exchanges[4],
-            {edge: count for edge, count in zip(self.edges, self._unheard, strict=True) if count},
+            np.stack([i, j], axis=1).astype(np.intp),
+            by.astype(np.intp),
+            *seconds,
+            np.array(self._forgotten, dtype=np.intp),
         )
+
+
+def _hosts(network: Network, n: int) -> tuple[list[int], list[float]]:
+    """The host of every worker, and the rate of every host's network card."""
+    hosts = list(network.hosts) or list(range(n))
+    if len(hosts) != n:
+        raise ValueError(f"hosts ({len(hosts)} values) must have one value per worker ({n})")
+    cards, count = network.nic_bytes_s, max(hosts) + 1
+    rates = list(cards) if isinstance(cards, Sequence) else [cards] * count
+    if len(rates) < count:
+        raise ValueError(
+            f"nic_bytes_s ({len(rates)} values) must have one value per host ({count})"
+        )
+    return hosts, rates
 
 
 def _draws(rng: np.random.Generator, jitter: float) -> Iterator[float]:
@@ -403,10 +445,16 @@ def _draws(rng: np.random.Generator, jitter: float) -> Iterator[float]:
         if jitter == 0:
             yield 1.0
             continue
-        yield from lognormal(rng.standard_normal(DRAWS), np.full(DRAWS, jitter)).tolist()
+        yield from lognormal(rng.standard_normal(DRAWS), jitter).tolist()
 
 
 def _gaps(rng: np.random.Generator) -> Iterator[float]:
     """Exponential times of mean 1."""
     while True:
         yield from rng.exponential(size=DRAWS).tolist()
+
+
+def _shares(rng: np.random.Generator) -> Iterator[float]:
+    """From 0 to 1."""
+    while True:
+        yield from rng.uniform(size=DRAWS).tolist()

@@ -81,9 +81,12 @@ def torus_shape(n: int) -> tuple[int, int]:
 def _torus(n: int) -> nx.Graph:
     """Of two rows it is a ladder that is closed to a ring."""
     rows, columns = torus_shape(n)
-    across = [(r * columns + c, r * columns + (c + 1) % columns) for r in range(rows) for c in range(columns)]
-    down = [(r * columns + c, (r + 1) % rows * columns + c) for r in range(rows) for c in range(columns)]
-    return nx.Graph(across + down)
+    made = nx.Graph()
+    for worker in range(n):
+        row, column = divmod(worker, columns)
+        made.add_edge(worker, row * columns + (column + 1) % columns)
+        made.add_edge(worker, (row + 1) % rows * columns + column)
+    return made
 
 
 NAMED: dict[str, Callable[[int], nx.Graph]] = {

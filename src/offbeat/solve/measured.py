@@ -53,8 +53,9 @@ def measured(
     time that it spends in them. The search climbs from several graphs; for up to five workers it
     finds the best one in tests.
     """
-    rate, delay = _matrix("pair_rate_bytes_s", pair_rate_bytes_s), _matrix(
-        "pair_delay_s", pair_delay_s
+    rate, delay = (
+        _matrix("pair_rate_bytes_s", pair_rate_bytes_s),
+        _matrix("pair_delay_s", pair_delay_s),
     )
     _check(rate, delay, message_bytes, most_per_s, busy)
     with np.errstate(divide="ignore"):
@@ -181,15 +182,15 @@ class _Search:
         """Graphs with an edge more or less; then those in which one end of an edge has moved."""
         pairs = np.argwhere(np.triu(self.usable))
         rng.shuffle(pairs)
-        for i, j in pairs:
+        for i, j in pairs.tolist():
             yield _toggled(graph, (i, j))
-        for i, j in pairs[graph[pairs[:, 0], pairs[:, 1]]]:
+        for i, j in pairs[graph[pairs[:, 0], pairs[:, 1]]].tolist():
             for stays, moves in ((i, j), (j, i)):
-                for to in np.flatnonzero(self.usable[stays] & ~graph[stays]):
+                for to in np.flatnonzero(self.usable[stays] & ~graph[stays]).tolist():
                     yield _toggled(graph, (stays, moves), (stays, to))
 
 
-def _toggled(graph: NDArray[np.bool_], *edges: tuple[int, int]) -> NDArray[np.bool_]:
+def _toggled(graph: NDArray[np.bool_], *edges: Edge) -> NDArray[np.bool_]:
     other = graph.copy()
     for i, j in edges:
         other[i, j] = other[j, i] = not graph[i, j]
@@ -208,7 +209,9 @@ def _matrix(name: str, values: ArrayLike) -> Matrix:
     bad = np.argwhere(np.isnan(matrix) | (matrix < 0))
     if len(bad):
         i, j = bad[0]
-        raise ValueError(f"{name}[{i}][{j}] ({matrix[i, j]:g}) must be at least 0; measure it again")
+        raise ValueError(
+            f"{name}[{i}][{j}] ({matrix[i, j]:g}) must be at least 0; measure it again"
+        )
     return matrix
 
 
