@@ -58,7 +58,7 @@ def test_two_workers_on_a_slow_link():
     assert seconds == pytest.approx(np.full(len(seconds), 0.5))
     wish = 1 - math.exp(-0.5 * 0.5)  # of one worker, which wishes every 2 s, in .5 s
     none = (1 - wish) ** 2  # wished while nobody's wish was left over
-    # Left over at a beginning: 0 or 1 of the two wishes. 1 becomes 1 or 2 at its end, of which one begins.
+    # Left over at a beginning: 0 or 1 of the two wishes. 1 becomes 1 or 2 at the end; one begins.
     to_one = {0: wish**2, 1: wish}
     one = to_one[0] / (1 - to_one[1] + to_one[0])
     pause = (1 - one) * none * 1.0  # the first of two wishes comes after 1 s in the mean
