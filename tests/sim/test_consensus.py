@@ -102,7 +102,9 @@ def test_the_mean_drifts_where_every_worker_has_its_own_unit():
     workers = Workers.uneven(8)
     timeline = simulate(rates, workers, Network(delay_s=0.3), units=150)
     x = np.random.default_rng(1).standard_normal((8, 4)) + 1
-    assert follow(timeline, c, x, unit_s=workers.gradient_s).drift[-1] > 1e-6
+    drift = follow(timeline, c, x, unit_s=workers.gradient_s).drift
+    assert drift.max() > 1e-6
+    assert drift[-1] < 1e-13  # where all agree, the mean of x is that of x and x~ again
 
 
 def test_momentum_is_faster_and_before_mixing_in_between():

@@ -134,11 +134,11 @@ def test_a_saturated_worker_is_busy_all_the_time():
 @pytest.mark.parametrize(("hosts", "takes"), [([0, 1, 2, 3], 1.0), ([0, 1, 0, 1], 2.0)])
 def test_exchanges_share_a_network_card(hosts, takes):
     """Two exchanges that never end, of four workers on four hosts or on two."""
-    rates = {(0, 1): 1e4, (2, 3): 1e4}
+    rates = {(0, 1): 2e3, (2, 3): 2e3}
     network = Network(message_bytes=10, nic_bytes_s=10.0, hosts=hosts)
     found = simulate(rates, Workers([1.0] * 4), network, units=50)
     seconds = found.exchange_end_s - found.exchange_start_s
-    assert seconds == pytest.approx(np.full(len(seconds), takes), rel=1e-3)
+    assert seconds == pytest.approx(np.full(len(seconds), takes), rel=5e-3)
     assert len(seconds) == pytest.approx(100 / takes, abs=2)
 
 

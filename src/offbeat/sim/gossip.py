@@ -150,22 +150,18 @@ class Timeline:
 
     def exchanging_s(self) -> NDArray[np.float64]:
         """Seconds that each worker has spent in exchanges."""
-        return self._per_worker(self.exchange_end_s - self.exchange_start_s)
+        seconds = self.exchange_end_s - self.exchange_start_s
+        i, j = self.exchange_edge.T
+        return _sums(i, seconds, self.n) + _sums(j, seconds, self.n)
 
     def waiting_s(self) -> NDArray[np.float64]:
         """Seconds that each worker's wishes have waited, added up; its gradients went on."""
-        waited = self.exchange_start_s - self.exchange_wished_s
-        return np.bincount(self.exchange_by, waited, minlength=self.n)
+        return _sums(self.exchange_by, self.exchange_start_s - self.exchange_wished_s, self.n)
 
     def idle_s(self) -> NDArray[np.float64]:
         """Seconds in which each worker had no gradient to compute that was finished."""
         seconds = self.gradient_end_s - self.gradient_start_s
-        return self.end_s - np.bincount(self.gradient_worker, seconds, minlength=self.n)
-
-    def _per_worker(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        i, j = self.exchange_edge.T
-        one, other = (np.bincount(end, seconds, minlength=self.n) for end in (i, j))
-        return one + other
+        return self.end_s - _sums(self.gradient_worker, seconds, self.n)
 
     def lanes(self) -> Iterator[Stretch]:
         """Gradients and exchanges for a picture, those of one worker in order of time."""
@@ -184,6 +180,13 @@ class Timeline:
         ):
             yield Stretch(i, "gossip", "exchange", start, end, j)
             yield Stretch(j, "gossip", "exchange", start, end, i)
+
+
+def _sums(workers: NDArray[np.intp], seconds: NDArray[np.float64], n: int) -> NDArray[np.float64]:
+    """Of the seconds of each worker."""
+    found = np.zeros(n)
+    np.add.at(found, workers, seconds)
+    return found
 
 
 # --- the simulation ------------------------------------------------------------------------------
@@ -223,9 +226,8 @@ def poisson(rates: Rates, n: int, units: float, *, seed: int = 0) -> Timeline:
     which = rng.choice(len(edges), size=len(at_s), p=each / each.sum())
     none = np.empty(0)
     nobody = none.astype(np.intp)
-    none_s = (none, none)
-    by, forgotten = edges[which, 0], np.zeros(n, dtype=np.intp)
-    return Timeline(n, units, 1.0, nobody, *none_s, edges[which], by, at_s, at_s, at_s, forgotten)
+    by, zeros = edges[which, 0], np.zeros(n, dtype=np.intp)
+    return Timeline(n, units, 1.0, nobody, none, none, edges[which], by, at_s, at_s, at_s, zeros)
 
 
 class _Exchange:
@@ -410,7 +412,9 @@ class _Run:
 
     def _timeline(self, end_s: float) -> Timeline:
         gradients = np.array(self._gradients, dtype=np.float64).reshape(-1, 3).T
-        i, j, by, *seconds = np.array(self._exchanges, dtype=np.float64).reshape(-1, 6).T
+        i, j, by, wished_s, start_s, stop_s = (
+            np.array(self._exchanges, dtype=np.float64).reshape(-1, 6).T
+        )
         return Timeline(
             self.n,
             end_s,
@@ -420,7 +424,9 @@ class _Run:
             gradients[2],
             np.stack([i, j], axis=1).astype(np.intp),
             by.astype(np.intp),
-            *seconds,
+            wished_s,
+            start_s,
+            stop_s,
             np.array(self._forgotten, dtype=np.intp),
         )
 
@@ -431,7 +437,7 @@ def _hosts(network: Network, n: int) -> tuple[list[int], list[float]]:
     if len(hosts) != n:
         raise ValueError(f"hosts ({len(hosts)} values) must have one value per worker ({n})")
     cards, count = network.nic_bytes_s, max(hosts) + 1
-    rates = list(cards) if isinstance(cards, Sequence) else [cards] * count
+    rates: list[float] = [*cards] if isinstance(cards, Sequence) else [cards] * count
     if len(rates) < count:
         raise ValueError(
             f"nic_bytes_s ({len(rates)} values) must have one value per host ({count})"
