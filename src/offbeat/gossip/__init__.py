@@ -1,0 +1,1 @@
+"""Asynchronous gossip: workers in pairs average their parameters while everybody computes."""

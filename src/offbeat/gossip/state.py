@@ -1,0 +1,192 @@
+"""State: x, x~ and the time of a worker's last event, shared by its gradients and its gossip.
+
+Times are labels in the job's common unit. An exchange bears one label on both sides, and what it
+takes off x_i, x~_i it gives to x_j, x~_j; mixing is the same linear map everywhere. So the mean
+over workers, all mixed to one label, does not depend on how the clocks go, nor on when an exchange
+that takes its time is carried out: a chunk that arrives dt after the label is moved on by dt.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offbeat.gossip.chunks import Wire
+from offbeat.numerics.mixing import exchange, follow, jump, mix, pieces
+
+
+@dataclass(frozen=True)
+class Constants:
+    """How fast x and x~ mix, and by which share of the difference an exchange moves them."""
+
+    eta: float
+    alpha: float
+    alpha_tilde: float
+
+
+AVERAGING = Constants(0.0, 0.5, 0.5)
+"""AD-PSGD's: an exchange leaves both partners at their mean."""
+
+
+class State:
+    """`weights` are the flat tensors that the model reads; x is in them, or beside them.
+
+    With `snapshot` only the gradient thread changes the weights. What an exchange does goes to a
+    copy of x beside them, until a gradient is applied or the next forward begins: so a gradient
+    belongs to one point, and the numbers are those of changing x at once. Without it an exchange
+    changes the weights themselves, at any time but during the optimizer's step. Without `momentum`
+    there is no x~.
+
+    The lock is held for arithmetic alone, the optimizer's step included; who waits for it waits for
+    no network and for no forward or backward.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        wire: Wire,
+        constants: Constants,
+        *,
+        snapshot: bool = True,
+        momentum: bool = True,
+        mixed: bool = True,
+    ):
+        self._weights = [flat.detach() for flat in weights]
+        self._wire, self._constants = wire, constants
+        self._snapshot, self._mixed = snapshot, mixed
+        self._tilde = [w.clone() for w in self._weights] if momentum else None
+        beside = momentum or snapshot
+        self._beside = [torch.empty_like(w) for w in self._weights] if beside else []
+        self._apart = False  # x is beside the weights
+        self._lock = threading.Lock()
+        self.t = 0.0
+
+    # ---- the gradient thread ----------------------------------------------------------------
+
+    def step(self, t: float, update: Callable[[], None]) -> None:
+        """A gradient event: mix, let `update` (the optimizer) change x, and x~ by as much."""
+        with self._lock:
+            self._advance(t)
+            self._land(keep=self._tilde is not None)
+            update()
+            if self._tilde is not None:
+                for tilde, x, before in zip(self._tilde, self._weights, self._beside, strict=True):
+                    follow(tilde, x, before)
+
+    def refresh(self) -> None:
+        """A forward begins: the weights are x."""
+        with self._lock:
+            self._land()
+
+    def settle(self, t: float) -> None:
+        """The weights are x, mixed up to `t`: for whoever reads them."""
+        with self._lock:
+            self._advance(t)
+            self._land()
+
+    def put(self, x: Sequence[Tensor], t: float) -> None:
+        """Have x and x~ be this."""
+        with self._lock:
+            self._apart, self.t = False, max(t, self.t)
+            for number, value in enumerate(x):
+                self._weights[number].copy_(value)
+                if self._tilde is not None:
+                    self._tilde[number].copy_(value)
+
+    def tune(self, t: float, constants: Constants) -> None:
+        """Go on with other constants from `t` on."""
+        with self._lock:
+            self._advance(t)
+            self._constants = constants
+
+    # ---- the gossip thread ------------------------------------------------------------------
+
+    @property
+    def constants(self) -> Constants:
+        """Those of now."""
+        return self._constants
+
+    def snapshot(self, t: float, into: Sequence[Tensor]) -> None:
+        """An exchange at `t` begins: x as it is then (or before mixing, if so told), as it travels.
+
+        A gradient may have been applied after `t` already, when the partner's agreement arrives.
+        Then x is sent as it is: what both sides take for m is the same, and so is the mean.
+        """
+        with self._lock:
+            if not self._mixed:
+                self._copy(into)
+            self._advance(t)
+            if self._mixed:
+                self._copy(into)
+
+    def apply(
+        self,
+        number: int,
+        mine: Sequence[Tensor],
+        theirs: Sequence[Tensor],
+        t: float,
+        constants: Constants,
+        *,
+        undo: bool = False,
+    ) -> None:
+        """One chunk of an exchange at `t`, of what both have sent; or take it back."""
+        chunk = self._wire.chunks[number]
+        with self._lock:
+            self._leave()
+            x = self._x[chunk.flat][chunk.span]
+            tilde = None if self._tilde is None else self._tilde[chunk.flat][chunk.span]
+            sign = -1.0 if undo else 1.0
+            dt = max(self.t - t, 0.0)
+            a, a_tilde = jump(constants.alpha, constants.alpha_tilde, self._constants.eta, dt)
+            for piece in pieces(chunk.stop - chunk.start):
+                m = _number(mine[chunk.flat][chunk.span][piece]) - _number(
+                    theirs[chunk.flat][chunk.span][piece]
+                )
+                part = None if tilde is None else tilde[piece]
+                exchange(x[piece], part, m.to(x.device), (sign * a, sign * a_tilde))
+
+    # ---- inside the lock --------------------------------------------------------------------
+
+    @property
+    def _x(self) -> list[Tensor]:
+        return self._beside if self._apart else self._weights
+
+    def _advance(self, t: float) -> None:
+        """Mix up to `t`; time does not go back."""
+        dt, self.t = max(t - self.t, 0.0), max(t, self.t)
+        if self._tilde is None or dt == 0 or self._constants.eta == 0:
+            return
+        self._leave()
+        for x, tilde in zip(self._x, self._tilde, strict=True):
+            mix(x, tilde, self._constants.eta, dt)
+
+    def _leave(self) -> None:
+        """From here on x is beside the weights, if they are to stay as they are."""
+        if self._snapshot and not self._apart:
+            self._apart = True
+            for beside, w in zip(self._beside, self._weights, strict=True):
+                beside.copy_(w)
+
+    def _land(self, *, keep: bool = False) -> None:
+        """The weights are x; with `keep` a copy of them is beside."""
+        if self._apart:
+            for w, beside in zip(self._weights, self._beside, strict=True):
+                w.copy_(beside)
+        elif keep:
+            for w, beside in zip(self._weights, self._beside, strict=True):
+                beside.copy_(w)
+        self._apart = False
+
+    def _copy(self, into: Sequence[Tensor]) -> None:
+        for buffer, x in zip(into, self._x, strict=True):
+            buffer.copy_(x)
+
+
+def _number(values: Tensor) -> Tensor:
+    """What is subtracted: exact differences of what has travelled, up to one rounding, which is the
+    same on both sides but for the sign."""
+    return values if values.dtype.itemsize > 2 else values.float()
