@@ -12,11 +12,12 @@ import pytest
 import torch
 from server_jobs import SECRET, Job, job, pulled, until
 
-from offbeat.server import secret as secrets
 from offbeat.server.client import Client, ServerGoneError
 from offbeat.server.service import _Peer
 from offbeat.server.upstream import RefusedError
-from offbeat.server.wire import HEADER_BYTES, Kind, pack
+from offbeat.server.wire import Kind
+from offbeat.transport import secret as secrets
+from offbeat.transport.frames import HEADER_BYTES, pack
 
 
 def test_pushes_are_averaged_per_clock_and_pulled() -> None:

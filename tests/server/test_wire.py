@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from offbeat.server.wire import HEADER_BYTES, Frame, Header, Kind, Reader, WireError, pack, unpack
+from offbeat.server.wire import Kind
+from offbeat.transport.frames import HEADER_BYTES, Frame, Header, Reader, WireError, pack, unpack
 
 
 def reader(limit: int = 1 << 16) -> Reader:
@@ -20,7 +21,7 @@ def reader(limit: int = 1 << 16) -> Reader:
         body = bytearray(header.body_bytes)
         return body, memoryview(body)
 
-    return Reader(room)
+    return Reader(Kind, room)
 
 
 def feed(into: Reader, data: bytes, random_: random.Random) -> list[Frame]:
@@ -90,7 +91,7 @@ def test_header_that_cannot_be(at: int, value: int, words: str) -> None:
     data = bytearray(pack(Kind.PULL, 1, clock=1))
     data[at] = value
     with pytest.raises(WireError, match=words):
-        unpack(data)
+        unpack(data, Kind)
 
 
 def test_sizes_are_judged_before_memory_is_taken() -> None:
@@ -102,6 +103,6 @@ def test_sizes_are_judged_before_memory_is_taken() -> None:
 
     data = pack(Kind.PUSH, 1, body_bytes=1 << 60)
     with pytest.raises(WireError, match="body"):
-        feed(Reader(room), data, random.Random(3))
+        feed(Reader(Kind, room), data, random.Random(3))
     assert asked == [1 << 60]
     assert struct.calcsize("!4sBBHIqIQ") == HEADER_BYTES

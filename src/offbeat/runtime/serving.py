@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.run.job import SERVERS_VARIABLE
-from offbeat.server import secret as secrets
 from offbeat.server.client import Client
 from offbeat.server.layout import Layout
 from offbeat.server.optimizers import Keep, require_elementwise
@@ -20,6 +19,7 @@ from offbeat.server.snapshots import Snapshots
 from offbeat.server.store import Store
 from offbeat.strategies import Served
 from offbeat.strategies.served import Duty
+from offbeat.transport import secret as secrets
 from offbeat.transport.cluster import Cluster
 from offbeat.transport.control import Control
 from offbeat.transport.interfaces import ipv4_of

@@ -126,11 +126,6 @@ class Layout:
         return tuple(found)
 
 
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host; without elements none."""
-    return tensor.detach().view(torch.uint8).numpy().data
-
-
 def in_order_of(value: Tensor, like: Tensor) -> Tensor:
     """A tensor's elements in the order in which `like` has them in memory; a view if it can be."""
     strides = like.stride()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.server.layout import Piece, in_order_of
-from offbeat.server.wire import WireError
 from offbeat.storage.coupling import couples, trial_copy
+from offbeat.transport.frames import WireError
 
 Settings = list[dict[str, Any]]
 """Plain settings of every param group, as they are at one moment."""

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.server import secret as secrets
-from offbeat.server.connection import Connection, Views
-from offbeat.server.layout import memory_of
 from offbeat.server.optimizers import checked_settings, packed_state
 from offbeat.server.shard import Shard
 from offbeat.server.snapshots import Snapshots
 from offbeat.server.store import Store
-from offbeat.server.wire import Frame, Header, Kind, WireError, pack
+from offbeat.server.wire import Kind
+from offbeat.storage.flat import memory_of
+from offbeat.transport import secret as secrets
+from offbeat.transport.connection import Connection, Views
+from offbeat.transport.frames import Frame, Header, WireError, pack
 
 GREETING_S = 10.0  # for a stranger to prove that it is none
 MOST_STRANGERS = 64
@@ -166,7 +167,7 @@ class Service:
         if theirs is None:
             self._drop(peer)
             return
-        peer.connection = Connection(peer.sock, lambda header: self._room(peer, header))
+        peer.connection = Connection(peer.sock, Kind, lambda header: self._room(peer, header))
         peer.connection.send(secrets.proof(self._secret, b"server", theirs, peer.nonce))
         self._write(peer)
 

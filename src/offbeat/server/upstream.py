@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.server import secret as secrets
-from offbeat.server.connection import Connection
 from offbeat.server.layout import ShardSpec
-from offbeat.server.wire import Frame, Header, Kind, Reader, WireError, pack
+from offbeat.server.wire import Kind
+from offbeat.transport import secret as secrets
+from offbeat.transport.connection import Connection
+from offbeat.transport.frames import Frame, Header, Reader, WireError, pack
 
 RETRY_EVERY_S = 0.2
 
@@ -83,7 +84,7 @@ class Upstream:
         if frame.header.kind is Kind.REFUSED:
             sock.close()
             raise RefusedError(f"{self} refuses this rank: {frame.meta.get('why')}")
-        self.connection = Connection(sock, lambda header: room(self, header))
+        self.connection = Connection(sock, Kind, lambda header: room(self, header))
         taken = {int(number): clock for number, clock in frame.meta["taken"].items()}
         return frame.header.clock, taken
 
@@ -104,7 +105,7 @@ class Upstream:
                 raise WireError(f"{header.kind.name} is not expected now")
             return None, memoryview(b"")
 
-        reader = Reader(room)
+        reader = Reader(Kind, room)
         while (frame := reader.read(sock.recv_into)) is None:
             pass
         return frame

@@ -278,6 +278,24 @@ def require_supported(model: nn.Module) -> None:
         seen[place] = name
 
 
+def flatten(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Re-home these tensors into flat ones, one per dtype and device, in their order."""
+    by_key: dict[Key, list[Tensor]] = {}
+    for tensor in tensors:
+        by_key.setdefault(key_of(tensor), []).append(tensor)
+    flats: list[Tensor] = []
+    with torch.no_grad():
+        for key, mine in by_key.items():
+            size = sum(tensor.numel() for tensor in mine)
+            flat = torch.empty(size, dtype=key[0], device=key[1])
+            at = 0
+            for tensor in mine:
+                _rehome(flat, tensor, at)
+                at += tensor.numel()
+            flats.append(flat)
+    return flats
+
+
 def _rehome(flat: Tensor, tensor: Tensor, offset: int) -> None:
     view = view_like(flat, tensor, offset)
     view.copy_(tensor.detach())
@@ -289,6 +307,11 @@ def view_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
     if _is_dense(like):
         return flat.as_strided(like.size(), like.stride(), offset)
     return flat[offset : offset + like.numel()].view(like.size())
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host; without elements none."""
+    return tensor.detach().view(torch.uint8).numpy().data
 
 
 def _is_dense(tensor: Tensor) -> bool:

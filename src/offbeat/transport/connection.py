@@ -7,9 +7,9 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic
 
-from offbeat.server.wire import Frame, Header, Reader
+from offbeat.transport.frames import Frame, Header, K, Reader
 
 AT_ONCE_BYTES = 8 << 20  # from one peer before others have their turn
 _RECEIVE_BYTES = 1 << 20
@@ -17,18 +17,23 @@ _RECEIVE_BYTES = 1 << 20
 Views = list[memoryview]
 
 
-class Connection:
+class Connection(Generic[K]):
     """Sends and receives frames as far as the socket lets it.
 
     A body is sent from where it lies, so it must stay as it is until `idle`. One that is made by
     `later` is made when its turn comes: only one of them exists at a time.
     """
 
-    def __init__(self, sock: socket.socket, room: Callable[[Header], tuple[Any, memoryview]]):
+    def __init__(
+        self,
+        sock: socket.socket,
+        kinds: type[K],
+        room: Callable[[Header[K]], tuple[Any, memoryview]],
+    ):
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
-        self._reader = Reader(room)
+        self._reader = Reader(kinds, room)
         self._out: deque[memoryview | Callable[[], Views]] = deque()
         self.heard_s = self.spoke_s = time.monotonic()
         self.bytes_sent = 0
@@ -72,7 +77,7 @@ class Connection:
             else:
                 self._out[0] = first[count:]
 
-    def receive(self) -> Iterator[Frame]:
+    def receive(self) -> Iterator[Frame[K]]:
         """Whole frames of what has arrived, not all of it at once if it is much: each is to be
         dealt with before the next one is judged. ConnectionError when the peer has closed,
         WireError for what cannot be a frame."""
@@ -86,7 +91,7 @@ class Connection:
             if frame is not None:
                 yield frame
 
-    def _read(self) -> tuple[int, Frame | None]:
+    def _read(self) -> tuple[int, Frame[K] | None]:
         count = 0
 
         def receive(into: memoryview) -> int:
