@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from offbeat.gossip.chunks import Wire
-from offbeat.gossip.state import AVERAGING, Constants, State
+from offbeat.gossip.state import AVERAGING, Mixing, State
 
 SIZE = 11
-MOMENTUM = Constants(0.3, 0.5, 1.4)
+MOMENTUM = Mixing(0.3, 0.5, 1.4)
 
 
 class Slow:
     """One worker's x and x~, event by event, as the equations have it."""
 
-    def __init__(self, x: np.ndarray, constants: Constants):
+    def __init__(self, x: np.ndarray, constants: Mixing):
         self.x, self.tilde, self.t, self.c = x.copy(), x.copy(), 0.0, constants
 
     def to(self, t: float) -> None:
@@ -43,7 +43,7 @@ class Slow:
             one.tilde = one.tilde - sign * one.c.alpha_tilde * m
 
 
-def states(constants: Constants, **options: object) -> tuple[list[State], list[Slow], list[Tensor]]:
+def states(constants: Mixing, **options: object) -> tuple[list[State], list[Slow], list[Tensor]]:
     random = np.random.default_rng(5)
     flats = [torch.from_numpy(random.standard_normal(SIZE)) for _ in range(2)]
     made = [State([flat], Wire([flat], chunk_bytes=32), constants, **options) for flat in flats]  # type: ignore[arg-type]
@@ -58,8 +58,8 @@ def exchange(a: State, b: State, t: float, wire: Wire, between: object = None) -
     if callable(between):
         between()
     for number in range(len(wire.chunks)):
-        a.apply(number, buffers[0], buffers[1], t, a.constants)
-        b.apply(number, buffers[1], buffers[0], t, b.constants)
+        a.apply(number, buffers[0], buffers[1], t, a.mixing_at(t))
+        b.apply(number, buffers[1], buffers[0], t, b.mixing_at(t))
 
 
 def assert_same(flat: Tensor, slow: Slow) -> None:
@@ -146,12 +146,30 @@ def test_an_exchange_that_is_undone_leaves_nothing() -> None:
     buffers = [wire.buffers() for _ in range(2)]
     for state, buffer in zip((a, b), buffers, strict=True):
         state.snapshot(1.0, buffer)
-    a.apply(0, *buffers, 1.0, a.constants)
+    a.apply(0, *buffers, 1.0, a.mixing)
     a.step(1.6, lambda: None)
-    a.apply(0, *buffers, 1.0, a.constants, undo=True)
+    a.apply(0, *buffers, 1.0, a.mixing, undo=True)
     a.settle(2.0)
     i.to(2.0)
     assert_same(x, i)
+
+
+def test_constants_change_at_a_label_wherever_the_word_arrives_when() -> None:
+    """One hears of it in time, the other while an exchange of before is on its way."""
+    (a, b), (i, j), (x, y) = states(MOMENTUM)
+    later = Mixing(0.9, 0.5, 2.0)
+    a.tune(2.0, later)
+    exchange(a, b, 1.0, Wire([x], chunk_bytes=32), lambda: (b.tune(2.0, later), b.step(3.0, int)))
+    assert a.mixing_at(1.9) == MOMENTUM
+    assert a.mixing_at(2.0) == later
+    Slow.exchange(i, j, 1.0, True)
+    for state, slow in ((a, i), (b, j)):
+        state.settle(4.0)
+        slow.to(2.0)
+        slow.c = later
+        slow.to(4.0)
+    assert_same(x, i)
+    assert_same(y, j)
 
 
 def test_rounded_on_the_wire_the_mean_is_kept() -> None:

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from offbeat.storage.flat import memory_of
+
 CHUNK_BYTES = 512 << 10
 
 WireForm = Literal["none", "bf16"]
@@ -59,11 +61,6 @@ class Wire:
     def bytes(self) -> int:
         """Of all chunks."""
         return sum(n * dtype.itemsize for n, dtype in zip(self.sizes, self.dtypes, strict=True))
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host; without elements none."""
-    return tensor.detach().view(torch.uint8).numpy().data
 
 
 def _dtype(flat: Tensor, form: WireForm) -> torch.dtype:

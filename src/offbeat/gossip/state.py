@@ -8,9 +8,11 @@ that takes its time is carried out: a chunk that arrives dt after the label is m
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from offbeat.numerics.mixing import exchange, follow, jump, mix, pieces
 
 
 @dataclass(frozen=True)
-class Constants:
+class Mixing:
     """How fast x and x~ mix, and by which share of the difference an exchange moves them."""
 
     eta: float
@@ -28,8 +30,39 @@ class Constants:
     alpha_tilde: float
 
 
-AVERAGING = Constants(0.0, 0.5, 0.5)
+AVERAGING = Mixing(0.0, 0.5, 0.5)
 """AD-PSGD's: an exchange leaves both partners at their mean."""
+
+REMEMBERED = 16  # changes of the constants; an exchange is not older than that
+
+
+class Course:
+    """Which constants hold from which label on. All workers must change them at the same labels, or
+    the mean moves."""
+
+    def __init__(self, mixing: Mixing):
+        self._changes = [(0.0, mixing)]  # since which label
+
+    def change(self, label: float, mixing: Mixing) -> None:
+        """From this label on; what was to come after it does not."""
+        kept = [change for change in self._changes if change[0] < label]
+        self._changes = [*kept, (label, mixing)][-REMEMBERED:]
+
+    def at(self, label: float) -> Mixing:
+        """What holds then."""
+        return next((m for since, m in reversed(self._changes) if since <= label), self.last)
+
+    @property
+    def last(self) -> Mixing:
+        """What will hold."""
+        return self._changes[-1][1]
+
+    def mixed(self, start: float, end: float) -> float:
+        """The integral of eta."""
+        total = 0.0
+        for (since, mixing), (until, _) in pairwise([*self._changes, (math.inf, AVERAGING)]):
+            total += mixing.eta * max(min(end, until) - max(start, since), 0.0)
+        return total
 
 
 class State:
@@ -49,14 +82,14 @@ class State:
         self,
         weights: Sequence[Tensor],
         wire: Wire,
-        constants: Constants,
+        mixing: Mixing,
         *,
         snapshot: bool = True,
         momentum: bool = True,
         mixed: bool = True,
     ):
         self._weights = [flat.detach() for flat in weights]
-        self._wire, self._constants = wire, constants
+        self._wire, self._course = wire, Course(mixing)
         self._snapshot, self._mixed = snapshot, mixed
         self._tilde = [w.clone() for w in self._weights] if momentum else None
         beside = momentum or snapshot
@@ -97,18 +130,21 @@ class State:
                 if self._tilde is not None:
                     self._tilde[number].copy_(value)
 
-    def tune(self, t: float, constants: Constants) -> None:
-        """Go on with other constants from `t` on."""
+    def tune(self, t: float, mixing: Mixing) -> None:
+        """Other constants from `t` on, or from now if that is past."""
         with self._lock:
-            self._advance(t)
-            self._constants = constants
+            self._course.change(max(t, self.t), mixing)
 
     # ---- the gossip thread ------------------------------------------------------------------
 
     @property
-    def constants(self) -> Constants:
-        """Those of now."""
-        return self._constants
+    def mixing(self) -> Mixing:
+        """The newest constants."""
+        return self._course.last
+
+    def mixing_at(self, t: float) -> Mixing:
+        """Those of an exchange then."""
+        return self._course.at(t)
 
     def snapshot(self, t: float, into: Sequence[Tensor]) -> None:
         """An exchange at `t` begins: x as it is then (or before mixing, if so told), as it travels.
@@ -129,7 +165,7 @@ class State:
         mine: Sequence[Tensor],
         theirs: Sequence[Tensor],
         t: float,
-        constants: Constants,
+        mixing: Mixing,
         *,
         undo: bool = False,
     ) -> None:
@@ -140,8 +176,8 @@ class State:
             x = self._x[chunk.flat][chunk.span]
             tilde = None if self._tilde is None else self._tilde[chunk.flat][chunk.span]
             sign = -1.0 if undo else 1.0
-            dt = max(self.t - t, 0.0)
-            a, a_tilde = jump(constants.alpha, constants.alpha_tilde, self._constants.eta, dt)
+            since = self._course.mixed(t, self.t)
+            a, a_tilde = jump(mixing.alpha, mixing.alpha_tilde, 1.0, since)
             for piece in pieces(chunk.stop - chunk.start):
                 m = _number(mine[chunk.flat][chunk.span][piece]) - _number(
                     theirs[chunk.flat][chunk.span][piece]
@@ -157,12 +193,13 @@ class State:
 
     def _advance(self, t: float) -> None:
         """Mix up to `t`; time does not go back."""
-        dt, self.t = max(t - self.t, 0.0), max(t, self.t)
-        if self._tilde is None or dt == 0 or self._constants.eta == 0:
+        eta_dt = self._course.mixed(self.t, t)
+        self.t = max(t, self.t)
+        if self._tilde is None or eta_dt == 0:
             return
         self._leave()
         for x, tilde in zip(self._x, self._tilde, strict=True):
-            mix(x, tilde, self._constants.eta, dt)
+            mix(x, tilde, 1.0, eta_dt)
 
     def _leave(self) -> None:
         """From here on x is beside the weights, if they are to stay as they are."""

@@ -39,8 +39,8 @@ def nonce() -> bytes:
 
 
 def proof(secret: bytes, role: bytes, theirs: bytes, mine: bytes) -> bytes:
-    """The MAC with which `role` (b"worker" or b"server") answers the other end's nonce. Who connects
-    is the worker."""
+    """The MAC with which `role` (b"worker" or b"server") answers the other end's nonce. Who
+    connects is the worker."""
     return hmac.digest(secret, b"offbeat " + role + theirs + mine, hashlib.sha256)
 
 

@@ -1,0 +1,498 @@
+"""Gossip: a worker's background thread, which exchanges with neighbours and meets all workers.
+
+Exchanges are wished for as a Poisson process in the job's common time, half of an edge's rate at
+each of its ends. Meetings are sums over all workers: `consolidate` needs them, and the agreement
+on the unit of time, which this thread holds by itself so that no gradient waits for it.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import networkx as nx
+import torch
+from torch import Tensor
+
+from offbeat.gossip.chunks import CHUNK_BYTES, Wire
+from offbeat.gossip.clock import DRIFT, Clock
+from offbeat.gossip.exchange import Exchanges
+from offbeat.gossip.kinds import KINDS, WORDS, Kind, finite
+from offbeat.gossip.meeting import Meeting
+from offbeat.gossip.meetings import OWN, USER, Meetings
+from offbeat.gossip.pairing import Act, Begin, Pairing, Word
+from offbeat.gossip.peers import NOTHING, Address, Listener, Peers
+from offbeat.gossip.state import AVERAGING, Mixing
+from offbeat.gossip.state import State as Shared
+from offbeat.gossip.view import Known, State, View
+from offbeat.solve.graphs import constants, edge_rates
+from offbeat.storage.flat import memory_of
+from offbeat.transport.frames import Frame, Header, WireError
+
+OnPartition = Literal["raise", "continue"]
+
+GRADIENTS = 4  # of a worker, before its gradient time is believed
+PULSE = 50.0  # units between two agreements on the unit
+ENOUGH = 200  # exchanges, before their measured rate is believed
+NOTICE, NOTICE_S = 2.0, 1.0  # units, seconds: constants change so long after their reason
+DRAIN_S = 1.0  # of a thread that has failed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a job of gossip is: its graph and rate, what travels, who is given up when."""
+
+    graph: nx.Graph
+    rate: float = 1.0
+    momentum: bool = True
+    silent_s: float = 10.0
+    timeout_s: float = 120.0
+    on_partition: OnPartition = "raise"
+    layout: str = ""  # digest of the model
+    seed: int = 0
+
+
+@dataclass
+class Counts:
+    """What has happened so far."""
+
+    exchanges: dict[int, int] = field(default_factory=dict)  # by partner
+    broken: int = 0
+    exchange_s: float = 0.0  # from the beginning to the end of exchanges
+
+
+class Gossip(Listener):
+    """Worker `me` of the graph. Its neighbours are at these addresses, it is at `door`."""
+
+    def __init__(
+        self,
+        me: int,
+        settings: Settings,
+        shared: Shared,
+        wire: Wire,
+        clock: Clock,
+        secret: bytes,
+        addresses: Mapping[int, Address],
+        door: socket.socket,
+    ):
+        self.me, self._settings, self.clock, self._shared = me, settings, clock, shared
+        edges = [(min(edge), max(edge)) for edge in settings.graph.edges]
+        self.view, self.counts = View(me, edges), Counts()
+        self._pairing = Pairing(me, set())
+        self._exchanges = Exchanges(shared, wire)
+        around = sorted(settings.graph.adj[me])
+        near = {peer: addresses[peer] for peer in around}
+        self._peers = Peers(me, secret, near, door, settings.silent_s, self)
+        self._random = random.Random(f"{settings.seed} {me}")
+        self._rates: dict[int, float] = {}  # exchanges per unit on the edge to a neighbour
+        self._label = 0.0  # of the last change of the graph or of what comes about
+        self._share = 1.0  # of the planned rates that come about
+        self._next: float | None = None  # label of the next wish
+        self._agreed: dict[int, tuple[float, int]] = {}  # label and number of what was accepted
+        self._down_s = dict.fromkeys(
+            around, time.monotonic()
+        )  # since when, of those that are not there
+        self._meetings = Meetings(self.view, self._peers)
+        self._gradient_s, self._gradients = 0.0, 0
+        self._pulse_at: float | None = None
+        self._pulse_from = (0.0, 0)  # label and own exchanges at the last one
+        self._changed = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._said: deque[str] = deque()
+        self._error: Exception | None = None
+        self._ended = False
+        self._tune()
+        self._thread = threading.Thread(target=self._run, name=f"offbeat-gossip-{me}", daemon=True)
+        self._thread.start()
+
+    # ---- what the worker calls --------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Wait until all neighbours are there. RuntimeError naming those that are not."""
+        self._wait(lambda: not self._down_s, lambda: f"workers {_listed(self._down_s)} to connect")
+
+    def gradient(self, seconds: float) -> None:
+        """A gradient has taken so long."""
+        self.check()
+        self._gradients += 1
+        weight = max(1 / self._gradients, 0.1)
+        self._gradient_s += weight * (seconds - self._gradient_s)
+        if self._gradients == GRADIENTS:
+            self._peers.wake()
+
+    def check(self) -> None:
+        """RuntimeError if gossip has failed."""
+        if self._error is not None:
+            raise self._error
+
+    def said(self) -> list[str]:
+        """What the user should know, since the last call."""
+        words = []
+        while self._said:
+            words.append(self._said.popleft())
+        return words
+
+    def meet(
+        self, numbers: Sequence[Tensor], largest: float = 0.0
+    ) -> tuple[list[Tensor], float, int]:
+        """Wait for all workers: the sums of their numbers, the largest, and how many they are."""
+        found: list[Meeting] = []
+        brought = [*numbers, torch.ones(1)]
+        self._do(lambda: self._meetings.begin(USER, brought, largest, found.append))
+        self._wait(lambda: bool(found), lambda: f"all workers to meet: {self._missing()}")
+        *sums, workers = found[0].result
+        return sums, found[0].largest, int(workers)
+
+    def pause(self) -> None:
+        """Exchange no more; returns when none is under way."""
+        self._do(lambda: self._act(self._pairing.pause(paused=True)))
+        self._wait(
+            lambda: self._pairing.paused and self._pairing.resting,
+            lambda: f"the exchange with worker {self._pairing.partner} to end",
+        )
+
+    def resume(self) -> None:
+        """Exchange again."""
+        if self._pairing.paused:
+            self._do(lambda: self._act(self._pairing.pause(paused=False)))
+
+    def close(self) -> None:
+        """Say goodbye to the neighbours."""
+        if self._thread.is_alive():
+            with self._changed:
+                self._commands.append(self._leave)
+            self._peers.wake()
+            self._thread.join(self._settings.timeout_s)
+
+    @property
+    def bytes_sent(self) -> int:
+        """To all neighbours."""
+        return self._peers.bytes_sent
+
+    def _do(self, command: Callable[[], None]) -> None:
+        self.check()
+        self._commands.append(command)
+        self._peers.wake()
+
+    def _wait(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
+        timeout_s = self._settings.timeout_s
+        with self._changed:
+            self._changed.wait_for(lambda: done() or self._error is not None, timeout_s)
+        self.check()
+        if not done():
+            raise RuntimeError(
+                f"worker {self.me} waited {timeout_s:g} s for {what()}; see their logs, or raise "
+                "timeout_s"
+            )
+
+    def _missing(self) -> str:
+        """Who has not brought numbers, as far as this worker can see."""
+        behind = self._meetings.missing(USER)
+        if behind is None:
+            return f"the graph is broken, {_listed(self._down_s)} cannot be reached"
+        return f"nothing from {_listed(behind)}, or from workers behind"
+
+    # ---- the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._ended:
+                self._peers.turn(self._wait_s())
+                while self._commands:
+                    self._commands.popleft()()
+                self._wish()
+                self._give_up()
+                self._pulse()
+                with self._changed:
+                    self._changed.notify_all()
+        except Exception as error:
+            self._error = error
+            with suppress(Exception):  # what others should know
+                self._peers.drain(DRAIN_S)
+        finally:
+            self._peers.close()
+            with self._changed:
+                self._changed.notify_all()
+
+    def _wait_s(self) -> float:
+        """Until this thread has something to do by itself."""
+        labels = [label for label in (self._next, self._pulse_at) if label is not None]
+        waits = [self.clock.seconds_until(label) for label in labels]
+        silent_s, now = self._settings.silent_s, time.monotonic()
+        waits += [at + silent_s - now for at in self._breaks().values()]
+        return min([60.0, *(wait for wait in waits if wait is not None)])
+
+    def _wish(self) -> None:
+        total = sum(self._rates.values()) / 2
+        if self.clock.unit_s is None or total == 0:
+            self._next = None
+            return
+        now = self.clock.now()
+        if self._next is None:
+            self._next = now + self._random.expovariate(total)
+        while self._next <= now:
+            self._next += self._random.expovariate(total)
+            peers, rates = zip(*self._rates.items(), strict=True)
+            self._act(self._pairing.wish(self._random.choices(peers, rates)[0]))
+
+    def _leave(self) -> None:
+        for peer in self._peers.present():
+            self._peers.send(peer, Kind.BYE)
+        self._peers.finish(self._settings.silent_s)
+        self._ended = True
+
+    # ---- exchanges --------------------------------------------------------------------------
+
+    def _act(self, acts: Sequence[Act]) -> None:
+        for act in acts:
+            if isinstance(act, Begin):
+                if act.accepted:
+                    t, number = self._agreed.pop(act.partner)
+                    self._begin(act.partner, number, t, self._shared.mixing_at(t))
+                continue
+            about: dict[str, Any] = {}
+            if act.word is Word.ASK:
+                about["meta"] = {"t": self.clock.now()}
+            elif act.word is Word.YES:
+                t, about["clock"] = self._agreed[act.to]
+                mixing = self._shared.mixing_at(t)
+                about["meta"] = {"t": t, "alpha": mixing.alpha, "alpha_tilde": mixing.alpha_tilde}
+            self._peers.send(act.to, KINDS[act.word], **about)
+
+    def _word(self, peer: int, frame: Frame[Kind]) -> None:
+        word, meta = WORDS[frame.header.kind], frame.meta
+        if word is Word.ASK:
+            t = max(finite(meta.get("t")), self.clock.now())
+            self._agreed[peer] = t, self._exchanges.next_number(peer)
+        try:
+            acts = self._pairing.hear(peer, word)
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        self._act(acts)
+        if word is Word.YES:
+            alphas = [finite(meta.get(name)) for name in ("alpha", "alpha_tilde")]
+            mixing = Mixing(0.0, *alphas)  # eta is everybody's, by labels
+            self._begin(peer, frame.header.clock, finite(meta.get("t")), mixing)
+
+    def _begin(self, partner: int, number: int, t: float, mixing: Mixing) -> None:
+        one = self._exchanges.begin(partner, number, t, mixing)
+        one.began_s = time.perf_counter()
+        wire = self._exchanges.wire
+        for chunk in range(len(wire.chunks)):
+            self._peers.send(
+                partner, Kind.CHUNK, wire.memory(one.mine, chunk), shard=chunk, clock=number
+            )
+
+    def _chunk(self, peer: int, frame: Frame[Kind]) -> None:
+        if self._exchanges.arrived():
+            assert self._exchanges.now is not None
+            self._peers.send(peer, Kind.WHOLE, clock=self._exchanges.now.number)
+            self._end()
+
+    def _whole(self, peer: int, frame: Frame[Kind]) -> None:
+        one = self._exchanges.now
+        if one is None or one.partner != peer or one.number != frame.header.clock:
+            raise WireError("WHOLE is not expected now")
+        one.confirmed = True
+        self._end()
+
+    def _end(self) -> None:
+        one = self._exchanges.now
+        if one is None or not self._exchanges.over():
+            return
+        counts = self.counts
+        counts.exchanges[one.partner] = counts.exchanges.get(one.partner, 0) + 1
+        counts.exchange_s += time.perf_counter() - one.began_s
+        self._act(self._pairing.done())
+
+    # ---- neighbours -------------------------------------------------------------------------
+
+    def hello(self, peer: int) -> dict[str, Any]:
+        return {
+            "layout": self._settings.layout,
+            "whole": self._exchanges.whole(peer),
+            "known": self.view.known(),
+        }
+
+    def came(self, peer: int, said: dict[str, Any]) -> None:
+        if said.get("layout") != self._settings.layout:
+            raise WireError("the model is another one")
+        self._down_s.pop(peer, None)
+        self._exchanges.settle(peer, int(said.get("whole", 0)))
+        gone = self.view.state(peer) > State.DOWN
+        self._learn(said)
+        self._tell(self.view.change(peer, State.UP, self.clock.now()))
+        if gone:
+            self._say(f"worker {peer} can be reached again")
+            self._tune()
+        self._pairing.join(peer)
+
+    def went(self, peer: int, why: str) -> None:
+        self._agreed.pop(peer, None)
+        self.counts.broken += self._exchanges.broke(peer)
+        self._down_s[peer] = time.monotonic()
+        self._act(self._pairing.leave(peer))
+        if self.view.state(peer) is State.UP:
+            self._tell(self.view.change(peer, State.DOWN, self.clock.now()))
+
+    def room(self, peer: int, header: Header[Kind]) -> tuple[Any, memoryview]:
+        if header.kind is Kind.CHUNK:
+            one = self._exchanges.now
+            expected = one and (one.partner, one.number, one.arrived)
+            if one is None or expected != (peer, header.clock, header.shard):
+                raise WireError(f"chunk {header.shard} is not expected now")
+            return None, self._exchanges.wire.memory(one.theirs, header.shard)
+        if header.kind in (Kind.UP, Kind.DOWN):
+            if header.body_bytes > CHUNK_BYTES:
+                raise WireError(f"body ({header.body_bytes} bytes) is too large")
+            body = torch.empty(header.body_bytes, dtype=torch.uint8)
+            return body, memory_of(body)
+        return None, NOTHING
+
+    def heard(self, peer: int, frame: Frame[Kind]) -> None:
+        kind = frame.header.kind
+        if kind in WORDS:
+            self._word(peer, frame)
+        elif kind is Kind.CHUNK:
+            self._chunk(peer, frame)
+        elif kind is Kind.WHOLE:
+            self._whole(peer, frame)
+        elif kind in (Kind.UP, Kind.DOWN):
+            self._meetings.hear(peer, frame)
+        elif kind is Kind.VIEW:
+            self._learn(frame.meta)
+        elif kind is Kind.BYE:
+            self._peers.forget(peer)
+            self._tell(self.view.change(peer, State.LEFT, self.clock.now()))
+            self._tune()
+            raise ConnectionResetError("it has left")  # which it waits for
+        elif kind is not Kind.BEAT:
+            raise WireError(f"{kind.name} is not expected now")
+
+    # ---- who is there -----------------------------------------------------------------------
+
+    def _learn(self, said: dict[str, Any]) -> None:
+        """A neighbour has told what it knows of edges."""
+        before = self.view.edges()
+        try:
+            new = self.view.merge(said.get("known", []))
+        except (ValueError, TypeError) as error:
+            raise WireError(str(error)) from None
+        self._tell(new)
+        if self.view.edges() != before:
+            self._tune()
+
+    def _tell(self, new: Sequence[Known]) -> None:
+        """Neighbours shall know; meetings begin anew."""
+        if not new:
+            return
+        for peer in self._peers.present():
+            self._peers.send(peer, Kind.VIEW, meta={"known": list(new)})
+        self._meetings.begin_anew()
+
+    def _give_up(self) -> None:
+        """Edges that have been broken for too long are gone."""
+        now, silent_s = time.monotonic(), self._settings.silent_s
+        late = [peer for peer, at in self._breaks().items() if now - at > silent_s]
+        for peer in late:
+            self._exchanges.forget(peer)
+            self._say(
+                f"worker {peer} could not be reached for {self._settings.silent_s:g} s; the "
+                "others go on without it"
+            )
+            self._tell(self.view.change(peer, State.GONE, self.clock.now()))
+        if late:
+            self._tune()
+
+    def _breaks(self) -> dict[int, float]:
+        """Since when neighbours are not there that may come back."""
+        down = self._down_s.items()
+        return {peer: at for peer, at in down if self.view.state(peer) is State.DOWN}
+
+    def _tune(self) -> None:
+        """The graph has changed: rates and constants of what is left."""
+        self._require_one_part()
+        self._label = max(self._label, self.view.label)
+        left = nx.Graph(self.view.edges())
+        if self.me not in left:
+            self._rates, self._next = {}, None
+            return
+        rates = {e: r * self._share for e, r in edge_rates(left, self._settings.rate).items()}
+        mine = {sum(edge) - self.me: rate for edge, rate in rates.items() if self.me in edge}
+        self._rates = {peer: rate / self._share for peer, rate in mine.items()}
+        self._next = None
+        if self._settings.momentum:
+            found = constants(rates, sorted(left))
+            mixing = Mixing(found.eta, found.alpha, found.alpha_tilde)
+        else:
+            mixing = AVERAGING
+        self._shared.tune(self._label + self._margin(), mixing)
+
+    def _margin(self) -> float:
+        """After a change: units in which everybody hears of it."""
+        unit_s = self.clock.unit_s
+        return 0.0 if unit_s is None else max(NOTICE, NOTICE_S / unit_s)
+
+    def _require_one_part(self) -> None:
+        """The graph hangs together; or the larger part goes on, if that is wanted."""
+        parts = self.view.parts()
+        if len(parts) == 1:
+            return
+        words = " and ".join(f"({_listed(part)})" for part in parts)
+        mine = next(part for part in parts if self.me in part)
+        if not self.view.left() and (self._settings.on_partition == "raise" or mine != parts[0]):
+            raise RuntimeError(
+                f"the graph of gossip falls apart: {words} do not reach each other any more "
+                f"(not heard of: {_listed(self.view.dead()) or 'nobody'}); use a topology with "
+                "more edges, or on_partition='continue' to go on with the larger part"
+            )
+        self._say(f"the graph of gossip falls apart: {words}; ({_listed(mine)}) go on")
+        self._tell(self.view.cut_off(mine))
+
+    def _say(self, words: str) -> None:
+        self._said.append(f"worker {self.me}: {words}")
+
+    # ---- the unit of time -------------------------------------------------------------------
+
+    def _pulse(self) -> None:
+        """Bring this worker's gradient time and exchanges to the others, now and then."""
+        due = self._pulse_at is None or self.clock.now() >= self._pulse_at
+        if self._meetings.under_way(OWN) or self._gradients < GRADIENTS or not due:
+            return
+        exchanges = sum(self.counts.exchanges.values()) - self._pulse_from[1]
+        numbers = torch.tensor([self._gradient_s, exchanges, 1], dtype=torch.float64)
+        self._meetings.begin(OWN, [numbers], self.clock.common_s(), self._agree)
+
+    def _agree(self, meeting: Meeting) -> None:
+        """All have brought theirs."""
+        gradients_s, exchanges, workers = meeting.result[0].tolist()
+        unit_s, before_s = gradients_s / workers, self.clock.unit_s
+        if before_s is None or abs(unit_s / before_s - 1) > DRIFT:
+            self.clock.agree(unit_s, meeting.largest)
+        label = self.clock.at(meeting.largest)
+        passed, planned = label - self._pulse_from[0], self._planned()
+        if before_s is not None and planned * passed >= ENOUGH:
+            share = max(exchanges / 2 / (planned * passed), 1 / ENOUGH)
+            if abs(share / self._share - 1) > DRIFT:
+                self._share, self._label = share, label
+                self._tune()
+        if before_s is None or planned * passed >= ENOUGH:
+            self._pulse_from = label, sum(self.counts.exchanges.values())
+        self._pulse_at = label + PULSE
+        self._next = None
+
+    def _planned(self) -> float:
+        """Exchanges of all workers per unit."""
+        edges = self.view.edges()
+        return sum(edge_rates(nx.Graph(edges), self._settings.rate).values()) if edges else 0.0
+
+
+def _listed(workers: Any) -> str:
+    return ", ".join(map(str, sorted(workers)))

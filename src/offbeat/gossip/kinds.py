@@ -1,0 +1,37 @@
+"""What gossiping workers say to each other."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+from offbeat.gossip.pairing import Word
+from offbeat.transport.frames import WireError
+
+
+class Kind(IntEnum):
+    """What a frame says. `clock`: the number of an exchange or of a meeting."""
+
+    HELLO = 1  # meta: layout, whole (the last exchange with you that arrived), known (edges)
+    ASK = 2  # shall we exchange? meta: t
+    YES = 3  # from now on; meta: t, alpha, alpha_tilde
+    BUSY = 4  # not now; I shall ask you
+    CHUNK = 5  # x of the exchange's time; shard: which chunk
+    WHOLE = 6  # all chunks have arrived
+    BEAT = 7  # I am alive
+    VIEW = 8  # meta: known, edges that have changed
+    UP = 9  # a sum on its way to the root; shard: chunk; meta: channel, digest, largest
+    DOWN = 10  # the result; as UP
+    BYE = 11  # I leave
+    REFUSED = 12  # meta: why
+
+
+WORDS = {Kind.ASK: Word.ASK, Kind.YES: Word.YES, Kind.BUSY: Word.BUSY}
+KINDS = {word: kind for kind, word in WORDS.items()}
+
+
+def finite(value: Any) -> float:
+    """A number of a frame's meta; WireError if it is none."""
+    if not isinstance(value, (int, float)) or not abs(value) < float("inf"):
+        raise WireError(f"{value!r} must be a finite number")
+    return float(value)

@@ -1,0 +1,161 @@
+"""View: which edges and workers there are, as one worker knows it and hears of it.
+
+Every edge has a version and a state. Who sees it change says so to its neighbours, and they to
+theirs. The newer version counts, and of two equal ones the worse state. So all workers that hear
+of each other come to the same view, in whatever order the words arrive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+Edge = tuple[int, int]  # the smaller id first
+
+
+class State(IntEnum):
+    """Of an edge."""
+
+    UP = 0
+    DOWN = 1  # broken, perhaps for a moment
+    GONE = 2  # for longer than a worker may be silent
+    LEFT = 3  # an end has said goodbye
+
+
+Known = tuple[int, int, int, int, float]  # smaller id, larger id, version, state, label
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in the tree of a meeting."""
+
+    parent: int | None
+    children: tuple[int, ...]
+    digest: int  # of the view that the tree is of
+    members: int
+
+
+class View:
+    """What worker `me` knows of the graph with these edges."""
+
+    def __init__(self, me: int, edges: Iterable[Edge]):
+        self.me = me
+        first = 0, State.UP, 0.0
+        self._edges: dict[Edge, tuple[int, State, float]] = dict.fromkeys(sorted(edges), first)
+        self.workers = sorted({end for edge in self._edges for end in edge} | {me})
+
+    # ---- what is known ----------------------------------------------------------------------
+
+    def edges(self, worst: State = State.DOWN) -> list[Edge]:
+        """Those that are in this state at worst."""
+        return [edge for edge, (_, state, _) in self._edges.items() if state <= worst]
+
+    def state(self, peer: int) -> State:
+        """Of this worker's edge to a neighbour."""
+        return self._edges[_edge(self.me, peer)][1]
+
+    def members(self) -> list[int]:
+        """Workers with an edge that is not gone, and this one."""
+        return sorted({end for edge in self.edges() for end in edge} | {self.me})
+
+    def parts(self) -> list[list[int]]:
+        """Members that can reach each other, the largest part first; of equal ones the one with the
+        smallest id."""
+        found, left = [], set(self.members())
+        while left:
+            part = set(self._order(min(left), self.edges()))
+            found.append(sorted(part))
+            left -= part
+        return sorted(found, key=lambda part: (-len(part), part))
+
+    def dead(self) -> list[int]:
+        """Workers of which nobody has heard for too long."""
+        members = self.members()
+        left = [edge for edge, (_, state, _) in self._edges.items() if state is State.LEFT]
+        said = {end for edge in left for end in edge}
+        return [worker for worker in self.workers if worker not in members and worker not in said]
+
+    def left(self) -> bool:
+        """Whether somebody has said goodbye."""
+        return any(state is State.LEFT for _, state, _ in self._edges.values())
+
+    def place(self) -> Place | None:
+        """Where this worker is in the tree over all members; None while they do not hang
+        together."""
+        members, up = self.members(), self.edges(State.UP)
+        parents = self._order(members[0], up)
+        if len(parents) < len(members):
+            return None
+        children = tuple(w for w, parent in parents.items() if parent == self.me)
+        return Place(parents[self.me], children, self.digest, len(members))
+
+    @property
+    def label(self) -> float:
+        """Of the last change: with the same view everybody has the same."""
+        return max((label for _, _, label in self._edges.values()), default=0.0)
+
+    @property
+    def digest(self) -> int:
+        """Equal for equal views."""
+        text = repr(sorted(self._edges.items()))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+    # ---- what changes -----------------------------------------------------------------------
+
+    def change(self, peer: int, state: State, label: float = 0.0) -> list[Known]:
+        """This worker's edge is in this state since this label; what to tell the neighbours."""
+        edge = _edge(self.me, peer)
+        version, before, _ = self._edges[edge]
+        if state is before:
+            return []
+        self._edges[edge] = version + 1, state, label
+        return [(*edge, version + 1, int(state), label)]
+
+    def cut_off(self, part: Sequence[int]) -> list[Known]:
+        """Only these go on: every other edge is gone."""
+        new: list[Known] = []
+        for (i, j), (version, state, label) in self._edges.items():
+            if state <= State.DOWN and i not in part:
+                self._edges[i, j] = version + 1, State.GONE, label
+                new.append((i, j, version + 1, int(State.GONE), label))
+        return new
+
+    def known(self) -> list[Known]:
+        """Everything that has ever changed."""
+        edges = self._edges.items()
+        return [(*edge, v, int(state), label) for edge, (v, state, label) in edges if v]
+
+    def merge(self, told: Sequence[Sequence[int]]) -> list[Known]:
+        """Take what a neighbour knows; what of it is new. ValueError for what cannot be."""
+        new: list[Known] = []
+        for i, j, version, state, label in told:
+            here = self._edges.get((i, j))
+            if here is None:
+                raise ValueError(f"edge ({i}-{j}) is none of this job's")
+            if (version, State(state), label) > here:
+                self._edges[i, j] = version, State(state), label
+                new.append((i, j, version, state, label))
+        return new
+
+    def _order(self, root: int, edges: Iterable[Edge]) -> dict[int, int | None]:
+        """Workers that the root reaches, nearest first, with the one before them."""
+        around: dict[int, list[int]] = {}
+        for i, j in edges:
+            around.setdefault(i, []).append(j)
+            around.setdefault(j, []).append(i)
+        parents: dict[int, int | None] = {root: None}
+        todo = deque([root])
+        while todo:
+            here = todo.popleft()
+            for other in sorted(around.get(here, [])):
+                if other not in parents:
+                    parents[other] = here
+                    todo.append(other)
+        return parents
+
+
+def _edge(i: int, j: int) -> Edge:
+    return min(i, j), max(i, j)

@@ -1,0 +1,208 @@
+"""Workers that gossip over real sockets, in one process."""
+
+from __future__ import annotations
+
+import re
+
+import networkx as nx
+import pytest
+import torch
+from gossip_jobs import job, together, until, warm
+from torch import Tensor
+
+SIZE = 50  # four chunks
+
+
+def flats(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    random = torch.Generator().manual_seed(7)
+    return [torch.randn(SIZE, generator=random, dtype=dtype) for _ in range(count)]
+
+
+def test_two_workers_end_at_their_mean() -> None:
+    x = flats(2, torch.float64)
+    mean = (x[0] + x[1]) / 2
+    with job(nx.complete_graph(2), x, momentum=False) as workers:
+        assert workers[0].clock.unit_s is None
+        warm(workers)
+        assert workers[0].clock.unit_s == workers[1].clock.unit_s == pytest.approx(1e-3)
+        until(lambda: all(worker.count() for worker in workers))
+        for worker in workers:
+            worker.gossip.pause()
+            worker.state.refresh()
+        for flat in x:
+            torch.testing.assert_close(flat, mean)
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+@pytest.mark.parametrize("momentum", [True, False])
+def test_the_mean_is_that_of_the_gradients(snapshot: bool, momentum: bool) -> None:
+    """Four workers on a ring, hundreds of events in no order."""
+    x = flats(4)
+    start, taken = torch.stack(x).double().mean(0), [0] * 4
+    with job(nx.cycle_graph(4), x, snapshot=snapshot, momentum=momentum) as workers:
+
+        def train(n: int) -> None:
+            steps = 0
+            while steps < 60 or workers[n].count() < 20:
+                workers[n].gradient(lambda x: x.add_(0.01), 0.001 * (1 + n % 2))
+                steps += 1
+            taken[n] = steps
+            workers[n].consolidate()
+
+        assert together([lambda n=n: train(n) for n in range(4)]) == [None] * 4
+        found = torch.stack(x).double()
+        assert (found[0] - (start + 0.01 * sum(taken) / 4)).abs().max() < 3e-6
+        assert all(torch.equal(found[0], one) for one in found)
+        counts = [worker.gossip.counts.exchanges for worker in workers]
+        for i, j in nx.cycle_graph(4).edges:
+            assert counts[i][j] == counts[j][i] > 0
+
+
+def test_with_half_the_bytes_the_mean_is_kept() -> None:
+    x = flats(3)
+    start = torch.stack(x).double().mean(0)
+    with job(nx.complete_graph(3), x, form="bf16") as workers:
+        warm(workers)
+        until(lambda: all(worker.count() > 20 for worker in workers))
+        together([worker.consolidate for worker in workers])
+    assert (x[0].double() - start).abs().max() < 2e-6
+
+
+def test_a_wrong_secret_is_no_neighbour() -> None:
+    x = flats(2)
+    with (
+        job(
+            nx.complete_graph(2),
+            x,
+            secret=lambda n: b"one another".split()[n],
+            connect=False,
+            timeout_s=0.5,
+        ) as workers,
+        pytest.raises(RuntimeError, match="workers 1 to connect"),
+    ):
+        workers[0].gossip.connect()
+
+
+def test_another_model_is_no_neighbour() -> None:
+    x = flats(2)
+    with job(nx.complete_graph(2), x, connect=False, timeout_s=0.5) as workers:
+        object.__setattr__(workers[1].gossip._settings, "layout", "another")
+        with pytest.raises(RuntimeError, match="workers 1 to connect"):
+            workers[0].gossip.connect()
+
+
+def test_a_worker_that_disappears_is_given_up() -> None:
+    """The others go on, and end with the same bits."""
+    x = flats(4)
+    with job(nx.cycle_graph(4), x, silent_s=0.4) as workers:
+        warm(workers)
+        until(lambda: all(worker.count() for worker in workers))
+        dead, living = workers[3], [workers[n] for n in (0, 1, 2)]
+        before = living[0].state.mixing
+        kill(dead)
+        until(lambda: all(worker.gossip.view.dead() == [3] for worker in living))
+        until(lambda: living[1].state.mixing.eta != before.eta)
+        words = [word for worker in living for word in worker.gossip.said()]
+        assert sum("worker 3 could not be reached" in word for word in words) == 2
+        counts = [worker.count() for worker in living]
+        until(lambda: all(w.count() > c for w, c in zip(living, counts, strict=True)))
+        assert together([worker.consolidate for worker in living]) == [None] * 3
+        assert torch.equal(x[0], x[1])
+        assert torch.equal(x[0], x[2])
+        assert len({worker.state.mixing for worker in living}) == 1
+
+
+def test_a_connection_that_breaks_comes_back() -> None:
+    x = flats(2, torch.float64)
+    start = x[0] + x[1]
+    with job(nx.complete_graph(2), x) as workers:
+        warm(workers)
+        for _ in range(5):
+            count = workers[0].count()
+            until(lambda count=count: workers[0].count() > count)
+            cut(workers[1])
+        until(lambda: workers[0].count() > count + 2)
+        assert together([worker.consolidate for worker in workers]) == [None] * 2
+        assert not [word for worker in workers for word in worker.gossip.said()]
+    torch.testing.assert_close(2 * x[0], start, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("on_partition", ["raise", "continue"])
+def test_a_graph_that_falls_apart(on_partition: str) -> None:
+    x = flats(5)
+    chain = nx.path_graph(5)
+    with job(chain, x, silent_s=0.3, on_partition=on_partition) as workers:
+        kill(workers[3])
+        if on_partition == "raise":
+            for worker in (*workers[:3], workers[4]):
+                until(lambda worker=worker: worker.gossip._error is not None)
+            with pytest.raises(RuntimeError, match=re.escape("(0, 1, 2) and (3, 4)")):
+                workers[0].gossip.check()
+            return
+        until(lambda: workers[4].gossip._error is not None)
+        assert together([worker.consolidate for worker in workers[:3]]) == [None] * 3
+        assert torch.equal(x[0], x[2])
+
+
+def test_who_says_goodbye_is_not_mourned() -> None:
+    x = flats(3)
+    with job(nx.path_graph(3), x) as workers:
+        warm(workers)
+        workers[1].gossip.close()
+        until(lambda: workers[0].gossip.view.left() and workers[2].gossip.view.left())
+        for worker in (workers[0], workers[2]):
+            worker.gossip.check()
+            worker.consolidate()  # alone
+            assert not any("could not be reached" in word for word in worker.gossip.said())
+
+
+def test_one_result_although_workers_leave_or_die_meanwhile() -> None:
+    """Those that have the result tell it; a new tree does not make another one."""
+    for seed in range(6):
+        x = flats(5)
+        with job(nx.wheel_graph(5), x, silent_s=0.3) as workers:
+
+            def end(n: int, workers: list = workers, seed: int = seed) -> None:
+                if n == 4 and seed % 2:
+                    kill(workers[n])
+                else:
+                    workers[n].consolidate()
+                    workers[n].gossip.close()
+
+            assert together([lambda n=n: end(n) for n in range(5)]) == [None] * 5
+        assert all(torch.equal(x[0], one) for one in x[1 : 5 - seed % 2])
+
+
+def test_a_meeting_says_who_is_waited_for() -> None:
+    words = "waited 0.3 s for all workers to meet: nothing from 1,"
+    with (
+        job(nx.path_graph(3), flats(3), timeout_s=0.3) as workers,
+        pytest.raises(RuntimeError, match=words),
+    ):
+        workers[0].gossip.meet([torch.zeros(1)])
+
+
+def test_the_unit_follows_when_it_drifts() -> None:
+    x = flats(2)
+    with job(nx.complete_graph(2), x) as workers:
+        warm(workers)
+        for worker in workers:
+            for _ in range(60):
+                worker.gossip.gradient(0.01)
+        until(lambda: all((w.clock.unit_s or 0) > 0.005 for w in workers))
+        assert workers[0].clock.unit_s == workers[1].clock.unit_s
+
+
+def kill(worker) -> None:
+    """As if its host had gone: no word, and nobody at its door."""
+    peers = worker.gossip._peers
+    worker.gossip._commands.append(lambda: setattr(worker.gossip, "_ended", True))
+    peers.wake()
+    worker.gossip._thread.join()
+
+
+def cut(worker) -> None:
+    """Break all its connections, wherever an exchange is."""
+    peers = worker.gossip._peers
+    worker.gossip._commands.append(lambda: [peers.drop(p, "cut") for p in peers.present()] and None)
+    peers.wake()

@@ -1,0 +1,174 @@
+"""Every course that pairing can take on small graphs: nobody hangs, and no wish is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from offbeat.gossip.pairing import Act, Begin, Pairing, Say, Word
+
+Edge = tuple[int, int]
+Event = tuple[str, int, int]
+
+
+@dataclass
+class World:
+    """Workers, and the words on their way: in order on each edge and direction."""
+
+    workers: dict[int, Pairing]
+    wishes: tuple[Edge, ...]  # that come some time: of whom, for whom
+    dying: frozenset[int] = frozenset()  # may die some time
+    ways: dict[Edge, list[Word]] = field(default_factory=dict)
+
+    def copy(self) -> World:
+        workers = {
+            i: replace(w, neighbours=set(w.neighbours), duties=[*w.duties], waiting=set(w.waiting))
+            for i, w in self.workers.items()
+        }
+        ways = {edge: list(words) for edge, words in self.ways.items() if words}
+        return World(workers, self.wishes, self.dying, ways)
+
+    def key(self) -> tuple:
+        return (
+            tuple(
+                (
+                    w.me,
+                    w.asked,
+                    w.partner,
+                    tuple(w.duties),
+                    *map(frozenset, (w.waiting, w.neighbours)),
+                )
+                for w in self.workers.values()
+            ),
+            self.wishes,
+            tuple(sorted((edge, tuple(words)) for edge, words in self.ways.items() if words)),
+        )
+
+
+def events(world: World) -> Iterator[Event]:
+    for me, peer in set(world.wishes):
+        yield "wish", me, peer
+    for (a, b), words in world.ways.items():
+        if words:
+            yield "word", a, b
+    for me, worker in world.workers.items():
+        other = world.workers.get(worker.partner) if worker.partner is not None else None
+        if other is not None and other.partner == me:  # both have begun, so it can end
+            yield "done", me, other.me
+    for me in world.dying & set(world.workers):
+        yield "dies", me, 0
+
+
+def after(world: World, event: Event) -> World:
+    world = world.copy()
+    what, a, b = event
+    if what == "wish":
+        wishes = list(world.wishes)
+        wishes.remove((a, b))
+        world.wishes = tuple(wishes)
+        if a in world.workers:
+            act(world, a, world.workers[a].wish(b))
+    elif what == "word":
+        act(world, b, world.workers[b].hear(a, world.ways[a, b].pop(0)))
+    elif what == "done":
+        for me in (a, b):
+            act(world, me, world.workers[me].done())
+    else:
+        neighbours = world.workers.pop(a).neighbours
+        for n in neighbours & set(world.workers):
+            world.ways[a, n], world.ways[n, a] = [], []
+            act(world, n, world.workers[n].leave(a))
+    return world
+
+
+def act(world: World, me: int, acts: list[Act]) -> None:
+    for one in acts:
+        if isinstance(one, Say):
+            world.ways.setdefault((me, one.to), []).append(one.word)
+
+
+def check(world: World, ended: bool) -> None:
+    """What must hold in every world, and where nothing is left to happen."""
+    for worker in world.workers.values():
+        assert worker.partner is None or worker.asked is None
+        assert not set(worker.duties) & worker.waiting, "both have the duty to ask"
+        other = world.workers.get(worker.partner) if worker.partner is not None else None
+        # The partner has begun, too, or will when the YES arrives, and with nobody else.
+        if other is not None and other.partner != worker.me:
+            assert Word.YES in world.ways[worker.me, other.me]
+            assert other.asked == worker.me
+        if ended:
+            assert worker.resting, "somebody hangs"
+            assert not worker.duties, "a wish is forgotten"
+            assert not worker.waiting, "a turn is forgotten"
+
+
+@pytest.mark.parametrize(
+    ("edges", "wishes", "dying"),
+    [
+        ([(0, 1)], [(0, 1), (1, 0), (0, 1)], []),
+        ([(0, 1), (1, 2)], [(0, 1), (1, 2), (2, 1), (1, 0)], []),
+        ([(0, 1), (1, 2), (0, 2)], [(0, 1), (1, 2), (2, 0)], []),
+        ([(0, 1), (1, 2), (0, 2)], [(0, 1), (1, 2), (2, 0), (1, 0), (0, 2)], []),
+        ([(0, 1), (1, 2), (0, 2)], [(0, 1), (1, 2), (2, 0)], [1]),
+        ([(0, 1), (1, 2), (2, 3), (0, 3)], [(0, 1), (1, 2), (2, 3), (3, 0)], []),
+    ],
+)
+def test_every_course(edges: list[Edge], wishes: list[Edge], dying: list[int]) -> None:
+    """And from everywhere an end can be reached: nobody can be caught in asking again and again."""
+    workers = {i: set[int]() for edge in edges for i in edge}
+    for a, b in edges:
+        workers[a].add(b)
+        workers[b].add(a)
+    made = {i: Pairing(i, workers[i]) for i in sorted(workers)}
+    first = World(made, tuple(wishes), frozenset(dying))
+    before: dict[tuple, set[tuple]] = {first.key(): set()}
+    todo, ends = [first], set()
+    while todo:
+        world = todo.pop()
+        key = world.key()
+        nexts = [after(world, event) for event in events(world)]
+        check(world, ended=not nexts)
+        if not nexts:
+            ends.add(key)
+        for one in nexts:
+            if one.key() not in before:
+                before[one.key()] = set()
+                todo.append(one)
+            before[one.key()].add(key)
+    reached, todo_keys = set(ends), list(ends)
+    while todo_keys:
+        for key in before[todo_keys.pop()] - reached:
+            reached.add(key)
+            todo_keys.append(key)
+    assert ends
+    assert reached == set(before)
+    assert len(before) > 20
+
+
+def test_who_was_busy_asks_in_its_turn() -> None:
+    a = Pairing(0, {1, 2})
+    assert a.wish(2) == [Say(2, Word.ASK)]
+    assert a.hear(1, Word.ASK) == [Say(1, Word.BUSY)]
+    assert a.hear(2, Word.YES) == [Begin(2, accepted=False)]
+    assert a.wish(2) == []  # not heard
+    assert a.done() == [Say(1, Word.ASK)]
+    assert a.hear(1, Word.BUSY) == []
+    assert a.wish(1) == []  # it will ask
+    assert a.hear(1, Word.ASK) == [Say(1, Word.YES), Begin(1, accepted=True)]
+
+
+def test_a_paused_worker_refuses_and_remembers_whom() -> None:
+    a = Pairing(0, {1, 2})
+    assert a.pause(paused=True) == []
+    assert a.wish(2) == []
+    assert a.hear(1, Word.ASK) == [Say(1, Word.BUSY)]
+    assert a.pause(paused=False) == [Say(2, Word.ASK)]
+    assert a.duties == [1]
+
+
+def test_an_answer_to_no_question_is_refused() -> None:
+    with pytest.raises(ValueError, match="answers nothing"):
+        Pairing(0, {1}).hear(1, Word.YES)

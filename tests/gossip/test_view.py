@@ -1,0 +1,113 @@
+"""Views: whatever way the words take, workers come to the same graph and the same tree."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from offbeat.gossip.view import Known, State, View
+
+RING = [(0, 1), (1, 2), (2, 3), (0, 3)]
+
+
+def views(edges: list[tuple[int, int]] = RING) -> dict[int, View]:
+    return {me: View(me, edges) for me in sorted({end for edge in edges for end in edge})}
+
+
+def spread(all_: dict[int, View], told: list[list[Known]], seed: int) -> None:
+    """Everybody hears everything, each in an order of its own, some of it twice."""
+    order = random.Random(seed)
+    for view in all_.values():
+        words = [*told, *order.sample(told, len(told) // 2)]
+        order.shuffle(words)
+        for known in words:
+            view.merge(known)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_of_words_does_not_matter(seed: int) -> None:
+    all_ = views()
+    told = [
+        all_[1].change(2, State.DOWN),
+        all_[2].change(1, State.DOWN),
+        all_[1].change(2, State.UP),
+        all_[0].change(3, State.DOWN),
+        all_[0].change(3, State.GONE),
+    ]
+    spread(all_, told, seed)
+    assert len({view.digest for view in all_.values()}) == 1
+    assert all_[3].edges(State.UP) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_of_equal_versions_the_worse_counts() -> None:
+    a, b = View(0, [(0, 1)]), View(1, [(0, 1)])
+    up = [*a.change(1, State.DOWN), *a.change(1, State.UP)][-1:]
+    b.change(0, State.DOWN)
+    gone = b.change(0, State.GONE)
+    assert a.merge(gone) == gone
+    assert b.merge(up) == []
+    assert a.digest == b.digest
+
+
+def test_the_tree_spans_all_members() -> None:
+    all_ = views([(0, 1), (1, 2), (2, 3), (1, 4)])
+    places = {me: view.place() for me, view in all_.items()}
+    assert places[0] is not None
+    assert (places[0].parent, places[0].children, places[0].members) == (None, (1,), 5)
+    for me, place in places.items():
+        assert place is not None
+        for child in place.children:
+            assert places[child].parent == me  # type: ignore[union-attr]
+    assert sum(len(place.children) for place in places.values() if place) == 4
+
+
+def test_a_broken_edge_is_gone_round_and_a_dead_worker_is_none() -> None:
+    all_ = views()
+    told = [all_[0].change(1, State.DOWN), all_[2].change(1, State.DOWN)]
+    spread(all_, told, 0)
+    assert all_[3].place() is None  # worker 1 may come back
+    told = [all_[0].change(1, State.GONE), all_[2].change(1, State.GONE)]
+    spread(all_, told, 0)
+    assert all_[3].members() == [0, 2, 3]
+    assert all_[3].dead() == [1]
+    assert all_[3].parts() == [[0, 2, 3]]
+    place = all_[0].place()
+    assert place is not None
+    assert (place.children, place.members) == ((3,), 3)
+
+
+def test_parts_and_going_on_with_one() -> None:
+    """Of a ring of six, 0 and 3 die: 1-2 cannot know whether 3 or 4 has died."""
+    edges = [(i, (i + 1) % 6) if i < 5 else (0, 5) for i in range(6)]
+    view = View(1, edges)
+    view.change(0, State.GONE)
+    view.merge([(2, 3, 1, int(State.GONE), 0.5)])
+    assert view.parts() == [[0, 3, 4, 5], [1, 2]]
+    assert view.label == 0.5
+    view.cut_off([1, 2])
+    assert view.parts() == [[1, 2]]
+    assert view.members() == [1, 2]
+
+
+def test_who_has_said_goodbye_is_not_dead() -> None:
+    view = View(0, [(0, 1), (0, 2)])
+    view.change(1, State.LEFT)
+    assert view.dead() == []
+    assert view.left()
+    assert view.members() == [0, 2]
+
+
+def test_words_about_other_jobs_are_refused() -> None:
+    for bad in ([(0, 9, 1, 0, 0.0)], [(0, 1, 1, 9, 0.0)], [(0, 1)]):
+        with pytest.raises((ValueError, TypeError)):
+            View(0, [(0, 1)]).merge(bad)
+
+
+def test_known_is_enough_for_a_newcomer() -> None:
+    a, b = View(0, RING), View(2, RING)
+    for peer, state in itertools.product((1, 3), (State.DOWN, State.GONE)):
+        a.change(peer, state)
+    b.merge(a.known())
+    assert a.digest == b.digest

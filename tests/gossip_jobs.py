@@ -1,0 +1,119 @@
+"""Workers of gossip in one process: threads, real sockets, small flat tensors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor
+
+from offbeat.gossip.chunks import Wire, WireForm
+from offbeat.gossip.clock import Clock
+from offbeat.gossip.gossip import Gossip, Settings
+from offbeat.gossip.peers import door
+from offbeat.gossip.state import AVERAGING, State
+
+SECRET = b"a secret of the tests"
+
+
+@dataclass
+class Worker:
+    """One worker and its parameters."""
+
+    gossip: Gossip
+    state: State
+    clock: Clock
+    flat: Tensor
+
+    def gradient(self, update: Callable[[Tensor], Any] = lambda x: x, seconds: float = 0.0) -> None:
+        """A forward, a backward that takes so long, and a step."""
+        self.state.refresh()
+        time.sleep(seconds)
+        self.state.step(self.clock.now(), lambda: update(self.flat))
+        self.gossip.gradient(max(seconds, 1e-3))
+
+    def count(self) -> int:
+        return sum(self.gossip.counts.exchanges.values())
+
+    def consolidate(self) -> None:
+        """As the session does it."""
+        nothing = [torch.zeros(1)]
+        self.gossip.meet(nothing)
+        self.gossip.pause()
+        _, t, _ = self.gossip.meet(nothing, max(self.clock.now(), self.state.t))
+        self.state.settle(t)
+        sums, _, workers = self.gossip.meet([self.flat.clone()])
+        self.state.put([sums[0] / workers], t)
+        self.gossip.meet(nothing)
+
+
+@contextmanager
+def job(
+    graph: nx.Graph,
+    flats: list[Tensor],
+    *,
+    form: WireForm = "none",
+    chunk_bytes: int = 64,
+    snapshot: bool = True,
+    secret: Callable[[int], bytes] = lambda _: SECRET,
+    connect: bool = True,
+    **settings: Any,
+) -> Iterator[list[Worker]]:
+    """The workers of a graph, connected; closed at the end."""
+    settings = {"silent_s": 5.0, "timeout_s": 10.0, **settings}
+    doors = [door("127.0.0.1", 16) for _ in flats]
+    addresses = {n: sock.getsockname() for n, sock in enumerate(doors)}
+    workers = []
+    for n, flat in enumerate(flats):
+        made = Settings(graph, **settings)
+        wire, clock = Wire([flat], form, chunk_bytes), Clock()
+        state = State([flat], wire, AVERAGING, snapshot=snapshot, momentum=made.momentum)
+        gossip = Gossip(n, made, state, wire, clock, secret(n), addresses, doors[n])
+        workers.append(Worker(gossip, state, clock, flat))
+    try:
+        if connect:
+            for worker in workers:
+                worker.gossip.connect()
+        yield workers
+    finally:
+        together([worker.gossip.close for worker in workers])
+
+
+def together(acts: list[Callable[[], Any]]) -> list[Exception | None]:
+    """Each on a thread of its own; what they raised."""
+    raised: list[Exception | None] = [None] * len(acts)
+
+    def run(n: int) -> None:
+        try:
+            acts[n]()
+        except Exception as error:
+            raised[n] = error
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def until(done: Callable[[], bool], limit_s: float = 10.0) -> None:
+    """Wait for something that other threads bring about."""
+    end = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < end, "it does not come about"
+        time.sleep(0.005)
+
+
+def warm(workers: list[Worker], count: int = 4) -> None:
+    """Gradients enough for a unit of time, of 1 ms each."""
+    for worker in workers:
+        for _ in range(count):
+            worker.gradient()
+    until(lambda: all(worker.clock.unit_s is not None for worker in workers))
