@@ -10,6 +10,7 @@ import pytest
 import offbeat
 
 DOCUMENTED = [
+    "ADPSGD",
     "ASCWFBP",
     "BSP",
     "DDP",
@@ -17,6 +18,7 @@ DOCUMENTED = [
     "PSBSP",
     "SSP",
     "WFBP",
+    "A2CiD2",
     "ByteScheduler",
     "DeAR",
     "DeFT",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.strategies import (
+    ADPSGD,
     ASCWFBP,
     BSP,
     DDP,
@@ -14,6 +15,7 @@ from offbeat.strategies import (
     PSBSP,
     SSP,
     WFBP,
+    A2CiD2,
     ByteScheduler,
     DeAR,
     DeFT,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ADPSGD",
     "ASCWFBP",
     "BSP",
     "DDP",
@@ -41,6 +44,7 @@ __all__ = [
     "PSBSP",
     "SSP",
     "WFBP",
+    "A2CiD2",
     "ByteScheduler",
     "DeAR",
     "DeFT",

@@ -14,7 +14,7 @@ from offbeat.plan import Plan
 from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.sim import Votes
-from offbeat.strategies import Served, Strategy, create, methods
+from offbeat.strategies import Gossip, Served, Strategy, create, methods
 from offbeat.strategies.base import require_choice
 
 if TYPE_CHECKING:  # imported by the commands that need it
@@ -175,6 +175,8 @@ def votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Votes:
 
 
 def _vote_names(chosen: Strategy | Plan, facts: Profile) -> Sequence[str]:
+    if isinstance(chosen, Gossip):
+        return ()
     if isinstance(chosen, Served):
         return chosen.votes
     plan = chosen.plan(facts) if isinstance(chosen, Strategy) else chosen

@@ -22,7 +22,7 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.run.progress import OnLine, Progress
 from offbeat.sim import Votes
-from offbeat.strategies import BSP, Served, Strategy
+from offbeat.strategies import BSP, Gossip, Served, Strategy
 from offbeat.trace import Trace
 
 SCHEMA = 1
@@ -136,7 +136,7 @@ class Comparison:
 
     def __post_init__(self) -> None:
         labels = [contestant.label for contestant in self.contestants]
-        served = [c.label for c in self.contestants if not c.strategy.planned]
+        served = [c.label for c in self.contestants if isinstance(c.strategy, Served)]
         if served and not self.setup.servers:
             raise ValueError(
                 f"servers (0) must be at least 1 for {served[0]}; add --servers 1, which are hosts "
@@ -237,8 +237,8 @@ def predict(
 ) -> float:
     """Write plan.json and predicted.json of a contestant; returns predicted seconds per iteration.
 
-    `plan` is the one that ran, by default the strategy's; one with servers has none. `votes`: what
-    came out of its votes, by default always a yes. ValueError if there is no plan.
+    `plan` is the one that ran, by default the strategy's; one with servers, or of gossip, has none.
+    `votes`: what came out of its votes, by default always a yes. ValueError if there is no plan.
     """
     if strategy.planned:
         plan, skip = plan or strategy.plan(profile), SKIP if votes else 0
@@ -336,6 +336,8 @@ def _predicted(
 
 def _voting(strategy: Strategy, directory: Path) -> bool:
     """Whether votes decide about its iterations."""
+    if isinstance(strategy, Gossip):
+        return False
     if isinstance(strategy, Served):
         return bool(strategy.votes)
     return bool(json.loads((directory / "plan.json").read_text())["votes"])
@@ -361,7 +363,7 @@ def _repeat(
         record_dir=str(directory.absolute()),
     )
     with progress.step(what) as on_line:
-        served = not contestant.strategy.planned
+        served = isinstance(contestant.strategy, Served)
         problem, changes = _launch(comparison.setup, lab, job, directory, on_line, served)
     where = {"strategy": contestant.label, "repetition": repetition}
     outcome.changed += [{**where, **change} for change in changes]
@@ -394,6 +396,8 @@ def _adopt_course(
         if all(votes.values()) and votes:
             servers = comparison.setup.servers
             predict(contestant.strategy, profile, directory, votes=votes, servers=servers)
+        return
+    if isinstance(contestant.strategy, Gossip):
         return
     ran = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
     if ran is None:

@@ -29,6 +29,8 @@ from offbeat.guards.replicas import EVERY, agree_on_settings
 from offbeat.profile import Profile
 from offbeat.run.job import Job, current_job, current_links, current_place, current_servers
 from offbeat.runtime.ddp_session import DDPSession
+from offbeat.runtime.gossip_session import GossipSession
+from offbeat.runtime.gossiping import join
 from offbeat.runtime.pace import Pace
 from offbeat.runtime.ps_selsync_session import PSSelSyncSession
 from offbeat.runtime.record import Recorder
@@ -43,7 +45,7 @@ from offbeat.runtime.session import (
 from offbeat.runtime.ssp_session import SSPSession
 from offbeat.runtime.wrap import Model, Optimizer
 from offbeat.storage.flat import require_supported
-from offbeat.strategies import DDP, SSP, WFBP, PSSelSync, Served, Strategy, create
+from offbeat.strategies import DDP, SSP, WFBP, Gossip, PSSelSync, Served, Strategy, create
 from offbeat.transport.cluster import Cluster, connect
 from offbeat.transport.control import Control
 from offbeat.transport.device import device_of
@@ -54,6 +56,7 @@ OBSERVE = 6
 TIMEOUT_S = 120.0
 LINGER_S = 2.0  # after a failure rank 0 keeps its store open so long: others ask it who is behind
 OF_INTERFACES = "of network interfaces, at least one, each once, as in ['eth0', 'gloo:eth1']"
+AnySession = DDPSession | FlatSession | GossipSession | ServedSession
 SAME_MODEL = "build it from the same configuration everywhere"
 
 
@@ -120,7 +123,7 @@ def prepare(
         )
         cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
         fingerprint = _agree(model, optimizer, strategy, cluster.control)
-        crew = crew_of(servers, strategy, not strategy.planned, cluster.control)
+        crew = crew_of(servers, strategy, isinstance(strategy, Served), cluster.control)
         known, save_to = None, None
         if strategy.planned:
             known, save_to = _known_profile(profile, job, fingerprint, cluster)
@@ -154,7 +157,7 @@ def _session(
     watch: Watch,
     job: Job,
     crew: Crew,
-) -> DDPSession | FlatSession | ServedSession:
+) -> AnySession:
     broadcast_model(model, cluster)
     if isinstance(strategy, Served) and cluster.control.rank in crew.servers:
         serve(model, optimizer, strategy, crew, cluster)
@@ -172,6 +175,13 @@ def _session(
         client = client_of(model, optimizer, strategy, crew, cluster)
         worker = Worker(model, optimizer, cluster, client, recorder, watch.on_nonfinite, pace)
         return _served(worker, strategy, crew)
+    if isinstance(strategy, Gossip):
+        paced = Profile.load(job.profile) if job.pace and job.profile else None
+        pace = Pace(paced, cluster.control.rank) if paced else None
+        joined = join(model, optimizer, strategy, how.model, cluster)
+        if recorder:
+            recorder.start(str(strategy), None, observed=0)
+        return GossipSession(model, optimizer, joined, cluster, recorder, watch.on_nonfinite, pace)
     if isinstance(strategy, DDP) and not how.then_stop:
         return _ddp(model, optimizer, strategy, known, cluster, recorder)
     flat = build_flat(model, known)
@@ -431,7 +441,7 @@ def _served(worker: Worker, strategy: Served, crew: Crew) -> ServedSession:
     return SSPSession(worker, strategy)
 
 
-def _leave(session: DDPSession | FlatSession | ServedSession, cluster: Cluster) -> None:
+def _leave(session: AnySession, cluster: Cluster) -> None:
     """At exit: close a session that is still open."""
     if not cluster.closed:
         session.close()

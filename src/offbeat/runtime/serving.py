@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,11 +144,17 @@ def own_address(cluster: Cluster) -> str:
 def _meet(
     address: tuple[str, int] | None, crew: Crew, control: Control
 ) -> tuple[Sequence[tuple[str, int]], bytes]:
-    """Where the servers listen, and the job's secret: the user's, or the first server's. Whether
-    all have the user's is found out without showing it."""
+    """Where the servers listen, and the job's secret."""
+    everyone, secret = common_secret(address, crew.servers.start, control)
+    return [tuple(everyone[rank]) for rank in crew.servers], secret
+
+
+def common_secret(value: Any, maker: int, control: Control) -> tuple[list[Any], bytes]:
+    """Everyone's value, and the job's secret: the user's, or one that rank `maker` has made.
+    Whether all have the user's is found out without showing it."""
     mine = secrets.own_secret()
     new = secrets.new_secret()
-    everyone = control.gather((address, new if mine is None else None))
+    everyone = control.gather((value, new if mine is None else None))
     salt = b"salt"
     digest = None if mine is None else secrets.proof(mine, salt, b"", b"").hex()
     digests = control.gather(digest)
@@ -155,8 +162,8 @@ def _meet(
     if odd:
         words = ", ".join(map(str, odd))
         raise ValueError(f"the secret of rank {words} must be that of rank 0: {secrets.REMEDY}")
-    secret = mine if mine is not None else everyone[crew.servers.start][1]
-    return [tuple(everyone[rank][0]) for rank in crew.servers], secret
+    secret = mine if mine is not None else everyone[maker][1]
+    return [theirs for theirs, _ in everyone], secret
 
 
 # ---- snapshots ------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from offbeat.strategies.a2cid2 import A2CiD2
+from offbeat.strategies.ad_psgd import ADPSGD
 from offbeat.strategies.asc_wfbp import ASCWFBP
 from offbeat.strategies.base import Monitor, StatePolicy, Strategy, require_choice
 from offbeat.strategies.bsp import BSP
@@ -15,6 +17,7 @@ from offbeat.strategies.dear import DeAR
 from offbeat.strategies.deft import DeFT
 from offbeat.strategies.dreamddp import DreamDDP
 from offbeat.strategies.fedavg import FedAvg
+from offbeat.strategies.gossip import Gossip
 from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.p3 import P3
 from offbeat.strategies.partial_sync import PartialSync
@@ -46,10 +49,13 @@ STRATEGIES: dict[str, type[Strategy]] = {
 SERVED: dict[str, type[Served]] = {cls.name: cls for cls in (PSBSP, PSSelSync, SSP)}
 """Those with a parameter server."""
 
+GOSSIP: dict[str, type[Gossip]] = {cls.name: cls for cls in (A2CiD2, ADPSGD)}
+"""Those whose workers exchange in pairs."""
+
 
 def methods() -> dict[str, type[Strategy]]:
     """All of them by name."""
-    return STRATEGIES | SERVED
+    return STRATEGIES | SERVED | GOSSIP
 
 
 def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
@@ -62,20 +68,24 @@ def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
 
 
 __all__ = [
+    "ADPSGD",
     "ASCWFBP",
     "BSP",
     "DDP",
+    "GOSSIP",
     "P3",
     "PSBSP",
     "SERVED",
     "SSP",
     "STRATEGIES",
     "WFBP",
+    "A2CiD2",
     "ByteScheduler",
     "DeAR",
     "DeFT",
     "DreamDDP",
     "FedAvg",
+    "Gossip",
     "LocalSGD",
     "Monitor",
     "PSSelSync",

@@ -1,0 +1,228 @@
+"""The session of gossip: the user's optimizer steps, and a thread exchanges meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.guards.finite import OnNonfinite
+from offbeat.runtime.attached import Attached
+from offbeat.runtime.gossiping import Gossiping
+from offbeat.runtime.iteration import Iteration, Timestamps
+from offbeat.runtime.pace import Pace
+from offbeat.runtime.record import Recorder
+from offbeat.runtime.wrap import Session
+from offbeat.transport.cluster import Cluster
+
+WARM_UP = 2  # iterations that say nothing about a gradient's time
+
+
+class GossipSession(Session):
+    """Trains on this worker's own parameters, which exchanges with neighbours draw together.
+
+    Whoever reads them between two iterations sees them mixed up to now. Buffers are this worker's
+    own until `consolidate`, which averages both over the living.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        joined: Gossiping,
+        cluster: Cluster,
+        recorder: Recorder | None,
+        on_nonfinite: OnNonfinite,
+        pace: Pace | None = None,
+    ):
+        self._pace = pace
+        if pace is not None:
+            pace.follow(model)
+        self._model, self._optimizer = model, optimizer
+        self._flats, self._state = joined.flats, joined.state
+        self._clock, self._gossip = joined.clock, joined.gossip
+        self._cluster, self._recorder = cluster, recorder
+        self._on_nonfinite: OnNonfinite = on_nonfinite
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._open = False  # an iteration has begun
+        self._stepped_s: float | None = None  # when the last iteration ended, if undisturbed
+        self._done = Iteration(0, self._new_marks(), [])
+        flush, load = Attached(self.flush), Attached(self._before_load)
+        self._handles: list[Any] = [m.register_state_dict_pre_hook(flush) for m in model.modules()]
+        self._handles.append(model.register_load_state_dict_pre_hook(load))
+        loaded = Attached(self._after_load)
+        self._handles.append(model.register_load_state_dict_post_hook(loaded))
+
+    # ---- what the user calls ----------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        training = torch.is_grad_enabled() and self._model.training
+        pace = self._pace if training else None
+        if pace is not None:
+            pace.begins(self._done.number, self._done.marks.begin)
+        if training:
+            self._begin()
+        else:
+            self.flush()
+        mark = self._cluster.device.mark
+        self._done.marks.forward = mark()
+        output = self._model(*args, **kwargs)
+        if pace is not None:
+            pace.forward(-1)
+        self._done.marks.forward_end = mark()
+        return output
+
+    def step(self, skip_update: bool) -> None:
+        marks, mark = self._done.marks, self._cluster.device.mark
+        marks.backward_end = marks.waited = marks.step = mark()
+        marks.ready = [marks.backward_end]
+        self._hear()
+        if not skip_update and self._acceptable():
+            self._optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers look at it
+            self._state.step(self._clock.now(), self._optimizer.step)
+            if self._pace is not None:
+                self._pace.updated_whole()
+        marks.stepped = marks.end = mark()
+        self._open = False
+        self._time()
+        self._note()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self._model.zero_grad(set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()  # backward only accumulates anyway
+
+    def flush(self) -> None:
+        """The parameters are mixed up to now, unless an iteration is under way."""
+        if not (self._open or self._cluster.closed):
+            self._stepped_s = None
+            self._state.settle(self._clock.now())
+
+    def consolidate(self, repairing: bool) -> None:
+        """Gossip rests, all mix to one time, and x, x~ and the buffers become their means."""
+        self._open, self._stepped_s = False, None
+        if self._gossip is None:
+            self.flush()
+            return
+        nothing = [torch.zeros(1)]
+        self._gossip.meet(nothing)  # until then others may still exchange with this worker
+        self._gossip.pause()
+        _, t, _ = self._gossip.meet(nothing, max(self._clock.now(), self._state.t))
+        self._state.settle(t)
+        buffers = [b for b in self._model.buffers() if b.numel()]
+        numbers = [*map(_summand, self._flats), *(b.detach().cpu().double() for b in buffers)]
+        sums, _, workers = self._gossip.meet([n.reshape(-1) for n in numbers])
+        means = [total / workers for total in sums]
+        self._state.put(means[: len(self._flats)], t)
+        for buffer, mean in zip(buffers, means[len(self._flats) :], strict=True):
+            exact = mean if buffer.is_floating_point() else mean.round()
+            buffer.copy_(exact.view(buffer.shape))
+        self._gossip.meet(nothing)  # nobody leaves before all have it
+        self._hear()
+
+    def close(self) -> None:
+        if self._cluster.closed:
+            return
+        if getattr(sys, "last_value", None) is None:  # else this rank is going down: at once
+            self._open = False
+            self.flush()
+        if self._gossip is not None:
+            self._gossip.close()
+        for handle in self._handles:
+            handle.remove()
+        if self._recorder:
+            self._write(self._recorder)
+        self._cluster.close()
+
+    # ---- iterations -------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """A forward in training mode: of a new iteration, or again."""
+        if self._open:
+            return
+        self._open = True
+        if self._gossip is not None:
+            self._gossip.resume()
+        self._state.refresh()
+
+    def _time(self) -> None:
+        """Say how long a gradient takes, from step to step; not where something else came
+        between."""
+        now, before = time.perf_counter(), self._stepped_s
+        self._stepped_s = now
+        if self._gossip is not None and before is not None and self._done.number >= WARM_UP:
+            self._gossip.gradient(now - before)
+
+    def _note(self) -> None:
+        if self._recorder:
+            self._recorder.stepped(self._done.number)
+            self._recorder.iteration(self._done)
+        self._done = Iteration(self._done.number + 1, self._new_marks(), [])
+
+    def _hear(self) -> None:
+        """What the gossip thread has to say: its failure, and warnings."""
+        if self._gossip is None:
+            return
+        self._gossip.check()
+        for words in self._gossip.said():
+            if self._recorder:
+                self._recorder.decide(self._done.number, words, None)
+            warnings.warn(words, RuntimeWarning, stacklevel=4)
+
+    def _acceptable(self) -> bool:
+        """Whether the gradients are finite, or the user does not mind."""
+        if self._on_nonfinite == "ignore" or _finite(self._parameters):
+            return True
+        if self._on_nonfinite == "skip":
+            return False
+        raise RuntimeError(
+            f"rank {self._cluster.control.rank} has a gradient with NaN or infinity in iteration "
+            f"{self._done.number}, and its neighbours would get it; lower the learning rate, or "
+            "on_nonfinite='skip'"
+        )
+
+    # ---- checkpoints and records ------------------------------------------------------------
+
+    def _before_load(self) -> None:
+        if not self._cluster.closed:
+            self._open = False
+            self.flush()
+
+    def _after_load(self) -> None:
+        if not self._cluster.closed:
+            self._state.put(self._flats, self._clock.now())
+
+    def _new_marks(self) -> Timestamps:
+        return Timestamps(begin=self._cluster.device.mark())
+
+    def _write(self, recorder: Recorder) -> None:
+        sent = 0
+        if self._gossip is not None:
+            counts, sent = self._gossip.counts, self._gossip.bytes_sent
+            recorder.notes["gossip"] = {
+                "exchanges": {str(peer): count for peer, count in counts.exchanges.items()},
+                "broken": counts.broken,
+                "exchange_s": counts.exchange_s,
+                "unit_s": self._clock.unit_s,
+            }
+        recorder.pace = self._pace.record() if self._pace else None
+        with suppress(StopIteration):
+            recorder.write({next(iter(self._cluster.links)): sent})
+
+
+def _summand(flat: Tensor) -> Tensor:
+    """What is added up on the host, with at least the digits of float32."""
+    numbers = flat.detach().to("cpu", copy=True)
+    return numbers.float() if numbers.dtype.itemsize < 4 else numbers
+
+
+def _finite(parameters: Sequence[Tensor]) -> bool:
+    sums = [p.grad.sum().float() for p in parameters if p.grad is not None]
+    return not sums or bool(torch.stack([s.cpu() for s in sums]).sum().isfinite())

@@ -1,0 +1,77 @@
+"""Training with gossip through the unchanged loop, in processes of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gossip_workers import Gossiped, gossip, refused
+from models import Case
+from reference.training import bsp, replicas
+from worlds import run_world, watch_world
+
+from offbeat import ADPSGD, A2CiD2
+
+
+def assert_same(found: list[Gossiped]) -> None:
+    for one in found[1:]:
+        for name, value in found[0].model.items():
+            assert torch.equal(one.model[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy"),
+    [
+        (Case("conv", "nesterov", "step"), A2CiD2(rate=4.0)),
+        (Case("mlp", "adam", "none", torch.float32), ADPSGD("complete", rate=4.0, wire="bf16")),
+    ],
+    ids=str,
+)
+def test_workers_exchange_and_end_alike(case: Case, strategy: A2CiD2 | ADPSGD) -> None:
+    found = run_world(gossip, 3, case, strategy, 8, None, 3)
+    assert_same(found)
+    assert len({one.unit_s for one in found}) == 1
+    for one in found:
+        assert one.exchanges >= 3
+        assert all(one.seen)
+        assert one.said == []
+    # What consolidate leaves is near the mean of what the workers had, statistics too.
+    for name, value in found[0].model.items():
+        if value.is_floating_point():
+            had = torch.stack([one.before[name].double() for one in found])
+            off = (value.double() - had.mean(0)).abs().max()  # gossip went on meanwhile
+            assert off <= 3 * had.std(0).max() + 1e-6, name
+
+
+def test_alone_it_is_the_users_own_training() -> None:
+    case = Case("mlp", "nesterov", "step")
+    (found,) = run_world(gossip, 1, case, A2CiD2(), 5)
+    world = replicas(case, 1)
+    bsp(world, range(5))
+    for name, value in world[0].model.state_dict().items():
+        torch.testing.assert_close(found.model[name], value)
+
+
+def test_survivors_go_on_and_end_alike() -> None:
+    strategy = A2CiD2("complete", rate=4.0, silent_s=0.5)
+    outcomes = watch_world(
+        gossip, 4, Case("mlp", "sgd"), strategy, 8, 2, 2, doomed=[2], timeout_s=40
+    )
+    assert outcomes[2].kind == "silent"
+    living = [outcomes[rank] for rank in (0, 1, 3)]
+    assert [o.error for o in living] == ["", "", ""]
+    assert_same([o.result for o in living])
+    assert any("worker 2 could not be reached" in word for word in living[0].result.said)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "words"),
+    [
+        (A2CiD2("torus"), "sgd", "workers (2) of a torus must be"),
+        (A2CiD2("0-1,1-2"), "sgd", "worker (2) of the topology must be one of 0..1"),
+        (ADPSGD(), "coupled", "clip by the norm"),
+    ],
+    ids=str,
+)
+def test_jobs_that_cannot_be(strategy: A2CiD2, optimizer: str, words: str) -> None:
+    for said in run_world(refused, 2, strategy, optimizer):
+        assert words in said

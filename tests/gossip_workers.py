@@ -1,0 +1,103 @@
+"""What ranks of gossip's worlds do; a module of its own, so that processes can import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from models import Case, batch, build_model, build_optimizer, build_scheduler, loss_of
+from torch import Tensor
+from workers import rank, snapshot
+
+import offbeat
+from offbeat.strategies import Gossip
+
+
+@dataclass
+class Gossiped:
+    """What a worker has at the end."""
+
+    model: dict[str, Tensor]
+    before: dict[str, Tensor]
+    seen: list[bool]  # whether forward and backward saw the same weights
+    exchanges: int
+    unit_s: float | None
+    said: list[str] = field(default_factory=list)
+
+
+def gossip(
+    case: Case,
+    strategy: Gossip,
+    iterations: int,
+    doomed: int | None = None,
+    exchanges: int = 0,
+) -> Gossiped:
+    """Train with gossip, for so many iterations and until there were so many exchanges; `doomed`
+    kills itself when it has had one."""
+    model = build_model(case)
+    optimizer = build_optimizer(case, model)
+    model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=20.0)
+    scheduler = build_scheduler(case, optimizer)
+    thread, seen, t = model._session._gossip, [], 0
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        while t < iterations or (thread and sum(thread.counts.exchanges.values()) < exchanges):
+            if rank() == doomed and thread.counts.exchanges:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            loss = loss_of(model, *batch(case, rank(), t))
+            weights = [p.clone() for p in model.module.parameters()]
+            loss.backward()
+            seen.append(all(map(torch.equal, weights, model.module.parameters())))
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            t += 1
+        while doomed is not None and thread.view.dead() != [doomed]:
+            pass_on(model, optimizer, case)
+        before = snapshot(model.state_dict())
+        model.consolidate()
+    found = Gossiped(
+        snapshot(model.state_dict()),
+        before,
+        seen,
+        sum(thread.counts.exchanges.values()) if thread else 0,
+        model._session._clock.unit_s,
+        [str(one.message) for one in said],
+    )
+    model.close()
+    return found
+
+
+def pass_on(model: Any, optimizer: Any, case: Case) -> None:
+    """One more iteration."""
+    optimizer.zero_grad()
+    loss_of(model, *batch(case, rank(), 0)).backward()
+    optimizer.step()
+
+
+def refused(strategy: Gossip, optimizer: str = "sgd") -> str:
+    """The words of the error that every rank gets."""
+    model = torch.nn.Linear(3, 2)
+    if optimizer == "coupled":
+        made: Any = Clipping(model.parameters(), lr=0.1)
+    else:
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        offbeat.prepare(model, made, strategy, timeout_s=20.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+class Clipping(torch.optim.SGD):
+    """Clips by the norm of all gradients in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        return super().step(closure)

@@ -1,0 +1,62 @@
+"""Strategies of gossip: what they are called, what they refuse, what is predicted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat import A2CiD2, Profile, sim
+from offbeat.cli import main
+from offbeat.profile import Bucket, Link
+from offbeat.strategies import create, methods
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rate": 0}, r"rate \(0\) must be a finite number above 0"),
+        ({"rate": -1.0}, r"rate \(-1.0\)"),
+        ({"silent_s": float("inf")}, "silent_s"),
+        ({"weights": "lively"}, "did you mean 'live'"),
+        ({"topology": ""}, "topology"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict, words: str) -> None:
+    for name in ("a2cid2", "ad-psgd"):
+        with pytest.raises(ValueError, match=words):
+            create(name, settings)
+
+
+def test_only_momentum_can_be_exchanged_before_mixing() -> None:
+    assert create("a2cid2", {"exchange": "before_mixing"}) == A2CiD2(exchange="before_mixing")
+    with pytest.raises(ValueError, match="exchange"):
+        create("ad-psgd", {"exchange": "before_mixing"})
+    assert {"a2cid2", "ad-psgd"} <= set(methods())
+
+
+PROFILE = Profile(
+    (Bucket("a", 0.1, 0.2, 4000),), (Link("net", 0.0, 1e5),), 4, rank_scale=(1.0, 1.0, 2.0, 1.0)
+)
+
+
+def test_nobody_waits_for_the_slowest() -> None:
+    found = sim.predict(A2CiD2(), PROFILE)
+    assert found.iteration_s == found.bound_s == pytest.approx(0.6)
+    ends = [row[-1] / len(row) for row in found.trace.ends_s]
+    assert ends == pytest.approx([0.3, 0.3, 0.6, 0.3])
+    (sent,) = found.bytes_per_iteration.values()
+    assert sent == pytest.approx(4000)
+
+
+def test_simulate_and_plan_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    common = ["--profile", str(path), "--strategy", "ad-psgd", "--set", "topology=0-1,1-2,2-3"]
+    assert main(["simulate", *common, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["iteration_s"] == pytest.approx(0.6)
+    assert main(["plan", *common]) == 2
+    assert "no plan" in capsys.readouterr().err
