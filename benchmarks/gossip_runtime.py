@@ -1,0 +1,284 @@
+"""Gossip as it runs: how fast an exchange is, what a thread without a partner costs, the mean.
+
+    python benchmarks/gossip_runtime.py [--exchange] [--rate 50mbit] [--idle] [--mean EVENTS]
+
+`--exchange`, with `--rate` between two hosts of their own (root, or user namespaces), else over
+the loopback: two workers exchange a model of `--mb` as often as they can. The rate is that of one
+direction; the target is 90 % of the link's. `--idle`: processor time of a gossip thread whose only
+neighbour is busy for ever, and of one that has nobody; the target is 2 % of a core. `--mean`: eight
+workers on a ring, every fourth two times slower: how far the mean of x drifts, relative to its
+norm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+SECRET = b"benchmark"
+SECONDS = 6.0
+REPETITIONS = 3
+IDLE_S = 10.0
+UNIT_S = 0.1
+
+
+def main() -> None:
+    """What was asked for, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--exchange", action="store_true")
+    parser.add_argument("--rate")
+    parser.add_argument("--mb", default="4,16")
+    parser.add_argument("--repetitions", type=int, default=REPETITIONS)
+    parser.add_argument("--idle", action="store_true")
+    parser.add_argument("--mean", type=int)
+    parser.add_argument("--role", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.role:
+        exchange_role(*args.role)
+        return
+    if args.exchange:
+        for mb in args.mb.split(","):
+            exchange(args.rate, mb, args.repetitions)
+    if args.idle:
+        idle()
+    if args.mean:
+        mean(args.mean)
+
+
+# ---- the speed of an exchange ---------------------------------------------------------------
+
+
+def exchange(rate: str | None, mb: str, repetitions: int) -> None:
+    """Two workers that do nothing else."""
+    found = [one for _ in range(repetitions) for one in _launched(rate, mb)]
+    mb_s = [one["mb_s"] for one in found]
+    share = ""
+    if rate:
+        from offbeat.lab.units import parse_rate_bps
+
+        full_bps = parse_rate_bps(rate) or 1
+        each = [100 * 8e6 * one / full_bps for one in mb_s]
+        share = f", {_spread(each, 1)} % of {rate}"
+    print(f"{rate or 'loopback'}, {mb} MB: {_spread(mb_s)} MB/s in each direction{share}")
+
+
+def exchange_role(folder: str, mb: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    rank, flat = int(os.environ["RANK"]), torch.randn(int(float(mb) * 1e6 / 4))
+    door = socket.create_server((_address(), 0))
+    _publish(Path(folder), rank, door.getsockname())
+    addresses = {n: _published(Path(folder), n) for n in range(2)}
+    worker = _worker(rank, _graph("complete", 2), flat, addresses, door, rate=50.0)
+    worker.gossip.connect()
+    worker.warm(UNIT_S)
+    time.sleep(1.0)
+    first, start_s = _next_end(worker), time.perf_counter()
+    last = first
+    while last < first + 3 or time.perf_counter() - start_s < SECONDS:
+        last = _next_end(worker)
+    taken_s = time.perf_counter() - start_s
+    print(json.dumps({"mb_s": (last - first) * flat.nbytes / 1e6 / taken_s}), flush=True)
+    worker.gossip.meet([torch.zeros(1)])
+    worker.gossip.close()
+
+
+def _next_end(worker: _Worker) -> int:
+    """Wait for the end of an exchange; how many there were."""
+    counts = worker.gossip.counts.exchanges
+    before = sum(counts.values())
+    while sum(counts.values()) == before:
+        time.sleep(0.0005)
+    return sum(counts.values())
+
+
+# ---- a thread without a partner -------------------------------------------------------------
+
+
+def idle() -> None:
+    """Nobody to exchange with: because the neighbour is busy, or has died."""
+    import torch
+
+    for what in ("busy", "dead"):
+        workers = _job(_graph("complete", 2), [torch.randn(1000) for _ in range(2)], silent_s=1.0)
+        for worker in workers:
+            worker.warm(UNIT_S)
+        if what == "busy":
+            workers[1].gossip.pause()
+        else:
+            _kill(workers[1])
+            time.sleep(2.0)
+        native = workers[0].gossip._thread.native_id
+        before, start_s = _cpu_s(native), time.perf_counter()
+        for _ in range(int(IDLE_S / UNIT_S)):
+            time.sleep(UNIT_S)
+            workers[0].gossip.gradient(UNIT_S)
+        share = (_cpu_s(native) - before) / (time.perf_counter() - start_s)
+        print(f"the neighbour is {what}: {100 * share:.2f} % of a core")
+        for worker in workers:
+            worker.gossip.close()
+
+
+def _cpu_s(native: int | None) -> float:
+    words = Path(f"/proc/self/task/{native}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# ---- the mean -------------------------------------------------------------------------------
+
+
+def mean(events: int) -> None:
+    """Threads of one process, gradients of some milliseconds."""
+    import torch
+
+    random = torch.Generator().manual_seed(0)
+    flats = [torch.randn(10_000, generator=random) for _ in range(8)]
+    start = torch.stack(flats).double().mean(0)
+    workers = _job(_graph("ring", 8), flats)
+    added = [torch.zeros(10_000, dtype=torch.float64) for _ in flats]
+
+    def train(n: int) -> None:
+        own = torch.Generator().manual_seed(n)
+        while sum(sum(w.gossip.counts.exchanges.values()) for w in workers) / 2 < events / 2:
+            worker, u = workers[n], 0.01 * torch.randn(10_000, generator=own)
+            worker.state.refresh()
+            time.sleep(0.004 * (1 + (n % 4 == 3)))
+            worker.state.step(worker.clock.now(), lambda u=u: flats[n].add_(u))
+            worker.gossip.gradient(0.004 * (1 + (n % 4 == 3)))
+            added[n] += u.double()
+        nothing = [torch.zeros(1)]
+        worker.gossip.meet(nothing)
+        worker.gossip.pause()
+        _, t, _ = worker.gossip.meet(nothing, max(worker.clock.now(), worker.state.t))
+        worker.state.settle(t)
+
+    threads = [threading.Thread(target=train, args=(n,)) for n in range(8)]
+    begin_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = start + torch.stack(added).mean(0)
+    drift = (torch.stack(flats).double().mean(0) - expected).norm() / expected.norm()
+    exchanges = sum(sum(w.gossip.counts.exchanges.values()) for w in workers) // 2
+    spread = torch.stack(flats).std(0).norm() / expected.norm()
+    print(
+        f"{exchanges} exchanges in {time.perf_counter() - begin_s:.1f} s: the mean is off by "
+        f"{float(drift):.1e} of its norm, workers by {float(spread):.2f}"
+    )
+    for worker in workers:
+        threading.Thread(target=worker.gossip.close).start()
+
+
+# ---- shared ---------------------------------------------------------------------------------
+
+
+class _Worker:
+    """One worker, without a session."""
+
+    def __init__(self, gossip: Any, state: Any, clock: Any):
+        self.gossip, self.state, self.clock = gossip, state, clock
+
+    def warm(self, unit_s: float) -> None:
+        for _ in range(4):
+            self.gossip.gradient(unit_s)
+
+
+def _graph(name: str, n: int) -> Any:
+    from offbeat.solve.graphs import topology
+
+    return topology(name, n)
+
+
+def _worker(
+    me: int, graph: Any, flat: Any, addresses: Any, door: socket.socket, **settings: Any
+) -> _Worker:
+    from offbeat.gossip.chunks import Wire
+    from offbeat.gossip.clock import Clock
+    from offbeat.gossip.gossip import Gossip, Settings
+    from offbeat.gossip.state import AVERAGING, State
+
+    wire, clock = Wire([flat]), Clock()
+    state = State([flat], wire, AVERAGING)
+    gossip = Gossip(me, Settings(graph, **settings), state, wire, clock, SECRET, addresses, door)
+    return _Worker(gossip, state, clock)
+
+
+def _job(graph: Any, flats: list[Any], **settings: Any) -> list[_Worker]:
+    doors = [socket.create_server(("127.0.0.1", 0)) for _ in flats]
+    addresses = {n: door.getsockname() for n, door in enumerate(doors)}
+    made = [
+        _worker(n, graph, flat, addresses, doors[n], **settings) for n, flat in enumerate(flats)
+    ]
+    for worker in made:
+        worker.gossip.connect()
+    return made
+
+
+def _kill(worker: _Worker) -> None:
+    gossip = worker.gossip
+    gossip._commands.append(lambda: setattr(gossip, "_ended", True))
+    gossip._peers.wake()
+    gossip._thread.join()
+
+
+def _launched(rate: str | None, mb: str) -> list[dict[str, Any]]:
+    """What the two ranks said."""
+    from offbeat.lab import Cluster, Lab, NoLab, launch
+
+    said: list[dict[str, Any]] = []
+
+    def on_line(_: int, line: str) -> None:
+        if line.startswith("{"):
+            said.append(json.loads(line))
+
+    cluster = Cluster.simple(2, rate)
+    with (
+        Lab(cluster, "gossip") if rate else NoLab(cluster) as lab,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        argv = [sys.executable, __file__, "--role", folder, mb]
+        result = launch(lab, argv, log_dir=Path(folder, "logs"), timeout_s=120, on_line=on_line)
+        if result.problem:
+            sys.exit(result.problem + Path(folder, "logs", "rank0.log").read_text()[-2000:])
+    return said
+
+
+def _address() -> str:
+    from offbeat.transport.interfaces import ipv4_of
+
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    found = ipv4_of(interface) if interface else None
+    return str(found.ip) if found else "127.0.0.1"
+
+
+def _publish(folder: Path, rank: int, address: tuple[str, int]) -> None:
+    draft = folder / f"address{rank}.part"
+    draft.write_text(json.dumps(address))
+    draft.rename(folder / f"address{rank}")
+
+
+def _published(folder: Path, rank: int) -> tuple[str, int]:
+    while not (folder / f"address{rank}").exists():
+        time.sleep(0.01)
+    host, port = json.loads((folder / f"address{rank}").read_text())
+    return host, port
+
+
+def _spread(values: list[float], digits: int = 0) -> str:
+    ordered = sorted(values)
+    middle = ordered[len(ordered) // 2]
+    return f"{middle:.{digits}f} ({ordered[0]:.{digits}f}-{ordered[-1]:.{digits}f})"
+
+
+if __name__ == "__main__":
+    main()
