@@ -1,19 +1,20 @@
 """Gossip as it runs: how fast an exchange is, what a thread without a partner costs, the mean.
 
-    python benchmarks/gossip_runtime.py [--exchange] [--rate 50mbit] [--idle] [--mean EVENTS]
+    python benchmarks/gossip_runtime.py [--exchange] [--rate 50mbit] [--idle] [--decay N] [--mean N]
 
 `--exchange`, with `--rate` between two hosts of their own (root, or user namespaces), else over
 the loopback: two workers exchange a model of `--mb` as often as they can. The rate is that of one
 direction; the target is 90 % of the link's. `--idle`: processor time of a gossip thread whose only
-neighbour is busy for ever, and of one that has nobody; the target is 2 % of a core. `--mean`: eight
-workers on a ring, every fourth two times slower: how far the mean of x drifts, relative to its
-norm.
+neighbour is busy for ever, and of one that has nobody; the target is 2 % of a core. `--decay`: how
+fast N workers on a ring agree. `--mean`: eight workers on a ring, every fourth two times slower:
+how far the mean of x drifts, relative to its norm.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import sys
@@ -28,6 +29,7 @@ SECONDS = 6.0
 REPETITIONS = 3
 IDLE_S = 10.0
 UNIT_S = 0.1
+DECAYS, UNITS = 5, 25
 
 
 def main() -> None:
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--mb", default="4,16")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     parser.add_argument("--idle", action="store_true")
+    parser.add_argument("--decay", type=int)
     parser.add_argument("--mean", type=int)
     parser.add_argument("--role", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -49,6 +52,8 @@ def main() -> None:
             exchange(args.rate, mb, args.repetitions)
     if args.idle:
         idle()
+    if args.decay:
+        decay(args.decay)
     if args.mean:
         mean(args.mean)
 
@@ -177,6 +182,45 @@ def mean(events: int) -> None:
     )
     for worker in workers:
         threading.Thread(target=worker.gossip.close).start()
+
+
+# ---- how fast workers agree -----------------------------------------------------------------
+
+
+def decay(n: int) -> None:
+    """Workers on a ring without gradients: by what the squared distance falls per unit."""
+    import torch
+
+    for momentum in (True, False):
+        rates, done = [], []
+        for seed in range(DECAYS):
+            random = torch.Generator().manual_seed(seed)
+            flats = [torch.randn(2000, generator=random) for _ in range(n)]
+            workers = _job(_graph("ring", n), flats, seed=seed, momentum=momentum)
+            begin = _distance(flats)
+            for worker in workers:
+                worker.warm(UNIT_S)
+            time.sleep(UNITS * UNIT_S)
+            for worker in workers:
+                worker.gossip.pause()
+            end = max(max(w.clock.now(), w.state.t) for w in workers)
+            for worker in workers:
+                worker.state.settle(end)
+            exchanges = sum(sum(w.gossip.counts.exchanges.values()) for w in workers) / 2
+            rates.append(math.log(begin / _distance(flats)) / end)
+            done.append(2 * exchanges / n / end)
+            for worker in workers:
+                threading.Thread(target=worker.gossip.close).start()
+        print(
+            f"ring of {n}, {'A2CiD2' if momentum else 'AD-PSGD'}: squared distance falls by "
+            f"{_spread(rates, 3)} per unit, {_spread(done, 2)} exchanges per worker and unit"
+        )
+
+
+def _distance(flats: list[Any]) -> float:
+    import torch
+
+    return float(torch.stack(flats).double().var(0, correction=0).sum())
 
 
 # ---- shared ---------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_without_servers_only_workers_start(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, time
-if os.environ["OFFBEAT_RANK"] == "{}":
+if os.environ.get("OFFBEAT_RANK", os.environ["RANK"]) == "{}":
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(.3)
 """
@@ -63,6 +63,8 @@ def test_a_killed_worker_is_not_the_jobs_end_but_a_server_is(tmp_path: Path) -> 
     result, _ = lines(tmp_path / "worker", KILLED.format(1), servers=1)
     assert result.problem is None
     assert result.exit_codes == (0, -9, 0)
+    result, _ = lines(tmp_path / "gossip", KILLED.format(1), survive=True)
+    assert result.problem is None
     result, _ = lines(tmp_path / "server", KILLED.format(2), servers=1)
     assert "rank 2" in result.problem
 

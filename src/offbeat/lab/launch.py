@@ -51,6 +51,7 @@ def launch(
     changes: bool = True,
     workers: int | None = None,
     servers: int = 0,
+    survive: bool = False,
 ) -> Result:
     """Run `argv` (complete, e.g. [sys.executable, "script.py"]) once per rank until all have ended.
 
@@ -60,7 +61,8 @@ def launch(
     `timeout_s` is over they get SIGTERM at once. `changes` lets the cluster's changes happen;
     afterwards the links are as before. No process outlives the call, whatever ends it.
     Only the first `workers` ranks are started (default: all that do not serve) and, after them, so
-    many `servers`; with servers a worker that gets killed leaves the others running.
+    many `servers`; with servers, or if the others are to `survive` it, a worker that gets killed
+    leaves them running.
     ValueError for an empty argv or a timeout that is not positive; LabError if the lab has ended
     or is running another launch.
     """
@@ -70,7 +72,7 @@ def launch(
         raise ValueError(f"timeout_s ({timeout_s}) must be positive")
     Path(log_dir).mkdir(parents=True, exist_ok=True)
     with lab.process.one_launch():
-        watch = _Watch(lab, Path(log_dir), on_line, workers, servers)
+        watch = _Watch(lab, Path(log_dir), on_line, workers, servers, survive or servers > 0)
         try:
             watch.start([str(part) for part in argv], env or {}, changes=changes)
             watch.run(timeout_s, grace_s)
@@ -166,8 +168,9 @@ class _Watch:
         on_line: OnLine | None,
         workers: int | None,
         servers: int,
+        survive: bool,
     ) -> None:
-        self._lab = lab
+        self._lab, self._survive = lab, survive
         self._workers = lab.cluster.world_size - servers if workers is None else workers
         self._servers = servers
         self._process = lab.process
@@ -283,10 +286,10 @@ class _Watch:
             self._failed = (rank, self._elapsed_s())
 
     def _expendable(self, rank: _Rank) -> bool:
-        """A worker that was killed, while servers and another one go on."""
+        """A worker that was killed, while others go on without it."""
         killed = rank.exit_code is not None and rank.exit_code < 0
         others = any(other.running for other in self._ranks[: self._workers])
-        return bool(self._servers) and killed and rank.number < self._workers and others
+        return self._survive and killed and rank.number < self._workers and others
 
     def _read(self, rank: _Rank) -> bool:
         """Pass on what can be read without waiting; False at the end or if there is nothing."""

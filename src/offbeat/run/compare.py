@@ -363,8 +363,9 @@ def _repeat(
         record_dir=str(directory.absolute()),
     )
     with progress.step(what) as on_line:
-        served = isinstance(contestant.strategy, Served)
-        problem, changes = _launch(comparison.setup, lab, job, directory, on_line, served)
+        problem, changes = _launch(
+            comparison.setup, lab, job, directory, on_line, contestant.strategy
+        )
     where = {"strategy": contestant.label, "repetition": repetition}
     outcome.changed += [{**where, **change} for change in changes]
     if problem is None and not (directory / "rank0.json").exists():
@@ -453,7 +454,7 @@ def _launch(
     job: dict[str, Any],
     directory: Path,
     on_line: OnLine,
-    served: bool = False,
+    strategy: Strategy | None = None,
 ) -> tuple[str | None, list[dict[str, Any]]]:
     """The problem in words, and what the lab changed. Nothing changes while a profile is measured:
     it describes the cluster as it is at first."""
@@ -472,7 +473,8 @@ def _launch(
         on_line=lambda rank, line: on_line(line) if rank == 0 else None,
         changes=not job["stop_after_profile"],
         workers=setup.workers,
-        servers=setup.servers if served else 0,
+        servers=setup.servers if isinstance(strategy, Served) else 0,
+        survive=isinstance(strategy, Gossip),
     )
     changes = setup.cluster.changes
     return result.problem, [
