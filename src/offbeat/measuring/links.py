@@ -259,7 +259,8 @@ def measure_larger(
             size = size * 9 // 10
         if size < 2 * last[0]:
             break
-        found.append((size, *timed(probe, collective, [size], budget)))
+        (seconds,) = timed(probe, collective, [size], budget)
+        found.append((size, seconds))
     return found
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -240,7 +241,8 @@ class Client:
     def _do(self, command: Callable[[], object]) -> None:
         self._check()
         self._commands.append(lambda: (command(), None)[1])
-        self._wakes.send(b"!")
+        with suppress(OSError):  # a thread that ended has done it, or has said why not
+            self._wakes.send(b"!")
 
     # ---- the thread -------------------------------------------------------------------------
 
