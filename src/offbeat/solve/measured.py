@@ -49,9 +49,10 @@ def measured(
     `pair_rate_bytes_s` and `pair_delay_s` are workers x workers, from row to column; a rate of 0
     is a pair that cannot reach each other. A worker exchanges with one other at a time, both ways
     at once, so an exchange takes the delay plus the bytes over the slower direction, and has both
-    network cards to itself. `most_per_s` limits the exchanges of any worker, `busy` the share of
-    time that it spends in them. The search climbs from several graphs; for up to five workers it
-    finds the best one in tests.
+    network cards to itself. Edges are used equally often (as `edge_rates` has it), or slow ones
+    less often, whichever is better. `most_per_s` limits the exchanges of any worker, `busy` the
+    share of time that it spends in them. The search climbs from several graphs; for up to five
+    workers it finds the best one in tests.
     """
     rate, delay = (
         _matrix("pair_rate_bytes_s", pair_rate_bytes_s),
@@ -60,9 +61,12 @@ def measured(
     _check(rate, delay, message_bytes, most_per_s, busy)
     with np.errstate(divide="ignore"):
         seconds = np.maximum(delay, delay.T) + message_bytes / np.minimum(rate, rate.T)
-    search = _Search(seconds, most_per_s, busy, momentum)
-    best, decay = search.climb(search.begins(), np.random.default_rng(seed))
-    rates = search.rates(best[None])[0]
+    found: list[tuple[float, NDArray[np.bool_], Matrix]] = []
+    for even in (True, False):
+        search = _Search(seconds, most_per_s, busy, momentum, even)
+        one, decay = search.climb(search.begins(), np.random.default_rng(seed))
+        found.append((decay, one, search.rates(one[None])[0]))
+    decay, best, rates = max(found, key=lambda one: one[0])
     edges = [(int(i), int(j)) for i, j in np.argwhere(np.triu(best))]
     graph = nx.Graph(edges)
     return Measured(graph, {edge: float(rates[edge]) for edge in edges}, decay)
@@ -71,8 +75,10 @@ def measured(
 class _Search:
     """Graphs of some workers, their rates, their decay, and better ones nearby."""
 
-    def __init__(self, seconds: Matrix, most_per_s: float, busy: float, momentum: bool) -> None:
-        self.n = len(seconds)
+    def __init__(
+        self, seconds: Matrix, most_per_s: float, busy: float, momentum: bool, even: bool
+    ) -> None:
+        self.n, self.even = len(seconds), even
         self.seconds, self.momentum = seconds, momentum
         self.most_per_s, self.busy = most_per_s, busy
         with np.errstate(divide="ignore"):
@@ -81,11 +87,14 @@ class _Search:
         self.left = int(max(MOST_WORK / self.n**3, AT_ONCE))
 
     def rates(self, graphs: Graphs) -> Matrix:
-        """Exchanges per second. Every worker divides its time equally among its edges, the end with
-        less time for an edge decides, and what is left over speeds up all alike."""
+        """Exchanges per second, as many as fit. `even`: in the proportions of `edge_rates`; else
+        every worker divides its time equally, and the end with less time for an edge decides."""
         degree = np.maximum(graphs.sum(axis=2), 1)
-        rates = np.where(graphs, self.alone, 0.0)
-        rates /= np.maximum(degree[:, :, None], degree[:, None, :])
+        one, other = degree[:, :, None], degree[:, None, :]
+        if self.even:
+            rates = graphs / (one + other)
+        else:
+            rates = np.where(graphs, self.alone, 0.0) / np.maximum(one, other)
         spent = np.einsum("gij,ij->gi", rates, np.where(self.usable, self.seconds, 0.0))
         room = np.minimum(
             self.busy / np.maximum(spent.max(axis=1), 1e-300),
