@@ -29,7 +29,7 @@ SECONDS = 6.0
 REPETITIONS = 3
 IDLE_S = 10.0
 UNIT_S = 0.1
-DECAYS, UNITS = 5, 25
+DECAYS = 5
 
 
 def main() -> None:
@@ -195,26 +195,40 @@ def decay(n: int) -> None:
         rates, done = [], []
         for seed in range(DECAYS):
             random = torch.Generator().manual_seed(seed)
-            flats = [torch.randn(2000, generator=random) for _ in range(n)]
+            one, other = (torch.randn(2000, generator=random) for _ in range(2))
+            flats = [  # what takes longest on a ring
+                math.cos(math.tau * i / n) * one + math.sin(math.tau * i / n) * other
+                for i in range(n)
+            ]
             workers = _job(_graph("ring", n), flats, seed=seed, momentum=momentum)
-            begin = _distance(flats)
             for worker in workers:
                 worker.warm(UNIT_S)
-            time.sleep(UNITS * UNIT_S)
-            for worker in workers:
-                worker.gossip.pause()
-            end = max(max(w.clock.now(), w.state.t) for w in workers)
-            for worker in workers:
-                worker.state.settle(end)
-            exchanges = sum(sum(w.gossip.counts.exchanges.values()) for w in workers) / 2
-            rates.append(math.log(begin / _distance(flats)) / end)
-            done.append(2 * exchanges / n / end)
+            time.sleep(n * UNIT_S)  # x~ must have got under way
+            begin, first, before = _standing(workers, flats)
+            time.sleep(n * UNIT_S)
+            end, last, after = _standing(workers, flats)
+            rates.append(math.log(first / last) / (end - begin))
+            done.append(2 * (after - before) / n / (end - begin))
             for worker in workers:
                 threading.Thread(target=worker.gossip.close).start()
         print(
             f"ring of {n}, {'A2CiD2' if momentum else 'AD-PSGD'}: squared distance falls by "
             f"{_spread(rates, 3)} per unit, {_spread(done, 2)} exchanges per worker and unit"
         )
+
+
+def _standing(workers: list[_Worker], flats: list[Any]) -> tuple[float, float, float]:
+    """All stop for a moment: the label, the squared distance, exchanges so far."""
+    for worker in workers:
+        worker.gossip.pause()
+    label = max(max(w.clock.now(), w.state.t) for w in workers)
+    for worker in workers:
+        worker.state.settle(label)
+    exchanges = sum(sum(w.gossip.counts.exchanges.values()) for w in workers) / 2
+    found = label, _distance(flats), exchanges
+    for worker in workers:
+        worker.gossip.resume()
+    return found
 
 
 def _distance(flats: list[Any]) -> float:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
 
 import networkx as nx
 import pytest
 import torch
 from gossip_jobs import job, together, until, warm
 from torch import Tensor
+
+from offbeat.gossip.view import State
 
 SIZE = 50  # four chunks
 
@@ -109,7 +112,7 @@ def test_a_worker_that_disappears_is_given_up() -> None:
         assert together([worker.consolidate for worker in living]) == [None] * 3
         assert torch.equal(x[0], x[1])
         assert torch.equal(x[0], x[2])
-        assert len({worker.state.mixing for worker in living}) == 1
+        until(lambda: len({worker.state.mixing for worker in living}) == 1)
 
 
 def test_a_connection_that_breaks_comes_back() -> None:
@@ -125,6 +128,28 @@ def test_a_connection_that_breaks_comes_back() -> None:
         assert together([worker.consolidate for worker in workers]) == [None] * 2
         assert not [word for worker in workers for word in worker.gossip.said()]
     torch.testing.assert_close(2 * x[0], start, rtol=0, atol=1e-12)
+
+
+def test_a_neighbour_that_was_given_up_is_taken_again() -> None:
+    """A link that is cut for longer than a worker may be silent: the others hear of both."""
+    x = flats(3)
+    with job(nx.complete_graph(3), x, silent_s=0.3) as workers:
+        warm(workers)
+        peers = workers[1].gossip._peers
+        peers._tries[0] = 100  # so that it waits for seconds before it connects again
+        workers[1].gossip._commands.append(lambda: peers.drop(0, "cut"))
+        peers._again_s[0] = time.monotonic() + 1.0
+        peers.wake()
+        until(lambda: workers[2].gossip.view.edges() == [(0, 2), (1, 2)])
+        until(lambda: set(workers[0].gossip._rates) == {2})
+        until(
+            lambda: all(w.gossip.view.edges(State.UP) == [(0, 1), (0, 2), (1, 2)] for w in workers)
+        )
+        until(lambda: set(workers[0].gossip._rates) == {1, 2})
+        until(lambda: len({worker.state.mixing for worker in workers}) == 1)
+        assert any("can be reached again" in word for word in workers[0].gossip.said())
+        assert together([worker.consolidate for worker in workers]) == [None] * 3
+        assert torch.equal(x[0], x[1])
 
 
 @pytest.mark.parametrize("on_partition", ["raise", "continue"])
