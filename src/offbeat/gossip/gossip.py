@@ -96,13 +96,12 @@ class Gossip(Listener):
         self._share = 1.0  # of the planned rates that come about
         self._next: float | None = None  # label of the next wish
         self._agreed: dict[int, tuple[float, int]] = {}  # label and number of what was accepted
-        self._down_s = dict.fromkeys(
-            around, time.monotonic()
-        )  # since when, of those that are not there
+        self._down_s = dict.fromkeys(around, time.monotonic())  # since when they are not there
         self._meetings = Meetings(self.view, self._peers)
         self._gradient_s, self._gradients = 0.0, 0
         self._pulse_at: float | None = None
-        self._pulse_from = (0.0, 0)  # label and own exchanges at the last one
+        self._pulse_from = (0.0, 0)  # label and own exchanges where counting began
+        self._counted = 0  # own exchanges when the last one began
         self._changed = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._said: deque[str] = deque()
@@ -223,7 +222,8 @@ class Gossip(Listener):
 
     def _wait_s(self) -> float:
         """Until this thread has something to do by itself."""
-        labels = [label for label in (self._next, self._pulse_at) if label is not None]
+        pulse_at = None if self._meetings.under_way(OWN) else self._pulse_at
+        labels = [label for label in (self._next, pulse_at) if label is not None]
         waits = [self.clock.seconds_until(label) for label in labels]
         silent_s, now = self._settings.silent_s, time.monotonic()
         waits += [at + silent_s - now for at in self._breaks().values()]
@@ -325,7 +325,7 @@ class Gossip(Listener):
         if said.get("layout") != self._settings.layout:
             raise WireError("the model is another one")
         self._down_s.pop(peer, None)
-        self._exchanges.settle(peer, int(said.get("whole", 0)))
+        self._exchanges.settle(peer, int(finite(said.get("whole"))))
         gone = self.view.state(peer) > State.DOWN
         self._learn(said)
         self._tell(self.view.change(peer, State.UP, self.clock.now()))
@@ -466,7 +466,8 @@ class Gossip(Listener):
         due = self._pulse_at is None or self.clock.now() >= self._pulse_at
         if self._meetings.under_way(OWN) or self._gradients < GRADIENTS or not due:
             return
-        exchanges = sum(self.counts.exchanges.values()) - self._pulse_from[1]
+        self._counted = sum(self.counts.exchanges.values())
+        exchanges = self._counted - self._pulse_from[1]
         numbers = torch.tensor([self._gradient_s, exchanges, 1], dtype=torch.float64)
         self._meetings.begin(OWN, [numbers], self.clock.common_s(), self._agree)
 
@@ -484,7 +485,7 @@ class Gossip(Listener):
                 self._share, self._label = share, label
                 self._tune()
         if before_s is None or planned * passed >= ENOUGH:
-            self._pulse_from = label, sum(self.counts.exchanges.values())
+            self._pulse_from = label, self._counted
         self._pulse_at = label + PULSE
         self._next = None
 
