@@ -90,6 +90,7 @@ def prepare(
     "ignore". DDP() does neither: it is torch's own.
     With a strategy that has servers (SSP, PSBSP, PSSelSync), the last OFFBEAT_SERVERS ranks
     serve: there prepare returns only when all workers have left, by SystemExit(0).
+    With gossip (A2CiD2, ADPSGD) ranks train on parameters of their own, and some may die.
     ValueError on every rank if models, strategies or links differ between ranks.
     """
     job = current_job()

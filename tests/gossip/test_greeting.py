@@ -1,0 +1,42 @@
+"""The proof of the secret, byte by byte and without sockets."""
+
+from __future__ import annotations
+
+import pytest
+
+from offbeat.transport.greeting import Greeting, GreetingError
+
+
+def talk(one: Greeting, other: Greeting, spoil: int | None = None) -> None:
+    """Carry bytes between both ends, one at a time; the byte of this number is changed."""
+    sent = 0
+    while one.wants or other.wants:
+        moved = False
+        for here, there in ((one, other), (other, one)):
+            data, here.outgoing = here.outgoing, b""
+            for byte in data:
+                moved = True
+                there.feed(bytes([byte ^ (sent == spoil)]))
+                sent += 1
+        assert moved, "both wait"
+
+
+def test_who_knows_the_secret_is_believed() -> None:
+    one, other = Greeting(b"secret", asks=True), Greeting(b"secret", asks=False)
+    talk(one, other)
+    assert one.wants == other.wants == 0
+
+
+@pytest.mark.parametrize("asker", [b"secret", b"another"])
+def test_who_does_not_is_refused(asker: bytes) -> None:
+    """By the one that was connected to, before anything else is read."""
+    one, other = Greeting(asker, asks=True), Greeting(b"third", asks=False)
+    with pytest.raises(GreetingError, match="OFFBEAT_SECRET"):
+        talk(one, other)
+    assert other.outgoing == b""
+
+
+@pytest.mark.parametrize("spoil", [0, 40, 70, 100, 127])
+def test_a_byte_that_was_changed_is_noticed(spoil: int) -> None:
+    with pytest.raises(GreetingError):
+        talk(Greeting(b"secret", asks=True), Greeting(b"secret", asks=False), spoil)
