@@ -1,13 +1,15 @@
 """Gossip as it runs: how fast an exchange is, what a thread without a partner costs, the mean.
 
     python benchmarks/gossip_runtime.py [--exchange] [--rate 50mbit] [--idle] [--decay N] [--mean N]
+                                        [--chaos SECONDS]
 
 `--exchange`, with `--rate` between two hosts of their own (root, or user namespaces), else over
 the loopback: two workers exchange a model of `--mb` as often as they can. The rate is that of one
 direction; the target is 90 % of the link's. `--idle`: processor time of a gossip thread whose only
 neighbour is busy for ever, and of one that has nobody; the target is 2 % of a core. `--decay`: how
 fast N workers on a ring agree. `--mean`: eight workers on a ring, every fourth two times slower:
-how far the mean of x drifts, relative to its norm.
+how far the mean of x drifts, relative to its norm. `--chaos`: for so many seconds connections are
+cut and workers killed at random; the living must end with the same bits, and none may hang.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -42,6 +45,7 @@ def main() -> None:
     parser.add_argument("--idle", action="store_true")
     parser.add_argument("--decay", type=int)
     parser.add_argument("--mean", type=int)
+    parser.add_argument("--chaos", type=float)
     parser.add_argument("--role", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
@@ -54,6 +58,8 @@ def main() -> None:
         idle()
     if args.decay:
         decay(args.decay)
+    if args.chaos:
+        chaos(args.chaos)
     if args.mean:
         mean(args.mean)
 
@@ -145,8 +151,8 @@ def mean(events: int) -> None:
     """Threads of one process, gradients of some milliseconds."""
     import torch
 
-    random = torch.Generator().manual_seed(0)
-    flats = [torch.randn(10_000, generator=random) for _ in range(8)]
+    draws = torch.Generator().manual_seed(0)
+    flats = [torch.randn(10_000, generator=draws) for _ in range(8)]
     start = torch.stack(flats).double().mean(0)
     workers = _job(_graph("ring", 8), flats)
     added = [torch.zeros(10_000, dtype=torch.float64) for _ in flats]
@@ -194,8 +200,8 @@ def decay(n: int) -> None:
     for momentum in (True, False):
         rates, done = [], []
         for seed in range(DECAYS):
-            random = torch.Generator().manual_seed(seed)
-            one, other = (torch.randn(2000, generator=random) for _ in range(2))
+            draws = torch.Generator().manual_seed(seed)
+            one, other = (torch.randn(2000, generator=draws) for _ in range(2))
             flats = [  # what takes longest on a ring
                 math.cos(math.tau * i / n) * one + math.sin(math.tau * i / n) * other
                 for i in range(n)
@@ -235,6 +241,70 @@ def _distance(flats: list[Any]) -> float:
     import torch
 
     return float(torch.stack(flats).double().var(0, correction=0).sum())
+
+
+# ---- connections that break, workers that die ------------------------------------------------
+
+
+def chaos(seconds: float) -> None:
+    """Rounds of random cuts and kills: the living must end with the same bits, and none may hang.
+    Without kills, in every other round, the mean must stay."""
+    import torch
+
+    choose = random.Random(0)
+    end_s, rounds, cuts, kills, undone = time.monotonic() + seconds, 0, 0, 0, 0
+    drifts: list[float] = []
+    while time.monotonic() < end_s:
+        draws = torch.Generator().manual_seed(rounds)
+        flats = [torch.randn(1_000_000, generator=draws) for _ in range(8)]
+        mean = torch.stack(flats).double().mean(0)
+        workers = _job(_graph("complete", 8), flats, silent_s=0.5, timeout_s=20.0, rate=5.0)
+        for worker in workers:
+            worker.warm(0.01)
+        living, until_s = list(range(8)), time.monotonic() + 3.0
+        while time.monotonic() < until_s:
+            time.sleep(choose.uniform(0.0, 0.1))
+            n = choose.choice(living)
+            if rounds % 2 and choose.random() < 0.05 and len(living) > 5:
+                _kill(workers[n])
+                living.remove(n)
+                kills += 1
+            else:
+                _cut(workers[n])
+                cuts += 1
+            worker = workers[choose.choice(living)]
+            worker.state.step(worker.clock.now(), lambda: None)
+        threads = [threading.Thread(target=_end, args=(workers[n], flats[n])) for n in living]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        first = flats[living[0]]
+        if not all(torch.equal(flats[n], first) for n in living):
+            sys.exit(f"round {rounds}: the living ({living}) differ")
+        broken = sum(workers[n].gossip.counts.broken for n in living)
+        if rounds % 2 == 0:
+            drifts.append(float((first - mean).norm() / mean.norm()))
+        undone, rounds = undone + broken, rounds + 1
+    print(
+        f"{rounds} rounds, {cuts} cuts in which {undone} exchanges broke, {kills} kills: the living "
+        f"end alike, none hangs; without kills the mean is off by {max(drifts):.1e} at most"
+    )
+
+
+def _end(worker: _Worker, flat: Any) -> None:
+    """As the session consolidates."""
+    import torch
+
+    gossip, nothing = worker.gossip, [torch.zeros(1)]
+    gossip.meet(nothing)
+    gossip.pause()
+    _, t, _ = gossip.meet(nothing, max(worker.clock.now(), worker.state.t))
+    worker.state.settle(t)
+    sums, _, workers = gossip.meet([flat.clone()])
+    worker.state.put([sums[0] / workers], t)
+    gossip.meet(nothing)
+    gossip.close()
 
 
 # ---- shared ---------------------------------------------------------------------------------
@@ -280,6 +350,12 @@ def _job(graph: Any, flats: list[Any], **settings: Any) -> list[_Worker]:
     for worker in made:
         worker.gossip.connect()
     return made
+
+
+def _cut(worker: _Worker) -> None:
+    peers = worker.gossip._peers
+    worker.gossip._commands.append(lambda: [peers.drop(n, "cut") for n in peers.present()] and None)
+    peers.wake()
 
 
 def _kill(worker: _Worker) -> None:
