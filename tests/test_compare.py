@@ -76,7 +76,7 @@ record = {
     "emulated": "emulated" in words, "bytes": {"net": 1000},
     "losses": [[i, step_s * (i + 1), 2.0 / (i + 1)] for i in range(12)],
     "trace": trace.to_dict(), "warnings": [], "checks": [],
-    "votes": {} if plan else votes,
+    "votes": votes if not plan and strategy.votes else {},
 }
 directory = Path(job["record_dir"])
 (directory / f"rank{rank}.json").write_text(json.dumps(record))
