@@ -287,8 +287,8 @@ def chaos(seconds: float) -> None:
             drifts.append(float((first - mean).norm() / mean.norm()))
         undone, rounds = undone + broken, rounds + 1
     print(
-        f"{rounds} rounds, {cuts} cuts in which {undone} exchanges broke, {kills} kills: the living "
-        f"end alike, none hangs; without kills the mean is off by {max(drifts):.1e} at most"
+        f"{rounds} rounds, {cuts} cuts in which {undone} exchanges broke, {kills} kills: the "
+        f"living end alike, none hangs; without kills the mean is off by {max(drifts):.1e} at most"
     )
 
 

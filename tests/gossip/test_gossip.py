@@ -115,6 +115,15 @@ def test_a_worker_that_disappears_is_given_up() -> None:
         until(lambda: len({worker.state.mixing for worker in living}) == 1)
 
 
+def test_workers_that_disappear_together_are_given_up() -> None:
+    x = flats(5)
+    with job(nx.complete_graph(5), x, silent_s=0.3) as workers:
+        together([lambda n=n: kill(workers[n]) for n in (3, 4)])
+        until(lambda: all(worker.gossip.view.dead() == [3, 4] for worker in workers[:3]))
+        assert together([worker.consolidate for worker in workers[:3]]) == [None] * 3
+        assert torch.equal(x[0], x[2])
+
+
 def test_a_connection_that_breaks_comes_back() -> None:
     x = flats(2, torch.float64)
     start = x[0] + x[1]

@@ -9,6 +9,7 @@ import pytest
 
 from offbeat.gossip.view import Known, State, View
 
+ALL = [(i, j) for j in range(5) for i in range(j)]
 RING = [(0, 1), (1, 2), (2, 3), (0, 3)]
 
 
@@ -89,6 +90,25 @@ def test_parts_and_going_on_with_one() -> None:
     view.cut_off([1, 2])
     assert view.parts() == [[1, 2]]
     assert view.members() == [1, 2]
+
+
+def test_neighbours_that_die_together_are_no_part() -> None:
+    """Nobody is left to say that the edge between them is gone."""
+    view = View(0, ALL)
+    for i, j in ALL:
+        if i < 3 <= j:
+            view.merge([(i, j, 1, int(State.GONE), 0.0)])
+    assert view.parts() == [[0, 1, 2], [3, 4]]
+    assert view.alone([0, 1, 2])
+    assert not view.alone([3, 4])
+    view.cut_off([0, 1, 2])
+    assert view.dead() == [3, 4]
+
+
+def test_of_a_worker_behind_a_dead_one_nobody_can_know() -> None:
+    view = View(0, [(0, 1), (1, 2), (2, 3), (3, 4)])
+    view.merge([(2, 3, 1, int(State.GONE), 0.0)])
+    assert not view.alone([0, 1, 2])
 
 
 def test_who_has_said_goodbye_is_not_dead() -> None:

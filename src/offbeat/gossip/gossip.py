@@ -441,19 +441,21 @@ class Gossip(Listener):
         return 0.0 if unit_s is None else max(NOTICE, NOTICE_S / unit_s)
 
     def _require_one_part(self) -> None:
-        """The graph hangs together; or the larger part goes on, if that is wanted."""
+        """The graph hangs together; or the others are as good as dead; or the larger part goes on,
+        if that is wanted."""
         parts = self.view.parts()
         if len(parts) == 1:
             return
         words = " and ".join(f"({_listed(part)})" for part in parts)
         mine = next(part for part in parts if self.me in part)
-        if not self.view.left() and (self._settings.on_partition == "raise" or mine != parts[0]):
+        fatal = self._settings.on_partition == "raise" or mine != parts[0]
+        if fatal and not self.view.left() and not self.view.alone(mine):
             raise RuntimeError(
                 f"the graph of gossip falls apart: {words} do not reach each other any more "
                 f"(not heard of: {_listed(self.view.dead()) or 'nobody'}); use a topology with "
                 "more edges, or on_partition='continue' to go on with the larger part"
             )
-        self._say(f"the graph of gossip falls apart: {words}; ({_listed(mine)}) go on")
+        self._say(f"the graph of gossip is in parts: {words}; ({_listed(mine)}) go on")
         self._tell(self.view.cut_off(mine))
 
     def _say(self, words: str) -> None:

@@ -71,6 +71,14 @@ class View:
             left -= part
         return sorted(found, key=lambda part: (-len(part), part))
 
+    def alone(self, part: Sequence[int]) -> bool:
+        """Whether these are most of the members, and each other member has lost an edge to them:
+        then the others are as good as dead. Of a worker without such an edge nobody here can
+        know."""
+        members, mine = self.members(), set(part)
+        near = {end for edge in self._edges if set(edge) & mine for end in edge}
+        return 2 * len(mine) > len(members) and set(members) <= near
+
     def dead(self) -> list[int]:
         """Workers of which nobody has heard for too long."""
         members = self.members()
