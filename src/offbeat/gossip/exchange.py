@@ -100,9 +100,9 @@ class Exchanges:
         if one is not None and one.number != whole:
             self._undo(one)
 
-    def forget(self, partner: int) -> None:
-        """The partner does not come back."""
-        self._doubts.pop(partner, None)
+    def doubtful(self) -> list[int]:
+        """Partners that must say what arrived whole."""
+        return list(self._doubts)
 
     def _undo(self, one: Exchange) -> None:
         for number in range(one.arrived):

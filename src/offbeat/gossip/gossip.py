@@ -153,8 +153,8 @@ class Gossip(Listener):
         """Exchange no more; returns when none is under way."""
         self._do(lambda: self._act(self._pairing.pause(paused=True)))
         self._wait(
-            lambda: self._pairing.paused and self._pairing.resting,
-            lambda: f"the exchange with worker {self._pairing.partner} to end",
+            lambda: self._pairing.paused and self._pairing.resting and not self._doubts(),
+            lambda: f"exchanges to end with {self._pairing.partner or _listed(self._doubts())}",
         )
 
     def resume(self) -> None:
@@ -174,6 +174,11 @@ class Gossip(Listener):
     def bytes_sent(self) -> int:
         """To all neighbours."""
         return self._peers.bytes_sent
+
+    def _doubts(self) -> list[int]:
+        """Partners that may come back and take an exchange back."""
+        found = self._exchanges.doubtful()
+        return [peer for peer in found if self.view.state(peer) <= State.DOWN]
 
     def _do(self, command: Callable[[], None]) -> None:
         self.check()
@@ -402,7 +407,6 @@ class Gossip(Listener):
         now, silent_s = time.monotonic(), self._settings.silent_s
         late = [peer for peer, at in self._breaks().items() if now - at > silent_s]
         for peer in late:
-            self._exchanges.forget(peer)
             self._say(
                 f"worker {peer} could not be reached for {self._settings.silent_s:g} s; the "
                 "others go on without it"
