@@ -104,6 +104,10 @@ class Exchanges:
         """Partners that must say what arrived whole."""
         return list(self._doubts)
 
+    def forget(self) -> None:
+        """Take nothing back any more."""
+        self._doubts.clear()
+
     def _undo(self, one: Exchange) -> None:
         for number in range(one.arrived):
             self._state.apply(number, one.mine, one.theirs, one.t, one.mixing, undo=True)

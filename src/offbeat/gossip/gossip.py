@@ -150,12 +150,14 @@ class Gossip(Listener):
         return sums, found[0].largest, int(workers)
 
     def pause(self) -> None:
-        """Exchange no more; returns when none is under way."""
+        """Exchange no more; returns when none is under way or in doubt. Of those with partners that
+        are given up it stays what was done."""
         self._do(lambda: self._act(self._pairing.pause(paused=True)))
         self._wait(
             lambda: self._pairing.paused and self._pairing.resting and not self._doubts(),
             lambda: f"exchanges to end with {self._pairing.partner or _listed(self._doubts())}",
         )
+        self._do(self._exchanges.forget)  # what follows is not taken back
 
     def resume(self) -> None:
         """Exchange again."""
@@ -330,6 +332,8 @@ class Gossip(Listener):
         if said.get("layout") != self._settings.layout:
             raise WireError("the model is another one")
         self._down_s.pop(peer, None)
+        # What has changed since this worker's hello was told to those who were there.
+        self._peers.send(peer, Kind.VIEW, meta={"known": self.view.known()})
         self._exchanges.settle(peer, int(finite(said.get("whole"))))
         gone = self.view.state(peer) > State.DOWN
         self._learn(said)
