@@ -10,7 +10,8 @@ import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -178,19 +179,48 @@ def prepare_after_an_error() -> list[str]:
     return [words, *threads]
 
 
-def go_on_after_close() -> tuple[bool, list[str]]:
-    """Whether weights can be read, and what forward and step say."""
+def prepare_alone() -> str:
+    """What rank 0 says if rank 1 does not come to a second prepare."""
+    with prepared(*build(CASE), BSP(), profile=profile_of(CASE, world_size())):
+        pass
+    if rank() == 1:
+        return ""
+    try:
+        offbeat.prepare(*build(CASE), BSP(), timeout_s=0.5)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def go_on_after_close(
+    strategies: Sequence[Strategy], servers: int = 0
+) -> list[tuple[bool, list[str]]]:
+    """By strategy: whether an evaluation still sees the trained weights, and what forward, step and
+    consolidate say."""
+    os.environ["OFFBEAT_SERVERS"] = str(servers)
+    found = []
+    for strategy in strategies:
+        with suppress(SystemExit):  # of a server
+            found.append(_go_on_after_close(strategy))
+    return found
+
+
+def _go_on_after_close(strategy: Strategy) -> tuple[bool, list[str]]:
     model, optimizer = build(CASE)
-    model, optimizer = offbeat.prepare(model, optimizer, BSP(), profile=profile_of(CASE, 1))
+    profile = profile_of(CASE, world_size())
+    model, optimizer = offbeat.prepare(model, optimizer, strategy, profile=profile, timeout_s=10)
     iterate(model, optimizer, 0)
     model.close()
+    x, _ = batch(CASE, 0, 1)
     words = []
-    for use in (lambda: model(batch(CASE, 0, 1)[0]), optimizer.step):
+    for use in (lambda: model(x), optimizer.step, model.consolidate):
         try:
             use()
         except RuntimeError as error:
             words.append(str(error))
-    return bool(model.state_dict()), words
+    model.eval()
+    with torch.no_grad():
+        return torch.equal(model(x), model.module(x)) and bool(model.state_dict()), words
 
 
 def differentiate_in_evaluation(strategy: Strategy) -> bool:

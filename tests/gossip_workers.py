@@ -73,6 +73,26 @@ def gossip(
     return found
 
 
+def in_evaluation_mode(strategy: Gossip) -> int:
+    """Train a model in evaluation mode, by its bare module, with a look at all parameters after
+    every step, until there was an exchange; again after `consolidate`. How many there were."""
+    case = Case("mlp", "sgd")
+    model = build_model(case)
+    optimizer = build_optimizer(case, model)
+    model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=20.0)
+    model.eval()
+    thread = model._session._gossip
+    for trained in (model, model.module):
+        before = sum(thread.counts.exchanges.values())
+        while sum(thread.counts.exchanges.values()) == before:
+            pass_on(trained, optimizer, case)
+            list(model.parameters())
+        model.consolidate()
+    found = sum(thread.counts.exchanges.values())
+    model.close()
+    return found
+
+
 def pass_on(model: Any, optimizer: Any, case: Case) -> None:
     """One more iteration."""
     optimizer.zero_grad()

@@ -44,9 +44,10 @@ def work(
     iterations: int,
     servers: int,
     doomed: int | None = None,
+    bare: bool = False,
 ) -> Worked | int | str | None:
-    """Train on a worker and serve on the last ranks; `doomed` kills itself half way.
-    A server's result is its exit code."""
+    """Train on a worker and serve on the last ranks; `doomed` kills itself half way,
+    `bare` calls the user's own module. A server's result is its exit code."""
     os.environ["OFFBEAT_SERVERS"] = str(servers)
     model = build_model(case)
     optimizer = build_optimizer(case, model)
@@ -59,7 +60,7 @@ def work(
         if rank() == doomed and t == iterations // 2:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
-        loss_of(model, *batch(case, rank(), t)).backward()
+        loss_of(model.module if bare else model, *batch(case, rank(), t)).backward()
         optimizer.step()
         if scheduler is not None:
             scheduler.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gossip_workers import Gossiped, gossip, refused
+from gossip_workers import Gossiped, gossip, in_evaluation_mode, refused
 from models import Case
 from reference.training import bsp, replicas
 from worlds import run_world, watch_world
@@ -40,6 +40,10 @@ def test_workers_exchange_and_end_alike(case: Case, strategy: A2CiD2 | ADPSGD) -
             had = torch.stack([one.before[name].double() for one in found])
             off = (value.double() - had.mean(0)).abs().max()  # gossip went on meanwhile
             assert off <= 3 * had.std(0).max() + 1e-6, name
+
+
+def test_workers_exchange_whatever_the_loop_looks_at() -> None:
+    assert min(run_world(in_evaluation_mode, 2, ADPSGD("complete"), timeout_s=30)) >= 2
 
 
 def test_alone_it_is_the_users_own_training() -> None:

@@ -1,5 +1,7 @@
 """Parameters that appear after prepare are refused by name; those that are frozen may rest."""
 
+import os
+
 import torch
 from torch import nn
 from worlds import run_world
@@ -77,7 +79,39 @@ def scenes():
     step(model, optimizer)
     found["plans"] = len(model._session.plan.to_dict()["transfers"])
     model.close()
+    for strategy in (offbeat.A2CiD2("complete"), offbeat.ADPSGD("complete")):
+        net, model, optimizer = prepared(strategy)
+        step(model, optimizer)
+        net.later.bias.requires_grad_(True)
+        found[strategy.name] = error_of(model, optimizer)
     return found
+
+
+def served_scenes():
+    """What a worker says when a parameter is unfrozen, and on a second model."""
+    os.environ["OFFBEAT_SERVERS"] = "1"
+    words = []
+    for strategy in (offbeat.SSP(s=0), offbeat.PSSelSync()):
+        try:
+            net, model, optimizer = prepared(strategy)
+        except SystemExit:  # a server
+            continue
+        step(model, optimizer)
+        try:
+            prepared(strategy)
+        except ValueError as error:
+            words.append(str(error))
+        net.later.bias.requires_grad_(True)
+        words.append(error_of(model, optimizer))
+    return words
+
+
+def test_with_servers():
+    words, _ = run_world(served_scenes, 2)
+    assert len(words) == 4
+    for second, unfrozen in (words[:2], words[2:]):
+        assert "another model is prepared with servers" in second
+        assert "parameter 'later.bias' was unfrozen after offbeat.prepare" in unfrozen
 
 
 def test_parameters_after_prepare():
@@ -86,5 +120,7 @@ def test_parameters_after_prepare():
     assert "parameter 'adapter.weight' was added after offbeat.prepare" in found["added"]
     assert "parameter 'a.weight' was added after offbeat.prepare" in found["replaced"]
     assert not found["frozen moved"]
+    for name in ("a2cid2", "ad-psgd"):
+        assert "parameter 'later.bias' was unfrozen after offbeat.prepare" in found[name]
     assert "the model is closed" in found["closed"]
     assert found["plans"] == 1  # a period of a million iterations is one rule, and starts at once

@@ -18,12 +18,15 @@ import offbeat
 from offbeat import (
     BSP,
     DDP,
+    SSP,
     WFBP,
+    A2CiD2,
     ByteScheduler,
     DreamDDP,
     LocalSGD,
     PartialSync,
     Profile,
+    PSSelSync,
     Strategy,
 )
 
@@ -181,16 +184,29 @@ def test_a_lone_process_trains_alone() -> None:
     assert run_world(failing.train_alone, 1) == [("wfbp", 1)]
 
 
-def test_a_closed_model_says_so() -> None:
-    [(weights, words)] = run_world(failing.go_on_after_close, 1)
-    assert weights, "its weights can still be read"
-    for said in words:
-        assert said.startswith("the model is closed")
+@pytest.mark.parametrize(
+    ("strategies", "servers"),
+    [([BSP(), DDP(), A2CiD2("complete")], 0), ([SSP(s=0), PSSelSync()], 1)],
+    ids=["without servers", "served"],
+)
+def test_a_closed_model_says_so(strategies: list[Strategy], servers: int) -> None:
+    found = run_world(failing.go_on_after_close, 2, strategies, servers)[0]
+    assert len(found) == len(strategies)
+    for weights, words in found:
+        assert weights, "its weights can still be read"
+        assert len(words) == 3
+        for said in words:
+            assert said.startswith("the model is closed")
 
 
 @pytest.mark.parametrize("strategy", [WFBP(), ByteScheduler()], ids=str)
 def test_evaluating_with_gradients_is_no_iteration(strategy: Strategy) -> None:
     assert run_world(failing.differentiate_in_evaluation, 2, strategy) == [True, True]
+
+
+def test_a_rank_that_does_not_prepare_again() -> None:
+    said, _ = run_world(failing.prepare_alone, 2)
+    assert said.startswith("rank 0 waited 0.5 s for all 2 ranks to call offbeat.prepare")
 
 
 def test_nothing_is_kept_after_close() -> None:

@@ -23,12 +23,17 @@ def both(results: list[Worked | int], workers: int) -> list[Worked]:
 
 
 @pytest.mark.parametrize(
-    ("case", "strategy", "servers"),
-    [(Case("mlp", "nesterov", "step"), SSP(s=0), 2), (Case("conv", "adam"), PSBSP(), 1)],
+    ("case", "strategy", "servers", "bare"),
+    [
+        (Case("mlp", "nesterov", "step"), SSP(s=0), 2, False),
+        (Case("conv", "adam"), PSBSP(), 1, True),
+    ],
     ids=str,
 )
-def test_without_staleness_it_is_bsp(case: Case, strategy: SSP, servers: int) -> None:
-    results = run_world(work, 2 + servers, case, strategy, ITERATIONS, servers)
+def test_without_staleness_it_is_bsp(
+    case: Case, strategy: SSP, servers: int, bare: bool
+) -> None:
+    results = run_world(work, 2 + servers, case, strategy, ITERATIONS, servers, None, bare)
     world = replicas(case, 2)
     bsp(world, range(ITERATIONS))
     expected = dict(world[0].model.named_parameters())

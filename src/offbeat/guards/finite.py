@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -115,10 +115,22 @@ class FiniteGuard:
 
 def finite(tensor: Tensor) -> bool:
     """Whether all elements are; one sum, and a second look where that has overflowed."""
-    wide = tensor.dtype if tensor.dtype.itemsize > 2 else torch.float32
-    if math.isfinite(tensor.sum(dtype=wide).item()):
+    if math.isfinite(_sum(tensor).item()):
         return True
     return bool(torch.isfinite(tensor).all())
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all elements of all tensors are."""
+    several = list(tensors)
+    sums = [_sum(t).double().cpu() for t in several]
+    if not sums or bool(torch.stack(sums).isfinite().all()):
+        return True
+    return all(finite(t) for t in several)
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    return tensor.sum(dtype=tensor.dtype if tensor.dtype.itemsize > 2 else torch.float32)
 
 
 def require_policy(policy: object) -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
-from offbeat.storage.flat import Flat
-
 REMEDY = (
-    "it is in no bucket, so it would never be averaged; change the model before offbeat.prepare, "
-    "or call model.close() and prepare it again"
+    "it has no place on the other ranks, so it would never be averaged; change the model before "
+    "offbeat.prepare, or call model.close() and prepare it again"
 )
 
 
 class ParameterWatch:
-    """Sees parameters that were unfrozen, added or replaced since the buckets were made.
+    """Sees parameters that were unfrozen, added or replaced since `attach`.
 
     Freezing one is fine: it then counts as unused. The hooks are the process's, as torch has no
     others; they only note that something was registered somewhere.
@@ -30,25 +30,25 @@ class ParameterWatch:
             register_module_parameter_registration_hook(self._note),
             register_module_module_registration_hook(self._note),
         ]
-        self._bucketed: set[int] = set()
+        self._trained: set[int] = set()
         self._frozen: list[nn.Parameter] = []
 
-    def attach(self, flat: Flat) -> None:
-        """These buckets hold what is trained."""
-        self._bucketed = {id(p) for bucket in flat.buckets for p in bucket.parameters}
-        self._frozen = [p for p in self._model.parameters() if id(p) not in self._bucketed]
+    def attach(self, trained: Iterable[nn.Parameter]) -> None:
+        """These have a place on the other ranks."""
+        self._trained = {id(p) for p in trained}
+        self._frozen = [p for p in self._model.parameters() if id(p) not in self._trained]
 
     def require_unchanged(self) -> None:
-        """ValueError naming the first parameter that is trained but in no bucket."""
+        """ValueError naming the first parameter that is trained but was not."""
         if not self._registered and not any(p.requires_grad for p in self._frozen):
             return
         self._registered = False
         known = {id(p) for p in self._frozen}
         for name, p in self._model.named_parameters():
-            if p.requires_grad and id(p) not in self._bucketed:
+            if p.requires_grad and id(p) not in self._trained:
                 what = "unfrozen" if id(p) in known else "added"
                 raise ValueError(f"parameter {name!r} was {what} after offbeat.prepare: {REMEDY}")
-        self._frozen = [p for p in self._model.parameters() if id(p) not in self._bucketed]
+        self._frozen = [p for p in self._model.parameters() if id(p) not in self._trained]
 
     def close(self) -> None:
         """Remove the hooks."""

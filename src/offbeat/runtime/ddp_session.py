@@ -45,6 +45,9 @@ class DDPSession(Session):
         self._bytes_per_iteration = gradients
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._cluster.closed and not (torch.is_grad_enabled() and self._model.training):
+            return self._model(*args, **kwargs)
+        self._cluster.require_open()
         pace = self._pace if torch.is_grad_enabled() and self._model.training else None
         if pace is not None:
             pace.begins(self._iteration, self._marks.begin)
@@ -56,6 +59,7 @@ class DDPSession(Session):
         return output
 
     def step(self, skip_update: bool) -> None:
+        self._cluster.require_open()
         mark, marks = self._cluster.device.mark, self._marks
         # DDP waits for its messages at the end of backward; seen from outside both are one.
         marks.backward_end = marks.waited = marks.step = mark()
@@ -80,6 +84,7 @@ class DDPSession(Session):
         return self.module.no_sync()
 
     def consolidate(self, repairing: bool) -> None:
+        self._cluster.require_open()
         if repairing:
             repair(self._model, self._optimizer, self._cluster)
         else:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offbeat.guards.finite import OnNonfinite
+from offbeat.guards.finite import OnNonfinite, all_finite
+from offbeat.guards.parameters import ParameterWatch
 from offbeat.runtime.attached import Attached
 from offbeat.runtime.gossiping import Gossiping
 from offbeat.runtime.iteration import Iteration, Timestamps
@@ -50,19 +50,27 @@ class GossipSession(Session):
         self._cluster, self._recorder = cluster, recorder
         self._on_nonfinite: OnNonfinite = on_nonfinite
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._watch = ParameterWatch(model)
+        self._watch.attach(self._parameters)
         self._open = False  # an iteration has begun
         self._stepped_s: float | None = None  # when the last iteration ended, if undisturbed
+        self._began_s: float | None = None  # when this iteration's forward began
         self._done = Iteration(0, self._new_marks(), [])
         flush, load = Attached(self.flush), Attached(self._before_load)
         self._handles: list[Any] = [m.register_state_dict_pre_hook(flush) for m in model.modules()]
         self._handles.append(model.register_load_state_dict_pre_hook(load))
+        self._handles.append(model.register_forward_pre_hook(Attached(self._called)))
         loaded = Attached(self._after_load)
         self._handles.append(model.register_load_state_dict_post_hook(loaded))
 
     # ---- what the user calls ----------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._watch.require_unchanged()
         training = torch.is_grad_enabled() and self._model.training
+        if training:
+            self._cluster.require_open()
         pace = self._pace if training else None
         if pace is not None:
             pace.begins(self._done.number, self._done.marks.begin)
@@ -79,9 +87,12 @@ class GossipSession(Session):
         return output
 
     def step(self, skip_update: bool) -> None:
+        self._cluster.require_open()
         marks, mark = self._done.marks, self._cluster.device.mark
         marks.backward_end = marks.waited = marks.step = mark()
         marks.ready = [marks.backward_end]
+        if self._gossip is not None:
+            self._gossip.resume()
         self._hear()
         if not skip_update and self._acceptable():
             self._optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers look at it
@@ -107,6 +118,7 @@ class GossipSession(Session):
 
     def consolidate(self, repairing: bool) -> None:
         """Gossip rests, all mix to one time, and x, x~ and the buffers become their means."""
+        self._cluster.require_open()
         self._open, self._stepped_s = False, None
         if self._gossip is None:
             self.flush()
@@ -135,6 +147,7 @@ class GossipSession(Session):
             self.flush()
         if self._gossip is not None:
             self._gossip.close()
+        self._watch.close()
         for handle in self._handles:
             handle.remove()
         if self._recorder:
@@ -147,16 +160,25 @@ class GossipSession(Session):
         """A forward in training mode: of a new iteration, or again."""
         if self._open:
             return
-        self._open = True
+        self._open, self._began_s = True, time.perf_counter()
         if self._gossip is not None:
             self._gossip.resume()
         self._state.refresh()
 
+    def _called(self) -> None:
+        """A forward, perhaps of the user's bare module, or of a model that is trained in evaluation
+        mode."""
+        if self._open or self._cluster.closed or not torch.is_grad_enabled():
+            return
+        if self._model.training:
+            self._begin()
+        self._began_s = time.perf_counter()
+
     def _time(self) -> None:
-        """Say how long a gradient takes, from step to step; not where something else came
-        between."""
-        now, before = time.perf_counter(), self._stepped_s
-        self._stepped_s = now
+        """Say how long a gradient takes: from step to step, or from its forward on where something
+        else came between."""
+        now, before = time.perf_counter(), self._stepped_s or self._began_s
+        self._stepped_s, self._began_s = now, None
         if self._gossip is not None and before is not None and self._done.number >= WARM_UP:
             self._gossip.gradient(now - before)
 
@@ -178,7 +200,9 @@ class GossipSession(Session):
 
     def _acceptable(self) -> bool:
         """Whether the gradients are finite, or the user does not mind."""
-        if self._on_nonfinite == "ignore" or _finite(self._parameters):
+        if self._on_nonfinite == "ignore":
+            return True
+        if all_finite(p.grad for p in self._parameters if p.grad is not None):
             return True
         if self._on_nonfinite == "skip":
             return False
@@ -221,8 +245,3 @@ def _summand(flat: Tensor) -> Tensor:
     """What is added up on the host, with at least the digits of float32."""
     numbers = flat.detach().to("cpu", copy=True)
     return numbers.float() if numbers.dtype.itemsize < 4 else numbers
-
-
-def _finite(parameters: Sequence[Tensor]) -> bool:
-    sums = [p.grad.sum().float() for p in parameters if p.grad is not None]
-    return not sums or bool(torch.stack([s.cpu() for s in sums]).sum().isfinite())

@@ -106,6 +106,7 @@ def prepare(
         )
     require_policy(on_nonfinite)
     _require_unprepared(model, optimizer)
+    _require_idle_servers()
     if hasattr(model, "_orig_mod"):  # what torch.compile returns
         warnings.warn(
             "a model compiled as a whole yields all gradients at the end of backward, so nothing "
@@ -142,7 +143,7 @@ def prepare(
     except BaseException:
         cluster.close()
         raise
-    _open[model] = cluster
+    _open[model], cluster.served = cluster, isinstance(strategy, Served)
     cluster.leave = partial(_leave, session, cluster)
     atexit.register(cluster.leave)
     return Model(model, session), Optimizer(optimizer, session)
@@ -226,6 +227,14 @@ def _require_unprepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     if isinstance(model, Model) or (model in _open and not _open[model].closed):
         raise ValueError(
             "the model is prepared already; call prepare once, or model.close() before"
+        )
+
+
+def _require_idle_servers() -> None:
+    if any(cluster.served and not cluster.closed for cluster in _open.values()):
+        raise ValueError(
+            "another model is prepared with servers, which serve that one alone; train both as one "
+            "module with one optimizer, or use strategies without servers"
         )
 
 

@@ -56,6 +56,7 @@ class PSSelSyncSession(ServedSession):
         self._done.pushed_bytes, self._done.spared_bytes = (size, 0) if sent else (0, size)
 
     def consolidate(self, repairing: bool) -> None:
+        self._cluster.require_open()
         self._average()
         self._unite_buffers()
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.guards.finite import OnNonfinite
+from offbeat.guards.finite import OnNonfinite, all_finite
+from offbeat.guards.parameters import ParameterWatch
 from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.runtime.pace import Pace
 from offbeat.runtime.record import Recorder
@@ -51,6 +52,8 @@ class ServedSession(Session):
         self._outgoing = layout.views(worker.client.outgoing)
         self._incoming = layout.views(worker.client.incoming)
         self._handles: list[Any] = []
+        self._parameters = ParameterWatch(worker.model)
+        self._parameters.attach(p for p in worker.model.parameters() if p.requires_grad)
         self._done = Iteration(0, self._new_marks(), [])
 
     # ---- what subclasses do -----------------------------------------------------------------
@@ -68,7 +71,11 @@ class ServedSession(Session):
     # ---- what the user calls ----------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._parameters.require_unchanged()
         training = torch.is_grad_enabled() and self._model.training
+        if training:
+            self._cluster.require_open()
         pace = self._pace if training else None
         if pace is not None:
             pace.begins(self._done.number, self._marks.begin)
@@ -87,6 +94,7 @@ class ServedSession(Session):
         return output
 
     def step(self, skip_update: bool) -> None:
+        self._cluster.require_open()
         marks = self._marks
         marks.backward_end = marks.waited = marks.step = self._cluster.device.mark()
         marks.ready = [marks.backward_end]
@@ -111,6 +119,7 @@ class ServedSession(Session):
                 self._leave()
         with suppress(RuntimeError):
             self._client.close()
+        self._parameters.close()
         for handle in self._handles:
             handle.remove()
         if self._recorder:
@@ -135,8 +144,7 @@ class ServedSession(Session):
         """Whether the gradients are finite, or the user does not mind."""
         if self._on_nonfinite == "ignore":
             return True
-        sums = [t.grad.sum() for t in self._held if t.grad is not None]
-        if not sums or bool(torch.stack([s.float().cpu() for s in sums]).sum().isfinite()):
+        if all_finite(t.grad for t in self._held if t.grad is not None):
             return True
         if self._on_nonfinite == "skip":
             return False

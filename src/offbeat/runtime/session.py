@@ -91,7 +91,7 @@ class FlatSession(Session):
             cluster.timeout_s,
         )
         self._parameters = ParameterWatch(model)
-        self._parameters.attach(flat)
+        self._parameters.attach(flat.parameters)
         control = cluster.control
         self._finite = FiniteGuard(
             watch.on_nonfinite, control.rank, control.world_size, self._names
@@ -231,7 +231,7 @@ class FlatSession(Session):
         specs = observer.layout(control, least)
         flat = Flat(self._model, specs)
         self.engine.attach(flat)
-        self._parameters.attach(flat)
+        self._parameters.attach(flat.parameters)
         links, contention = measure_cluster(self._cluster, flat, emulated=self._emulated)
         profile = observer.profile(specs, flat, links, contention, control, how.model)
         self.engine.hold(Compute())
@@ -297,6 +297,7 @@ class FlatSession(Session):
         self.engine.refresh_groups()
 
     def consolidate(self, repairing: bool) -> None:
+        self._cluster.require_open()
         self.engine.pauses.drain()
         if not only_gradients(self.engine.plan):
             unite(self._model, self._cluster)

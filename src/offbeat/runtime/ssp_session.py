@@ -37,6 +37,8 @@ class SSPSession(ServedSession):
         self._fresh = False  # the parameters here are the newest that this worker knows of
         refuse, flush = Attached(self._refuse_load), Attached(self.flush)
         model, optimizer = self._model, self._optimizer
+        begin = Attached(self._begin_bare)
+        self._handles.append(model.register_forward_pre_hook(begin))
         self._handles.append(model.register_load_state_dict_pre_hook(refuse))
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
         self._handles.append(optimizer.register_load_state_dict_pre_hook(refuse))
@@ -64,6 +66,7 @@ class SSPSession(ServedSession):
             self._newest(max(self._need, 0))
 
     def consolidate(self, repairing: bool) -> None:
+        self._cluster.require_open()
         if self._waiting:
             self._push()
         self._client.settle()
@@ -147,6 +150,11 @@ class SSPSession(ServedSession):
         waited = time.perf_counter()
         if self._recorder:
             self._marks.acted.append(Acted(0, begin, waited, waited))
+
+    def _begin_bare(self) -> None:
+        """A forward, which may be one of the user's bare module."""
+        if torch.is_grad_enabled() and self._model.training and not self._cluster.closed:
+            self._begin()
 
     def _refresh_if_old(self) -> None:
         if self._low < self._need and not self._client.pulling:

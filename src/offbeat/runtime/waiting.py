@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from offbeat.runtime.compute import Compute
 from offbeat.storage.flat import Flat
+from offbeat.transport.cluster import CLOSED
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device
 from offbeat.transport.link import Message
@@ -27,10 +28,7 @@ class Waiting:
         if self._failure is not None:
             raise RuntimeError("this worker has failed; start it again") from self._failure
         if self.closed:
-            raise RuntimeError(
-                "the model is closed: it has left the other ranks. Train before model.close(), or "
-                "prepare a model again"
-            )
+            raise RuntimeError(CLOSED)
 
     def refuse(self, error: BaseException) -> None:
         """What has arrived must not be used."""

@@ -196,6 +196,11 @@ class Flat:
         last = payload.part + payload.width == payload.parts
         return slice(part.start, part.stop + (behind if last else 0))
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them, bucket by bucket."""
+        return [p for bucket in self.buckets for p in bucket.parameters]
+
     def everything(self) -> list[Tensor]:
         """All flat parameter tensors."""
         return list(self._stores["param"][0].values())

@@ -17,6 +17,10 @@ from offbeat.transport.interfaces import LinkSpec, agree_on_links, bound_to
 from offbeat.transport.link import Link
 
 Partition = Mapping[str, tuple[tuple[int, ...], ...]]
+CLOSED = (
+    "the model is closed: it has left the other ranks. Train before model.close(), or prepare a "
+    "model again"
+)
 
 
 @dataclass
@@ -35,6 +39,7 @@ class Cluster:
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     _parts: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     closed: bool = False
+    served: bool = False  # by servers, for as long as it is open
     leave: Callable[[], None] | None = None  # registered to run at exit; holds the session
 
     def open(self, names: Iterable[str], within: Partition | None = None) -> None:
@@ -76,6 +81,11 @@ class Cluster:
                 f"{self.control.behind()}"
             ) from error
         return group
+
+    def require_open(self) -> None:
+        """RuntimeError once this process has left the other ranks."""
+        if self.closed:
+            raise RuntimeError(CLOSED)
 
     def bytes_sent(self) -> dict[str, int]:
         """By link, and by channel where one was used."""

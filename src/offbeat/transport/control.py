@@ -31,7 +31,14 @@ class Control:
         self.timeout_s = timeout_s
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.group = new_group("gloo", timeout_s)
+        try:
+            self.group = new_group("gloo", timeout_s)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} waited {timeout_s:g} s for all {self.world_size} ranks to call "
+                f"offbeat.prepare: {error}. See the logs of the others: one may have failed, or "
+                "have ended, as a server does when all workers have closed their model"
+            ) from error
         store = distributed_c10d._get_default_store()
         self._store = PrefixStore("offbeat", store)
         self._published_s = 0.0
