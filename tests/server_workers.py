@@ -80,6 +80,26 @@ def work(
     return found
 
 
+def sparsely(strategy: Strategy) -> list[Tensor]:
+    """Parameters before and after a step of an embedding whose gradients are sparse, where this
+    worker looks up row 0 and the other one row 1."""
+    os.environ["OFFBEAT_SERVERS"] = "1"
+    torch.manual_seed(0)
+    model: Any = torch.nn.Embedding(3, 2, sparse=True, dtype=torch.float64)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    found = [model.weight.detach().clone()]
+    try:
+        model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=20.0)
+    except SystemExit:
+        return []
+    model(torch.tensor([rank()])).sum().backward()
+    optimizer.step()
+    model.consolidate()
+    found.append(model.weight.detach().clone())
+    model.close()
+    return found
+
+
 def selected(
     directory: str,
     case: Case,

@@ -9,10 +9,10 @@ import torch
 from comparing import assert_close
 from models import Case
 from reference.training import bsp, replicas
-from server_workers import Worked, refused, work
+from server_workers import Worked, refused, sparsely, work
 from worlds import run_world, watch_world
 
-from offbeat import BSP, PSBSP, SSP
+from offbeat import BSP, PSBSP, SSP, PSSelSync
 
 ITERATIONS = 6
 
@@ -30,9 +30,7 @@ def both(results: list[Worked | int], workers: int) -> list[Worked]:
     ],
     ids=str,
 )
-def test_without_staleness_it_is_bsp(
-    case: Case, strategy: SSP, servers: int, bare: bool
-) -> None:
+def test_without_staleness_it_is_bsp(case: Case, strategy: SSP, servers: int, bare: bool) -> None:
     results = run_world(work, 2 + servers, case, strategy, ITERATIONS, servers, None, bare)
     world = replicas(case, 2)
     bsp(world, range(ITERATIONS))
@@ -53,6 +51,13 @@ def test_replicas_agree_in_the_end(strategy: SSP) -> None:
     assert a.clock == ITERATIONS // strategy.accumulate
     start = replicas(Case("conv", "sgd"), 1)[0].model.state_dict()
     assert any(not torch.equal(a.model[name], start[name]) for name in start)
+
+
+@pytest.mark.parametrize("strategy", [SSP(s=0), PSSelSync(delta=0)], ids=str)
+def test_sparse_gradients_become_dense(strategy: SSP | PSSelSync) -> None:
+    for before, after in run_world(sparsely, 3, strategy)[:2]:
+        mean = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0, 0]]).double()
+        torch.testing.assert_close(after, before - 0.5 * mean)
 
 
 def test_a_killed_worker_leaves_the_other_running() -> None:

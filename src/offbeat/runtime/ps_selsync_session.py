@@ -65,6 +65,7 @@ class PSSelSyncSession(ServedSession):
     def _measure(self) -> None:
         """Backward is over: what the user does to gradients after it, such as clipping, has no
         say."""
+        self._densify()
         norms = [torch.linalg.vector_norm(t.grad) for t in self._trained if t.grad is not None]
         self._norm = float(sum(norm.double().square() for norm in norms))
 

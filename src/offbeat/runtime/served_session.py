@@ -98,6 +98,7 @@ class ServedSession(Session):
         marks = self._marks
         marks.backward_end = marks.waited = marks.step = self._cluster.device.mark()
         marks.ready = [marks.backward_end]
+        self._densify()
         self._end(skip_update)
         marks.end = self._cluster.device.mark()
         if self._recorder:
@@ -139,6 +140,12 @@ class ServedSession(Session):
 
     def _new_marks(self) -> Timestamps:
         return Timestamps(begin=self._cluster.device.mark())
+
+    def _densify(self) -> None:
+        """Sparse gradients become dense, as servers hold flat tensors."""
+        for t in self._held:
+            if t.grad is not None and t.grad.is_sparse:
+                t.grad = t.grad.to_dense()
 
     def _acceptable(self) -> bool:
         """Whether the gradients are finite, or the user does not mind."""

@@ -259,6 +259,8 @@ class FlatSession(Session):
     # ---- what the user calls ----------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._cluster.closed and not (torch.is_grad_enabled() and self._model.training):
+            return self._model(*args, **kwargs)
         if torch.is_grad_enabled():
             self._parameters.require_unchanged()
         with self.engine.forward_begins():
