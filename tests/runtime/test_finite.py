@@ -13,7 +13,7 @@ from torch import Tensor
 from worlds import run_world
 
 from offbeat import WFBP, ByteScheduler, DeAR, LocalSGD, Strategy
-from offbeat.guards.finite import FiniteGuard, finite, require_policy
+from offbeat.guards.finite import FiniteGuard, all_finite, finite, require_policy
 from offbeat.plan import Moment, transfer
 
 MESSAGE = transfer(
@@ -74,6 +74,16 @@ def test_finite_is_not_misled_by_a_sum_that_overflows() -> None:
     assert finite(torch.full((8,), 3e38))
     assert not finite(torch.tensor([INF, -INF]))
     assert not finite(torch.tensor([1.0, NAN], dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_all_finite_looks_at_every_tensor(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    large, small = torch.full((4,), most, dtype=dtype), torch.ones(2, dtype=dtype)
+    assert all_finite([])
+    assert all_finite(iter([large, -large, small]))
+    for bad in (torch.inf, torch.nan):
+        assert not all_finite([large, small, torch.tensor([bad, -bad], dtype=dtype)])
 
 
 def test_an_unknown_policy() -> None:
