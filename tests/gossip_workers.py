@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,6 +93,17 @@ def in_evaluation_mode(strategy: Gossip) -> int:
     found = sum(thread.counts.exchanges.values())
     model.close()
     return found
+
+
+def recorded(
+    directory: str, case: Case, strategy: Gossip, iterations: int, exchanges: int
+) -> dict[str, Any]:
+    """The record of such a training."""
+    job = Path(directory) / f"job{rank()}.json"
+    job.write_text(json.dumps({"schema": 1, "record_dir": directory}))
+    os.environ["OFFBEAT_JOB"] = str(job)
+    gossip(case, strategy, iterations, None, exchanges)
+    return json.loads((Path(directory) / f"rank{rank()}.json").read_text())
 
 
 def pass_on(model: Any, optimizer: Any, case: Case) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import torch
-from gossip_workers import Gossiped, gossip, in_evaluation_mode, refused
-from models import Case
+from gossip_workers import Gossiped, gossip, in_evaluation_mode, recorded, refused
+from models import Case, build_model
 from reference.training import bsp, replicas
 from worlds import run_world, watch_world
 
@@ -53,6 +56,30 @@ def test_alone_it_is_the_users_own_training() -> None:
     bsp(world, range(5))
     for name, value in world[0].model.state_dict().items():
         torch.testing.assert_close(found.model[name], value)
+
+
+def test_exchanges_are_recorded_at_both_ends(tmp_path: Path) -> None:
+    strategy = A2CiD2("0-1,1-2", rate=4.0)
+    records = run_world(recorded, 3, str(tmp_path), Case("mlp", "sgd"), strategy, 8, 3)
+    notes = [record["trace"]["notes"]["gossip"] for record in records]
+    assert set(notes[0]["exchanges"]) <= {"1"}
+    model = build_model(Case("mlp", "sgd"))
+    size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    for record, own in zip(records, notes, strict=True):
+        peers = Counter(str(peer) for peer, *_ in own["last"])
+        assert peers == own["exchanges"]
+        for peer, number, begin_s, end_s, size_bytes in own["last"]:
+            assert 0 < begin_s < end_s
+            assert size_bytes == size
+            theirs = {(p, n): rest for p, n, *rest in notes[peer]["last"]}
+            since_s, until_s, _ = theirs[record["rank"], number]
+            # Both see it at the same time, on the clocks that they have compared.
+            ahead_s = own["origin_s"] - notes[peer]["origin_s"]
+            assert begin_s + ahead_s < until_s
+            assert since_s < end_s + ahead_s
+        sample = record["sample"]
+        assert sample["iterations"] == list(range(len(sample["iterations"])))
+        assert len(sample["iterations"]) == len(record["trace"]["ends_s"][0])
 
 
 def test_survivors_go_on_and_end_alike() -> None:

@@ -7,10 +7,12 @@ import shutil
 import subprocess
 
 import pytest
+from report.gossiping import THREE
 from report.synthetic import NEAR_AND_FAR, late, profile, three, write_run
 from report.test_votes import ranks as voting_ranks
 from report.tiny import record, steady, write_tiny
 
+from offbeat import A2CiD2, sim
 from offbeat.report import write
 
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell")
@@ -134,6 +136,38 @@ def test_votes_are_marked_under_the_loss(tmp_path):
     assert [mark.count("M") for mark in marks] == [1, 2] * 2  # ranks, charts
     assert drawn.count(">rank 1</text>") == 2
     assert drawn.count(">votes to synchronize, selsync</text>") == 2
+
+
+def test_gossip_is_drawn_between_partners(tmp_path):
+    run = write_tiny(tmp_path / "run", {"a2cid2": [THREE]})
+    facts = profile(2, 3)
+    sim.predict(A2CiD2(rate=0.5), facts).trace.save(run / "a2cid2" / "predicted.json")
+    text = write(run).read_text()
+    press = """<script>
+      const [own] = gossips, svg = document.querySelector("[data-gossip] svg");
+      const told = own.measured.exchanges.map((one) => describeExchange("measured", one));
+      document.body.dataset.told = told.join("; ");
+      svg.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
+      document.body.dataset.chosen = document.querySelector(".chosen").dataset.pair;
+    </script></body>"""
+    text = re.sub(r"<meta http-equiv[^>]*>", "", text).replace("</body>", press)
+    (run / "pressed.html").write_text(text)
+    drawn = dom(run / "pressed.html", tmp_path)
+    assert "exchange of workers 0 and 1 · measured" in drawn
+    assert "400 B in each direction, 800 B/s" in drawn
+    assert re.search(r'data-chosen="\d-\d"', drawn)
+    (figure,) = re.findall(r"<figure[^>]*data-gossip.*?</figure>", drawn, re.DOTALL)
+    assert figure.count("worker 2") == 2  # a lane in each panel
+    lanes = [float(y) for y in re.findall(r'class="lane" x="1" y="([\d.]+)"', figure)]
+    ends = re.findall(r'data-pair="(\d-\d)".*?M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)"', figure)
+    for pair, _, y0, _, y1 in ends[-2:]:  # the measured ones: in the lanes of their workers
+        for worker, y in zip(map(int, pair.split("-")), (y0, y1), strict=True):
+            assert lanes[3 + worker] < float(y) < lanes[3 + worker] + 20
+    assert [pair for pair, *_ in ends[-2:]] == ["0-1", "1-2"]
+    assert all(x0 == x1 for _, x0, _, x1, _ in ends[-2:])
+    maps = re.findall(r'<div class="map".*?</div>', drawn, re.DOTALL)
+    assert len(maps) == 2
+    assert maps[1].count('class="cell"') == 4  # two pairs, both ways
 
 
 def test_a_run_with_nothing_in_it_has_no_error(tmp_path):

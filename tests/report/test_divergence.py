@@ -28,7 +28,7 @@ def replicas(numbers: int) -> tuple[Repetition, np.ndarray]:
         torch.manual_seed(rank)
         model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, numbers))
         names = [name for name, _ in model.named_parameters()]
-        sample = Sample(Flat(model, [BucketSpec(name, (name,)) for name in reversed(names)]))
+        sample = Sample.of(Flat(model, [BucketSpec(name, (name,)) for name in reversed(names)]))
         seen = []
         for iteration in range(ITERATIONS):
             for p in model.parameters():
@@ -84,7 +84,7 @@ def test_nothing_is_said_of_one_rank() -> None:
 def test_any_memory_format() -> None:
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     names = [name for name, _ in model.named_parameters()]
-    sample = Sample(Flat(model, [BucketSpec("conv", tuple(names))]))
+    sample = Sample.of(Flat(model, [BucketSpec("conv", tuple(names))]))
     sample.take(0)
     numbers = np.frombuffer(base64.b64decode(sample.record()["numbers"]))
     held = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double().numpy()

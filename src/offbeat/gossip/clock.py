@@ -37,13 +37,13 @@ class Clock:
     """
 
     def __init__(self, ahead_s: float = 0.0, own_s: Callable[[], float] = time.perf_counter):
-        self._ahead_s, self._own_s = ahead_s, own_s
+        self.ahead_s, self._own_s = ahead_s, own_s
         self._since_s = self._label = 0.0
         self.unit_s: float | None = None
 
     def common_s(self) -> float:
         """Seconds on the common clock."""
-        return self._own_s() + self._ahead_s
+        return self._own_s() + self.ahead_s
 
     def now(self) -> float:
         """The label of now."""

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import networkx as nx
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from offbeat.gossip.chunks import CHUNK_BYTES, Wire
 from offbeat.gossip.clock import DRIFT, Clock
+from offbeat.gossip.counts import Counts, Exchanged
 from offbeat.gossip.exchange import Exchanges
 from offbeat.gossip.kinds import KINDS, WORDS, Kind, finite
 from offbeat.gossip.meeting import Meeting
@@ -57,15 +58,6 @@ class Settings:
     on_partition: OnPartition = "raise"
     layout: str = ""  # digest of the model
     seed: int = 0
-
-
-@dataclass
-class Counts:
-    """What has happened so far."""
-
-    exchanges: dict[int, int] = field(default_factory=dict)  # by partner
-    broken: int = 0
-    exchange_s: float = 0.0  # from the beginning to the end of exchanges
 
 
 class Gossip(Listener):
@@ -314,9 +306,8 @@ class Gossip(Listener):
         one = self._exchanges.now
         if one is None or not self._exchanges.over():
             return
-        counts = self.counts
-        counts.exchanges[one.partner] = counts.exchanges.get(one.partner, 0) + 1
-        counts.exchange_s += time.perf_counter() - one.began_s
+        ended_s, size = time.perf_counter(), self._exchanges.wire.bytes
+        self.counts.add(Exchanged(one.partner, one.number, one.began_s, ended_s, size))
         self._act(self._pairing.done())
 
     # ---- neighbours -------------------------------------------------------------------------

@@ -4,6 +4,7 @@ replicas are. Nothing is communicated."""
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,20 +20,27 @@ MOST = 256  # iterations kept; then every other one is dropped
 class Sample:
     """The same few parameters of the model after some iterations."""
 
-    def __init__(self, flat: Flat) -> None:
-        sizes = [sum(p.numel() for p in bucket.parameters) for bucket in flat.buckets]
+    def __init__(self, storages: Sequence[Tensor]) -> None:
+        """Of parameters that live in these flat tensors."""
+        sizes = [storage.numel() for storage in storages]
         total, starts = sum(sizes), np.concatenate([[0], np.cumsum(sizes)])
         chosen = np.sort(np.random.default_rng(0).integers(total, size=min(NUMBERS, total)))
         self._weight = total / len(chosen)
-        # Every bucket's storage, and which of its elements are in the sample.
+        # Every storage, and which of its elements are in the sample.
         self._places: list[tuple[Tensor, Tensor]] = []
-        for bucket, start, stop in zip(flat.buckets, starts, starts[1:], strict=False):
+        for storage, start, stop in zip(storages, starts, starts[1:], strict=False):
             inside = chosen[(chosen >= start) & (chosen < stop)] - start
             if len(inside):
-                at = torch.from_numpy(inside).to(bucket.param.device)
-                self._places.append((bucket.param, at))
+                at = torch.from_numpy(inside).to(storage.device)
+                self._places.append((storage, at))
         self._every = 1
         self._seen: list[tuple[int, list[Tensor]]] = []
+
+    @classmethod
+    def of(cls, flat: Flat) -> Sample:
+        """Of the parameters of buckets, without the buffers behind them."""
+        sizes = [sum(p.numel() for p in bucket.parameters) for bucket in flat.buckets]
+        return cls([b.param[:n] for b, n in zip(flat.buckets, sizes, strict=True)])
 
     def take(self, iteration: int) -> None:
         """After an iteration has ended. Nothing waits for a device."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from offbeat.report.gossip import clocks
 from offbeat.report.run import Contestant, RankRecord, Repetition
+
+Table = dict[int, np.ndarray]  # iteration: the sample after it
 
 
 def draw(contestant: Contestant) -> dict[str, Any] | None:
@@ -19,7 +23,7 @@ def draw(contestant: Contestant) -> dict[str, Any] | None:
     if not found:
         return None
     shared = sorted(set.intersection(*(set(values) for values in found)))
-    ends = [np.mean([*zip(*rep.trace.ends_s, strict=False)], axis=1) for rep in contestant.complete]
+    ends = [_ends_s(rep) for rep in contestant.complete]
     first = contestant.complete[0].trace.first
     means = [fmean(values[i] for values in found) for i in shared]
     curve = {
@@ -44,24 +48,58 @@ def relative(rep: Repetition) -> dict[int, float]:
     }
 
 
+def _ends_s(rep: Repetition) -> np.ndarray:
+    """When iterations ended: mean over ranks, or the first rank's if each has a pace of its own."""
+    rows = rep.trace.ends_s if clocks(rep) is None else rep.trace.ends_s[:1]
+    return np.mean([*zip(*rows, strict=False)], axis=1)
+
+
 def _moments(rep: Repetition) -> dict[int, tuple[float, float]]:
     """By iteration: Gamma, and the squared norm of the mean."""
     tables = [_table(record) for record in rep.ranks if record.sample]
     if len(tables) < 2 or len(tables) < len(rep.ranks):
         return {}
-    first, last = rep.trace.first, rep.trace.first + rep.trace.iterations
+    ahead = clocks(rep)
+    tables = _ended(rep, tables) if ahead is None else _at_once(rep, tables, ahead)
     found = {}
     for i in sorted(set.intersection(*(set(table) for table in tables))):
-        if first <= i < last:
-            numbers = np.array([table[i] for table in tables])
-            weight = rep.ranks[0].sample["weight"]  # type: ignore[index]
-            mean = numbers.mean(axis=0)
-            distances = ((numbers - mean) ** 2).sum(axis=1)
-            found[i] = weight * float(distances.mean()), weight * float((mean**2).sum())
+        numbers = np.array([table[i] for table in tables])
+        weight = rep.ranks[0].sample["weight"]  # type: ignore[index]
+        mean = numbers.mean(axis=0)
+        distances = ((numbers - mean) ** 2).sum(axis=1)
+        found[i] = weight * float(distances.mean()), weight * float((mean**2).sum())
     return found
 
 
-def _table(record: RankRecord) -> dict[int, np.ndarray]:
+def _ended(rep: Repetition, tables: list[Table]) -> list[Table]:
+    """Of the iterations that the trace has."""
+    trace = rep.trace
+    own = range(trace.first, trace.first + trace.iterations)
+    return [{i: numbers for i, numbers in table.items() if i in own} for table in tables]
+
+
+def _at_once(rep: Repetition, tables: list[Table], ahead: Mapping[int, float]) -> list[Table]:
+    """What every rank had when the first one took its samples, while all were computing: without
+    a plan iterations of one number are not at one time."""
+    ends = {
+        record.rank: dict(enumerate(np.array(record.trace.ends_s[0]) + ahead[record.rank]))
+        for record in rep.ranks
+    }
+    until = min(max(own.values(), default=-math.inf) for own in ends.values())
+    first = ends[rep.ranks[0].rank]
+    at = {i: first[i] for i in tables[0] if i in first and first[i] <= until}
+    found = []
+    for record, table in zip(rep.ranks, tables, strict=True):
+        own = ends[record.rank]
+        iterations = [i for i in sorted(table) if i in own]
+        known = np.searchsorted([own[i] for i in iterations], [*at.values()], side="right")
+        found.append(
+            {i: table[iterations[n - 1]] for i, n in zip(at, known.tolist(), strict=True) if n}
+        )
+    return found
+
+
+def _table(record: RankRecord) -> Table:
     sample = record.sample or {}
     numbers = np.frombuffer(base64.b64decode(sample["numbers"]), dtype="<f8")
     iterations = sample["iterations"]

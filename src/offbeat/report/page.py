@@ -15,7 +15,7 @@ import jinja2
 from markupsafe import Markup
 
 from offbeat.plan import Payload
-from offbeat.report import curves, divergence, words
+from offbeat.report import curves, divergence, gossip, words
 from offbeat.report.decisions import decisions
 from offbeat.report.paced import pace_in_words
 from offbeat.report.places import grouped
@@ -36,7 +36,7 @@ from offbeat.report.votes import said, votes_of
 
 Pair = tuple[Window | None, Window | None]  # predicted, measured
 
-SCRIPTS = ("page.js", "legend.js", "timeline.js", "losses.js")
+SCRIPTS = ("page.js", "legend.js", "timeline.js", "gossip.js", "losses.js")
 
 
 def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> str:
@@ -72,6 +72,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "timelines": [_timeline(run, pair) for pair in pairs],
         "curves": [curves.draw(c, row) for c, row in zip(run.contestants, rows, strict=True)],
         "divergence": [divergence.draw(contestant) for contestant in run.contestants],
+        "gossip": [gossip.draw(contestant) for contestant in run.contestants],
         "labels": [contestant.label for contestant in run.contestants],
         "target": next((row.target_loss for row in rows if row.target_loss is not None), None),
         "buckets": [bucket.name for bucket in run.profile.buckets] if run.profile else [],
@@ -89,6 +90,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "data": Markup(script_safe(dumps(data))),
         "any_curves": any(data["curves"]),
         "any_divergence": any(data["divergence"]),
+        "gossip": _gossip(run, data["gossip"]),
         "target": data["target"],
         "profile": run.profile,
         "every_gradient": Payload("grad", range(len(data["buckets"]))),
@@ -190,6 +192,20 @@ def _strategy(
             source: f"{quote(contestant.label)}/{quote(name)}" for source, name in traces.items()
         },
     }
+
+
+def _gossip(run: Run, drawn: Sequence[Any]) -> list[dict[str, Any]]:
+    """Of those who gossip: where the page's data is, and of how many workers it shows some."""
+    return [
+        {
+            "index": index,
+            "label": contestant.label,
+            "panels": [panel for panel in ("predicted", "measured") if found[panel]],
+            "left_out": max(p["all"] - len(p["workers"]) for p in found.values() if p),
+        }
+        for index, (contestant, found) in enumerate(zip(run.contestants, drawn, strict=True))
+        if found
+    ]
 
 
 def _votes(contestant: Contestant) -> str | None:

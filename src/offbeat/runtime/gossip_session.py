@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from offbeat.guards.finite import OnNonfinite, all_finite
 from offbeat.guards.parameters import ParameterWatch
+from offbeat.measuring.divergence import Sample
 from offbeat.runtime.attached import Attached
 from offbeat.runtime.gossiping import Gossiping
 from offbeat.runtime.iteration import Iteration, Timestamps
@@ -48,6 +49,8 @@ class GossipSession(Session):
         self._flats, self._state = joined.flats, joined.state
         self._clock, self._gossip = joined.clock, joined.gossip
         self._cluster, self._recorder = cluster, recorder
+        if recorder and not recorder.notes.get("emulated"):
+            recorder.sample = Sample(self._flats)
         self._on_nonfinite: OnNonfinite = on_nonfinite
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._watch = ParameterWatch(model)
@@ -186,6 +189,7 @@ class GossipSession(Session):
         if self._recorder:
             self._recorder.stepped(self._done.number)
             self._recorder.iteration(self._done)
+            self._recorder.ended(self._done.number)
         self._done = Iteration(self._done.number + 1, self._new_marks(), [])
 
     def _hear(self) -> None:
@@ -235,6 +239,8 @@ class GossipSession(Session):
                 "broken": counts.broken,
                 "exchange_s": counts.exchange_s,
                 "unit_s": self._clock.unit_s,
+                "origin_s": recorder.origin_s + self._clock.ahead_s,  # on the common clock
+                "last": counts.since(recorder.origin_s),
             }
         recorder.pace = self._pace.record() if self._pace else None
         with suppress(StopIteration):

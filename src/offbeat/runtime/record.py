@@ -30,7 +30,7 @@ class Recorder:
     def __init__(self, directory: str | Path, rank: int, device: Device):
         self._path = Path(directory) / f"rank{rank}.json"
         self._rank, self._device = rank, device
-        self._origin = time.perf_counter()
+        self.origin_s = time.perf_counter()
         self._ends: list[Mark] = []
         self._losses: list[tuple[int, Tensor]] = []
         self._without_update: list[int] = []
@@ -84,7 +84,7 @@ class Recorder:
         if voting := self._voting:
             self._votes.take(done, voting)
         self._ends.append(done.marks.end)
-        self._spans.append(list(_spans(done, self.plan, self._rank, self._device, self._origin)))
+        self._spans.append(list(_spans(done, self.plan, self._rank, self._device, self.origin_s)))
 
     @property
     def _voting(self) -> Sequence[str]:
@@ -93,7 +93,7 @@ class Recorder:
 
     def write(self, bytes_sent: dict[str, int]) -> None:
         """Write the record, in one move."""
-        ends = [self._device.seconds(end) - self._origin for end in self._ends]
+        ends = [self._device.seconds(end) - self.origin_s for end in self._ends]
         trace = Trace(
             source="measured",
             strategy=self.strategy,

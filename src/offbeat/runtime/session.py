@@ -122,7 +122,7 @@ class FlatSession(Session):
         self.engine.reports.listener = self._recorder.iteration if self._recorder else None
         if self._recorder:
             self._recorder.start(str(self._strategy), self.plan, observed)
-            self._recorder.sample = None if self._emulated else Sample(self.engine.flat)
+            self._recorder.sample = None if self._emulated else Sample.of(self.engine.flat)
         for warning in said:
             self._decide(str(warning.message))
         self._monitor = self._strategy.monitor()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.profile import Profile
+from offbeat.sim.meetings import meetings
 from offbeat.sim.prediction import RANDOM_ITERATIONS, Prediction
 from offbeat.sim.ranks import Ranks
 from offbeat.sim.served import compute_seconds, server_of
@@ -52,7 +53,9 @@ def predict_apart(
         window=range(count),
         steady=False,
         plan=None,
-        _traced=lambda: _trace(strategy, profile, compute_s, ends_s),
+        _traced=lambda: _trace(
+            strategy, profile, compute_s, ends_s, _notes(strategy, profile, ranks, seed)
+        ),
     )
 
 
@@ -61,6 +64,7 @@ def _trace(
     profile: Profile,
     compute_s: NDArray[np.float64],
     ends_s: NDArray[np.float64],
+    notes: dict[str, Any],
 ) -> Trace:
     """One row per worker: forward with what comes before it, backward with the update."""
     count, workers = ends_s.shape
@@ -79,6 +83,13 @@ def _trace(
         ends_s=tuple(map(tuple, ends_s.T.tolist())),
         starts_s=(0.0,) * workers,
         spans=tuple(spans),
-        notes={"ranks": workers},
+        notes=notes,
         uneven=True,
     )
+
+
+def _notes(strategy: Gossip, profile: Profile, ranks: Ranks, seed: int) -> dict[str, Any]:
+    """How many workers there are; of several, how they would exchange."""
+    workers = profile.world_size
+    said = {"gossip": meetings(strategy, profile, ranks, seed)} if workers > 1 else {}
+    return {"ranks": workers, **said}

@@ -1,0 +1,72 @@
+"""Meetings: who would exchange with whom and when, simulated for a strategy of gossip."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from offbeat.profile import Profile
+from offbeat.sim.gossip import Network, Timeline, Workers, simulate
+from offbeat.sim.ranks import Ranks
+from offbeat.sim.served import server_of
+from offbeat.solve.graphs import edge_rates, topology
+
+if TYPE_CHECKING:
+    from offbeat.strategies.gossip import Gossip
+
+UNITS = 100  # that are simulated
+MOST_GRADIENTS = 50_000  # of all workers together
+SHOWN = 20  # units at the end of which it is said when everything was
+
+
+def meetings(strategy: Gossip, profile: Profile, ranks: Ranks, seed: int = 0) -> dict[str, Any]:
+    """JSON-ready: how often pairs meet, and the gradients and exchanges of the last units.
+
+    ValueError if the topology does not fit the workers.
+    """
+    graph = topology(strategy.topology, profile.world_size)
+    timeline = simulate(
+        edge_rates(graph, strategy.rate),
+        _workers(profile, ranks),
+        _network(strategy, profile, ranks),
+        units=UNITS,
+        gradients=MOST_GRADIENTS,
+        seed=seed,
+    )
+    return _said(timeline, _message_bytes(strategy, profile))
+
+
+def _workers(profile: Profile, ranks: Ranks) -> Workers:
+    compute_s = profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
+    gradient_s = [compute_s * scale for scale in ranks.compute_scale(profile)]
+    return Workers(gradient_s, fmean(ranks.jitters(profile) or [0.0]))
+
+
+def _network(strategy: Gossip, profile: Profile, ranks: Ranks) -> Network:
+    server = server_of(profile, 1, ranks)
+    return Network(_message_bytes(strategy, profile), server.caps, delay_s=server.latency_s)
+
+
+def _message_bytes(strategy: Gossip, profile: Profile) -> int:
+    """The profile's sizes are taken for those of float32."""
+    total = sum(bucket.size_bytes for bucket in profile.buckets)
+    return math.ceil(total / 2) if strategy.wire == "bf16" else total
+
+
+def _said(timeline: Timeline, size_bytes: int) -> dict[str, Any]:
+    counts = timeline.exchanges()
+    pairs = [(i, j) for i in range(timeline.n) for j in range(i + 1, timeline.n) if counts[i, j]]
+    since_s = timeline.end_s - SHOWN * timeline.unit_s
+    late = [one for one in timeline.lanes() if one.end_s > since_s]
+    return {
+        "workers": timeline.n,
+        "unit_s": timeline.unit_s,
+        "pairs": [[i, j, int(counts[i, j])] for i, j in pairs],
+        "gradients": [[one.worker, one.start_s, one.end_s] for one in late if one.partner is None],
+        "exchanges": [
+            [one.worker, one.partner, one.start_s, one.end_s, size_bytes]
+            for one in late
+            if one.partner is not None and one.worker < one.partner
+        ],
+    }

@@ -1,0 +1,127 @@
+"""Gossip in the report: exchanges at their places, counts of pairs, distance at one time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from report.gossiping import THREE, record, repetition
+
+from offbeat import A2CiD2, Profile, sim
+from offbeat.profile import Bucket, Link
+from offbeat.report.divergence import draw as draw_divergence
+from offbeat.report.divergence import relative
+from offbeat.report.gossip import Exchange, draw, measured, pack, predicted
+from offbeat.report.run import Contestant
+
+
+def test_exchanges_are_where_they_were_on_one_clock() -> None:
+    found = measured(repetition(THREE))
+    assert found is not None
+    assert found.exchanges == [
+        Exchange(0, 1, (2.25, 2.75), (2.25, 2.75), 400),
+        Exchange(1, 2, (3.5, 3.75), (3.5, 3.75), 400),
+    ]
+    assert found.counts == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
+    assert [own[-1] for own in found.gradients.values()] == [(3, 4)] * 3
+    packed = pack(found)
+    start = packed["length_s"] - 4  # the window ends when the last iteration does
+    assert packed["exchanges"][0] == pytest.approx(
+        [0, 1, 2.25 + start, 2.75 + start, 2.25 + start, 2.75 + start, 400]
+    )
+
+
+def test_one_end_stands_for_both() -> None:
+    """Worker 0 has lost the connection before it knew that both had all."""
+    found = measured(repetition([record(0, [1, 2, 3, 4], []), *THREE[1:]]))
+    assert found is not None
+    assert found.exchanges[0] == Exchange(0, 1, (2.25, 2.75), (2.25, 2.75), 400)
+    assert found.counts[0][1] == found.counts[1][0] == 1
+
+
+def test_only_time_of_which_all_is_known_is_shown() -> None:
+    """Of eight exchanges of each the last two are kept; who is fast ends early."""
+    ends = [float(i + 1) for i in range(30)]
+    late = [(1, n, 20.0 + n, 20.5 + n, 8) for n in (7, 8)]
+    other = [(0, n, 20.0 + n, 20.5 + n, 8) for n in (7, 8)]
+    pair = [record(0, ends, late, counts={1: 8}), record(1, ends, other, counts={0: 8})]
+    found = measured(repetition(pair))
+    assert found is not None
+    assert found.window_s == (27.0, 30.0)
+    assert found.counts == [[0, 8], [8, 0]]
+    fast = record(1, [end / 3 for end in ends], other, counts={0: 8})
+    found = measured(repetition([pair[0], fast]))
+    assert found is not None
+    packed = pack(found)
+    assert packed["length_s"] == 0
+    assert packed["exchanges"] == []
+    assert packed["counts"] == [[0, 8], [8, 0]]
+
+
+def test_many_workers_are_cut() -> None:
+    few = measured(repetition(THREE))
+    assert few is not None
+    many = replace(
+        few,
+        gradients={n: [(0.0, 1.0)] for n in range(70)},
+        exchanges=[Exchange(0, 69, (0.1, 0.2), (0.1, 0.2), 1)],
+        counts=[[0] * 70 for _ in range(70)],
+    )
+    packed = pack(many)
+    assert packed["workers"] == list(range(64))
+    assert packed["all"] == 70
+    assert packed["exchanges"] == []
+    assert len(packed["counts"]) == len(packed["counts"][0]) == 64
+
+
+def test_other_strategies_have_no_picture() -> None:
+    plain = replace(repetition(THREE).ranks[0].trace, notes={})
+    ranks = tuple(replace(rank, trace=plain) for rank in repetition(THREE).ranks)
+    rep = replace(repetition(THREE), ranks=ranks)
+    assert measured(rep) is None
+    assert predicted(plain) is None
+    assert draw(Contestant("s", "s", {}, (rep,))) is None
+
+
+def test_distance_is_that_of_one_time() -> None:
+    """Rank 1 is twice as slow: what it has at t is compared with what rank 0 has at t."""
+    slow = record(1, [2, 4, 6], [], origin_s=0.0, numbers=[10, 20, 30])
+    fast = record(0, [1, 2, 3, 4, 5, 6], [], numbers=[0, 10, 14, 20, 24, 30])
+    found = relative(repetition([fast, slow]))
+    # At 1 rank 1 has nothing yet; at 3 it has 10, at 5 20.
+    assert found == pytest.approx({1: 0.0, 2: 2 / 12, 3: 0.0, 4: 2 / 22, 5: 0.0})
+    curve = draw_divergence(Contestant("s", "s", {}, (repetition([fast, slow]),)))
+    assert curve is not None
+    assert curve["seconds"] == [2, 3, 4, 5, 6]
+    # The other way round: nothing is said of what came after the fast one's end.
+    fast = {**fast, "rank": 1}
+    slow = record(0, [2, 4, 8], [], numbers=[10, 20, 30])
+    assert relative(repetition([slow, fast])) == {0: 0.0, 1: 0.0}
+
+
+PROFILE = Profile(
+    (Bucket("a", 0.1, 0.2, 4000),), (Link("net", 0.0, 1e5),), 4, rank_scale=(1.0, 1.0, 2.0, 1.0)
+)
+
+
+def test_predicted_exchanges_fit_the_graph_and_the_link() -> None:
+    trace = sim.predict(A2CiD2("0-1,1-2,2-3", rate=1.0), PROFILE).trace
+    found = predicted(trace)
+    assert found is not None
+    assert found.unit_s == pytest.approx((3 * 0.3 + 0.6) / 4)
+    start, end = found.window_s
+    assert end - start == pytest.approx(10 * found.unit_s)
+    assert {(one.i, one.j) for one in found.exchanges} == {(0, 1), (1, 2), (2, 3)}
+    # The link carries 1.5e5 bytes per second in one direction: 2 (n - 1) / n of a ring's rate.
+    assert min(one.at_i[1] - one.at_i[0] for one in found.exchanges) >= 4000 / 1.5e5 - 1e-9
+    assert found.counts == [list(row) for row in zip(*found.counts, strict=True)]
+    # Edges' rates are 2 / (1 + 2), 2 / (2 + 2), 2 / (2 + 1) in 100 units, at random.
+    for (i, j), rate in {(0, 1): 2 / 3, (1, 2): 1 / 2, (2, 3): 2 / 3}.items():
+        assert abs(found.counts[i][j] - 100 * rate) < 5 * math.sqrt(100 * rate)
+    assert found.counts[0][2] == found.counts[0][3] == 0
+
+
+def test_alone_nothing_is_predicted() -> None:
+    alone = replace(PROFILE, world_size=1, rank_scale=())
+    assert predicted(sim.predict(A2CiD2(), alone).trace) is None
