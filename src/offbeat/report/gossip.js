@@ -31,7 +31,7 @@ function gossipLayout(gossip) {
   return { panels, height: y + PAIR.foot };
 }
 
-function box(svg, look, [from, to], y, x, end, gap) {
+function strip(svg, look, [from, to], y, x, end, gap) {
   const left = Math.max(1, x(from)), right = Math.min(end, x(to));
   if (right < 1 || left > end) return;
   draw("rect", { class: look, x: left.toFixed(2), y, width: Math.max(1.5, right - left - gap).toFixed(2), height: PAIR.strip }, svg);
@@ -42,18 +42,19 @@ function drawWorkers(svg, { panel, rows }, x) {
   panel.workers.forEach((worker, n) => {
     const y = rows.get(worker);
     draw("rect", { class: "lane", x: 1, y, width: Math.max(0, end - 1), height: 2 * PAIR.strip + 2 }, svg);
-    for (const span of panel.gradients[n]) box(svg, "backward", span, y, x, end, 1);
+    for (const span of panel.gradients[n]) strip(svg, "backward", span, y, x, end, 1);
   });
   for (const one of panel.exchanges)
-    for (const worker of [one.i, one.j]) box(svg, "param", one.at.get(worker), rows.get(worker) + PAIR.strip + 2, x, end, 0);
+    for (const worker of [one.i, one.j]) strip(svg, "param", one.at.get(worker), rows.get(worker) + PAIR.strip + 2, x, end, 0);
 }
 
-// A line from the middle of one partner's box to that of the other's.
+// A line from one partner's box to the other's; not always in the middle, as those of several pairs
+// would cover each other.
 function drawMeeting(svg, { panel, rows }, one, x) {
-  const end = x(panel.length_s);
+  const end = x(panel.length_s), share = (1 + (one.i % 5)) / 6;
   const points = [one.i, one.j].map((worker) => {
     const [from, to] = one.at.get(worker);
-    return { cx: Math.min(end, Math.max(1, x((from + to) / 2))), cy: rows.get(worker) + 1.5 * PAIR.strip + 2 };
+    return { cx: Math.min(end, Math.max(1, x(from + share * (to - from)))), cy: rows.get(worker) + 1.5 * PAIR.strip + 2 };
   });
   const group = draw("g", { class: "meets", "data-pair": `${one.i}-${one.j}` }, svg);
   const [a, b] = points;

@@ -67,8 +67,9 @@ def draw(contestant: Contestant) -> dict[str, Any] | None:
 def clocks(rep: Repetition) -> dict[int, float] | None:
     """What to add to each rank's seconds to have the first one's; None if clocks were not
     compared."""
-    origins = {r.rank: _notes(r.trace).get("origin_s") for r in rep.ranks}
-    if not origins or None in origins.values():
+    told = {r.rank: _notes(r.trace).get("origin_s") for r in rep.ranks}
+    origins = {rank: origin for rank, origin in told.items() if origin is not None}
+    if not origins or len(origins) < len(told):
         return None
     first = origins[rep.ranks[0].rank]
     return {rank: origin - first for rank, origin in origins.items()}
