@@ -45,7 +45,7 @@ function drawWorkers(svg, { panel, rows }, x) {
     for (const span of panel.gradients[n]) strip(svg, "backward", span, y, x, end, 1);
   });
   for (const one of panel.exchanges)
-    for (const worker of [one.i, one.j]) strip(svg, "param", one.at.get(worker), rows.get(worker) + PAIR.strip + 2, x, end, 0);
+    for (const worker of [one.i, one.j]) strip(svg, "param", one.at.get(worker), rows.get(worker) + PAIR.strip + 2, x, end, 1);
 }
 
 // A line from one partner's box to the other's; not always in the middle, as those of several pairs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,13 +34,14 @@ class Gossiped:
     """All that is known of some workers' gossip, in seconds of the first worker's trace.
 
     `counts[i][j]`: how often i and j have exchanged, of which `exchanges` are the last.
-    `since_s`: from when on no exchange is missing.
+    `since_s`, `until_s`: between these no exchange is missing.
     """
 
     gradients: Mapping[int, Sequence[Span]]
     exchanges: Sequence[Exchange]
     counts: Sequence[Sequence[int]]
     since_s: float = 0.0
+    until_s: float = math.inf
 
     @property
     def unit_s(self) -> float:
@@ -51,6 +53,7 @@ class Gossiped:
     def window_s(self) -> Span:
         """The last units in which all workers still computed."""
         end_s = min((own[-1][1] for own in self.gradients.values() if own), default=0.0)
+        end_s = min(end_s, self.until_s)
         return min(end_s, max(self.since_s, end_s - SHOWN * self.unit_s)), end_s
 
 
@@ -110,7 +113,10 @@ def predicted(trace: Trace) -> Gossiped | None:
         gradients[worker].append((start, end))
     exchanges = [Exchange(i, j, (s, e), (s, e), n) for i, j, s, e, n in said["exchanges"]]
     since_s = max((own[0][0] for own in gradients.values() if own), default=0.0)
-    return Gossiped(gradients, exchanges, counts, since_s)
+    # What was not over at the end is not said.
+    longest_s = max((one.at_i[1] - one.at_i[0] for one in exchanges), default=0.0)
+    until_s = max((own[-1][1] for own in gradients.values() if own), default=0.0) - longest_s
+    return Gossiped(gradients, exchanges, counts, since_s, until_s)
 
 
 def pack(of: Gossiped) -> dict[str, Any]:
@@ -175,5 +181,5 @@ def _complete_since(record: RankRecord, kept: Mapping[Any, tuple[Span, int]]) ->
     """From when on a rank's record holds every exchange: records are bounded."""
     total = sum(_notes(record.trace)["exchanges"].values())
     if len(kept) >= total or not kept:
-        return float("-inf")
+        return -math.inf
     return min(span[0] for span, _ in kept.values())
