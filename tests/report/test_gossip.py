@@ -14,6 +14,7 @@ from offbeat.report.divergence import draw as draw_divergence
 from offbeat.report.divergence import relative
 from offbeat.report.gossip import Exchange, draw, measured, pack, predicted
 from offbeat.report.run import Contestant
+from offbeat.report.timeline import predicted_window
 
 
 def test_exchanges_are_where_they_were_on_one_clock() -> None:
@@ -120,6 +121,21 @@ def test_predicted_exchanges_fit_the_graph_and_the_link() -> None:
     for (i, j), rate in {(0, 1): 2 / 3, (1, 2): 1 / 2, (2, 3): 2 / 3}.items():
         assert abs(found.counts[i][j] - 100 * rate) < 5 * math.sqrt(100 * rate)
     assert found.counts[0][2] == found.counts[0][3] == 0
+
+
+def test_a_period_is_each_workers_own() -> None:
+    """Workers with jitter drift apart; the simulation keeps the last iterations only."""
+    shaky = replace(PROFILE, jitter=0.2)
+    window = predicted_window(
+        Contestant("s", "s", {}, (), predicted=sim.predict(A2CiD2(), shaky).trace)
+    )
+    assert window is not None
+    assert window.iterations.start > 0
+    assert [window.bounds_s(rank)[0] for rank in range(4)] == pytest.approx([0.0] * 4)
+    assert window.length_s == pytest.approx(max(window.bounds_s(rank)[1] for rank in range(4)))
+    assert all(
+        [s.kind for s in own][:2] == ["forward", "backward"] for own in window.shown.values()
+    )
 
 
 def test_alone_nothing_is_predicted() -> None:

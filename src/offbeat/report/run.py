@@ -84,6 +84,7 @@ class Repetition:
             first=traces[0].first,
             period=traces[0].period,
             uneven=traces[0].uneven,
+            notes=traces[0].notes,
         )
 
 

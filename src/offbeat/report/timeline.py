@@ -93,7 +93,9 @@ def predicted_window(contestant: Contestant) -> Window | None:
     trace = contestant.predicted
     if trace is None or not trace.spans or trace.iterations < trace.period:
         return None
-    period = range(trace.first, trace.first + trace.period)
+    # A simulation may have kept the spans of its last iterations only.
+    start = max(trace.first, min(span.iteration for span in trace.spans))
+    period = range(start, start + trace.period)
     if trace.iterations == trace.period:
         trace = _repeated(trace)
     return _window(trace, period)
@@ -226,7 +228,9 @@ def _window(trace: Trace, iterations: range) -> Window:
     starts = [start_of(trace, rank, iterations.start) for rank in ranks]
     last = iterations.stop - 1 - trace.first
     ends = [trace.ends_s[rank][last] for rank in ranks]
-    offsets = _clock_offsets(trace)
+    # In gossip nobody waits for anybody: each begins its own iteration at zero.
+    apart = "gossip" in trace.notes
+    offsets = starts if apart else _clock_offsets(trace)
     zero = min(start - offset for start, offset in zip(starts, offsets, strict=True))
     length = max(end - offset for end, offset in zip(ends, offsets, strict=True)) - zero
     zeros = tuple(zero + offset for offset in offsets)
