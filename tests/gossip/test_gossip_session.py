@@ -14,6 +14,8 @@ from worlds import run_world, watch_world
 
 from offbeat import ADPSGD, A2CiD2
 
+TRIP_S = 0.5  # a round trip on a busy machine takes less
+
 
 def assert_same(found: list[Gossiped]) -> None:
     for one in found[1:]:
@@ -73,10 +75,10 @@ def test_exchanges_are_recorded_at_both_ends(tmp_path: Path) -> None:
             assert size_bytes == size
             theirs = {(p, n): rest for p, n, *rest in notes[peer]["last"]}
             since_s, until_s, _ = theirs[record["rank"], number]
-            # Both see it at the same time, on the clocks that they have compared.
+            # Both see it at the same time, on clocks compared to half of a round trip.
             ahead_s = own["origin_s"] - notes[peer]["origin_s"]
-            assert begin_s + ahead_s < until_s
-            assert since_s < end_s + ahead_s
+            assert begin_s + ahead_s < until_s + TRIP_S
+            assert since_s < end_s + ahead_s + TRIP_S
         sample = record["sample"]
         assert sample["iterations"] == list(range(len(sample["iterations"])))
         assert len(sample["iterations"]) == len(record["trace"]["ends_s"][0])
