@@ -59,6 +59,8 @@ def gossip(
             if scheduler is not None:
                 scheduler.step()
             t += 1
+        if rank() == doomed:  # its first exchange came with its last iteration
+            os.kill(os.getpid(), signal.SIGKILL)
         while doomed is not None and thread.view.dead() != [doomed]:
             pass_on(model, optimizer, case)
         before = snapshot(model.state_dict())
