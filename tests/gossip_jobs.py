@@ -62,6 +62,7 @@ def job(
     chunk_bytes: int = 64,
     snapshot: bool = True,
     secret: Callable[[int], bytes] = lambda _: SECRET,
+    layout: Callable[[int], str] = lambda _: "",
     connect: bool = True,
     **settings: Any,
 ) -> Iterator[list[Worker]]:
@@ -71,7 +72,7 @@ def job(
     addresses = {n: sock.getsockname() for n, sock in enumerate(doors)}
     workers = []
     for n, flat in enumerate(flats):
-        made = Settings(graph, **settings)
+        made = Settings(graph, layout=layout(n), **settings)
         wire, clock = Wire([flat], form, chunk_bytes), Clock()
         state = State([flat], wire, AVERAGING, snapshot=snapshot, momentum=made.momentum)
         gossip = Gossip(n, made, state, wire, clock, secret(n), addresses, doors[n])

@@ -88,10 +88,11 @@ def test_a_wrong_secret_is_no_neighbour() -> None:
 
 def test_another_model_is_no_neighbour() -> None:
     x = flats(2)
-    with job(nx.complete_graph(2), x, connect=False, timeout_s=0.5) as workers:
-        object.__setattr__(workers[1].gossip._settings, "layout", "another")
-        with pytest.raises(RuntimeError, match="workers 1 to connect"):
-            workers[0].gossip.connect()
+    with (
+        job(nx.complete_graph(2), x, layout=str, connect=False, timeout_s=0.5) as workers,
+        pytest.raises(RuntimeError, match="workers 1 to connect"),
+    ):
+        workers[0].gossip.connect()
 
 
 def test_a_worker_that_disappears_is_given_up() -> None:
