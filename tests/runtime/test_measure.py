@@ -164,8 +164,9 @@ class Arithmetic:
         return seconds
 
     def agree(self, values: Any) -> list[list[float]]:
-        self.agreement_s = self.seconds(8 * len(values))
-        self.clock += self.agreement_s
+        seconds = self.seconds(8 * len(values))
+        self.agreement_s += seconds
+        self.clock += seconds
         return [list(values)]
 
 
@@ -201,6 +202,15 @@ def test_measuring_costs_three_seconds_and_twenty_models(name: str, total: int) 
     for latency_s, bytes_per_s in link.halves.values():
         line = latency_s + total / bytes_per_s
         assert line == pytest.approx(probe.seconds(total) / 2, rel=0.02)
+
+
+def test_where_a_delay_hides_the_rate_large_messages_tell_it() -> None:
+    """A ring overlaps delay and bytes: only where the bytes take longer do they count."""
+    probe, total = Arithmetic(0.0, 8.3e6, 0.125), 3_468_288
+    link = measure_link("net", probe, VERBS, total // 20, total, Budget(3.0, 20.0 * total))
+    predicted_s = link.seconds(link.latency_s, total / link.bytes_per_s, total)
+    assert predicted_s == pytest.approx(probe.seconds(total), rel=0.07)
+    assert probe.clock <= BUDGET_S
 
 
 def test_late_messages_do_not_count() -> None:

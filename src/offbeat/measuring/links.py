@@ -23,8 +23,8 @@ from offbeat.transport.device import Device
 
 # What all measuring before a plan may take: seconds, and model sizes of payload per rank.
 BUDGET_S, BUDGET_SIZES = 3.0, 20.0
-# Parts of it; those of links are shared by all of them.
-LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.26, 0.12, 0.1
+# At most these parts of it; those of links are shared by all of them.
+LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.42, 0.15, 0.13
 SENDING, VOTE = 0.05, 0.1
 
 MIN_BUCKET_BYTES = 64 * 1024
@@ -130,7 +130,10 @@ def measure_link(
     share = lines.share(LINE / (LINE + HALVES))
     series = measure_series(probe, mean, smallest, total, curve, share)
     line = typical(series) or curve
-    line = least_times(line + measure_larger(probe, mean, curve[0][1], line, total, lines))
+    if larger := measure_larger(probe, mean, curve[0][1], line, total, lines):
+        # The others hardly tell the rate: they are what a message takes at least.
+        small = least_times(sorted((dict(line) | dict(small)).items()))
+        line = least_times([line[-1], *larger])
     halves: dict[str, tuple[float, float]] = {}
     curve = [(size, seconds / 2) for size, seconds in line]
     for verb in HALF_VERBS:
@@ -234,7 +237,7 @@ def measure_series(
     each = SERIES
     while each and not payable(curve, in_series(sizes, each), budget):
         each -= 1
-    if each < SERIES and sizes[-1] < total and expected_s(curve, sizes[-1]) < 2 * curve[0][1]:
+    if each < SERIES and expected_s(curve, sizes[-1]) < 2 * curve[0][1]:
         return []  # all latency; `measure_larger` needs the time
     if each == 0:
         return []
@@ -253,9 +256,10 @@ def measure_larger(
     """Seconds of larger messages, one each, while even the largest one so far takes less than
     `LARGE` times the least: on a link of long latency only these tell the rate."""
     found: Points = []
+    agreements = [line[0][0]] * 2  # before and after
     while (last := [*line, *found][-1])[1] < LARGE * least_s and last[0] < total:
         size = min(LARGER * last[0], total)
-        while size > last[0] and not payable([*line, *found], [size, line[0][0]], budget):
+        while size > last[0] and not payable([*line, *found], [size, *agreements], budget):
             size = size * 9 // 10
         if size < 2 * last[0]:
             break

@@ -18,7 +18,7 @@ from offbeat.transport.device import Device
 class Prober(Protocol):
     """What measuring needs of a group; tests have one with a clock of its own.
 
-    `agreement_s`: seconds that the last agreement took here.
+    `agreement_s`: seconds of agreements here that no budget has paid yet.
     """
 
     agreement_s: float
@@ -74,7 +74,7 @@ class Probe:
         # A sum in which all but one are 0 is exact, and gloo can do it on a GPU too.
         dist.all_reduce(rows, group=self._group)
         everyone = rows.tolist()
-        self.agreement_s = self.now() - start
+        self.agreement_s += self.now() - start
         return everyone
 
 
@@ -114,9 +114,9 @@ def timed(
 ) -> list[float]:
     """Seconds of one message of each size, means over ranks.
 
-    Paid is the time of the slowest rank, with the agreement before.
+    Paid is the time of the slowest rank, with the agreements before.
     """
-    start = probe.now() - probe.agreement_s
+    start, probe.agreement_s = probe.now() - probe.agreement_s, 0.0
     mine = [probe.send(collective, size) for size in sizes]
     everyone = probe.agree([*mine, probe.now() - start])
     *columns, spent_s = zip(*everyone, strict=True)
