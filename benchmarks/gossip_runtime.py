@@ -298,8 +298,7 @@ def _end(worker: _Worker, flat: Any) -> None:
 
     gossip, nothing = worker.gossip, [torch.zeros(1)]
     gossip.meet(nothing)
-    gossip.pause()
-    _, t, _ = gossip.meet(nothing, max(worker.clock.now(), worker.state.t))
+    t = gossip.rest(max(worker.clock.now(), worker.state.t))
     worker.state.settle(t)
     sums, _, workers = gossip.meet([flat.clone()])
     worker.state.put([sums[0] / workers], t)

@@ -45,8 +45,7 @@ class Worker:
         """As the session does it."""
         nothing = [torch.zeros(1)]
         self.gossip.meet(nothing)
-        self.gossip.pause()
-        _, t, _ = self.gossip.meet(nothing, max(self.clock.now(), self.state.t))
+        t = self.gossip.rest(max(self.clock.now(), self.state.t))
         self.state.settle(t)
         sums, _, workers = self.gossip.meet([self.flat.clone()])
         self.state.put([sums[0] / workers], t)

@@ -64,13 +64,14 @@ def gossip(
         while doomed is not None and thread.view.dead() != [doomed]:
             pass_on(model, optimizer, case)
         before = snapshot(model.state_dict())
+        unit_s = model._session._clock.unit_s  # agreed on anew when somebody has left
         model.consolidate()
     found = Gossiped(
         snapshot(model.state_dict()),
         before,
         seen,
         sum(thread.counts.exchanges.values()) if thread else 0,
-        model._session._clock.unit_s,
+        unit_s,
         [str(one.message) for one in said],
     )
     model.close()

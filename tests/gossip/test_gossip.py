@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 
 import networkx as nx
@@ -11,9 +12,12 @@ import torch
 from gossip_jobs import job, together, until, warm
 from torch import Tensor
 
+from offbeat.gossip.kinds import Kind
+from offbeat.gossip.state import AVERAGING
 from offbeat.gossip.view import State
 
 SIZE = 50  # four chunks
+STEP = 2.0**-7  # float32 adds up many of them without a bias
 
 
 def flats(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -47,14 +51,14 @@ def test_the_mean_is_that_of_the_gradients(snapshot: bool, momentum: bool) -> No
         def train(n: int) -> None:
             steps = 0
             while steps < 60 or workers[n].count() < 20:
-                workers[n].gradient(lambda x: x.add_(0.01), 0.001 * (1 + n % 2))
+                workers[n].gradient(lambda x: x.add_(STEP), 0.001 * (1 + n % 2))
                 steps += 1
             taken[n] = steps
             workers[n].consolidate()
 
         assert together([lambda n=n: train(n) for n in range(4)]) == [None] * 4
         found = torch.stack(x).double()
-        assert (found[0] - (start + 0.01 * sum(taken) / 4)).abs().max() < 3e-6
+        assert (found[0] - (start + STEP * sum(taken) / 4)).abs().max() < 3e-6
         assert all(torch.equal(found[0], one) for one in found)
         counts = [worker.gossip.counts.exchanges for worker in workers]
         for i, j in nx.cycle_graph(4).edges:
@@ -189,6 +193,65 @@ def test_who_says_goodbye_is_not_mourned() -> None:
             worker.gossip.check()
             worker.consolidate()  # alone
             assert not any("could not be reached" in word for word in worker.gossip.said())
+
+
+def test_a_neighbour_that_comes_again_hears_everything() -> None:
+    """What changed while it was away; and that meetings begin anew, although it may know already
+    that its edge is back: what was sent to it before is lost."""
+    with job(nx.complete_graph(3), flats(3)) as workers:
+        gossip, sent, done = workers[0].gossip, [], threading.Event()
+
+        def come() -> None:
+            gossip.view.merge([(1, 2, 8, int(State.DOWN), 0.0)])
+            gossip._peers.send = lambda to, kind, **about: sent.append((to, kind, about))
+            gossip.came(1, {"layout": "", "whole": 0, "known": [(0, 1, 4, int(State.UP), 0.0)]})
+            del gossip._peers.send
+            done.set()
+
+        gossip._commands.append(come)
+        gossip._peers.wake()
+        assert done.wait(5.0)
+        told = [about["meta"]["known"] for to, kind, about in sent if (to, kind) == (1, Kind.VIEW)]
+        assert [(*edge, version) for known in told for *edge, version, _, _ in known] == [
+            (1, 2, 8),
+            (0, 1, 4),
+            (0, 1, 5),
+        ]
+
+
+def test_who_has_come_and_left_was_there() -> None:
+    """A worker that trains for less time than another one needs to look up."""
+    x = flats(2)
+    with job(nx.complete_graph(2), x, connect=False, timeout_s=0.5) as workers:
+        workers[1].gossip.connect()
+        workers[1].gossip.close()
+        until(workers[0].gossip.view.left)
+        workers[0].gossip.connect()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_is_in_doubt_when_an_edge_is_given_up(there: bool) -> None:
+    """Both ends live: the partner says what it has, over others. So the mean is kept."""
+    x = flats(3, torch.float64)
+    start = torch.stack(x).mean(0)
+    with job(nx.complete_graph(3), x, silent_s=1.0) as workers:
+        peers = workers[1].gossip._peers
+        peers._addresses[0] = ("127.0.0.1", 1)  # where nobody is
+        cut(workers[1])
+        until(lambda: workers[2].gossip.view.edges() == [(0, 2), (1, 2)])
+        sent = [flat.clone() for flat in x]
+        for me, whole in (0, True), (1, there):
+            exchanges = workers[me].gossip._exchanges
+            one = exchanges.begin(1 - me, 7, 0.0, AVERAGING)
+            one.theirs[0].copy_(sent[1 - me])
+            for _ in exchanges.wire.chunks if whole else (1, 2):
+                exchanges.arrived()
+            assert exchanges.broke(1 - me)
+            assert exchanges.doubtful() == ([1 - me] if whole else [])
+        assert together([worker.consolidate for worker in workers]) == [None] * 3
+        assert [worker.gossip._exchanges.doubtful() for worker in workers] == [[]] * 3
+    for flat in x:
+        torch.testing.assert_close(flat, start, rtol=0, atol=1e-12)
 
 
 def test_one_result_although_workers_leave_or_die_meanwhile() -> None:

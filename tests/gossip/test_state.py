@@ -154,6 +154,19 @@ def test_an_exchange_that_is_undone_leaves_nothing() -> None:
     assert_same(x, i)
 
 
+def test_who_hears_late_of_other_constants_mixes_as_the_others() -> None:
+    x = [torch.tensor([1.0, -3.0], dtype=torch.float64) for _ in range(2)]
+    early, late = (State([one], Wire([one]), MOMENTUM) for one in x)
+    later = Mixing(0.9 * MOMENTUM.eta, 0.5, 0.6)
+    for state, hears in (early, 1.0), (late, 4.0):
+        state._tilde[0].add_(2.0)  # type: ignore[index]
+        for t in (1.0, 4.0, 5.0):
+            state.settle(t)
+            if t == hears:
+                state.tune(2.0, later)
+    torch.testing.assert_close(x[0], x[1], rtol=0, atol=1e-12)
+
+
 def test_constants_change_at_a_label_wherever_the_word_arrives_when() -> None:
     """One hears of it in time, the other while an exchange of before is on its way."""
     (a, b), (i, j), (x, y) = states(MOMENTUM)

@@ -94,19 +94,15 @@ class Exchanges:
             self._doubts[partner] = one
         return True
 
-    def settle(self, partner: int, whole: int) -> None:
-        """The partner is back, and this was the last one that arrived whole there."""
+    def settle(self, partner: int, whole: int | None) -> None:
+        """This was the last one that arrived whole at the partner; None: nobody can say."""
         one = self._doubts.pop(partner, None)
-        if one is not None and one.number != whole:
+        if one is not None and whole not in (None, one.number):
             self._undo(one)
 
     def doubtful(self) -> list[int]:
         """Partners that must say what arrived whole."""
         return list(self._doubts)
-
-    def forget(self) -> None:
-        """Take nothing back any more."""
-        self._doubts.clear()
 
     def _undo(self, one: Exchange) -> None:
         for number in range(one.arrived):

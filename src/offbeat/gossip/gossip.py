@@ -25,14 +25,14 @@ from offbeat.gossip.chunks import CHUNK_BYTES, Wire
 from offbeat.gossip.clock import DRIFT, Clock
 from offbeat.gossip.counts import Counts, Exchanged
 from offbeat.gossip.exchange import Exchanges
-from offbeat.gossip.kinds import KINDS, WORDS, Kind, finite
+from offbeat.gossip.kinds import KINDS, WORDS, Kind, agreed, finite
 from offbeat.gossip.meeting import Meeting
 from offbeat.gossip.meetings import OWN, USER, Meetings
 from offbeat.gossip.pairing import Act, Begin, Pairing, Word
 from offbeat.gossip.peers import NOTHING, Address, Listener, Peers
 from offbeat.gossip.state import AVERAGING, Mixing
 from offbeat.gossip.state import State as Shared
-from offbeat.gossip.view import Known, State, View
+from offbeat.gossip.view import Edge, Known, State, View
 from offbeat.solve.graphs import constants, edge_rates
 from offbeat.storage.flat import memory_of
 from offbeat.transport.frames import Frame, Header, WireError
@@ -84,11 +84,12 @@ class Gossip(Listener):
         self._peers = Peers(me, secret, near, door, settings.silent_s, self)
         self._random = random.Random(f"{settings.seed} {me}")
         self._rates: dict[int, float] = {}  # exchanges per unit on the edge to a neighbour
-        self._label = 0.0  # of the last change of the graph or of what comes about
+        self._first, self._agreed_edges = edges, edges  # of the job; of the constants
         self._share = 1.0  # of the planned rates that come about
         self._next: float | None = None  # label of the next wish
         self._agreed: dict[int, tuple[float, int]] = {}  # label and number of what was accepted
         self._down_s = dict.fromkeys(around, time.monotonic())  # since when they are not there
+        self._never_came = set(around)
         self._meetings = Meetings(self.view, self._peers)
         self._gradient_s, self._gradients = 0.0, 0
         self._pulse_at: float | None = None
@@ -99,15 +100,17 @@ class Gossip(Listener):
         self._said: deque[str] = deque()
         self._error: Exception | None = None
         self._ended = False
-        self._tune()
+        self._choose()
+        shared.tune(0.0, self._constants())
         self._thread = threading.Thread(target=self._run, name=f"offbeat-gossip-{me}", daemon=True)
         self._thread.start()
 
     # ---- what the worker calls --------------------------------------------------------------
 
     def connect(self) -> None:
-        """Wait until all neighbours are there. RuntimeError naming those that are not."""
-        self._wait(lambda: not self._down_s, lambda: f"workers {_listed(self._down_s)} to connect")
+        """Wait until all neighbours have come. RuntimeError naming those that have not."""
+        late = self._never_came
+        self._wait(lambda: not late, lambda: f"workers {_listed(late)} to connect")
 
     def gradient(self, seconds: float) -> None:
         """A gradient has taken so long."""
@@ -142,14 +145,35 @@ class Gossip(Listener):
         return sums, found[0].largest, int(workers)
 
     def pause(self) -> None:
-        """Exchange no more; returns when none is under way or in doubt. Of those with partners that
-        are given up it stays what was done."""
+        """Exchange no more; returns when none is under way."""
         self._do(lambda: self._act(self._pairing.pause(paused=True)))
         self._wait(
-            lambda: self._pairing.paused and self._pairing.resting and not self._doubts(),
-            lambda: f"exchanges to end with {self._pairing.partner or _listed(self._doubts())}",
+            lambda: self._pairing.paused and self._pairing.resting,
+            lambda: f"the exchange with {self._pairing.partner} to end",
         )
-        self._do(self._exchanges.forget)  # what follows is not taken back
+
+    def rest(self, t: float) -> float:
+        """Pause with all workers, and wait for them: the latest of their times. What is in doubt
+        is kept if the partner has it too, or is dead; else it is taken back."""
+        self.pause()
+        whole = torch.zeros(len(self._first), 2, dtype=torch.float64)
+        for number, edge in enumerate(self._first):
+            if self.me in edge:  # 0: there is nobody who could say
+                here = edge.index(self.me)
+                whole[number, here] = 1 + self._exchanges.whole(edge[1 - here])
+        (both,), latest, _ = self.meet([whole.reshape(-1)], t)
+        settled = threading.Event()
+        self._do(lambda: self._settle(both.reshape(-1, 2).tolist(), settled))
+        self._wait(settled.is_set, lambda: "its own gossip")
+        return latest
+
+    def _settle(self, both: list[list[float]], settled: threading.Event) -> None:
+        for edge, whole in zip(self._first, both, strict=True):
+            if self.me in edge:
+                there = 1 - edge.index(self.me)
+                said = int(whole[there]) - 1
+                self._exchanges.settle(edge[there], said if said >= 0 else None)
+        settled.set()
 
     def resume(self) -> None:
         """Exchange again."""
@@ -168,11 +192,6 @@ class Gossip(Listener):
     def bytes_sent(self) -> int:
         """To all neighbours."""
         return self._peers.bytes_sent
-
-    def _doubts(self) -> list[int]:
-        """Partners that may come back and take an exchange back."""
-        found = self._exchanges.doubtful()
-        return [peer for peer in found if self.view.state(peer) <= State.DOWN]
 
     def _do(self, command: Callable[[], None]) -> None:
         self.check()
@@ -323,15 +342,18 @@ class Gossip(Listener):
         if said.get("layout") != self._settings.layout:
             raise WireError("the model is another one")
         self._down_s.pop(peer, None)
+        again = peer not in self._never_came
+        self._never_came.discard(peer)
         # What has changed since this worker's hello was told to those who were there.
         self._peers.send(peer, Kind.VIEW, meta={"known": self.view.known()})
         self._exchanges.settle(peer, int(finite(said.get("whole"))))
         gone = self.view.state(peer) > State.DOWN
         self._learn(said)
-        self._tell(self.view.change(peer, State.UP, self.clock.now()))
+        # The partner may have told others already, and they this worker, before it could send.
+        self._tell(self.view.change(peer, State.UP, self.clock.now(), again=again))
         if gone:
             self._say(f"worker {peer} can be reached again")
-            self._tune()
+            self._choose()
         self._pairing.join(peer)
 
     def went(self, peer: int, why: str) -> None:
@@ -371,7 +393,7 @@ class Gossip(Listener):
         elif kind is Kind.BYE:
             self._peers.forget(peer)
             self._tell(self.view.change(peer, State.LEFT, self.clock.now()))
-            self._tune()
+            self._choose()
             raise ConnectionResetError("it has left")  # which it waits for
         elif kind is not Kind.BEAT:
             raise WireError(f"{kind.name} is not expected now")
@@ -387,7 +409,7 @@ class Gossip(Listener):
             raise WireError(str(error)) from None
         self._tell(new)
         if self.view.edges() != before:
-            self._tune()
+            self._choose()
 
     def _tell(self, new: Sequence[Known]) -> None:
         """Neighbours shall know; meetings begin anew."""
@@ -408,36 +430,31 @@ class Gossip(Listener):
             )
             self._tell(self.view.change(peer, State.GONE, self.clock.now()))
         if late:
-            self._tune()
+            self._choose()
 
     def _breaks(self) -> dict[int, float]:
         """Since when neighbours are not there that may come back."""
         down = self._down_s.items()
         return {peer: at for peer, at in down if self.view.state(peer) is State.DOWN}
 
-    def _tune(self) -> None:
-        """The graph has changed: rates and constants of what is left."""
+    def _choose(self) -> None:
+        """The graph has changed: whom this worker wishes for. The constants are agreed on."""
         self._require_one_part()
-        self._label = max(self._label, self.view.label)
-        left = nx.Graph(self.view.edges())
-        if self.me not in left:
-            self._rates, self._next = {}, None
-            return
-        rates = {e: r * self._share for e, r in edge_rates(left, self._settings.rate).items()}
-        mine = {sum(edge) - self.me: rate for edge, rate in rates.items() if self.me in edge}
-        self._rates = {peer: rate / self._share for peer, rate in mine.items()}
+        rates = self._planned(self.view.edges()).items()
+        self._rates = {sum(edge) - self.me: rate for edge, rate in rates if self.me in edge}
         self._next = None
-        if self._settings.momentum:
-            found = constants(rates, sorted(left))
-            mixing = Mixing(found.eta, found.alpha, found.alpha_tilde)
-        else:
-            mixing = AVERAGING
-        self._shared.tune(self._label + self._margin(), mixing)
 
-    def _margin(self) -> float:
-        """After a change: units in which everybody hears of it."""
-        unit_s = self.clock.unit_s
-        return 0.0 if unit_s is None else max(NOTICE, NOTICE_S / unit_s)
+    def _planned(self, edges: Sequence[Edge]) -> dict[Edge, float]:
+        """Exchanges per unit."""
+        return edge_rates(nx.Graph(edges), self._settings.rate) if edges else {}
+
+    def _constants(self) -> Mixing:
+        """For the edges and the share of their rates that are agreed on."""
+        rates = {edge: r * self._share for edge, r in self._planned(self._agreed_edges).items()}
+        if not (rates and self._settings.momentum):
+            return AVERAGING
+        found = constants(rates, sorted({end for edge in rates for end in edge}))
+        return Mixing(found.eta, found.alpha, found.alpha_tilde)
 
     def _require_one_part(self) -> None:
         """The graph hangs together; or the others are as good as dead; or the larger part goes on,
@@ -460,40 +477,54 @@ class Gossip(Listener):
     def _say(self, words: str) -> None:
         self._said.append(f"worker {self.me}: {words}")
 
-    # ---- the unit of time -------------------------------------------------------------------
+    # ---- what all agree on ------------------------------------------------------------------
 
     def _pulse(self) -> None:
-        """Bring this worker's gradient time and exchanges to the others, now and then."""
-        due = self._pulse_at is None or self.clock.now() >= self._pulse_at
+        """Bring this worker's gradient time and exchanges to the others: now and then, when edges
+        have changed, and when somebody else does."""
+        due = (
+            self._pulse_at is None
+            or self.clock.now() >= self._pulse_at
+            or self.view.edges() != self._agreed_edges
+            or self._meetings.called(OWN)
+        )
         if self._meetings.under_way(OWN) or self._gradients < GRADIENTS or not due:
             return
         self._counted = sum(self.counts.exchanges.values())
         exchanges = self._counted - self._pulse_from[1]
         numbers = torch.tensor([self._gradient_s, exchanges, 1], dtype=torch.float64)
-        self._meetings.begin(OWN, [numbers], self.clock.common_s(), self._agree)
+        self._meetings.begin(OWN, [numbers], 0.0, self._agree, self._note)
+
+    def _note(self) -> dict[str, Any]:
+        """What the root says to all: now, and the edges if they are not those agreed on."""
+        edges = self.view.edges()
+        return {
+            "now_s": self.clock.common_s(),
+            "edges": None if edges == self._agreed_edges else [list(edge) for edge in edges],
+        }
 
     def _agree(self, meeting: Meeting) -> None:
-        """All have brought theirs."""
+        """All have brought theirs. The unit, what comes about of the rates, and the edges: whoever
+        hears of it computes the same from the same, and it counts from the same label."""
         gradients_s, exchanges, workers = meeting.result[0].tolist()
+        now_s, edges = agreed(meeting.note)
         unit_s, before_s = gradients_s / workers, self.clock.unit_s
         if before_s is None or abs(unit_s / before_s - 1) > DRIFT:
-            self.clock.agree(unit_s, meeting.largest)
-        label = self.clock.at(meeting.largest)
-        passed, planned = label - self._pulse_from[0], self._planned()
-        if before_s is not None and planned * passed >= ENOUGH:
-            share = max(exchanges / 2 / (planned * passed), 1 / ENOUGH)
-            if abs(share / self._share - 1) > DRIFT:
-                self._share, self._label = share, label
-                self._tune()
-        if before_s is None or planned * passed >= ENOUGH:
+            self.clock.agree(unit_s, now_s)
+        label = self.clock.at(now_s)
+        planned = sum(self._planned(self._agreed_edges).values()) * (label - self._pulse_from[0])
+        share, edges = self._share, edges or self._agreed_edges
+        if before_s is not None and planned >= ENOUGH:
+            found = max(exchanges / 2 / planned, 1 / ENOUGH)
+            share = found if abs(found / share - 1) > DRIFT else share
+        if before_s is None or planned >= ENOUGH or edges != self._agreed_edges:
             self._pulse_from = label, self._counted
+        if (share, edges) != (self._share, self._agreed_edges):
+            self._share, self._agreed_edges = share, edges
+            notice = max(NOTICE, NOTICE_S / unit_s)  # in which everybody hears of it
+            self._shared.tune(label + notice, self._constants())
         self._pulse_at = label + PULSE
         self._next = None
-
-    def _planned(self) -> float:
-        """Exchanges of all workers per unit."""
-        edges = self.view.edges()
-        return sum(edge_rates(nx.Graph(edges), self._settings.rate).values()) if edges else 0.0
 
 
 def _listed(workers: Any) -> str:

@@ -20,8 +20,8 @@ class Kind(IntEnum):
     WHOLE = 6  # all chunks have arrived
     BEAT = 7  # I am alive
     VIEW = 8  # meta: known, edges that have changed
-    UP = 9  # a sum on its way to the root; shard: chunk; meta: channel, digest, largest
-    DOWN = 10  # the result; as UP
+    UP = 9  # a sum on its way to the root; shard: chunk; meta: digest, largest
+    DOWN = 10  # the result; as UP, and note
     BYE = 11  # I leave
     REFUSED = 12  # meta: why
 
@@ -35,3 +35,18 @@ def finite(value: Any) -> float:
     if not isinstance(value, (int, float)) or not abs(value) < float("inf"):
         raise WireError(f"{value!r} must be a finite number")
     return float(value)
+
+
+def agreed(note: Any) -> tuple[float, list[tuple[int, int]] | None]:
+    """What the root of an agreement says: when it came about, and new edges if there are any.
+    WireError if it is not that."""
+    edges = note.get("edges") if isinstance(note, dict) else 0
+    if edges is None:
+        return finite(note.get("now_s")), None
+    if not isinstance(edges, list) or not all(_is_pair(edge) for edge in edges):
+        raise WireError("edges must be pairs of workers")
+    return finite(note.get("now_s")), [(i, j) for i, j in edges]
+
+
+def _is_pair(edge: Any) -> bool:
+    return isinstance(edge, list) and len(edge) == 2 and all(type(end) is int for end in edge)

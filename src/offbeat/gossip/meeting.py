@@ -7,8 +7,9 @@ anew, from the numbers that each member brought.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -25,15 +26,20 @@ class Out:
     chunk: int
     body: memoryview
     largest: float
+    note: Any = None
 
 
 class Meeting:
     """One worker's part. `numbers` are flat tensors on the host; `largest` a number of which the
-    greatest is found. `result` and `largest` are everybody's once `done`."""
+    greatest is found; `note` says what the root has to say, when it has all numbers (JSON).
+    `result`, `largest` and `note` are everybody's once `done`."""
 
-    def __init__(self, numbers: Sequence[Tensor], largest: float):
-        self._numbers, self._mine = numbers, largest
+    def __init__(
+        self, numbers: Sequence[Tensor], largest: float, note: Callable[[], Any] | None = None
+    ):
+        self._numbers, self._mine, self._own_note = numbers, largest, note
         self.wire = Wire(numbers)
+        self.note: Any = None
         self.done = False
         self.place: Place | None = None
 
@@ -44,6 +50,7 @@ class Meeting:
         self.largest = self._mine
         self._got = dict.fromkeys(place.children, 0)
         self._sent = self._down = 0
+        self.note = None
         yield from self._go_on()
 
     def up(self, child: int, chunk: int, body: Tensor, largest: float) -> Iterator[Out]:
@@ -55,12 +62,12 @@ class Meeting:
         self.largest = max(self.largest, largest)
         yield from self._go_on()
 
-    def down(self, chunk: int, body: Tensor, largest: float) -> Iterator[Out]:
+    def down(self, chunk: int, body: Tensor, largest: float, note: Any = None) -> Iterator[Out]:
         """The result of a chunk has arrived from the parent. ValueError out of order."""
         if self.place is None or chunk != self._down:
             raise ValueError(f"result {chunk} is not expected now")
         self._view(chunk).copy_(body)
-        self.largest = largest
+        self.largest, self.note = largest, note
         yield from self._hand_down(chunk)
 
     @property
@@ -98,6 +105,8 @@ class Meeting:
         ):
             chunk, self._sent = self._sent, self._sent + 1
             if self.place.parent is None:
+                if self._own_note and self._sent == len(self.wire.chunks):
+                    self.note = self._own_note()
                 yield from self._hand_down(chunk)
             else:
                 yield self._out(self.place.parent, True, chunk)
@@ -110,7 +119,7 @@ class Meeting:
         self.done = self._down == len(self.wire.chunks)
 
     def _out(self, to: int, up: bool, chunk: int) -> Out:
-        return Out(to, up, chunk, self.wire.memory(self.result, chunk), self.largest)
+        return Out(to, up, chunk, self.wire.memory(self.result, chunk), self.largest, self.note)
 
     def _view(self, chunk: int) -> Tensor:
         where = self.wire.chunks[chunk]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -44,15 +45,20 @@ class Meetings:
         """Whether there is one."""
         return channel in self._rounds
 
+    def called(self, channel: int) -> bool:
+        """Whether a neighbour has begun one that this worker has not."""
+        return any(frame.header.clock % 2 == channel for _, frame in self._early)
+
     def begin(
         self,
         channel: int,
         numbers: Sequence[Tensor],
         largest: float,
         then: Callable[[Meeting], None],
+        note: Callable[[], Any] | None = None,
     ) -> None:
         """Bring these numbers; `then` gets the meeting when it is over."""
-        self._rounds[channel] = now = _Round(Meeting(numbers, largest), then)
+        self._rounds[channel] = now = _Round(Meeting(numbers, largest, note), then)
         place = self._view.place()
         if place is not None:
             self._send(channel, now.meeting.start(place))
@@ -114,7 +120,7 @@ class Meetings:
             if frame.header.kind is Kind.UP:
                 self._send(channel, meeting.up(peer, chunk, body, largest))
             else:
-                self._send(channel, meeting.down(chunk, body, largest))
+                self._send(channel, meeting.down(chunk, body, largest, frame.meta.get("note")))
         except ValueError as error:
             raise WireError(str(error)) from None
 
@@ -136,7 +142,7 @@ class Meetings:
             out.body,
             shard=out.chunk,
             clock=2 * number + channel,
-            meta={"digest": digest, "largest": out.largest},
+            meta={"digest": digest, "largest": out.largest, "note": out.note},
         )
 
     def _close(self) -> None:

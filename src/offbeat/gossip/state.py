@@ -33,6 +33,7 @@ class Mixing:
 AVERAGING = Mixing(0.0, 0.5, 0.5)
 """AD-PSGD's: an exchange leaves both partners at their mean."""
 
+MOST_BACK = -1.0  # mixing is taken back up to here, by e^2; what rounding has lost does not return
 REMEMBERED = 16  # changes of the constants; an exchange is not older than that
 
 
@@ -131,9 +132,12 @@ class State:
                     self._tilde[number].copy_(value)
 
     def tune(self, t: float, mixing: Mixing) -> None:
-        """Other constants from `t` on, or from now if that is past."""
+        """Other constants from `t` on. If that is past, x and x~ become what they would be then:
+        workers that hear of it at different times must not mix differently, or the mean moves."""
         with self._lock:
-            self._course.change(max(t, self.t), mixing)
+            wrong = self._course.mixed(t, self.t)
+            self._course.change(t, mixing)
+            self._mix(max(self._course.mixed(t, self.t) - wrong, MOST_BACK))
 
     # ---- the gossip thread ------------------------------------------------------------------
 
@@ -195,6 +199,10 @@ class State:
         """Mix up to `t`; time does not go back."""
         eta_dt = self._course.mixed(self.t, t)
         self.t = max(t, self.t)
+        self._mix(eta_dt)
+
+    def _mix(self, eta_dt: float) -> None:
+        """So much, or so much less if it is negative."""
         if self._tilde is None or eta_dt == 0:
             return
         self._leave()

@@ -46,12 +46,16 @@ class View:
         first = 0, State.UP, 0.0
         self._edges: dict[Edge, tuple[int, State, float]] = dict.fromkeys(sorted(edges), first)
         self.workers = sorted({end for edge in self._edges for end in edge} | {me})
+        self._found: dict[State, list[Edge]] = {}
 
     # ---- what is known ----------------------------------------------------------------------
 
     def edges(self, worst: State = State.DOWN) -> list[Edge]:
-        """Those that are in this state at worst."""
-        return [edge for edge, (_, state, _) in self._edges.items() if state <= worst]
+        """Those that are in this state at worst, sorted."""
+        if worst not in self._found:
+            found = sorted(edge for edge, (_, state, _) in self._edges.items() if state <= worst)
+            self._found[worst] = found
+        return self._found[worst]
 
     def state(self, peer: int) -> State:
         """Of this worker's edge to a neighbour."""
@@ -113,21 +117,24 @@ class View:
 
     # ---- what changes -----------------------------------------------------------------------
 
-    def change(self, peer: int, state: State, label: float = 0.0) -> list[Known]:
-        """This worker's edge is in this state since this label; what to tell the neighbours."""
+    def change(
+        self, peer: int, state: State, label: float = 0.0, *, again: bool = False
+    ) -> list[Known]:
+        """This worker's edge is in this state since this label, perhaps `again`; what to tell the
+        neighbours."""
         edge = _edge(self.me, peer)
         version, before, _ = self._edges[edge]
-        if state is before:
+        if state is before and not again:
             return []
-        self._edges[edge] = version + 1, state, label
+        self._set(edge, version + 1, state, label)
         return [(*edge, version + 1, int(state), label)]
 
     def cut_off(self, part: Sequence[int]) -> list[Known]:
         """Only these go on: every other edge is gone."""
         new: list[Known] = []
-        for (i, j), (version, state, label) in self._edges.items():
+        for (i, j), (version, state, label) in list(self._edges.items()):
             if state <= State.DOWN and i not in part:
-                self._edges[i, j] = version + 1, State.GONE, label
+                self._set((i, j), version + 1, State.GONE, label)
                 new.append((i, j, version + 1, int(State.GONE), label))
         return new
 
@@ -144,9 +151,13 @@ class View:
             if here is None:
                 raise ValueError(f"edge ({i}-{j}) is none of this job's")
             if (version, State(state), label) > here:
-                self._edges[i, j] = version, State(state), label
+                self._set((i, j), version, State(state), label)
                 new.append((i, j, version, state, label))
         return new
+
+    def _set(self, edge: Edge, version: int, state: State, label: float) -> None:
+        self._edges[edge] = version, state, label
+        self._found.clear()
 
     def _order(self, root: int, edges: Iterable[Edge]) -> dict[int, int | None]:
         """Workers that the root reaches, nearest first, with the one before them."""

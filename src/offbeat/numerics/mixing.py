@@ -19,8 +19,7 @@ PIECE = 1 << 16  # elements that are worked on at once, so that they stay in the
 
 def mix(x: Any, tilde: Any, eta: float, dt: float) -> None:
     """`s = (x + x~)/2; d = (x - x~)/2 exp(-2 eta dt); x, x~ = s + d, s - d`. `dt` is in units of
-    a gradient's time, and not negative."""
-    assert dt >= 0, dt
+    a gradient's time; if negative, so much mixing is taken back."""
     share = -math.expm1(-2 * eta * dt) / 2
     if share == 0:
         return

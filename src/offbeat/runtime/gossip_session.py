@@ -128,8 +128,7 @@ class GossipSession(Session):
             return
         nothing = [torch.zeros(1)]
         self._gossip.meet(nothing)  # until then others may still exchange with this worker
-        self._gossip.pause()
-        _, t, _ = self._gossip.meet(nothing, max(self._clock.now(), self._state.t))
+        t = self._gossip.rest(max(self._clock.now(), self._state.t))
         self._state.settle(t)
         buffers = [b for b in self._model.buffers() if b.numel()]
         numbers = [*map(_summand, self._flats), *(b.detach().cpu().double() for b in buffers)]
