@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import networkx as nx
@@ -16,10 +17,12 @@ from torch import Tensor
 from offbeat.gossip.chunks import Wire, WireForm
 from offbeat.gossip.clock import Clock
 from offbeat.gossip.gossip import Gossip, Settings
+from offbeat.gossip.joining import ask
 from offbeat.gossip.peers import door
 from offbeat.gossip.state import AVERAGING, State
 
 SECRET = b"a secret of the tests"
+SIZE = 50  # four chunks
 
 
 @dataclass
@@ -30,6 +33,7 @@ class Worker:
     state: State
     clock: Clock
     flat: Tensor
+    began: Tensor | None = None  # what it had when it joined
 
     def gradient(self, update: Callable[[Tensor], Any] = lambda x: x, seconds: float = 0.0) -> None:
         """A forward, a backward that takes so long, and a step."""
@@ -74,7 +78,17 @@ def job(
         made = Settings(graph, layout=layout(n), **settings)
         wire, clock = Wire([flat], form, chunk_bytes), Clock()
         state = State([flat], wire, AVERAGING, snapshot=snapshot, momentum=made.momentum)
-        gossip = Gossip(n, made, state, wire, clock, secret(n), addresses, doors[n])
+        gossip = Gossip(
+            n,
+            made,
+            state,
+            wire,
+            clock,
+            secret(n),
+            addresses,
+            doors[n],
+            luggage=partial(packed, state),
+        )
         workers.append(Worker(gossip, state, clock, flat))
     try:
         if connect:
@@ -83,6 +97,40 @@ def job(
         yield workers
     finally:
         together([worker.gossip.close for worker in workers])
+
+
+def packed(state: State, t: float) -> Tensor:
+    """x as a worker gets it that joins."""
+    with state.still(t) as (x,):
+        return x.clone().view(torch.uint8)
+
+
+def come(
+    workers: list[Worker],
+    flat: Tensor,
+    *,
+    through: int = 0,
+    worker: int | None = None,
+    secret: bytes = SECRET,
+    layout: str = "",
+    chunk_bytes: int = 64,
+    **settings: Any,
+) -> Worker:
+    """One more worker, which asks one of these for a place; among `workers` from then on."""
+    settings = {"silent_s": 5.0, "timeout_s": 10.0, **settings}
+    strategy = settings.get("strategy", "")
+    about = {"layout": layout, "strategy": strategy, "id": worker}
+    welcome = ask(workers[through].gossip._door[:2], secret, about, settings["timeout_s"])
+    place, clock, wire = welcome.place, Clock(welcome.ahead_s), Wire([flat], "none", chunk_bytes)
+    clock.line = place.line
+    state, entrance = State([flat], wire, AVERAGING), door("127.0.0.1", 16)
+    began = welcome.luggage.view(flat.dtype)
+    state.put([began], clock.now())
+    made = Settings(nx.Graph(place.first), **settings)
+    gossip = Gossip(place.me, made, state, wire, clock, secret, place.near, entrance, place=place)
+    workers.append(Worker(gossip, state, clock, flat, began))
+    gossip.connect()
+    return workers[-1]
 
 
 def together(acts: list[Callable[[], Any]]) -> list[Exception | None]:
@@ -117,3 +165,23 @@ def warm(workers: list[Worker], count: int = 4) -> None:
         for _ in range(count):
             worker.gradient()
     until(lambda: all(worker.clock.unit_s is not None for worker in workers))
+
+
+def flats(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    random = torch.Generator().manual_seed(7)
+    return [torch.randn(SIZE, generator=random, dtype=dtype) for _ in range(count)]
+
+
+def kill(worker: Worker) -> None:
+    """As if its host had gone: no word, and nobody at its door."""
+    peers = worker.gossip._peers
+    worker.gossip._commands.append(lambda: setattr(worker.gossip, "_ended", True))
+    peers.wake()
+    worker.gossip._thread.join()
+
+
+def cut(worker: Worker) -> None:
+    """Break all its connections, wherever an exchange is."""
+    peers = worker.gossip._peers
+    worker.gossip._commands.append(lambda: [peers.drop(p, "cut") for p in peers.present()] and None)
+    peers.wake()

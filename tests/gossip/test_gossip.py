@@ -9,20 +9,13 @@ import time
 import networkx as nx
 import pytest
 import torch
-from gossip_jobs import job, together, until, warm
-from torch import Tensor
+from gossip_jobs import cut, flats, job, kill, together, until, warm
 
 from offbeat.gossip.kinds import Kind
 from offbeat.gossip.state import AVERAGING
 from offbeat.gossip.view import State
 
-SIZE = 50  # four chunks
 STEP = 2.0**-7  # float32 adds up many of them without a bias
-
-
-def flats(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    random = torch.Generator().manual_seed(7)
-    return [torch.randn(SIZE, generator=random, dtype=dtype) for _ in range(count)]
 
 
 def test_two_workers_end_at_their_mean() -> None:
@@ -201,10 +194,12 @@ def test_a_neighbour_that_comes_again_hears_everything() -> None:
     with job(nx.complete_graph(3), flats(3)) as workers:
         gossip, sent, done = workers[0].gossip, [], threading.Event()
 
+        hello = {**workers[1].gossip.hello(0), "known": [(0, 1, 4, int(State.UP), 0.0)]}
+
         def come() -> None:
             gossip.view.merge([(1, 2, 8, int(State.DOWN), 0.0)])
             gossip._peers.send = lambda to, kind, **about: sent.append((to, kind, about))
-            gossip.came(1, {"layout": "", "whole": 0, "known": [(0, 1, 4, int(State.UP), 0.0)]})
+            gossip.came(1, hello)
             del gossip._peers.send
             done.set()
 
@@ -289,18 +284,3 @@ def test_the_unit_follows_when_it_drifts() -> None:
                 worker.gossip.gradient(0.01)
         until(lambda: all((w.clock.unit_s or 0) > 0.005 for w in workers))
         assert workers[0].clock.unit_s == workers[1].clock.unit_s
-
-
-def kill(worker) -> None:
-    """As if its host had gone: no word, and nobody at its door."""
-    peers = worker.gossip._peers
-    worker.gossip._commands.append(lambda: setattr(worker.gossip, "_ended", True))
-    peers.wake()
-    worker.gossip._thread.join()
-
-
-def cut(worker) -> None:
-    """Break all its connections, wherever an exchange is."""
-    peers = worker.gossip._peers
-    worker.gossip._commands.append(lambda: [peers.drop(p, "cut") for p in peers.present()] and None)
-    peers.wake()

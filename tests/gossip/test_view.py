@@ -119,8 +119,14 @@ def test_who_has_said_goodbye_is_not_dead() -> None:
     assert view.members() == [0, 2]
 
 
-def test_words_about_other_jobs_are_refused() -> None:
-    for bad in ([(0, 9, 1, 0, 0.0)], [(0, 1, 1, 9, 0.0)], [(0, 1)]):
+def test_words_that_cannot_be_are_refused() -> None:
+    for bad in (
+        [(9, 0, 1, 0, 0.0)],
+        [(0, 0.5, 1, 0, 0.0)],
+        [(-1, 0, 1, 0, 0.0)],
+        [(0, 1, 1, 9, 0.0)],
+        [(0, 1)],
+    ):
         with pytest.raises((ValueError, TypeError)):
             View(0, [(0, 1)]).merge(bad)
 

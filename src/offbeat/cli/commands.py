@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the lab, the report and rich are imported by the commands t
     from offbeat.sim import Prediction
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
-SCRIPT_COMMANDS = ("run", "profile", "compare")
+SCRIPT_COMMANDS = ("run", "profile", "compare", "join")
 PLAIN_WIDTH = 140  # columns of a table that goes into a file
 
 app = App(
@@ -117,6 +117,30 @@ def run(
     chosen = (Contestant(strategy, texts.strategy(strategy, set_)),)
     setup = _setup(where, script, args)
     return _compare(Comparison(setup, chosen, profile=profile), out, json_)
+
+
+@app.command
+def join(
+    address: Annotated[str, Parameter(help="HOST:PORT of any worker of the job.")],
+    script: Script,
+    /,
+    *args: ScriptArgs,
+    worker: Annotated[
+        int | None, option("Come back as this worker, which has died.", "--as")
+    ] = None,
+    strategy: Annotated[
+        str | None, option("The job's, if it is not in the script: a2cid2, ad-psgd.")
+    ] = None,
+    set_: Settings = None,
+) -> int:
+    """Run a script as one more worker of a job of gossip; OFFBEAT_SECRET must be the job's.
+
+    Example: OFFBEAT_SECRET=... offbeat join 10.0.0.1:40123 train.py --steps 100
+    """
+    from offbeat.run.joining import run_joined
+
+    chosen = None if strategy is None else texts.strategy(strategy, set_)
+    return run_joined(address, script, args, worker, chosen)
 
 
 @app.command

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 DRIFT = 0.2  # of the unit, or of the rate of exchanges, before it is agreed on anew
 
@@ -30,6 +31,14 @@ def offset_s(trips: Sequence[RoundTrip]) -> float:
     return best.theirs_s - (best.left_s + best.arrived_s) / 2
 
 
+class Line(NamedTuple):
+    """How labels run: from this second of the common clock on, at this label, in this unit."""
+
+    since_s: float = 0.0
+    label: float = 0.0
+    unit_s: float | None = None
+
+
 class Clock:
     """Labels of a worker whose own clock is behind the common one by `ahead_s`.
 
@@ -38,8 +47,12 @@ class Clock:
 
     def __init__(self, ahead_s: float = 0.0, own_s: Callable[[], float] = time.perf_counter):
         self.ahead_s, self._own_s = ahead_s, own_s
-        self._since_s = self._label = 0.0
-        self.unit_s: float | None = None
+        self.line = Line()
+
+    @property
+    def unit_s(self) -> float | None:
+        """Seconds."""
+        return self.line.unit_s
 
     def common_s(self) -> float:
         """Seconds on the common clock."""
@@ -51,8 +64,7 @@ class Clock:
 
     def agree(self, unit_s: float, since_s: float) -> None:
         """A unit lasts so long from this second of the common clock on."""
-        self._label = self.at(since_s)
-        self._since_s, self.unit_s = since_s, unit_s
+        self.line = Line(since_s, self.at(since_s), unit_s)
 
     def seconds_until(self, label: float) -> float | None:
         """From now on; None without a unit."""
@@ -60,6 +72,5 @@ class Clock:
 
     def at(self, common_s: float) -> float:
         """The label of a second of the common clock."""
-        if self.unit_s is None:
-            return self._label
-        return self._label + max(common_s - self._since_s, 0.0) / self.unit_s
+        since_s, label, unit_s = self.line
+        return label if unit_s is None else label + max(common_s - since_s, 0.0) / unit_s

@@ -100,6 +100,11 @@ class Exchanges:
         if one is not None and whole not in (None, one.number):
             self._undo(one)
 
+    def forget(self, partner: int) -> None:
+        """The partner has begun anew, and knows of nothing."""
+        for known in (self._doubts, self._numbers, self._whole):
+            known.pop(partner, None)
+
     def doubtful(self) -> list[int]:
         """Partners that must say what arrived whole."""
         return list(self._doubts)

@@ -25,17 +25,18 @@ from offbeat.gossip.chunks import CHUNK_BYTES, Wire
 from offbeat.gossip.clock import DRIFT, Clock
 from offbeat.gossip.counts import Counts, Exchanged
 from offbeat.gossip.exchange import Exchanges
+from offbeat.gossip.joining import Address, Agreement, Place
 from offbeat.gossip.kinds import KINDS, WORDS, Kind, agreed, finite
 from offbeat.gossip.meeting import Meeting
 from offbeat.gossip.meetings import OWN, USER, Meetings
 from offbeat.gossip.pairing import Act, Begin, Pairing, Word
-from offbeat.gossip.peers import NOTHING, Address, Listener, Peers
+from offbeat.gossip.peers import NOTHING, Listener, Peers
 from offbeat.gossip.state import AVERAGING, Mixing
 from offbeat.gossip.state import State as Shared
 from offbeat.gossip.view import Edge, Known, State, View
 from offbeat.solve.graphs import constants, edge_rates
 from offbeat.storage.flat import memory_of
-from offbeat.transport.frames import Frame, Header, WireError
+from offbeat.transport.frames import Frame, Header, WireError, pack
 
 OnPartition = Literal["raise", "continue"]
 
@@ -44,6 +45,8 @@ PULSE = 50.0  # units between two agreements on the unit
 ENOUGH = 200  # exchanges, before their measured rate is believed
 NOTICE, NOTICE_S = 2.0, 1.0  # units, seconds: constants change so long after their reason
 DRAIN_S = 1.0  # of a thread that has failed
+NOTHING_ELSE = torch.empty(0, dtype=torch.uint8)
+ANOTHER_MODEL = "the model is another one"
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,16 @@ class Settings:
     timeout_s: float = 120.0
     on_partition: OnPartition = "raise"
     layout: str = ""  # digest of the model
+    strategy: str = ""  # in words
     seed: int = 0
 
 
 class Gossip(Listener):
-    """Worker `me` of the graph. Its neighbours are at these addresses, it is at `door`."""
+    """Worker `me` of the graph. Its neighbours are at these addresses, it is at `door`.
+
+    With a `place` it comes to a job that runs. `luggage` is what it gives to others that do so:
+    all that they need to begin, mixed up to a label.
+    """
 
     def __init__(
         self,
@@ -73,35 +81,46 @@ class Gossip(Listener):
         secret: bytes,
         addresses: Mapping[int, Address],
         door: socket.socket,
+        *,
+        place: Place | None = None,
+        luggage: Callable[[float], Tensor] = lambda _: NOTHING_ELSE,
     ):
         self.me, self._settings, self.clock, self._shared = me, settings, clock, shared
-        edges = [(min(edge), max(edge)) for edge in settings.graph.edges]
+        edges = sorted((min(edge), max(edge)) for edge in settings.graph.edges)
         self.view, self.counts = View(me, edges), Counts()
+        self._first, self._agreed = edges, place.agreed if place else Agreement(edges)
+        self._addresses, self._door, self._luggage = dict(addresses), door.getsockname(), luggage
+        self._life = random.SystemRandom().getrandbits(48)  # of this process
+        self._lives: dict[int, int] = {}  # of the neighbours'
+        self._guests: dict[int, float] = {}  # who has been given a place, and when
+        self._later: list[Callable[[], None]] = []  # meetings that wait for them
         self._pairing = Pairing(me, set())
         self._exchanges = Exchanges(shared, wire)
-        around = sorted(settings.graph.adj[me])
+        around = sorted(place.near) if place else sorted(settings.graph.adj[me])
         near = {peer: addresses[peer] for peer in around}
-        self._peers = Peers(me, secret, near, door, settings.silent_s, self)
+        self._peers = Peers(
+            me, secret, near, door, settings.silent_s, self, joins=place is not None
+        )
         self._random = random.Random(f"{settings.seed} {me}")
         self._rates: dict[int, float] = {}  # exchanges per unit on the edge to a neighbour
-        self._first, self._agreed_edges = edges, edges  # of the job; of the constants
-        self._share = 1.0  # of the planned rates that come about
         self._next: float | None = None  # label of the next wish
-        self._agreed: dict[int, tuple[float, int]] = {}  # label and number of what was accepted
+        self._accepted: dict[int, tuple[float, int]] = {}  # label and number
         self._down_s = dict.fromkeys(around, time.monotonic())  # since when they are not there
         self._never_came = set(around)
-        self._meetings = Meetings(self.view, self._peers)
+        self._meetings = Meetings(self.view, self._peers, place.held if place else None)
         self._gradient_s, self._gradients = 0.0, 0
-        self._pulse_at: float | None = None
-        self._pulse_from = (0.0, 0)  # label and own exchanges where counting began
-        self._counted = 0  # own exchanges when the last one began
+        self._counted = (0, 0)  # own exchanges where counting began, and at the last pulse
         self._changed = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._said: deque[str] = deque()
         self._error: Exception | None = None
         self._ended = False
-        self._choose()
-        shared.tune(0.0, self._constants())
+        if place:
+            self.view.merge(place.known)
+            shared.follow(place.course)
+        else:
+            self._choose()
+            shared.tune(0.0, self._constants())
         self._thread = threading.Thread(target=self._run, name=f"offbeat-gossip-{me}", daemon=True)
         self._thread.start()
 
@@ -139,10 +158,18 @@ class Gossip(Listener):
         """Wait for all workers: the sums of their numbers, the largest, and how many they are."""
         found: list[Meeting] = []
         brought = [*numbers, torch.ones(1)]
-        self._do(lambda: self._meetings.begin(USER, brought, largest, found.append))
+        self._do(lambda: self._begin_meeting(brought, largest, found.append))
         self._wait(lambda: bool(found), lambda: f"all workers to meet: {self._missing()}")
         *sums, workers = found[0].result
         return sums, found[0].largest, int(workers)
+
+    def _begin_meeting(
+        self, brought: list[Tensor], largest: float, then: Callable[[Meeting], None]
+    ) -> None:
+        if self._guests:  # they bring theirs too, from the first one after their place on
+            self._later.append(lambda: self._begin_meeting(brought, largest, then))
+        else:
+            self._meetings.begin(USER, brought, largest, then)
 
     def pause(self) -> None:
         """Exchange no more; returns when none is under way."""
@@ -168,11 +195,11 @@ class Gossip(Listener):
         return latest
 
     def _settle(self, both: list[list[float]], settled: threading.Event) -> None:
-        for edge, whole in zip(self._first, both, strict=True):
-            if self.me in edge:
-                there = 1 - edge.index(self.me)
-                said = int(whole[there]) - 1
-                self._exchanges.settle(edge[there], said if said >= 0 else None)
+        said = dict(zip(self._first, both, strict=True))
+        for partner in self._exchanges.doubtful():
+            edge = min(self.me, partner), max(self.me, partner)
+            whole = int(said.get(edge, (0, 0))[edge.index(partner)]) - 1
+            self._exchanges.settle(partner, None if whole < 0 else whole)
         settled.set()
 
     def resume(self) -> None:
@@ -240,11 +267,12 @@ class Gossip(Listener):
 
     def _wait_s(self) -> float:
         """Until this thread has something to do by itself."""
-        pulse_at = None if self._meetings.under_way(OWN) else self._pulse_at
+        pulse_at = None if self._meetings.under_way(OWN) else self._agreed.again_at
         labels = [label for label in (self._next, pulse_at) if label is not None]
         waits = [self.clock.seconds_until(label) for label in labels]
         silent_s, now = self._settings.silent_s, time.monotonic()
-        waits += [at + silent_s - now for at in self._breaks().values()]
+        since = [*self._breaks().values(), *self._guests.values()]
+        waits += [at + silent_s - now for at in since]
         return min([60.0, *(wait for wait in waits if wait is not None)])
 
     def _wish(self) -> None:
@@ -272,14 +300,14 @@ class Gossip(Listener):
         for act in acts:
             if isinstance(act, Begin):
                 if act.accepted:
-                    t, number = self._agreed.pop(act.partner)
+                    t, number = self._accepted.pop(act.partner)
                     self._begin(act.partner, number, t, self._shared.mixing_at(t))
                 continue
             about: dict[str, Any] = {}
             if act.word is Word.ASK:
                 about["meta"] = {"t": self.clock.now()}
             elif act.word is Word.YES:
-                t, about["clock"] = self._agreed[act.to]
+                t, about["clock"] = self._accepted[act.to]
                 mixing = self._shared.mixing_at(t)
                 about["meta"] = {"t": t, "alpha": mixing.alpha, "alpha_tilde": mixing.alpha_tilde}
             self._peers.send(act.to, KINDS[act.word], **about)
@@ -288,7 +316,7 @@ class Gossip(Listener):
         word, meta = WORDS[frame.header.kind], frame.meta
         if word is Word.ASK:
             t = max(finite(meta.get("t")), self.clock.now())
-            self._agreed[peer] = t, self._exchanges.next_number(peer)
+            self._accepted[peer] = t, self._exchanges.next_number(peer)
         try:
             acts = self._pairing.hear(peer, word)
         except ValueError as error:
@@ -334,30 +362,44 @@ class Gossip(Listener):
     def hello(self, peer: int) -> dict[str, Any]:
         return {
             "layout": self._settings.layout,
+            "life": self._life,
+            "door": self._door[:2],
             "whole": self._exchanges.whole(peer),
             "known": self.view.known(),
         }
 
     def came(self, peer: int, said: dict[str, Any]) -> None:
         if said.get("layout") != self._settings.layout:
-            raise WireError("the model is another one")
+            raise WireError(ANOTHER_MODEL)
+        try:
+            (host, port), life = said["door"], int(said["life"])
+            self._addresses[peer] = str(host), int(port)
+        except (KeyError, TypeError, ValueError):
+            raise WireError("HELLO must say where its door is, and who it is") from None
+        self._peers.expect(peer, self._addresses[peer])
+        before_life, self._lives[peer] = self._lives.get(peer), life
+        if before_life != life:
+            self._exchanges.forget(peer)
+        self._guests.pop(peer, None)
         self._down_s.pop(peer, None)
-        again = peer not in self._never_came
+        expected = peer in self._never_came
         self._never_came.discard(peer)
         # What has changed since this worker's hello was told to those who were there.
         self._peers.send(peer, Kind.VIEW, meta={"known": self.view.known()})
         self._exchanges.settle(peer, int(finite(said.get("whole"))))
-        gone = self.view.state(peer) > State.DOWN
-        self._learn(said)
+        before, gone = self.view.edges(), self.view.state(peer) > State.DOWN
+        self._merge(said)
         # The partner may have told others already, and they this worker, before it could send.
-        self._tell(self.view.change(peer, State.UP, self.clock.now(), again=again))
-        if gone:
-            self._say(f"worker {peer} can be reached again")
+        self._tell(self.view.change(peer, State.UP, self.clock.now(), again=not expected))
+        if gone and not expected:
+            same = "can be reached again" if life == before_life else "has joined"
+            self._say(f"worker {peer} {same}")
+        if self.view.edges() != before:
             self._choose()
         self._pairing.join(peer)
 
     def went(self, peer: int, why: str) -> None:
-        self._agreed.pop(peer, None)
+        self._accepted.pop(peer, None)
         self.counts.broken += self._exchanges.broke(peer)
         self._down_s[peer] = time.monotonic()
         self._act(self._pairing.leave(peer))
@@ -387,6 +429,11 @@ class Gossip(Listener):
         elif kind is Kind.WHOLE:
             self._whole(peer, frame)
         elif kind in (Kind.UP, Kind.DOWN):
+            missed = self._meetings.missed(frame)
+            if missed == OWN:
+                self._bring()  # it does not count any more, but the result does
+            elif missed == USER:
+                self._meetings.skip(USER)
             self._meetings.hear(peer, frame)
         elif kind is Kind.VIEW:
             self._learn(frame.meta)
@@ -403,13 +450,18 @@ class Gossip(Listener):
     def _learn(self, said: dict[str, Any]) -> None:
         """A neighbour has told what it knows of edges."""
         before = self.view.edges()
+        self._merge(said)
+        if self.view.edges() != before:
+            self._choose()
+
+    def _merge(self, said: dict[str, Any]) -> None:
         try:
             new = self.view.merge(said.get("known", []))
         except (ValueError, TypeError) as error:
             raise WireError(str(error)) from None
+        for peer in self.view.around(self.me) if new else ():
+            self._peers.expect(peer)
         self._tell(new)
-        if self.view.edges() != before:
-            self._choose()
 
     def _tell(self, new: Sequence[Known]) -> None:
         """Neighbours shall know; meetings begin anew."""
@@ -423,6 +475,12 @@ class Gossip(Listener):
         """Edges that have been broken for too long are gone."""
         now, silent_s = time.monotonic(), self._settings.silent_s
         late = [peer for peer, at in self._breaks().items() if now - at > silent_s]
+        for guest, at in list(self._guests.items()):
+            if now - at > silent_s:
+                del self._guests[guest]
+                self._say(f"worker {guest} was given a place, but has not come")
+        while self._later and not self._guests:
+            self._later.pop(0)()
         for peer in late:
             self._say(
                 f"worker {peer} could not be reached for {self._settings.silent_s:g} s; the "
@@ -450,7 +508,8 @@ class Gossip(Listener):
 
     def _constants(self) -> Mixing:
         """For the edges and the share of their rates that are agreed on."""
-        rates = {edge: r * self._share for edge, r in self._planned(self._agreed_edges).items()}
+        share = self._agreed.share
+        rates = {edge: r * share for edge, r in self._planned(self._agreed.edges).items()}
         if not (rates and self._settings.momentum):
             return AVERAGING
         found = constants(rates, sorted({end for edge in rates for end in edge}))
@@ -483,15 +542,17 @@ class Gossip(Listener):
         """Bring this worker's gradient time and exchanges to the others: now and then, when edges
         have changed, and when somebody else does."""
         due = (
-            self._pulse_at is None
-            or self.clock.now() >= self._pulse_at
-            or self.view.edges() != self._agreed_edges
+            self._agreed.again_at is None
+            or self.clock.now() >= self._agreed.again_at
+            or self.view.edges() != self._agreed.edges
             or self._meetings.called(OWN)
         )
-        if self._meetings.under_way(OWN) or self._gradients < GRADIENTS or not due:
-            return
-        self._counted = sum(self.counts.exchanges.values())
-        exchanges = self._counted - self._pulse_from[1]
+        if due and self._gradients >= GRADIENTS and not self._meetings.under_way(OWN):
+            self._bring()
+
+    def _bring(self) -> None:
+        self._counted = self._counted[0], sum(self.counts.exchanges.values())
+        exchanges = self._counted[1] - self._counted[0]
         numbers = torch.tensor([self._gradient_s, exchanges, 1], dtype=torch.float64)
         self._meetings.begin(OWN, [numbers], 0.0, self._agree, self._note)
 
@@ -500,7 +561,7 @@ class Gossip(Listener):
         edges = self.view.edges()
         return {
             "now_s": self.clock.common_s(),
-            "edges": None if edges == self._agreed_edges else [list(edge) for edge in edges],
+            "edges": None if edges == self._agreed.edges else [list(edge) for edge in edges],
         }
 
     def _agree(self, meeting: Meeting) -> None:
@@ -511,20 +572,75 @@ class Gossip(Listener):
         unit_s, before_s = gradients_s / workers, self.clock.unit_s
         if before_s is None or abs(unit_s / before_s - 1) > DRIFT:
             self.clock.agree(unit_s, now_s)
-        label = self.clock.at(now_s)
-        planned = sum(self._planned(self._agreed_edges).values()) * (label - self._pulse_from[0])
-        share, edges = self._share, edges or self._agreed_edges
+        old, label = self._agreed, self.clock.at(now_s)
+        edges, share = edges or old.edges, old.share
+        planned = sum(self._planned(old.edges).values()) * (label - old.counted_from)
         if before_s is not None and planned >= ENOUGH:
             found = max(exchanges / 2 / planned, 1 / ENOUGH)
             share = found if abs(found / share - 1) > DRIFT else share
-        if before_s is None or planned >= ENOUGH or edges != self._agreed_edges:
-            self._pulse_from = label, self._counted
-        if (share, edges) != (self._share, self._agreed_edges):
-            self._share, self._agreed_edges = share, edges
+        since = old.counted_from
+        if before_s is None or planned >= ENOUGH or edges != old.edges:
+            since, self._counted = label, (self._counted[1], self._counted[1])
+        self._agreed = Agreement(edges, share, since, label + PULSE)
+        if (share, edges) != (old.share, old.edges):
             notice = max(NOTICE, NOTICE_S / unit_s)  # in which everybody hears of it
             self._shared.tune(label + notice, self._constants())
-        self._pulse_at = label + PULSE
         self._next = None
+
+    # ---- who comes ---------------------------------------------------------------------------
+
+    def guest(self, frame: Frame[Kind]) -> tuple[bytes, memoryview | None]:
+        if frame.header.kind is Kind.TIME:
+            return pack(Kind.TIME, self.me, meta={"now_s": self.clock.common_s()}), None
+        meets = self._pairing.paused or self._later or self._meetings.under_way(USER)
+        if meets or self.clock.unit_s is None:
+            return pack(Kind.LATER, self.me), None
+        return self._welcome(frame.meta)
+
+    def _welcome(self, asked: dict[str, Any]) -> tuple[bytes, memoryview]:
+        """A place for a worker that joins; its neighbours hear of it."""
+        if asked.get("layout") != self._settings.layout:
+            raise WireError(ANOTHER_MODEL)
+        if asked.get("strategy") != self._settings.strategy:
+            raise WireError(
+                f"its strategy ({asked.get('strategy')}) must be {self._settings.strategy}"
+            )
+        guest, around = self._seat(asked.get("id"))
+        self._tell(self.view.announce(guest, around))
+        if self.me in around:
+            self._peers.expect(guest)
+            self._guests[guest] = time.monotonic()
+        body = self._luggage(self.clock.now())
+        place = Place(
+            guest,
+            self._first,
+            self.view.known(),
+            {peer: self._addresses[peer] for peer in around},
+            self._shared.course,
+            self.clock.line,
+            self._agreed,
+            self._meetings.held,
+        )
+        head = pack(Kind.WELCOME, self.me, meta=place.pack(), body_bytes=len(body))
+        return head, memory_of(body)
+
+    def _seat(self, wanted: Any) -> tuple[int, list[int]]:
+        """An id, and who its neighbours are: those that a worker had that comes back, else this
+        one and its own."""
+        members, workers = self.view.members(), self.view.workers
+        if wanted is not None:
+            if wanted not in workers or wanted in members:
+                why = "there already" if wanted in members else f"none of {_listed(workers)}"
+                raise WireError(f"worker {wanted!r} is {why}")
+            known = set(members) & set(self._addresses)
+            around = sorted(known & set(self.view.around(wanted)))
+            return wanted, around or [self.me]
+        count = 1 + max(end for edge in self._first for end in edge)
+        if self.me >= count:
+            raise WireError(f"worker {self.me} has joined itself; ask one of 0 to {count - 1}")
+        # No two workers give the same id, though they may not know of each other's guests.
+        guest = workers[-1] + 1 + (self.me - workers[-1] - 1) % count
+        return guest, sorted([self.me, *self._peers.present()])
 
 
 def _listed(workers: Any) -> str:

@@ -12,7 +12,7 @@ from offbeat.transport.frames import WireError
 class Kind(IntEnum):
     """What a frame says. `clock`: the number of an exchange or of a meeting."""
 
-    HELLO = 1  # meta: layout, whole (the last exchange with you that arrived), known (edges)
+    HELLO = 1  # meta: layout, life, door, whole (the last exchange with you), known (edges)
     ASK = 2  # shall we exchange? meta: t
     YES = 3  # from now on; meta: t, alpha, alpha_tilde
     BUSY = 4  # not now; I shall ask you
@@ -24,6 +24,10 @@ class Kind(IntEnum):
     DOWN = 10  # the result; as UP, and note
     BYE = 11  # I leave
     REFUSED = 12  # meta: why
+    TIME = 13  # what is the common time? meta of the answer: now_s
+    JOIN = 14  # give me a place; meta: layout, strategy, door, id
+    LATER = 15  # no time for that now
+    WELCOME = 16  # a place, and as body the state to begin with
 
 
 WORDS = {Kind.ASK: Word.ASK, Kind.YES: Word.YES, Kind.BUSY: Word.BUSY}
@@ -40,12 +44,17 @@ def finite(value: Any) -> float:
 def agreed(note: Any) -> tuple[float, list[tuple[int, int]] | None]:
     """What the root of an agreement says: when it came about, and new edges if there are any.
     WireError if it is not that."""
-    edges = note.get("edges") if isinstance(note, dict) else 0
-    if edges is None:
-        return finite(note.get("now_s")), None
+    if not isinstance(note, dict):
+        raise WireError("an agreement must have a note")
+    edges = note.get("edges")
+    return finite(note.get("now_s")), None if edges is None else pairs(edges)
+
+
+def pairs(edges: Any) -> list[tuple[int, int]]:
+    """Edges of a frame's meta; WireError if they are none."""
     if not isinstance(edges, list) or not all(_is_pair(edge) for edge in edges):
         raise WireError("edges must be pairs of workers")
-    return finite(note.get("now_s")), [(i, j) for i, j in edges]
+    return [(i, j) for i, j in edges]
 
 
 def _is_pair(edge: Any) -> bool:

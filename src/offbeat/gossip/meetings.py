@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,10 @@ class Meetings:
     numbers of everybody who is left. Members that leave by themselves must not do so before all
     have it."""
 
-    def __init__(self, view: View, peers: Peers):
+    def __init__(self, view: View, peers: Peers, held: Mapping[int, int] | None = None):
         self._view, self._peers = view, peers
         self._rounds: dict[int, _Round] = {}  # by channel
-        self._held = {USER: 0, OWN: 0}  # so far
+        self.held = {USER: 0, OWN: 0, **(held or {})}  # so far
         self._last: dict[int, Meeting] = {}  # the one before
         self._early: list[tuple[int, Frame[Kind]]] = []  # of those that are still to begin here
 
@@ -76,13 +76,26 @@ class Meetings:
         self._tell_results()
         self._close()
 
+    def missed(self, frame: Frame[Kind]) -> int | None:
+        """The channel, if this is the result of a meeting that went on without this worker."""
+        held, channel = divmod(frame.header.clock, 2)
+        result = frame.header.kind is Kind.DOWN and frame.meta.get("digest") == RESULT
+        if not result or channel in self._rounds or held < self.held[channel]:
+            return None
+        self.held[channel] = held
+        return channel
+
+    def skip(self, channel: int) -> None:
+        """Count a meeting that went on without this worker."""
+        self.held[channel] += 1
+
     def hear(self, peer: int, frame: Frame[Kind]) -> None:
         """A neighbour's chunk has arrived. WireError if it cannot be."""
         held, channel = divmod(frame.header.clock, 2)
         now, told = self._rounds.get(channel), frame.meta.get("digest")
-        if held < self._held[channel]:
+        if held < self.held[channel]:
             return
-        if now is None or held > self._held[channel]:
+        if now is None or held > self.held[channel]:
             if frame.header.kind is Kind.UP:
                 self._early.append((peer, frame))
             return
@@ -128,12 +141,12 @@ class Meetings:
         meeting = self._rounds[channel].meeting
         for out in outs:
             assert meeting.place is not None
-            self._put(channel, self._held[channel], out, meeting.place.digest)
+            self._put(channel, self.held[channel], out, meeting.place.digest)
 
     def _tell_results(self) -> None:
         for channel, meeting in self._last.items():
             for out in meeting.outcome(self._peers.present()):
-                self._put(channel, self._held[channel] - 1, out, RESULT)
+                self._put(channel, self.held[channel] - 1, out, RESULT)
 
     def _put(self, channel: int, number: int, out: Out, digest: int) -> None:
         self._peers.send(
@@ -149,6 +162,6 @@ class Meetings:
         for channel, now in list(self._rounds.items()):
             if now.meeting.done:
                 del self._rounds[channel]
-                self._held[channel] += 1
+                self.held[channel] += 1
                 self._last[channel] = now.meeting
                 now.then(now.meeting)

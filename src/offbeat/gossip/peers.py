@@ -26,6 +26,7 @@ MOST_AGAIN_S = 5.0
 MOST_STRANGERS = 64
 BEATS = 4  # signs of life within the time after which a neighbour counts as silent
 NOTHING = memoryview(b"")
+GUESTS = (Kind.TIME, Kind.JOIN)  # what may be asked instead of a HELLO
 
 Address = tuple[str, int]
 
@@ -44,6 +45,10 @@ class Listener(ABC):
     @abstractmethod
     def went(self, peer: int, why: str) -> None:
         """It cannot be talked to any more."""
+
+    @abstractmethod
+    def guest(self, frame: Frame[Kind]) -> tuple[bytes, memoryview | None]:
+        """The answer to somebody who asks and is no neighbour. WireError to refuse."""
 
     @abstractmethod
     def room(self, peer: int, header: Header[Kind]) -> tuple[Any, memoryview]:
@@ -67,7 +72,10 @@ class _Line:
 
 
 class Peers:
-    """The neighbours of worker `me`, at these addresses, and the socket at which they find it."""
+    """The neighbours of worker `me`, at these addresses, and the socket at which they find it.
+
+    If it `joins`, it connects to all of them at first: they do not know where it is.
+    """
 
     def __init__(
         self,
@@ -77,13 +85,15 @@ class Peers:
         door: socket.socket,
         silent_s: float,
         listener: Listener,
+        *,
+        joins: bool = False,
     ):
         self.me, self._secret, self._silent_s = me, secret, silent_s
         self._addresses, self._listener = dict(neighbours), listener
         self._lines: dict[int, _Line] = {}  # of neighbours that can be talked to
         self._others: set[_Line] = set()  # that are not yet known
         self._tries = dict.fromkeys(neighbours, 0)
-        self._again_s = dict.fromkeys((n for n in neighbours if n < me), 0.0)
+        self._again_s = dict.fromkeys((n for n in neighbours if n < me or joins), 0.0)
         self._sent_before = 0
         self._selector = selectors.DefaultSelector()
         self._wakes, self._woken = socket.socketpair()
@@ -136,6 +146,12 @@ class Peers:
         """Break the connection to this neighbour."""
         if peer in self._lines:
             self._break(self._lines[peer], why)
+
+    def expect(self, peer: int, address: Address | None = None) -> None:
+        """This worker may come, or is to be found there now."""
+        self._tries.setdefault(peer, 0)
+        if address is not None:
+            self._addresses[peer] = address
 
     def forget(self, peer: int) -> None:
         """Never connect to this one again."""
@@ -261,8 +277,13 @@ class Peers:
         self._write(line)
 
     def _introduce(self, line: _Line, frame: Frame[Kind]) -> None:
-        """The other end has said who it is."""
+        """The other end has said who it is, or asks."""
         peer = frame.header.rank
+        if frame.header.kind in GUESTS:
+            assert line.connection is not None
+            line.connection.send(*self._listener.guest(frame))
+            self._write(line)
+            return
         if frame.header.kind is Kind.REFUSED:
             raise ConnectionResetError(f"it refuses: {frame.meta.get('why')}")
         if peer in self._lines:
@@ -273,13 +294,17 @@ class Peers:
             return
         self._others.discard(line)
         line.peer, self._lines[peer], self._tries[peer] = peer, line, 0
+        if peer > self.me:
+            self._again_s.pop(peer, None)
         self._listener.came(peer, frame.meta)
 
     def _room(self, line: _Line, header: Header[Kind]) -> tuple[Any, memoryview]:
         if line in self._others:
+            if header.kind in GUESTS and line.peer is None and not header.body_bytes:
+                return None, NOTHING
             if header.kind not in (Kind.HELLO, Kind.REFUSED):
                 raise WireError(f"{header.kind.name} is not expected now")
-            if header.rank not in self._addresses or line.peer not in (None, header.rank):
+            if header.rank not in self._tries or line.peer not in (None, header.rank):
                 raise WireError(f"worker ({header.rank}) is no neighbour of {self.me}")
             return None, NOTHING
         if header.rank != line.peer:
@@ -337,8 +362,10 @@ class Peers:
                 self._break(line, f"it has been silent for {self._silent_s:g} s")
             elif connection.idle and now - connection.spoke_s >= self._silent_s / BEATS:
                 self.send(peer, Kind.BEAT)
-        for line in [line for line in self._others if now - line.came_s > self._silent_s]:
-            self._break(line, "it has not said who it is")
+        for line in list(self._others):
+            spoke_s = line.connection.spoke_s if line.connection else 0.0
+            if now - max(line.came_s, spoke_s) > self._silent_s:
+                self._break(line, "it has not said who it is")
         for peer, at in list(self._again_s.items()):
             if now >= at and not self._known(peer):
                 self._connect(peer)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +39,15 @@ MOST_BACK = -1.0  # mixing is taken back up to here, by e^2; what rounding has l
 REMEMBERED = 16  # changes of the constants; an exchange is not older than that
 
 
+class Change(NamedTuple):
+    """Other constants from a label on."""
+
+    since: float
+    eta: float
+    alpha: float
+    alpha_tilde: float
+
+
 class Course:
     """Which constants hold from which label on. All workers must change them at the same labels, or
     the mean moves."""
@@ -48,6 +59,15 @@ class Course:
         """From this label on; what was to come after it does not."""
         kept = [change for change in self._changes if change[0] < label]
         self._changes = [*kept, (label, mixing)][-REMEMBERED:]
+
+    @property
+    def changes(self) -> list[Change]:
+        """All that are remembered."""
+        return [Change(since, m.eta, m.alpha, m.alpha_tilde) for since, m in self._changes]
+
+    def follow(self, changes: Sequence[Change]) -> None:
+        """Be another worker's."""
+        self._changes = [(since, Mixing(*constants)) for since, *constants in changes]
 
     def at(self, label: float) -> Mixing:
         """What holds then."""
@@ -140,6 +160,22 @@ class State:
             self._mix(max(self._course.mixed(t, self.t) - wrong, MOST_BACK))
 
     # ---- the gossip thread ------------------------------------------------------------------
+
+    @contextmanager
+    def still(self, t: float) -> Iterator[list[Tensor]]:
+        """x, mixed up to `t`, while no gradient is applied."""
+        with self._lock:
+            self._advance(t)
+            yield self._x
+
+    @property
+    def course(self) -> list[Change]:
+        """Constants since which labels."""
+        return self._course.changes
+
+    def follow(self, course: Sequence[Change]) -> None:
+        """Begin with another worker's constants."""
+        self._course.follow(course)
 
     @property
     def mixing(self) -> Mixing:

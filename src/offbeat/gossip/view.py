@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 Edge = tuple[int, int]  # the smaller id first
 
@@ -45,10 +46,18 @@ class View:
         self.me = me
         first = 0, State.UP, 0.0
         self._edges: dict[Edge, tuple[int, State, float]] = dict.fromkeys(sorted(edges), first)
-        self.workers = sorted({end for edge in self._edges for end in edge} | {me})
         self._found: dict[State, list[Edge]] = {}
 
     # ---- what is known ----------------------------------------------------------------------
+
+    @property
+    def workers(self) -> list[int]:
+        """All that have ever been heard of."""
+        return sorted({end for edge in self._edges for end in edge} | {self.me})
+
+    def around(self, worker: int) -> list[int]:
+        """Who has ever had an edge to a worker."""
+        return sorted(sum(edge) - worker for edge in self._edges if worker in edge)
 
     def edges(self, worst: State = State.DOWN) -> list[Edge]:
         """Those that are in this state at worst, sorted."""
@@ -129,6 +138,13 @@ class View:
         self._set(edge, version + 1, state, label)
         return [(*edge, version + 1, int(state), label)]
 
+    def announce(self, worker: int, around: Sequence[int]) -> list[Known]:
+        """This worker is about to come to these: what is new, and to be told to the neighbours.
+        Until it is there its edges are gone, so that nobody waits."""
+        edges = [_edge(worker, peer) for peer in around]
+        first = 1, State.GONE, 0.0
+        return self.merge([(*edge, *first) for edge in edges if edge not in self._edges])
+
     def cut_off(self, part: Sequence[int]) -> list[Known]:
         """Only these go on: every other edge is gone."""
         new: list[Known] = []
@@ -143,13 +159,14 @@ class View:
         edges = self._edges.items()
         return [(*edge, v, int(state), label) for edge, (v, state, label) in edges if v]
 
-    def merge(self, told: Sequence[Sequence[int]]) -> list[Known]:
-        """Take what a neighbour knows; what of it is new. ValueError for what cannot be."""
+    def merge(self, told: Sequence[Sequence[Any]]) -> list[Known]:
+        """Take what a neighbour knows, new edges too; what of it is new. ValueError for what cannot
+        be."""
         new: list[Known] = []
         for i, j, version, state, label in told:
-            here = self._edges.get((i, j))
-            if here is None:
-                raise ValueError(f"edge ({i}-{j}) is none of this job's")
+            if not (type(i) is type(j) is type(version) is int and 0 <= i < j):
+                raise ValueError(f"edge ({i}-{j}), version {version}, cannot be")
+            here = self._edges.get((i, j), (0, State.UP, 0.0))
             if (version, State(state), label) > here:
                 self._set((i, j), version, State(state), label)
                 new.append((i, j, version, state, label))

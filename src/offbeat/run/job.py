@@ -16,6 +16,8 @@ LINKS_VARIABLE = "OFFBEAT_LINKS"
 SERVERS_VARIABLE = "OFFBEAT_SERVERS"  # so many of the last ranks serve
 RANK_VARIABLE = "OFFBEAT_RANK"  # both where RANK and WORLD_SIZE leave servers out
 WORLD_SIZE_VARIABLE = "OFFBEAT_WORLD_SIZE"
+JOIN_VARIABLE = "OFFBEAT_JOIN"  # HOST:PORT of a worker that gossips
+WORKER_VARIABLE = "OFFBEAT_WORKER"  # come back as this one
 SCHEMA = 1
 
 
@@ -76,3 +78,21 @@ def current_place() -> tuple[int, int]:
     only of workers (RANK, WORLD_SIZE), by which they split their data."""
     rank = os.environ.get(RANK_VARIABLE, os.environ["RANK"])
     return int(rank), int(os.environ.get(WORLD_SIZE_VARIABLE) or os.environ.get("WORLD_SIZE", "1"))
+
+
+def current_door() -> tuple[tuple[str, int], int | None] | None:
+    """Where this process is to join a job of gossip, and as which worker; None if it is not."""
+    text, worker = os.environ.get(JOIN_VARIABLE), os.environ.get(WORKER_VARIABLE)
+    if text is None:
+        return None
+    if worker is not None and not worker.isdecimal():
+        raise ValueError(f"{WORKER_VARIABLE} ({worker!r}) must be the id of a worker, as 3")
+    return parse_door(text), None if worker is None else int(worker)
+
+
+def parse_door(text: str) -> tuple[str, int]:
+    """HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"address ({text!r}) must be HOST:PORT of a worker, as 10.0.0.1:40123")
+    return host, int(port)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import socket
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import networkx as nx
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,17 +18,18 @@ from torch import Tensor, nn
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.clock import Clock, RoundTrip, offset_s
 from offbeat.gossip.gossip import Gossip, Settings
+from offbeat.gossip.joining import TRIPS, Place, ask
 from offbeat.gossip.peers import door
 from offbeat.gossip.state import AVERAGING, State
-from offbeat.runtime.serving import common_secret, own_address
+from offbeat.run.job import current_door
+from offbeat.runtime.serving import address_towards, common_secret, own_address
 from offbeat.solve.graphs import topology
 from offbeat.storage.coupling import couples
 from offbeat.storage.flat import flatten
 from offbeat.strategies.gossip import Gossip as GossipStrategy
 from offbeat.transport.cluster import Cluster
 from offbeat.transport.control import Control
-
-TRIPS = 8  # round trips by which clocks are compared
+from offbeat.transport.secret import own_secret
 
 
 @dataclass(frozen=True)
@@ -42,44 +49,127 @@ def join(
     fingerprint: str,
     cluster: Cluster,
 ) -> Gossiping:
-    """Meet the other workers. ValueError on every rank for a graph that cannot be, or an optimizer
-    whose step of one parameter depends on others."""
+    """Meet the other workers, or those of a job that runs. ValueError on every rank for a graph
+    that cannot be, or an optimizer whose step of one parameter depends on others."""
     _require_apart(optimizer)
-    control = cluster.control
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    graph = topology(strategy.topology, control.world_size) if control.world_size > 1 else None
-    flats = flatten(parameters)
-    wire = Wire(flats, strategy.wire)
-    state = State(
-        flats,
-        wire,
-        AVERAGING,
-        snapshot=strategy.weights == "snapshot",
-        momentum=strategy.momentum,
-        mixed=strategy.exchange == "after_mixing",
-    )
-    if graph is None:
-        return Gossiping(flats, state, Clock(), None)
+    control, door_of_another = cluster.control, current_door()
+    own = _Own(model, optimizer, strategy, fingerprint, cluster)
+    if door_of_another is not None:
+        return own.come(*door_of_another)
+    if control.world_size == 1:
+        return Gossiping(own.flats, own.state, Clock(), None)
+    graph = topology(strategy.topology, control.world_size)
     clock = Clock(ahead_s(control))
     entrance = door(own_address(cluster), 2 * control.world_size)
     everyone, secret = common_secret(entrance.getsockname()[:2], 0, control)
-    settings = Settings(
-        graph,
-        strategy.rate,
-        strategy.momentum,
-        strategy.silent_s,
-        cluster.timeout_s,
-        strategy.on_partition,
-        fingerprint,
-    )
     addresses = {rank: (host, port) for rank, (host, port) in enumerate(everyone)}
-    gossip = Gossip(control.rank, settings, state, wire, clock, secret, addresses, entrance)
-    try:
-        gossip.connect()
-    except BaseException:
-        gossip.close()
-        raise
-    return Gossiping(flats, state, clock, gossip)
+    if own_secret() is not None and control.rank == 0:
+        host, port = addresses[0]
+        print(f"offbeat: others can join this job at {host}:{port}", file=sys.stderr, flush=True)
+    return own.begin(control.rank, graph, clock, secret, addresses, entrance)
+
+
+class _Own:
+    """What a worker brings to gossip."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: GossipStrategy,
+        fingerprint: str,
+        cluster: Cluster,
+    ):
+        self._model, self._optimizer, self._strategy = model, optimizer, strategy
+        self._fingerprint, self._cluster = fingerprint, cluster
+        self.flats = flatten([p for p in model.parameters() if p.requires_grad])
+        self._wire = Wire(self.flats, strategy.wire)
+        self.state = State(
+            self.flats,
+            self._wire,
+            AVERAGING,
+            snapshot=strategy.weights == "snapshot",
+            momentum=strategy.momentum,
+            mixed=strategy.exchange == "after_mixing",
+        )
+
+    def begin(
+        self,
+        me: int,
+        graph: nx.Graph,
+        clock: Clock,
+        secret: bytes,
+        addresses: Mapping[int, tuple[str, int]],
+        entrance: socket.socket,
+        place: Place | None = None,
+    ) -> Gossiping:
+        """Connect to the neighbours."""
+        strategy = self._strategy
+        settings = Settings(
+            graph,
+            strategy.rate,
+            strategy.momentum,
+            strategy.silent_s,
+            self._cluster.timeout_s,
+            strategy.on_partition,
+            self._fingerprint,
+            str(strategy),
+        )
+        gossip = Gossip(
+            me,
+            settings,
+            self.state,
+            self._wire,
+            clock,
+            secret,
+            addresses,
+            entrance,
+            place=place,
+            luggage=self._pack,
+        )
+        try:
+            gossip.connect()
+        except BaseException:
+            gossip.close()
+            raise
+        return Gossiping(self.flats, self.state, clock, gossip)
+
+    def come(self, address: tuple[str, int], worker: int | None) -> Gossiping:
+        """Take a place in a job that runs, with the state of the worker at this address."""
+        secret = own_secret()
+        if secret is None:
+            raise ValueError(
+                "OFFBEAT_SECRET must be set to join a job, there and here to the same: without it "
+                "every job makes a secret of its own"
+            )
+        entrance = door(address_towards(address[0]), 16)
+        about = {"layout": self._fingerprint, "strategy": str(self._strategy), "id": worker}
+        welcome = ask(address, secret, about, self._cluster.timeout_s)
+        place, clock = welcome.place, Clock(welcome.ahead_s)
+        clock.line = place.line
+        self._unpack(welcome.luggage, clock.now())
+        graph = nx.Graph(place.first)
+        return self.begin(place.me, graph, clock, secret, place.near, entrance, place)
+
+    def _pack(self, t: float) -> Tensor:
+        """For a worker that joins: x mixed up to `t`, buffers, the optimizer's state."""
+        with self.state.still(t) as x:
+            held = {
+                "x": [flat.detach().to("cpu", copy=True) for flat in x],
+                "buffers": [b.detach().to("cpu", copy=True) for b in self._model.buffers()],
+                "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            }
+        file = io.BytesIO()
+        torch.save(held, file)
+        return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+    def _unpack(self, luggage: Tensor, t: float) -> None:
+        held = torch.load(io.BytesIO(luggage.numpy().data), weights_only=True)
+        self.state.put(held["x"], t)
+        with torch.no_grad():
+            for buffer, value in zip(self._model.buffers(), held["buffers"], strict=True):
+                buffer.copy_(value)
+        self._optimizer.load_state_dict(held["optimizer"])
 
 
 def _require_apart(optimizer: torch.optim.Optimizer) -> None:

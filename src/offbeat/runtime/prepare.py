@@ -27,7 +27,15 @@ from offbeat.guards.differences import broadcast_model
 from offbeat.guards.finite import OnNonfinite, require_policy
 from offbeat.guards.replicas import EVERY, agree_on_settings
 from offbeat.profile import Profile
-from offbeat.run.job import Job, current_job, current_links, current_place, current_servers
+from offbeat.run.job import (
+    JOIN_VARIABLE,
+    Job,
+    current_door,
+    current_job,
+    current_links,
+    current_place,
+    current_servers,
+)
 from offbeat.runtime.ddp_session import DDPSession
 from offbeat.runtime.gossip_session import GossipSession
 from offbeat.runtime.gossiping import join
@@ -116,6 +124,11 @@ def prepare(
     require_supported(model)
     _require_own_parameters(model, optimizer)
     _require_one_backward(optimizer)
+    if current_door() is not None and not isinstance(strategy, Gossip):
+        raise ValueError(
+            f"strategy ({strategy}) must be one of gossip (a2cid2, ad-psgd) where "
+            f"{JOIN_VARIABLE} is set: only there can workers join a job that runs"
+        )
     cluster = _connect(model, links, timeout_s)
     try:
         options = (

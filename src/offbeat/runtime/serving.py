@@ -135,7 +135,11 @@ def own_address(cluster: Cluster) -> str:
     found = ipv4_of(spec.interface) if spec.interface else None
     if found is not None:
         return str(found.ip)
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    return address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+
+
+def address_towards(host: str) -> str:
+    """This host's address on the way to another one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((host, 9))  # sends nothing: it only chooses the interface
         return s.getsockname()[0]

@@ -1,0 +1,51 @@
+"""Joining: the process that runs a script as one more worker of a job of gossip."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from offbeat.run.job import (
+    JOIN_VARIABLE,
+    RANK_VARIABLE,
+    SCHEMA,
+    VARIABLE,
+    WORKER_VARIABLE,
+    WORLD_SIZE_VARIABLE,
+    parse_door,
+)
+from offbeat.strategies import Gossip, Strategy
+from offbeat.transport.secret import VARIABLE as SECRET_VARIABLE
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", RANK_VARIABLE, WORLD_SIZE_VARIABLE, VARIABLE)
+
+
+def run_joined(
+    address: str, script: Path, args: Sequence[str], worker: int | None, strategy: Strategy | None
+) -> int:
+    """Exit code of the script. ValueError for an address that cannot be, a strategy that is not one
+    of gossip, or without a secret."""
+    parse_door(address)
+    if not script.is_file():
+        raise ValueError(f"script ({script}) must be a file")
+    if not os.environ.get(SECRET_VARIABLE):
+        raise ValueError(
+            f"{SECRET_VARIABLE} must be set to the job's secret; start the job with it, too"
+        )
+    if strategy is not None and not isinstance(strategy, Gossip):
+        raise ValueError(f"strategy ({strategy}) must be one of gossip: a2cid2, ad-psgd")
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    env[JOIN_VARIABLE] = address
+    if worker is not None:
+        env[WORKER_VARIABLE] = str(worker)
+    with tempfile.TemporaryDirectory() as folder:
+        if strategy is not None:
+            job = {"schema": SCHEMA, "strategy": strategy.name, "settings": strategy.settings()}
+            env[VARIABLE] = str(Path(folder, "job.json"))
+            Path(env[VARIABLE]).write_text(json.dumps(job))
+        return subprocess.run([sys.executable, script, *args], env=env).returncode

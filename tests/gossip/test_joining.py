@@ -1,0 +1,223 @@
+"""Workers that come to a job of gossip that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import networkx as nx
+import pytest
+import torch
+from gossip_jobs import come, cut, flats, job, kill, together, until, warm
+from torch import Tensor
+
+from offbeat.gossip.joining import Agreement, Place
+from offbeat.gossip.state import Change
+from offbeat.gossip.view import State
+from offbeat.transport.frames import WireError
+
+
+def test_a_worker_joins_with_the_state_of_another() -> None:
+    """It has neighbours, exchanges with them, and the mean is that of four from then on."""
+    x = flats(4, torch.float64)
+    total = torch.stack(x[:3]).sum(0)
+    with job(nx.cycle_graph(3), x[:3]) as workers:
+        warm(workers)
+        until(lambda: all(worker.count() > 3 for worker in workers))
+        before = workers[0].state.mixing
+        newcomer = come(workers, x[3], through=1)
+        assert newcomer.gossip.me == 4
+        warm([newcomer])
+        edges = [(0, 1), (0, 2), (0, 4), (1, 2), (1, 4), (2, 4)]
+        for worker in workers:
+            until(lambda worker=worker: worker.gossip._agreed.edges == edges)
+        until(lambda: len({worker.state.mixing for worker in workers} | {before}) == 2)
+        count = newcomer.count()
+        until(lambda: newcomer.count() > count + 5)
+        assert together([worker.consolidate for worker in workers]) == [None] * 4
+        words = workers[0].gossip.said()
+        assert any("worker 4 has joined" in word for word in words)
+        assert newcomer.gossip.said() == []
+    for flat in x:
+        torch.testing.assert_close(flat, (total + newcomer.began) / 4, rtol=0, atol=1e-9)
+
+
+def test_a_worker_that_died_comes_back_as_another_process() -> None:
+    x = flats(4)
+    with job(nx.cycle_graph(4), x, silent_s=0.5) as workers:
+        warm(workers)
+        until(lambda: all(worker.count() for worker in workers))
+        with pytest.raises(RuntimeError, match="worker 3 is there already"):
+            come(workers, x[3], worker=3)
+        kill(workers.pop())
+        until(lambda: all(worker.gossip.view.dead() == [3] for worker in workers))
+        back = come(workers, torch.empty_like(x[3]), worker=3, silent_s=0.5)
+        assert (back.gossip.me, back.gossip.view.around(3)) == (3, [0, 2])
+        warm([back])
+        until(lambda: back.gossip.counts.exchanges.keys() == {0, 2})
+        for _ in range(3):  # whoever is to connect finds it where it is now
+            cut(back)
+            until(lambda: len(back.gossip.view.edges(State.UP)) == 4)
+        assert together([worker.consolidate for worker in workers]) == [None] * 4
+        assert torch.equal(workers[0].flat, back.flat)
+
+
+def test_who_consolidates_waits_for_a_worker_that_has_a_place() -> None:
+    """Also if others have met without it already: it counts as many meetings as they."""
+    x = flats(4)
+    with job(nx.complete_graph(3), x[:3]) as workers:
+        warm(workers)
+        assert together([worker.consolidate for worker in workers]) == [None] * 3
+        for worker in workers:
+            worker.gossip.resume()
+        until(lambda: not any(worker.gossip._pairing.paused for worker in workers))
+        come(workers, x[3], through=2)
+        assert together([worker.consolidate for worker in workers]) == [None] * 4
+        assert torch.equal(x[0], x[3])
+
+
+def test_who_consolidates_gives_no_place() -> None:
+    x = flats(3)
+    with job(nx.complete_graph(2), x[:2]) as workers:
+        warm(workers)
+        workers[0].gossip.pause()
+        with pytest.raises(RuntimeError, match=r"had no time within 0.3 s"):
+            come(workers, x[2], timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ({"layout": "another"}, "refuses: the model is another one"),
+        ({"strategy": "ad-psgd"}, re.escape("its strategy (ad-psgd) must be ")),
+        ({"worker": 7}, "worker 7 is none of 0, 1"),
+        ({"secret": b"another"}, "cannot be joined"),
+    ],
+    ids=["model", "strategy", "worker", "secret"],
+)
+def test_who_is_no_worker_of_this_job(about: dict, words: str) -> None:
+    with job(nx.complete_graph(2), flats(2)) as workers:
+        warm(workers)
+        edges = workers[0].gossip.view.edges(State.LEFT)
+        with pytest.raises(RuntimeError, match=words):
+            come(workers, flats(1)[0], **about)
+        assert workers[0].gossip.view.edges(State.LEFT) == edges
+
+
+def test_nobody_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        address = sock.getsockname()
+    with job(nx.complete_graph(2), flats(2)) as workers:
+        workers[0].gossip._door = address
+        with pytest.raises(RuntimeError, match=r"cannot be joined: .*refused"):
+            come(workers, flats(1)[0])
+
+
+def test_a_place_that_is_never_taken_stops_nobody() -> None:
+    x = flats(3)
+    with job(nx.complete_graph(2), x[:2], silent_s=0.3) as workers:
+        warm(workers)
+        with pytest.raises(ZeroDivisionError):
+            come(workers, _Unwilling(x[2]))  # type: ignore[arg-type]
+        assert together([worker.consolidate for worker in workers]) == [None] * 2
+        assert any("has not come" in word for word in workers[0].gossip.said())
+
+
+class _Unwilling:
+    def __init__(self, flat: Tensor):
+        self._flat = flat
+
+    def __getattr__(self, name: str) -> None:
+        raise ZeroDivisionError
+
+
+def test_a_place_travels_as_it_is() -> None:
+    place = Place(
+        7,
+        [(0, 1)],
+        [(0, 1, 3, 1, 0.5)],
+        {0: ("10.0.0.1", 4000)},
+        [Change(0.0, 0.1, 0.5, 0.6)],
+        (1.0, 2.0, 0.25),  # type: ignore[arg-type]
+        Agreement([(0, 1)], 0.5, 1.0, 50.0),
+        {0: 3, 1: 4},
+    )
+    assert Place.unpack(json.loads(json.dumps(place.pack()))) == place
+    with pytest.raises(WireError, match="must be pairs of workers"):
+        Place.unpack({**place.pack(), "first": 3})
+
+
+SCRIPT = """
+import sys, time, torch, offbeat
+from torch import nn
+torch.manual_seed(int(sys.argv[1]))
+model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+optimizer = torch.optim.SGD(model.parameters(), lr=.01, momentum=.9)
+model, optimizer = offbeat.prepare(model, optimizer, offbeat.A2CiD2("complete"), timeout_s=40)
+gossip = model._session._gossip
+momentum = optimizer.state_dict()["state"]
+if gossip.me == 2:
+    assert momentum[0]["momentum_buffer"].abs().sum() > 0, "the neighbour's"
+    assert model.module[1].num_batches_tracked > 0
+until = time.monotonic() + 40
+while not {0, 1, 2} <= {gossip.me, *gossip.counts.exchanges} and time.monotonic() < until:
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+    time.sleep(.005)
+model.consolidate()
+print("end", gossip.me, [p.double().sum().item() for p in model.parameters()], flush=True)
+model.close()
+"""
+
+
+def test_a_script_joins_by_the_command_line(tmp_path: Path) -> None:
+    """Two ranks and one that comes later, in processes of their own: all end alike."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    env = {**os.environ, "OFFBEAT_SECRET": "of a test", "OMP_NUM_THREADS": "1"}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = []
+    for n in range(2):
+        own = {**env, **world, "RANK": str(n)}
+        ranks.append(subprocess.Popen([sys.executable, script, str(n)], env=own, **pipes))
+    try:
+        line = next(line for line in ranks[0].stderr if "can join this job at" in line)
+        argv = [sys.executable, "-m", "offbeat", "join", line.split()[-1], script, "2"]
+        joined = subprocess.run(argv, env=env, timeout=60, **pipes)
+        ends = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert joined.returncode == 0, joined.stderr
+    sums = [end.split("end")[1].split(" ", 2)[1:] for end in (*ends, joined.stdout)]
+    assert sorted(me for me, _ in sums) == ["0", "1", "2"]
+    assert len({words for _, words in sums}) == 1
+
+
+def test_bad_calls_of_join(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    env = {name: value for name, value in os.environ.items() if name != "OFFBEAT_SECRET"}
+    for argv, secret, words in [
+        (["nowhere", "t.py"], "a", "must be HOST:PORT of a worker"),
+        (["a:1", "no.py"], "a", "must be a file"),
+        (["a:1", "t.py"], None, "must be set to the job's secret"),
+        (["--strategy", "wfbp", "a:1", "t.py"], "a", "must be one of gossip"),
+    ]:
+        given = env if secret is None else {**env, "OFFBEAT_SECRET": secret}
+        done = subprocess.run(
+            [sys.executable, "-m", "offbeat", "join", *argv],
+            cwd=tmp_path,
+            env=given,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, words in done.stderr) == (2, True), done.stderr
