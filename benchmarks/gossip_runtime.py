@@ -9,7 +9,8 @@ direction; the target is 90 % of the link's. `--idle`: processor time of a gossi
 neighbour is busy for ever, and of one that has nobody; the target is 2 % of a core. `--decay`: how
 fast N workers on a ring agree. `--mean`: eight workers on a ring, every fourth two times slower:
 how far the mean of x drifts, relative to its norm. `--chaos`: for so many seconds connections are
-cut and workers killed at random; the living must end with the same bits, and none may hang.
+cut at random, workers killed, and others join or come back; the living must end with the same bits,
+and none may hang.
 """
 
 from __future__ import annotations
@@ -247,12 +248,12 @@ def _distance(flats: list[Any]) -> float:
 
 
 def chaos(seconds: float) -> None:
-    """Rounds of random cuts and kills: the living must end with the same bits, and none may hang.
-    Without kills, in every other round, the mean must stay."""
+    """Rounds of random cuts, kills and joins: the living must end with the same bits, and none may
+    hang. Without kills and joins, in every other round, the mean must stay."""
     import torch
 
     choose = random.Random(0)
-    end_s, rounds, cuts, kills, undone = time.monotonic() + seconds, 0, 0, 0, 0
+    end_s, rounds, cuts, kills, joins, undone = time.monotonic() + seconds, 0, 0, 0, 0, 0
     drifts: list[float] = []
     while time.monotonic() < end_s:
         draws = torch.Generator().manual_seed(rounds)
@@ -261,14 +262,22 @@ def chaos(seconds: float) -> None:
         workers = _job(_graph("complete", 8), flats, silent_s=0.5, timeout_s=20.0, rate=5.0)
         for worker in workers:
             worker.warm(0.01)
-        living, until_s = list(range(8)), time.monotonic() + 3.0
+        living, dead, until_s = list(range(8)), [], time.monotonic() + 3.0
         while time.monotonic() < until_s:
             time.sleep(choose.uniform(0.0, 0.1))
-            n = choose.choice(living)
-            if rounds % 2 and choose.random() < 0.05 and len(living) > 5:
+            n, what = choose.choice(living), choose.random() if rounds % 2 else 1.0
+            if what < 0.05 and len(living) > 5:
                 _kill(workers[n])
                 living.remove(n)
+                dead.append(n)
                 kills += 1
+            elif what < 0.1:
+                through = choose.choice([n for n in living if n < 8])
+                back = choose.choice([None, *dead])
+                came = _join(workers, flats, through, back)
+                living += [] if came is None else [came]
+                dead = [n for n in dead if n != came]
+                joins += came is not None
             else:
                 _cut(workers[n])
                 cuts += 1
@@ -287,9 +296,39 @@ def chaos(seconds: float) -> None:
             drifts.append(float((first - mean).norm() / mean.norm()))
         undone, rounds = undone + broken, rounds + 1
     print(
-        f"{rounds} rounds, {cuts} cuts in which {undone} exchanges broke, {kills} kills: the "
-        f"living end alike, none hangs; without kills the mean is off by {max(drifts):.1e} at most"
+        f"{rounds} rounds, {cuts} cuts in which {undone} exchanges broke, {kills} kills, {joins} "
+        f"joins: the living end alike, none hangs; without kills and joins the mean is off by "
+        f"{max(drifts):.1e} at most"
     )
+
+
+def _join(workers: list[_Worker], flats: list[Any], through: int, back: int | None) -> int | None:
+    """One more worker in both lists, at the place of its id; None if it is not time for it."""
+    import networkx as nx
+    import torch
+
+    from offbeat.gossip.joining import ask
+
+    address = workers[through].gossip._door[:2]
+    about = {"layout": "", "strategy": "", "id": back}
+    try:
+        welcome = ask(address, SECRET, about, 1.0)
+    except RuntimeError as error:
+        if "is there already" in str(error) or "had no time" in str(error):
+            return None  # nobody has noticed yet that it has died, or there is no unit yet
+        raise
+    place, flat = welcome.place, welcome.luggage.view(torch.float32).clone()
+    door = socket.create_server(("127.0.0.1", 0))
+    graph = nx.Graph(place.first)
+    worker = _worker(
+        place.me, graph, flat, place.near, door, welcome, silent_s=0.5, timeout_s=20.0, rate=5.0
+    )
+    worker.gossip.connect()
+    worker.warm(0.01)
+    for list_, one in (workers, worker), (flats, flat):
+        list_ += [None] * (place.me + 1 - len(list_))
+        list_[place.me] = one
+    return place.me
 
 
 def _end(worker: _Worker, flat: Any) -> None:
@@ -327,8 +366,16 @@ def _graph(name: str, n: int) -> Any:
 
 
 def _worker(
-    me: int, graph: Any, flat: Any, addresses: Any, door: socket.socket, **settings: Any
+    me: int,
+    graph: Any,
+    flat: Any,
+    addresses: Any,
+    door: socket.socket,
+    welcome: Any = None,
+    **settings: Any,
 ) -> _Worker:
+    import torch
+
     from offbeat.gossip.chunks import Wire
     from offbeat.gossip.clock import Clock
     from offbeat.gossip.gossip import Gossip, Settings
@@ -336,7 +383,26 @@ def _worker(
 
     wire, clock = Wire([flat]), Clock()
     state = State([flat], wire, AVERAGING)
-    gossip = Gossip(me, Settings(graph, **settings), state, wire, clock, SECRET, addresses, door)
+    if welcome is not None:
+        clock.ahead_s, clock.line = welcome.ahead_s, welcome.place.line
+        state.put([flat], clock.now())
+
+    def packed(t: float) -> torch.Tensor:
+        with state.still(t) as (x,):
+            return x.clone().view(torch.uint8)
+
+    gossip = Gossip(
+        me,
+        Settings(graph, **settings),
+        state,
+        wire,
+        clock,
+        SECRET,
+        addresses,
+        door,
+        place=None if welcome is None else welcome.place,
+        luggage=packed,
+    )
     return _Worker(gossip, state, clock)
 
 
