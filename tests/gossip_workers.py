@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from models import Case, batch, build_model, build_optimizer, build_scheduler, loss_of
 from torch import Tensor
 from workers import rank, snapshot
 
 import offbeat
+from offbeat.gossip.view import State
+from offbeat.measuring import pairs
 from offbeat.strategies import Gossip
+from offbeat.transport.control import Control
 
 
 @dataclass
@@ -137,3 +141,27 @@ class Clipping(torch.optim.SGD):
         parameters = [p for group in self.param_groups for p in group["params"]]
         torch.nn.utils.clip_grad_norm_(parameters, 0.1)
         return super().step(closure)
+
+
+def around(strategy: Gossip) -> list[tuple[int, int]]:
+    """The edges of the job."""
+    case = Case("mlp", "sgd")
+    model = build_model(case)
+    model, _ = offbeat.prepare(model, build_optimizer(case, model), strategy, timeout_s=20.0)
+    edges = model._session._gossip.view.edges(State.LEFT)
+    model.close()
+    return edges
+
+
+def pairs_with_a_slow_one() -> tuple[list[list[float]], list[list[float]]]:
+    """What is measured of all pairs, where large messages between ranks 0 and 3 take .2 s more."""
+    swap = pairs._swap
+
+    def slow(control: Control, partner: int, mine: Tensor) -> float:
+        late_s = 0.2 if {control.rank, partner} == {0, 3} and mine.numel() > 1 else 0.0
+        return swap(control, partner, mine) + late_s
+
+    pairs._swap = slow
+    dist.init_process_group("gloo")
+    rates, delays = pairs.measure_pairs(Control(20.0), 1 << 20)
+    return rates.tolist(), delays.tolist()

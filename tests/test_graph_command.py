@@ -51,10 +51,27 @@ def test_edges_and_seeds(capsys):
     assert one["edges"] != other["edges"]
 
 
+def test_what_suits_the_links_of_a_cluster(capsys, tmp_path):
+    """Two sites on a thin link: one edge between them is enough."""
+    thin = [
+        f'[[pairs]]\nhosts = [{i}, {j}]\nrates = {{net = "1mbit"}}' for i in (0, 1) for j in (2, 3)
+    ]
+    path = tmp_path / "sites.toml"
+    path.write_text("\n".join(["hosts = 4", 'rate = "1gbit"', *thin]))
+    found = json.loads(output_of(capsys, f"--topology measured --cluster {path} --json"))
+    edges = {tuple(edge[:2]) for edge in found["edges"]}
+    assert found["workers"] == 4
+    assert {(0, 1), (2, 3)} < edges
+    assert len(edges) < 6
+    assert output_of(capsys, f"--topology measured --cluster {path}").startswith("measured: 4")
+
+
 @pytest.mark.parametrize(
     ("argv", "facts"),
     [
         ("--workers 1", ["workers (1)"]),
+        ("--topology measured", ["measured needs links", "--cluster"]),
+        ("--cluster nowhere.toml", ["must come with --topology measured"]),
         ("--rate 0", ["rate (0)"]),
         ("--rate -1", ["rate (-1)"]),
         ("--rate nan", ["rate (nan)"]),

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import combinations, permutations
 from pathlib import Path
 
+import networkx as nx
 import pytest
 import torch
-from gossip_workers import Gossiped, gossip, in_evaluation_mode, recorded, refused
+from gossip_workers import (
+    Gossiped,
+    around,
+    gossip,
+    in_evaluation_mode,
+    pairs_with_a_slow_one,
+    recorded,
+    refused,
+)
 from models import Case, build_model
 from reference.training import bsp, replicas
 from worlds import run_world, watch_world
 
 from offbeat import ADPSGD, A2CiD2
+from offbeat.measuring.pairs import partners
 
 TRIP_S = 0.5  # a round trip on a busy machine takes less
 
@@ -82,6 +93,33 @@ def test_exchanges_are_recorded_at_both_ends(tmp_path: Path) -> None:
         sample = record["sample"]
         assert sample["iterations"] == list(range(len(sample["iterations"])))
         assert len(sample["iterations"]) == len(record["trace"]["ends_s"][0])
+
+
+def test_a_graph_by_measured_links() -> None:
+    """Between hosts that are alike it is that of all pairs, and everybody has the same."""
+    found = run_world(around, 4, A2CiD2("measured"))
+    assert all(edges == found[0] for edges in found)
+    assert nx.is_connected(nx.Graph(found[0]))
+    assert {end for edge in found[0] for end in edge} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 7])
+def test_each_pair_is_measured_once(size: int) -> None:
+    met = []
+    for others in zip(*(partners(rank, size) for rank in range(size)), strict=True):
+        for rank, other in enumerate(others):
+            if other is not None:
+                assert others[other] == rank
+                met.append((rank, other))
+    assert sorted(met) == sorted(permutations(range(size), 2))
+
+
+def test_a_thin_link_is_found() -> None:
+    """Ranks 0 and 3 reach each other at a tenth of the rate of the others."""
+    rates, delays = run_world(pairs_with_a_slow_one, 4)[1]
+    for i, j in combinations(range(4), 2):
+        assert 0 < delays[i][j] < 1
+        assert (rates[i][j] < 4e6) == ((i, j) == (0, 3))
 
 
 def test_survivors_go_on_and_end_alike() -> None:

@@ -7,8 +7,8 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from offbeat.solve.graphs import constants, topology
-from offbeat.solve.measured import measured
+from offbeat.solve.graphs import constants, edge_rates, topology
+from offbeat.solve.measured import _Search, measured
 
 
 def links(n, seed):
@@ -95,6 +95,23 @@ def test_two_sites_on_a_thin_link():
     for edge, one in found.rates_per_s.items():
         spent[list(edge)] += one * 1e6 / rate[edge]
     assert spent.max() == pytest.approx(1)
+
+
+def test_rates_as_a_job_has_them():
+    """With `even` every edge is used as `edge_rates` says, on a graph that is the best of these."""
+    rate, delay = links(6, 3)
+    found = measured(rate, delay, 1e5, even=True)
+    shares = edge_rates(found.graph, 1.0)
+    assert len({round(found.rates_per_s[edge] / shares[edge], 6) for edge in shares}) == 1
+    assert found.decay_per_s <= measured(rate, delay, 1e5).decay_per_s
+
+
+def test_the_search_begins_from_a_torus():
+    rate, delay = links(6, 1)
+    begins = _Search(1e5 / rate + delay, np.inf, 1.0, True, True).begins()
+    torus = topology("torus", 6)
+    assert any(nx.is_isomorphic(nx.Graph(np.argwhere(one).tolist()), torus) for one in begins)
+    _Search(np.ones((5, 5)), np.inf, 1.0, True, True).begins()  # no torus has 5
 
 
 def test_pairs_that_cannot_reach_each_other_have_no_edge():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import permutations
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from offbeat.cli.commands import Json, app, option
@@ -30,14 +32,16 @@ def graph(
         str,
         option(
             "complete, ring, star, exponential, torus, random-regular, random-regular:DEGREE, or "
-            "edges as in 0-1,1-2,2-0."
+            "edges as in 0-1,1-2,2-0; measured: what suits the links of --cluster best."
         ),
     ] = "ring",
-    workers: Annotated[int, option("Number of workers.")] = 4,
+    workers: Annotated[int | None, option("Number of workers.  [default: 4]")] = None,
     rate: Annotated[
         float, option("Exchanges of a worker per unit time, which is a gradient's mean time.")
     ] = 1.0,
     seed: Annotated[int, option("Another seed, another random graph.")] = 0,
+    cluster: Annotated[Path | None, option("measured: cluster file (TOML) with the links.")] = None,
+    mb: Annotated[float, option("measured: megabytes of an exchange, each way.")] = 4.0,
     json_: Json = False,
 ) -> int:
     """Show a graph of gossip: its constants for A2CiD2, its exchanges, and a picture.
@@ -46,7 +50,15 @@ def graph(
     """
     from offbeat.solve import graphs
 
-    made = graphs.topology(topology, workers, seed=seed)
+    if topology == "measured" and cluster is not None:
+        made = _suited(cluster, mb, seed)
+        if workers not in (None, len(made)):
+            raise ValueError(f"workers ({workers}) must be the hosts of --cluster ({len(made)})")
+    elif cluster is not None:
+        raise ValueError(f"cluster ({cluster}) must come with --topology measured")
+    else:
+        made = graphs.topology(topology, 4 if workers is None else workers, seed=seed)
+    workers = len(made)
     rates = graphs.edge_rates(made, rate)
     found = graphs.constants(rates, workers)
     if json_:
@@ -54,6 +66,23 @@ def graph(
     else:
         print(_text(topology, rate, rates, found, made))
     return 0
+
+
+def _suited(cluster: Path, mb: float, seed: int) -> nx.Graph:
+    """The graph with which workers agree fastest if only links limit them."""
+    import numpy as np
+
+    from offbeat.lab import Cluster
+    from offbeat.solve.measured import measured
+
+    asked = Cluster.load(cluster)
+    link = asked.links[0].name
+    rate, delay = np.full((2, asked.hosts, asked.hosts), np.inf)
+    for i, j in permutations(range(asked.hosts), 2):
+        way = asked.way(i, j, link)
+        rate[i, j] = np.inf if way.rate_bps is None else way.rate_bps / 8
+        delay[i, j] = way.latency_s
+    return measured(rate, delay, mb * 1e6, even=True, seed=seed).graph
 
 
 def _data(

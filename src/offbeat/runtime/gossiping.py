@@ -21,9 +21,11 @@ from offbeat.gossip.gossip import Gossip, Settings
 from offbeat.gossip.joining import TRIPS, Place, ask
 from offbeat.gossip.peers import door
 from offbeat.gossip.state import AVERAGING, State
+from offbeat.measuring.pairs import measure_pairs
 from offbeat.run.job import current_door
 from offbeat.runtime.serving import address_towards, common_secret, own_address
-from offbeat.solve.graphs import topology
+from offbeat.solve.graphs import Edge, topology
+from offbeat.solve.measured import measured
 from offbeat.storage.coupling import couples
 from offbeat.storage.flat import flatten
 from offbeat.strategies.gossip import Gossip as GossipStrategy
@@ -58,7 +60,7 @@ def join(
         return own.come(*door_of_another)
     if control.world_size == 1:
         return Gossiping(own.flats, own.state, Clock(), None)
-    graph = topology(strategy.topology, control.world_size)
+    graph = _graph(strategy, control, own.message_bytes)
     clock = Clock(ahead_s(control))
     entrance = door(own_address(cluster), 2 * control.world_size)
     everyone, secret = common_secret(entrance.getsockname()[:2], 0, control)
@@ -67,6 +69,22 @@ def join(
         host, port = addresses[0]
         print(f"offbeat: others can join this job at {host}:{port}", file=sys.stderr, flush=True)
     return own.begin(control.rank, graph, clock, secret, addresses, entrance)
+
+
+def _graph(strategy: GossipStrategy, control: Control, message_bytes: int) -> nx.Graph:
+    """That of the topology; every rank must call it. "measured": the one with which workers agree
+    fastest if links are what limits them."""
+    if strategy.topology != "measured":
+        return topology(strategy.topology, control.world_size)
+    rate, delay = measure_pairs(control, message_bytes)
+    edges: list[Edge] = []
+    if control.rank == 0:  # another machine may round otherwise
+        momentum = strategy.momentum
+        found = measured(rate, delay, message_bytes, momentum=momentum, even=True)
+        edges = sorted(found.rates_per_s)
+        words = ", ".join(f"{i}-{j}" for i, j in edges)
+        print(f"offbeat: edges by measured links: {words}", file=sys.stderr, flush=True)
+    return topology(control.gather(edges)[0], control.world_size)
 
 
 class _Own:
@@ -92,6 +110,11 @@ class _Own:
             momentum=strategy.momentum,
             mixed=strategy.exchange == "after_mixing",
         )
+
+    @property
+    def message_bytes(self) -> int:
+        """What an exchange sends each way."""
+        return self._wire.bytes
 
     def begin(
         self,

@@ -50,7 +50,9 @@ def _named(text: str, n: int, seed: int) -> nx.Graph:
         return _random_regular(degree if colon else None, n, seed)
     if text not in NAMED:
         known = ", ".join([*NAMED, "random-regular[:DEGREE]"])
-        measured = "; measured needs the rates of links" if text == "measured" else ""
+        measured = ""
+        if text == "measured":
+            measured = "; measured needs links: those of a job, or of `offbeat graph --cluster`"
         raise ValueError(
             f"topology ({text!r}) must be one of {known}, or edges as in 0-1,1-2{measured}"
         )

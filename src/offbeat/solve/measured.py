@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -42,6 +43,7 @@ def measured(
     most_per_s: float = math.inf,
     busy: float = 1.0,
     momentum: bool = True,
+    even: bool = False,
     seed: int = 0,
 ) -> Measured:
     """The graph and the rates with which consensus comes about fastest per second.
@@ -50,9 +52,9 @@ def measured(
     is a pair that cannot reach each other. A worker exchanges with one other at a time, both ways
     at once, so an exchange takes the delay plus the bytes over the slower direction, and has both
     network cards to itself. Edges are used equally often (as `edge_rates` has it), or slow ones
-    less often, whichever is better. `most_per_s` limits the exchanges of any worker, `busy` the
-    share of time that it spends in them. The search climbs from several graphs; for up to five
-    workers it finds the best one in tests.
+    less often, whichever is better; with `even` only the former. `most_per_s` limits the exchanges
+    of any worker, `busy` the share of time that it spends in them. The search climbs from several
+    graphs; for up to five workers it finds the best one in tests.
     """
     rate, delay = (
         _matrix("pair_rate_bytes_s", pair_rate_bytes_s),
@@ -62,8 +64,8 @@ def measured(
     with np.errstate(divide="ignore"):
         seconds = np.maximum(delay, delay.T) + message_bytes / np.minimum(rate, rate.T)
     found: list[tuple[float, NDArray[np.bool_], Matrix]] = []
-    for even in (True, False):
-        search = _Search(seconds, most_per_s, busy, momentum, even)
+    for alike in (True,) if even else (True, False):
+        search = _Search(seconds, most_per_s, busy, momentum, alike)
         one, decay = search.climb(search.begins(), np.random.default_rng(seed))
         found.append((decay, one, search.rates(one[None])[0]))
     decay, best, rates = max(found, key=lambda one: one[0])
@@ -124,7 +126,7 @@ class _Search:
         return np.sqrt(least / np.where(apart, 1.0, chi2)) * scale
 
     def begins(self) -> Graphs:
-        """All pairs; fast pairs only; the fastest tree and ring; a star; few steps to everybody."""
+        """All pairs; fast pairs only; the fastest tree, ring, torus; a star; few steps to all."""
         pairs = np.sort(self.seconds[np.triu(self.usable)])
         limits = {pairs[int(k)] for k in np.linspace(0, len(pairs) - 1, THRESHOLDS)}
         found = [self.usable & (self.seconds <= limit) for limit in sorted(limits)]
@@ -143,7 +145,13 @@ class _Search:
         exponential = topology("exponential", self.n)
         spread = self._adjacency((order[i], order[j]) for i, j in exponential.edges)
         ring = self._adjacency(zip(order, [*order[1:], order[0]], strict=True))
-        return np.array([*found, tree, star | tree, spread | tree, ring | tree])
+        shapes = [star, spread, ring]
+        with suppress(ValueError):  # it does not fit every number of workers
+            torus = topology("torus", self.n)
+            shapes.append(self._adjacency((order[i], order[j]) for i, j in torus.edges))
+        whole = [nx.is_connected(nx.from_numpy_array(shape)) for shape in shapes]
+        found += [one if ok else one | tree for one, ok in zip(shapes, whole, strict=True)]
+        return np.array([*found, tree])
 
     def _tour(self) -> list[int]:
         """All workers, each followed by the fastest one to reach that is left."""
