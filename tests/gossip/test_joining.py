@@ -16,7 +16,8 @@ import torch
 from gossip_jobs import come, cut, flats, job, kill, together, until, warm
 from torch import Tensor
 
-from offbeat.gossip.joining import Agreement, Place
+from offbeat.gossip.agreement import Agreement
+from offbeat.gossip.joining import Place
 from offbeat.gossip.state import Change
 from offbeat.gossip.view import State
 from offbeat.transport.frames import WireError

@@ -21,28 +21,26 @@ import networkx as nx
 import torch
 from torch import Tensor
 
+from offbeat.gossip.agreement import Agreement, planned
 from offbeat.gossip.chunks import CHUNK_BYTES, Wire
 from offbeat.gossip.clock import DRIFT, Clock
 from offbeat.gossip.counts import Counts, Exchanged
 from offbeat.gossip.exchange import Exchanges
-from offbeat.gossip.joining import Address, Agreement, Place
+from offbeat.gossip.joining import Address, Place
 from offbeat.gossip.kinds import KINDS, WORDS, Kind, agreed, finite
 from offbeat.gossip.meeting import Meeting
 from offbeat.gossip.meetings import OWN, USER, Meetings
 from offbeat.gossip.pairing import Act, Begin, Pairing, Word
 from offbeat.gossip.peers import NOTHING, Listener, Peers
-from offbeat.gossip.state import AVERAGING, Mixing
+from offbeat.gossip.state import Mixing
 from offbeat.gossip.state import State as Shared
-from offbeat.gossip.view import Edge, Known, State, View
-from offbeat.solve.graphs import constants, edge_rates
+from offbeat.gossip.view import Known, State, View
 from offbeat.storage.flat import memory_of
 from offbeat.transport.frames import Frame, Header, WireError, pack
 
 OnPartition = Literal["raise", "continue"]
 
 GRADIENTS = 4  # of a worker, before its gradient time is believed
-PULSE = 50.0  # units between two agreements on the unit
-ENOUGH = 200  # exchanges, before their measured rate is believed
 NOTICE, NOTICE_S = 2.0, 1.0  # units, seconds: constants change so long after their reason
 DRAIN_S = 1.0  # of a thread that has failed
 NOTHING_ELSE = torch.empty(0, dtype=torch.uint8)
@@ -498,22 +496,13 @@ class Gossip(Listener):
     def _choose(self) -> None:
         """The graph has changed: whom this worker wishes for. The constants are agreed on."""
         self._require_one_part()
-        rates = self._planned(self.view.edges()).items()
+        rates = planned(self.view.edges(), self._settings.rate).items()
         self._rates = {sum(edge) - self.me: rate for edge, rate in rates if self.me in edge}
         self._next = None
 
-    def _planned(self, edges: Sequence[Edge]) -> dict[Edge, float]:
-        """Exchanges per unit."""
-        return edge_rates(nx.Graph(edges), self._settings.rate) if edges else {}
-
     def _constants(self) -> Mixing:
-        """For the edges and the share of their rates that are agreed on."""
-        share = self._agreed.share
-        rates = {edge: r * share for edge, r in self._planned(self._agreed.edges).items()}
-        if not (rates and self._settings.momentum):
-            return AVERAGING
-        found = constants(rates, sorted({end for edge in rates for end in edge}))
-        return Mixing(found.eta, found.alpha, found.alpha_tilde)
+        settings = self._settings
+        return self._agreed.constants(settings.rate, momentum=settings.momentum)
 
     def _require_one_part(self) -> None:
         """The graph hangs together; or the others are as good as dead; or the larger part goes on,
@@ -530,7 +519,9 @@ class Gossip(Listener):
                 f"(not heard of: {_listed(self.view.dead()) or 'nobody'}); use a topology with "
                 "more edges, or on_partition='continue' to go on with the larger part"
             )
-        self._say(f"the graph of gossip is in parts: {words}; ({_listed(mine)}) go on")
+        around = self.view.around(self.me)
+        if any(self.view.state(peer) is not State.LEFT for peer in around):  # else all are done
+            self._say(f"the graph of gossip is in parts: {words}; ({_listed(mine)}) go on")
         self._tell(self.view.cut_off(mine))
 
     def _say(self, words: str) -> None:
@@ -572,17 +563,11 @@ class Gossip(Listener):
         unit_s, before_s = gradients_s / workers, self.clock.unit_s
         if before_s is None or abs(unit_s / before_s - 1) > DRIFT:
             self.clock.agree(unit_s, now_s)
-        old, label = self._agreed, self.clock.at(now_s)
-        edges, share = edges or old.edges, old.share
-        planned = sum(self._planned(old.edges).values()) * (label - old.counted_from)
-        if before_s is not None and planned >= ENOUGH:
-            found = max(exchanges / 2 / planned, 1 / ENOUGH)
-            share = found if abs(found / share - 1) > DRIFT else share
-        since = old.counted_from
-        if before_s is None or planned >= ENOUGH or edges != old.edges:
-            since, self._counted = label, (self._counted[1], self._counted[1])
-        self._agreed = Agreement(edges, share, since, label + PULSE)
-        if (share, edges) != (old.share, old.edges):
+        label, old, rate = self.clock.at(now_s), self._agreed, self._settings.rate
+        self._agreed = old.renewed(label, exchanges / 2, edges or old.edges, rate)
+        if self._agreed.counted_from != old.counted_from:
+            self._counted = self._counted[1], self._counted[1]
+        if (self._agreed.share, self._agreed.edges) != (old.share, old.edges):
             notice = max(NOTICE, NOTICE_S / unit_s)  # in which everybody hears of it
             self._shared.tune(label + notice, self._constants())
         self._next = None
@@ -625,16 +610,15 @@ class Gossip(Listener):
         return head, memory_of(body)
 
     def _seat(self, wanted: Any) -> tuple[int, list[int]]:
-        """An id, and who its neighbours are: those that a worker had that comes back, else this
-        one and its own."""
+        """An id, and who its neighbours are: this worker, and those that one had that comes back,
+        or else this worker's own."""
         members, workers = self.view.members(), self.view.workers
         if wanted is not None:
             if wanted not in workers or wanted in members:
                 why = "there already" if wanted in members else f"none of {_listed(workers)}"
                 raise WireError(f"worker {wanted!r} is {why}")
             known = set(members) & set(self._addresses)
-            around = sorted(known & set(self.view.around(wanted)))
-            return wanted, around or [self.me]
+            return wanted, sorted(known & set(self.view.around(wanted)) | {self.me})
         count = 1 + max(end for edge in self._first for end in edge)
         if self.me >= count:
             raise WireError(f"worker {self.me} has joined itself; ask one of 0 to {count - 1}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.gossip.agreement import Agreement
 from offbeat.gossip.clock import Line, RoundTrip, offset_s
 from offbeat.gossip.kinds import Kind, pairs
 from offbeat.gossip.state import Change
@@ -29,17 +30,6 @@ Address = tuple[str, int]
 NOBODY = 0xFFFF  # in place of an id that is still to be given
 TRIPS = 8  # round trips by which clocks are compared
 AGAIN_S = 0.2  # between two questions
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What all workers have agreed on: the edges, and the share of their rates that comes about.
-    Labels: since when exchanges are counted, and when to agree again (None: at once)."""
-
-    edges: list[Edge]
-    share: float = 1.0
-    counted_from: float = 0.0
-    again_at: float | None = None
 
 
 @dataclass(frozen=True)
