@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 from offbeat import A2CiD2, Profile, sim
@@ -21,12 +22,20 @@ from offbeat.strategies import create, methods
         ({"silent_s": float("inf")}, "silent_s"),
         ({"weights": "lively"}, "did you mean 'live'"),
         ({"topology": ""}, "topology"),
+        ({"topology": 3}, r"topology \(3\) must be the name of one, edges as in"),
+        ({"topology": [(0, "b")]}, "must be the name of one"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict, words: str) -> None:
     for name in ("a2cid2", "ad-psgd"):
         with pytest.raises(ValueError, match=words):
             create(name, settings)
+
+
+def test_a_topology_is_text() -> None:
+    """Settings are compared between ranks, written and read again."""
+    for given in ([(1, 0), (2, 1)], nx.path_graph(3), "0-1,1-2"):
+        assert A2CiD2(given).topology == "0-1,1-2"  # type: ignore[arg-type]
 
 
 def test_only_momentum_can_be_exchanged_before_mixing() -> None:

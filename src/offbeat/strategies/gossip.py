@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from offbeat.sim.ranks import Ranks
 
 
+AS_IN = "must be the name of one, edges as in '0-1,1-2', pairs of workers, or a graph of networkx"
+
+
 @dataclass(frozen=True)
 class Gossip(Strategy):
     """Neighbours in a graph average their parameters in pairs while everybody computes.
 
-    `topology`: see `offbeat graph`. `rate`: exchanges per gradient of a worker, in the mean.
+    `topology`: see `offbeat graph`, or "measured"; pairs of workers and graphs of networkx become
+    text. `rate`: exchanges per gradient of a worker, in the mean.
     `weights`: whether a gradient sees one point ("snapshot"), or exchanges change the parameters
     between its forward and backward ("live"). `wire`: "bf16" sends half the bytes of float32; the
     mean is kept, but workers do not agree better than to that precision. A neighbour that cannot be
@@ -50,10 +54,10 @@ class Gossip(Strategy):
                 or not (0 < value < math.inf)
             ):
                 raise ValueError(f"{name} ({value!r}) must be a finite number above 0")
-        if not isinstance(self.topology, str) or not self.topology:
-            raise ValueError(
-                f"topology ({self.topology!r}) must be the name of one, or edges as in '0-1,1-2'"
-            )
+        if not isinstance(self.topology, str):
+            object.__setattr__(self, "topology", _in_words(self.topology))
+        if not self.topology:
+            raise ValueError(f"topology ({self.topology!r}) {AS_IN}")
 
     def schedule(self, profile: Profile) -> Plan:
         raise ValueError(
@@ -81,3 +85,13 @@ class Gossip(Strategy):
         from offbeat.sim.apart import predict_apart
 
         return predict_apart(self, profile, iterations=iterations, seed=seed, ranks=ranks)
+
+
+def _in_words(topology: object) -> str:
+    """Pairs, or a graph's edges, as text: settings are compared and written."""
+    edges = getattr(topology, "edges", topology)
+    try:
+        pairs = sorted((min(int(i), int(j)), max(int(i), int(j))) for i, j in edges)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise ValueError(f"topology ({topology!r}) {AS_IN}") from None
+    return ",".join(f"{i}-{j}" for i, j in pairs)
