@@ -7,10 +7,10 @@
 the loopback: two workers exchange a model of `--mb` as often as they can. The rate is that of one
 direction; the target is 90 % of the link's. `--idle`: processor time of a gossip thread whose only
 neighbour is busy for ever, and of one that has nobody; the target is 2 % of a core. `--decay`: how
-fast N workers on a ring agree. `--mean`: eight workers on a ring, every fourth two times slower:
-how far the mean of x drifts, relative to its norm. `--chaos`: for so many seconds connections are
-cut at random, workers killed, and others join or come back; the living must end with the same bits,
-and none may hang.
+fast N workers on a ring agree. `--mean`: eight processes on a ring, every fourth two times slower,
+so many events: how far the mean of x drifts, relative to its norm. `--chaos`: for so many seconds
+connections are cut at random, workers killed, and others join or come back; the living must end
+with the same bits, and none may hang.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import random
 import socket
@@ -149,46 +150,59 @@ def _cpu_s(native: int | None) -> float:
 
 
 def mean(events: int) -> None:
-    """Threads of one process, gradients of some milliseconds."""
+    """Eight processes, gradients of some milliseconds; until there were so many exchanges and
+    gradients."""
     import torch
 
-    draws = torch.Generator().manual_seed(0)
-    flats = [torch.randn(10_000, generator=draws) for _ in range(8)]
-    start = torch.stack(flats).double().mean(0)
-    workers = _job(_graph("ring", 8), flats)
-    added = [torch.zeros(10_000, dtype=torch.float64) for _ in flats]
-
-    def train(n: int) -> None:
-        own = torch.Generator().manual_seed(n)
-        while sum(sum(w.gossip.counts.exchanges.values()) for w in workers) / 2 < events / 2:
-            worker, u = workers[n], 0.01 * torch.randn(10_000, generator=own)
-            worker.state.refresh()
-            time.sleep(0.004 * (1 + (n % 4 == 3)))
-            worker.state.step(worker.clock.now(), lambda u=u: flats[n].add_(u))
-            worker.gossip.gradient(0.004 * (1 + (n % 4 == 3)))
-            added[n] += u.double()
-        nothing = [torch.zeros(1)]
-        worker.gossip.meet(nothing)
-        worker.gossip.pause()
-        _, t, _ = worker.gossip.meet(nothing, max(worker.clock.now(), worker.state.t))
-        worker.state.settle(t)
-
-    threads = [threading.Thread(target=train, args=(n,)) for n in range(8)]
+    context = multiprocessing.get_context("spawn")
     begin_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    expected = start + torch.stack(added).mean(0)
+    with tempfile.TemporaryDirectory() as folder, context.Pool(8) as pool:
+        ends = pool.starmap(_drift, [(n, folder, events) for n in range(8)], chunksize=1)
+    flats, added, exchanges, gradients = zip(*ends, strict=True)
+    expected = torch.stack([_start(n) for n in range(8)]).double().mean(0)
+    expected += torch.stack(added).mean(0)
     drift = (torch.stack(flats).double().mean(0) - expected).norm() / expected.norm()
-    exchanges = sum(sum(w.gossip.counts.exchanges.values()) for w in workers) // 2
     spread = torch.stack(flats).std(0).norm() / expected.norm()
     print(
-        f"{exchanges} exchanges in {time.perf_counter() - begin_s:.1f} s: the mean is off by "
-        f"{float(drift):.1e} of its norm, workers by {float(spread):.2f}"
+        f"{sum(exchanges) // 2} exchanges and {sum(gradients)} gradients ({min(gradients)}-"
+        f"{max(gradients)}) of 8 processes in {time.perf_counter() - begin_s:.1f} s: the mean is "
+        f"off by {float(drift):.1e} of its norm, workers by {float(spread):.2f}"
     )
-    for worker in workers:
-        threading.Thread(target=worker.gossip.close).start()
+
+
+def _start(n: int) -> Any:
+    import torch
+
+    return torch.randn(10_000, generator=torch.Generator().manual_seed(n))
+
+
+def _drift(n: int, folder: str, events: int) -> tuple[Any, Any, int, int]:
+    """One process: x, mixed to the common time; what its gradients have added; its events."""
+    import torch
+
+    torch.set_num_threads(1)
+    door = socket.create_server(("127.0.0.1", 0))
+    _publish(Path(folder), n, door.getsockname())
+    addresses = {other: _published(Path(folder), other) for other in range(8)}
+    flat, added = _start(n), torch.zeros(10_000, dtype=torch.float64)
+    worker = _worker(n, _graph("ring", 8), flat, addresses, door)
+    worker.gossip.connect()
+    own, slower, gradients = torch.Generator().manual_seed(n), 1 + (n % 4 == 3), 0
+    counts = worker.gossip.counts.exchanges
+    # Each exchange is two workers'; faster ones have more gradients.
+    while sum(counts.values()) / 2 + gradients < events / 8:
+        u = 0.01 * torch.randn(10_000, generator=own)
+        worker.state.refresh()
+        time.sleep(0.004 * slower)
+        worker.state.step(worker.clock.now(), lambda u=u: flat.add_(u))
+        worker.gossip.gradient(0.004 * slower)
+        added += u.double()
+        gradients += 1
+    worker.gossip.meet([torch.zeros(1)])
+    worker.state.settle(worker.gossip.rest(max(worker.clock.now(), worker.state.t)))
+    worker.gossip.meet([torch.zeros(1)])
+    worker.gossip.close()
+    return flat, added, sum(counts.values()), gradients
 
 
 # ---- how fast workers agree -----------------------------------------------------------------
