@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from offbeat import A2CiD2, Profile, sim
 from offbeat.profile import Bucket, Link
 from offbeat.report.divergence import draw as draw_divergence
 from offbeat.report.divergence import relative
-from offbeat.report.gossip import Exchange, draw, measured, pack, predicted
+from offbeat.report.gossip import Exchange, chrome, clocks, draw, measured, pack, predicted
 from offbeat.report.run import Contestant
 from offbeat.report.timeline import predicted_window
 
@@ -31,6 +32,28 @@ def test_exchanges_are_where_they_were_on_one_clock() -> None:
     assert packed["exchanges"][0] == pytest.approx(
         [0, 1, 2.25 + start, 2.75 + start, 2.25 + start, 2.75 + start, 400]
     )
+
+
+def test_exchanges_in_a_chrome_trace() -> None:
+    """Each end in the seconds of its own worker, as the other spans are, and one arrow a pair."""
+    rep = repetition(THREE)
+    found, ahead = measured(rep), clocks(rep)
+    assert found is not None
+    assert ahead is not None
+    events = chrome(found, ahead)
+    spans = [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    own = {
+        (r.rank, peer): (begin_s, end_s)
+        for r in rep.ranks
+        for peer, _, begin_s, end_s, _ in r.trace.notes["gossip"]["last"]
+    }
+    assert sorted(spans) == [
+        (rank, f"with {peer}", pytest.approx(1e6 * begin), pytest.approx(1e6 * (end - begin)))
+        for (rank, peer), (begin, end) in sorted(own.items())
+    ]
+    arrows = [(e["ph"], e["id"], e["pid"]) for e in events if e["ph"] in "sf"]
+    assert arrows == [("s", 0, 0), ("f", 0, 1), ("s", 1, 1), ("f", 1, 2)]
+    json.dumps(events)
 
 
 def test_one_end_stands_for_both() -> None:

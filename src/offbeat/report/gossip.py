@@ -14,6 +14,7 @@ from offbeat.trace import Trace
 
 SHOWN = 10  # units of time, a gradient's mean over workers
 MOST_WORKERS = 64  # of which lanes and counts are shown
+EXCHANGES = 1000  # thread of a Chrome trace, below all others
 
 Span = tuple[float, float]  # start and end in seconds
 
@@ -143,6 +144,26 @@ def pack(of: Gossiped) -> dict[str, Any]:
         ],
         "counts": [[of.counts[i][j] for j in workers] for i in workers],
     }
+
+
+def chrome(of: Gossiped, ahead_s: Mapping[int, float] | None = None) -> list[dict[str, Any]]:
+    """Exchanges as Chrome trace events: a lane for each worker, in its own seconds, of which the
+    first worker's are so far ahead; arrows between partners."""
+    ahead = ahead_s or {}
+    events: list[dict[str, Any]] = []
+    for rank in of.gradients:
+        events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": EXCHANGES, "ts": 0})
+        events[-1]["args"] = {"name": "exchanges"}
+    for number, one in enumerate(of.exchanges):
+        ends = (one.i, one.j, one.at_i), (one.j, one.i, one.at_j)
+        for phase, (me, other, span) in zip("sf", ends, strict=True):
+            start_s, end_s = (s - ahead.get(me, 0.0) for s in span)
+            place = {"cat": "exchange", "pid": me, "tid": EXCHANGES, "ts": start_s * 1e6}
+            about = {"partner": other, "bytes": one.bytes}
+            name, dur = f"with {other}", (end_s - start_s) * 1e6
+            events.append({**place, "name": name, "ph": "X", "dur": dur, "args": about})
+            events.append({**place, "name": "pair", "ph": phase, "id": number, "args": {}})
+    return events
 
 
 def _notes(trace: Trace) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from offbeat.report import gossip
 from offbeat.report.page import render
 from offbeat.report.run import SCHEMA, Contestant, Run, load
 from offbeat.report.strict_json import dumps
@@ -50,10 +51,17 @@ def _write_traces(folder: Path, contestant: Contestant) -> dict[str, str]:
     """Names of the trace files written, by source."""
     written = {}
     if contestant.complete:
-        _save(folder / MEASURED_TRACE, dumps(contestant.complete[0].trace.to_chrome()))
+        first = contestant.complete[0]
+        data, gossiped = first.trace.to_chrome(), gossip.measured(first)
+        if gossiped is not None:
+            data["traceEvents"] += gossip.chrome(gossiped, gossip.clocks(first))
+        _save(folder / MEASURED_TRACE, dumps(data))
         written["measured"] = MEASURED_TRACE
     if contestant.predicted is not None:
-        _save(folder / PREDICTED_TRACE, dumps(contestant.predicted.to_chrome()))
+        data, gossiped = contestant.predicted.to_chrome(), gossip.predicted(contestant.predicted)
+        if gossiped is not None:
+            data["traceEvents"] += gossip.chrome(gossiped)
+        _save(folder / PREDICTED_TRACE, dumps(data))
         written["predicted"] = PREDICTED_TRACE
     return written
 
