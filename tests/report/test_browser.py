@@ -149,6 +149,13 @@ def test_gossip_is_drawn_between_partners(tmp_path):
       document.body.dataset.told = told.join("; ");
       svg.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
       document.body.dataset.chosen = document.querySelector(".chosen").dataset.pair;
+      const zoom = document.getElementById("zoom"), before = svg.clientWidth;
+      zoom.value = "4";
+      zoom.dispatchEvent(new Event("change", { bubbles: true }));
+      const wide = document.querySelector("[data-gossip] svg").clientWidth;
+      document.body.dataset.zoomed = (wide / before).toFixed(2);
+      zoom.value = "1";
+      zoom.dispatchEvent(new Event("change", { bubbles: true }));
     </script></body>"""
     text = re.sub(r"<meta http-equiv[^>]*>", "", text).replace("</body>", press)
     (run / "pressed.html").write_text(text)
@@ -156,6 +163,7 @@ def test_gossip_is_drawn_between_partners(tmp_path):
     assert "exchange of workers 0 and 1 · measured" in drawn
     assert "400 B in each direction, 800 B/s" in drawn
     assert re.search(r'data-chosen="\d-\d"', drawn)
+    assert 'data-zoomed="4.00"' in drawn
     (figure,) = re.findall(r"<figure[^>]*data-gossip.*?</figure>", drawn, re.DOTALL)
     assert figure.count("worker 2") == 2  # a lane in each panel
     lanes = [float(y) for y in re.findall(r'class="lane" x="1" y="([\d.]+)"', figure)]

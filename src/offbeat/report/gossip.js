@@ -80,7 +80,7 @@ function gossipNames(names, { panels, height }) {
 
 function renderGossip(figure, gossip) {
   const names = figure.querySelector(".names"), scroll = figure.querySelector(".scroll");
-  const width = Math.max(LEAST_WIDTH, scroll.clientWidth);
+  const width = Math.max(LEAST_WIDTH, scroll.clientWidth) * view.zoom;
   const domain = Math.max(1e-9, ...Object.values(gossip).map((panel) => panel.length_s));
   const laid = gossipLayout(gossip);
   const x = (time) => (time / domain) * (width - 2) + 1;
@@ -175,7 +175,9 @@ function startGossip() {
   for (const figure of document.querySelectorAll("[data-gossip]")) {
     element("div", "names", figure);
     const scroll = element("div", "scroll", figure);
-    onWidth(scroll, () => renderGossip(figure, gossips[Number(figure.dataset.gossip)]));
+    const redraw = () => renderGossip(figure, gossips[Number(figure.dataset.gossip)]);
+    onWidth(scroll, redraw);
+    document.getElementById("controls").addEventListener("change", redraw);
   }
   for (const host of document.querySelectorAll("[data-map]"))
     onWidth(host, () => drawMap(host, gossips[Number(host.dataset.map)][host.dataset.panel]));
