@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import networkx as nx
@@ -11,6 +12,7 @@ import pytest
 from offbeat import A2CiD2, Profile, sim
 from offbeat.cli import main
 from offbeat.profile import Bucket, Link
+from offbeat.sim.ranks import Ranks
 from offbeat.strategies import create, methods
 
 
@@ -48,6 +50,20 @@ def test_only_momentum_can_be_exchanged_before_mixing() -> None:
 PROFILE = Profile(
     (Bucket("a", 0.1, 0.2, 4000),), (Link("net", 0.0, 1e5),), 4, rank_scale=(1.0, 1.0, 2.0, 1.0)
 )
+
+
+def test_a_measured_topology_is_predicted_from_the_links_of_ranks() -> None:
+    """Equal ones make all pairs. A rank with a thin link gets fewer partners."""
+
+    def partners(ranks: Ranks) -> list[int]:
+        profile = replace(PROFILE, world_size=6, rank_scale=())
+        found = sim.predict(A2CiD2("measured"), profile, ranks=ranks)
+        pairs = found.trace.notes["gossip"]["pairs"]
+        return [sum(n in pair[:2] for pair in pairs) for n in range(6)]
+
+    assert partners(Ranks()) == [5] * 6
+    thin = partners(Ranks(link_rates={"net": (1.0,) * 5 + (0.02,)}))
+    assert thin[5] == 1
 
 
 def test_nobody_waits_for_the_slowest() -> None:

@@ -6,11 +6,15 @@ import math
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import networkx as nx
+import numpy as np
+
 from offbeat.profile import Profile
 from offbeat.sim.gossip import Network, Timeline, Workers, simulate
 from offbeat.sim.ranks import Ranks
-from offbeat.sim.served import server_of
+from offbeat.sim.served import Server, server_of
 from offbeat.solve.graphs import edge_rates, topology
+from offbeat.solve.measured import measured
 
 if TYPE_CHECKING:
     from offbeat.strategies.gossip import Gossip
@@ -25,16 +29,16 @@ def meetings(strategy: Gossip, profile: Profile, ranks: Ranks, seed: int = 0) ->
 
     ValueError if the topology does not fit the workers.
     """
-    graph = topology(strategy.topology, profile.world_size)
+    size_bytes, server = _message_bytes(strategy, profile), server_of(profile, 1, ranks)
     timeline = simulate(
-        edge_rates(graph, strategy.rate),
+        edge_rates(_graph(strategy, server, size_bytes), strategy.rate),
         _workers(profile, ranks),
-        _network(strategy, profile, ranks),
+        Network(size_bytes, server.caps, delay_s=server.latency_s),
         units=UNITS,
         gradients=MOST_GRADIENTS,
         seed=seed,
     )
-    return _said(timeline, _message_bytes(strategy, profile))
+    return _said(timeline, size_bytes)
 
 
 def _workers(profile: Profile, ranks: Ranks) -> Workers:
@@ -43,9 +47,14 @@ def _workers(profile: Profile, ranks: Ranks) -> Workers:
     return Workers(gradient_s, fmean(ranks.jitters(profile) or [0.0]))
 
 
-def _network(strategy: Gossip, profile: Profile, ranks: Ranks) -> Network:
-    server = server_of(profile, 1, ranks)
-    return Network(_message_bytes(strategy, profile), server.caps, delay_s=server.latency_s)
+def _graph(strategy: Gossip, server: Server, size_bytes: int) -> nx.Graph:
+    """Its topology; a measured one is that of the workers' links, as a profile knows no pairs."""
+    workers = len(server.caps)
+    if strategy.topology != "measured":
+        return topology(strategy.topology, workers)
+    rates = np.minimum.outer(server.caps, server.caps)
+    delays = np.full_like(rates, server.latency_s)
+    return measured(rates, delays, size_bytes, momentum=strategy.momentum, even=True).graph
 
 
 def _message_bytes(strategy: Gossip, profile: Profile) -> int:
