@@ -135,7 +135,7 @@ def test_parts():
     [
         ("ring", 1, ["workers (1)", "at least 2"]),
         ("cube", 8, ["'cube'", "ring", "random-regular"]),
-        ("measured", 8, ["'measured'", "rates of links"]),
+        ("measured", 8, ["'measured'", "needs links"]),
         ("torus", 7, ["workers (7)", "6 or 8"]),
         ("torus", 3, ["workers (3)", "take 4"]),
         ("random-regular:3", 5, ["degree (3)", "take 4 workers"]),
