@@ -24,6 +24,7 @@ WORKERS, KILLED, CUT = 8, (3, 5), (6, 7)
 CUT_S = 20.0
 SECRET = "benchmark"
 WINDOW_S = 10.0
+START_S = 40.0  # until everybody is there
 
 
 def work(until: float) -> None:
@@ -83,11 +84,12 @@ def drive(seconds: float) -> None:
     """Start, kill, add, cut; what came of it."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-    begin_s = time.time()
+    begin_s = time.time() + START_S
     argv = [__file__, "--until", str(begin_s + seconds)]
     common = {**os.environ, "OFFBEAT_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORKERS)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    # Before that moment the workers train, and nothing happens to them.
     ranks = []
     for n in range(WORKERS):
         stderr = subprocess.PIPE if n == 0 else subprocess.DEVNULL
@@ -109,7 +111,7 @@ def drive(seconds: float) -> None:
             ranks.append(subprocess.Popen(joining, env=common, **pipes))
         else:
             ranks[CUT[0]].send_signal(signal.SIGUSR1)
-    said = [rank.communicate(timeout=seconds + 120)[0] for rank in ranks]
+    said = [rank.communicate(timeout=seconds + START_S + 120)[0] for rank in ranks]
     ends = [json.loads(text.split("end ", 1)[1]) for text in said if "end " in text]
     if len(ends) != WORKERS - len(KILLED) + 1 or len({end["sum"] for end in ends}) != 1:
         sys.exit(f"the living differ: {[(end['me'], end['sum']) for end in ends]}")
@@ -117,7 +119,7 @@ def drive(seconds: float) -> None:
     print(f"{words}; ends alike: {[end['me'] for end in ends]}, quality {ends[0]['quality']}")
     print("edges at the end:", " ".join(f"{i}-{j}" for i, j in ends[0]["edges"]))
     print("exchanges of the newcomer:", ends[-1]["met"])
-    for start in range(0, int(seconds), int(WINDOW_S)):
+    for start in range(-int(START_S), int(seconds), int(WINDOW_S)):
         inside = [
             loss
             for end in ends

@@ -214,6 +214,19 @@ def test_a_neighbour_that_comes_again_hears_everything() -> None:
         ]
 
 
+def test_old_news_of_an_edge_do_not_hide_that_it_is_broken() -> None:
+    with job(nx.complete_graph(3), flats(3), silent_s=1.0) as workers:
+        workers[1].gossip._peers._addresses[0] = ("127.0.0.1", 1)  # where nobody is
+        cut(workers[1])
+        gossip = workers[0].gossip
+        until(lambda: gossip.view.state(1) is State.DOWN)
+        news = {"known": [(0, 1, 50, int(State.UP), 0.0)]}
+        gossip._commands.append(lambda: gossip._learn(news))
+        gossip._peers.wake()
+        for worker in (workers[0], workers[2]):
+            until(lambda worker=worker: worker.gossip.view.edges() == [(0, 2), (1, 2)])
+
+
 def test_who_has_come_and_left_was_there() -> None:
     """A worker that trains for less time than another one needs to look up."""
     x = flats(2)

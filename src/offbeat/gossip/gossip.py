@@ -459,6 +459,10 @@ class Gossip(Listener):
             raise WireError(str(error)) from None
         for peer in self.view.around(self.me) if new else ():
             self._peers.expect(peer)
+            broken = peer in self._down_s and peer not in self._never_came
+            if broken and self.view.state(peer) is State.UP:
+                # Old news must not hide that it is broken here: nobody would give it up.
+                new += self.view.change(peer, State.DOWN, self.clock.now())
         self._tell(new)
 
     def _tell(self, new: Sequence[Known]) -> None:
