@@ -51,7 +51,7 @@ def work(until: float) -> None:
         loss = task.loss(model, batch)
         loss.backward()
         optimizer.step()
-        losses.append((time.time(), float(loss)))
+        losses.append((time.time(), loss.item()))
         time.sleep(0.05)
     edges = gossip.view.edges()
     model.consolidate()
