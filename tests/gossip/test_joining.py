@@ -82,6 +82,27 @@ def test_who_consolidates_waits_for_a_worker_that_has_a_place() -> None:
         assert torch.equal(x[0], x[3])
 
 
+def test_meetings_begin_anew_when_a_newcomer_can_be_talked_to() -> None:
+    """It may have heard from another neighbour that its edge is there, before it could send."""
+    x = flats(3)
+    with job(nx.complete_graph(2), x[:2]) as workers:
+        warm(workers)
+        gossip = come(workers, x[2]).gossip
+        until(lambda: len(gossip.view.edges(State.UP)) == 3)
+        versions: list[int] = []
+
+        def again() -> None:
+            gossip._never_came.add(0)
+            versions.extend(version for _, _, version, *_ in gossip.view.known())
+            gossip.came(0, workers[0].gossip.hello(2))
+            versions.extend(version for _, _, version, *_ in gossip.view.known())
+
+        gossip._commands.append(again)
+        gossip._peers.wake()
+        until(lambda: len(versions) == 4)
+        assert sum(versions[2:]) > sum(versions[:2])
+
+
 def test_who_consolidates_gives_no_place() -> None:
     x = flats(3)
     with job(nx.complete_graph(2), x[:2]) as workers:

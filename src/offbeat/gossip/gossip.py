@@ -88,6 +88,7 @@ class Gossip(Listener):
         self.view, self.counts = View(me, edges), Counts()
         self._first, self._agreed = edges, place.agreed if place else Agreement(edges)
         self._addresses, self._door, self._luggage = dict(addresses), door.getsockname(), luggage
+        self._joined = place is not None
         self._life = random.SystemRandom().getrandbits(48)  # of this process
         self._lives: dict[int, int] = {}  # of the neighbours'
         self._guests: dict[int, float] = {}  # who has been given a place, and when
@@ -96,9 +97,7 @@ class Gossip(Listener):
         self._exchanges = Exchanges(shared, wire)
         around = sorted(place.near) if place else sorted(settings.graph.adj[me])
         near = {peer: addresses[peer] for peer in around}
-        self._peers = Peers(
-            me, secret, near, door, settings.silent_s, self, joins=place is not None
-        )
+        self._peers = Peers(me, secret, near, door, settings.silent_s, self, joins=self._joined)
         self._random = random.Random(f"{settings.seed} {me}")
         self._rates: dict[int, float] = {}  # exchanges per unit on the edge to a neighbour
         self._next: float | None = None  # label of the next wish
@@ -236,6 +235,8 @@ class Gossip(Listener):
 
     def _missing(self) -> str:
         """Who has not brought numbers, as far as this worker can see."""
+        if self._later:
+            return f"workers {_listed(self._guests)}, which were given a place, have not come"
         behind = self._meetings.missing(USER)
         if behind is None:
             return f"the graph is broken, {_listed(self._down_s)} cannot be reached"
@@ -388,7 +389,9 @@ class Gossip(Listener):
         before, gone = self.view.edges(), self.view.state(peer) > State.DOWN
         self._merge(said)
         # The partner may have told others already, and they this worker, before it could send.
-        self._tell(self.view.change(peer, State.UP, self.clock.now(), again=not expected))
+        self._tell(
+            self.view.change(peer, State.UP, self.clock.now(), again=self._joined or not expected)
+        )
         if gone and not expected:
             same = "can be reached again" if life == before_life else "has joined"
             self._say(f"worker {peer} {same}")
