@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 HOSTS ?= 4
 RATE ?= 25mbit
-STEPS ?= 17
+STEPS ?= 12
 
 .PHONY: demo test lint clean
 
