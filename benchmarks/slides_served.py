@@ -35,7 +35,7 @@ def train_served(
     """Quality over iterations (pushes over workers), and simulated seconds until then."""
     begin = time.perf_counter()
     server = served.server_of(profile, servers)
-    compute_s = served._compute_s(profile, Ranks(), FASTER * iterations, seed)
+    compute_s = served.compute_seconds(profile, Ranks(), FASTER * iterations, seed)
     job = _Training(server, compute_s, strategy, task, seed, iterations)
     with suppress(_Enough):
         job.run()

@@ -15,7 +15,7 @@ from offbeat.profile import Profile
 from offbeat.report import load, summarize
 from offbeat.run.compare import SKIP
 from offbeat.sim import Ranks, predict, simulate
-from offbeat.sim.served import _compute_s, run_served, server_of
+from offbeat.sim.served import compute_seconds, run_served, server_of
 from offbeat.strategies import SSP
 
 Run = Mapping[str, Any]
@@ -180,7 +180,7 @@ def _by_kind(label: str, directory: Path) -> list[tuple[str, float, float]]:
     strategy = SSP(**json.loads((directory / label / "rep0" / "job.json").read_text())["settings"])
     made = run_served(
         server_of(profile, 1),
-        _compute_s(profile, Ranks(), len(ends_s[0]), 0),
+        compute_seconds(profile, Ranks(), len(ends_s[0]), 0),
         strategy.s,
         each_push=strategy.apply == "push",
     )
