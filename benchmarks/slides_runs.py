@@ -98,7 +98,7 @@ class _Log:
 
     def take(self, done: Iteration) -> None:
         if self._plan.votes:
-            self._votes.take(done, self._plan)
+            self._votes.take(done, [vote.name for vote in self._plan.votes])
 
     def record(self) -> dict[str, Any]:
         """Outcomes by vote, bytes."""
