@@ -350,12 +350,13 @@ def _end(worker: _Worker, flat: Any) -> None:
     import torch
 
     gossip, nothing = worker.gossip, [torch.zeros(1)]
-    gossip.meet(nothing)
-    t = gossip.rest(max(worker.clock.now(), worker.state.t))
-    worker.state.settle(t)
-    sums, _, workers = gossip.meet([flat.clone()])
-    worker.state.put([sums[0] / workers], t)
-    gossip.meet(nothing)
+    with gossip.together():
+        gossip.meet(nothing)
+        t = gossip.rest(max(worker.clock.now(), worker.state.t))
+        worker.state.settle(t)
+        sums, _, workers = gossip.meet([flat.clone()])
+        worker.state.put([sums[0] / workers], t)
+        gossip.meet(nothing)
     gossip.close()
 
 

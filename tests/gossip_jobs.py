@@ -45,15 +45,20 @@ class Worker:
     def count(self) -> int:
         return sum(self.gossip.counts.exchanges.values())
 
-    def consolidate(self) -> None:
-        """As the session does it."""
+    def consolidate(self, between: Callable[[int], Any] = lambda _: None) -> None:
+        """As the session does it; `between` is called before each meeting."""
         nothing = [torch.zeros(1)]
-        self.gossip.meet(nothing)
-        t = self.gossip.rest(max(self.clock.now(), self.state.t))
-        self.state.settle(t)
-        sums, _, workers = self.gossip.meet([self.flat.clone()])
-        self.state.put([sums[0] / workers], t)
-        self.gossip.meet(nothing)
+        with self.gossip.together():
+            between(0)
+            self.gossip.meet(nothing)
+            between(1)
+            t = self.gossip.rest(max(self.clock.now(), self.state.t))
+            self.state.settle(t)
+            between(2)
+            sums, _, workers = self.gossip.meet([self.flat.clone()])
+            self.state.put([sums[0] / workers], t)
+            between(3)
+            self.gossip.meet(nothing)
 
 
 @contextmanager
@@ -185,3 +190,17 @@ def cut(worker: Worker) -> None:
     peers = worker.gossip._peers
     worker.gossip._commands.append(lambda: [peers.drop(p, "cut") for p in peers.present()] and None)
     peers.wake()
+
+
+def stall(worker: Worker, seconds: float) -> None:
+    """Its gossip stands still for so long, as on a host that swaps: it does not even say that it
+    lives."""
+    stalled = threading.Event()
+
+    def stand() -> None:
+        stalled.set()
+        time.sleep(seconds)
+
+    worker.gossip._commands.append(stand)
+    worker.gossip._peers.wake()
+    stalled.wait()

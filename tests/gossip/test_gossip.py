@@ -9,7 +9,7 @@ import time
 import networkx as nx
 import pytest
 import torch
-from gossip_jobs import cut, flats, job, kill, together, until, warm
+from gossip_jobs import cut, flats, job, kill, stall, together, until, warm
 
 from offbeat.gossip.kinds import Kind
 from offbeat.gossip.state import AVERAGING
@@ -220,8 +220,8 @@ def test_old_news_of_an_edge_do_not_hide_that_it_is_broken() -> None:
         cut(workers[1])
         gossip = workers[0].gossip
         until(lambda: gossip.view.state(1) is State.DOWN)
-        news = {"known": [(0, 1, 50, int(State.UP), 0.0)]}
-        gossip._commands.append(lambda: gossip._learn(news))
+        news = {"known": [(0, 1, 50, int(State.UP), 0.0)], "held": [0, 0]}
+        gossip._commands.append(lambda: gossip._learn(2, news))
         gossip._peers.wake()
         for worker in (workers[0], workers[2]):
             until(lambda worker=worker: worker.gossip.view.edges() == [(0, 2), (1, 2)])
@@ -277,6 +277,63 @@ def test_one_result_although_workers_leave_or_die_meanwhile() -> None:
 
             assert together([lambda n=n: end(n) for n in range(5)]) == [None] * 5
         assert all(torch.equal(x[0], one) for one in x[1 : 5 - seed % 2])
+
+
+@pytest.mark.parametrize("meeting", range(4))
+@pytest.mark.parametrize("stalled", [0, 3])  # the root of the tree, and a leaf
+def test_who_is_thought_dead_in_a_consolidation_takes_its_result(
+    stalled: int, meeting: int
+) -> None:
+    """The others do not wait for it. When it comes back it has the same bits."""
+    x = flats(4)
+    with job(nx.complete_graph(4), x, silent_s=0.25) as workers:
+
+        def wait(n: int) -> None:
+            if n == meeting:
+                stall(workers[stalled], 1.0)
+
+        acts = [worker.consolidate for worker in workers]
+        acts[stalled] = lambda: workers[stalled].consolidate(wait)
+        assert together(acts) == [None] * 4
+        assert all(torch.equal(x[0], one) for one in x)
+        for worker in workers:
+            worker.gossip.resume()
+        until(lambda: all(len(w.gossip.view.edges(State.UP)) == 6 for w in workers))
+        x[1].add_(1.0)
+        assert together([worker.consolidate for worker in workers]) == [None] * 4
+        assert all(torch.equal(x[0], one) for one in x)
+
+
+def test_who_was_out_of_reach_for_whole_consolidations_goes_on_with_the_others() -> None:
+    x = flats(4)
+    with job(nx.complete_graph(4), x, silent_s=0.25) as workers:
+        stall(workers[3], 2.0)
+        for _ in range(3):
+            assert together([worker.consolidate for worker in workers[:3]]) == [None] * 3
+        assert not torch.equal(x[0], x[3])
+        until(lambda: all(len(w.gossip.view.edges(State.UP)) == 6 for w in workers))
+        for worker in workers:
+            worker.gossip.resume()
+        mean = torch.stack(x).double().mean(0)
+        assert together([worker.consolidate for worker in workers]) == [None] * 4
+        assert all(torch.equal(x[0], one) for one in x)
+        assert (x[0] - mean).abs().max() < 1e-6
+
+
+def test_who_is_thought_dead_until_all_have_left_is_told_so() -> None:
+    with job(nx.complete_graph(3), flats(3), silent_s=0.25) as workers:
+
+        def wait(n: int) -> None:
+            if n == 1:
+                stall(workers[2], 1.5)
+
+        def end(n: int) -> None:
+            workers[n].consolidate()
+            workers[n].gossip.close()
+
+        raised = together([lambda: end(0), lambda: end(1), lambda: workers[2].consolidate(wait)])
+        assert raised[:2] == [None] * 2
+        assert isinstance(raised[2], RuntimeError)
 
 
 def test_a_meeting_says_who_is_waited_for() -> None:

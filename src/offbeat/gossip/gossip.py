@@ -12,8 +12,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -167,6 +167,16 @@ class Gossip(Listener):
             self._later.append(lambda: self._begin_meeting(brought, largest, then))
         else:
             self._meetings.begin(USER, brought, largest, then)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A series of meetings that every worker holds whole: who was out of reach in between has
+        the results, and who was never there is not waited for before the next series."""
+        self._do(lambda: self._meetings.together(begin=True))
+        try:
+            yield
+        finally:
+            self._commands.append(lambda: self._meetings.together(begin=False))
 
     def pause(self) -> None:
         """Exchange no more; returns when none is under way."""
@@ -365,6 +375,7 @@ class Gossip(Listener):
             "door": self._door[:2],
             "whole": self._exchanges.whole(peer),
             "known": self.view.known(),
+            "held": self._meetings.told,
         }
 
     def came(self, peer: int, said: dict[str, Any]) -> None:
@@ -384,10 +395,11 @@ class Gossip(Listener):
         expected = peer in self._never_came
         self._never_came.discard(peer)
         # What has changed since this worker's hello was told to those who were there.
-        self._peers.send(peer, Kind.VIEW, meta={"known": self.view.known()})
+        self._peers.send(peer, Kind.VIEW, meta=self._view_of(self.view.known()))
         self._exchanges.settle(peer, int(finite(said.get("whole"))))
         before, gone = self.view.edges(), self.view.state(peer) > State.DOWN
         self._merge(said)
+        self._meetings.learn(peer, said.get("held"))
         # The partner may have told others already, and they this worker, before it could send.
         self._tell(
             self.view.change(peer, State.UP, self.clock.now(), again=self._joined or not expected)
@@ -430,14 +442,15 @@ class Gossip(Listener):
         elif kind is Kind.WHOLE:
             self._whole(peer, frame)
         elif kind in (Kind.UP, Kind.DOWN):
-            missed = self._meetings.missed(frame)
-            if missed == OWN:
+            if self._meetings.missed(frame):
                 self._bring()  # it does not count any more, but the result does
-            elif missed == USER:
-                self._meetings.skip(USER)
             self._meetings.hear(peer, frame)
         elif kind is Kind.VIEW:
-            self._learn(frame.meta)
+            self._learn(peer, frame.meta)
+        elif kind is Kind.MISSED:
+            self._meetings.answer(peer, frame)
+        elif kind is Kind.FORGOTTEN:
+            self._meetings.forgotten(frame)
         elif kind is Kind.BYE:
             self._peers.forget(peer)
             self._tell(self.view.change(peer, State.LEFT, self.clock.now()))
@@ -448,10 +461,14 @@ class Gossip(Listener):
 
     # ---- who is there -----------------------------------------------------------------------
 
-    def _learn(self, said: dict[str, Any]) -> None:
-        """A neighbour has told what it knows of edges."""
+    def _view_of(self, known: Sequence[Known]) -> dict[str, Any]:
+        return {"known": list(known), "held": self._meetings.told}
+
+    def _learn(self, peer: int, said: dict[str, Any]) -> None:
+        """A neighbour has told what it knows of edges and meetings."""
         before = self.view.edges()
         self._merge(said)
+        self._meetings.learn(peer, said.get("held"))
         if self.view.edges() != before:
             self._choose()
 
@@ -473,7 +490,7 @@ class Gossip(Listener):
         if not new:
             return
         for peer in self._peers.present():
-            self._peers.send(peer, Kind.VIEW, meta={"known": list(new)})
+            self._peers.send(peer, Kind.VIEW, meta=self._view_of(new))
         self._meetings.begin_anew()
 
     def _give_up(self) -> None:
@@ -584,7 +601,7 @@ class Gossip(Listener):
     def guest(self, frame: Frame[Kind]) -> tuple[bytes, memoryview | None]:
         if frame.header.kind is Kind.TIME:
             return pack(Kind.TIME, self.me, meta={"now_s": self.clock.common_s()}), None
-        meets = self._pairing.paused or self._later or self._meetings.under_way(USER)
+        meets = self._pairing.paused or self._later or self._meetings.gathered
         if meets or self.clock.unit_s is None:
             return pack(Kind.LATER, self.me), None
         return self._welcome(frame.meta)

@@ -12,14 +12,14 @@ from offbeat.transport.frames import WireError
 class Kind(IntEnum):
     """What a frame says. `clock`: the number of an exchange or of a meeting."""
 
-    HELLO = 1  # meta: layout, life, door, whole (the last exchange with you), known (edges)
+    HELLO = 1  # meta: layout, life, door, whole (the last exchange with you), known (edges), held
     ASK = 2  # shall we exchange? meta: t
     YES = 3  # from now on; meta: t, alpha, alpha_tilde
     BUSY = 4  # not now; I shall ask you
     CHUNK = 5  # x of the exchange's time; shard: which chunk
     WHOLE = 6  # all chunks have arrived
     BEAT = 7  # I am alive
-    VIEW = 8  # meta: known, edges that have changed
+    VIEW = 8  # meta: known, edges that have changed; held, counts of meetings
     UP = 9  # a sum on its way to the root; shard: chunk; meta: digest, largest
     DOWN = 10  # the result; as UP, and note
     BYE = 11  # I leave
@@ -28,6 +28,8 @@ class Kind(IntEnum):
     JOIN = 14  # give me a place; meta: layout, strategy, door, id
     LATER = 15  # no time for that now
     WELCOME = 16  # a place, and as body the state to begin with
+    MISSED = 17  # what was the result of this meeting?
+    FORGOTTEN = 18  # there is none any more
 
 
 WORDS = {Kind.ASK: Word.ASK, Kind.YES: Word.YES, Kind.BUSY: Word.BUSY}

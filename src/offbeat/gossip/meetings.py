@@ -16,6 +16,7 @@ from offbeat.transport.frames import Frame, WireError
 
 USER, OWN = 1, 0  # channels: what the worker waits for, and what gossip agrees on by itself
 RESULT = -1  # in place of a tree's digest: this is the outcome, whatever the tree
+KEPT = 4  # results on the worker's channel that others may still ask for: those of a consolidation
 
 
 @dataclass
@@ -32,13 +33,19 @@ class Meetings:
     When the view changes, meetings under way begin anew in its tree. Who has the result already
     does not take part again, but tells it. So there is one result: another one would need the
     numbers of everybody who is left. Members that leave by themselves must not do so before all
-    have it."""
+    have it.
+
+    The others do not wait for a worker that seems to be dead. If it lives and comes back, it asks
+    for the results that it has missed. If it was not `together` with the others at all, it goes on
+    where their series of meetings began."""
 
     def __init__(self, view: View, peers: Peers, held: Mapping[int, int] | None = None):
         self._view, self._peers = view, peers
         self._rounds: dict[int, _Round] = {}  # by channel
         self.held = {USER: 0, OWN: 0, **(held or {})}  # so far
-        self._last: dict[int, Meeting] = {}  # the one before
+        self._results: dict[int, dict[int, Meeting]] = {USER: {}, OWN: {}}  # of the last ones
+        self._ahead: dict[int, int] = {}  # by neighbour: how many of the worker's it has held
+        self._first: int | None = None  # of a series, from its begin to its end
         self._early: list[tuple[int, Frame[Kind]]] = []  # of those that are still to begin here
 
     def under_way(self, channel: int) -> bool:
@@ -66,6 +73,11 @@ class Meetings:
         for peer, frame in early:
             self.hear(peer, frame)
         self._close()
+        self._ask()
+
+    def together(self, begin: bool) -> None:
+        """A series of the worker's meetings begins, or is over: all hold it whole."""
+        self._first = self.held[USER] if begin else None
 
     def begin_anew(self) -> None:
         """The view has changed."""
@@ -76,18 +88,70 @@ class Meetings:
         self._tell_results()
         self._close()
 
-    def missed(self, frame: Frame[Kind]) -> int | None:
-        """The channel, if this is the result of a meeting that went on without this worker."""
+    def missed(self, frame: Frame[Kind]) -> bool:
+        """Whether this is the result of a meeting of gossip's own that went on without this
+        worker."""
         held, channel = divmod(frame.header.clock, 2)
         result = frame.header.kind is Kind.DOWN and frame.meta.get("digest") == RESULT
-        if not result or channel in self._rounds or held < self.held[channel]:
-            return None
-        self.held[channel] = held
-        return channel
+        if channel != OWN or not result or OWN in self._rounds or held < self.held[OWN]:
+            return False
+        self.held[OWN] = held
+        return True
 
-    def skip(self, channel: int) -> None:
-        """Count a meeting that went on without this worker."""
-        self.held[channel] += 1
+    @property
+    def gathered(self) -> bool:
+        """Whether the worker meets the others, or is in a series of meetings."""
+        return USER in self._rounds or self._first is not None
+
+    # ---- who was out of reach ---------------------------------------------------------------
+
+    @property
+    def told(self) -> list[int]:
+        """For neighbours: how many of the worker's meetings were held, and before the series."""
+        return [self.held[USER], self.held[USER] if self._first is None else self._first]
+
+    def learn(self, peer: int, told: Any) -> None:
+        """A neighbour has said how many it has held. WireError if that cannot be."""
+        if not (isinstance(told, list) and [type(n) for n in told] == [int, int]):
+            raise WireError("held must be two counts")
+        held, first = told
+        if not self.gathered and first > self.held[USER]:
+            self.held[USER] = first  # it went on without this worker
+        self._ahead[peer] = held
+        self._ask()
+
+    def answer(self, peer: int, frame: Frame[Kind]) -> None:
+        """A neighbour asks for a result."""
+        number, channel = divmod(frame.header.clock, 2)
+        meeting = self._results[channel].get(number)
+        if meeting is None and number < self.held[channel]:
+            self._peers.send(peer, Kind.FORGOTTEN, clock=frame.header.clock)
+        for out in meeting.outcome([peer]) if meeting else ():
+            self._put(channel, number, out, RESULT)
+
+    def forgotten(self, frame: Frame[Kind]) -> None:
+        """There is no result any more. RuntimeError if this worker waits for it."""
+        number, channel = divmod(frame.header.clock, 2)
+        if channel in self._rounds and number == self.held[channel]:
+            raise RuntimeError(
+                "the others have taken this worker for dead, and have consolidated without it more "
+                "than once; begin it anew with `offbeat join`, or raise silent_s"
+            )
+
+    def _ask(self) -> None:
+        """Neighbours that have held the present meeting, for its result."""
+        if USER not in self._rounds:
+            return
+        number = self.held[USER]
+        ahead = [peer for peer, held in self._ahead.items() if held > number]
+        for peer in ahead:
+            self._peers.send(peer, Kind.MISSED, clock=2 * number + USER)
+        place = self._view.place()
+        if ahead and place is not None and place.members == 1:
+            raise RuntimeError(
+                "the others have taken this worker for dead, have consolidated without it and have "
+                "left; raise silent_s"
+            )
 
     def hear(self, peer: int, frame: Frame[Kind]) -> None:
         """A neighbour's chunk has arrived. WireError if it cannot be."""
@@ -98,6 +162,9 @@ class Meetings:
         if now is None or held > self.held[channel]:
             if frame.header.kind is Kind.UP:
                 self._early.append((peer, frame))
+                if channel == USER and held > self._ahead.get(peer, 0):
+                    self._ahead[peer] = held
+                    self._ask()
             return
         meeting, place = now.meeting, now.meeting.place
         if place is None:
@@ -144,9 +211,10 @@ class Meetings:
             self._put(channel, self.held[channel], out, meeting.place.digest)
 
     def _tell_results(self) -> None:
-        for channel, meeting in self._last.items():
-            for out in meeting.outcome(self._peers.present()):
-                self._put(channel, self.held[channel] - 1, out, RESULT)
+        for channel, results in self._results.items():
+            last = self.held[channel] - 1
+            for out in results[last].outcome(self._peers.present()) if last in results else ():
+                self._put(channel, last, out, RESULT)
 
     def _put(self, channel: int, number: int, out: Out, digest: int) -> None:
         self._peers.send(
@@ -162,6 +230,8 @@ class Meetings:
         for channel, now in list(self._rounds.items()):
             if now.meeting.done:
                 del self._rounds[channel]
+                results, number = self._results[channel], self.held[channel]
+                results[number] = now.meeting
+                results.pop(number - (KEPT if channel == USER else 1), None)
                 self.held[channel] += 1
-                self._last[channel] = now.meeting
                 now.then(now.meeting)

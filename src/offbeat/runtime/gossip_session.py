@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat.gossip.gossip import Gossip
 from offbeat.guards.finite import OnNonfinite, all_finite
 from offbeat.guards.parameters import ParameterWatch
 from offbeat.measuring.divergence import Sample
@@ -126,20 +127,24 @@ class GossipSession(Session):
         if self._gossip is None:
             self.flush()
             return
+        with self._gossip.together():
+            self._average(self._gossip)
+        self._hear()
+
+    def _average(self, gossip: Gossip) -> None:
         nothing = [torch.zeros(1)]
-        self._gossip.meet(nothing)  # until then others may still exchange with this worker
-        t = self._gossip.rest(max(self._clock.now(), self._state.t))
+        gossip.meet(nothing)  # until then others may still exchange with this worker
+        t = gossip.rest(max(self._clock.now(), self._state.t))
         self._state.settle(t)
         buffers = [b for b in self._model.buffers() if b.numel()]
         numbers = [*map(_summand, self._flats), *(b.detach().cpu().double() for b in buffers)]
-        sums, _, workers = self._gossip.meet([n.reshape(-1) for n in numbers])
+        sums, _, workers = gossip.meet([n.reshape(-1) for n in numbers])
         means = [total / workers for total in sums]
         self._state.put(means[: len(self._flats)], t)
         for buffer, mean in zip(buffers, means[len(self._flats) :], strict=True):
             exact = mean if buffer.is_floating_point() else mean.round()
             buffer.copy_(exact.view(buffer.shape))
-        self._gossip.meet(nothing)  # nobody leaves before all have it
-        self._hear()
+        gossip.meet(nothing)  # nobody leaves before all have it
 
     def close(self) -> None:
         if self._cluster.closed:
