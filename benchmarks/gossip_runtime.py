@@ -322,8 +322,8 @@ def chaos(seconds: float) -> None:
         undone, rounds = undone + broken, rounds + 1
     print(
         f"{rounds} rounds, {cuts} cuts in which {undone} exchanges broke, {kills} kills, {joins} "
-        f"joins, {out_of_reach} were out of reach: the living end alike, none hangs; without kills and joins the mean is off by "
-        f"{max(drifts):.1e} at most"
+        f"joins, {out_of_reach} were out of reach: the living end alike, none hangs; without kills "
+        f"and joins the mean is off by {max(drifts):.1e} at most"
     )
 
 

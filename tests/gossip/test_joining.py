@@ -68,6 +68,31 @@ def test_a_worker_that_died_comes_back_as_another_process() -> None:
         assert torch.equal(workers[0].flat, back.flat)
 
 
+def test_who_joins_does_not_wait_for_the_dead() -> None:
+    """It has its place from a worker that does not know yet that a neighbour has died."""
+    x = flats(4)
+    with job(nx.complete_graph(3), x[:3], silent_s=0.5) as workers:
+        warm(workers)
+        addresses = dict(workers[0].gossip._addresses)
+        dead = workers.pop()
+        kill(dead)
+        for worker in workers:
+            until(lambda worker=worker: worker.gossip.view.dead() == [2])
+        # As if that had not been noticed: it is still given as a neighbour.
+        workers[0].gossip._peers.present = lambda: [1, 2]
+        workers[0].gossip._addresses.update(addresses)
+        newcomer = come(workers, x[3], silent_s=0.5)
+        del workers[0].gossip._peers.present
+        assert newcomer.gossip.said() == [
+            "worker 3: workers 2 do not answer; it begins without them"
+        ]
+        warm([newcomer])
+        until(lambda: newcomer.count() > 3)
+        assert together([worker.consolidate for worker in workers]) == [None] * 3
+        assert torch.equal(x[0], x[1])
+        assert torch.equal(x[0], x[3])
+
+
 def test_who_consolidates_waits_for_a_worker_that_has_a_place() -> None:
     """Also if others have met without it already: it counts as many meetings as they."""
     x = flats(4)

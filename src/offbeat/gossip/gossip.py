@@ -124,8 +124,18 @@ class Gossip(Listener):
     # ---- what the worker calls --------------------------------------------------------------
 
     def connect(self) -> None:
-        """Wait until all neighbours have come. RuntimeError naming those that have not."""
+        """Wait until all neighbours have come. RuntimeError naming those that have not. Who joins a
+        job begins without those that may have died since it was given its place."""
         late = self._never_came
+        if self._joined:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: not late or self._error is not None, self._settings.silent_s
+                )
+            self.check()
+            if late and self._peers.present():
+                self._say(f"workers {_listed(late)} do not answer; it begins without them")
+                return
         self._wait(lambda: not late, lambda: f"workers {_listed(late)} to connect")
 
     def gradient(self, seconds: float) -> None:
