@@ -273,6 +273,7 @@ class Gossip(Listener):
                 self._wish()
                 self._give_up()
                 self._pulse()
+                self._meetings.turn()
                 with self._changed:
                     self._changed.notify_all()
         except Exception as error:
@@ -288,10 +289,11 @@ class Gossip(Listener):
         """Until this thread has something to do by itself."""
         pulse_at = None if self._meetings.under_way(OWN) else self._agreed.again_at
         labels = [label for label in (self._next, pulse_at) if label is not None]
-        waits = [self.clock.seconds_until(label) for label in labels]
+        waits: list[float | None] = [self.clock.seconds_until(label) for label in labels]
         silent_s, now = self._settings.silent_s, time.monotonic()
         since = [*self._breaks().values(), *self._guests.values()]
         waits += [at + silent_s - now for at in since]
+        waits.append(self._meetings.wait_s)
         return min([60.0, *(wait for wait in waits if wait is not None)])
 
     def _wish(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from offbeat.transport.frames import Frame, WireError
 
 USER, OWN = 1, 0  # channels: what the worker waits for, and what gossip agrees on by itself
 RESULT = -1  # in place of a tree's digest: this is the outcome, whatever the tree
+QUIET_S = 0.05  # without news of the graph, before a meeting that began anew sends anything
 KEPT = 4  # results on the worker's channel that others may still ask for: those of a consolidation
 
 
@@ -46,6 +48,9 @@ class Meetings:
         self._results: dict[int, dict[int, Meeting]] = {USER: {}, OWN: {}}  # of the last ones
         self._ahead: dict[int, int] = {}  # by neighbour: how many of the worker's it has held
         self._first: int | None = None  # of a series, from its begin to its end
+        # What is sent only when the view has been the same for a moment: news come in bursts.
+        self._later: list[tuple[int, int, Out]] = []
+        self._quiet_at: float | None = None
         self._early: list[tuple[int, Frame[Kind]]] = []  # of those that are still to begin here
 
     def under_way(self, channel: int) -> bool:
@@ -82,11 +87,25 @@ class Meetings:
     def begin_anew(self) -> None:
         """The view has changed."""
         place = self._view.place()
+        self._later.clear()
+        self._quiet_at = time.monotonic() + QUIET_S if self._rounds else None
         for channel, now in self._rounds.items():
             if place is not None:
                 self._send(channel, now.meeting.start(place))
         self._tell_results()
         self._close()
+
+    @property
+    def wait_s(self) -> float | None:
+        """Seconds until there is something to send; None: there is not."""
+        return None if self._quiet_at is None else self._quiet_at - time.monotonic()
+
+    def turn(self) -> None:
+        """Send what had to wait, if it is time."""
+        if self._quiet_at is not None and time.monotonic() >= self._quiet_at:
+            later, self._later, self._quiet_at = self._later, [], None
+            for channel, digest, out in later:
+                self._put(channel, self.held[channel], out, digest)
 
     def missed(self, frame: Frame[Kind]) -> bool:
         """Whether this is the result of a meeting of gossip's own that went on without this
@@ -208,7 +227,17 @@ class Meetings:
         meeting = self._rounds[channel].meeting
         for out in outs:
             assert meeting.place is not None
-            self._put(channel, self.held[channel], out, meeting.place.digest)
+            if self._quiet_at is None:
+                self._put(channel, self.held[channel], out, meeting.place.digest)
+            else:
+                self._later.append((channel, meeting.place.digest, out))
+
+    def _hurry(self, channel: int) -> None:
+        """Send what a meeting that is over has left: nobody else would."""
+        for other, digest, out in self._later:
+            if other == channel:
+                self._put(channel, self.held[channel], out, digest)
+        self._later = [waiting for waiting in self._later if waiting[0] != channel]
 
     def _tell_results(self) -> None:
         for channel, results in self._results.items():
@@ -229,6 +258,7 @@ class Meetings:
     def _close(self) -> None:
         for channel, now in list(self._rounds.items()):
             if now.meeting.done:
+                self._hurry(channel)
                 del self._rounds[channel]
                 results, number = self._results[channel], self.held[channel]
                 results[number] = now.meeting
