@@ -1,17 +1,13 @@
 """Gossip as it runs: how fast an exchange is, what a thread without a partner costs, the mean.
 
     python benchmarks/gossip_runtime.py [--exchange] [--rate 50mbit] [--idle] [--decay N] [--mean N]
-                                        [--chaos SECONDS]
 
 `--exchange`, with `--rate` between two hosts of their own (root, or user namespaces), else over
 the loopback: two workers exchange a model of `--mb` as often as they can. The rate is that of one
 direction; the target is 90 % of the link's. `--idle`: processor time of a gossip thread whose only
 neighbour is busy for ever, and of one that has nobody; the target is 2 % of a core. `--decay`: how
 fast N workers on a ring agree. `--mean`: eight processes on a ring, every fourth two times slower,
-so many events: how far the mean of x drifts, relative to its norm. `--chaos`: for so many seconds
-connections are cut at random, workers killed, and others join or come back; the living must end
-with the same bits, and none may hang. Who was out of reach of all others for longer than a second
-ends with an error that says so, and does not count as living.
+so many events: how far the mean of x drifts, relative to its norm.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ import json
 import math
 import multiprocessing
 import os
-import random
 import socket
 import sys
 import tempfile
@@ -36,8 +31,6 @@ REPETITIONS = 3
 IDLE_S = 10.0
 UNIT_S = 0.1
 DECAYS = 5
-SILENT_S = 1.0
-GIVEN_UP = ("falls apart", "taken this worker for dead")
 
 
 def main() -> None:
@@ -50,7 +43,6 @@ def main() -> None:
     parser.add_argument("--idle", action="store_true")
     parser.add_argument("--decay", type=int)
     parser.add_argument("--mean", type=int)
-    parser.add_argument("--chaos", type=float)
     parser.add_argument("--role", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
@@ -63,8 +55,6 @@ def main() -> None:
         idle()
     if args.decay:
         decay(args.decay)
-    if args.chaos:
-        chaos(args.chaos)
     if args.mean:
         mean(args.mean)
 
@@ -261,114 +251,7 @@ def _distance(flats: list[Any]) -> float:
     return float(torch.stack(flats).double().var(0, correction=0).sum())
 
 
-# ---- connections that break, workers that die ------------------------------------------------
-
-
-def chaos(seconds: float) -> None:
-    """Rounds of random cuts, kills and joins: the living must end with the same bits, and none may
-    hang. Without kills and joins, in every other round, the mean must stay."""
-    import torch
-
-    choose = random.Random(0)
-    end_s, rounds, cuts, kills, joins, undone = time.monotonic() + seconds, 0, 0, 0, 0, 0
-    out_of_reach = 0
-    drifts: list[float] = []
-    while time.monotonic() < end_s:
-        draws = torch.Generator().manual_seed(rounds)
-        flats = [torch.randn(1_000_000, generator=draws) for _ in range(8)]
-        mean = torch.stack(flats).double().mean(0)
-        workers = _job(_graph("complete", 8), flats, silent_s=SILENT_S, timeout_s=20.0, rate=5.0)
-        for worker in workers:
-            worker.warm(0.01)
-        living, dead, until_s = list(range(8)), [], time.monotonic() + 3.0
-        while time.monotonic() < until_s:
-            time.sleep(choose.uniform(0.0, 0.1))
-            n, what = choose.choice(living), choose.random() if rounds % 2 else 1.0
-            if what < 0.05 and len(living) > 5:
-                _kill(workers[n])
-                living.remove(n)
-                dead.append(n)
-                kills += 1
-            elif what < 0.1:
-                through = choose.choice([n for n in living if n < 8])
-                back = choose.choice([None, *dead])
-                came = _join(workers, flats, through, back)
-                living += [] if came is None else [came]
-                dead = [n for n in dead if n != came]
-                joins += came is not None
-            else:
-                _cut(workers[n])
-                cuts += 1
-            worker = workers[choose.choice(living)]
-            worker.state.step(worker.clock.now(), lambda: None)
-        raised: dict[int, Exception] = {}
-        ends = [(n, workers[n], flats[n], raised) for n in living]
-        threads = [threading.Thread(target=_ends, args=end) for end in ends]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for n, error in raised.items():
-            if not any(words in str(error) for words in GIVEN_UP):
-                sys.exit(f"round {rounds}: worker {n}: {error}")
-        living = [n for n in living if n not in raised]
-        out_of_reach += len(raised)
-        first = flats[living[0]]
-        if not all(torch.equal(flats[n], first) for n in living):
-            sys.exit(f"round {rounds}: the living ({living}) differ")
-        broken = sum(workers[n].gossip.counts.broken for n in living)
-        if rounds % 2 == 0 and not raised:
-            drifts.append(float((first - mean).norm() / mean.norm()))
-        undone, rounds = undone + broken, rounds + 1
-    print(
-        f"{rounds} rounds, {cuts} cuts in which {undone} exchanges broke, {kills} kills, {joins} "
-        f"joins, {out_of_reach} were out of reach: the living end alike, none hangs; without kills "
-        f"and joins the mean is off by {max(drifts):.1e} at most"
-    )
-
-
-def _join(workers: list[_Worker], flats: list[Any], through: int, back: int | None) -> int | None:
-    """One more worker in both lists, at the place of its id; None if it is not time for it."""
-    import networkx as nx
-    import torch
-
-    from offbeat.gossip.joining import ask
-
-    address = workers[through].gossip._door[:2]
-    about = {"layout": "", "strategy": "", "id": back}
-    try:
-        welcome = ask(address, SECRET, about, 1.0)
-    except RuntimeError as error:
-        if "is there already" in str(error) or "had no time" in str(error):
-            return None  # nobody has noticed yet that it has died, or there is no unit yet
-        raise
-    place, flat = welcome.place, welcome.luggage.view(torch.float32).clone()
-    door = socket.create_server(("127.0.0.1", 0))
-    graph = nx.Graph(place.first)
-    worker = _worker(
-        place.me,
-        graph,
-        flat,
-        place.near,
-        door,
-        welcome,
-        silent_s=SILENT_S,
-        timeout_s=20.0,
-        rate=5.0,
-    )
-    worker.gossip.connect()
-    worker.warm(0.01)
-    for list_, one in (workers, worker), (flats, flat):
-        list_ += [None] * (place.me + 1 - len(list_))
-        list_[place.me] = one
-    return place.me
-
-
-def _ends(n: int, worker: _Worker, flat: Any, raised: dict[int, Exception]) -> None:
-    try:
-        _end(worker, flat)
-    except RuntimeError as error:
-        raised[n] = error
+# ---- shared ---------------------------------------------------------------------------------
 
 
 def _end(worker: _Worker, flat: Any) -> None:
@@ -384,9 +267,6 @@ def _end(worker: _Worker, flat: Any) -> None:
         worker.state.put([sums[0] / workers], t)
         gossip.meet(nothing)
     gossip.close()
-
-
-# ---- shared ---------------------------------------------------------------------------------
 
 
 class _Worker:

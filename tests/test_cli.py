@@ -306,6 +306,7 @@ NUMBERS = {
     float: ("0.25", 0.25),
     tuple[int, ...]: ("2/5", (2, 5)),
     tuple[float, ...]: ("1.5/2", (1.5, 2.0)),
+    tuple[tuple[bool, ...], ...]: ("01/11", ((False, True), (True, True))),
 }
 TOGETHER = {  # settings that need each other
     "forward": {"backward": 2},

@@ -405,6 +405,13 @@ class Machine:
                 self.measured[rank, b] = self._norm(rank, range(b, b + 1))
         elif a.rule == "scale":
             s[args["buffer"]][0][at] *= args["by"][rank]
+        elif a.rule == "swap":
+            one, other = s[args["a"]][0], s[args["b"]][0]
+            one[at], other[at] = other[at].copy(), one[at].copy()
+        elif a.rule == "clip":
+            length = self._norm(rank, buckets) ** 0.5
+            assert args["buffer"] == "grad"
+            s["grad"][0][at] *= min(1.0, args["norm"] / (length + 1e-6))
         elif a.rule == "select":
             done = self.rounds[rank, args["buffer"]]
             self.rounds[rank, args["buffer"]] += 1

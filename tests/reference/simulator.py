@@ -37,10 +37,18 @@ class Message:
     ranks: tuple[int, ...]
     left_s: float
     passed: bool = False
+    sent: bool = False  # from the first rank to the second, else both ways
     sending_s: float = 0.0  # what it takes from the compute of who sends it
     released_s: dict[int, float] = field(default_factory=dict)
     begun_s: float = inf
     end_s: float = inf
+
+    @property
+    def lines(self) -> set[tuple[int, str]]:
+        """What it uses of the lines of its ranks."""
+        if self.sent:
+            return {(self.ranks[0], "out"), (self.ranks[1], "in")}
+        return {(rank, way) for rank in self.ranks for way in ("out", "in")}
 
 
 @dataclass
@@ -96,7 +104,7 @@ class World:
     def add(self, t: Transfer, i: int, ranks: tuple[int, ...]) -> None:
         seconds = message_s(t, self.plan, self.profile) / self.rate(t.link, ranks)
         passed = not self.goes(t, i)
-        message = Message(ranks, 0.0 if passed else seconds, passed)
+        message = Message(ranks, 0.0 if passed else seconds, passed, t.ranks is not None)
         message.sending_s = 0.0 if passed else sending_s(t, self.plan, self.profile)
         for r in ranks:
             line = self.ranks[r].lines[t.link]
@@ -172,10 +180,10 @@ class World:
             self.now_s = next_s
 
     def speed(self, link: str, m: Message, running: list[tuple[str, Message]]) -> float:
-        """As at the rank where others slow it down most."""
+        """As at the rank, and in the direction there, where others slow it down most."""
         return min(
-            speed(self.profile, link, {o for o, other in running if o != link and r in other.ranks})
-            for r in m.ranks
+            speed(self.profile, link, {o for o, x in running if o != link and line in x.lines})
+            for line in m.lines
         )
 
     def step(self, rank: Rank, worker: Iterator[float | Message]) -> bool:

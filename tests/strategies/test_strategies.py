@@ -322,7 +322,7 @@ def test_a_cap_makes_torchs_groups():
 
 
 def test_registry_and_creation():
-    others = ["deft", "dreamddp", "fedavg", "local-sgd", "partial-sync", "selsync"]
+    others = ["cyclic", "deft", "dreamddp", "fedavg", "local-sgd", "partial-sync", "selsync"]
     synchronous = ["asc-wfbp", "bsp", "bytescheduler", "dear", "p3", "us-byte", "wfbp"]
     assert list(STRATEGIES) == ["ddp", *synchronous, *others]
     assert [name for name, cls in STRATEGIES.items() if not cls.synchronous] == others

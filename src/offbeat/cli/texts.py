@@ -20,6 +20,8 @@ from offbeat.strategies.base import require_choice
 if TYPE_CHECKING:  # imported by the commands that need it
     from offbeat.run.compare import Contestant
 
+BITS = {"0": False, "1": True}
+
 # Types that a setting may have: how an error calls their values, and what makes one of text.
 KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     NoneType: ("none", lambda text: {"none": None}[text.lower()]),
@@ -34,6 +36,10 @@ KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     tuple[float, ...]: (
         "numbers with / between",
         lambda text: tuple(float(part) for part in text.split("/")),
+    ),
+    tuple[tuple[bool, ...], ...]: (
+        "rows of 0 and 1 with / between",
+        lambda text: tuple(tuple(BITS[bit] for bit in row) for row in text.split("/")),
     ),
 }
 UNIONS = (Union, UnionType)

@@ -158,7 +158,7 @@ def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
     if cluster.control.same([checksum(*tensors) >> 2]):
         return
     for tensor in tensors:
-        _from_rank_0(tensor, cluster)
+        _from_rank(0, tensor, cluster)
 
 
 def unite(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> None:
@@ -170,7 +170,19 @@ def unite(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> No
             if tensor.is_floating_point():
                 _in_place(tensor, cluster.where, averaging(_bulk(cluster)))
             else:
-                _from_rank_0(tensor, cluster)
+                _from_rank(0, tensor, cluster)
+    _require_same(tensors, cluster)
+
+
+def take(source: int, model: nn.Module, cluster: Cluster) -> None:
+    """Make all replicas like that of one rank, and compare checksums."""
+    tensors = _state(model)
+    for tensor in tensors:
+        _from_rank(source, tensor, cluster)
+    _require_same(tensors, cluster)
+
+
+def _require_same(tensors: Sequence[Tensor], cluster: Cluster) -> None:
     sums = cluster.control.gather(checksum(*tensors))
     odd = [rank for rank, value in enumerate(sums) if value != sums[0]]
     if odd:
@@ -209,9 +221,9 @@ def _bulk(cluster: Cluster) -> dist.ProcessGroup:
     return next(iter(cluster.groups.values()))
 
 
-def _from_rank_0(tensor: Tensor, cluster: Cluster) -> None:
+def _from_rank(source: int, tensor: Tensor, cluster: Cluster) -> None:
     group = _bulk(cluster)
-    _in_place(tensor, cluster.where, lambda t: dist.broadcast(t, src=0, group=group))
+    _in_place(tensor, cluster.where, lambda t: dist.broadcast(t, src=source, group=group))
 
 
 def _in_place(tensor: Tensor, where: torch.device, collective: Callable[[Tensor], object]) -> None:

@@ -9,7 +9,7 @@ from offbeat.numerics.base import SETTINGS, Context, Rule, Setting, VoteRule, Wi
 from offbeat.numerics.change import changed, measure
 from offbeat.numerics.close import close
 from offbeat.numerics.delta import delta
-from offbeat.numerics.moves import add, clear, copy, scale
+from offbeat.numerics.moves import add, clear, clip, copy, scale, swap
 from offbeat.numerics.optimizer import local, reset
 from offbeat.numerics.outer import outer
 from offbeat.numerics.select import select
@@ -17,7 +17,9 @@ from offbeat.numerics.topk import topk
 
 RULES: dict[str, Rule] = {
     rule.__name__: rule
-    for rule in (local, close, reset, add, clear, copy, scale, select, delta, outer, measure)
+    for rule in (
+        *(local, close, reset, add, clear, clip, copy, scale, select, swap, delta, outer, measure),
+    )
 }
 VOTES: dict[str, VoteRule] = {rule.__name__: rule for rule in (changed,)}
 WIRES: dict[str, WireRule] = {rule.__name__: rule for rule in (topk,)}

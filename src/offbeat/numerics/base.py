@@ -29,6 +29,14 @@ class Context(Protocol):
         """The sum of a buffer's squares, without what travels behind gradients."""
         ...
 
+    def scale(self, buffer: str, buckets: range, factor: float) -> None:
+        """Multiply a buffer, without what travels behind gradients."""
+        ...
+
+    def swap(self, a: str, b: str, buckets: range) -> None:
+        """Exchange the parameters of two buffers, without running statistics."""
+        ...
+
     def rotate(self, buffer: str) -> None:
         """Every copy becomes one older; the oldest becomes the newest."""
         ...

@@ -110,6 +110,14 @@ class Worker:
             )
         return float(sum((a * a).sum() for a in self.read(buffer, buckets)))
 
+    def scale(self, buffer: str, buckets: range, factor: float) -> None:
+        for array in self.write(buffer, buckets):
+            array *= factor
+
+    def swap(self, a: str, b: str, buckets: range) -> None:
+        for one, other in zip(self.write(a, buckets), self.write(b, buckets), strict=True):
+            one[...], other[...] = other.copy(), one.copy()
+
     def rotate(self, buffer: str) -> None:
         copies = len(self.buffers[buffer])
         if self.used.get(buffer, np.zeros(1)).any():

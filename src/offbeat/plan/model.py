@@ -235,8 +235,10 @@ class Plan:
 
     Iteration t has phase t in the prologue, then prologue + (t - prologue) % period. Rules of one
     moment act in the order of the plan. `groups` partitions the ranks per link: a collective on
-    the link spans one part; a link that is not there spans all ranks. `bound_s`: lower bound in
-    seconds per iteration of every schedule of the strategy's family.
+    the link spans one part; a link that is not there spans all ranks. `source`: the rank that has
+    the job's newest parameters between iterations, and the optimizer's state; None: all are alike,
+    or their mean counts. `bound_s`: lower bound in seconds per iteration of every schedule of the
+    strategy's family.
     """
 
     strategy: str
@@ -248,6 +250,7 @@ class Plan:
     groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     period: int = 1
     prologue: int = 0
+    source: int | None = None
     bound_s: float | None = None
     facts: tuple[Fact, ...] = ()
 

@@ -51,6 +51,9 @@ def _sizes(plan: Plan, profile: Profile | None) -> Iterator[str]:
     for name, least in (("buckets", 1), ("period", 1), ("prologue", 0)):
         if getattr(plan, name) < least:
             yield f"{name} ({getattr(plan, name)}) of the plan must be at least {least}"
+    world = 1 + (plan.source or 0) if profile is None else profile.world_size
+    if plan.source is not None and not 0 <= plan.source < world:
+        yield f"source ({plan.source}) of the plan must be one of the ranks 0..{world - 1}"
     if profile is not None and plan.buckets != len(profile.buckets):
         yield (
             f"the plan has {plan.buckets} buckets, the profile {len(profile.buckets)}; "

@@ -99,6 +99,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "buckets": plan.buckets,
         "period": plan.period,
         "prologue": plan.prologue,
+        **_compact(plan, "source"),
         "buffers": [_compact(b, "name", "kind", "start", "copies", "kept") for b in plan.buffers],
         "groups": {link: [list(g) for g in groups] for link, groups in plan.groups.items()},
         "transfers": [_transfer_to_dict(t) for t in plan.transfers],
@@ -152,6 +153,7 @@ def plan_from_dict(data: Mapping[str, Any]) -> Plan:
             },
             period=int(data["period"]),
             prologue=int(data["prologue"]),
+            source=None if "source" not in data else int(data["source"]),
             bound_s=data["bound_s"],
             facts=tuple(Fact(*fact) for fact in data["facts"]),
         )

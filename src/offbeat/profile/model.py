@@ -80,11 +80,22 @@ class Link:
         transfer_s: Seconds,
         size_bytes: Seconds,
         verb: Verb = "all_reduce",
+        ranks: int = 2,
     ) -> Seconds:
         """Time of a message, of which an all-reduce takes `latency_s` and `transfer_s` by the line,
-        and at least what was measured of that size; arrays for several messages."""
+        and at least what was measured of that size; arrays for several messages.
+
+        A send that was not measured is one step of the all-reduce, if that is a ring of so many
+        `ranks`: it has 2(K-1) of them, of one K-th of the bytes each.
+        """
         least_s = self._least_s(size_bytes)
-        if verb != "all_reduce":
+        if verb == "send":
+            steps = 2 * max(ranks - 1, 1)
+            sent_s, rate = self.halves.get("send", (self.latency_s / steps, 0.0))
+            rate = rate or self.bytes_per_s * steps / max(ranks, 2)
+            latency_s, transfer_s = sent_s, transfer_s * (self.bytes_per_s / rate)
+            least_s = least_s / steps
+        elif verb != "all_reduce":
             half_s, rate = self.halves.get(verb, (self.latency_s, 2 * self.bytes_per_s))
             latency_s, transfer_s = half_s, transfer_s * (self.bytes_per_s / rate)
             least_s = least_s / 2
@@ -264,7 +275,15 @@ class Profile:
             return 0.0
         share = payload.width / payload.parts
         size_bytes = (parts.before_bytes[stop] - parts.before_bytes[start]) * share
-        return self.link(link).seconds(latency_s, transfer_s * share, size_bytes, verb)
+        return self.link(link).seconds(
+            latency_s, transfer_s * share, size_bytes, verb, self.world_size
+        )
+
+    def sent_per_s(self, link: str) -> float:
+        """Bytes per second that one rank sends to another."""
+        facts, one = self.link(link), 1 << 30
+        seconds = facts.seconds(0.0, one / facts.bytes_per_s, one, "send", self.world_size)
+        return one / (seconds - facts.seconds(0.0, 0.0, 0, "send", self.world_size))
 
     def messages_ending_s(
         self, link: str, kind: Kind, first: int, stop: int

@@ -42,6 +42,23 @@ class StorageContext:
             tensors = tuple(self._flat.gradients(b, copy) for b in buckets)
         return float(sum(torch.linalg.vector_norm(t).double().square() for t in tensors))
 
+    def scale(self, buffer: str, buckets: range, factor: float) -> None:
+        if buffer != "grad":
+            tensors = self.write(buffer, buckets)
+        else:
+            copy = self._flat.physical(buffer)
+            tensors = tuple(self._flat.gradients(b, copy) for b in buckets)
+        for tensor in tensors:
+            tensor *= factor
+
+    def swap(self, a: str, b: str, buckets: range) -> None:
+        for one, other in zip(
+            self._flat.parameters_of(a, buckets), self._flat.parameters_of(b, buckets), strict=True
+        ):
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
+
     def rotate(self, buffer: str) -> None:
         self._flat.rotate(buffer)
         if buffer == "grad":

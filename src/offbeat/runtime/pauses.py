@@ -50,7 +50,7 @@ class Pauses:
         """Other weights are about to be loaded: forget gradients that were added up, and begin
         the plan anew."""
         self.flush()
-        if self._engine.run.windows.late:
+        if self._engine.run.windows.late or self._engine.plan.source is not None:
             self.pause()
             self._engine.run.windows.discard()
             self._begin_anew()
@@ -63,6 +63,8 @@ class Pauses:
             self._engine.run.windows.drain(
                 self._engine.run.context, self._engine.iteration, self._engine.planned
             )
+            self._begin_anew()
+        elif self._engine.plan.source is not None:  # other ranks are about to get its parameters
             self._begin_anew()
 
     def _begin_anew(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offbeat.guards.convergence import ConvergenceGuard, Finding
-from offbeat.guards.differences import only_gradients, repair, require_equal, unite
+from offbeat.guards.differences import only_gradients, repair, require_equal, take, unite
 from offbeat.guards.finite import FiniteGuard, OnNonfinite, Suspects
 from offbeat.guards.parameters import ParameterWatch
 from offbeat.guards.replicas import ReplicaGuard
@@ -301,7 +301,9 @@ class FlatSession(Session):
     def consolidate(self, repairing: bool) -> None:
         self._cluster.require_open()
         self.engine.pauses.drain()
-        if not only_gradients(self.engine.plan):
+        if self.engine.plan.source is not None:
+            take(self.engine.plan.source, self._model, self._cluster)
+        elif not only_gradients(self.engine.plan):
             unite(self._model, self._cluster)
         elif repairing:
             repair(self._model, self.engine.optimizer, self._cluster)

@@ -19,6 +19,11 @@ def early_remedy(plan: Plan) -> str | None:
     """What to do instead where gradients are applied at other times than in `step()`; None if
     they are applied there."""
     points = {apply.at.point for apply in plan.applies if apply.rule == "local"}
+    if plan.source is not None:
+        return (
+            "let the strategy clip each stage (clip=...), or use one that steps at once, such as "
+            "WFBP()"
+        )
     if "grad" in points:
         return "use scope='model'" if plan.votes else "use average='before_update'"
     if "forward" in points:

@@ -94,7 +94,7 @@ class _World:
         if flow is None:
             seconds = self.job.costs.message_s(t, ranks) if goes else 0.0
             seconds *= self.job.spread.factor(t, iteration)
-            flow = self._flows[key] = Flow(t.link, ranks, seconds)
+            flow = self._flows[key] = Flow(t.link, ranks, seconds, sent=t.ranks is not None)
         flow.unseen -= 1
         if not flow.unseen:
             del self._flows[key]

@@ -7,21 +7,29 @@ from heapq import heappop, heappush
 
 from offbeat.profile import Profile
 
+Port = tuple[int, bool]  # a rank, and whether it is what it sends
+
 
 class Flow:
     """A message: so many seconds of work, done at its current speed.
 
     It starts when its ranks have released it and their lines are free: `missing` counts what is
-    left of that, two for each rank.
+    left of that, two for each rank. One that is `sent` from the first rank to the second uses one
+    direction of their lines, any other one both.
     """
 
     __slots__ = (
-        "end_s", "left_s", "link", "missing", "ranks", "seconds", "since_s", "speed", "start_s",
-        "unseen", "version", "waiters",
+        "end_s", "left_s", "link", "missing", "ports", "ranks", "seconds", "since_s", "speed",
+        "start_s", "unseen", "version", "waiters",
     )  # fmt: skip
 
-    def __init__(self, link: str, ranks: tuple[int, ...], seconds: float) -> None:
+    def __init__(
+        self, link: str, ranks: tuple[int, ...], seconds: float, *, sent: bool = False
+    ) -> None:
         self.link, self.ranks, self.seconds = link, ranks, seconds
+        self.ports: list[Port] = [(rank, out) for rank in ranks for out in (True, False)]
+        if sent:
+            self.ports = [(ranks[0], True), (ranks[1], False)]
         self.missing = 2 * len(ranks)
         self.unseen = len(ranks)  # ranks that have not numbered it yet
         self.start_s = 0.0
@@ -33,7 +41,7 @@ class Flow:
 
 class Fluid:
     """Flows on coupled links. At each of its ranks a flow is slowed down by those on the other
-    links there; it is as fast as at the rank that slows it down most.
+    links there that use the same direction; it is as fast as where that slows it down most.
 
     No flow may be added that starts before the last end that `advance` has returned.
     """
@@ -42,7 +50,7 @@ class Fluid:
         self._profile = profile
         self._agenda: list[tuple[float, int, int, Flow]] = []  # when, tie, version, flow
         self._ties = 0
-        self._running: dict[int, dict[str, Flow]] = {}  # by rank and link
+        self._running: dict[Port, dict[str, Flow]] = {}  # by port and link
         self._speeds: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def add(self, flow: Flow) -> None:
@@ -58,23 +66,23 @@ class Fluid:
             if flow.speed == 0.0:
                 self._begin(flow, now_s)
                 continue
-            for rank in flow.ranks:
-                del self._running[rank][flow.link]
+            for port in flow.ports:
+                del self._running[port][flow.link]
             self._change(self._beside(flow), now_s)
             return flow, now_s
         return None
 
     def _begin(self, flow: Flow, now_s: float) -> None:
         flow.left_s, flow.since_s = flow.seconds, now_s
-        for rank in flow.ranks:
-            self._running.setdefault(rank, {})[flow.link] = flow
+        for port in flow.ports:
+            self._running.setdefault(port, {})[flow.link] = flow
         self._change([flow, *self._beside(flow)], now_s)
 
     def _beside(self, flow: Flow) -> Iterator[Flow]:
-        """Flows that share a rank with one, each once."""
+        """Flows that share a port with one, each once."""
         seen = {id(flow)}
-        for rank in flow.ranks:
-            for other in list(self._running[rank].values()):
+        for port in flow.ports:
+            for other in list(self._running[port].values()):
                 if id(other) not in seen:
                     seen.add(id(other))
                     yield other
@@ -82,15 +90,15 @@ class Fluid:
     def _change(self, flows: list[Flow] | Iterator[Flow], now_s: float) -> None:
         """Let time pass for flows, and set the speeds that they have from now on."""
         for flow in flows:
-            speed = min(self._speed(flow.link, rank) for rank in flow.ranks)
+            speed = min(self._speed(flow.link, port) for port in flow.ports)
             if speed != flow.speed:
                 left_s = flow.left_s - (now_s - flow.since_s) * flow.speed
                 flow.left_s = max(left_s, 0.0)  # rounding must not let time run backwards
                 flow.since_s, flow.speed = now_s, speed
                 self._note(now_s + flow.left_s / speed, flow)
 
-    def _speed(self, link: str, rank: int) -> float:
-        key = link, tuple(other for other in self._running[rank] if other != link)
+    def _speed(self, link: str, port: Port) -> float:
+        key = link, tuple(other for other in self._running[port] if other != link)
         if key not in self._speeds:
             self._speeds[key] = self._profile.speed(*key)
         return self._speeds[key]

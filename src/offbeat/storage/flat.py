@@ -162,6 +162,15 @@ class Flat:
         store = self._stores[buffer][copy]
         return tuple(store[key].data[a:z] for key, (a, z) in bounds.items() if z > a)
 
+    def parameters_of(self, buffer: str, run: range) -> list[Tensor]:
+        """A buffer of the parameters' shape, bucket by bucket, without running statistics."""
+        found, copy = [], self.physical(buffer)
+        for b in run:
+            count = sum(p.numel() for p in self.buckets[b].parameters)
+            (whole,) = self.tensors(buffer, range(b, b + 1), copy)
+            found.append(whole[:count])
+        return found
+
     def carried(self, payload: Payload, copy: int, into: str | None = None) -> tuple[Tensor, ...]:
         """What a message carries of one copy of its buffer (or of another buffer, alike). What
         stands behind the gradients of a bucket goes with its last slice."""

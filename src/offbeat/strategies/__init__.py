@@ -12,6 +12,7 @@ from offbeat.strategies.asc_wfbp import ASCWFBP
 from offbeat.strategies.base import Monitor, StatePolicy, Strategy, require_choice
 from offbeat.strategies.bsp import BSP
 from offbeat.strategies.bytescheduler import ByteScheduler
+from offbeat.strategies.cyclic import Cyclic
 from offbeat.strategies.ddp import DDP
 from offbeat.strategies.dear import DeAR
 from offbeat.strategies.deft import DeFT
@@ -81,6 +82,7 @@ __all__ = [
     "WFBP",
     "A2CiD2",
     "ByteScheduler",
+    "Cyclic",
     "DeAR",
     "DeFT",
     "DreamDDP",

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,11 @@ State = Literal["local", "averaged", "reset"]
 
 class World(Protocol):
     """All replicas of one job."""
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        ...
 
     def gradients(self, iteration: int) -> None:
         """Every replica's own gradients at its own weights; they are the current ones."""
@@ -58,6 +63,14 @@ class World(Protocol):
     def recall(self, merge: Merge) -> bool:
         """The gradients of the window closed last become the current ones, `mean`: divided by its
         iterations. False if there is none."""
+        ...
+
+    def keep(self) -> Any:
+        """The weights of all replicas as they are."""
+        ...
+
+    def use(self, rank: int, piece: Payload | None, kept: Any) -> None:
+        """One replica takes a piece of its weights from those that were kept."""
         ...
 
     def end(self) -> None:
@@ -162,6 +175,31 @@ def federated(
         world.step(None if each is None else [k for k, steps in enumerate(each) if steps > place])
         if place + 1 == length:
             _average(world, None, state, weights(next(rounds)))
+        world.end()
+
+    return advance
+
+
+def cyclic(
+    stages: Sequence[range], fresh: Callable[[int, int, int], bool], skipped: int = 0
+) -> Equations:
+    """`w_(t+1) = w_t - rate / N * sum_i grad f_i(w^_(i,t))`, where stage j of `w^_(i,t)` is w_t if
+    it is `fresh(t, i, j)`, else w_(t-1); w_-1 = w_0. The first `skipped` updates are left out."""
+    last: list[Any] = []
+
+    def advance(world: World, iteration: int) -> None:
+        newest = last[0] if last else world.keep()
+        world.gradients(iteration)
+        world.average("grad")
+        for rank in range(world.size):
+            world.use(rank, None, newest)
+        if iteration >= skipped:
+            world.step()
+        last[:] = [world.keep()]
+        for rank in range(world.size):
+            for stage, run in enumerate(stages):
+                if not fresh(iteration + 1, rank, stage):
+                    world.use(rank, Payload("param", run), newest)
         world.end()
 
     return advance
@@ -322,6 +360,10 @@ class NumpyWorld:
         self.closed: tuple[Array, int] | None = None
 
     @property
+    def size(self) -> int:
+        return len(self.weights)
+
+    @property
     def weights(self) -> Array:
         return self.arrays["param"]
 
@@ -364,6 +406,13 @@ class NumpyWorld:
         gradients, iterations = self.closed
         self.arrays["grad"] = gradients / (iterations if merge == "mean" else 1)
         return True
+
+    def keep(self) -> Array:
+        return self.weights.copy()
+
+    def use(self, rank: int, piece: Payload | None, kept: Array) -> None:
+        part = self.task.slice_of(piece)
+        self.weights[rank, part] = kept[rank, part]
 
     def end(self) -> None:
         pass

@@ -374,8 +374,15 @@ def _stagger(rng: Random) -> Plan:
     if n == 1:
         return _root(rng)
     d.buffers["sum"] = Buffer("sum", "grad")
+    late, last = rng.random() < 0.5, (n - 1,)  # whether the last uses older parameters, too
+    if late:
+        d.buffers["older"] = Buffer("older", start="param")
     for b in range(n):
         one, ready = range(b, b + 1), Moment("grad", b)
+        if late:
+            d.applies.append(
+                _apply("swap", one, Moment("forward", b), everything, last, a="param", b="older")
+            )
         for r in range(n):
             if r:
                 add = _apply("add", one, ready, everything, (r,), source="sum", target="grad")
@@ -391,7 +398,15 @@ def _stagger(rng: Random) -> Plan:
                 d.transfers.append(
                     Transfer(params, ready, next_, everything, channel("net", 1), "send", ranks)
                 )
-        d.applies.append(_apply("local", one, ready, everything, (n - 1,), scale=1 / n))
+        if late:
+            d.applies += [
+                _apply("swap", one, ready, everything, last, a="older", b="param"),
+                _apply("copy", one, ready, everything, last, source="param", target="older"),
+            ]
+        if rng.random() < 0.3:
+            norm = rng.choice((0.1, 100.0))
+            d.applies.append(_apply("clip", one, ready, everything, last, buffer="grad", norm=norm))
+        d.applies.append(_apply("local", one, ready, everything, last, scale=1 / n))
     return d.finished()
 
 

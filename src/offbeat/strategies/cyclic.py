@@ -1,0 +1,400 @@
+"""Cyclic data parallelism: workers one after the other, gradients from hand to hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from random import Random
+from typing import Any, ClassVar, Literal
+
+from offbeat.plan import (
+    Apply,
+    Buffer,
+    Fact,
+    Moment,
+    Payload,
+    Phases,
+    Plan,
+    Transfer,
+    channel,
+)
+from offbeat.profile import Profile
+from offbeat.solve.stages import cut
+from offbeat.strategies.base import Strategy, require_choice, require_count
+from offbeat.testing.equations import Equations, cyclic
+
+END = Moment("end")
+SETTLED = 2  # iterations from the first update on, after which every worker has received some
+RANDOM_PERIOD = 16  # iterations after which random delays repeat
+SUMS, ENTRY, ROUND, OTHERS, TURNS = 0, 2, 3, 6, 7  # channels: two, one, three, one, two
+PARTS = 64  # of the smallest bucket: one is a word of whose turn it is
+
+Table = tuple[tuple[bool, ...], ...]  # by worker (1, 2, ..) and stage (from the input)
+
+
+@dataclass(frozen=True)
+class Cyclic(Strategy):
+    """The model is cut into N stages, and worker i lags behind worker i-1. Each adds its gradient
+    of a stage to the sum that it receives, and sends it on; the last worker updates the stage and
+    hands it round. Only messages between two workers, spread evenly over the iteration.
+
+    A forward uses the parameters w_t, or those of one iteration before, by the `rule`: `v1` never
+    w_t; `v2` wherever it can be there, stages j >= N-i+1 of worker i (both count from 1, stages
+    from the input); `random` wherever v2 does with probability `chance`, drawn by `seed` for 16
+    iterations that repeat. A `table` says it for each worker and stage (1: w_t), in place of a
+    rule; on the command line `001/011/111`.
+
+    `stages` (None: one per worker) must divide the number of workers, and so many of them share a
+    place. `split`: stages of even compute (`time`), or of even `bytes`, or how many buckets each
+    has, from the input (`3/2/2`). `stagger="paper"` keeps worker i behind worker i-1 by 1/N of an
+    iteration, `least` by no more than their messages need; the numbers are the same. `start="skip"`
+    leaves out the first update, as the authors' program does. `clip` bounds the norm of each
+    stage's gradient; that of the whole is not known when the first stage is updated.
+
+    Rank 0 is the last worker (N): it alone has the optimizer's state, and between iterations the
+    newest parameters of all stages. Other ranks have stages of two versions until `consolidate`.
+    """
+
+    rule: Literal["v1", "v2", "random"] = "v2"
+    stages: int | None = None
+    split: Literal["time", "bytes"] | tuple[int, ...] = "time"
+    stagger: Literal["least", "paper"] = "least"
+    start: Literal["repeat", "skip"] = "repeat"
+    clip: float | None = None
+    table: Table | None = None
+    chance: float = 0.5
+    seed: int = 0
+
+    name: ClassVar[str] = "cyclic"
+    synchronous: ClassVar[bool] = False
+    citation: ClassVar[str] = "Fournier and Oyallon, Cyclic Data Parallelism, 2024, Eq. 5 to 7"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stages is not None:
+            require_count("stages", self.stages)
+        require_count("seed", self.seed, least=0)
+        if self.clip is not None and not 0 < self.clip < float("inf"):
+            raise ValueError(f"clip ({self.clip}) must be a norm above 0, or None for no clipping")
+        if not 0 <= self.chance <= 1:
+            raise ValueError(f"chance ({self.chance}) must lie between 0 and 1")
+        object.__setattr__(self, "split", _split(self.split))
+        object.__setattr__(self, "table", _table(self.table))
+
+    def schedule(self, profile: Profile) -> Plan:
+        job = self._job(profile)
+        transfers = [*job.turns(profile)] if self.stagger == "paper" else []
+        transfers += [*job.sums(), *job.versions()]
+        buffers = [Buffer("sum", "grad", kept=False)]
+        if job.late_owner:
+            buffers.append(Buffer("older", start="param"))
+        return Plan(
+            self.name,
+            job.buckets,
+            tuple(transfers),
+            tuple(job.applies(self.clip)),
+            buffers=tuple(buffers),
+            period=job.period,
+            prologue=job.prologue,
+            source=0,
+            facts=(
+                Fact(
+                    "stages", [[run.start, run.stop] for run in job.runs], "buckets, output first"
+                ),
+            ),
+        )
+
+    def equations(self, plan: Plan) -> Equations:
+        runs = [range(*edges) for edges in plan.fact("stages")]
+        ranks = 1 + max(max(t.ranks or (0,)) for t in plan.transfers) if plan.transfers else 1
+        job = _Job(ranks, runs, self._rules(len(runs)), self._skipped, "")
+        return cyclic(runs, job.fresh, self._skipped)
+
+    def bound_s(self, profile: Profile) -> float:
+        """Compute of the slowest rank, or what a rank in the middle sends by one link: gradients of
+        all stages, and parameters of all but one, without a latency."""
+        slowest, workers = profile.slowest(), profile.world_size
+        compute_s = slowest.forward_s + slowest.backward_s + slowest.other_s
+        sizes = [bucket.size_bytes for bucket in profile.buckets]
+        if workers == 1:
+            return compute_s
+        stages = self._cut(profile, self.stages or workers)
+        passed = sum(sizes) - max(sum(sizes[b] for b in run) for run in stages)
+        sent = sum(sizes) + (passed if workers > 2 else 0)
+        return max(compute_s, sent / profile.sent_per_s(profile.default_link.name))
+
+    @property
+    def _skipped(self) -> int:
+        return int(self.start == "skip")
+
+    def _job(self, profile: Profile) -> _Job:
+        ranks = profile.world_size
+        stages = self.stages or ranks
+        if ranks % stages:
+            raise ValueError(
+                f"stages ({stages}) must divide the number of workers ({ranks}), which then share "
+                "the places of the stages; start another number of workers"
+            )
+        if ranks == 1 and self._skipped:
+            raise ValueError(
+                "start ('skip') needs at least two workers; leave it out, or start more of them"
+            )
+        link = profile.default_link.name
+        return _Job(ranks, self._cut(profile, stages), self._rules(stages), self._skipped, link)
+
+    def _cut(self, profile: Profile, stages: int) -> list[range]:
+        """Runs of buckets, that of the output first."""
+        if isinstance(self.split, tuple):
+            counts = self.split[::-1]
+            if len(counts) != stages or sum(counts) != len(profile.buckets):
+                raise ValueError(
+                    f"split ({'/'.join(map(str, self.split))}) must be {stages} numbers of "
+                    f"buckets, {len(profile.buckets)} together"
+                )
+            return [range(a, z) for a, z in pairwise([0, *accumulate(counts)])]
+        if self.split == "bytes":
+            return [*cut([bucket.size_bytes for bucket in profile.buckets], stages)]
+        return [*cut([b.forward_s + b.backward_s for b in profile.buckets], stages)]
+
+    def _rules(self, stages: int) -> list[Table]:
+        """By iteration, repeating: who is to use w_t where; stages from the output."""
+        allowed = [[g < i for g in range(stages)] for i in range(1, stages + 1)]
+        if self.table is not None:
+            rows = [row[::-1] for row in self.table]
+            if len(rows) != stages or any(len(row) != stages for row in rows):
+                raise ValueError(
+                    f"table ({len(rows)} rows) must have {stages} rows of {stages}: one for each "
+                    "worker, with one entry for each stage"
+                )
+            for i, row in enumerate(rows):
+                for g, new in enumerate(row):
+                    if new and not allowed[i][g]:
+                        raise ValueError(
+                            f"table: worker {i + 1} cannot have w_t in stage {stages - g}, which "
+                            "is still being summed up when it begins; it can from stage "
+                            f"{stages - i} on"
+                        )
+            return [tuple(rows)]
+        if self.rule == "v1":
+            return [tuple((False,) * stages for _ in allowed)]
+        if self.rule == "v2":
+            return [tuple(map(tuple, allowed))]
+        draw = Random(f"cyclic {self.seed}")
+        return [
+            tuple(tuple(can and draw.random() < self.chance for can in row) for row in allowed)
+            for _ in range(RANDOM_PERIOD)
+        ]
+
+
+@dataclass
+class _Job:
+    """Workers, stages (buckets, output first), and by iteration who uses w_t where."""
+
+    ranks: int
+    runs: Sequence[range]
+    rules: Sequence[Table]
+    skipped: int
+    link: str
+
+    @property
+    def period(self) -> int:
+        return len(self.rules)
+
+    @property
+    def prologue(self) -> int:
+        return SETTLED + self.skipped
+
+    @property
+    def buckets(self) -> int:
+        return self.runs[-1].stop
+
+    @property
+    def workers(self) -> list[int]:
+        """Ranks in the order in which sums pass them; rank 0 is the last one."""
+        return [*range(1, self.ranks), 0]
+
+    def place(self, rank: int) -> int:
+        """Its row in a table: with R times as many workers as stages R neighbours share one."""
+        return ((rank or self.ranks) - 1) * len(self.runs) // self.ranks
+
+    def fresh(self, iteration: int, rank: int, stage: int) -> bool:
+        """Whether it uses the newest parameters of a stage."""
+        return self.rules[iteration % self.period][self.place(rank)][stage]
+
+    def lag(self, t: int, rank: int, stage: int) -> int | None:
+        """So many iterations later it begins to use what iteration t has updated; None: never, as
+        it uses older parameters at first and then newer ones."""
+        if self.fresh(t + 1, rank, stage):
+            return 1
+        return None if self.fresh(t + 2, rank, stage) else 2
+
+    @property
+    def late_owner(self) -> bool:
+        """Whether rank 0 ever uses older parameters than it has."""
+        return any(not all(rule[self.place(0)]) for rule in self.rules)
+
+    @property
+    def iterations(self) -> range:
+        """One of each phase."""
+        return range(self.prologue + self.period)
+
+    def phases(self, holds: Callable[[int], bool]) -> Phases:
+        """Those of the iterations for which it holds."""
+        return Phases([i for i in self.iterations if holds(i)])
+
+    def updated(self, run: range) -> Moment:
+        """When its stage is updated: in backward, as soon as its sum is there."""
+        return Moment("grad", run[-1]) if self.ranks > 1 else Moment("step")
+
+    # ---- sums ------------------------------------------------------------------------------
+
+    def sums(self) -> Iterator[Transfer]:
+        """Every stage's gradients, from worker to worker."""
+        active = self.phases(lambda i: i >= self.skipped)
+        for run in self.runs:
+            ready = Moment("grad", run[-1])
+            if self.ranks == 1:
+                yield Transfer(Payload("grad", run), ready, Moment("step"), active, self.link)
+            for n, (a, b) in enumerate(pairwise(self.workers)):
+                yield Transfer(
+                    Payload("grad", run),
+                    ready,
+                    ready,
+                    active,
+                    channel(self.link, SUMS + n % 2),
+                    "send",
+                    (a, b),
+                    "sum",
+                )
+
+    def applies(self, clip: float | None) -> Iterator[Apply]:
+        """What each worker does with its sum, and rank 0 with the last one."""
+        active, last = self.phases(lambda i: i >= self.skipped), self.workers[-1]
+        shares = (("buffer", "grad"), ("by", (1 / self.ranks,) * self.ranks))
+        others = tuple(self.workers[:-1])
+        owner = (last,) if others else None
+        for g, run in enumerate(self.runs):
+            ready, begins = self.updated(run), Moment("forward", run[-1])
+            late = self.phases(lambda i, g=g: not self.fresh(i, last, g))
+            older = (("a", "param"), ("b", "older"))
+            kept = (("source", "param"), ("target", "older"))
+            if late:
+                yield Apply("copy", run, begins, Phases([0]), owner, args=kept)
+                yield Apply("swap", run, begins, late, owner, args=older)
+            if self.ranks > 1:
+                added = (("source", "sum"), ("target", "grad"))
+                yield Apply("add", run, ready, active, tuple(self.workers[1:]), args=added)
+                yield Apply("scale", run, ready, active, owner, args=shares)
+            if clip is not None:
+                bounded = (("buffer", "grad"), ("norm", float(clip)))
+                yield Apply("clip", run, ready, active, owner, args=bounded)
+            if late:
+                yield Apply("swap", run, ready, late, owner, args=older)
+            if self.late_owner:
+                yield Apply("copy", run, ready, Phases(self.iterations), owner, args=kept)
+            yield Apply("local", run, ready, active, owner)
+        everything, dropped = range(self.buckets), (("buffer", "grad"),)
+        if others:
+            yield Apply("clear", everything, END, Phases(self.iterations), others, args=dropped)
+        if self.skipped:
+            yield Apply("clear", everything, END, Phases([0]), owner, args=dropped)
+
+    # ---- versions --------------------------------------------------------------------------
+
+    def versions(self) -> Iterator[Transfer]:
+        """Every stage's new parameters, from rank 0 to whoever needs them first, and from each to
+        the next one when it begins to use them."""
+        hops: dict[tuple[int, int, int, int], set[int]] = defaultdict(set)
+        for i in self.iterations:
+            for g in range(len(self.runs)):
+                for t in (i, i - 1, i - 2):
+                    for a, b, sent, due in self._ring(t, g) if t >= self.skipped else ():
+                        if i == t + sent:
+                            hops[g, a, b, due - sent].add(i)
+        for (g, a, b, later), iterations in sorted(hops.items(), key=self._needed):
+            run = self.runs[g]
+            begins = Moment("forward", run[-1])
+            after = Moment("grad", run[-1]) if a == 0 else begins
+            yield Transfer(
+                Payload("param", run),
+                after,
+                Moment("forward", run[-1], later),
+                Phases(iterations),
+                channel(self.link, self._channel(a, b)),
+                "send",
+                (a, b),
+            )
+
+    def _ring(self, t: int, g: int) -> Iterator[tuple[int, int, int, int]]:
+        """(from, to, iterations after t in which it is sent, in which it is used) of what iteration
+        t has updated, in the order of need."""
+        lags = {rank: self.lag(t, rank, g) for rank in range(1, self.ranks)}
+        users = sorted((lag, rank) for rank, lag in lags.items() if lag is not None)
+        for (sent, a), (due, b) in pairwise([(0, 0), *users]):
+            yield a, b, sent, due
+
+    def _needed(self, hop: tuple[tuple[int, int, int, int], set[int]]) -> tuple[int, ...]:
+        """Messages of a channel in the order of their moments."""
+        (g, a, b, later), _ = hop
+        # Those of rank 0 leave in backward, output first, the others in forward, input first.
+        return (1, g, a, b) if a == 0 else (0, -g, a, b, later)
+
+    def _channel(self, a: int, b: int) -> int:
+        """So that on each a rank only sends, or only receives."""
+        around = self.ranks - 1
+        if a == 0:
+            return ENTRY
+        if b != a % around + 1:
+            return OTHERS
+        return ROUND + (2 if a == around and around % 2 else a % 2)
+
+    # ---- stagger ---------------------------------------------------------------------------
+
+    def turns(self, profile: Profile) -> Iterator[Transfer]:
+        """A word from each worker to the next one when it is 1/N of an iteration ahead."""
+        slowest, last = profile.slowest(), self.buckets - 1
+        smallest = min(range(self.buckets), key=lambda b: slowest.buckets[b].size_bytes)
+        step_s = (slowest.forward_s + slowest.backward_s) / self.ranks
+        begun = [*accumulate((b.forward_s for b in reversed(slowest.buckets)), initial=0.0)]
+        done = [*accumulate((b.backward_s for b in slowest.buckets), initial=begun[-1])]
+        times = [(s, Moment("forward", last - n)) for n, s in enumerate(begun[1:-1], 1)]
+        times += [(s, Moment("grad", n)) for n, s in enumerate(done[1:])]
+        after = min(times, key=lambda time: abs(time[0] - step_s))[1]
+        for n, (a, b) in enumerate(pairwise(self.workers)):
+            yield Transfer(
+                Payload("sum", range(smallest, smallest + 1), 0, PARTS),
+                after,
+                Moment("forward"),
+                Phases(self.iterations),
+                channel(self.link, TURNS + n % 2),
+                "send",
+                (a, b),
+            )
+
+
+def _split(given: Any) -> Literal["time", "bytes"] | tuple[int, ...]:
+    """A word, or counts of buckets, whatever JSON or the command line have made of them."""
+    if isinstance(given, (list, tuple)) and given:
+        for count in given:
+            require_count("split", count)
+        return tuple(given)
+    require_choice("split", given, ("time", "bytes"))
+    return given
+
+
+def _table(given: Any) -> Table | None:
+    """Rows of truth values, whatever JSON has made of them."""
+    if given is None:
+        return None
+    try:
+        rows = tuple(tuple(bool((False, True).index(entry)) for entry in row) for row in given)
+    except (TypeError, ValueError):
+        rows = ()
+    if not rows:
+        raise ValueError(
+            f"table ({given!r}) must have a row of 0 and 1 for each worker, such as "
+            "((0, 1), (1, 1))"
+        )
+    return rows
