@@ -132,7 +132,18 @@ def come(
     began = welcome.luggage.view(flat.dtype)
     state.put([began], clock.now())
     made = Settings(nx.Graph(place.first), **settings)
-    gossip = Gossip(place.me, made, state, wire, clock, secret, place.near, entrance, place=place)
+    gossip = Gossip(
+        place.me,
+        made,
+        state,
+        wire,
+        clock,
+        secret,
+        place.near,
+        entrance,
+        place=place,
+        luggage=partial(packed, state),
+    )
     workers.append(Worker(gossip, state, clock, flat, began))
     gossip.connect()
     return workers[-1]

@@ -93,6 +93,19 @@ def test_who_joins_does_not_wait_for_the_dead() -> None:
         assert torch.equal(x[0], x[3])
 
 
+def test_who_has_come_back_gives_places_too() -> None:
+    x = flats(5)
+    with job(nx.cycle_graph(4), x[:4], silent_s=0.5) as workers:
+        warm(workers)
+        kill(workers.pop())
+        until(lambda: all(worker.gossip.view.dead() == [3] for worker in workers))
+        back = come(workers, x[3], worker=3, silent_s=0.5)
+        newcomer = come(workers, x[4], through=workers.index(back), silent_s=0.5)
+        assert 3 in newcomer.gossip._peers.present()
+        assert together([worker.consolidate for worker in workers]) == [None] * 5
+        assert all(torch.equal(x[0], one) for one in x)
+
+
 def test_who_consolidates_waits_for_a_worker_that_has_a_place() -> None:
     """Also if others have met without it already: it counts as many meetings as they."""
     x = flats(4)

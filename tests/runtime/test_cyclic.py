@@ -87,7 +87,7 @@ def equations(
     parameters = dict(model.named_parameters())
     theta = {k: p.detach().clone() for k, p in parameters.items()}
     before = theta
-    seen, rules = [], strategy._rules(n)
+    seen, rules = [], strategy.rules(n)
     for t in range(ITERATIONS):
         before = theta if t == anew else before
         gradients = {k: torch.zeros_like(p) for k, p in parameters.items()}

@@ -87,7 +87,8 @@ class Gossip(Listener):
         edges = sorted((min(edge), max(edge)) for edge in settings.graph.edges)
         self.view, self.counts = View(me, edges), Counts()
         self._first, self._agreed = edges, place.agreed if place else Agreement(edges)
-        self._addresses, self._door, self._luggage = dict(addresses), door.getsockname(), luggage
+        self._door, self._luggage = door.getsockname(), luggage
+        self._addresses = {**addresses, me: self._door[:2]}
         self._joined = place is not None
         self._life = random.SystemRandom().getrandbits(48)  # of this process
         self._lives: dict[int, int] = {}  # of the neighbours'

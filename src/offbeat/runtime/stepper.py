@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from offbeat.storage.coupling import delegates
-from offbeat.storage.flat import Flat
 
 Group = dict[str, Any]
 Settings = dict[int, Group]
@@ -19,9 +19,9 @@ Settings = dict[int, Group]
 class BucketStepper:
     """Steps the optimizer bucket by bucket; state, settings and hooks are the user's own."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, flat: Flat):
+    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Sequence[nn.Parameter]]):
         self._optimizer = optimizer
-        self._members = _members(optimizer, flat)
+        self._members = _members(optimizer, buckets)
 
     def require_independent(self, remedy: str) -> None:
         """ValueError for an optimizer that cannot step one bucket alone."""
@@ -85,14 +85,14 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _members(
-    optimizer: torch.optim.Optimizer, flat: Flat
+    optimizer: torch.optim.Optimizer, buckets: Sequence[Sequence[nn.Parameter]]
 ) -> list[list[tuple[Group, list[nn.Parameter]]]]:
     """Per bucket: (param group, its parameters in this bucket)."""
     group_of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
     members = []
-    for bucket in flat.buckets:
+    for parameters in buckets:
         mine: dict[int, tuple[Group, list[nn.Parameter]]] = {}
-        for p in bucket.parameters:
+        for p in parameters:
             group = group_of.get(id(p))
             if group is not None:  # in no group: averaged, never updated
                 mine.setdefault(id(group), (group, []))[1].append(p)

@@ -50,7 +50,8 @@ class Updates:
 
     def refresh(self) -> None:
         """The optimizer's groups or state were replaced."""
-        self.stepper = BucketStepper(self._optimizer, self._flat)
+        parameters = [bucket.parameters for bucket in self._flat.buckets]
+        self.stepper = BucketStepper(self._optimizer, parameters)
 
     # ---- the rule ---------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class Cyclic(Strategy):
     def equations(self, plan: Plan) -> Equations:
         runs = [range(*edges) for edges in plan.fact("stages")]
         ranks = 1 + max(max(t.ranks or (0,)) for t in plan.transfers) if plan.transfers else 1
-        job = _Job(ranks, runs, self._rules(len(runs)), self._skipped, "")
+        job = _Job(ranks, runs, self.rules(len(runs)), self._skipped, "")
         return cyclic(runs, job.fresh, self._skipped)
 
     def bound_s(self, profile: Profile) -> float:
@@ -142,7 +142,7 @@ class Cyclic(Strategy):
                 "start ('skip') needs at least two workers; leave it out, or start more of them"
             )
         link = profile.default_link.name
-        return _Job(ranks, self._cut(profile, stages), self._rules(stages), self._skipped, link)
+        return _Job(ranks, self._cut(profile, stages), self.rules(stages), self._skipped, link)
 
     def _cut(self, profile: Profile, stages: int) -> list[range]:
         """Runs of buckets, that of the output first."""
@@ -158,7 +158,7 @@ class Cyclic(Strategy):
             return [*cut([bucket.size_bytes for bucket in profile.buckets], stages)]
         return [*cut([b.forward_s + b.backward_s for b in profile.buckets], stages)]
 
-    def _rules(self, stages: int) -> list[Table]:
+    def rules(self, stages: int) -> list[Table]:
         """By iteration, repeating: who is to use w_t where; stages from the output."""
         allowed = [[g < i for g in range(stages)] for i in range(1, stages + 1)]
         if self.table is not None:
@@ -376,12 +376,13 @@ class _Job:
 
 def _split(given: Any) -> Literal["time", "bytes"] | tuple[int, ...]:
     """A word, or counts of buckets, whatever JSON or the command line have made of them."""
-    if isinstance(given, (list, tuple)) and given:
-        for count in given:
-            require_count("split", count)
-        return tuple(given)
-    require_choice("split", given, ("time", "bytes"))
-    return given
+    if isinstance(given, str) or not given:
+        require_choice("split", given, ("time", "bytes"))
+        return given
+    counts: tuple[int, ...] = tuple(given)
+    for count in counts:
+        require_count("split", count)
+    return counts
 
 
 def _table(given: Any) -> Table | None:

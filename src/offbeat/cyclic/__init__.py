@@ -1,0 +1,7 @@
+"""Cyclic data parallelism in one process: micro-batches interleaved stage by stage."""
+
+from offbeat.cyclic.activations import Activations
+from offbeat.cyclic.interleaved import Interleaved
+from offbeat.cyclic.stages import split
+
+__all__ = ["Activations", "Interleaved", "split"]

@@ -1,0 +1,133 @@
+"""Stages: a model as modules that run one after the other."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from offbeat.solve.stages import cut
+
+REPEATS = 3  # of which the fastest counts
+
+
+def split(
+    model: nn.Module,
+    stages: int,
+    *example: Tensor,
+    balance: Literal["time", "flops"] | Sequence[int] = "time",
+    split_points: Sequence[str] | None = None,
+) -> list[nn.Module]:
+    """The model as so many modules in a row, each with about the same compute.
+
+    An `nn.Sequential` is cut between its children, by what forward and backward of the `example`
+    take (`time`), by `flops`, or by hand (children per stage). Any other model is traced and cut
+    before the modules named in `split_points`, by torch.distributed.pipelining; the example is then
+    of one micro-batch. Parameters are the model's own. ValueError if it cannot be cut so.
+    """
+    if split_points is not None:
+        return _traced(model, stages, example, split_points)
+    if not isinstance(model, nn.Sequential):
+        raise ValueError(
+            f"model ({type(model).__name__}) must be an nn.Sequential, or split_points must name "
+            "the modules that begin a stage"
+        )
+    children = [*model.children()]
+    if isinstance(balance, str):
+        costs = _times_s if balance == "time" else _flops
+        runs = cut(costs(children, example), stages)
+    else:
+        if len(balance) != stages or sum(balance) != len(children) or min(balance) < 1:
+            raise ValueError(
+                f"balance ({list(balance)}) must be {stages} numbers of children, each at least 1 "
+                f"and {len(children)} together"
+            )
+        ends = [sum(balance[: n + 1]) for n in range(stages)]
+        runs = tuple(range(a, z) for a, z in zip([0, *ends[:-1]], ends, strict=True))
+    return [nn.Sequential(*(children[n] for n in run)) for run in runs]
+
+
+def require_stages(stages: Sequence[nn.Module]) -> None:
+    """ValueError for a stage without parameters, shared ones, or statistics of batches."""
+    homes: set[int] = set()
+    for n, stage in enumerate(stages, 1):
+        own = {id(p): name for name, p in stage.named_parameters()}
+        if not any(p.requires_grad for p in stage.parameters()):
+            raise ValueError(f"stage {n} has no parameters to train; join it to its neighbour")
+        for key, name in own.items():
+            if key in homes:
+                raise ValueError(
+                    f"stage {n} shares the parameter {name!r} with an earlier stage, so the edge "
+                    "between them is crossed; keep both uses in one stage, or untie them"
+                )
+        homes.update(own)
+        for name, module in stage.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+                raise ValueError(
+                    f"stage {n} has batch normalization ({name!r}), whose running statistics would "
+                    "follow every micro-batch; use GroupNorm, or track_running_stats=False"
+                )
+
+
+def _times_s(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list[float]:
+    """Seconds of forward and backward of each child, the least of several."""
+    inputs, costs = example, []
+    for child in children:
+        times = []
+        for _ in range(REPEATS):
+            given = [_leaf(x) for x in inputs]
+            begin_s = time.perf_counter()
+            output = child(*given)
+            if output.requires_grad:
+                torch.autograd.backward(output, torch.ones_like(output))
+            times.append(time.perf_counter() - begin_s)
+        costs.append(min(times))
+        inputs = (output.detach(),)
+    for child in children:
+        child.zero_grad()
+    return costs
+
+
+def _flops(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list[float]:
+    """Of a forward of each child, by torch's counter."""
+    inputs, costs = example, []
+    for child in children:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            inputs = (child(*inputs),)
+        costs.append(float(counter.get_total_flops()))
+    return costs
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point())
+
+
+def _traced(
+    model: nn.Module, stages: int, example: tuple[Tensor, ...], points: Sequence[str]
+) -> list[nn.Module]:
+    from torch.distributed.pipelining import SplitPoint, pipeline
+
+    known = dict(model.named_modules())
+    for name in points:
+        if name not in known:
+            raise ValueError(f"split_points ({name!r}) must name a module of the model")
+    if len(points) != stages - 1:
+        raise ValueError(
+            f"split_points ({len(points)}) must be one less than stages ({stages}); each begins one"
+        )
+    spec: dict[str, Any] = dict.fromkeys(points, SplitPoint.BEGINNING)
+    try:
+        with warnings.catch_warnings():  # torch's own, about torch
+            warnings.simplefilter("ignore")
+            pipe = pipeline(model, mb_args=example, split_spec=spec)
+    except Exception as error:
+        raise ValueError(
+            f"the model cannot be cut before {', '.join(points)}: {error}; write it as an "
+            "nn.Sequential, or cut it elsewhere"
+        ) from error
+    return [pipe.get_stage_module(n) for n in range(stages)]

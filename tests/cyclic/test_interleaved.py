@@ -1,0 +1,207 @@
+"""Micro-batches interleaved on one device, beside a direct transcription of the equations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offbeat.cyclic import Activations, Interleaved, split
+from offbeat.strategies import Cyclic
+
+ITERATIONS, ROWS, WIDTH = 6, 3, 5
+
+
+def chain(stages: int) -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)]
+    return nn.Sequential(*layers).double()
+
+
+def batch(i: int, t: int) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(100 * t + i)
+    x, y = torch.randn(2, ROWS, WIDTH, generator=made, dtype=torch.float64)
+    return x, y
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "adam":
+        return torch.optim.Adam(model.parameters(), lr=0.02)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def equations(
+    n: int, name: str, strategy: Cyclic, iterations: int = ITERATIONS, anew: int | None = None
+) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Losses of every micro-batch, and the parameters in the end; Eq. 5 to 7, counted from 1."""
+    model, rules = chain(n), strategy.rules(n)
+    optimizer = optimizer_of(name, model)
+    theta = {k: p.detach().clone() for k, p in model.named_parameters()}
+    before, losses = theta, []
+    for t in range(iterations):
+        before = theta if t == anew else before
+        total = {k: torch.zeros_like(p) for k, p in theta.items()}
+        losses.append([])
+        for i in range(1, n + 1):
+            hat = {}
+            for k in theta:
+                j = int(k.split(".")[0]) + 1
+                fresh = {"v1": False, "v2": j >= n - i + 1}.get(strategy.rule)
+                fresh = rules[t % len(rules)][i - 1][n - j] if fresh is None else fresh
+                hat[k] = theta[k] if fresh else before[k]
+            model.load_state_dict(hat)
+            model.zero_grad()
+            x, y = batch(i, t)
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            losses[-1].append(loss.item())
+            for k, p in model.named_parameters():
+                total[k] += p.grad / n
+        model.load_state_dict(theta)
+        for k, p in model.named_parameters():
+            p.grad = total[k]
+        if strategy.clip:
+            for stage in model:
+                nn.utils.clip_grad_norm_(stage.parameters(), strategy.clip)
+        if t or strategy.start == "repeat":
+            optimizer.step()
+        before, theta = theta, {k: p.detach().clone() for k, p in model.named_parameters()}
+    return losses, theta
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Cyclic(),
+        Cyclic(rule="v1"),
+        Cyclic(rule="random", seed=1),
+        Cyclic(start="skip"),
+        Cyclic(rule="v1", clip=0.1),
+    ],
+    ids=str,
+)
+def test_equals_its_equations(n: int, optimizer: str, strategy: Cyclic) -> None:
+    model = chain(n)
+    trainer = Interleaved(
+        list(model), optimizer_of(optimizer, model), nn.functional.mse_loss, strategy
+    )
+    losses = []
+    for t in range(ITERATIONS):
+        losses += trainer.step([batch(i, t) for i in range(1, n + 1)])
+    losses += trainer.finish()
+    expected, theta = equations(n, optimizer, strategy)
+    torch.testing.assert_close(
+        torch.stack(losses).sort().values,
+        torch.tensor(expected, dtype=torch.float64).flatten().sort().values,
+        rtol=0,
+        atol=1e-12,
+    )
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), theta[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["v1", "v2"])
+def test_goes_on_after_finish(rule: str) -> None:
+    model, strategy = chain(3), Cyclic(rule=rule)
+    trainer = Interleaved(list(model), optimizer_of("sgd", model), nn.functional.mse_loss, strategy)
+    for t in range(ITERATIONS):
+        if t == 2:
+            trainer.finish()
+        trainer.step([batch(i, t) for i in range(1, 4)])
+    trainer.finish()
+    _, theta = equations(3, "sgd", strategy, anew=2)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), theta[name], rtol=0, atol=1e-12)
+
+
+def test_older_parameters_are_kept_only_while_needed() -> None:
+    """v2 never keeps any for forwards to come; v1 does for as long as there are some."""
+    for rule, most in (("v2", 1), ("v1", 2)):
+        model = chain(4)
+        trainer = Interleaved(
+            list(model), optimizer_of("sgd", model), nn.functional.mse_loss, Cyclic(rule=rule)
+        )
+        seen = []
+        for t in range(3):
+            trainer.step([batch(i, t) for i in range(4)])
+            seen.append(max(len(versions) for versions in trainer._versions))
+        assert max(seen) == most
+        trainer.finish()
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_activations_are_about_half(n: int) -> None:
+    """(N+1)/2 sets of activations of N, at any time once the first micro-batches have begun."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(n)]
+    model = nn.Sequential(*stages)
+    batches = [(torch.randn(64, 32), torch.randn(64, 32)) for _ in range(n)]
+    with Activations(model.parameters) as parallel:
+        losses = [nn.functional.mse_loss(model(x), y) for x, y in batches]
+    assert parallel.live_bytes == parallel.peak_bytes
+    del losses
+    assert parallel.live_bytes == 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Interleaved(stages, optimizer, nn.functional.mse_loss)
+    peaks = []
+    for _ in range(3):
+        with Activations(model.parameters) as meter:
+            trainer.step(batches)
+        peaks.append(meter.peak_bytes)
+    trainer.finish()
+    assert 0.3 < peaks[0] / parallel.peak_bytes <= (n + 1) / (2 * n) + 0.05
+
+
+def test_stages_are_even() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    stages = split(model, 3, torch.randn(2, 4), balance="flops")
+    assert [len(stage) for stage in stages] == [2, 2, 2]
+    assert [len(stage) for stage in split(model, 2, torch.randn(2, 4), balance=[1, 5])] == [1, 5]
+    assert sum(len(stage) for stage in split(model, 4, torch.randn(2, 4))) == 6
+    assert stages[0][0] is model[0]
+
+
+class Skips(nn.Module):
+    """No sequence, but it can be cut between its halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)) + x)
+
+
+def test_a_model_that_is_no_sequence_is_cut_where_it_says() -> None:
+    model, x = Skips(), torch.randn(3, 4)
+    one, other = split(model, 2, x, split_points=["second"])
+    torch.testing.assert_close(other(one(x)), model(x))
+
+
+TIED = nn.Linear(4, 4)
+BAD = [
+    (lambda: split(Skips(), 2, torch.randn(3, 4)), "must be an nn.Sequential"),
+    (lambda: split(nn.Sequential(nn.Linear(2, 2)), 2, torch.randn(1, 2)), r"stages \(2\)"),
+    (lambda: split(Skips(), 2, torch.randn(3, 4), split_points=["third"]), "must name a module"),
+    (lambda: split(Skips(), 3, torch.randn(3, 4), split_points=["second"]), "one less than"),
+    (lambda: split(nn.Sequential(TIED, TIED), 2, torch.randn(3, 4), balance=[2, 0]), "balance"),
+    (lambda: trainer_of(nn.ReLU(), nn.Linear(4, 4)), "stage 1 has no parameters"),
+    (lambda: trainer_of(TIED, TIED), "stage 2 shares the parameter 'weight'"),
+    (lambda: trainer_of(nn.Linear(4, 4), nn.BatchNorm1d(4)), "stage 2 has batch normalization"),
+    (lambda: trainer_of(nn.Linear(4, 4)).step([]), r"batches \(0\) must be as many"),
+]
+
+
+def trainer_of(*stages: nn.Module) -> Interleaved:
+    parameters = {p for stage in stages for p in stage.parameters()} or {
+        nn.Parameter(torch.ones(1))
+    }
+    return Interleaved(stages, torch.optim.SGD(parameters, lr=0.1), nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize(("act", "words"), BAD, ids=[words for _, words in BAD])
+def test_what_cannot_be(act, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        act()
