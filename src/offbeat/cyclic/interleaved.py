@@ -99,17 +99,19 @@ class Interleaved:
     # ---- one time step ----------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Each micro-batch passes one stage, forward or backward."""
-        count = len(self.stages)
+        """Each micro-batch passes one stage, those first that go backward: they free memory."""
+        count, forward = len(self.stages), []
         for i in range(count):
             since = self._time - 2 * i
             iteration, place = divmod(since, 2 * count)
             if since < 0 or iteration not in self._batches:
                 continue
             if place < count:
-                self._forward(iteration, i, place)
+                forward.append((iteration, i, place))
             else:
                 self._backward(iteration, i, 2 * count - 1 - place)
+        for one in forward:
+            self._forward(*one)
         self._time += 1
 
     def _forward(self, t: int, i: int, stage: int) -> None:
@@ -122,11 +124,9 @@ class Interleaved:
         x = given.detach().requires_grad_(given.is_floating_point())
         versions = self._versions[stage]
         # Before the first iteration, and before one that follows `finish`, they were the same.
-        parameters = (
-            versions[t] if self._fresh(t, i, stage) else versions.get(t - 1, versions.get(t))
-        )
-        assert parameters is not None
-        self._drop(t, stage)
+        number = t if self._fresh(t, i, stage) or t - 1 not in versions else t - 1
+        parameters = versions[number]
+        self._drop(t, stage, self._time + 1)
         y = functional_call(self.stages[stage], parameters, (x,))
         if stage == len(self.stages) - 1:
             y = self._loss(y, one.target)
@@ -173,7 +173,7 @@ class Interleaved:
         versions = self._versions[stage]
         if t < self._skipped:
             versions[t + 1] = versions[t]
-            self._drop(t + 1, stage)
+            self._drop(t + 1, stage, self._time)
             return
         for p, total in zip(parameters, sums, strict=True):
             p.grad = total.div_(len(self.stages))
@@ -184,17 +184,18 @@ class Interleaved:
         for p in parameters:
             p.grad = None
         versions[t + 1] = self._leaves(self.stages[stage])
-        self._drop(t + 1, stage)
+        self._drop(t + 1, stage, self._time)
 
     def _fresh(self, t: int, i: int, stage: int) -> bool:
         return self._rules[t % len(self._rules)][i][len(self.stages) - 1 - stage]
 
-    def _drop(self, t: int, stage: int) -> None:
-        """Forget what iteration t - 1 began with, if no forward of iteration t will use it."""
+    def _drop(self, t: int, stage: int, since: int) -> None:
+        """Forget what iteration t - 1 began with, if no forward of iteration t will use it from a
+        time step on."""
         count, versions = len(self.stages), self._versions[stage]
         begins = [2 * count * t + 2 * i + stage for i in range(count)]
         if t in versions and not any(
-            at > self._time and not self._fresh(t, i, stage) for i, at in enumerate(begins)
+            at >= since and not self._fresh(t, i, stage) for i, at in enumerate(begins)
         ):
             versions.pop(t - 1, None)
 
