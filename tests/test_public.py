@@ -20,6 +20,7 @@ DOCUMENTED = [
     "WFBP",
     "A2CiD2",
     "ByteScheduler",
+    "Cyclic",
     "DeAR",
     "DeFT",
     "DreamDDP",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +13,10 @@ import torch.distributed as dist
 from models import Case, batch, build_model, build_optimizer, loss_of, profile_of
 from torch import Tensor, nn
 from workers import prepared
-from worlds import run_world
+from worlds import run_world, watch_world
 
-from offbeat.strategies.cyclic import Cyclic
+import offbeat
+from offbeat.strategies import Cyclic, create
 
 ITERATIONS = 7
 RULES = (
@@ -206,3 +210,122 @@ def test_begins_anew_after_consolidate_and_rank_0_always_has_the_newest() -> Non
 
 def close(value: Tensor, expected: Tensor, where: str) -> None:
     torch.testing.assert_close(value, expected, rtol=0, atol=1e-12, msg=lambda m: where + m)
+
+
+# ---- what goes wrong ------------------------------------------------------------------------
+
+
+def clipped() -> str:
+    """What happens to a script that clips between backward and step."""
+    dist.init_process_group("gloo")
+    case, rank = Case(), dist.get_rank()
+    model = build_model(case)
+    profile, words = profile_of(case, 2), ""
+    with prepared(model, build_optimizer(case, model), Cyclic(), profile=profile) as (m, o):
+        loss_of(m, *batch(case, rank, 0)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        try:
+            o.step()
+        except ValueError as error:
+            words = str(error)
+    dist.destroy_process_group()
+    return words
+
+
+def test_clipping_the_whole_gradient_is_refused() -> None:
+    for words in run_world(clipped, 2):
+        assert "let the strategy clip each stage (clip=...)" in words
+
+
+def until_killed(doomed: int) -> str:
+    dist.init_process_group("gloo")
+    case, rank = Case(), dist.get_rank()
+    model = build_model(case)
+    optimizer, profile = build_optimizer(case, model), profile_of(case, 3)
+    m, o = offbeat.prepare(model, optimizer, Cyclic(), profile=profile, timeout_s=10)
+    try:
+        for i in range(100):
+            if rank == doomed and i == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            o.zero_grad()
+            loss_of(m, *batch(case, rank, i)).backward()
+            o.step()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_worker_that_dies_is_named_by_its_neighbours() -> None:
+    """Sums go from 1 to 2 to 0: of the others one had to do with rank 2 itself."""
+    outcomes = watch_world(until_killed, 3, 2, doomed=(2,), timeout_s=60)
+    said = [outcomes[rank].result for rank in (0, 1)]
+    assert all("failed" in words or "did not arrive" in words for words in said)
+    assert any("rank 2" in words.split(" on link")[0] for words in said)
+
+
+def normalized() -> dict[str, Tensor]:
+    """Running statistics after some iterations."""
+    dist.init_process_group("gloo")
+    case, rank = Case("conv", "sgd"), dist.get_rank()
+    found = {}
+    for rule in ("v1", "v2"):
+        model = build_model(case)
+        seen: list[Tensor] = []
+        inner = model[2]
+        inner.register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0].detach().clone()))
+        profile = profile_of(case, 2)
+        strategy = Cyclic(rule=rule)
+        with prepared(model, build_optimizer(case, model), strategy, profile=profile) as (m, o):
+            for i in range(5):
+                o.zero_grad()
+                loss_of(m, *batch(case, rank, i)).backward()
+                o.step()
+            m.consolidate()
+            own = torch.zeros(4, dtype=torch.float64)
+            for x in seen:
+                own = 0.9 * own + 0.1 * x.mean((0, 2, 3))
+            found[rule] = torch.stack([own, inner.running_mean])
+    dist.destroy_process_group()
+    return found
+
+
+def test_running_statistics_are_those_of_rank_0() -> None:
+    """Also with v1, where rank 0 changes between parameters of two versions."""
+    first, second = run_world(normalized, 2)
+    for rule in ("v1", "v2"):
+        own, mean = first[rule]
+        torch.testing.assert_close(mean, own, rtol=0, atol=1e-12)
+        assert torch.equal(second[rule][1], mean)
+
+
+PROFILE = profile_of(Case(), 4)
+BAD = [
+    (lambda: Cyclic(clip=-1.0), r"clip \(-1.0\) must be a norm above 0"),
+    (lambda: Cyclic(chance=1.5), r"chance \(1.5\) must lie between"),
+    (lambda: Cyclic(stages=0), r"stages \(0\)"),
+    (lambda: Cyclic(rule="v3"), "must be one of v1, v2, random"),
+    (lambda: Cyclic(split="times"), "did you mean 'time'"),
+    (lambda: Cyclic(table=((2,),)), "must have a row of 0 and 1"),
+    (lambda: Cyclic(stages=3).plan(PROFILE), r"stages \(3\) must divide the number of workers"),
+    (lambda: Cyclic().plan(profile_of(Case(), 5)), r"stages \(5\) must be at least 1 and at most"),
+    (lambda: Cyclic(split=(1, 1, 1, 2)).plan(PROFILE), r"split \(1/1/1/2\) must be 4 numbers"),
+    (lambda: Cyclic(table=((1, 0), (0, 1))).plan(PROFILE), r"table \(2 rows\) must have 4 rows"),
+    (
+        lambda: Cyclic(stages=2, table=((1, 0), (0, 1))).plan(PROFILE),
+        "worker 1 cannot have w_t in stage 1, .* from stage 2 on",
+    ),
+    (lambda: Cyclic(start="skip").plan(profile_of(Case(), 1)), "at least two workers"),
+]
+
+
+@pytest.mark.parametrize(("act", "words"), BAD, ids=[words for _, words in BAD])
+def test_what_cannot_be(act: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        act()
+
+
+def test_a_table_stands_for_a_rule() -> None:
+    v2 = tuple(tuple(j >= 4 - i + 1 for j in range(1, 5)) for i in range(1, 5))
+    assert Cyclic(table=v2).rules(4) == Cyclic().rules(4)
+    assert Cyclic(table=((False,) * 4,) * 4).rules(4) == Cyclic(rule="v1").rules(4)
+    assert create("cyclic", {"table": [[0, 1], [1, 1]]}).table == ((False, True), (True, True))

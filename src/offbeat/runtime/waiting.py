@@ -51,13 +51,15 @@ class Waiting:
         run = payload.buckets
         names = [flat.buckets[b].name for b in (run.start, run.stop - 1)]
         between = names[0] if len(run) == 1 else f"{names[0]}..{names[1]}"
+        ranks = message.transfer.ranks
+        way = "" if ranks is None else f" from rank {ranks[0]} to rank {ranks[1]}"
         waited = ""
         if message.released is not None:
             now, released = self._device.mark(), message.released
             seconds = self._device.seconds(now) - self._device.seconds(released)
             waited = f" {seconds:.1f} s after its release"
         error = RuntimeError(
-            f"rank {self._control.rank}: {payload.buffer} of bucket {between} on "
+            f"rank {self._control.rank}: {payload.buffer} of bucket {between}{way} on "
             f"link {message.transfer.link!r} in iteration {message.iteration} {what}{waited}. "
             f"{self._control.behind()} Restart the missing ranks, or raise timeout_s "
             f"({self._timeout_s:g} s) if they are only slow."
