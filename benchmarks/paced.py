@@ -1,12 +1,14 @@
 """Real models on hosts with a pace of their own: predicted against measured.
 
     python benchmarks/paced.py [--models gpt,cnn,resnet,llama] [--rates 25,50,100,200]
-                               [--strategies main|others] [--steps 32] [--repeat 1]
+                               [--strategies main|others|cyclic] [--steps 32] [--repeat 1]
                                [--uneven] [--delay 20ms] [--json FILE]
 
 4 hosts. `main`: DDP, WFBP, local SGD, equal numbers of layers and DreamDDP with period 5. `others`:
-priority schedules, DeFT, selective synchronization and federated averaging. Each host computes at
-1/K of this machine's core, K as `--pace auto` has it: numerics, messages and losses are real,
+priority schedules, DeFT, selective synchronization and federated averaging. `cyclic`: DDP, WFBP and
+DreamDDP beside cyclic data parallelism by v2, with the paper's stagger too, and v1.
+
+Each host computes at 1/K of this machine's core, K as `--pace auto` has it: numerics, messages and losses are real,
 compute time is emulated. `--uneven`: one host computes half as fast. Needs the lab and a quiet
 machine; two to four minutes per model and rate.
 """
@@ -31,6 +33,7 @@ from offbeat.strategies import (
     P3,
     WFBP,
     ByteScheduler,
+    Cyclic,
     DeAR,
     DeFT,
     DreamDDP,
@@ -66,6 +69,14 @@ CONTESTANTS = {
         Contestant("selsync", SelSync(0.3)),
         Contestant("selsync-layer", SelSync(0.3, scope="layer")),
         Contestant("fedavg", FedAvg(local_steps=5)),
+    ),
+    "cyclic": (
+        Contestant("ddp", DDP()),
+        Contestant("wfbp", WFBP()),
+        Contestant("dreamddp", DreamDDP(5)),
+        Contestant("cyclic-v2", Cyclic()),
+        Contestant("cyclic-v1", Cyclic(rule="v1")),
+        Contestant("cyclic-paper", Cyclic(stagger="paper")),
     ),
 }
 HALF_AS_FAST = "[[overrides]]\nhost = 3\nspeed = 0.5\n"
