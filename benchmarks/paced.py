@@ -8,9 +8,9 @@
 priority schedules, DeFT, selective synchronization and federated averaging. `cyclic`: DDP, WFBP and
 DreamDDP beside cyclic data parallelism by v2, with the paper's stagger too, and v1.
 
-Each host computes at 1/K of this machine's core, K as `--pace auto` has it: numerics, messages and losses are real,
-compute time is emulated. `--uneven`: one host computes half as fast. Needs the lab and a quiet
-machine; two to four minutes per model and rate.
+Each host computes at 1/K of this machine's core, K as `--pace auto` has it: numerics, messages and
+losses are real, compute time is emulated. `--uneven`: one host computes half as fast. Needs the lab
+and a quiet machine; two to four minutes per model and rate.
 """
 
 from __future__ import annotations
