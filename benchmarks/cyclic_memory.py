@@ -103,7 +103,7 @@ def ways(
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         batches = [batch() for _ in range(micro)]
         if name == "interleaved":
-            stages = split(model, micro, batches[0][0])
+            stages = split(model, micro, batches[0][0], balance="flops")
             trainer = Interleaved(stages, optimizer, nn.functional.mse_loss)
 
             def step(trainer: Interleaved = trainer, batches: list[Batch] = batches) -> None:

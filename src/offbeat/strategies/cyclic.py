@@ -113,10 +113,14 @@ class Cyclic(Strategy):
         return cyclic(runs, job.fresh, self._skipped)
 
     def bound_s(self, profile: Profile) -> float:
-        """Compute of the slowest rank, or what a rank in the middle sends by one link: gradients of
-        all stages, and parameters of all but one, without a latency."""
+        """Compute of the slowest rank, or that of rank 0 with the update, or what a rank in the
+        middle sends by one link: gradients of all stages, and parameters of all but one, without a
+        latency."""
         slowest, workers = profile.slowest(), profile.world_size
-        compute_s = slowest.forward_s + slowest.backward_s + slowest.other_s
+        own = profile.rank_scale[0] if profile.rank_scale else 1.0
+        owner_s = own * (profile.forward_s + profile.backward_s + profile.update_s)
+        others_s = slowest.forward_s + slowest.backward_s
+        compute_s = profile.other_s + max(owner_s, others_s)
         sizes = [bucket.size_bytes for bucket in profile.buckets]
         if workers == 1:
             return compute_s
