@@ -78,19 +78,22 @@ def _times_s(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list
     """Seconds of forward and backward of each child, the least of several."""
     inputs, costs = example, []
     for child in children:
-        times = []
-        for _ in range(REPEATS):
-            given = [_leaf(x) for x in inputs]
-            begin_s = time.perf_counter()
-            output = child(*given)
-            if output.requires_grad:
-                torch.autograd.backward(output, torch.ones_like(output))
-            times.append(time.perf_counter() - begin_s)
-        costs.append(min(times))
-        inputs = (output.detach(),)
+        timed = [_timed(child, inputs) for _ in range(REPEATS)]
+        costs.append(min(seconds for seconds, _ in timed))
+        inputs = (timed[-1][1],)
     for child in children:
         child.zero_grad()
     return costs
+
+
+def _timed(child: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, Tensor]:
+    """Seconds of one forward and backward, and the output."""
+    given = [_leaf(x) for x in inputs]
+    begin_s = time.perf_counter()
+    output = child(*given)
+    if output.requires_grad:
+        torch.autograd.backward(output, torch.ones_like(output))
+    return time.perf_counter() - begin_s, output.detach()
 
 
 def _flops(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list[float]:

@@ -378,15 +378,14 @@ class _Job:
             )
 
 
-def _split(given: Any) -> Literal["time", "bytes"] | tuple[int, ...]:
+def _split(given: Any) -> Any:
     """A word, or counts of buckets, whatever JSON or the command line have made of them."""
     if isinstance(given, str) or not given:
         require_choice("split", given, ("time", "bytes"))
         return given
-    counts: tuple[int, ...] = tuple(given)
-    for count in counts:
+    for count in given:
         require_count("split", count)
-    return counts
+    return tuple(given)
 
 
 def _table(given: Any) -> Table | None:
