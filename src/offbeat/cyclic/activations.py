@@ -22,11 +22,9 @@ class Activations:
         self._parameters = parameters
         self._holders: Counter[int] = Counter()  # by storage
         self._bytes: dict[int, int] = {}
-        self._own: set[int] = set()
         self.live_bytes = self.peak_bytes = 0
 
     def __enter__(self) -> Activations:
-        self._own = {p.untyped_storage().data_ptr() for p in self._parameters()}
         self._hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
         self._hooks.__enter__()
         return self
@@ -46,7 +44,8 @@ class Activations:
         """One more holder of a tensor's storage; its key, or None if it does not count."""
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
-        if key in self._own:
+        # Asked each time: an update may put parameters elsewhere.
+        if any(key == p.untyped_storage().data_ptr() for p in self._parameters()):
             return None
         if not self._holders[key]:
             self._bytes[key] = storage.nbytes()

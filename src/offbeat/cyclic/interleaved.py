@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from offbeat.cyclic.stages import require_stages
 from offbeat.runtime.stepper import BucketStepper
+from offbeat.storage.coupling import couples
 from offbeat.strategies.cyclic import Cyclic
 
 Batch = tuple[Tensor, Any]
@@ -53,6 +54,8 @@ class Interleaved:
         strategy: Cyclic | None = None,
     ) -> None:
         require_stages(stages)
+        if coupled := couples(optimizer):
+            raise ValueError(f"{coupled}, so it cannot step stage by stage; use another optimizer")
         self.stages, self._optimizer, self._loss = list(stages), optimizer, loss
         strategy = strategy or Cyclic()
         self._rules = strategy.rules(len(stages))
@@ -165,8 +168,8 @@ class Interleaved:
     # ---- versions ---------------------------------------------------------------------------
 
     def _update(self, t: int, stage: int) -> None:
-        """All micro-batches have brought their gradients of a stage: step it, in new memory, as
-        long as somebody may need the old one."""
+        """All micro-batches have brought their gradients of a stage: step it, in new memory, as a
+        forward or backward under way may need the old one."""
         sums, parameters = self._sums[stage], self._trained(self.stages[stage])
         assert sums is not None
         self._sums[stage] = None

@@ -188,6 +188,7 @@ class Gossip(Listener):
             yield
         finally:
             self._commands.append(lambda: self._meetings.together(begin=False))
+            self._peers.wake()
 
     def pause(self) -> None:
         """Exchange no more; returns when none is under way."""
