@@ -2,6 +2,6 @@
 
 from offbeat.cyclic.activations import Activations
 from offbeat.cyclic.interleaved import Interleaved
-from offbeat.cyclic.stages import split
+from offbeat.cyclic.splitting import split
 
 __all__ = ["Activations", "Interleaved", "split"]

@@ -100,6 +100,31 @@ class Control:
         asking.join(STORE_ANSWERS_S)
         return words[0] if words else STORE_IS_SILENT
 
+    def culprit(self, waited_for: int) -> int:
+        """The rank that keeps this one waiting in the end: that which it `waited_for`, or whom
+        that one has said to wait for, and so on. To be asked after a failed wait, by each rank."""
+        found: list[int] = []
+        asking = threading.Thread(
+            target=lambda: found.append(self._last_of_chain(waited_for)),
+            name=f"{THREAD_PREFIX}store",
+            daemon=True,
+        )
+        asking.start()
+        asking.join(TOGETHER_S + STORE_ANSWERS_S)
+        return found[0] if found else 0  # the store's own rank
+
+    def _last_of_chain(self, rank: int) -> int:
+        try:
+            self._store.set(f"waits/{self.rank}", str(rank))
+            time.sleep(TOGETHER_S)
+            for _ in range(self.world_size):
+                if not self._store.check([f"waits/{rank}"]):
+                    return rank
+                rank = int(self._store.get(f"waits/{rank}"))
+        except RuntimeError:
+            return 0
+        return rank
+
     def _leave_word(self, iteration: int) -> None:
         self._store.set(f"progress/{self.rank}", json.dumps([iteration, time.time()]))
 

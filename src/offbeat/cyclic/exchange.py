@@ -1,0 +1,98 @@
+"""Exchange: tensors from one process to another while both compute."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offbeat.transport.control import Control, new_group
+
+HOST = torch.device("cpu")
+
+
+class _Sent(NamedTuple):
+    time: int
+    words: str
+    target: int
+    works: list[Any]
+    tensors: list[Tensor]  # kept until they have gone
+    gone: Callable[[], None] | None
+
+
+class Exchange:
+    """Sends and receives over gloo. Two ranks must call them in the same order.
+
+    The network reads and writes the host's memory; tensors of other devices are copied.
+    """
+
+    def __init__(self, timeout_s: float):
+        self.control = Control(timeout_s)
+        self.group = new_group("gloo", timeout_s)
+        self._timeout_s = timeout_s
+        self._sent: deque[_Sent] = deque()
+
+    def receive(self, landing: Sequence[Tensor], source: int, words: str) -> Arrival:
+        """Be ready for tensors like these, which are overwritten."""
+        return Arrival(self, landing, source, words)
+
+    def send(
+        self,
+        time: int,
+        tensors: Sequence[Tensor],
+        target: int,
+        words: str,
+        gone: Callable[[], None] | None = None,
+    ) -> None:
+        """Send what tensors hold now; they must not be written before they have `gone`."""
+        hosted = [tensor.detach().to(HOST).contiguous() for tensor in tensors]
+        works = [self.group.send([tensor], target, 0) for tensor in hosted]
+        self._sent.append(_Sent(time, words, target, works, hosted, gone))
+
+    def settle(self, before: int) -> None:
+        """Wait until everything has gone that was sent before a time step."""
+        while self._sent and self._sent[0].time < before:
+            sent = self._sent[0]
+            self.wait(sent.works, sent.target, f"{sent.words} to rank {sent.target}")
+            self._sent.popleft()
+            if sent.gone is not None:
+                sent.gone()
+
+    def wait(self, works: Sequence[Any], peer: int, words: str) -> None:
+        """Wait for operations with a peer; RuntimeError naming who keeps us waiting."""
+        try:
+            for work in works:
+                work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            culprit = self.control.culprit(peer)
+            behind = "" if culprit == peer else f" (which waits for rank {culprit})"
+            raise RuntimeError(
+                f"rank {self.control.rank}: {words}{behind} did not get through: {error}. Rank "
+                f"{culprit} has failed or left, or it is slower than timeout_s "
+                f"({self._timeout_s:g} s); start all again from the last checkpoint"
+            ) from error
+
+
+class Arrival:
+    """Tensors on their way to us."""
+
+    def __init__(self, exchange: Exchange, landing: Sequence[Tensor], source: int, words: str):
+        self._exchange, self._source, self._words = exchange, source, words
+        self._landing = [*landing]
+        self._hosted = [
+            tensor if tensor.device == HOST else torch.empty_like(tensor, device=HOST)
+            for tensor in landing
+        ]
+        self._works = [exchange.group.recv([tensor], source, 0) for tensor in self._hosted]
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, once all are there."""
+        self._exchange.wait(self._works, self._source, f"{self._words} from rank {self._source}")
+        for tensor, host in zip(self._landing, self._hosted, strict=True):
+            if tensor is not host:
+                tensor.copy_(host)
+        return self._landing

@@ -1,0 +1,129 @@
+"""Optimizer state of one stage as one piece of memory, which can travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.cyclic.vectors import Shape
+from offbeat.storage.coupling import trial_copy
+
+ALIGNED = 16  # bytes
+_TRIAL = (2, 3)
+
+
+class _Place(NamedTuple):
+    parameter: nn.Parameter
+    name: str
+    number: type | None  # instead of a tensor
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+    begin: int
+    end: int
+
+
+class StageState:
+    """State that an optimizer keeps for some parameters: tensors of a parameter's shape, scalars
+    and numbers. ValueError for anything else.
+
+    What it keeps is found out with a made-up parameter, so it is known before there is any.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        shapes: Mapping[str, Shape],
+    ):
+        self._optimizer, self._parameters = optimizer, list(parameters.values())
+        self._places: list[_Place] = []
+        self._sizes: dict[torch.device, int] = {}
+        group_of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
+        for name, p in parameters.items():
+            if id(p) in group_of:
+                self._reserve(p, shapes[name], group_of[id(p)])
+        self._memory: dict[torch.device, Tensor] = {}
+        self._views: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Of the state, on all devices."""
+        return sum(self._sizes.values())
+
+    @property
+    def present(self) -> bool:
+        """Whether the optimizer has any."""
+        return any(p in self._optimizer.state for p in self._parameters)
+
+    def taken(self) -> list[Tensor]:
+        """The state as bytes, by device; the optimizer keeps none of it."""
+        memory = [*self._memory.values()] or self.room()
+        for place, view in zip(self._places, self._views, strict=True):
+            value = self._optimizer.state[place.parameter][place.name]
+            if value is not view:
+                view.copy_(torch.as_tensor(value).view(place.shape))
+        self.forget()
+        return memory
+
+    def room(self) -> list[Tensor]:
+        """New memory for it, of any content."""
+        self._memory = {
+            device: torch.zeros(size, dtype=torch.uint8, device=device)
+            for device, size in self._sizes.items()
+        }
+        self._views = [
+            self._memory[place.device][place.begin : place.end].view(place.dtype).view(place.shape)
+            for place in self._places
+        ]
+        return [*self._memory.values()]
+
+    def give(self) -> None:
+        """Hand what has come into `room` to the optimizer."""
+        for place, view in zip(self._places, self._views, strict=True):
+            value = view if place.number is None else place.number(view.item())
+            self._optimizer.state[place.parameter][place.name] = value
+
+    def forget(self) -> None:
+        """There is none here."""
+        self._memory, self._views = {}, []
+        for p in self._parameters:
+            self._optimizer.state.pop(p, None)
+
+    def _reserve(self, p: nn.Parameter, shape: Shape, group: dict[str, Any]) -> None:
+        trial = nn.Parameter(torch.zeros(_TRIAL, dtype=p.dtype, device=shape.device))
+        trial.grad = torch.zeros_like(trial)
+        copy = trial_copy(self._optimizer, [{**group, "params": [trial]}])
+        copy.step()
+        for name, value in copy.state[trial].items():
+            if isinstance(value, (bool, int, float)):
+                self._add(p, name, type(value), torch.empty((), dtype=torch.float64))
+            elif isinstance(value, Tensor) and value.shape == trial.shape:
+                self._add(
+                    p, name, None, torch.empty_like(shape.like, dtype=value.dtype), shape.device
+                )
+            elif isinstance(value, Tensor) and value.dim() == 0:
+                self._add(p, name, None, value)
+            elif value is not None:
+                raise ValueError(
+                    f"{type(self._optimizer).__name__} keeps {name!r} for a parameter, neither a "
+                    "number nor a tensor of its shape, which cannot travel; use another placement "
+                    "than 'zero'"
+                )
+
+    def _add(
+        self,
+        p: nn.Parameter,
+        name: str,
+        number: type | None,
+        like: Tensor,
+        device: torch.device | None = None,
+    ) -> None:
+        device = device or like.device
+        begin = -(-self._sizes.get(device, 0) // ALIGNED) * ALIGNED
+        end = begin + like.nbytes
+        self._sizes[device] = end
+        self._places.append(_Place(p, name, number, like.dtype, like.shape, device, begin, end))
