@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from typing import Any
 
 import pytest
@@ -9,10 +12,10 @@ import torch
 import torch.distributed as dist
 from cyclic_support import ITERATIONS, batch, chain, equations, optimizer_of
 from torch import nn
-from worlds import run_world
+from worlds import run_world, watch_world
 
-from offbeat.cyclic import Interleaved
-from offbeat.cyclic.timetable import Placement, Timetable
+from offbeat.cyclic import Interleaved, recording, together
+from offbeat.solve.timetable import Placement, Timetable, Work
 from offbeat.strategies import Cyclic
 
 RULES = (
@@ -76,3 +79,133 @@ def test_equals_its_equations(placement: Placement, n: int, anew: int | None) ->
         for found in ranks:
             for key, value in found[k][1].items():
                 torch.testing.assert_close(value, theta[key], rtol=0, atol=1e-12)
+
+
+def resumed(n: int, placement: Placement) -> list[Any]:
+    """Two iterations, a checkpoint, and the rest with a new trainer that starts from it."""
+    dist.init_process_group("gloo")
+    found = []
+    for name in ("sgd", "adam"):
+        saved = None
+        for iterations in (range(2), range(2, ITERATIONS)):
+            model = chain(n)
+            optimizer = optimizer_of(name, model)
+            if saved is not None:
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            trainer = Interleaved(
+                [*model], optimizer, nn.functional.mse_loss, placement=placement, timeout_s=20
+            )
+            for t in iterations:
+                trainer.step([batch(i, t) for i in range(1, n + 1)])
+            trainer.consolidate()
+            saved = model.state_dict(), optimizer.state_dict()
+        assert saved is not None
+        found.append(saved[0])
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("placement", ["pyramid", "zero"])
+def test_goes_on_from_a_checkpoint(placement: Placement) -> None:
+    n = 2
+    for found in run_world(resumed, Timetable(placement, n).devices, n, placement):
+        for k, name in enumerate(("sgd", "adam")):
+            _, theta = equations(n, name, Cyclic(), anew=2)
+            for key, value in found[k].items():
+                torch.testing.assert_close(value, theta[key], rtol=0, atol=1e-12)
+
+
+def held(n: int) -> tuple[int, int, Any]:
+    """The most stages that are here at once: when all workers are busy, and ever; a record."""
+    dist.init_process_group("gloo")
+    model = chain(n)
+    trainer = Interleaved(
+        [*model], optimizer_of("sgd", model), nn.functional.mse_loss, None, "zero", 20
+    )
+    here = {}
+    with recording(trainer) as record:
+        told = trainer.on_work
+        assert told is not None
+
+        def worked(work: Work, begin_s: float, end_s: float) -> None:
+            told(work, begin_s, end_s)
+            here[work.time] = sum(stage.nbytes > 0 for stage in trainer._stages)
+
+        trainer.on_work = worked
+        for t in range(4):
+            trainer.step([batch(i, t) for i in range(1, n + 1)])
+        trainer.finish()
+    dist.destroy_process_group()
+    busy = range(2 * n, 4 * 2 * n)
+    return max(here[time] for time in busy), max(here.values()), record
+
+
+def test_a_worker_holds_two_travelling_stages_at_a_time() -> None:
+    n = 4
+    ranks = run_world(held, n, n)
+    assert [(busy, ever) for busy, ever, _ in ranks] == [(2, 3)] * n
+    run = together(Timetable("zero", n), [record for _, _, record in ranks])
+    assert len(run.works) == 4 * 2 * n * n
+    busy = range(2 * n, 4 * 2 * n - 1)
+    for record in (record for _, _, record in ranks):
+        steps = [message.sent for message, _, _ in record.sent if message.sent in busy]
+        assert len(steps) == len(set(steps))  # one message between two time steps
+        assert record.peak_activation_bytes > 0
+
+
+def killed(n: int, placement: Placement, victim: int) -> None:
+    dist.init_process_group("gloo")
+    model = chain(n)
+    trainer = Interleaved(
+        [*model], optimizer_of("sgd", model), nn.functional.mse_loss, None, placement, 20
+    )
+    for t in range(ITERATIONS):
+        if t == 3 and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        trainer.step([batch(i, t) for i in range(1, n + 1)])
+
+
+@pytest.mark.parametrize(("placement", "n", "victim"), [("pyramid", 3, 2), ("zero", 4, 0)])
+def test_names_the_worker_that_died(placement: Placement, n: int, victim: int) -> None:
+    devices = Timetable(placement, n).devices
+    outcomes = watch_world(killed, devices, n, placement, victim, doomed=[victim], timeout_s=60)
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert outcome.kind == "RuntimeError"
+            named = re.search(r"Rank (\d+) has failed", outcome.error)
+            assert named is not None
+            assert int(named[1]) == victim
+
+
+def refused(kind: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = chain(3 if kind == "processes" else 2)
+    if kind == "model" and rank == 1:
+        model[1] = nn.Sequential(nn.Linear(5, 5, bias=False)).double()
+    kinds = {"state": torch.optim.Adafactor}
+    optimizer = kinds.get(kind, torch.optim.SGD)(model.parameters(), lr=0.1)
+    placement: Placement = "zero" if kind == "state" else "pipeline"
+    trainer = Interleaved([*model], optimizer, nn.functional.mse_loss, None, placement, 5)
+    whole, part = batch(1, 0), tuple(x[:2] for x in batch(2, 0))
+    trainer.step([whole, part])
+    trainer.finish()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("processes", ["pipeline", "3 stages", "needs 3 processes", "there are 2"]),
+        ("model", ["stages", "rank 1"]),
+        ("shape", ["micro-batch 1", "stage 1", "(2, 5)", "drop_last"]),
+        ("state", ["Adafactor", "zero"]),
+    ],
+)
+def test_refuses_in_words(kind: str, words: list[str]) -> None:
+    outcomes = watch_world(refused, 2, kind, timeout_s=40)
+    errors = [outcome.error for outcome in outcomes if outcome.kind == "ValueError"]
+    assert errors
+    for error in errors:
+        for word in words:
+            assert word in error

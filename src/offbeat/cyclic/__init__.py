@@ -1,7 +1,8 @@
-"""Cyclic data parallelism in one process: micro-batches interleaved stage by stage."""
+"""Cyclic data parallelism stage by stage: micro-batches interleaved on one or several devices."""
 
 from offbeat.cyclic.activations import Activations
 from offbeat.cyclic.interleaved import Interleaved
+from offbeat.cyclic.record import Record, recording, together
 from offbeat.cyclic.splitting import split
 
-__all__ = ["Activations", "Interleaved", "split"]
+__all__ = ["Activations", "Interleaved", "Record", "recording", "split", "together"]

@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.transport.control import Control, new_group
@@ -32,13 +34,23 @@ class Exchange:
 
     def __init__(self, timeout_s: float):
         self.control = Control(timeout_s)
-        self.group = new_group("gloo", timeout_s)
+        self.group: dist.ProcessGroup | None = new_group("gloo", timeout_s)
         self._timeout_s = timeout_s
         self._sent: deque[_Sent] = deque()
+        self._arrivals: WeakSet[Arrival] = WeakSet()
+
+    @property
+    def connected(self) -> dist.ProcessGroup:
+        """The group; RuntimeError after a failure."""
+        if self.group is None:
+            raise RuntimeError("this worker has failed; start it again")
+        return self.group
 
     def receive(self, landing: Sequence[Tensor], source: int, words: str) -> Arrival:
         """Be ready for tensors like these, which are overwritten."""
-        return Arrival(self, landing, source, words)
+        arrival = Arrival(self, landing, source, words)
+        self._arrivals.add(arrival)
+        return arrival
 
     def send(
         self,
@@ -50,7 +62,7 @@ class Exchange:
     ) -> None:
         """Send what tensors hold now; they must not be written before they have `gone`."""
         hosted = [tensor.detach().to(HOST).contiguous() for tensor in tensors]
-        works = [self.group.send([tensor], target, 0) for tensor in hosted]
+        works = [self.connected.send([tensor], target, 0) for tensor in hosted]
         self._sent.append(_Sent(time, words, target, works, hosted, gone))
 
     def settle(self, before: int) -> None:
@@ -62,12 +74,15 @@ class Exchange:
             if sent.gone is not None:
                 sent.gone()
 
-    def wait(self, works: Sequence[Any], peer: int, words: str) -> None:
-        """Wait for operations with a peer; RuntimeError naming who keeps us waiting."""
+    def wait(self, works: list[Any], peer: int, words: str) -> None:
+        """Wait for operations with a peer, and forget them; RuntimeError naming who keeps us
+        waiting."""
         try:
-            for work in works:
-                work.wait(timedelta(seconds=self._timeout_s))
+            while works:
+                works[0].wait(timedelta(seconds=self._timeout_s))
+                works.pop(0)
         except RuntimeError as error:
+            self._hang_up()
             culprit = self.control.culprit(peer)
             behind = "" if culprit == peer else f" (which waits for rank {culprit})"
             raise RuntimeError(
@@ -75,6 +90,15 @@ class Exchange:
                 f"{culprit} has failed or left, or it is slower than timeout_s "
                 f"({self._timeout_s:g} s); start all again from the last checkpoint"
             ) from error
+
+    def _hang_up(self) -> None:
+        """Let those who wait for us know at once. Connections close when nothing refers to the
+        group any more, operations under way included."""
+        for works in [*(sent.works for sent in self._sent), *(a.works for a in self._arrivals)]:
+            works.clear()
+        group, self.group = self.group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 class Arrival:
@@ -87,11 +111,11 @@ class Arrival:
             tensor if tensor.device == HOST else torch.empty_like(tensor, device=HOST)
             for tensor in landing
         ]
-        self._works = [exchange.group.recv([tensor], source, 0) for tensor in self._hosted]
+        self.works = [exchange.connected.recv([tensor], source, 0) for tensor in self._hosted]
 
     def wait(self) -> list[Tensor]:
         """The tensors, once all are there."""
-        self._exchange.wait(self._works, self._source, f"{self._words} from rank {self._source}")
+        self._exchange.wait(self.works, self._source, f"{self._words} from rank {self._source}")
         for tensor, host in zip(self._landing, self._hosted, strict=True):
             if tensor is not host:
                 tensor.copy_(host)

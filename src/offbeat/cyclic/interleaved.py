@@ -10,6 +10,7 @@ which a message is sent, and waits only for what was sent in earlier steps.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +24,11 @@ from torch.func import functional_call
 from offbeat.cyclic.exchange import Exchange
 from offbeat.cyclic.splitting import require_stages
 from offbeat.cyclic.stage import Stage
-from offbeat.cyclic.timetable import Message, Placement, Timetable, What, Work
 from offbeat.cyclic.traffic import Traffic
 from offbeat.cyclic.vectors import Vectors
 from offbeat.cyclic.versions import Versions
 from offbeat.runtime.stepper import BucketStepper
+from offbeat.solve.timetable import Message, Placement, Timetable, What, Work
 from offbeat.storage.coupling import couples
 from offbeat.strategies.cyclic import Cyclic
 
@@ -102,6 +103,9 @@ class Interleaved:
         self._with_state: dict[int, bool] = {}  # by stage that is coming
         self._time = 0
         self._losses: list[Tensor] = []
+        # For a record: after each work with its seconds, for each message with its bytes.
+        self.on_work: Callable[[Work, float, float], None] | None = None
+        self.on_sent: Callable[[Message, int], None] | None = None
         self._keep_own()
 
     def step(self, batches: Sequence[Batch]) -> list[Tensor]:
@@ -142,7 +146,9 @@ class Interleaved:
         losses = self.finish()
         if self._exchange is not None and not self._whole:
             for j, stage in enumerate(self._stages):
-                stage.share(self.table.home(j), self._versions.series.start, self._exchange.group)
+                stage.share(
+                    self.table.home(j), self._versions.series.start, self._exchange.connected
+                )
         self._whole = True
         return losses
 
@@ -167,13 +173,13 @@ class Interleaved:
 
     # ---- time steps -------------------------------------------------------------------------
 
-    def _until(self, time: int) -> list[Tensor]:
+    def _until(self, until: int) -> list[Tensor]:
         """Pass the time steps before this one."""
-        self._traffic.expect(self._time, time, self._versions.series)
+        self._traffic.expect(self._time, until, self._versions.series)
         # What was due beyond the last iteration's time steps, and is due now.
         self._traffic.receive(self._time - 1, self._room)
-        self._traffic.send(self._time - 1, self._load)
-        while self._time < time:
+        self._traffic.send(self._time - 1, self._load, self.on_sent)
+        while self._time < until:
             self._tick()
         losses, self._losses = self._losses, []
         return losses
@@ -185,8 +191,11 @@ class Interleaved:
                 self._renew(work)
                 if work.batch // self.table.n in self._versions.series:
                     self._arrive(work.stage, work.batch)
+                    begin_s = time.perf_counter()
                     (self._backward if work.backward else self._forward)(work)
-        self._traffic.send(self._time, self._load)
+                    if self.on_work is not None:
+                        self.on_work(work, begin_s, time.perf_counter())
+        self._traffic.send(self._time, self._load, self.on_sent)
         self._time += 1
         last = self._versions.last
         for t in [t for t in self._batches if self.table.backward_at(last(t), 0) < self._time]:

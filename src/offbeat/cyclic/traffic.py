@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from offbeat.cyclic.exchange import Arrival, Exchange
-from offbeat.cyclic.timetable import Message, Timetable, What
+from offbeat.solve.timetable import Message, Timetable, What
 
 Key = tuple[What, int, int]  # what, and the stage and micro-batch that need it
 Room = Callable[[Message], "list[Tensor] | None"]
 Load = Callable[[Message], "tuple[list[Tensor], Callable[[], None] | None]"]
+Told = Callable[[Message, int], None]
 
 PATIENCE = 2  # time steps, after which what was sent must have gone
 MOST_DIMS = 8
@@ -79,9 +80,9 @@ class Traffic:
         """What another device needs; it must not be written any more."""
         self._out[what, stage, batch] = [*tensors]
 
-    def send(self, time: int, load: Load) -> None:
+    def send(self, time: int, load: Load, told: Told | None = None) -> None:
         """Send what is sent in a time step; stages as they are when they are `load`ed, with what is
-        to be done when they have gone."""
+        to be done when they have gone. Each message and its bytes are `told`."""
         for message in self._planned.pop(time, ()):
             if message.source == self._rank:
                 assert self._exchange is not None
@@ -93,6 +94,8 @@ class Traffic:
                 if message.what == "activation":
                     tensors = self._introduced(message, tensors[0])
                 self._exchange.send(time, tensors, message.target, _words(message), gone)
+                if told is not None:
+                    told(message, sum(tensor.nbytes for tensor in tensors))
 
     def _arrival(self, message: Message, landing: Sequence[Tensor]) -> Arrival:
         assert self._exchange is not None

@@ -20,6 +20,7 @@ from offbeat.transport.link import THREAD_PREFIX
 PUBLISH_EVERY_S = 1.0
 STORE_ANSWERS_S = 3.0
 TOGETHER_S = 1.0  # ranks that wait for the same one give up within this time
+STORE_STAYS_S = 15.0  # ranks fail one after the other, each when it sees the next one leave
 STORE_IS_SILENT = "The store of rank 0 does not answer: it has failed itself, or its host is gone."
 
 
@@ -111,7 +112,16 @@ class Control:
         )
         asking.start()
         asking.join(TOGETHER_S + STORE_ANSWERS_S)
-        return found[0] if found else 0  # the store's own rank
+        if found and self.rank == 0:
+            self._keep_store(found[0])
+        return found[0] if found else 0  # whose store it is
+
+    def _keep_store(self, culprit: int) -> None:
+        """Stay until all others have asked: the store goes with rank 0."""
+        end_s = time.monotonic() + STORE_STAYS_S
+        others = [f"asked/{rank}" for rank in range(1, self.world_size) if rank != culprit]
+        while time.monotonic() < end_s and not self._store.check(others):
+            time.sleep(TOGETHER_S / 4)
 
     def _last_of_chain(self, rank: int) -> int:
         try:
@@ -119,8 +129,9 @@ class Control:
             time.sleep(TOGETHER_S)
             for _ in range(self.world_size):
                 if not self._store.check([f"waits/{rank}"]):
-                    return rank
+                    break
                 rank = int(self._store.get(f"waits/{rank}"))
+            self._store.set(f"asked/{self.rank}", "")
         except RuntimeError:
             return 0
         return rank

@@ -45,6 +45,18 @@ class Message(NamedTuple):
     batch: int
 
 
+class Collective(NamedTuple):
+    """What all devices of a stage do together after the works of step `sent`: `all_reduce` of
+    gradients, `broadcast` of the stage, or `reduce` of its gradients to its home. `share` of the
+    model."""
+
+    sent: int
+    kind: Literal["all_reduce", "broadcast", "reduce"]
+    stage: int
+    devices: tuple[int, ...]
+    share: float
+
+
 @dataclass(frozen=True)
 class Timetable:
     """N micro-batches over N stages.
@@ -150,16 +162,25 @@ class Timetable:
 
     def due(self, time: int, iterations: range) -> Iterator[Message]:
         """Messages that must be there in a time step, if these iterations are computed."""
-        for _, device, batch, stage, backward in self.works(time):
-            if batch // self.n in iterations:
-                yield from self._handed(time, device, batch, stage, backward)
-                if self.placement == "zero":
-                    yield from self._travels(time, device, batch, stage, iterations)
+        for work in self.works(time):
+            if work.batch // self.n in iterations:
+                if handed := self.handed(work):
+                    yield handed
+                there_is_one = self.placement == "zero"
+                yield from self._travels(work, iterations) if there_is_one else self._summed(work)
             # Totals reach everybody, even if no further iteration follows.
-            if not backward and self.total_of(batch, stage) in iterations:
-                yield from self._passed(batch, stage)
+            if not work.backward and self.total_of(work.batch, work.stage) in iterations:
+                yield from self._passed(work.batch, work.stage)
         if self.placement == "zero":
             yield from self._returns(time, iterations)
+
+    def handed(self, work: Work) -> Message | None:
+        """What a work needs of the neighbouring stage, if that is computed elsewhere."""
+        near = work.stage + 1 if work.backward else work.stage - 1
+        if not 0 <= near < self.n or (source := self.device(work.batch, near)) == work.device:
+            return None
+        what: What = "gradient" if work.backward else "activation"
+        return Message(work.time - 1, work.time, source, work.device, what, work.stage, work.batch)
 
     def total_of(self, batch: int, stage: int) -> int | None:
         """The iteration whose total the micro-batch's device gets just before its forward: the
@@ -169,18 +190,13 @@ class Timetable:
         iteration, place = divmod(batch - (self.n - 1 - stage), self.n)
         return iteration - 1 if place < self.copies(stage) else None
 
-    def _handed(
-        self, time: int, device: int, batch: int, stage: int, backward: bool
-    ) -> Iterator[Message]:
-        """Between stages, and the sum from one micro-batch to the next."""
-        near = stage + 1 if backward else stage - 1
-        if 0 <= near < self.n and (source := self.device(batch, near)) != device:
-            what: What = "gradient" if backward else "activation"
-            yield Message(time - 1, time, source, device, what, stage, batch)
-        if backward and batch % self.n and self.placement != "zero":
-            source = self.device(batch - 1, stage)
-            if source != device:
-                yield Message(time - 2, time, source, device, "sum", stage, batch)
+    def _summed(self, work: Work) -> Iterator[Message]:
+        """The sum of gradients, from one micro-batch to the next."""
+        source = self.device(work.batch - 1, work.stage)
+        if work.backward and work.batch % self.n and source != work.device:
+            yield Message(
+                work.time - 2, work.time, source, work.device, "sum", work.stage, work.batch
+            )
 
     def passes(self, iteration: int, stage: int) -> Iterator[Message]:
         """A total's way: from the device that has it first to those that compute the stage next."""
@@ -197,12 +213,13 @@ class Timetable:
         if target not in (source, owner):
             yield Message(due - (2 if place else 1), due, source, target, "total", stage, batch)
 
-    def _travels(
-        self, time: int, device: int, batch: int, stage: int, iterations: range
-    ) -> Iterator[Message]:
-        source = self._before(time, stage, iterations)
-        if source != device:
-            yield Message(time - 1, time, source, device, "states", stage, batch)
+    def _travels(self, work: Work, iterations: range) -> Iterator[Message]:
+        """The stage, from whoever has computed with it last."""
+        source = self._before(work.time, work.stage, iterations)
+        if source != work.device:
+            yield Message(
+                work.time - 1, work.time, source, work.device, "states", work.stage, work.batch
+            )
 
     def _before(self, time: int, stage: int, iterations: range) -> int:
         """Who has computed with a stage last."""
@@ -221,3 +238,24 @@ class Timetable:
             source, target = self.device(last, stage), self.home(stage)
             if iterations and self.backward_at(last, stage) == time - 1 and source != target:
                 yield Message(time - 1, time, source, target, "states", stage, last)
+
+    # ---- collectives of the parallel order ---------------------------------------------------
+
+    def collectives(self, iteration: int) -> Iterator[Collective]:
+        """What devices do together in an iteration, if all micro-batches run at the same time. One
+        all-reduce in the end, with `workers`; each stage's as soon as it can be, with `pyramid`."""
+        begin, end = self.period * iteration, self.period * (iteration + 1) - 1
+        if self.placement == "single" or self.n == 1:
+            return
+        batches = range(self.n * iteration, self.n * (iteration + 1))
+        for stage in range(self.n):
+            done = end - stage
+            members = tuple(sorted({self.device(batch, stage) for batch in batches}))
+            if self.placement == "zero":
+                for time in (begin + stage, done):
+                    yield Collective(time - 1, "broadcast", stage, members, 1 / self.n)
+                yield Collective(done, "reduce", stage, members, 1 / self.n)
+            elif self.placement == "pyramid":
+                yield Collective(done, "all_reduce", stage, members, 1 / self.n)
+        if self.placement == "workers":
+            yield Collective(end, "all_reduce", 0, tuple(range(self.n)), 1.0)
