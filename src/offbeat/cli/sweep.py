@@ -88,7 +88,11 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """Aligned columns; seconds per iteration."""
-    lines = [list(COLUMNS), *map(cells, found)]
+    return aligned([list(COLUMNS), *map(cells, found)])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns of even width, the first one to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(_aligned(line, widths) for line in lines)
 

@@ -105,6 +105,7 @@ class Interleaved:
         self._losses: list[Tensor] = []
         # For a record: after each work with its seconds, for each message with its bytes.
         self.on_work: Callable[[Work, float, float], None] | None = None
+        self._span_s = (0.0, 0.0)  # of the last work, without waiting for messages
         self.on_sent: Callable[[Message, int], None] | None = None
         self._keep_own()
 
@@ -191,10 +192,9 @@ class Interleaved:
                 self._renew(work)
                 if work.batch // self.table.n in self._versions.series:
                     self._arrive(work.stage, work.batch)
-                    begin_s = time.perf_counter()
                     (self._backward if work.backward else self._forward)(work)
                     if self.on_work is not None:
-                        self.on_work(work, begin_s, time.perf_counter())
+                        self.on_work(work, *self._span_s)
         self._traffic.send(self._time, self._load, self.on_sent)
         self._time += 1
         last = self._versions.last
@@ -211,6 +211,7 @@ class Interleaved:
             else:
                 x = passing.passed[j - 1].y.detach()
             x.requires_grad_()
+        begin_s = time.perf_counter()
         number = self._versions.number(batch, j)
         leaves = stage.leaves(number)
         y = functional_call(stage.module, leaves, (x,))
@@ -220,7 +221,8 @@ class Interleaved:
         if j == last:
             y = self._loss(y, target)
             self._losses.append(y.detach())
-        elif self.table.device(batch, j + 1) != self._rank:
+        self._span_s = begin_s, time.perf_counter()
+        if j < last and self.table.device(batch, j + 1) != self._rank:
             self._traffic.give("activation", j + 1, batch, [y.detach()])
         passing.passed[j] = _Passed(x, y, stage.versions[number], leaves)
         self._forget(j, self._time + 1)
@@ -231,10 +233,12 @@ class Interleaved:
         one, gradient = passing.passed.pop(j), passing.gradient
         if self._traffic.awaits("gradient", j, batch):
             gradient = self._traffic.take("gradient", j, batch, stage.device)[0]
+        begin_s = time.perf_counter()
         wanted = [one.leaves[name] for name in stage.trained]
         found = torch.autograd.grad(
             one.y, [one.x, *wanted] if j else wanted, gradient, allow_unused=True
         )
+        self._span_s = begin_s, time.perf_counter()
         if j:
             passing.gradient = torch.zeros_like(one.x) if found[0] is None else found[0]
             found = found[1:]

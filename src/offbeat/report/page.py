@@ -52,12 +52,12 @@ def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]
         "loss": words.loss,
         "digits": words.digits,
     }
-    script = "\n".join(_text(name) for name in SCRIPTS)
-    return environment.from_string(_text("page.html")).render(
+    script = "\n".join(asset(name) for name in SCRIPTS)
+    return environment.from_string(asset("page.html")).render(
         **view(run, rows, traces),
         count=words.count,
         paces=words.paces,
-        css=Markup(_text("page.css")),
+        css=Markup(asset("page.css")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
@@ -125,7 +125,7 @@ def _unbroken(text: str) -> str:
     return re.sub(r"(?<=\d) (?=(s|ms|µs|times)\b)", "\u00a0", text)
 
 
-def _text(name: str) -> str:
+def asset(name: str) -> str:
     return files("offbeat.report").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -144,6 +144,19 @@ class Run:
         return dict(found)
 
 
+def in_steps(table: Timetable, iterations: int = ITERATIONS) -> Run:
+    """A timetable as the paper draws it: every work takes one time step, and in each step all
+    micro-batches pass one stage, on one device, too. Messages are between two steps."""
+    times = range(table.period * (iterations + 1))
+    works = [
+        Done(work, float(time), time + 1.0)
+        for time in times
+        for work in table.works(time)
+        if work.batch // table.n in range(iterations)
+    ]
+    return Run(table, works, [])
+
+
 def simulate(
     table: Timetable,
     facts: StageFacts,
