@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -369,7 +369,17 @@ def prepare_tuned(profile: Profile | None) -> bool:
         return True
 
 
-def train_as_job(job: dict[str, Any], given: Strategy | None) -> dict[str, Any]:
+def prepare_named(strategy: str, variable: str | None) -> tuple[str, str]:
+    """The strategy in use, and what was written to stderr."""
+    if variable is not None:
+        os.environ["OFFBEAT_STRATEGY"] = variable
+    model, optimizer = build(CASE)
+    said = io.StringIO()
+    with redirect_stderr(said), prepared(model, optimizer, strategy, observe=2) as (model, _):
+        return str(model._session._strategy), said.getvalue()
+
+
+def train_as_job(job: dict[str, Any], given: Strategy | str | None) -> dict[str, Any]:
     """As a process that `offbeat run` has started."""
     path = Path(job["record_dir"]) / f"job{rank()}.json"
     path.write_text(json.dumps({"schema": 1, **job}))

@@ -22,7 +22,6 @@ from offbeat import (
     WFBP,
     A2CiD2,
     ByteScheduler,
-    DreamDDP,
     LocalSGD,
     PartialSync,
     Profile,
@@ -275,10 +274,27 @@ def test_a_job_chooses_the_strategy_and_records(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "plan.json").read_text()) == ranks[0]["plan"].to_dict()
 
 
-def test_a_job_and_a_script_must_agree(tmp_path: Path) -> None:
-    job = {"strategy": "bsp", "record_dir": str(tmp_path)}
-    [outcome] = watch_world(failing.train_as_job, 1, job, DreamDDP())
-    assert "strategy (dreamddp) of prepare must be left out where the launcher" in outcome.error
+def test_a_job_counts_before_the_script(tmp_path: Path) -> None:
+    job = {"strategy": "dreamddp", "settings": {"period": 2}, "record_dir": str(tmp_path)}
+    for result in run_world(failing.train_as_job, 2, job, "bsp"):
+        assert result["plan"].strategy == "dreamddp"
+        assert result["plan"].period == 2
+
+
+def test_strategies_by_name() -> None:
+    """The script's word, and a variable that counts before it; rank 0 says what is used."""
+    said = run_world(failing.prepare_named, 2, "partial-sync:period=3", None)
+    assert [name for name, _ in said] == ["partial-sync(period=3)"] * 2
+    assert said[0][1].count("\n") == 1
+    assert "partial-sync(period=3), 2 ranks" in said[0][1]
+    assert said[1][1] == ""
+    said = run_world(failing.prepare_named, 2, "ddp", "partial-sync:period=3")
+    assert [name for name, _ in said] == ["partial-sync(period=3)"] * 2
+    assert "OFFBEAT_STRATEGY chooses; ddp, which the script names, is not used" in said[0][1]
+    for wrong, word in (("dreamdpp", "dreamddp"), ("dreamddp:perod=3", "period")):
+        [outcome] = watch_world(failing.prepare_named, 1, wrong, None)
+        assert outcome.kind == "ValueError"
+        assert word in outcome.error
 
 
 def test_a_job_that_only_measures(tmp_path: Path) -> None:

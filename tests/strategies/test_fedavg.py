@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from offbeat.cli.texts import strategy
 from offbeat.numerics.select import drawn
 from offbeat.plan.check import check
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import BSP, FedAvg, LocalSGD, create
+from offbeat.strategies.texts import strategy
 from offbeat.testing.conformance import equals_equations, interpreted
 from offbeat.testing.equations import Task, momentum
 

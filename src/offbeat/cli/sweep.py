@@ -63,7 +63,7 @@ def rows(
 
 def with_periods(strategies: Sequence[Strategy], period: str | None) -> list[Strategy]:
     """Every strategy with every period, those without one once; ValueError if none has one."""
-    from offbeat.cli.texts import with_setting
+    from offbeat.strategies.texts import with_setting
 
     if period is None:
         return list(strategies)

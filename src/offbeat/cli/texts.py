@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal
 
 from offbeat.plan import Plan
 from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.sim import Votes
-from offbeat.strategies import Gossip, Served, Strategy, create, methods
+from offbeat.strategies import Gossip, Served, Strategy, methods
 from offbeat.strategies.base import require_choice
+from offbeat.strategies.texts import create_from_texts, pairs, strategy
 
 if TYPE_CHECKING:  # imported by the commands that need it
     from offbeat.run.compare import Contestant
-
-BITS = {"0": False, "1": True}
-
-# Types that a setting may have: how an error calls their values, and what makes one of text.
-KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
-    NoneType: ("none", lambda text: {"none": None}[text.lower()]),
-    bool: ("true or false", lambda text: {"true": True, "false": False}[text.lower()]),
-    int: ("an integer", int),
-    float: ("a number", float),
-    str: ("text", str),
-    tuple[int, ...]: (
-        "integers with / between",
-        lambda text: tuple(int(part) for part in text.split("/")),
-    ),
-    tuple[float, ...]: (
-        "numbers with / between",
-        lambda text: tuple(float(part) for part in text.split("/")),
-    ),
-    tuple[tuple[bool, ...], ...]: (
-        "rows of 0 and 1 with / between",
-        lambda text: tuple(tuple(BITS[bit] for bit in row) for row in text.split("/")),
-    ),
-}
-UNIONS = (Union, UnionType)
 
 
 def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
@@ -57,11 +33,11 @@ def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
     for name in chosen:
         require_choice("strategy", name, methods())
     shared: dict[str, dict[str, str]] = {name: {} for name in chosen}
-    for key, text in _pairs(settings).items():
+    for key, text in pairs(settings).items():
         for name, setting in _addressed(key, chosen):
             shared[name][setting] = text
     return tuple(
-        Contestant("-".join([name, *inline]), _create(name, shared[name] | _pairs(inline)))
+        Contestant("-".join([name, *inline]), create_from_texts(name, shared[name] | pairs(inline)))
         for name, *inline in items
     )
 
@@ -78,57 +54,11 @@ def _addressed(key: str, chosen: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, key) for name in known if key in known[name]]
 
 
-def parse_value(setting: str, text: str, hint: Any) -> Any:
-    """Value of a setting from its text and its type: a word of a Literal (first, as a word may be
-    "none"), none, true or false, int, float. ValueError if the type has no such value."""
-    kinds = get_args(hint) if get_origin(hint) in UNIONS else (hint,)
-    literal = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    words = {str(word).lower() if isinstance(word, bool) else str(word): word for word in literal}
-    given = text.lower() if text in ("True", "False") else text
-    if given in words:
-        return words[given]
-    for kind, (_, values) in KINDS.items():
-        with suppress(ValueError, KeyError):
-            if kind in kinds:
-                return values(text)
-    if len(words) > 1:
-        require_choice(setting, text, words)
-    allowed = [*words, *(name for kind, (name, _) in KINDS.items() if kind in kinds)]
-    raise ValueError(f"{setting} ({text!r}) must be {' or '.join(allowed)}")
-
-
-def _pairs(texts: Sequence[str] | None) -> dict[str, str]:
-    for text in texts or []:
-        if not text.partition("=")[0] or "=" not in text:
-            raise ValueError(f"setting ({text!r}) must read NAME=VALUE, as in period=5")
-    return {text.partition("=")[0]: text.partition("=")[2] for text in texts or []}
-
-
-def strategy(name: str, settings: Sequence[str] | None) -> Strategy:
-    """A strategy of settings as "period=5"; ValueError if there is none."""
-    return _create(name, _pairs(settings))
-
-
 def several(names: str, settings: Sequence[str] | None) -> list[Strategy]:
     """Strategies of "ddp,dreamddp:period=8"; a single name takes all settings."""
     if "," not in names and ":" not in names:
         return [strategy(names, settings)]
     return [contestant.strategy for contestant in contestants(names, settings or [])]
-
-
-def with_setting(strategy: Strategy, setting: str, text: str) -> Strategy:
-    """The strategy with one setting from its text; ValueError if it has no such value."""
-    value = parse_value(setting, text.strip(), get_type_hints(type(strategy))[setting])
-    return replace(strategy, **{setting: value})
-
-
-def _create(name: str, settings: Mapping[str, str]) -> Strategy:
-    cls = methods().get(name)
-    known = {field.name for field in fields(cls)} if cls is not None else ()
-    hints = {k: hint for k, hint in get_type_hints(cls).items() if k in known} if cls else {}
-    # `create` knows best what to say about names that there are not.
-    values = {k: parse_value(k, t, hints[k]) if k in hints else t for k, t in settings.items()}
-    return create(name, values)
 
 
 def load_profile(path: Path) -> Profile:

@@ -13,6 +13,7 @@ from offbeat.transport.interfaces import LinkSpec, parse_link
 
 VARIABLE = "OFFBEAT_JOB"
 LINKS_VARIABLE = "OFFBEAT_LINKS"
+STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"  # as dreamddp:period=8, instead of the script's
 SERVERS_VARIABLE = "OFFBEAT_SERVERS"  # so many of the last ranks serve
 RANK_VARIABLE = "OFFBEAT_RANK"  # both where RANK and WORLD_SIZE leave servers out
 WORLD_SIZE_VARIABLE = "OFFBEAT_WORLD_SIZE"

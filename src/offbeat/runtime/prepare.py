@@ -29,6 +29,7 @@ from offbeat.guards.replicas import EVERY, agree_on_settings
 from offbeat.profile import Profile
 from offbeat.run.job import (
     JOIN_VARIABLE,
+    STRATEGY_VARIABLE,
     Job,
     current_door,
     current_job,
@@ -36,6 +37,7 @@ from offbeat.run.job import (
     current_place,
     current_servers,
 )
+from offbeat.run.launchers import torchrun_variables
 from offbeat.runtime.ddp_session import DDPSession
 from offbeat.runtime.gossip_session import GossipSession
 from offbeat.runtime.gossiping import join
@@ -54,6 +56,7 @@ from offbeat.runtime.ssp_session import SSPSession
 from offbeat.runtime.wrap import Model, Optimizer
 from offbeat.storage.flat import require_supported
 from offbeat.strategies import DDP, SSP, WFBP, Gossip, PSSelSync, Served, Strategy, create
+from offbeat.strategies.texts import parse
 from offbeat.transport.cluster import Cluster, connect
 from offbeat.transport.control import Control
 from offbeat.transport.device import device_of
@@ -71,7 +74,7 @@ SAME_MODEL = "build it from the same configuration everywhere"
 def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    strategy: Strategy | None = None,
+    strategy: Strategy | str | None = None,
     *,
     profile: Profile | str | Path | None = None,
     links: Sequence[str] | None = None,
@@ -83,9 +86,10 @@ def prepare(
 ) -> tuple[Model, Optimizer]:
     """Model and optimizer that train together with their replicas on all ranks.
 
-    Start one process per rank with torchrun's environment variables (`torchrun` or `offbeat
-    run`); a lone process trains alone. Without `strategy` it is the one that the launcher chose,
-    else WFBP(). `profile`: a Profile that must match, or a file that is reused if it matches and
+    Start one process per rank with `torchrun`, `offbeat run`, `srun` or `mpirun`; a lone process
+    trains alone. `strategy`: an object, or its name and settings as "dreamddp:period=8"; without
+    one WFBP(). What `offbeat run` chooses, or else the variable OFFBEAT_STRATEGY, counts before the
+    script's. `profile`: a Profile that must match, or a file that is reused if it matches and
     written if not; without one the first `observe` iterations run BSP and are measured. `links`:
     network interfaces, one link each, in the same order on all ranks; "gloo:eth1" names the backend
     too, "nccl" leaves the interface to it. Buckets hold at least `min_bucket_bytes`, by default
@@ -102,7 +106,9 @@ def prepare(
     ValueError on every rank if models, strategies or links differ between ranks.
     """
     job = current_job()
-    strategy, servers = _chosen(strategy, job), current_servers()
+    os.environ.update(torchrun_variables(os.environ))
+    strategy, notice = _chosen(strategy, job)
+    servers = current_servers()
     timeout_s = _positive("timeout_s", job.timeout_s or timeout_s)
     if not isinstance(observe, int) or observe < 1:
         raise ValueError(
@@ -152,6 +158,8 @@ def prepare(
             job.turns,
         )
         watch = Watch(compare_every, on_nonfinite)
+        if cluster.control.rank == 0:
+            print(_said(strategy, notice, cluster, known, observe), file=sys.stderr, flush=True)
         session = _session(model, optimizer, strategy, cluster, known, how, watch, job, crew)
     except BaseException:
         cluster.close()
@@ -213,16 +221,37 @@ def _session(
     return session
 
 
-def _chosen(strategy: Strategy | None, job: Job) -> Strategy:
-    if job.strategy is None:
-        return strategy if strategy is not None else WFBP()
-    chosen = create(job.strategy, job.settings)
-    if strategy is not None and strategy != chosen:
+def _chosen(strategy: Strategy | str | None, job: Job) -> tuple[Strategy, str | None]:
+    """The strategy, and what is to be said if it is not the script's."""
+    script = parse(strategy) if isinstance(strategy, str) else strategy
+    if script is not None and not isinstance(script, Strategy):
         raise ValueError(
-            f"strategy ({strategy}) of prepare must be left out where the launcher chooses one "
-            f"({chosen}); remove it from the script"
+            f"strategy ({script!r}) must be a strategy, or its name and settings as "
+            "'dreamddp:period=8'"
         )
-    return chosen
+    told = os.environ.get(STRATEGY_VARIABLE)
+    if job.strategy is not None:
+        chosen, by = create(job.strategy, job.settings), "the launcher"
+    elif told:
+        chosen, by = parse(told), STRATEGY_VARIABLE
+    else:
+        return script if script is not None else WFBP(), None
+    if script is None or script == chosen:
+        return chosen, None
+    return chosen, f"{chosen} is what {by} chooses; {script}, which the script names, is not used"
+
+
+def _said(
+    strategy: Strategy, notice: str | None, cluster: Cluster, known: Profile | None, observe: int
+) -> str:
+    """One line on what is about to happen, and the notice."""
+    ranks = cluster.control.world_size
+    links = ", ".join(map(str, cluster.specs.values()))
+    how = ""
+    if strategy.planned:
+        how = ", profile given" if known else f", observing {observe} iterations"
+    line = f"offbeat: {strategy}, {ranks} rank{'s' * (ranks > 1)}, {links}{how}"
+    return line if notice is None else f"offbeat: {notice}\n{line}"
 
 
 def _positive(name: str, value: float) -> float:

@@ -1,0 +1,88 @@
+"""Launchers other than torchrun: what srun, mpirun and PMI tell a process of its place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+LOOPBACK = "127.0.0.1"
+FIRST_PORT, PORTS = 20000, 12000  # below the ports that systems give to connections
+
+
+class _Names(NamedTuple):
+    """The variables of a launcher."""
+
+    launcher: str
+    rank: str
+    size: str
+    step_size: str  # before it, where it is set
+    local_rank: str
+    local_size: str
+    job: str
+
+
+LAUNCHERS = (
+    _Names(
+        "srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "",
+        "SLURM_JOB_ID",
+    ),
+    _Names(
+        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "",
+        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE",
+    ),
+    _Names("mpiexec", "PMI_RANK", "PMI_SIZE", "", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID"),
+)  # fmt: skip
+
+
+def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun would set them, from
+    what another launcher has set; nothing if torchrun's are there or there is no launcher.
+
+    ValueError if the address of rank 0 is not to be found.
+    """
+    if "RANK" in environment:
+        return {}
+    for names in LAUNCHERS:
+        size = environment.get(names.step_size) or environment.get(names.size, "")
+        rank = environment.get(names.rank, "")
+        # Inside an allocation, but not started by srun, a process is alone.
+        if not rank.isdecimal() or not size.isdecimal() or int(size) < 2:
+            continue
+        if names.launcher == "srun" and "SLURM_STEP_ID" not in environment:
+            continue
+        return {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": environment.get(names.local_rank, "0"),
+            "MASTER_ADDR": environment.get("MASTER_ADDR") or _address(names, environment),
+            "MASTER_PORT": environment.get("MASTER_PORT") or _port(names, environment),
+        }
+    return {}
+
+
+def _address(names: _Names, environment: Mapping[str, str]) -> str:
+    """Of rank 0's host."""
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    if names.launcher == "srun" and hosts:
+        return first_host(hosts)
+    if environment.get(names.local_size) == environment.get(names.size):
+        return LOOPBACK
+    raise ValueError(
+        f"MASTER_ADDR must be set where {names.launcher} starts processes on several hosts; export "
+        "it with the address of rank 0's host (mpirun -x MASTER_ADDR=10.0.0.1 ...)"
+    )
+
+
+def _port(names: _Names, environment: Mapping[str, str]) -> str:
+    """The same on all ranks, and another one for another job."""
+    job = environment.get(names.job, "")
+    return str(FIRST_PORT + sum(ord(c) * 31**k for k, c in enumerate(job)) % PORTS)
+
+
+def first_host(hosts: str) -> str:
+    """The first of SLURM's list, as `node01` of `node[01-03,07],login`."""
+    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", hosts)
+    if found is None:
+        raise ValueError(f"SLURM's list of hosts ({hosts!r}) must begin with a host")
+    return "".join(part or "" for part in found.groups())

@@ -1,0 +1,68 @@
+"""Processes that other launchers than torchrun start."""
+
+from __future__ import annotations
+
+import pytest
+
+from offbeat.run.launchers import LOOPBACK, first_host, torchrun_variables
+
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_NODELIST": "gpu[07-10],big1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+def test_srun() -> None:
+    found = torchrun_variables(SRUN)
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("5", "8", "1")
+    assert found["MASTER_ADDR"] == "gpu07"
+    # All tasks of a job find the same port, another job another one.
+    assert found["MASTER_PORT"] == torchrun_variables(SRUN | {"SLURM_PROCID": "2"})["MASTER_PORT"]
+    assert (
+        found["MASTER_PORT"] != torchrun_variables(SRUN | {"SLURM_JOB_ID": "4712"})["MASTER_PORT"]
+    )
+    assert 1024 < int(found["MASTER_PORT"]) < 32768
+
+
+def test_mpirun_on_one_host_and_on_several() -> None:
+    assert torchrun_variables(OPEN_MPI)["MASTER_ADDR"] == LOOPBACK
+    several = OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}
+    with pytest.raises(ValueError, match=r"MASTER_ADDR must be set where mpirun"):
+        torchrun_variables(several)
+    assert torchrun_variables(several | {"MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"
+
+
+def test_pmi() -> None:
+    found = torchrun_variables({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"})
+    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("0", "2", LOOPBACK)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        SRUN | {"RANK": "0"},  # torchrun's word counts
+        {k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"},  # a batch script itself
+        SRUN | {"SLURM_NTASKS": "1"},
+    ],
+)
+def test_alone_or_started_by_torchrun(environment: dict[str, str]) -> None:
+    assert torchrun_variables(environment) == {}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("a", "a"), ("a,b", "a"), ("n[3-5]", "n3"), ("n[03,07]x,y", "n03x"), ("n-1-[2-4]", "n-1-2")],
+)
+def test_first_host(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
