@@ -29,7 +29,12 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def equations(
-    n: int, name: str, strategy: Cyclic, iterations: int = ITERATIONS, anew: int | None = None
+    n: int,
+    name: str,
+    strategy: Cyclic,
+    iterations: int = ITERATIONS,
+    anew: int | None = None,
+    fall: float = 1.0,
 ) -> tuple[list[list[float]], dict[str, Tensor]]:
     """Losses of every micro-batch, and the parameters in the end; Eq. 5 to 7, counted from 1."""
     model, rules = chain(n), strategy.rules(n)
@@ -63,5 +68,7 @@ def equations(
                 nn.utils.clip_grad_norm_(stage.parameters(), strategy.clip)
         if t or strategy.start == "repeat":
             optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] *= fall
         before, theta = theta, {k: p.detach().clone() for k, p in model.named_parameters()}
     return losses, theta

@@ -162,3 +162,34 @@ def trainer_of(*stages: nn.Module) -> Interleaved:
 def test_what_cannot_be(act, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         act()
+
+
+def test_a_learning_rate_is_that_of_its_iteration() -> None:
+    """A scheduler steps between two iterations, while the one before is still under way."""
+    model = chain(3)
+    optimizer = optimizer_of("sgd", model)
+    trainer = Interleaved([*model], optimizer, nn.functional.mse_loss)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for t in range(ITERATIONS):
+        trainer.step([batch(i, t) for i in range(1, 4)])
+        scheduler.step()
+    trainer.finish()
+    _, theta = equations(3, "sgd", Cyclic(), fall=0.5)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), theta[name], rtol=0, atol=1e-12)
+
+
+def test_does_not_go_on_after_a_failure() -> None:
+    model = chain(2)
+
+    def loss(output: Tensor, target: Tensor | None) -> Tensor:
+        if target is None:
+            raise KeyError("no target")
+        return nn.functional.mse_loss(output, target)
+
+    trainer = Interleaved([*model], optimizer_of("sgd", model), loss)
+    trainer.step([batch(1, 0), batch(2, 0)])
+    with pytest.raises(KeyError, match="no target"):
+        trainer.step([(batch(1, 1)[0], None), batch(2, 1)])
+    with pytest.raises(RuntimeError, match="last checkpoint"):
+        trainer.finish()

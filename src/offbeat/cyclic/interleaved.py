@@ -27,7 +27,7 @@ from offbeat.cyclic.stage import Stage
 from offbeat.cyclic.traffic import Traffic
 from offbeat.cyclic.vectors import Vectors
 from offbeat.cyclic.versions import Versions
-from offbeat.runtime.stepper import BucketStepper
+from offbeat.runtime.stepper import BucketStepper, Settings
 from offbeat.solve.timetable import Message, Placement, Timetable, What, Work
 from offbeat.storage.coupling import couples
 from offbeat.strategies.cyclic import Cyclic
@@ -89,7 +89,7 @@ class Interleaved:
         strategy = strategy or Cyclic()
         skipped = int(strategy.start == "skip")
         self._versions = Versions(self.table, strategy.rules(len(stages)), skipped)
-        self._clip, self._loss = strategy.clip, loss
+        self._clip, self._loss, self._optimizer = strategy.clip, loss, optimizer
         self._stages = [Stage(module, optimizer) for module in stages]
         self._stepper = BucketStepper(optimizer, [[*s.trained.values()] for s in self._stages])
         self._stepper.require_independent("use one micro-batch at a time")
@@ -99,9 +99,12 @@ class Interleaved:
         self._stateful = [self._travels and stage.state.present for stage in self._stages]
         self._passing: dict[int, _Passing] = defaultdict(_Passing)
         self._batches: dict[int, Sequence[Batch]] = {}  # by iteration
+        # By iteration: learning rates and so on, as they are when it begins.
+        self._settings: dict[int, Settings] = {}
         self._coming: dict[tuple[What, int, int], Vectors] = {}  # what, stage and micro-batch
         self._with_state: dict[int, bool] = {}  # by stage that is coming
         self._time = 0
+        self._failed = False
         self._losses: list[Tensor] = []
         # For a record: after each work with its seconds, for each message with its bytes.
         self.on_work: Callable[[Work, float, float], None] | None = None
@@ -121,6 +124,8 @@ class Interleaved:
         if self._whole:
             self._keep_own()
         self._batches[series.stop] = batches
+        self._settings[series.stop] = self._stepper.settings()
+        self._optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
         self._versions.series = range(series.start, series.stop + 1)
         return self._until(self.table.period * (series.stop + 1))
 
@@ -176,12 +181,19 @@ class Interleaved:
 
     def _until(self, until: int) -> list[Tensor]:
         """Pass the time steps before this one."""
+        if self._failed:
+            raise RuntimeError(
+                "training has failed in the middle of an iteration; make model, optimizer and "
+                "trainer again, and load the last checkpoint"
+            )
+        self._failed = True  # unless all goes well
         self._traffic.expect(self._time, until, self._versions.series)
         # What was due beyond the last iteration's time steps, and is due now.
         self._traffic.receive(self._time - 1, self._room)
         self._traffic.send(self._time - 1, self._load, self.on_sent)
         while self._time < until:
             self._tick()
+        self._failed = False
         losses, self._losses = self._losses, []
         return losses
 
@@ -200,6 +212,7 @@ class Interleaved:
         last = self._versions.last
         for t in [t for t in self._batches if self.table.backward_at(last(t), 0) < self._time]:
             del self._batches[t]
+            self._settings.pop(t - 1, None)  # all copies have stepped with it
 
     def _forward(self, work: Work) -> None:
         batch, j, last = work.batch, work.stage, self.table.n - 1
@@ -292,7 +305,7 @@ class Interleaved:
             stage.versions[t + 1] = stage.versions[t]
         else:
             stage.begin_update(t + 1, mean)
-            self._stepper.step(range(j, j + 1), None, "step the whole model at once")
+            self._stepper.step(range(j, j + 1), self._settings[t], "step the whole model at once")
             stage.end_update()
         self._forget(j, self._time)
         for message in self.table.passes(t, j):
@@ -301,7 +314,8 @@ class Interleaved:
 
     def _forget(self, j: int, since: int) -> None:
         """Versions that nobody here uses from a time step on."""
-        if not self._travels:  # else it is seen to when it leaves
+        # A stage that travels leaves them behind when it goes.
+        if not self._travels and len(self._stages[j].versions) > 1:
             self._stages[j].keep(self._versions.used_on(self._rank, j, since))
 
     # ---- messages ---------------------------------------------------------------------------
