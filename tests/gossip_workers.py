@@ -19,7 +19,7 @@ from workers import rank, snapshot
 import offbeat
 from offbeat.gossip.view import State
 from offbeat.measuring import pairs
-from offbeat.strategies import Gossip
+from offbeat.strategies import A2CiD2, Gossip
 from offbeat.transport.control import Control
 
 
@@ -165,3 +165,24 @@ def pairs_with_a_slow_one() -> tuple[list[list[float]], list[list[float]]]:
     dist.init_process_group("gloo")
     rates, delays = pairs.measure_pairs(Control(20.0), 1 << 20)
     return rates.tolist(), delays.tolist()
+
+
+def loaded() -> tuple[Tensor, ...]:
+    """x and x~ before a checkpoint is loaded, what it holds, and x and x~ afterwards."""
+    case = Case("mlp", "nesterov")
+    model = build_model(case)
+    optimizer = build_optimizer(case, model)
+    model, optimizer = offbeat.prepare(model, optimizer, A2CiD2("complete", 4.0), timeout_s=20.0)
+    session = model._session
+    while sum(session._gossip.counts.exchanges.values()) < 3:
+        pass_on(model, optimizer, case)
+    session._gossip.pause()
+    saved = snapshot(model.state_dict())
+    pass_on(model, optimizer, case)
+    session._gossip.pause()
+    before = [session._flats[0].clone(), session._state._tilde[0].clone()]
+    model.load_state_dict(saved)
+    trained = [p.detach().flatten() for p in model.module.parameters() if p.requires_grad]
+    after = [session._flats[0].clone(), session._state._tilde[0].clone()]
+    model.close()
+    return (*before, torch.cat(trained), *after)

@@ -12,6 +12,7 @@ import torch
 from gossip_jobs import cut, flats, job, kill, stall, together, until, warm
 
 from offbeat.gossip.kinds import Kind
+from offbeat.gossip.meetings import OWN
 from offbeat.gossip.state import AVERAGING
 from offbeat.gossip.view import State
 
@@ -111,6 +112,23 @@ def test_a_worker_that_disappears_is_given_up() -> None:
         assert torch.equal(x[0], x[1])
         assert torch.equal(x[0], x[2])
         until(lambda: len({worker.state.mixing for worker in living}) == 1)
+
+
+def test_what_has_changed_is_agreed_on_long_before_it_is_due() -> None:
+    """With a unit of 10 s nothing is due for minutes: other edges call for an agreement, and so
+    does another worker."""
+    with job(nx.complete_graph(3), flats(3), silent_s=0.3) as workers:
+        for worker in workers:
+            for _ in range(4):
+                worker.gossip.gradient(10.0)
+        until(lambda: all(worker.clock.unit_s == 10.0 for worker in workers))
+        caller, root = workers[1].gossip, workers[0].gossip._meetings
+        held = root.held[OWN]
+        caller._commands.append(caller._bring)
+        caller._peers.wake()
+        until(lambda: root.held[OWN] > held)
+        kill(workers.pop())
+        until(lambda: all(worker.gossip._agreed.edges == [(0, 1)] for worker in workers))
 
 
 def test_workers_that_disappear_together_are_given_up() -> None:
@@ -235,6 +253,23 @@ def test_who_has_come_and_left_was_there() -> None:
         workers[1].gossip.close()
         until(workers[0].gossip.view.left)
         workers[0].gossip.connect()
+
+
+def test_what_is_in_doubt_with_the_dead_is_kept() -> None:
+    """Nobody can say whether the dead one had all; its partner has."""
+    x = flats(3, torch.float64)
+    with job(nx.complete_graph(3), x, silent_s=0.3) as workers:
+        kill(workers.pop())
+        until(lambda: all(worker.gossip.view.dead() == [2] for worker in workers))
+        sent = [flat.clone() for flat in x]
+        exchanges = workers[0].gossip._exchanges
+        exchanges.begin(2, 7, 0.0, AVERAGING).theirs[0].copy_(sent[2])
+        for _ in exchanges.wire.chunks:
+            exchanges.arrived()
+        assert exchanges.broke(2)
+        assert together([worker.consolidate for worker in workers]) == [None] * 2
+    kept = ((sent[0] + sent[2]) / 2 + sent[1]) / 2
+    torch.testing.assert_close(x[0], kept, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("there", [True, False])

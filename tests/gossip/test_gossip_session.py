@@ -14,6 +14,7 @@ from gossip_workers import (
     around,
     gossip,
     in_evaluation_mode,
+    loaded,
     pairs_with_a_slow_one,
     recorded,
     refused,
@@ -146,3 +147,11 @@ def test_survivors_go_on_and_end_alike() -> None:
 def test_jobs_that_cannot_be(strategy: A2CiD2, optimizer: str, words: str) -> None:
     for said in run_world(refused, 2, strategy, optimizer):
         assert words in said
+
+
+def test_a_loaded_checkpoint_is_x_and_the_second_copy_too() -> None:
+    for x, tilde, saved, x_after, tilde_after in run_world(loaded, 2):
+        assert not torch.equal(x, tilde)
+        assert not torch.equal(x, saved)
+        assert torch.equal(x_after, saved)
+        assert torch.equal(tilde_after, saved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from offbeat.gossip.joining import Place
 from offbeat.gossip.state import Change
 from offbeat.gossip.view import State
 from offbeat.transport.frames import WireError
+from offbeat.transport.secret import VARIABLE
 
 
 def test_a_worker_joins_with_the_state_of_another() -> None:
@@ -53,12 +55,12 @@ def test_a_worker_that_died_comes_back_as_another_process() -> None:
     with job(nx.cycle_graph(4), x, silent_s=0.5) as workers:
         warm(workers)
         until(lambda: all(worker.count() for worker in workers))
-        with pytest.raises(RuntimeError, match="worker 3 is there already"):
-            come(workers, x[3], worker=3)
-        kill(workers.pop())
-        until(lambda: all(worker.gossip.view.dead() == [3] for worker in workers))
-        back = come(workers, torch.empty_like(x[3]), worker=3, silent_s=0.5)
-        assert (back.gossip.me, back.gossip.view.around(3)) == (3, [0, 2])
+        with pytest.raises(RuntimeError, match="worker 1 is there already"):
+            come(workers, x[1], worker=1)
+        kill(workers.pop(1))
+        until(lambda: all(worker.gossip.view.dead() == [1] for worker in workers))
+        back = come(workers, torch.empty_like(x[1]), worker=1, silent_s=0.5)
+        assert (back.gossip.me, back.gossip.view.around(1)) == (1, [0, 2])
         warm([back])
         until(lambda: back.gossip.counts.exchanges.keys() == {0, 2})
         for _ in range(3):  # whoever is to connect finds it where it is now
@@ -156,7 +158,7 @@ def test_who_consolidates_gives_no_place() -> None:
         ({"layout": "another"}, "refuses: the model is another one"),
         ({"strategy": "ad-psgd"}, re.escape("its strategy (ad-psgd) must be ")),
         ({"worker": 7}, "worker 7 is none of 0, 1"),
-        ({"secret": b"another"}, "cannot be joined"),
+        ({"secret": b"another"}, "does not accept this OFFBEAT_SECRET"),
     ],
     ids=["model", "strategy", "worker", "secret"],
 )
@@ -250,8 +252,8 @@ def test_a_script_joins_by_the_command_line(tmp_path: Path) -> None:
         own = {**env, **world, "RANK": str(n)}
         ranks.append(subprocess.Popen([sys.executable, script, str(n)], env=own, **pipes))
     try:
-        line = next(line for line in ranks[0].stderr if "can join this job at" in line)
-        argv = [sys.executable, "-m", "offbeat", "join", line.split()[-1], script, "2"]
+        line = next(line for line in ranks[0].stderr if "there, with" in line)
+        argv = [sys.executable, "-m", *shlex.split(line.partition(f"{VARIABLE}: ")[2])]
         joined = subprocess.run(argv, env=env, timeout=60, **pipes)
         ends = [rank.communicate(timeout=60)[0] for rank in ranks]
     finally:

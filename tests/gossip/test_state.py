@@ -232,3 +232,39 @@ def test_the_mean_of_four_threads_of_gradients_and_exchanges() -> None:
     found = torch.stack(flats).double().mean(0)
     assert (found - (start + 0.01 * steps)).abs().max() < 2e-6
     assert torch.stack(flats).std(0).max() < 0.1  # and they agree better than they did
+
+
+def test_a_restart_keeps_the_mean_and_goes_on_agreeing() -> None:
+    """Workers on a ring save x at times of their own, one of them between the two sides of an
+    exchange, and begin again with x~ = x: the mean is that of what they load."""
+    random, flats = np.random.default_rng(3), []
+    flats = [torch.from_numpy(random.standard_normal(SIZE)) for _ in range(6)]
+    wire, pairs = Wire([flats[0]], chunk_bytes=32), [(n, (n + 1) % 6) for n in range(6)]
+
+    def begun() -> list[State]:
+        return [State([flat], Wire([flat], chunk_bytes=32), MOMENTUM) for flat in flats]
+
+    def gossip(made: list[State], rounds: int) -> None:
+        for t in range(rounds):
+            for i, j in pairs[t % 2 :: 2]:
+                exchange(made[i], made[j], float(t), wire)
+
+    def apart() -> float:
+        numbers = torch.stack(flats)
+        return float((numbers - numbers.mean(0)).square().sum())
+
+    first = begun()
+    gossip(first, 3)
+    for n, state in enumerate(first):
+        state.settle(3.0 + 0.3 * n)
+    flats[0].add_(0.25)  # of an exchange whose other side is not saved
+    loaded, before = torch.stack(flats).mean(0), apart()
+    again = begun()
+    gossip(again, 12)
+    for state in again:
+        state.settle(12.0)
+    torch.testing.assert_close(torch.stack(flats).mean(0), loaded, rtol=0, atol=1e-13)
+    assert apart() < before / 50
+    # With x~ as it was, the mean of x would go towards that of x~.
+    tilde = torch.stack([state._tilde[0] for state in first])  # type: ignore[index]
+    assert (tilde.mean(0) - loaded).abs().max() > 1e-3

@@ -34,6 +34,23 @@ def test_exchanges_are_where_they_were_on_one_clock() -> None:
     )
 
 
+def test_workers_without_a_record_are_shown_by_their_partners() -> None:
+    """Worker 4 has joined from elsewhere, worker 3 has never been there."""
+    joined = record(0, [1, 2, 3, 4], [(1, 1, 2.25, 2.75, 400), (4, 1, 3.0, 3.5, 400)])
+    rep = repetition([joined, *THREE[1:]])
+    found = measured(rep)
+    assert found is not None
+    assert Exchange(0, 4, (3.0, 3.5), (3.0, 3.5), 400) in found.exchanges
+    assert found.counts[0][4] == found.counts[4][0] == 1
+    assert found.window_s == measured(repetition(THREE)).window_s  # type: ignore[union-attr]
+    packed = pack(found)
+    assert (packed["workers"], packed["all"]) == ([0, 1, 2, 4], 4)
+    assert packed["gradients"][3] == []
+    assert packed["counts"][0] == [0, 1, 0, 1]
+    named = {e["pid"] for e in chrome(found, clocks(rep)) if e["name"] == "thread_name"}
+    assert named == {0, 1, 2, 4}
+
+
 def test_exchanges_in_a_chrome_trace() -> None:
     """Each end in the seconds of its own worker, as the other spans are, and one arrow a pair."""
     rep = repetition(THREE)

@@ -44,7 +44,7 @@ GRADIENTS = 4  # of a worker, before its gradient time is believed
 NOTICE, NOTICE_S = 2.0, 1.0  # units, seconds: constants change so long after their reason
 DRAIN_S = 1.0  # of a thread that has failed
 NOTHING_ELSE = torch.empty(0, dtype=torch.uint8)
-ANOTHER_MODEL = "the model is another one"
+ANOTHER_MODEL = "the model is another one; build it from the same configuration"
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,14 @@ from offbeat.gossip.view import Edge, Known
 from offbeat.storage.flat import memory_of
 from offbeat.transport.frames import Frame, Header, Reader, WireError, pack
 from offbeat.transport.greeting import Greeting
+from offbeat.transport.secret import VARIABLE as SECRET
 
 Address = tuple[str, int]
 
 NOBODY = 0xFFFF  # in place of an id that is still to be given
 TRIPS = 8  # round trips by which clocks are compared
 AGAIN_S = 0.2  # between two questions
+GREETING_S = 20.0  # for the proof of the secret: what is no worker may wait for ever
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,9 @@ def ask(address: Address, secret: bytes, about: dict[str, Any], limit_s: float) 
     """
     end, where = time.monotonic() + limit_s, f"{address[0]}:{address[1]}"
     try:
-        with socket.create_connection(address, timeout=limit_s) as sock:
+        with socket.create_connection(address, timeout=min(limit_s, GREETING_S)) as sock:
             said = _Talk(sock, secret)
+            sock.settimeout(limit_s)
             trips = [said.trip() for _ in range(TRIPS)]
             while True:
                 answer = said.answer(Kind.JOIN, about)
@@ -102,7 +105,7 @@ def ask(address: Address, secret: bytes, about: dict[str, Any], limit_s: float) 
     except (OSError, WireError) as error:
         raise RuntimeError(
             f"the worker at {where} cannot be joined: {error}; is it the address of a worker that "
-            "gossips, and OFFBEAT_SECRET the job's?"
+            f"gossips, and {SECRET} the job's?"
         ) from error
     if answer.header.kind is not Kind.WELCOME:
         raise RuntimeError(f"the worker at {where} refuses: {answer.meta.get('why')}")
@@ -114,13 +117,15 @@ class _Talk:
 
     def __init__(self, sock: socket.socket, secret: bytes):
         self._sock, self._reader = sock, Reader(Kind, _room)
-        greeting = Greeting(secret, asks=True)
+        greeting, proved = Greeting(secret, asks=True), False
         while greeting.wants:
             data = sock.recv(greeting.wants)
             if not data:
-                raise ConnectionResetError("it has closed the connection")
+                why = f"does not accept this {SECRET}" if proved else "has closed the connection"
+                raise ConnectionResetError(f"it {why}")
             greeting.feed(data)
             sock.sendall(greeting.outgoing)
+            proved = proved or bool(greeting.outgoing)
 
     def trip(self) -> RoundTrip:
         left_s = time.perf_counter()

@@ -34,7 +34,8 @@ class Exchange(NamedTuple):
 class Gossiped:
     """All that is known of some workers' gossip, in seconds of the first worker's trace.
 
-    `counts[i][j]`: how often i and j have exchanged, of which `exchanges` are the last.
+    `counts[i][j]`: how often i and j have exchanged, of which `exchanges` are the last. Of workers
+    without `gradients` only what their partners say is known.
     `since_s`, `until_s`: between these no exchange is missing.
     """
 
@@ -84,7 +85,9 @@ def measured(rep: Repetition) -> Gossiped | None:
     ahead = clocks(rep)
     if ahead is None:
         return None
-    size = max(ahead) + 1
+    met = {int(peer) for record in rep.ranks for peer in _notes(record.trace)["exchanges"]}
+    elsewhere = sorted(met - ahead.keys())  # joined from there, or died: they left no record
+    size = max(*ahead, *elsewhere, 0) + 1
     counts = [[0] * size for _ in range(size)]
     for record in rep.ranks:
         for peer, count in _notes(record.trace)["exchanges"].items():
@@ -92,8 +95,9 @@ def measured(rep: Repetition) -> Gossiped | None:
             # Who lost its partner before it knew that both had all has not counted that one.
             counts[i][j] = counts[j][i] = max(counts[i][j], count)
     kept = {r.rank: _kept(r, ahead[r.rank]) for r in rep.ranks}
+    gradients = {r.rank: _gradients(r, ahead[r.rank]) for r in rep.ranks}
     return Gossiped(
-        {r.rank: _gradients(r, ahead[r.rank]) for r in rep.ranks},
+        gradients | {worker: [] for worker in elsewhere},
         _paired(kept),
         counts,
         max(_complete_since(r, kept[r.rank]) for r in rep.ranks),
@@ -134,7 +138,7 @@ def pack(of: Gossiped) -> dict[str, Any]:
 
     return {
         "workers": workers,
-        "all": len(of.counts),
+        "all": len(of.gradients),
         "length_s": end_s - start_s,
         "gradients": [[short(s) for s in of.gradients[worker] if seen(s)] for worker in workers],
         "exchanges": [

@@ -13,6 +13,8 @@ from rich.text import Text
 
 LONGEST_LINE = 200  # characters of a script's line that are kept for display
 
+OWN_WORDS = "offbeat: "  # begin what the library says to the user of a script; it stays
+
 OnLine = Callable[[str], None]
 
 
@@ -48,4 +50,6 @@ class Progress:
         return Text(text, no_wrap=True, overflow="ellipsis")
 
     def _show(self, line: str) -> None:
+        if line.startswith(OWN_WORDS):
+            self.say(line)
         self._line = line[:LONGEST_LINE]

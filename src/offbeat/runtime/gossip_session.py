@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from offbeat.gossip.gossip import Gossip
 from offbeat.guards.finite import OnNonfinite, all_finite
 from offbeat.guards.parameters import ParameterWatch
+from offbeat.guards.untouched import Untouched
 from offbeat.measuring.divergence import Sample
 from offbeat.runtime.attached import Attached
 from offbeat.runtime.gossiping import Gossiping
@@ -56,6 +57,7 @@ class GossipSession(Session):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._watch = ParameterWatch(model)
         self._watch.attach(self._parameters)
+        self._untouched = Untouched((n, p) for n, p in model.named_parameters() if p.requires_grad)
         self._open = False  # an iteration has begun
         self._stepped_s: float | None = None  # when the last iteration ended, if undisturbed
         self._began_s: float | None = None  # when this iteration's forward began
@@ -100,7 +102,9 @@ class GossipSession(Session):
         self._hear()
         if not skip_update and self._acceptable():
             self._optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers look at it
+            self._require_untouched()
             self._state.step(self._clock.now(), self._optimizer.step)
+            self._untouched.note()
             if self._pace is not None:
                 self._pace.updated_whole()
         marks.stepped = marks.end = mark()
@@ -123,6 +127,7 @@ class GossipSession(Session):
     def consolidate(self, repairing: bool) -> None:
         """Gossip rests, all mix to one time, and x, x~ and the buffers become their means."""
         self._cluster.require_open()
+        self._require_untouched()
         self._open, self._stepped_s = False, None
         if self._gossip is None:
             self.flush()
@@ -220,6 +225,16 @@ class GossipSession(Session):
             "on_nonfinite='skip'"
         )
 
+    def _require_untouched(self) -> None:
+        name = self._untouched.changed()
+        if name is not None:
+            raise RuntimeError(
+                f"parameter {name!r} was changed outside of optimizer.step(): gossip would lose "
+                "some of that, as x~ and exchanges under way do not know of it; change it in "
+                "optimizer.register_step_post_hook, have one optimizer for all parameters, or load "
+                "with model.load_state_dict"
+            )
+
     # ---- checkpoints and records ------------------------------------------------------------
 
     def _before_load(self) -> None:
@@ -229,6 +244,7 @@ class GossipSession(Session):
 
     def _after_load(self) -> None:
         if not self._cluster.closed:
+            self._untouched.note()
             self._state.put(self._flats, self._clock.now())
 
     def _new_marks(self) -> Timestamps:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import shlex
 import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import networkx as nx
 import torch
@@ -22,7 +23,7 @@ from offbeat.gossip.joining import TRIPS, Place, ask
 from offbeat.gossip.peers import door
 from offbeat.gossip.state import AVERAGING, State
 from offbeat.measuring.pairs import measure_pairs
-from offbeat.run.job import current_door
+from offbeat.run.job import current_door, current_job
 from offbeat.runtime.serving import address_towards, common_secret, own_address
 from offbeat.solve.graphs import Edge, topology
 from offbeat.solve.measured import measured
@@ -31,6 +32,7 @@ from offbeat.storage.flat import flatten
 from offbeat.strategies.gossip import Gossip as GossipStrategy
 from offbeat.transport.cluster import Cluster
 from offbeat.transport.control import Control
+from offbeat.transport.secret import VARIABLE as SECRET
 from offbeat.transport.secret import own_secret
 
 
@@ -66,9 +68,26 @@ def join(
     everyone, secret = common_secret(entrance.getsockname()[:2], 0, control)
     addresses = {rank: (host, port) for rank, (host, port) in enumerate(everyone)}
     if own_secret() is not None and control.rank == 0:
-        host, port = addresses[0]
-        print(f"offbeat: others can join this job at {host}:{port}", file=sys.stderr, flush=True)
+        _invite(addresses[0], strategy)
     return own.begin(control.rank, graph, clock, secret, addresses, entrance)
+
+
+def _invite(address: tuple[str, int], strategy: GossipStrategy) -> None:
+    """Say how others can join, in words to copy; the strategy only if the launcher chose it."""
+    where = f"{address[0]}:{address[1]}"
+    command = ["offbeat", "join"]
+    if current_job().strategy is not None:
+        command += ["--strategy", strategy.name]
+        for setting in fields(strategy):
+            value = getattr(strategy, setting.name)
+            command += ["--set", f"{setting.name}={value}"] if value != setting.default else []
+    command += [where, *sys.argv]
+    print(
+        f"offbeat: others can join this job at {where}\n"
+        f"offbeat: there, with the same {SECRET}: {shlex.join(command)}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _graph(strategy: GossipStrategy, control: Control, message_bytes: int) -> nx.Graph:
@@ -162,10 +181,10 @@ class _Own:
         secret = own_secret()
         if secret is None:
             raise ValueError(
-                "OFFBEAT_SECRET must be set to join a job, there and here to the same: without it "
+                f"{SECRET} must be set to join a job, there and here to the same: without it "
                 "every job makes a secret of its own"
             )
-        entrance = door(address_towards(address[0]), 16)
+        entrance = door(_here(address), 16)
         about = {"layout": self._fingerprint, "strategy": str(self._strategy), "id": worker}
         welcome = ask(address, secret, about, self._cluster.timeout_s)
         place, clock = welcome.place, Clock(welcome.ahead_s)
@@ -193,6 +212,18 @@ class _Own:
             for buffer, value in zip(self._model.buffers(), held["buffers"], strict=True):
                 buffer.copy_(value)
         self._optimizer.load_state_dict(held["optimizer"])
+
+
+def _here(towards: tuple[str, int]) -> str:
+    """This host's address on the way to a worker's."""
+    try:
+        return address_towards(towards[0])
+    except OSError as error:
+        host, port = towards
+        raise RuntimeError(
+            f"the worker at {host}:{port} cannot be joined: there is no way to {host} ({error}); "
+            "give the address that the job's rank 0 has printed"
+        ) from error
 
 
 def _require_apart(optimizer: torch.optim.Optimizer) -> None:

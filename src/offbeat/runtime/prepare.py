@@ -132,8 +132,8 @@ def prepare(
     _require_one_backward(optimizer)
     if current_door() is not None and not isinstance(strategy, Gossip):
         raise ValueError(
-            f"strategy ({strategy}) must be one of gossip (a2cid2, ad-psgd) where "
-            f"{JOIN_VARIABLE} is set: only there can workers join a job that runs"
+            f"strategy ({strategy}) must be the job's, one of gossip, where {JOIN_VARIABLE} is "
+            "set; name it in the script, or as in `offbeat join --strategy a2cid2`"
         )
     cluster = _connect(model, links, timeout_s)
     try:
