@@ -8,6 +8,7 @@ import signal
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor
 from workers import rank, snapshot
 
 import offbeat
+from offbeat.gossip.meetings import USER
 from offbeat.gossip.view import State
 from offbeat.measuring import pairs
+from offbeat.runtime import gossip_session
 from offbeat.strategies import A2CiD2, Gossip
 from offbeat.transport.control import Control
 
@@ -186,3 +189,39 @@ def loaded() -> tuple[Tensor, ...]:
     after = [session._flats[0].clone(), session._state._tilde[0].clone()]
     model.close()
     return (*before, torch.cat(trained), *after)
+
+
+def consolidated() -> tuple[int, int]:
+    """How many meetings that took, and what became of counts of 9 and 10 batches."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, _ = offbeat.prepare(model, optimizer, A2CiD2("complete"), timeout_s=20.0)
+    count: Any = model[1].num_batches_tracked
+    count.fill_(9 + rank())
+    prepared.consolidate()
+    found = prepared._session._gossip._meetings.held[USER], int(count)
+    prepared.close()
+    return found
+
+
+def gradient_seconds() -> list[float]:
+    """What gossip is told of gradients that take 1 s, and data .5 s before each; after the fourth
+    one somebody looks at the model for 100 s. Seconds are made up."""
+    case, told, clock = Case("mlp", "sgd"), [], SimpleNamespace(now=0.0)
+    gossip_session.time = SimpleNamespace(perf_counter=lambda: clock.now)  # type: ignore[assignment]
+    model = build_model(case)
+    model, optimizer = offbeat.prepare(model, build_optimizer(case, model), A2CiD2())
+    nothing = dict.fromkeys(("resume", "check", "close"), lambda: None)
+    model._session._gossip = SimpleNamespace(gradient=told.append, said=list, **nothing)
+    for t in range(6):
+        clock.now += 0.5
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch(case, 0, t))
+        clock.now += 1.0
+        loss.backward()
+        optimizer.step()
+        if t == 3:
+            model.state_dict()
+            clock.now += 100.0
+    model.close()
+    return told

@@ -9,7 +9,7 @@ import time
 import networkx as nx
 import pytest
 import torch
-from gossip_jobs import cut, flats, job, kill, stall, together, until, warm
+from gossip_jobs import Worker, cut, flats, job, kill, stall, together, until, warm
 
 from offbeat.gossip.kinds import Kind
 from offbeat.gossip.meetings import OWN
@@ -114,21 +114,29 @@ def test_a_worker_that_disappears_is_given_up() -> None:
         until(lambda: len({worker.state.mixing for worker in living}) == 1)
 
 
-def test_what_has_changed_is_agreed_on_long_before_it_is_due() -> None:
-    """With a unit of 10 s nothing is due for minutes: other edges call for an agreement, and so
-    does another worker."""
+def in_long_units(workers: list[Worker]) -> None:
+    """Of 10 s, so that nothing is due for minutes."""
+    for worker in workers:
+        for _ in range(4):
+            worker.gossip.gradient(10.0)
+    until(lambda: all(worker.clock.unit_s == 10.0 for worker in workers))
+
+
+def test_other_edges_are_agreed_on_at_once() -> None:
     with job(nx.complete_graph(3), flats(3), silent_s=0.3) as workers:
-        for worker in workers:
-            for _ in range(4):
-                worker.gossip.gradient(10.0)
-        until(lambda: all(worker.clock.unit_s == 10.0 for worker in workers))
+        in_long_units(workers)
+        kill(workers.pop())
+        until(lambda: all(worker.gossip._agreed.edges == [(0, 1)] for worker in workers))
+
+
+def test_who_is_called_brings_its_numbers_at_once() -> None:
+    with job(nx.complete_graph(2), flats(2)) as workers:
+        in_long_units(workers)
         caller, root = workers[1].gossip, workers[0].gossip._meetings
         held = root.held[OWN]
         caller._commands.append(caller._bring)
         caller._peers.wake()
         until(lambda: root.held[OWN] > held)
-        kill(workers.pop())
-        until(lambda: all(worker.gossip._agreed.edges == [(0, 1)] for worker in workers))
 
 
 def test_workers_that_disappear_together_are_given_up() -> None:

@@ -12,7 +12,9 @@ import torch
 from gossip_workers import (
     Gossiped,
     around,
+    consolidated,
     gossip,
+    gradient_seconds,
     in_evaluation_mode,
     loaded,
     pairs_with_a_slow_one,
@@ -24,6 +26,7 @@ from reference.training import bsp, replicas
 from worlds import run_world, watch_world
 
 from offbeat import ADPSGD, A2CiD2
+from offbeat.gossip.meetings import KEPT
 from offbeat.measuring.pairs import partners
 
 TRIP_S = 0.5  # a round trip on a busy machine takes less
@@ -155,3 +158,12 @@ def test_a_loaded_checkpoint_is_x_and_the_second_copy_too() -> None:
         assert not torch.equal(x, saved)
         assert torch.equal(x_after, saved)
         assert torch.equal(tilde_after, saved)
+
+
+def test_a_consolidation_takes_as_many_meetings_as_others_may_ask_for() -> None:
+    """So whoever was out of reach finds all its results. Counts are rounded to the nearest one."""
+    assert run_world(consolidated, 2) == [(KEPT, 10)] * 2
+
+
+def test_what_comes_between_two_iterations_is_no_gradient() -> None:
+    assert run_world(gradient_seconds, 1) == [[1.5, 1.5, 1.0, 1.5]]

@@ -27,7 +27,7 @@ from offbeat.measuring.links import (
     measure_link,
     worthwhile_bytes,
 )
-from offbeat.measuring.probe import Budget
+from offbeat.measuring.probe import Budget, Probe
 from offbeat.profile import Link
 from offbeat.runtime.session import build_flat
 from offbeat.transport.cluster import connect
@@ -230,3 +230,12 @@ def test_least_times_never_fall(seconds: list[float]) -> None:
     points = list(enumerate(seconds))
     least = [least_s for _, least_s in least_times(points)]
     assert least == [min(seconds[i:]) for i in range(len(seconds))]
+
+
+def test_agreements_are_added_up_until_they_are_paid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    group: Any = type("Alone", (), {"size": lambda _: 1, "rank": lambda _: 0})()
+    probe, seconds = Probe(group, torch.ones(1), CPU()), iter([0.0, 1.0, 5.0, 7.0])
+    monkeypatch.setattr(probe, "now", lambda: next(seconds))
+    assert [probe.agree([float(n)]) for n in range(2)] == [[[0.0]], [[1.0]]]
+    assert probe.agreement_s == 3.0

@@ -131,6 +131,28 @@ def test_a_saturated_worker_is_busy_all_the_time():
     assert counts.min() > 30  # nobody starves
 
 
+def test_who_has_waited_longest_is_next():
+    """Of the leaves of a star, whose middle is busy most of the time."""
+    rates = edge_rates(topology("star", 5), 1.0)
+    found = simulate(rates, Workers([1.0] * 5), Network(delay_s=0.5), units=300)
+    own = np.flatnonzero(found.exchange_by)
+    own = own[np.argsort(found.exchange_start_s[own])]
+    wished, start = found.exchange_wished_s[own], found.exchange_start_s[own]
+    assert (wished[1:] < start[:-1]).sum() > 20  # two have waited at the same time
+    assert (np.diff(wished) >= 0).all()
+
+
+def test_every_edge_has_its_own_delay():
+    delays = {(0, 1): 0.0, (2, 3): 0.25}
+    found = simulate(
+        {(0, 1): 1.0, (2, 3): 1.0}, Workers([1.0] * 4), Network(delay_s=delays), units=30
+    )
+    seconds = found.exchange_end_s - found.exchange_start_s
+    far = found.exchange_edge[:, 0] == 2
+    assert 0 < far.sum() < len(far)
+    assert seconds == pytest.approx(np.where(far, 0.25, 0.0))
+
+
 @pytest.mark.parametrize(("hosts", "takes"), [([0, 1, 2, 3], 1.0), ([0, 1, 0, 1], 2.0)])
 def test_exchanges_share_a_network_card(hosts, takes):
     """Two exchanges that never end, of four workers on four hosts or on two."""

@@ -190,6 +190,8 @@ class _Own:
         place, clock = welcome.place, Clock(welcome.ahead_s)
         clock.line = place.line
         self._unpack(welcome.luggage, clock.now())
+        words = f"joined the job at {address[0]}:{address[1]} as worker {place.me}"
+        print(f"offbeat: {words}", file=sys.stderr, flush=True)
         graph = nx.Graph(place.first)
         return self.begin(place.me, graph, clock, secret, place.near, entrance, place)
 
