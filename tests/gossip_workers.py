@@ -225,3 +225,20 @@ def gradient_seconds() -> list[float]:
             clock.now += 100.0
     model.close()
     return told
+
+
+def exchanged_before(training: bool) -> bool:
+    """Whether a forward sees what was exchanged since the last step."""
+    case = Case("mlp", "sgd")
+    model = build_model(case)
+    model, optimizer = offbeat.prepare(model, build_optimizer(case, model), A2CiD2())
+    pass_on(model, optimizer, case)
+    session = model._session
+    session._state._leave()
+    session._state._x[0].add_(1.0)
+    before = session._flats[0].clone()
+    model.train(training)
+    loss_of(model, *batch(case, 0, 0))
+    after = session._flats[0].clone()
+    model.close()
+    return torch.equal(after, before + 1.0)

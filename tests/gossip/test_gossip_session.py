@@ -13,6 +13,7 @@ from gossip_workers import (
     Gossiped,
     around,
     consolidated,
+    exchanged_before,
     gossip,
     gradient_seconds,
     in_evaluation_mode,
@@ -167,3 +168,8 @@ def test_a_consolidation_takes_as_many_meetings_as_others_may_ask_for() -> None:
 
 def test_what_comes_between_two_iterations_is_no_gradient() -> None:
     assert run_world(gradient_seconds, 1) == [[1.5, 1.5, 1.0, 1.5]]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forward_sees_what_was_exchanged_before(training: bool) -> None:
+    assert run_world(exchanged_before, 1, training) == [True]

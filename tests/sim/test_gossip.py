@@ -131,6 +131,15 @@ def test_a_saturated_worker_is_busy_all_the_time():
     assert counts.min() > 30  # nobody starves
 
 
+def test_where_only_one_pair_can_exchange_all_have_their_turn():
+    rates = {(0, 1): 1.0, (0, 2): 1.0, (1, 2): 1.0}
+    found = simulate(rates, Workers([1.0] * 3), Network(delay_s=0.5), units=400)
+    counts = found.exchanges()
+    assert counts.sum() / 2 == pytest.approx(800, rel=0.1)
+    for i, j in rates:
+        assert counts[i, j] == close_to(counts.sum() / 6)
+
+
 def test_who_has_waited_longest_is_next():
     """Of the leaves of a star, whose middle is busy most of the time."""
     rates = edge_rates(topology("star", 5), 1.0)

@@ -327,12 +327,12 @@ class _Run:
         if not self._busy[worker]:
             self._ask(worker, now_s)
 
-    def _ask(self, worker: int, now_s: float) -> bool:
+    def _ask(self, worker: int, now_s: float) -> None:
         """Begin an exchange with a neighbour that is free, if there is one."""
         busy = self._busy
         free = [(to, *edge) for to, edge in self._around[worker].items() if not busy[to]]
         if not free:
-            return False
+            return
         left = next(self._share) * sum(rate for *_, rate in free)
         chosen = free[-1]  # should rounding leave nobody
         for one in free:
@@ -342,20 +342,17 @@ class _Run:
                 break
         to, edge, _ = chosen
         self._start(worker, to, edge, now_s)
-        return True
 
-    def _rest(self, worker: int, now_s: float) -> None:
-        """A worker is free: it has its own wish, or that of the neighbour that waits longest."""
-        if self._busy[worker] or (self._wishes[worker] and self._ask(worker, now_s)):
-            return
-        waiting = [
-            (self._wishes[other][0], other, edge)
-            for other, (edge, _) in self._around[worker].items()
-            if self._wishes[other] and not self._busy[other]
-        ]
-        if waiting:
-            _, other, edge = min(waiting)
-            self._start(other, worker, edge, now_s)
+    def _rest(self, ends: Edge, now_s: float) -> None:
+        """Two workers are free: they and those around them ask, who has waited longest first. None
+        of the two comes before the other, or its edges would be used more often."""
+        near = {*ends, *(other for worker in ends for other in self._around[worker])}
+        wishes = sorted(
+            (self._wishes[worker][0], worker) for worker in near if self._wishes[worker]
+        )
+        for _, worker in wishes:
+            if not self._busy[worker]:
+                self._ask(worker, now_s)
 
     def _start(self, by: int, to: int, edge: int, now_s: float) -> None:
         self._busy[by] = self._busy[to] = True
@@ -374,8 +371,7 @@ class _Run:
         i, j = exchange.ends
         self._exchanges.append((i, j, exchange.by, exchange.wished_s, exchange.start_s, now_s))
         self._busy[i] = self._busy[j] = False
-        for worker in (i, j):
-            self._rest(worker, now_s)
+        self._rest(exchange.ends, now_s)
 
     # ---- network cards ----------------------------------------------------------------------
 
