@@ -19,6 +19,7 @@ from offbeat.lab import Cluster
 from offbeat.measuring.processors import processors
 from offbeat.profile import Profile
 from offbeat.run import compare
+from offbeat.run.progress import Progress
 from offbeat.sim import predict
 from offbeat.strategies import DDP, SSP, WFBP, DreamDDP, PSSelSync
 from offbeat.trace import Trace
@@ -425,3 +426,13 @@ def _profile(here: Path) -> Path:
     assert outcome.measured
     Path("order.txt").unlink()
     return here / "given.json"
+
+
+def test_what_the_library_says_to_a_scripts_user_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    """As where others can join; what the script says is for its log."""
+    with Progress().step("running") as on_line:
+        on_line("step 10")
+        on_line("offbeat: others can join this job at 10.0.0.1:40123")
+    said = capsys.readouterr().out
+    assert "10.0.0.1:40123" in said
+    assert "step 10" not in said

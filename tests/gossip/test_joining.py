@@ -17,10 +17,14 @@ import torch
 from gossip_jobs import come, cut, flats, job, kill, together, until, warm
 from torch import Tensor
 
+from offbeat import A2CiD2
+from offbeat.cli import texts
 from offbeat.gossip.agreement import Agreement
 from offbeat.gossip.joining import Place
 from offbeat.gossip.state import Change
 from offbeat.gossip.view import State
+from offbeat.runtime import gossiping
+from offbeat.runtime.gossiping import _invite
 from offbeat.transport.frames import WireError
 from offbeat.transport.secret import VARIABLE
 
@@ -180,6 +184,35 @@ def test_nobody_is_there() -> None:
             come(workers, flats(1)[0])
 
 
+def test_the_line_to_copy_names_a_strategy_that_the_launcher_chose(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """And what of it is not as by default; a script that names its own needs neither."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--name", "a b"])
+    made = A2CiD2("0-1,1-2", rate=2.0)
+    _invite(("10.0.0.1", 4000), made)
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"schema": 1, "strategy": "a2cid2", "settings": made.settings()}))
+    monkeypatch.setenv("OFFBEAT_JOB", str(job))
+    _invite(("10.0.0.1", 4000), made)
+    plain, chosen = [line for line in capsys.readouterr().err.splitlines() if "there, with" in line]
+    words = shlex.split(plain.partition(f"{VARIABLE}: ")[2])
+    assert words == ["offbeat", "join", "10.0.0.1:4000", "train.py", "--name", "a b"]
+    words = shlex.split(chosen.partition(f"{VARIABLE}: ")[2])
+    name, settings = words[3], [words[5], words[7]]
+    assert texts.strategy(name, settings) == made
+    assert words[8:] == ["10.0.0.1:4000", "train.py", "--name", "a b"]
+
+
+def test_a_name_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(host: str) -> str:
+        raise OSError(f"{host} is not known")
+
+    monkeypatch.setattr(gossiping, "address_towards", unknown)
+    with pytest.raises(RuntimeError, match=r"nowhere:9 cannot be joined: there is no way to"):
+        gossiping._here(("nowhere", 9))
+
+
 def test_a_place_that_is_never_taken_stops_nobody() -> None:
     x = flats(3)
     with job(nx.complete_graph(2), x[:2], silent_s=0.3) as workers:
@@ -260,6 +293,7 @@ def test_a_script_joins_by_the_command_line(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
     assert joined.returncode == 0, joined.stderr
+    assert "as worker 2" in joined.stderr
     sums = [end.split("end")[1].split(" ", 2)[1:] for end in (*ends, joined.stdout)]
     assert sorted(me for me, _ in sums) == ["0", "1", "2"]
     assert len({words for _, words in sums}) == 1
