@@ -67,6 +67,7 @@ def test_a_worker_that_died_comes_back_as_another_process() -> None:
         assert (back.gossip.me, back.gossip.view.around(1)) == (1, [0, 2])
         warm([back])
         until(lambda: back.gossip.counts.exchanges.keys() == {0, 2})
+        assert set(back.gossip._peers._again_s) == {0}  # from now on 2 connects, as before
         for _ in range(3):  # whoever is to connect finds it where it is now
             cut(back)
             until(lambda: len(back.gossip.view.edges(State.UP)) == 4)
