@@ -33,6 +33,8 @@ def trained(n: int, placement: Placement, anew: int | None) -> list[Any]:
     found = []
     for name, strategy in RULES:
         model = chain(n)
+        if dist.get_rank():  # as with another seed: rank 0's weights count
+            nn.init.zeros_(model[0][0].weight)
         trainer = Interleaved(
             [*model],
             optimizer_of(name, model),
@@ -55,16 +57,11 @@ def trained(n: int, placement: Placement, anew: int | None) -> list[Any]:
 @pytest.mark.parametrize(
     ("placement", "n", "anew"),
     [
-        ("workers", 1, None),
         ("workers", 3, None),
-        ("workers", 4, 2),
-        ("pyramid", 2, None),
         ("pyramid", 3, 2),
-        ("pipeline", 2, None),
         ("pipeline", 4, 3),
         ("zero", 2, None),
-        ("zero", 3, 2),
-        ("zero", 4, None),
+        ("zero", 4, 2),
     ],
 )
 def test_equals_its_equations(placement: Placement, n: int, anew: int | None) -> None:
@@ -185,7 +182,8 @@ def refused(kind: str) -> None:
     if kind == "model" and rank == 1:
         model[1] = nn.Sequential(nn.Linear(5, 5, bias=False)).double()
     kinds = {"state": torch.optim.Adafactor}
-    optimizer = kinds.get(kind, torch.optim.SGD)(model.parameters(), lr=0.1)
+    rate = 0.2 if kind == "rate" and rank == 1 else 0.1
+    optimizer = kinds.get(kind, torch.optim.SGD)(model.parameters(), lr=rate)
     placement: Placement = "zero" if kind == "state" else "pipeline"
     trainer = Interleaved([*model], optimizer, nn.functional.mse_loss, None, placement, 5)
     whole, part = batch(1, 0), tuple(x[:2] for x in batch(2, 0))
@@ -198,6 +196,7 @@ def refused(kind: str) -> None:
     [
         ("processes", ["pipeline", "3 stages", "needs 3 processes", "there are 2"]),
         ("model", ["stages", "rank 1"]),
+        ("rate", ["optimizer", "rank 1", "0.2"]),
         ("shape", ["micro-batch 1", "stage 1", "(2, 5)", "drop_last"]),
         ("state", ["Adafactor", "zero"]),
     ],

@@ -27,6 +27,7 @@ from offbeat.cyclic.stage import Stage
 from offbeat.cyclic.traffic import Traffic
 from offbeat.cyclic.vectors import Vectors
 from offbeat.cyclic.versions import Versions
+from offbeat.guards.replicas import agree_on_optimizer
 from offbeat.runtime.stepper import BucketStepper, Settings
 from offbeat.solve.timetable import Message, Placement, Timetable, What, Work
 from offbeat.storage.coupling import couples
@@ -93,7 +94,7 @@ class Interleaved:
         self._stages = [Stage(module, optimizer) for module in stages]
         self._stepper = BucketStepper(optimizer, [[*s.trained.values()] for s in self._stages])
         self._stepper.require_independent("use one micro-batch at a time")
-        self._rank, self._exchange = _joined(self.table, timeout_s, self._stages)
+        self._rank, self._exchange = _joined(self.table, timeout_s, self._stages, optimizer)
         self._traffic = Traffic(self.table, self._rank, self._exchange)
         self._travels = placement == "zero"
         self._stateful = [self._travels and stage.state.present for stage in self._stages]
@@ -368,7 +369,7 @@ class Interleaved:
 
 
 def _joined(
-    table: Timetable, timeout_s: float, stages: Sequence[Stage]
+    table: Timetable, timeout_s: float, stages: Sequence[Stage], optimizer: torch.optim.Optimizer
 ) -> tuple[int, Exchange | None]:
     """Our rank, and the way to the others."""
     if table.placement == "single":
@@ -386,4 +387,8 @@ def _joined(
     exchange.control.agree(
         "stages", [table.placement, shapes], "make the same model and stages on every rank"
     )
+    modules = nn.ModuleList(stage.module for stage in stages)
+    agree_on_optimizer(exchange.control, optimizer, modules)
+    for stage in stages:  # seeds may differ; rank 0's weights count
+        stage.receive_from(0, exchange.connected)
     return exchange.control.rank, exchange

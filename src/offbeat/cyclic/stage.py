@@ -141,6 +141,12 @@ class Stage:
         """The module's parameters are those of the newest version."""
         self._show(self.newest)
 
+    def receive_from(self, rank: int, group: dist.ProcessGroup) -> None:
+        """The weights and buffers of one rank on all."""
+        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+            if tensor.numel():
+                dist.broadcast(tensor.data, rank, group)
+
     def share(self, owner: int, number: int, group: dist.ProcessGroup) -> None:
         """The owner's version and state on all ranks."""
         mine = dist.get_rank() == owner

@@ -99,8 +99,16 @@ class ReplicaGuard:
         return find_difference(tensors, self._control)
 
 
-def agree_on_settings(control: Control, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """ValueError on every rank, naming rank and setting, unless param groups are the same."""
+def agree_on_optimizer(
+    control: Control, optimizer: torch.optim.Optimizer, model: nn.Module
+) -> None:
+    """ValueError on every rank, naming rank and setting, unless all have the same optimizer with
+    the same param groups."""
+    plain = (bool, int, float, str, tuple, type(None))
+    defaults = {k: v for k, v in sorted(optimizer.defaults.items()) if isinstance(v, plain)}
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    setup = f"{type(optimizer).__name__} {defaults} for groups of {sizes} parameters"
+    control.agree("the optimizer", setup, "build the same one everywhere")
     found = _difference_of(control.gather(settings_of(optimizer, model)))
     if found is not None:
         raise ValueError(

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import HashStore
 
 from offbeat.guards.differences import broadcast_model
 from offbeat.guards.finite import OnNonfinite, require_policy
-from offbeat.guards.replicas import EVERY, agree_on_settings
+from offbeat.guards.replicas import EVERY, agree_on_optimizer
 from offbeat.profile import Profile
 from offbeat.run.job import (
     JOIN_VARIABLE,
@@ -378,8 +378,7 @@ def _agree(
             )
     buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
     control.agree("the model's buffers", buffers, SAME_MODEL)
-    control.agree("the optimizer", _setup(optimizer), "build the same one everywhere")
-    agree_on_settings(control, optimizer, model)
+    agree_on_optimizer(control, optimizer, model)
     return hashlib.sha256(repr(tensors).encode()).hexdigest()[:16]
 
 
@@ -394,14 +393,6 @@ def _describe(tensor: tuple[Any, ...]) -> str:
     name, shape, dtype, trainable, strides = tensor
     kind = "trainable" if trainable else "frozen"
     return f"{name!r} {list(shape)} {dtype} {kind} with strides {list(strides)}"
-
-
-def _setup(optimizer: torch.optim.Optimizer) -> str:
-    """What the optimizers of all ranks must have in common."""
-    plain = (bool, int, float, str, tuple, type(None))
-    settings = {k: v for k, v in sorted(optimizer.defaults.items()) if isinstance(v, plain)}
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    return f"{type(optimizer).__name__} {settings} for groups of {sizes} parameters"
 
 
 # ---- profiles -------------------------------------------------------------------------------
