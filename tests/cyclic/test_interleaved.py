@@ -8,6 +8,7 @@ from cyclic_support import ITERATIONS, batch, chain, equations, optimizer_of
 from torch import Tensor, nn
 
 from offbeat.cyclic import Activations, Interleaved, split
+from offbeat.solve.timetable import Work
 from offbeat.strategies import Cyclic
 
 
@@ -66,6 +67,13 @@ def test_older_parameters_are_kept_only_while_needed() -> None:
             list(model), optimizer_of("sgd", model), nn.functional.mse_loss, Cyclic(rule=rule)
         )
         seen = []
+
+        def passed(work: Work, _begin_s: float, _end_s: float, trainer=trainer) -> None:
+            # The last forward of an iteration is the last that uses older ones.
+            if not work.backward and work.batch % 4 == 3:
+                assert len(trainer._stages[work.stage].versions) == 1
+
+        trainer.on_work = passed
         for t in range(3):
             trainer.step([batch(i, t) for i in range(4)])
             seen.append(max(len(stage.versions) for stage in trainer._stages))
