@@ -242,6 +242,9 @@ def simulate(
         str | None,
         option("Share of yes where the plan votes, as .2, or the record of a run (rank0.json)."),
     ] = None,
+    memory: Annotated[
+        bool, option("Activation memory instead: in parallel, and in the cyclic order.")
+    ] = False,
     json_: Json = False,
 ) -> int:
     """Predict the seconds per iteration of a plan or of strategies; lists make a table.
@@ -251,8 +254,13 @@ def simulate(
     from offbeat import sim
     from offbeat.cli import sweep
 
+    if memory:
+        other = {"--plan": plan, "--strategy": strategy, "--set": set_, "--rate": rate}
+        other |= {"--jitter": jitter, "--period": period, "--iterations": iterations}
+        other |= {"--csv": csv, "--votes": votes, "--servers": servers if servers != 1 else None}
+        return _simulate_memory(profile, hosts, other, json_)
     if (plan is None) == (strategy is None):
-        raise ValueError("simulate takes either --plan FILE or --strategy NAME")
+        raise ValueError("simulate takes either --plan FILE or --strategy NAME, or --memory")
     if plan is not None and period is not None:
         raise ValueError(f"period ({period}) is the plan's already; give --strategy NAME instead")
     facts = texts.load_profile(profile)
@@ -411,6 +419,18 @@ def _workers(where: Where) -> Cluster:
         raise ValueError("--cluster says what --hosts and --rate say; give one or the other")
     texts.require_file(where.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
     return Cluster.load(where.cluster)
+
+
+def _simulate_memory(
+    profile: Path, hosts: str | None, other: dict[str, Any], json_: bool
+) -> int:
+    from offbeat.cli import memory, sweep
+
+    memory.require_alone(other)
+    facts = texts.load_profile(profile)
+    one, rows = memory.of(facts, sweep.Axes.of(None, hosts, None).hosts)
+    _print(json_, memory.to_dict(one, rows), memory.text(facts, one, rows))
+    return 0
 
 
 def _prediction_text(prediction: Prediction) -> str:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from offbeat.measuring.calls import call_s
+from offbeat.measuring.forward_memory import ForwardMemory
 from offbeat.measuring.jitter import jitter_of, of_ranks
 from offbeat.measuring.loss import LossTap
 from offbeat.measuring.noise import NoiseMeter, Seen, noise_of
@@ -67,6 +68,7 @@ class Observer:
         self._entered: list[tuple[str, Mark]] = []
         self._times: list[_Times] = []
         self.order: list[str] = []
+        self.memory = ForwardMemory(model)  # of the first iteration only: hooks take time
         self._tap = LossTap()
         self._losses: list[Tensor] = []
         self._meter = NoiseMeter(dist.get_world_size())
@@ -83,12 +85,14 @@ class Observer:
 
     def _enter(self, name: str):
         def entered(_module: nn.Module, _inputs: object) -> None:
+            self.memory.place = name
             self._entered.append((name, self._device.mark()))
 
         return entered
 
     def iteration(self, done: Iteration) -> None:
         """Take in one finished iteration."""
+        self.memory.close()
         seconds, marks, times = self._device.seconds, done.marks, _Times()
         self.order = [name for name, _ in self._ready]
         if marks.forward is None or not self._ready:
@@ -116,6 +120,7 @@ class Observer:
 
     def finish(self) -> None:
         """Remove every hook."""
+        self.memory.close()
         self._engine.measure(None)
         self._engine.hooks.on_parameter = None
         self._tap.close()
@@ -149,6 +154,7 @@ class Observer:
         self._turns.stepped()
         jitters, steps_s = zip(*control.gather((jitter, step_s)), strict=True)
         jitter, rank_jitter = of_ranks(jitters)
+        kept = self._kept(specs, control)
         count = len(specs)
         compute = everyone[:, :-1].sum(axis=1)
         scale = compute / compute.mean()
@@ -162,6 +168,7 @@ class Observer:
                 buffer_bytes=flat.buckets[i].param.nbytes - flat.buckets[i].grad.nbytes,
                 state_bytes=self._engine.state.bytes_of(i),
                 tensors=spec.parameters + spec.buffers,
+                activation_bytes=kept[i],
             )
             for i, spec in enumerate(specs)
         )
@@ -187,13 +194,22 @@ class Observer:
         seen = Seen.of(losses, self._meter.take(), self._engine.optimizer)
         return noise_of(control.gather(seen))
 
+    def _kept(self, specs: Sequence[BucketSpec], control: Control) -> list[int]:
+        """Bytes that each bucket's forward keeps for backward, the mean over ranks that know."""
+        mine, modules = None, _homes(specs)[1]
+        if self.memory.kept is not None:
+            mine = [0] * len(specs)
+            for module, size_bytes in self.memory.kept.items():
+                mine[modules.get(module, len(specs) - 1)] += size_bytes
+        known = [kept for kept in control.gather(mine) if kept is not None]
+        return [round(fmean(sizes)) for sizes in zip(*known, strict=True)] or [0] * len(specs)
+
     def _per_bucket(self, specs: Sequence[BucketSpec]) -> list[float]:
         """Forward and backward seconds per bucket, update and other, of the middle iterations:
         the first (allocations) and then the fastest and slowest are left out."""
         kept = sorted(self._times[1:] or self._times, key=lambda t: t.total)
         kept = kept[1:-1] if len(kept) > 2 else kept
-        home = {name: i for i, spec in enumerate(specs) for name in spec.parameters}
-        modules = {name.rpartition(".")[0]: i for name, i in reversed(home.items())}
+        home, modules = _homes(specs)
         forward, backward = [0.0] * len(specs), [0.0] * len(specs)
         for times in kept:
             for module, seconds in times.forward.items():
@@ -202,3 +218,10 @@ class Observer:
                 backward[home[name]] += seconds / len(kept)
         update, other = fmean(t.update for t in kept), fmean(t.other for t in kept)
         return [max(0.0, s) for s in (*forward, *backward, update, other)]
+
+
+def _homes(specs: Sequence[BucketSpec]) -> tuple[dict[str, int], dict[str, int]]:
+    """The bucket of every parameter, and of every module: that of its first parameter to be
+    ready."""
+    home = {name: i for i, spec in enumerate(specs) for name in spec.parameters}
+    return home, {name.rpartition(".")[0]: i for name, i in reversed(home.items())}

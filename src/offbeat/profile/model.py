@@ -28,6 +28,7 @@ class Bucket:
     buffers averaged with the parameters, `state_bytes` the optimizer state. `communication_s`
     overrides the alpha-beta estimate per link for a message of `size_bytes`. `tensors` names its
     parameters in ready order, then its buffers, so that a cached profile fixes the layout.
+    `activation_bytes` are what its forward keeps for backward; 0 in all buckets: not measured.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Bucket:
     buffer_bytes: int = 0
     state_bytes: int = 0
     tensors: tuple[str, ...] = ()
+    activation_bytes: int = 0
 
     def payload_bytes(self, kind: Kind) -> int:
         """Bytes of this bucket in a message of `kind`."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -81,6 +81,7 @@ class FlatSession(Session):
         self._recorder = recorder
         self._guard: ConvergenceGuard | None = None
         self._pace: Pace | None = None
+        self._around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.engine = Engine(
             model,
             flat,
@@ -212,11 +213,13 @@ class FlatSession(Session):
         turns = Turns(how.turns) if how.turns and not self._emulated else Compute()
         self.engine.hold(turns)
         observer = Observer(self._model, self.engine, self._cluster.device, turns)
+        self._around_forward = observer.memory.forward
 
         def listen(done: Iteration) -> None:
             if self._recorder:
                 self._recorder.iteration(done)
             observer.iteration(done)
+            self._around_forward = nullcontext
             if done.number + 1 == how.iterations:
                 self._plan_from(observer, how)
 
@@ -263,7 +266,7 @@ class FlatSession(Session):
             return self._model(*args, **kwargs)
         if torch.is_grad_enabled():
             self._parameters.require_unchanged()
-        with self.engine.forward_begins():
+        with self.engine.forward_begins(), self._around_forward():
             output = self._model(*args, **kwargs)
         self.engine.forward_ends()
         return output
