@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -49,23 +50,28 @@ class Block(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Of a ResNet, with normalization by groups of channels."""
+    """Of a ResNet, with normalization by groups of channels; `norm` makes another one, which the
+    way past the body has too."""
 
-    def __init__(self, given: int, inner: int, stride: int) -> None:
+    def __init__(
+        self, given: int, inner: int, stride: int, norm: Callable[[int], nn.Module] | None = None
+    ) -> None:
         super().__init__()
-        taken = 4 * inner
+        taken, normal = 4 * inner, norm or partial(nn.GroupNorm, 8)
         self.body = nn.Sequential(
             nn.Conv2d(given, inner, 1, bias=False),
-            nn.GroupNorm(8, inner),
+            normal(inner),
             nn.ReLU(),
             nn.Conv2d(inner, inner, 3, stride, 1, bias=False),
-            nn.GroupNorm(8, inner),
+            normal(inner),
             nn.ReLU(),
             nn.Conv2d(inner, taken, 1, bias=False),
-            nn.GroupNorm(8, taken),
+            normal(taken),
         )
         same = given == taken and stride == 1
         self.past = nn.Identity() if same else nn.Conv2d(given, taken, 1, stride, bias=False)
+        if norm and not same:
+            self.past = nn.Sequential(self.past, norm(taken))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.body(x) + self.past(x))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.profile import Bucket, Link, Profile
@@ -57,7 +58,7 @@ def test_odd_workers_spare_a_little_less():
 SECONDS = st.sampled_from([0.0, 0.125, 0.3, 1.0, 7.0])
 CURVES = st.builds(
     curve,
-    st.lists(st.builds(Stage, SECONDS, SECONDS, st.integers(0, 100)), min_size=1, max_size=5),
+    st.lists(st.builds(Stage, SECONDS, SECONDS, st.integers(0, 100)), min_size=1, max_size=3),
     st.sampled_from([0.1, 1.0]),
 )
 
@@ -68,16 +69,19 @@ def exact(one: Curve, at: Fraction, after: bool) -> Fraction:
     at %= points[-1][0]
     if at == 0 and not after:
         at = points[-1][0]
-    for (t, y), (u, z) in zip(points, points[1:], strict=False):
+    for (t, y), (u, z) in pairwise(points):
         if t < u and (t <= at < u if after else t < at <= u):
             return y + (z - y) * (at - t) / (u - t)
     raise AssertionError
 
 
-@given(CURVES, st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+@given(CURVES, st.integers(1, 6))
 def test_equals_exact_arithmetic_where_anybody_turns(one, workers):
     period = Fraction(one.at_s[-1])
-    turns = {(Fraction(t) + period * k / workers) % period for t in one.at_s for k in range(workers)}
+    turns = {
+        (Fraction(t) + period * k / workers) % period for t in one.at_s for k in range(workers)
+    }
     most = max(
         sum(exact(one, t + period * k / workers, after) for k in range(workers)) / workers
         for t in turns
@@ -88,7 +92,8 @@ def test_equals_exact_arithmetic_where_anybody_turns(one, workers):
     assert found.parallel_bytes == max(one.kept_bytes)
 
 
-@given(CURVES, st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+@given(CURVES, st.integers(1, 6))
 def test_a_fine_grid_sees_no_more(one, workers):
     grid = np.linspace(0, one.period_s, 3001)
     shifts = np.arange(workers) * one.period_s / workers
@@ -97,19 +102,14 @@ def test_a_fine_grid_sees_no_more(one, workers):
     slack = 1e-9 * (1 + one.peak_bytes)
     assert by_grid.max() <= found.cyclic_bytes + slack
     assert found.cyclic_bytes <= found.parallel_bytes + slack
-    slopes = [
-        (z - y) / (u - t)
-        for t, u, y, z in zip(
-            one.at_s, one.at_s[1:], one.kept_bytes, one.kept_bytes[1:], strict=False
-        )
-        if u > t
-    ]
-    if not any(t == u for t, u in zip(one.at_s, one.at_s[1:], strict=False)):
-        step_s = one.period_s / 3000
-        assert by_grid.max() >= found.cyclic_bytes - step_s * max(map(abs, slopes)) - slack
+    points = [*zip(one.at_s, one.kept_bytes, strict=True)]
+    if all(t < u for t, u in pairwise(one.at_s)):  # no jumps: a near moment has nearly as much
+        steepest = max(abs(z - y) / (u - t) for (t, y), (u, z) in pairwise(points))
+        assert by_grid.max() >= found.cyclic_bytes - one.period_s / 3000 * steepest - slack
 
 
-@given(CURVES, st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+@given(CURVES, st.integers(1, 6))
 def test_the_mean_over_time_stays(one, workers):
     def integral(c: Curve) -> float:
         return float(np.trapezoid(c.kept_bytes, c.at_s))

@@ -421,9 +421,7 @@ def _workers(where: Where) -> Cluster:
     return Cluster.load(where.cluster)
 
 
-def _simulate_memory(
-    profile: Path, hosts: str | None, other: dict[str, Any], json_: bool
-) -> int:
+def _simulate_memory(profile: Path, hosts: str | None, other: dict[str, Any], json_: bool) -> int:
     from offbeat.cli import memory, sweep
 
     memory.require_alone(other)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from offbeat.measuring.activations import Activations
 from offbeat.cyclic.interleaved import Interleaved
+from offbeat.measuring.activations import Activations
 from offbeat.sim.placements import Done, Moved, Run
 from offbeat.solve.timetable import Message, Timetable, Work
 

@@ -68,11 +68,12 @@ class Activations:
             self.missed += 1
             return None
         if not self._holders[key]:
-            self._first(key, size_bytes)
+            self.begins(key, size_bytes)
         self._holders[key] += 1
         return key
 
-    def _first(self, key: int, size_bytes: int) -> None:
+    def begins(self, key: int, size_bytes: int) -> None:
+        """A storage has its first holder."""
         self._bytes[key] = size_bytes
         self.live_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -82,9 +83,10 @@ class Activations:
         self._holders[key] -= 1
         if not self._holders[key]:
             del self._holders[key]
-            self._last(key)
+            self.ends(key)
 
-    def _last(self, key: int) -> None:
+    def ends(self, key: int) -> None:
+        """A storage has lost its last holder."""
         self.live_bytes -= self._bytes.pop(key)
 
 

@@ -99,12 +99,12 @@ class _ByPlace(Activations):
             found[place] += self._bytes[key]
         return found
 
-    def _first(self, key: int, size_bytes: int) -> None:
-        super()._first(key, size_bytes)
+    def begins(self, key: int, size_bytes: int) -> None:
+        super().begins(key, size_bytes)
         self._places[key] = self._memory.place
 
-    def _last(self, key: int) -> None:
-        super()._last(key)
+    def ends(self, key: int) -> None:
+        super().ends(key)
         del self._places[key]
 
 
