@@ -126,14 +126,17 @@ def allocated(model: nn.Module, batch: Batch, loss: Loss) -> Curve:
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:
         loss(model(batch[0]), batch[1]).backward()
-    events = [e for e in profiler.events() if e.name == "[memory]"]
-    events.sort(key=lambda e: e.time_range.start)
-    begin = events[0].time_range.start
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    found = profiler.profiler.kineto_results.events()  # `profiler.events()` gives them to operators
+    events = [(e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]"]
+    events.sort(key=lambda event: event[0])
+    begin_ns = events[0][0]
     at_s, kept, live = [0.0], [0.0], 0.0
-    for event in events:
-        at_s += [(event.time_range.start - begin) / 1e6] * 2
-        kept += [live, live + event.cpu_memory_usage]
-        live = kept[-1]
+    for now_ns, size_bytes in events:
+        at_s += [(now_ns - begin_ns) / 1e9] * 2
+        kept += [live, live + size_bytes]
+        live += size_bytes
     return Curve(tuple(at_s), tuple(kept))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from offbeat.measuring.activations import Activations
 
-_autograd: Any = torch._C._autograd
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 
 
 class ForwardMemory:

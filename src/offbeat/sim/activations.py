@@ -82,8 +82,9 @@ def cyclic(one: Curve, workers: int) -> Curve:
     if workers < 1:
         raise ValueError(f"workers ({workers}) must be at least 1")
     step_s = one.period_s / workers
-    at_s = np.unique(np.concatenate([np.mod(one.at_s, step_s), [0.0, step_s]]))
-    shifted_s = at_s[:, None] + step_s * np.arange(workers)
+    turns_s = np.array([*(t % step_s for t in one.at_s), 0.0, step_s], dtype=np.float64)
+    at_s = np.unique(turns_s)
+    shifted_s = at_s[:, None] + np.arange(workers, dtype=np.float64) * step_s
     before, after = (values.mean(axis=1) for values in one.limits(shifted_s))
     times_s = np.repeat(at_s, 2)[1:-1]
     kept = np.column_stack([before, after]).ravel()[1:-1]
