@@ -285,6 +285,32 @@ def compiled(way: str) -> nn.Module:
     return model
 
 
+def test_gradients_of_gradients() -> None:
+    found = []
+    for hooked in (True, False):
+        model, x = chain(), rows().requires_grad_()
+        with ForwardMemory(model).forward() if hooked else nullcontext():
+            y = model(x)
+        [slope] = torch.autograd.grad(y.sum(), x, create_graph=True)
+        slope.pow(2).sum().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert same(*found)
+
+
+def test_two_forwards_through_running_statistics() -> None:
+    found = []
+    for hooked in (True, False):
+        model = nn.Sequential(chain(1), nn.BatchNorm1d(WIDTH).double())
+        memory = meter_of(model)
+        outputs = []
+        for t in range(2):
+            with memory.forward() if hooked else nullcontext():
+                outputs.append(model(rows(t)).pow(2).sum())
+        sum(outputs).backward()
+        found.append([p.grad for p in model.parameters()] + [*model.buffers()])
+    assert same(*found)
+
+
 class Overwriting(nn.Module):
     """Changes what backward needs."""
 
