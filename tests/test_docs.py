@@ -35,17 +35,19 @@ def test_the_graph_of_the_gossip_page(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == shown
 
 
-def test_the_memory_of_the_cyclic_page(
+def test_the_commands_of_the_cyclic_page(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Layers that keep less the deeper they are, in equal time."""
+    """With a profile of layers that keep less the deeper they are, in equal time."""
     buckets = tuple(
         Bucket(f"layers.{9 - i}", 0.01, 0.02, 4_000_000, activation_bytes=4_000_000 * (i + 5))
         for i in range(10)
     )
     monkeypatch.chdir(tmp_path)
     Profile(buckets, (Link("net", 0.001, 1e7),), 4, update_s=0.01).save("profile.json")
-    text = (DOCS / "cyclic.md").read_text()
-    command, _, shown = text.partition("```\n$ offbeat ")[2].partition("```")[0].partition("\n")
-    assert cli.main(command.split()) == 0
-    assert capsys.readouterr().out == shown
+    blocks = (DOCS / "cyclic.md").read_text().split("```\n$ offbeat ")[1:]
+    assert len(blocks) == 2
+    for block in blocks:
+        command, _, shown = block.partition("```")[0].partition("\n")
+        assert cli.main(command.split()) == 0
+        assert capsys.readouterr().out == shown
