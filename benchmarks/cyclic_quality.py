@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ HELD_OUT_PICTURES, HELD_OUT_WINDOWS = 900, 256
 PICTURES, WINDOWS = 64, 16  # per iteration
 LAYERS, WIDTH, HEADS, CONTEXT, DEVIATION = 4, 64, 4, 64, 0.1  # of the GPT, and its first weights
 EARLY, LATE = 0.05, 0.1  # shares of the iterations, from both ends
+DIGITS = (3, 2)  # after the point: of losses, of accuracies in percent
 
 RULES = {
     "DP": None,
@@ -277,16 +279,16 @@ def runs(options: argparse.Namespace) -> None:
 
 
 def figures(run: Run) -> dict[str, float]:
-    """What the table tells of a run."""
+    """What the table tells of a run; iterations are counted in shares of all."""
     losses, count = run["losses"], run["iterations"]
-    first, drop = round(EARLY * count), round(DROPS[0] * count)
+    early, drop, late = (round(share * count) for share in (EARLY, DROPS[0], 1 - LATE))
     _, held_out, accuracy = run["quality"][-1]
     return {
-        "accuracy, %": 100 * accuracy,
+        "accuracy": 100 * accuracy,
         "held-out loss": held_out,
-        "training loss, first 5 %": fmean(losses[:first]),
-        "5 to 30 %": fmean(losses[first:drop]),
-        "last 10 %": fmean(losses[-round(LATE * count) :]),
+        f"training loss, first {EARLY:.0%}": fmean(losses[:early]),
+        f"to {DROPS[0]:.0%}": fmean(losses[early:drop]),
+        f"last {LATE:.0%}": fmean(losses[late:]),
     }
 
 
@@ -295,46 +297,46 @@ def later(run: Run) -> Run:
     return run | {"losses": [run["losses"][0], *run["losses"][:-1]]}
 
 
-def table(options: argparse.Namespace) -> Iterator[str]:
-    """By model: a row for each rule, means over seeds with the least and the most; differences from
-    DP are those of the same seed."""
+def tables(options: argparse.Namespace) -> Iterator[str]:
+    """One for each model and rate with which there are runs of its whole length."""
+    every = known(options.out)
     for model in options.models:
-        task, seeds = TASKS[model], options.seeds
-        kind = {"model": model, "rate": task.rate, "iterations": task.iterations}
-        every = {
-            (run["rule"], run["seed"]): run
-            for run in known(options.out)
-            if kind.items() <= run.items()
-        }
-        rows = {
-            rule: {seed: every[rule, seed] for seed in seeds if (rule, seed) in every}
-            for rule in RULES
-        }
-        rows["DP, losses one iteration later"] = {s: later(run) for s, run in rows["DP"].items()}
-        base = {seed: figures(run) for seed, run in rows["DP"].items()}
-        names = [*figures(next(iter(every.values())))]
-        yield f"\n{model}: {task.iterations} iterations, rate {task.rate:g}\n"
-        yield f"| rule | seeds | {' | '.join(names)} | accuracy less DP's | first 5 % less DP's |"
-        yield "|" + "---|" * (len(names) + 4)
-        for rule, found in rows.items():
-            if not found:
-                continue
-            told = {seed: figures(run) for seed, run in found.items()}
-            cells = [spread([one[name] for one in told.values()], name) for name in names]
-            for name in (names[0], names[2]):
-                apart = [one[name] - base[s][name] for s, one in told.items() if s in base]
-                cells.append(", ".join(f"{d:+.{places(name)}f}" for d in apart))
-            yield f"| {rule} | {len(found)} | {' | '.join(cells)} |"
+        kind = {"model": model, "iterations": TASKS[model].iterations}
+        mine = [r for r in every if kind.items() <= r.items() and r["seed"] in options.seeds]
+        for rate in sorted({run["rate"] for run in mine}):
+            yield f"\n{model}, {kind['iterations']} iterations, rate {rate:g}\n"
+            yield from table([run for run in mine if run["rate"] == rate])
 
 
-def places(name: str) -> int:
-    return 2 if name.endswith("%") and name.startswith("accuracy") else 4
+def table(found: Sequence[Run]) -> Iterator[str]:
+    """A row for each rule: means over seeds [least, most], and differences from DP by seed."""
+    rows = {rule: [run for run in found if run["rule"] == rule] for rule in RULES}
+    rows["DP, one iteration later"] = [later(run) for run in rows["DP"]]
+    base = {run["seed"]: figures(run) for run in rows["DP"]}
+    names = [*figures(found[0])]
+    apart = names[0], names[2]
+    titles = ["rule", "seeds", *names, *(f"less DP's: {name}" for name in apart)]
+    yield f"| {' | '.join(titles)} |"
+    yield "|" + "---|" * len(titles)
+    for rule, ran in rows.items():
+        told = {run["seed"]: figures(run) for run in ran if math.isfinite(run["losses"][-1])}
+        lost = len(ran) - len(told)
+        cells = [rule, f"{len(ran)}, {lost} diverged" if lost else str(len(ran))]
+        cells += [spread(name, [one[name] for one in told.values()]) for name in names]
+        for name in apart:
+            less = [one[name] - base[seed][name] for seed, one in told.items() if seed in base]
+            cells.append(", ".join(f"{x:+.{DIGITS[name == names[0]]}f}" for x in less))
+        if ran:
+            yield f"| {' | '.join(cells)} |"
 
 
-def spread(values: Sequence[float], name: str) -> str:
+def spread(name: str, values: Sequence[float]) -> str:
     """Mean [least, most]."""
-    told = [f"{v:.{places(name)}f}" for v in (fmean(values), min(values), max(values))]
-    return told[0] if len(values) == 1 else f"{told[0]} [{told[1]}, {told[2]}]"
+    if not values:
+        return ""
+    shown = f".{DIGITS[name == 'accuracy']}f"
+    least, most = (f"{end(values):{shown}}" for end in (min, max))
+    return f"{fmean(values):{shown}}" + (f" [{least}, {most}]" if len(values) > 1 else "")
 
 
 def main() -> None:
@@ -352,7 +354,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.table:
-        print("\n".join(table(options)))
+        print("\n".join(tables(options)))
     else:
         runs(options)
 
