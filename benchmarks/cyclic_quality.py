@@ -14,7 +14,7 @@ are looked at. Without `--rates` the rate is the one that suits DP best, of a se
     python benchmarks/cyclic_quality.py --out DIR --models cnn --rules DP --seeds 9
                                         --iterations 350 --rates 0.02,0.05,0.1
 
-All 27 runs take about 20 minutes of a core. Each is appended to DIR/runs.jsonl; what is there is
+All 27 runs take about 25 minutes of a core. Each is appended to DIR/runs.jsonl; what is there is
 left out, and no run begins after `--seconds`.
 """
 
