@@ -2,15 +2,16 @@
 
     python benchmarks/paced.py [--models gpt,cnn,resnet,llama] [--rates 25,50,100,200]
                                [--strategies main|others|cyclic] [--steps 32] [--repeat 1]
-                               [--uneven] [--delay 20ms] [--json FILE]
+                               [--uneven] [--delay 20ms] [--json FILE] [--keep FOLDER]
 
 4 hosts. `main`: DDP, WFBP, local SGD, equal numbers of layers and DreamDDP with period 5. `others`:
 priority schedules, DeFT, selective synchronization and federated averaging. `cyclic`: DDP, WFBP and
 DreamDDP beside cyclic data parallelism by v2, with the paper's stagger too, and v1.
 
 Each host computes at 1/K of this machine's core, K as `--pace auto` has it: numerics, messages and
-losses are real, compute time is emulated. `--uneven`: one host computes half as fast. Needs the lab
-and a quiet machine; two to four minutes per model and rate.
+losses are real, compute time is emulated. `--uneven`: one host computes half as fast. `--keep`:
+where the runs' directories stay, as MODEL-RATE. Needs the lab and a quiet machine; two to four
+minutes per model and rate.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+
+from link_load import table
 
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
@@ -94,7 +97,7 @@ def measure(model: str, rate: str, options: argparse.Namespace) -> dict[str, lis
     """By contestant: measured and predicted ms per iteration, relative error in percent."""
     script = (*SCRIPTS[model], "--steps", str(options.steps))
     with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder, "run")
+        directory = (options.keep / f"{model}-{rate}") if options.keep else Path(folder, "run")
         setup = Setup(script, cluster(rate, options), pace="auto")
         outcome = compare(
             Comparison(setup, CONTESTANTS[options.strategies], options.repeat), directory
@@ -118,6 +121,7 @@ def measure(model: str, rate: str, options: argparse.Namespace) -> dict[str, lis
         found[row.label] = [measured, predicted, error]
         loss = "" if row.final_loss is None else f"{row.final_loss:.3f}"
         print(f"| {row.label} | {measured:.1f} | {predicted:.1f} | {error:+.1f} % | {loss} |")
+    print(f"\nLoad of links:\n{table(run)}")
     sys.stdout.flush()
     return found
 
@@ -132,6 +136,7 @@ def main() -> None:
     parser.add_argument("--uneven", action="store_true")
     parser.add_argument("--delay")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--keep", type=Path)
     options = parser.parse_args()
     cells = {
         f"{model} {rate}": measure(model, rate, options)

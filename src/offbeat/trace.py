@@ -24,6 +24,7 @@ class Span:
     or the verb (reduce_scatter, all_gather, send).
     `buckets` is a run of neighbours, None for the model.
     `carries`: the iterations [first, stop) whose gradients a message holds; None: its own.
+    `way`: (from, to) of a send, which has a span on both; None: the message is of all its ranks.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class Span:
     buckets: tuple[int, int] | None = None
     bytes: int = 0
     carries: tuple[int, int] | None = None
+    way: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -163,7 +165,7 @@ def _steps(start: float, ends: list[float]) -> list[float]:
 def _span(values: dict[str, Any]) -> Span:
     pairs: dict[str, Any] = {
         name: None if values.get(name) is None else tuple(values[name])
-        for name in ("buckets", "carries")
+        for name in ("buckets", "carries", "way")
     }
     return Span(**(values | pairs))
 

@@ -148,7 +148,7 @@ def _spans(
         start, end = at(message.start), at(message.end)
         size = sum(x.numel() * x.element_size() for x in message.tensors) // (2 if half else 1)
         carries = _carries(plan, done, t)
-        yield Span(rank, t.link, kind, done.number, start, end, run, size, carries)
+        yield Span(rank, t.link, kind, done.number, start, end, run, size, carries, t.ranks)
 
 
 def _carries(plan: Plan | None, done: Iteration, t: Transfer) -> tuple[int, int] | None:

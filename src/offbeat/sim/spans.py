@@ -118,6 +118,7 @@ class _Walk:
             (t.payload.buckets.start, t.payload.buckets.stop),
             self.costs.message_bytes(t),
             self._carries(t, iteration),
+            t.ranks,
         )
         self.messages.append(span)
 
