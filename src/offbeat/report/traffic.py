@@ -40,13 +40,13 @@ def link_loads(trace: Trace, skip: int = 0) -> list[LinkLoad]:
     is a ring: each rank sends 2(N-1)/N of its bytes. If one row stands for all ranks, so does one
     load per link.
     """
-    messages = _messages(trace, skip)
+    counted = _whole_periods(trace, skip)
+    messages = [s for s in trace.spans if s.lane != COMPUTE and s.iteration in counted]
     if not messages:
         return []
     world_size = int(trace.notes.get("ranks", trace.world_size))
-    iterations = {span.iteration for span in messages}
-    periods = len(iterations) // trace.period
-    period_s = trace.period * _iteration_s(trace, iterations)
+    periods = len(counted) // trace.period
+    period_s = trace.period * _iteration_s(trace, counted)
     steps = 2 * world_size * trace.period
     sent: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0] * steps)
     for same in _by_message(messages):
@@ -65,11 +65,10 @@ def link_loads(trace: Trace, skip: int = 0) -> list[LinkLoad]:
     ]
 
 
-def _messages(trace: Trace, skip: int) -> list[Span]:
-    """Of the last whole periods all of whose messages were recorded."""
-    spans = [s for s in trace.spans if s.lane != COMPUTE and s.iteration >= skip]
-    counts = Counter(span.iteration for span in spans)
-    recorded = sorted(counts)
+def _whole_periods(trace: Trace, skip: int) -> set[int]:
+    """The last recorded iterations that are whole periods and have all of their messages."""
+    recorded = sorted({span.iteration for span in trace.spans if span.iteration >= skip})
+    counts = Counter(span.iteration for span in trace.spans if span.lane != COMPUTE)
     if not trace.uneven:
         # What is still under way when a run ends leaves no span.
         while (
@@ -77,8 +76,7 @@ def _messages(trace: Trace, skip: int) -> list[Span]:
         ):
             recorded.pop()
     whole = len(recorded) // trace.period * trace.period
-    counted = set(recorded[len(recorded) - whole :])
-    return [span for span in spans if span.iteration in counted]
+    return set(recorded[len(recorded) - whole :])
 
 
 def _iteration_s(trace: Trace, iterations: Iterable[int]) -> float:

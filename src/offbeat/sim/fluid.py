@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
+from offbeat.plan import base_link
 from offbeat.profile import Profile
 
 Port = tuple[int, bool]  # a rank, and whether it is what it sends
@@ -19,14 +20,14 @@ class Flow:
     """
 
     __slots__ = (
-        "end_s", "left_s", "link", "missing", "ports", "ranks", "seconds", "since_s", "speed",
-        "start_s", "unseen", "version", "waiters",
+        "end_s", "left_s", "link", "missing", "ports", "ranks", "seconds", "sent", "since_s",
+        "speed", "start_s", "unseen", "version", "waiters",
     )  # fmt: skip
 
     def __init__(
         self, link: str, ranks: tuple[int, ...], seconds: float, *, sent: bool = False
     ) -> None:
-        self.link, self.ranks, self.seconds = link, ranks, seconds
+        self.link, self.ranks, self.seconds, self.sent = link, ranks, seconds, sent
         self.ports: list[Port] = [(rank, out) for rank in ranks for out in (True, False)]
         if sent:
             self.ports = [(ranks[0], True), (ranks[1], False)]
@@ -42,6 +43,7 @@ class Flow:
 class Fluid:
     """Flows on coupled links. At each of its ranks a flow is slowed down by those on the other
     links there that use the same direction; it is as fast as where that slows it down most.
+    Messages that are sent by channels of one link share it evenly, as each alone has all of it.
 
     No flow may be added that starts before the last end that `advance` has returned.
     """
@@ -51,7 +53,7 @@ class Fluid:
         self._agenda: list[tuple[float, int, int, Flow]] = []  # when, tie, version, flow
         self._ties = 0
         self._running: dict[Port, dict[str, Flow]] = {}  # by port and link
-        self._speeds: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._speeds: dict[tuple[str, int, tuple[str, ...]], float] = {}
 
     def add(self, flow: Flow) -> None:
         """Begin a flow at its `start_s`."""
@@ -90,17 +92,24 @@ class Fluid:
     def _change(self, flows: list[Flow] | Iterator[Flow], now_s: float) -> None:
         """Let time pass for flows, and set the speeds that they have from now on."""
         for flow in flows:
-            speed = min(self._speed(flow.link, port) for port in flow.ports)
+            speed = min(self._speed(flow, port) for port in flow.ports)
             if speed != flow.speed:
                 left_s = flow.left_s - (now_s - flow.since_s) * flow.speed
                 flow.left_s = max(left_s, 0.0)  # rounding must not let time run backwards
                 flow.since_s, flow.speed = now_s, speed
                 self._note(now_s + flow.left_s / speed, flow)
 
-    def _speed(self, link: str, port: Port) -> float:
-        key = link, tuple(other for other in self._running[port] if other != link)
+    def _speed(self, flow: Flow, port: Port) -> float:
+        others = [other for other in self._running[port].values() if other is not flow]
+        sharing = 1
+        if flow.sent and len(others) > 0:
+            alike = [o for o in others if base_link(o.link) == base_link(flow.link)]
+            if all(other.sent for other in alike):
+                sharing += len(alike)
+                others = [other for other in others if other not in alike]
+        key = flow.link, sharing, tuple(other.link for other in others)
         if key not in self._speeds:
-            self._speeds[key] = self._profile.speed(*key)
+            self._speeds[key] = self._profile.speed(flow.link, key[2]) / sharing
         return self._speeds[key]
 
     def _note(self, at_s: float, flow: Flow) -> None:

@@ -17,6 +17,7 @@ from offbeat.sim.job import Run
 from offbeat.sim.outcomes import Votes
 from offbeat.sim.ranks import Ranks
 from offbeat.sim.run import run
+from offbeat.sim.shared import coupled
 from offbeat.sim.shorten import SAMPLE, Short, shorten
 from offbeat.sim.simulation import recorded, to_trace
 from offbeat.trace import Trace
@@ -28,6 +29,8 @@ SCHEMA = 1
 MOST_ITERATIONS = 2048  # a pipeline that fills more slowly is not waited for
 RANDOM_ITERATIONS = 400  # with jitter or open votes: half of them are averaged
 LONGEST_CYCLE = 12  # periods after which a steady state may repeat
+SHARED_ITERATIONS = 120  # the same where ranks send to each other over shared links
+SHARED_SPREAD = 0.1  # of messages there, relative standard deviation: what TCP makes of it
 _SAME = 1e-9  # of an iteration
 
 
@@ -149,6 +152,8 @@ def predict_plan(
     Without `iterations` as many are simulated as it takes to see the timeline repeat, at most
     2048 after the prologue, or 400 with jitter (the profile's, unless `ranks` says otherwise) or
     votes that are neither sure nor hopeless; long stretches of equal iterations are shortened.
+    Where messages between two ranks share links, there may be several steady states, some of which
+    no real run stays in. So there messages vary by a tenth, in 120 iterations.
     `votes` and ValueError as of `simulate`. Where they are the outcomes of a run, all of its
     iterations count after the first `skip`.
     """
@@ -204,11 +209,15 @@ def _settle(
     chance = any(ranks.jitters(profile))
     chance = chance or any(link.jitter for link in profile.links if link.name in used)
     chance = chance or any(map(_open, votes.values()))
+    several = iterations is None and not plan.uniform and bool(coupled(plan, profile))
+    chance = chance or several
     fixed = iterations is not None or chance
     if iterations is None:
         # A cycle shows in two periods, if these hold all that is still under way.
         periods = 2 if plan.period >= 2 + max(_lags(plan)) else 4
         least = RANDOM_ITERATIONS if chance else periods * plan.period
+        if several:
+            least = SHARED_ITERATIONS
         iterations = plan.prologue + plan.period * -(-least // plan.period)
     while True:
         found = run(
@@ -219,6 +228,7 @@ def _settle(
             seed=seed,
             votes=votes,
             repeats=short.repeats,
+            spread=SHARED_SPREAD if several else 0.0,
         )
         cycle = None if chance else _cycle(short, found)
         repeated = iterations - plan.prologue

@@ -25,13 +25,14 @@ def run(
     seed: int = 0,
     votes: Votes | None = None,
     repeats: Mapping[int, int] | None = None,
+    spread: float = 0.0,
 ) -> Run:
     """Run a plan on all ranks; ValueError if it does not fit the profile or can never proceed.
 
     `votes`: of a yes by name, its probability or the outcomes of a run. `repeats`: iterations that
-    a phase stands for.
+    a phase stands for. `spread`: messages vary by at least this share.
     """
-    job = job_of(plan, profile, ranks, iterations, seed, votes or {}, repeats or {})
+    job = job_of(plan, profile, ranks, iterations, seed, votes or {}, repeats or {}, spread)
     return engine.run(job) if plan.uniform else events.run(job)
 
 
@@ -43,13 +44,14 @@ def job_of(
     seed: int,
     votes: Votes,
     repeats: Mapping[int, int],
+    spread: float = 0.0,
 ) -> Job:
     """What either engine is given."""
     if iterations < 1:
         raise ValueError(f"iterations ({iterations}) must be at least 1")
     refuse(plan, profile)
     ranks.fit(profile)
-    together = coupled(plan.links, profile)
+    together = coupled(plan, profile)
     horizon = iterations
     if together:
         # What shares the time of the last messages must run, too: until each rank is past their
@@ -65,7 +67,7 @@ def job_of(
         Costs(plan, profile, ranks),
         Outcomes([vote.name for vote in plan.votes], votes, seed),
         Factors(profile, ranks, horizon, seed),
-        Spread(plan, profile, seed),
+        Spread(plan, profile, seed, spread),
         together,
         repeats,
     )

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import permutations
 
+from offbeat.plan import Plan, base_link
 from offbeat.profile import Profile
 from offbeat.sim.lines import SharedLine
 
 
-def coupled(links: Sequence[str], profile: Profile) -> frozenset[str]:
-    """Those of some links and channels that slow another of them down, or are slowed down."""
-    pairs = (pair for pair in permutations(links, 2) if profile.speed(pair[0], pair[1:]) != 1.0)
+def coupled(plan: Plan, profile: Profile) -> frozenset[str]:
+    """A plan's links and channels that slow another of them down, or are slowed down."""
+    sending = {t.link for t in plan.transfers if t.ranks is not None}
+    pairs = (
+        (a, b)
+        for a, b in permutations(plan.links, 2)
+        if profile.speed(a, (b,)) != 1.0 or ({a, b} <= sending and base_link(a) == base_link(b))
+    )
     return frozenset(name for pair in pairs for name in pair)
 
 

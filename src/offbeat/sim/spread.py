@@ -16,13 +16,13 @@ class Spread:
     """Lognormal factors with mean 1 on the times of messages, by the jitter of their links.
 
     Drawn per transfer and iteration, so that both engines and a longer simulation draw the same.
-    Groups that send the same transfer at once share its factor.
+    Groups that send the same transfer at once share its factor. `least`: of all their jitters.
     """
 
-    def __init__(self, plan: Plan, profile: Profile, seed: int) -> None:
+    def __init__(self, plan: Plan, profile: Profile, seed: int, least: float = 0.0) -> None:
         self._seed = seed
         self._places = {id(t): place for place, t in enumerate(plan.transfers)}
-        jitters = [profile.link(t.link).jitter for t in plan.transfers]
+        jitters = [max(profile.link(t.link).jitter, least) for t in plan.transfers]
         self._jitters = np.array(jitters, dtype=np.float64)
         self.any = any(jitters)
         self._factors: dict[int, NDArray[np.float64]] = {}

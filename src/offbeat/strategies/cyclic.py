@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from random import Random
 from typing import Any, ClassVar, Literal
@@ -21,6 +21,7 @@ from offbeat.plan import (
     channel,
 )
 from offbeat.profile import Profile
+from offbeat.sim import predict_plan
 from offbeat.solve.stages import cut
 from offbeat.strategies.base import Strategy, require_choice, require_count
 from offbeat.testing.equations import Equations, cyclic
@@ -30,6 +31,8 @@ SETTLED = 2  # iterations from the first update on, after which every worker has
 RANDOM_PERIOD = 16  # iterations after which random delays repeat
 SUMS, ENTRY, ROUND, OTHERS, TURNS = 0, 2, 3, 6, 7  # channels: two, one, three, one, two
 PARTS = 64  # of the smallest bucket: one is a word of whose turn it is
+STAGGER_GAIN = 0.01  # of an iteration: less is no reason to wait on purpose
+MOST_SIMULATED = 1024  # messages of an iteration; with more no stagger is tried out
 
 Table = tuple[tuple[bool, ...], ...]  # by worker (1, 2, ..) and stage (from the input)
 
@@ -49,7 +52,8 @@ class Cyclic(Strategy):
     `stages` (None: one per worker) must divide the number of workers, and so many of them share a
     place. `split`: stages of even compute (`time`), or of even `bytes`, or how many buckets each
     has, from the input (`3/2/2`). `stagger="paper"` keeps worker i behind worker i-1 by 1/N of an
-    iteration, `least` by no more than their messages need; the numbers are the same. `start="skip"`
+    iteration, `least` by no more than their messages need, `auto` as the simulator finds it
+    faster; the numbers are the same. `start="skip"`
     leaves out the first update, as the authors' program does. `clip` bounds the norm of each
     stage's gradient; that of the whole is not known when the first stage is updated.
 
@@ -60,7 +64,7 @@ class Cyclic(Strategy):
     rule: Literal["v1", "v2", "random"] = "v2"
     stages: int | None = None
     split: Literal["time", "bytes"] | tuple[int, ...] = "time"
-    stagger: Literal["least", "paper"] = "least"
+    stagger: Literal["auto", "least", "paper"] = "auto"
     start: Literal["repeat", "skip"] = "repeat"
     clip: float | None = None
     table: Table | None = None
@@ -84,8 +88,21 @@ class Cyclic(Strategy):
         object.__setattr__(self, "table", _table(self.table))
 
     def schedule(self, profile: Profile) -> Plan:
+        if self.stagger != "auto":
+            return self._staggered(self.stagger, profile)
+        least = self._staggered("least", profile)
+        if profile.world_size == 1 or len(least.transfers) > MOST_SIMULATED:
+            return least
+        paper = self._staggered("paper", profile)
+        # Without jitter of compute a few iterations tell it.
+        links = tuple(replace(link, jitter=0.0) for link in profile.links)
+        steady = replace(profile, jitter=0.0, rank_jitter=(), links=links)
+        least_s, paper_s = (predict_plan(p, steady).iteration_s for p in (least, paper))
+        return paper if paper_s < least_s * (1 - STAGGER_GAIN) else least
+
+    def _staggered(self, stagger: Literal["least", "paper"], profile: Profile) -> Plan:
         job = self._job(profile)
-        transfers = [*job.turns(profile)] if self.stagger == "paper" else []
+        transfers = [*job.turns(profile)] if stagger == "paper" else []
         transfers += [*job.sums(), *job.versions()]
         buffers = [Buffer("sum", "grad", kept=False)]
         if job.late_owner:
@@ -103,6 +120,7 @@ class Cyclic(Strategy):
                 Fact(
                     "stages", [[run.start, run.stop] for run in job.runs], "buckets, output first"
                 ),
+                Fact("stagger", stagger),
             ),
         )
 
@@ -115,19 +133,23 @@ class Cyclic(Strategy):
     def bound_s(self, profile: Profile) -> float:
         """Compute of the slowest rank, or that of rank 0 with the update, or what a rank in the
         middle sends by one link: gradients of all stages, and parameters of all but one, without a
-        latency."""
+        latency and by as many channels as carry most."""
         slowest, workers = profile.slowest(), profile.world_size
         own = profile.rank_scale[0] if profile.rank_scale else 1.0
         owner_s = own * (profile.forward_s + profile.backward_s + profile.update_s)
         others_s = slowest.forward_s + slowest.backward_s
         compute_s = profile.other_s + max(owner_s, others_s)
-        sizes = [bucket.size_bytes for bucket in profile.buckets]
         if workers == 1:
             return compute_s
-        stages = self._cut(profile, self.stages or workers)
-        passed = sum(sizes) - max(sum(sizes[b] for b in run) for run in stages)
-        sent = sum(sizes) + (passed if workers > 2 else 0)
-        return max(compute_s, sent / profile.sent_per_s(profile.default_link.name))
+        link = profile.default_link
+        sums_s, params_s = (profile.transfer_s(link.name, kind) for kind in ("grad", "param"))
+        kept_s = max(
+            sum(params_s[b] for b in run) for run in self._cut(profile, self.stages or workers)
+        )
+        sent_s = sum(sums_s) + (sum(params_s) - kept_s if workers > 2 else 0.0)
+        together = max(n * profile.speed(link.name, [link.name] * (n - 1)) for n in (1, 2, 3))
+        rate = together * profile.sent_per_s(link.name) / link.bytes_per_s
+        return max(compute_s, sent_s / rate)
 
     @property
     def _skipped(self) -> int:
