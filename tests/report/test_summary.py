@@ -65,6 +65,21 @@ def test_bytes_from_the_counters(tmp_path):
     assert rows_of(tmp_path, {"a": [ranks]})["a"].sent_bytes == pytest.approx((60 + 100) / 2)
 
 
+def test_how_evenly_links_are_loaded_is_that_of_the_worst_one(tmp_path):
+    # Of eight steps of an iteration rank 0 sends in one, rank 1 in two; the first does not count.
+    ranks = []
+    for rank, last_s in ((0, 9.0), (1, 10.0)):
+        sends = [
+            Span(r, "net", "grad", i, 8.0 * i, 8.0 * i + s, (0, 1), 8, None, (r, 1 - r))
+            for i in (0, 1)
+            for r, s in ((rank, last_s - 8.0),)
+        ]
+        ranks.append(record(rank, [8.0, 16.0], spans=sends))
+    row = rows_of(tmp_path, {"a": [ranks]}, skip=1)["a"]
+    assert row.unevenness == pytest.approx(4.0)
+    assert rows_of(tmp_path, {"b": [[record(0, steady(1, 4))]]})["b"].unevenness is None
+
+
 def test_bytes_from_recorded_messages_leave_out_what_was_skipped(tmp_path):
     sizes = [1000, 1000, 10, 0, 10, 0]  # two profiled iterations, then period 2
     spans = [

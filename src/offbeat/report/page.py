@@ -57,6 +57,7 @@ def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]
         **view(run, rows, traces),
         count=words.count,
         paces=words.paces,
+        uneven=words.uneven,
         css=Markup(asset("page.css")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

@@ -10,6 +10,7 @@ from typing import Literal
 
 from offbeat.report.losses import final_loss, rank_mean, target_loss
 from offbeat.report.run import Contestant, Repetition, Run
+from offbeat.report.traffic import link_loads
 from offbeat.report.votes import votes_of
 from offbeat.trace import COMPUTE, Span
 
@@ -25,8 +26,9 @@ class Row:
     Measured: `iteration_s` (median over repetitions) with `spread_s` (lowest and highest
     repetition, or quartiles over the periods of the only one: `spread_of`),
     `iterations_per_s` and `updates_per_s` (fewer where gradients are merged), `sent_bytes` per
-    iteration and rank, `lssr` (the share of synchronizations that votes left out: local / (local +
-    synchronous)) with the `spared_bytes` of a rank over the whole run, `final_loss` (None if not
+    iteration and rank, `unevenness` (the most that a rank sends over a link in any 2N-th of an
+    iteration, over the mean), `lssr` (the share of synchronizations that votes left out: local /
+    (local + synchronous)) with the `spared_bytes` of a rank over the whole run, `final_loss` (None if not
     finite), `target_s` and `target_iterations` (when the smoothed loss reached `target_loss`,
     median over repetitions; None if not or if the loss was not finite in the end). Predicted:
     `predicted_s`, `predicted_error` (predicted / measured - 1), `exposed_s`. `bound_s` is a lower
@@ -49,6 +51,7 @@ class Row:
     bound_s: float | None = None
     exposed_s: float | None = None
     sent_bytes: float | None = None
+    unevenness: float | None = None
     lssr: float | None = None
     spared_bytes: float | None = None
     final_loss: float | None = None
@@ -142,6 +145,12 @@ def sent_bytes(run: Run, rep: Repetition) -> float | None:
     return fmean(totals) / rep.trace.iterations if totals and rep.trace.iterations else None
 
 
+def unevenness(run: Run, rep: Repetition) -> float | None:
+    """The largest step of any rank's link over its mean one; None without recorded messages."""
+    loads = link_loads(rep.trace, skipped(run, rep) + rep.trace.first)
+    return max((load.unevenness for load in loads), default=None)
+
+
 def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
     reps = contestant.complete
     measured = [pace for rep in reps if (pace := paces(run, rep)) is not None]
@@ -153,6 +162,7 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         iterations_per_s=median([pace[0] for pace in measured]) if measured else None,
         updates_per_s=median([pace[1] for pace in measured]) if measured else None,
         sent_bytes=_mean([sent_bytes(run, rep) for rep in reps]),
+        unevenness=_mean([unevenness(run, rep) for rep in reps]),
         lssr=_mean([v.lssr for rep in reps if (v := votes_of(rep)) is not None]),
         spared_bytes=_mean([v.spared_bytes for rep in reps if (v := votes_of(rep)) is not None]),
         final_loss=final_loss(contestant),

@@ -55,7 +55,7 @@ def _cells(row: Row, unit: words.Unit, paces: bool, voted: bool) -> list[Text]:
             "" if row.predicted_error is None else words.share(row.predicted_error),
         ),
         Text(unit.text(row.bound_s)),
-        Text(words.size(row.sent_bytes)),
+        _two_lines(words.size(row.sent_bytes), words.uneven(row.unevenness)),
         *([Text(words.loss(row.lssr))] if voted else []),
         Text(words.loss(row.final_loss)),
     ]

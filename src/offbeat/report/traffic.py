@@ -42,11 +42,11 @@ def link_loads(trace: Trace, skip: int = 0) -> list[LinkLoad]:
     """
     counted = _whole_periods(trace, skip)
     messages = [s for s in trace.spans if s.lane != COMPUTE and s.iteration in counted]
-    if not messages:
+    period_s = trace.period * _iteration_s(trace, counted)
+    if not messages or not period_s:
         return []
     world_size = int(trace.notes.get("ranks", trace.world_size))
     periods = len(counted) // trace.period
-    period_s = trace.period * _iteration_s(trace, counted)
     steps = 2 * world_size * trace.period
     sent: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0] * steps)
     for same in _by_message(messages):
@@ -80,10 +80,10 @@ def _whole_periods(trace: Trace, skip: int) -> set[int]:
 
 
 def _iteration_s(trace: Trace, iterations: Iterable[int]) -> float:
-    """Mean seconds of some neighbouring iterations."""
-    seconds = trace.iteration_seconds()
-    counted = [seconds[i - trace.first] for i in iterations]
-    return sum(counted) / len(counted)
+    """Mean seconds of some neighbouring iterations, 0 if none of them has ended."""
+    seconds = dict(enumerate(trace.iteration_seconds(), trace.first))
+    ended = [seconds[i] for i in iterations if i in seconds]
+    return sum(ended) / len(ended) if ended else 0.0
 
 
 def _by_message(spans: Sequence[Span]) -> list[list[Span]]:

@@ -85,6 +85,11 @@ def ratio(value: float | None) -> str:
     return NONE if value is None else f"{value:.2f}×"
 
 
+def uneven(value: float | None) -> str:
+    """'at most 2.24×' of what is sent on the mean; nothing if that is not known."""
+    return "" if value is None else f"at most {ratio(value)}"
+
+
 def loss(value: float | None) -> str:
     """Four significant digits."""
     return NONE if value is None else digits(value, 4)

@@ -102,7 +102,7 @@ class Fluid:
     def _speed(self, flow: Flow, port: Port) -> float:
         others = [other for other in self._running[port].values() if other is not flow]
         sharing = 1
-        if flow.sent and len(others) > 0:
+        if flow.sent:
             alike = [o for o in others if base_link(o.link) == base_link(flow.link)]
             if all(other.sent for other in alike):
                 sharing += len(alike)
