@@ -201,3 +201,27 @@ def test_does_not_go_on_after_a_failure() -> None:
         trainer.step([(batch(1, 1)[0], None), batch(2, 1)])
     with pytest.raises(RuntimeError, match="last checkpoint"):
         trainer.finish()
+
+
+def test_weights_used_twice_within_a_stage() -> None:
+    """One stage, so that it is plain training."""
+
+    def tied() -> nn.Module:
+        torch.manual_seed(3)
+        first, second = nn.Linear(5, 5), nn.Linear(5, 5)
+        second.weight = first.weight
+        return nn.Sequential(first, nn.Tanh(), second).double()
+
+    plain, model = tied(), tied()
+    trainer = Interleaved([model], optimizer_of("sgd", model), nn.functional.mse_loss)
+    optimizer = optimizer_of("sgd", plain)
+    for t in range(ITERATIONS):
+        trainer.step([batch(1, t)])
+        optimizer.zero_grad()
+        x, y = batch(1, t)
+        nn.functional.mse_loss(plain(x), y).backward()
+        optimizer.step()
+    trainer.finish()
+    assert model[0].weight is model[2].weight
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)

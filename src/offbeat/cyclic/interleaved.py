@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from offbeat.cyclic.exchange import Exchange
 from offbeat.cyclic.splitting import require_stages
@@ -227,8 +226,7 @@ class Interleaved:
             x.requires_grad_()
         begin_s = time.perf_counter()
         number = self._versions.number(batch, j)
-        leaves = stage.leaves(number)
-        y = functional_call(stage.module, leaves, (x,))
+        y, leaves = stage.forward(x, number)
         if not isinstance(y, Tensor) or not (j == last or y.is_floating_point()):
             kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
             raise ValueError(f"stage {j + 1} returned {kind}; it must be one floating-point tensor")

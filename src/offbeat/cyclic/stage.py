@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,7 +25,13 @@ class Stage:
         self.module = module
         self._optimizer = optimizer
         self.trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
+        names = {id(p): name for name, p in self.trained.items()}
+        self._places = [  # where the module looks for them; tied ones have several
+            (owner._parameters, key, names[id(p)])
+            for owner in module.modules()
+            for key, p in owner._parameters.items()
+            if p is not None and p.requires_grad
+        ]
         self._shapes = {name: Shape.of(p) for name, p in self.trained.items()}
         self.versions: dict[int, Vectors] = {}
         self.sum: Vectors | None = None
@@ -74,20 +81,28 @@ class Stage:
         """Room for the parameters, or for their gradients."""
         return Vectors(self._shapes)
 
-    def leaves(self, number: int) -> dict[str, Tensor]:
-        """All parameters of a version, for a forward whose backward asks for their gradients. The
-        graph's owner must keep the version itself, too."""
+    def forward(self, x: Tensor, number: int) -> tuple[Any, dict[str, Tensor]]:
+        """What the module returns with a version of its parameters, and these, for a backward that
+        asks for their gradients. Whoever keeps the graph must keep the version, too."""
         self._in_graphs[number] = self.versions[number]
-        views = self.versions[number].views
-        return {**self._frozen, **{n: view.requires_grad_() for n, view in views.items()}}
+        leaves = self.versions[number].views
+        # As torch.func.functional_call does, which looks for the places anew each time.
+        for owner, key, name in self._places:
+            owner[key] = leaves[name].requires_grad_()  # type: ignore[assignment]
+        try:
+            return self.module(x), leaves
+        finally:
+            for owner, key, name in self._places:
+                owner[key] = self.trained[name]
 
     def add(self, found: Sequence[Tensor | None]) -> None:
         """Gradients of one micro-batch, in the order of `trained`."""
         if self.sum is None:
             self.sum = self.vectors()
-        for view, gradient in zip(self.sum.views.values(), found, strict=True):
-            if gradient is not None:
-                view.add_(gradient)
+        pairs = zip(self.sum.views.values(), found, strict=True)
+        given = [(view, gradient) for view, gradient in pairs if gradient is not None]
+        if given:
+            torch._foreach_add_(*map(list, zip(*given, strict=True)))
 
     def begin_update(self, number: int, gradient: Vectors) -> None:
         """A new version in new memory, as forwards and backwards may need the old one; the

@@ -31,10 +31,10 @@ class Row:
     (local + synchronous)) with the `spared_bytes` of a rank over the whole run, `final_loss` (None
     if not finite), `target_s` and `target_iterations` (when the smoothed loss reached
     `target_loss`, median over repetitions; None if not or if the loss was not finite in the end).
-    Predicted: `predicted_s`, `predicted_error` (predicted / measured - 1), `exposed_s`. `bound_s` is a
-    lower bound. `speedup` is the fastest DDP's seconds per iteration over this one's. `emulated` must be
-    said with every measured number, and so must a `pace` (hosts computed at 1/pace of a core; 0:
-    as they could).
+    Predicted: `predicted_s`, `predicted_error` (predicted / measured - 1), `exposed_s`. `bound_s`
+    is a lower bound. `speedup` is the fastest DDP's seconds per iteration over this one's.
+    `emulated` must be said with every measured number, and so must a `pace` (hosts computed at
+    1/pace of a core; 0: as they could).
     """
 
     label: str
