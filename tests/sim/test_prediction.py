@@ -37,7 +37,7 @@ def test_the_steady_state_is_that_of_a_long_simulation(data):
     assert prediction.iteration_s == pytest.approx(fmean(seconds[-half:]), rel=1e-9)
 
 
-def test_a_steady_state_that_small_disturbances_end_is_not_predicted():
+def test_a_steady_state_that_disturbed_messages_end_is_not_predicted():
     # Undisturbed, this plan settles where messages happen to pass each other.
     sizes = [(2, 5, 9), (2, 4, 8), (2, 4, 8), (3, 4, 10)]
     profile = Profile(
@@ -50,7 +50,7 @@ def test_a_steady_state_that_small_disturbances_end_is_not_predicted():
     predicted_s = predict_plan(plan, profile).iteration_s
     lucky_s = simulate(plan, profile, iterations=60, record=0).iteration_seconds()[-1]
     assert predicted_s > 1.1 * lucky_s
-    disturbed = replace(profile, links=(replace(profile.links[0], jitter=0.05),))
+    disturbed = replace(profile, links=(replace(profile.links[0], jitter=0.1),))
     seconds = simulate(plan, disturbed, iterations=120, record=0, seed=1).iteration_seconds()
     assert predicted_s == pytest.approx(fmean(seconds[60:]), rel=0.03)
 
