@@ -181,9 +181,13 @@ def loaded() -> tuple[Tensor, ...]:
         pass_on(model, optimizer, case)
     session._gossip.pause()
     saved = snapshot(model.state_dict())
-    pass_on(model, optimizer, case)
-    session._gossip.pause()
-    before = [session._flats[0].clone(), session._state._tilde[0].clone()]
+    for _ in range(50):  # until an exchange has set them apart
+        session._gossip.resume()
+        pass_on(model, optimizer, case)
+        session._gossip.pause()
+        before = [session._flats[0].clone(), session._state._tilde[0].clone()]
+        if not torch.equal(*before):
+            break
     model.load_state_dict(saved)
     trained = [p.detach().flatten() for p in model.module.parameters() if p.requires_grad]
     after = [session._flats[0].clone(), session._state._tilde[0].clone()]

@@ -17,7 +17,7 @@ import torch
 from gossip_jobs import come, cut, flats, job, kill, together, until, warm
 from torch import Tensor
 
-from offbeat import A2CiD2
+from offbeat import A2CiD2, cli
 from offbeat.cli import texts
 from offbeat.gossip.agreement import Agreement
 from offbeat.gossip.joining import Place
@@ -300,21 +300,19 @@ def test_a_script_joins_by_the_command_line(tmp_path: Path) -> None:
     assert len({words for _, words in sums}) == 1
 
 
-def test_bad_calls_of_join(tmp_path: Path) -> None:
+def test_bad_calls_of_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "t.py").write_text("")
-    env = {name: value for name, value in os.environ.items() if name != "OFFBEAT_SECRET"}
     for argv, secret, words in [
         (["nowhere", "t.py"], "a", "must be HOST:PORT of a worker"),
         (["a:1", "no.py"], "a", "must be a file"),
         (["a:1", "t.py"], None, "must be set to the job's secret"),
         (["--strategy", "wfbp", "a:1", "t.py"], "a", "must be one of gossip"),
     ]:
-        given = env if secret is None else {**env, "OFFBEAT_SECRET": secret}
-        done = subprocess.run(
-            [sys.executable, "-m", "offbeat", "join", *argv],
-            cwd=tmp_path,
-            env=given,
-            capture_output=True,
-            text=True,
-        )
-        assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+        monkeypatch.delenv("OFFBEAT_SECRET", raising=False)
+        if secret is not None:
+            monkeypatch.setenv("OFFBEAT_SECRET", secret)
+        assert cli.main(["join", *argv]) == 2
+        assert words in capsys.readouterr().err
