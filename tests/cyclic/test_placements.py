@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cyclic_support import ITERATIONS, batch, chain, equations, optimizer_of
-from torch import nn
+from torch import Tensor, nn
 from worlds import run_world, watch_world
 
 from offbeat.cyclic import Interleaved, recording, together
@@ -210,3 +210,40 @@ def test_refuses_in_words(kind: str, words: list[str]) -> None:
     for error in errors:
         for word in words:
             assert word in error
+
+
+class _Turned(nn.Module):
+    """Its output is not contiguous in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)).transpose(0, 1)
+
+
+def turned(placement: Placement) -> tuple[list[float], dict[str, Tensor]]:
+    if placement != "single":
+        dist.init_process_group("gloo")
+    torch.manual_seed(4)
+    model = nn.Sequential(_Turned(), nn.Sequential(_Turned(), nn.Tanh())).double()
+    trainer = Interleaved(
+        [*model], optimizer_of("sgd", model), nn.functional.mse_loss, None, placement, 20
+    )
+    made = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(3):
+        data = torch.randn(2, 2, 5, 5, generator=made, dtype=torch.float64)
+        losses += trainer.step([(x, y) for x, y in data])
+    losses += trainer.consolidate()
+    return [loss.item() for loss in losses], dict(model.state_dict())
+
+
+def test_outputs_that_are_not_contiguous() -> None:
+    [(losses, theta)] = run_world(turned, 1, "single")
+    ranks = run_world(turned, 2, "pipeline")
+    assert [loss for own, _ in ranks for loss in own] == pytest.approx(losses, abs=1e-12)
+    for _, found in ranks:
+        for key, value in found.items():
+            torch.testing.assert_close(value, theta[key], rtol=0, atol=1e-12)

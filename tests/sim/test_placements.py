@@ -142,3 +142,16 @@ def test_memory_and_load_of_a_run() -> None:
     assert max(level for _, level in parallel.total(facts)) == n
     for steps in run.load(1.0).values():
         assert max(steps) <= 1 / n + 1e-9  # one stage at a time
+
+
+def test_collectives_of_uneven_stages() -> None:
+    """The all-reduce of each stage has that stage's bytes; only the first one's is waited for."""
+    n, rate = 2, 1.0
+    even, nothing = StageFacts.unit(n), [0.0] * n
+    sizes = [3.0, 1.0]
+    facts = StageFacts(
+        even.forward_s, even.backward_s, even.activation_bytes, nothing, sizes, sizes
+    )
+    run = simulate(Timetable("pyramid", n, cyclic=False), facts, 4, rate)
+    ring = 2 * (n - 1) / n * sizes[0] / rate
+    assert run.iteration_s == pytest.approx(2 * n + ring)

@@ -326,7 +326,9 @@ class Interleaved:
         if what == "activation":
             return None
         if what == "gradient":
-            return [torch.empty_like(self._passing[batch].passed[j].y)]
+            y = self._passing[batch].passed[j].y
+            # What is sent is contiguous, whatever the output's memory looks like.
+            return [torch.empty_like(y, memory_format=torch.contiguous_format)]
         if what != "states":
             self._coming[what, j, batch] = stage.vectors()
             return self._coming[what, j, batch].flats

@@ -59,7 +59,9 @@ class Traffic:
         self._exchange.settle(time if self._table.placement == "zero" else time - PATIENCE + 1)
         for message in self._planned.get(time, ()):
             if message.target == self._rank:
-                landing = room(message) or [self._landing(message)]
+                landing = room(message)
+                if landing is None:
+                    landing = [self._landing(message)]
                 self._in[_key(message)] = message, self._arrival(message, landing)
 
     def awaits(self, what: What, stage: int, batch: int) -> bool:
@@ -67,14 +69,14 @@ class Traffic:
         return (what, stage, batch) in self._in
 
     def take(self, what: What, stage: int, batch: int, device: torch.device) -> list[Tensor]:
-        """What has come for a work; waits for it."""
+        """What has come for a work, on the device; waits for it."""
         message, arrival = self._in.pop((what, stage, batch))
         tensors = arrival.wait()
         known = (message.source, stage)
         if what == "activation" and known not in self._handed:
             self._handed[known] = tensors[0]
-            tensors = self._arrival(message, [_empty(tensors[0], device)]).wait()
-        return tensors
+            tensors = self._arrival(message, [_empty(tensors[0])]).wait()
+        return [tensor.to(device) for tensor in tensors]
 
     def give(self, what: What, stage: int, batch: int, tensors: Sequence[Tensor]) -> None:
         """What another device needs; it must not be written any more."""
@@ -106,7 +108,7 @@ class Traffic:
         shape = self._handed.get((message.source, message.stage))
         if shape is None:
             return torch.zeros(MOST_DIMS + 2, dtype=torch.int64)
-        return _empty(shape, torch.device("cpu"))
+        return _empty(shape)
 
     def _introduced(self, message: Message, tensor: Tensor) -> list[Tensor]:
         """An activation; the first one to a peer says before what shape all have."""
@@ -143,6 +145,7 @@ def _shape(tensor: Tensor) -> Tensor:
     return torch.tensor(numbers + [0] * (MOST_DIMS + 2 - len(numbers)))
 
 
-def _empty(shape: Tensor, device: torch.device) -> Tensor:
+def _empty(shape: Tensor) -> Tensor:
+    """Room on the host for what has this shape."""
     dtype, dims, *sizes = map(int, shape)
-    return torch.empty(sizes[:dims], dtype=DTYPES[dtype], device=device)
+    return torch.empty(sizes[:dims], dtype=DTYPES[dtype])

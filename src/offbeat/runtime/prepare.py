@@ -106,7 +106,8 @@ def prepare(
     ValueError on every rank if models, strategies or links differ between ranks.
     """
     job = current_job()
-    os.environ.update(torchrun_variables(os.environ))
+    if not dist.is_initialized():
+        os.environ.update(torchrun_variables(os.environ))
     strategy, notice = _chosen(strategy, job)
     servers = current_servers()
     timeout_s = _positive("timeout_s", job.timeout_s or timeout_s)

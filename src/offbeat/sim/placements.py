@@ -138,8 +138,6 @@ class Run:
             for k in range(steps):
                 since, until = begin + k * step_s, begin + (k + 1) * step_s
                 shared = min(one.end_s, until) - max(one.begin_s, since)
-                if one.begin_s == one.end_s:  # unit time: between two steps
-                    shared = seconds if since < one.begin_s + step_s / 2 <= until else 0.0
                 found[one.source, one.target][k] += one.bytes * max(shared, 0.0) / seconds
         return dict(found)
 
@@ -209,12 +207,7 @@ class _Simulation:
         """Messages by the step after which they are sent."""
         found: dict[int, list[Message]] = defaultdict(list)
         for time in range(self.table.period * (self.iterations + 1)):
-            if self.table.cyclic:
-                messages: Iterable[Message] = self.table.due(time, series)
-            else:
-                works = self.table.works(time)
-                messages = filter(None, map(self.table.handed, works))
-            for message in messages:
+            for message in _due(self.table, time, series):
                 if message.batch // self.table.n in series:
                     found[max(message.sent, 0)].append(message)
         return found
@@ -254,7 +247,7 @@ class _Simulation:
     def _together(self, one: Collective) -> None:
         """All members begin together, and none computes meanwhile."""
         begin = max(self.free[device] for device in one.devices)
-        size = one.share * sum(self.facts.gradient_bytes)
+        size = sum(self.facts.gradient_bytes[stage] for stage in one.stages)
         end = begin + rounds(one) * self.latency_s + sent(one) * size / self.bytes_per_s
         for source, target in zip(one.devices, [*one.devices[1:], one.devices[0]], strict=True):
             self.free[source] = end
@@ -331,7 +324,7 @@ def _traffic(
         count[message.sent, message.source] += 1
     if not table.cyclic:
         for one in table.collectives(MIDDLE):
-            volume[one.sent] += sent(one) * len(one.devices) * one.share
+            volume[one.sent] += sent(one) * len(one.devices) * len(one.stages) / table.n
             for device in one.devices:
                 count[one.sent, device] += rounds(one)
     return volume, handed, count
@@ -340,11 +333,15 @@ def _traffic(
 def _sent(table: Timetable, steps: range) -> Iterator[Message]:
     """Messages after these time steps."""
     for time in range(steps.start, steps.stop + table.period):
-        if table.cyclic:
-            messages: Iterable[Message] = table.due(time, range(ITERATIONS))
-        else:
-            messages = filter(None, map(table.handed, table.works(time)))
+        messages = _due(table, time, range(ITERATIONS))
         yield from (message for message in messages if message.sent in steps)
+
+
+def _due(table: Timetable, time: int, iterations: range) -> Iterable[Message]:
+    """Between two devices, in either order; collectives of the parallel one are apart."""
+    if table.cyclic:
+        return table.due(time, iterations)
+    return filter(None, map(table.handed, table.works(time)))
 
 
 def _parameters(table: Timetable, steps: range) -> float:

@@ -47,14 +47,12 @@ class Message(NamedTuple):
 
 class Collective(NamedTuple):
     """What all devices of a stage do together after the works of step `sent`: `all_reduce` of
-    gradients, `broadcast` of the stage, or `reduce` of its gradients to its home. `share` of the
-    model."""
+    gradients, `broadcast` of the stages, or `reduce` of their gradients to their home."""
 
     sent: int
     kind: Literal["all_reduce", "broadcast", "reduce"]
-    stage: int
+    stages: range
     devices: tuple[int, ...]
-    share: float
 
 
 @dataclass(frozen=True)
@@ -250,12 +248,13 @@ class Timetable:
         batches = range(self.n * iteration, self.n * (iteration + 1))
         for stage in range(self.n):
             done = end - stage
+            one = range(stage, stage + 1)
             members = tuple(sorted({self.device(batch, stage) for batch in batches}))
             if self.placement == "zero":
                 for time in (begin + stage, done):
-                    yield Collective(time - 1, "broadcast", stage, members, 1 / self.n)
-                yield Collective(done, "reduce", stage, members, 1 / self.n)
+                    yield Collective(time - 1, "broadcast", one, members)
+                yield Collective(done, "reduce", one, members)
             elif self.placement == "pyramid":
-                yield Collective(done, "all_reduce", stage, members, 1 / self.n)
+                yield Collective(done, "all_reduce", one, members)
         if self.placement == "workers":
-            yield Collective(end, "all_reduce", 0, tuple(range(self.n)), 1.0)
+            yield Collective(end, "all_reduce", range(self.n), tuple(range(self.n)))
