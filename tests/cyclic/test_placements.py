@@ -172,7 +172,7 @@ def test_names_the_worker_that_died(placement: Placement, n: int, victim: int) -
     for outcome in outcomes:
         if outcome.rank != victim:
             assert outcome.kind == "RuntimeError"
-            named = re.search(r"Rank (\d+) has failed", outcome.error)
+            named = re.search(r"Rank (\d+) \(\S+\) has died", outcome.error)
             assert named is not None
             assert int(named[1]) == victim
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -77,18 +78,19 @@ class Exchange:
     def wait(self, works: list[Any], peer: int, words: str) -> None:
         """Wait for operations with a peer, and forget them; RuntimeError naming who keeps us
         waiting."""
+        begun_s = time.monotonic()
         try:
-            while works:
-                works[0].wait(timedelta(seconds=self._timeout_s))
-                works.pop(0)
+            with self.control.waiting(f"waiting for {words}"):
+                while works:
+                    works[0].wait(timedelta(seconds=self._timeout_s))
+                    works.pop(0)
         except RuntimeError as error:
             self._hang_up()
-            culprit = self.control.culprit(peer)
-            behind = "" if culprit == peer else f" (which waits for rank {culprit})"
+            why = self.control.behind(waited_s=time.monotonic() - begun_s)
             raise RuntimeError(
-                f"rank {self.control.rank}: {words}{behind} did not get through: {error}. Rank "
-                f"{culprit} has failed or left, or it is slower than timeout_s "
-                f"({self._timeout_s:g} s); start all again from the last checkpoint"
+                f"rank {self.control.rank}: {words} did not get through: {error}. {why} Start all "
+                f"again from the last checkpoint, or raise timeout_s ({self._timeout_s:g} s) if a "
+                "rank is only slow"
             ) from error
 
     def _hang_up(self) -> None:

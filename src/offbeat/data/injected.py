@@ -117,7 +117,8 @@ class Injected:
             for sharer, count in zip(sharers, given, strict=True)
         ]
         try:
-            shared = pool(tensors, sharers, chosen, control.group)
+            with control.waiting("sharing samples"):
+                shared = pool(tensors, sharers, chosen, control.group)
         except RuntimeError as error:
             raise self._lost(error, control) from error
         joined = [torch.cat(pair) for pair in zip(tensors, shared, strict=True)]

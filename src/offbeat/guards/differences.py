@@ -157,8 +157,9 @@ def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
     tensors = _state(model)
     if cluster.control.same([checksum(*tensors) >> 2]):
         return
-    for tensor in tensors:
-        _from_rank(0, tensor, cluster)
+    with cluster.control.together("taking rank 0's weights"):
+        for tensor in tensors:
+            _from_rank(0, tensor, cluster)
 
 
 def unite(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> None:
@@ -166,19 +167,21 @@ def unite(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> No
     rank 0's integers, and compare checksums. `more`: tensors to treat alike."""
     tensors = [*_state(model), *more]
     if not cluster.control.same([checksum(*tensors) >> 2]):
-        for tensor in tensors:
-            if tensor.is_floating_point():
-                _in_place(tensor, cluster.where, averaging(_bulk(cluster)))
-            else:
-                _from_rank(0, tensor, cluster)
+        with cluster.control.together("averaging replicas"):
+            for tensor in tensors:
+                if tensor.is_floating_point():
+                    _in_place(tensor, cluster.where, averaging(_bulk(cluster)))
+                else:
+                    _from_rank(0, tensor, cluster)
     _require_same(tensors, cluster)
 
 
 def take(source: int, model: nn.Module, cluster: Cluster) -> None:
     """Make all replicas like that of one rank, and compare checksums."""
     tensors = _state(model)
-    for tensor in tensors:
-        _from_rank(source, tensor, cluster)
+    with cluster.control.together(f"taking the weights of rank {source}"):
+        for tensor in tensors:
+            _from_rank(source, tensor, cluster)
     _require_same(tensors, cluster)
 
 

@@ -34,7 +34,9 @@ def land(cluster: Cluster, messages: Volley) -> None:
     """Wait until all have arrived; RuntimeError naming the link where one failed."""
     for name, mine in messages.items():
         for message in mine:
-            if not message.wait(cluster.timeout_s + 5) or message.error is not None:
+            with cluster.control.waiting("measuring links"):
+                arrived = message.wait(cluster.timeout_s)
+            if not arrived or message.error is not None:
                 raise RuntimeError(
                     f"link {name!r} failed while it was measured: {message.error}. "
                     f"{cluster.control.behind()}"

@@ -85,6 +85,7 @@ class DDPSession(Session):
 
     def consolidate(self, repairing: bool) -> None:
         self._cluster.require_open()
+        self._cluster.control.doing("in consolidate")
         if repairing:
             repair(self._model, self._optimizer, self._cluster)
         else:

@@ -25,6 +25,7 @@ from offbeat.storage.optimizer_state import StateStore
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device
 from offbeat.transport.link import Link
+from offbeat.transport.pulse import SCRIPT
 
 
 class Engine:
@@ -103,6 +104,7 @@ class Engine:
 
     def begin(self) -> None:
         """The time from here on belongs to the next iteration."""
+        self.control.doing(SCRIPT)
         ready = [None] * len(self.flat.buckets)
         self._marks = Timestamps(begin=self.device.mark(), ready=ready)
 
@@ -129,6 +131,7 @@ class Engine:
         elif self.backward_over:
             self.run.land(self.now)  # a second backward may follow before the step
         now, hooks = self.started(), self.run.forward_hooks
+        self.control.doing("in forward")
         if held_s := self.compute.begins(now.number, now.marks.begin):
             now.marks.begin += held_s
         if hooks is None:
@@ -143,6 +146,7 @@ class Engine:
         if self.now is None or not torch.is_grad_enabled():
             return
         self.forward_needs(0)  # of modules that were not called this time
+        self.control.doing(SCRIPT)
         self.compute.forward(-1)
         if self.run.forward_hooks is not None:
             self.run.forward_hooks.forward_ended()
@@ -162,6 +166,7 @@ class Engine:
         if self.now is not None and self.backward_over:
             self._abandon(self.now, adding=True)
         self.started()
+        self.control.doing("in backward")
         self.run.updates.in_backward = True
         self.walker.walk(self.plan.buckets - 1)
         self.run.updates.in_backward = False
@@ -197,6 +202,7 @@ class Engine:
         self.run.updates.reveal(self.run.first_updates(update, now.planned))
         self.compute.step_begins()
         now.marks.waited = self.device.mark()
+        self.control.doing(SCRIPT)
 
     # ---- the step ---------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ import inspect
 import os
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,6 +56,7 @@ from offbeat.runtime.wrap import Model, Optimizer
 from offbeat.storage.flat import require_supported
 from offbeat.strategies import DDP, SSP, WFBP, Gossip, PSSelSync, Served, Strategy, create
 from offbeat.strategies.texts import parse
+from offbeat.transport import pulse, rendezvous
 from offbeat.transport.cluster import Cluster, connect
 from offbeat.transport.control import Control
 from offbeat.transport.device import device_of
@@ -65,7 +65,6 @@ from offbeat.transport.link import THREAD_PREFIX
 
 OBSERVE = 6
 TIMEOUT_S = 120.0
-LINGER_S = 2.0  # after a failure rank 0 keeps its store open so long: others ask it who is behind
 OF_INTERFACES = "of network interfaces, at least one, each once, as in ['eth0', 'gloo:eth1']"
 AnySession = DDPSession | FlatSession | GossipSession | ServedSession
 SAME_MODEL = "build it from the same configuration everywhere"
@@ -351,8 +350,15 @@ def _join(backend: str, timeout_s: float) -> None:
         return
     rank, size = current_place()
     try:
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
-    except (RuntimeError, ValueError) as error:
+        if rendezvous.may_be_stale():
+            place = dist.rendezvous("env://", rank, size, timeout=timeout)  # type: ignore[operator]
+            store = rendezvous.fresh(next(place)[0], rank, size, timeout_s)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timeout
+            )
+        else:
+            dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError, TimeoutError) as error:
         raise RuntimeError(
             f"rank {rank} could not meet the other {size} "
             f"ranks at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
@@ -502,9 +508,8 @@ def _leave_world(joined_here: bool) -> None:
     then end at once, with the failure's exit status if there was one."""
     failed = getattr(sys, "last_value", None) is not None
     stuck = any(t.name.startswith(THREAD_PREFIX) for t in threading.enumerate())
+    pulse.leave(failed)
     if failed or stuck:
-        if dist.is_initialized() and dist.get_rank() == 0:
-            time.sleep(LINGER_S)
         sys.stdout.flush()
         sys.stderr.flush()
         # Stuck without a failure: in a message that the last forward has begun and nobody awaits.

@@ -303,6 +303,7 @@ class FlatSession(Session):
 
     def consolidate(self, repairing: bool) -> None:
         self._cluster.require_open()
+        self._cluster.control.doing("in consolidate")
         self.engine.pauses.drain()
         if self.engine.plan.source is not None:
             take(self.engine.plan.source, self._model, self._cluster)

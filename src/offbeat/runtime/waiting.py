@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 from offbeat.runtime.compute import Compute
 from offbeat.storage.flat import Flat
 from offbeat.transport.cluster import CLOSED
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device
 from offbeat.transport.link import Message
+
+LOOK_EVERY_S = 0.5  # whether another rank has given up
 
 
 class Waiting:
@@ -37,32 +41,49 @@ class Waiting:
 
     def wait(self, message: Message, flat: Flat) -> None:
         """Return when the message is there; RuntimeError in words if it failed or is too late."""
-        limit_s = self._timeout_s + 5  # the group's own timeout speaks first
         if not message.done:
-            if not message.wait(limit_s):
-                self._fail(message, flat, f"did not arrive within {limit_s:.0f} s")
+            with self._control.waiting(lambda: f"waiting for {_described(message, flat)}"):
+                self._await(message, flat)
             self.compute.waited()
         if message.error is not None:
-            self._fail(message, flat, f"failed: {message.error}")
+            released_s = self._since(message)
+            after = "" if released_s is None else f", {released_s:.1f} s after its release"
+            self._fail(message, flat, f"failed{after}: {message.error}")
         self._device.follow(message.end)
 
+    def _await(self, message: Message, flat: Flat) -> None:
+        begun_s = time.monotonic()
+        while not message.wait(LOOK_EVERY_S):
+            if time.monotonic() - begun_s >= self._timeout_s:
+                self._fail(message, flat, f"has not arrived in {self._timeout_s:g} s")
+            if self._control.over:
+                self._fail(message, flat, "will not arrive: another rank has failed or given up")
+
+    def _since(self, message: Message) -> float | None:
+        """Seconds since its release."""
+        if message.released is None:
+            return None
+        return self._device.seconds(self._device.mark()) - self._device.seconds(message.released)
+
     def _fail(self, message: Message, flat: Flat, what: str) -> None:
-        payload = message.transfer.payload
-        run = payload.buckets
-        names = [flat.buckets[b].name for b in (run.start, run.stop - 1)]
-        between = names[0] if len(run) == 1 else f"{names[0]}..{names[1]}"
-        ranks = message.transfer.ranks
-        way = "" if ranks is None else f" from rank {ranks[0]} to rank {ranks[1]}"
-        waited = ""
-        if message.released is not None:
-            now, released = self._device.mark(), message.released
-            seconds = self._device.seconds(now) - self._device.seconds(released)
-            waited = f" {seconds:.1f} s after its release"
+        waited_s = self._since(message) or 0.0
         error = RuntimeError(
-            f"rank {self._control.rank}: {payload.buffer} of bucket {between}{way} on "
-            f"link {message.transfer.link!r} in iteration {message.iteration} {what}{waited}. "
-            f"{self._control.behind()} Restart the missing ranks, or raise timeout_s "
-            f"({self._timeout_s:g} s) if they are only slow."
+            f"rank {self._control.rank}: {_described(message, flat)} {what}. "
+            f"{self._control.behind(waited_s=waited_s)} Restart the missing ranks, or raise "
+            f"timeout_s ({self._timeout_s:g} s) if they are only slow."
         )
         self._failure = error
         raise error from message.error
+
+
+def _described(message: Message, flat: Flat) -> str:
+    payload = message.transfer.payload
+    run = payload.buckets
+    names = [flat.buckets[b].name for b in (run.start, run.stop - 1)]
+    between = names[0] if len(run) == 1 else f"{names[0]}..{names[1]}"
+    ranks = message.transfer.ranks
+    way = "" if ranks is None else f" from rank {ranks[0]} to rank {ranks[1]}"
+    return (
+        f"{payload.buffer} of bucket {between}{way} on link {message.transfer.link!r} in "
+        f"iteration {message.iteration}"
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -80,7 +81,15 @@ class MemoryControl:
     def publish(self, iteration: int) -> None:
         pass
 
-    def behind(self) -> str:
+    def doing(self, words: str) -> None:
+        pass
+
+    def waiting(self, words: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    over = False
+
+    def behind(self, waiting_in: int | None = None, waited_s: float = 0.0) -> str:
         return ""
 
 

@@ -69,7 +69,7 @@ class Cluster:
     ) -> dist.ProcessGroup:
         """A group bound to the link's interface that has carried a first message."""
         try:
-            with bound_to(spec.interface):
+            with bound_to(spec.interface), self.control.waiting(f"opening link {name!r}"):
                 group = new_group(str(spec.backend), self.timeout_s, parts)
                 where = self.where if spec.backend == "nccl" else torch.device("cpu")
                 dist.all_reduce(torch.zeros(1, device=where), group=group)
@@ -99,6 +99,7 @@ class Cluster:
         if self.leave is not None:
             atexit.unregister(self.leave)
             self.leave = None
+        self.control.close()
         closed = [link.close() for link in self.links.values()]
         if not all(closed):
             return False

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore
 
-from offbeat.transport.link import THREAD_PREFIX
+from offbeat.transport.pulse import GAVE_UP, TOLD, WAITS, Pulse, Words, pulse_of, text_of
 
-PUBLISH_EVERY_S = 1.0
-STORE_ANSWERS_S = 3.0
-TOGETHER_S = 1.0  # ranks that wait for the same one give up within this time
-STORE_STAYS_S = 15.0  # ranks fail one after the other, each when it sees the next one leave
+SHOWN = 16  # ranks in a report
+STAYS_S = 2.0  # whose store it is waits so long for the others to give up, too
+NOBODY = (
+    "No rank is missing: all of them live and wait. The network between them may have failed, or "
+    "they wait for different things, as when one has less data (see offbeat.join)."
+)
 STORE_IS_SILENT = "The store of rank 0 does not answer: it has failed itself, or its host is gone."
 
 
@@ -40,28 +40,31 @@ class Control:
                 f"offbeat.prepare: {error}. See the logs of the others: one may have failed, or "
                 "have ended, as a server does when all workers have closed their model"
             ) from error
-        store = distributed_c10d._get_default_store()
-        self._store = PrefixStore("offbeat", store)
-        self._published_s = 0.0
+        self._pulse: Pulse | None = None
+        if self.world_size > 1:
+            store = distributed_c10d._get_default_store()
+            self._pulse = pulse_of(store, self.rank, self.world_size)
+            self._pulse.enter()
         self.hosts: list[str] = self.gather(socket.gethostname())
+
+    def close(self) -> None:
+        """This rank leaves the others, as it should."""
+        if self._pulse is not None:
+            self._pulse.exit()
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, by rank. RuntimeError naming who is missing on timeout."""
         values: list[Any] = [None] * self.world_size
-        try:
+        with self.together("exchanging values"):
             dist.all_gather_object(values, value, group=self.group)
-        except RuntimeError as error:
-            raise RuntimeError(f"ranks could not agree: {error}. {self.behind()}") from error
         return values
 
     def same(self, numbers: Sequence[int]) -> bool:
         """Whether every rank has these numbers (of at most 62 bits): one small collective."""
         mine = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64)
         largest = mine.clone()
-        try:
+        with self.together("comparing values"):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        except RuntimeError as error:
-            raise RuntimeError(f"ranks could not agree: {error}. {self.behind()}") from error
         # Equal on every rank or on none: largest and smallest coincide, or they do not.
         return all(int(a) == -int(b) for a, b in zip(*largest.chunk(2), strict=True))
 
@@ -78,88 +81,85 @@ class Control:
             f"{values[odd]}; {remedy}"
         )
 
+    # ---- who it was ---------------------------------------------------------------------------
+
     def publish(self, iteration: int) -> None:
-        """Leave this rank's progress where others can read it, at most once per second."""
-        now = time.monotonic()
-        if now - self._published_s >= PUBLISH_EVERY_S and self.world_size > 1:
-            self._published_s = now
-            self._leave_word(iteration)
+        """Let the others know this rank's progress, soon."""
+        if self._pulse is not None:
+            self._pulse.iteration = iteration
 
-    def behind(self, waiting_in: int | None = None) -> str:
-        """Words on who is behind or silent, from what every rank published last. A rank that gave
-        up `waiting_in` an iteration says so first, as what it published may be a second old.
+    def doing(self, words: str) -> None:
+        """Let the others know what this rank does now, soon: "in forward"."""
+        if self._pulse is not None:
+            self._pulse.words = words
 
-        The store lives in rank 0; while that is stopped, asking it never returns, hence the
-        thread. Its name says that it may be stuck in a call that nothing can interrupt.
-        """
-        words: list[str] = []
-        name = f"{THREAD_PREFIX}store"
-        asking = threading.Thread(
-            target=lambda: words.append(self._last_heard(waiting_in)), name=name, daemon=True
-        )
-        asking.start()
-        asking.join(STORE_ANSWERS_S)
-        return words[0] if words else STORE_IS_SILENT
-
-    def culprit(self, waited_for: int) -> int:
-        """The rank that keeps this one waiting in the end: that which it `waited_for`, or whom
-        that one has said to wait for, and so on. To be asked after a failed wait, by each rank."""
-        found: list[int] = []
-        asking = threading.Thread(
-            target=lambda: found.append(self._last_of_chain(waited_for)),
-            name=f"{THREAD_PREFIX}store",
-            daemon=True,
-        )
-        asking.start()
-        asking.join(TOGETHER_S + STORE_ANSWERS_S)
-        if found and self.rank == 0:
-            self._keep_store(found[0])
-        return found[0] if found else 0  # whose store it is
-
-    def _keep_store(self, culprit: int) -> None:
-        """Stay until all others have asked: the store goes with rank 0."""
-        end_s = time.monotonic() + STORE_STAYS_S
-        others = [f"asked/{rank}" for rank in range(1, self.world_size) if rank != culprit]
-        while time.monotonic() < end_s and not self._store.check(others):
-            time.sleep(TOGETHER_S / 4)
-
-    def _last_of_chain(self, rank: int) -> int:
+    @contextmanager
+    def waiting(self, words: Words) -> Iterator[None]:
+        """What is done within waits for other ranks."""
+        pulse = self._pulse
+        if pulse is None:
+            yield
+            return
+        state, doing = pulse.state, pulse.words
+        pulse.state = WAITS
+        pulse.words = lambda: f"{text_of(doing)}, {text_of(words)}"
         try:
-            self._store.set(f"waits/{self.rank}", str(rank))
-            time.sleep(TOGETHER_S)
-            for _ in range(self.world_size):
-                if not self._store.check([f"waits/{rank}"]):
-                    break
-                rank = int(self._store.get(f"waits/{rank}"))
-            self._store.set(f"asked/{self.rank}", "")
-        except RuntimeError:
-            return 0
-        return rank
+            yield
+        finally:
+            if pulse.state == WAITS:
+                pulse.state, pulse.words = state, doing
 
-    def _leave_word(self, iteration: int) -> None:
-        self._store.set(f"progress/{self.rank}", json.dumps([iteration, time.time()]))
+    @contextmanager
+    def together(self, words: str) -> Iterator[None]:
+        """A collective of all ranks. What the backend raises says who it was, too."""
+        begun_s = time.monotonic()
+        with self.waiting(words):
+            try:
+                yield
+            except RuntimeError as error:
+                why = self.behind(waited_s=time.monotonic() - begun_s)
+                raise RuntimeError(f"ranks could not agree, {words}: {error}. {why}") from error
 
-    def _last_heard(self, waiting_in: int | None) -> str:
-        try:
-            if waiting_in is not None:
-                self._leave_word(waiting_in)
-                time.sleep(TOGETHER_S)
-            seen = [self._progress(rank) for rank in range(self.world_size)]
-        except RuntimeError:
-            return STORE_IS_SILENT
-        words = []
-        for rank, progress in enumerate(seen):
-            host = self.hosts[rank] if hasattr(self, "hosts") else "?"
-            if progress is None:
-                words.append(f"rank {rank} ({host}): no iteration yet")
-            else:
-                age = time.time() - progress[1]
-                words.append(f"rank {rank} ({host}): iteration {progress[0]}, {age:.0f} s ago")
-        return "Last heard of: " + "; ".join(words) + "."
+    @property
+    def over(self) -> bool:
+        """Whether another rank has failed, or has given up: nobody need wait any longer."""
+        return self._pulse is not None and self._pulse.over
 
-    def _progress(self, rank: int) -> list[float] | None:
-        key = f"progress/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+    def behind(self, waiting_in: int | None = None, waited_s: float = 0.0) -> str:
+        """Words on who it was that this rank has waited for in vain, so long; and on what every
+        rank did last. A rank that gave up `waiting_in` an iteration says so first. Takes up to 3 s:
+        who has died just now is not silent yet."""
+        pulse = self._pulse
+        if pulse is None:
+            return ""
+        if waiting_in is not None:
+            pulse.iteration = waiting_in
+        gave_up = f"gave up {pulse.text}"
+        pulse.say(GAVE_UP, gave_up)
+        pulse.wait()
+        culprits = pulse.culprits(waited_s)
+        words = [f"Rank {self._at(rank)} {pulse.why(rank)}." for rank in culprits]
+        if pulse.lost_s is not None:
+            words.append(STORE_IS_SILENT)
+        elif not words:
+            words.append(NOBODY)
+        words.append(self._last_heard(pulse))
+        pulse.say(TOLD, gave_up, culprits)
+        pulse.stay(STAYS_S)
+        return " ".join(words)
+
+    def _at(self, rank: int) -> str:
+        return f"{rank} ({self.hosts[rank] if hasattr(self, 'hosts') else '?'})"
+
+    def _last_heard(self, pulse: Pulse) -> str:
+        """Of ranks that say the same, only the first few."""
+        now_s, shown = time.monotonic(), []
+        for rank, heard in enumerate(pulse.heard[:SHOWN]):
+            age_s = now_s - heard.beat_s
+            shown.append(f"rank {self._at(rank)}: {heard}, {age_s:.0f} s ago")
+        if self.world_size > SHOWN:
+            shown.append(f"and {self.world_size - SHOWN} more")
+        return "Last heard of: " + "; ".join(shown) + "."
 
 
 def new_group(
