@@ -164,6 +164,19 @@ def prepare_again() -> list[str]:
     return words
 
 
+def prepare_two_as_job(job: dict[str, Any]) -> str:
+    """What a second model is told in a process that `offbeat run` has started."""
+    path = Path(job["record_dir"]) / "job.json"
+    path.write_text(json.dumps({"schema": 1, **job}))
+    os.environ["OFFBEAT_JOB"] = str(path)
+    offbeat.prepare(*build(CASE), observe=2, timeout_s=10)
+    try:
+        offbeat.prepare(*build(CASE), observe=2, timeout_s=10)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def prepare_after_an_error() -> list[str]:
     """A prepare that fails leaves nothing behind: neither threads nor hooks."""
     model, optimizer = build(CASE)

@@ -34,6 +34,7 @@ DOCUMENTED = [
     "Strategy",
     "Trace",
     "USByte",
+    "join",
     "prepare",
 ]
 

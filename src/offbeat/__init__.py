@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from offbeat.plan import Plan
@@ -32,6 +33,7 @@ from offbeat.strategies import (
 from offbeat.trace import Trace
 
 if TYPE_CHECKING:
+    from offbeat.data.joined import join
     from offbeat.runtime import prepare
 
 __version__ = "0.1.0"
@@ -61,14 +63,16 @@ __all__ = [
     "Strategy",
     "Trace",
     "USByte",
+    "join",
     "prepare",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """`prepare` is fetched when first used: it alone needs torch, planning does not."""
-    if name == "prepare":
-        from offbeat.runtime import prepare
+_NEED_TORCH = {"join": "offbeat.data.joined", "prepare": "offbeat.runtime"}
 
-        return prepare
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is fetched when first used: planning does not need it."""
+    if name in _NEED_TORCH:
+        return getattr(import_module(_NEED_TORCH[name]), name)
     raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

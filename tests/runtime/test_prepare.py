@@ -281,6 +281,11 @@ def test_a_job_counts_before_the_script(tmp_path: Path) -> None:
         assert result["plan"].period == 2
 
 
+def test_a_job_is_of_one_model(tmp_path: Path) -> None:
+    [words] = run_world(failing.prepare_two_as_job, 1, {"record_dir": str(tmp_path)})
+    assert words.startswith("a second model cannot be prepared in a process that `offbeat run`")
+
+
 def test_strategies_by_name() -> None:
     """The script's word, and a variable that counts before it; rank 0 says what is used."""
     said = run_world(failing.prepare_named, 2, "partial-sync:period=3", None)

@@ -121,6 +121,7 @@ def prepare(
     require_policy(on_nonfinite)
     _require_unprepared(model, optimizer)
     _require_idle_servers()
+    _require_one_model(job)
     if hasattr(model, "_orig_mod"):  # what torch.compile returns
         warnings.warn(
             "a model compiled as a whole yields all gradients at the end of backward, so nothing "
@@ -165,6 +166,7 @@ def prepare(
         cluster.close()
         raise
     _open[model], cluster.served = cluster, isinstance(strategy, Served)
+    _prepared.append(True)
     cluster.leave = partial(_leave, session, cluster)
     atexit.register(cluster.leave)
     return Model(model, session), Optimizer(optimizer, session)
@@ -277,6 +279,18 @@ def _require_idle_servers() -> None:
         raise ValueError(
             "another model is prepared with servers, which serve that one alone; train both as one "
             "module with one optimizer, or use strategies without servers"
+        )
+
+
+_prepared: list[bool] = []  # once for every model of this process
+
+
+def _require_one_model(job: Job) -> None:
+    if _prepared and (job.record_dir or job.stop_after_profile):
+        raise ValueError(
+            "a second model cannot be prepared in a process that `offbeat run`, `compare` or "
+            "`profile` has started: profile and record are of one model. Train both as one module "
+            "with one optimizer, or start the script with torchrun"
         )
 
 

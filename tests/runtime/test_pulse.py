@@ -1,0 +1,215 @@
+"""Who it was: what ranks conclude from each other's signs of life."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from offbeat.transport import pulse, rendezvous
+from offbeat.transport.pulse import FAILED, GAVE_UP, LEFT, RUNS, TOLD, WAITS, Pulse
+
+RANKS = 4
+
+
+class Store:
+    """A store in memory that can stop answering, or go."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, bytes] = {}
+        self.gone = False
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def _ask(self) -> None:
+        self.answers.wait()
+        if self.gone:
+            raise RuntimeError("Broken pipe")
+
+    def set(self, key: str, value: str) -> None:
+        self._ask()
+        self.said[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self._ask()
+        return all(key in self.said for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._ask()
+        return [self.said[key] for key in keys]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, list[Pulse]]]:
+    """Four ranks that have heard of each other; rank 3 looks at the others."""
+    for name, seconds in {"BEAT_S": 0.02, "SILENT_S": 0.3, "ANSWERS_S": 0.1}.items():
+        monkeypatch.setattr(pulse, name, seconds)
+    monkeypatch.setattr(pulse, "MOST_PER_S", 1e9)
+    store = Store()
+    pulses = [Pulse(store, rank, RANKS) for rank in range(RANKS)]
+    for one in pulses:
+        one.enter()
+    until(lambda: all(heard.beat > 0 for one in pulses for heard in one.heard))
+    yield store, pulses
+    store.gone = True
+    store.answers.set()
+    for one in pulses:
+        one.end()
+
+
+def until(true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def dies(one: Pulse) -> None:
+    one._ended.set()
+
+
+def test_all_alive_and_waiting(ranks: tuple[Store, list[Pulse]]) -> None:
+    _, pulses = ranks
+    for one in pulses:
+        one.state = WAITS
+    time.sleep(0.5)
+    assert pulses[3].culprits(waited_s=0.5) == []
+    assert not pulses[3].over
+
+
+def test_who_died(ranks: tuple[Store, list[Pulse]]) -> None:
+    _, pulses = ranks
+    pulses[1].iteration, pulses[1].words = 7, "in forward"
+    until(lambda: pulses[3].heard[1].iteration == 7)
+    dies(pulses[1])
+    pulses[3].wait()
+    assert pulses[3].culprits(waited_s=0.0) == [1]
+    assert pulses[3].why(1).endswith("last heard: iteration 7, in forward")
+
+
+def test_who_hangs_is_named_and_not_who_waits_for_it(ranks: tuple[Store, list[Pulse]]) -> None:
+    _, pulses = ranks
+    pulses[0].state = pulses[1].state = pulses[3].state = WAITS
+    time.sleep(0.5)
+    assert pulses[3].culprits(waited_s=0.6) == [2]
+    assert "keeps the others waiting: in its script" in pulses[3].why(2)
+    assert pulses[3].culprits(waited_s=60.0) == []  # it has not been long enough
+
+
+def test_whose_own_mistake_it_was(ranks: tuple[Store, list[Pulse]]) -> None:
+    _, pulses = ranks
+    pulses[0].say(FAILED, "failed with KeyError: 'x'")
+    dies(pulses[0])
+    until(lambda: pulses[3].over)
+    assert pulses[3].culprits(waited_s=0.0) == [0]
+    assert pulses[3].why(0) == "failed with KeyError: 'x'"
+
+
+def test_who_gave_up_is_not_the_cause(ranks: tuple[Store, list[Pulse]]) -> None:
+    _, pulses = ranks
+    pulses[0].say(GAVE_UP, "gave up in backward")
+    dies(pulses[0])
+    dies(pulses[2])
+    pulses[3].wait()
+    assert pulses[3].over
+    assert pulses[3].culprits(waited_s=0.0) == [2]
+
+
+def test_who_has_left(ranks: tuple[Store, list[Pulse]]) -> None:
+    _, pulses = ranks
+    pulses[1].iteration = 5
+    pulses[1].exit()
+    until(lambda: pulses[3].heard[1].state == LEFT)
+    time.sleep(0.5)
+    assert pulses[3].culprits(waited_s=0.1) == [1]
+    assert pulses[3].why(1) == "has left after iteration 5"
+    pulses[1].enter()  # for another model
+    until(lambda: pulses[3].heard[1].state == RUNS)
+    assert pulses[3].culprits(waited_s=60.0) == []
+
+
+def test_what_others_have_found_counts(ranks: tuple[Store, list[Pulse]]) -> None:
+    """Rank 0 saw it first, and leaves with the store."""
+    store, pulses = ranks
+    dies(pulses[2])
+    pulses[0].say(TOLD, "gave up", blames=[2])
+    until(lambda: pulses[3].heard[0].state == TOLD)
+    store.gone = True
+    until(lambda: pulses[3].lost_s is not None)
+    assert pulses[3].culprits(waited_s=0.0) == [2]
+
+
+def test_the_store_goes_with_rank_0(ranks: tuple[Store, list[Pulse]]) -> None:
+    store, pulses = ranks
+    store.gone = True
+    until(lambda: pulses[3].lost_s is not None)
+    time.sleep(0.5)  # nobody is heard any more, and only rank 0 is to blame
+    assert pulses[3].culprits(waited_s=0.0) == [0]
+
+
+def test_a_store_that_answers_no_more(ranks: tuple[Store, list[Pulse]]) -> None:
+    store, pulses = ranks
+    store.answers.clear()
+    time.sleep(0.5)
+    begun_s = time.monotonic()
+    pulses[3].say(GAVE_UP, "gave up")
+    assert time.monotonic() - begun_s < 1
+    assert pulses[3].culprits(waited_s=0.0) == [0]
+
+
+def test_whose_store_it_is_stays(
+    ranks: tuple[Store, list[Pulse]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the others have told, or have died."""
+    _, pulses = ranks
+    dies(pulses[1])
+    pulses[2].say(LEFT, "has left")
+    told = threading.Timer(0.5, pulses[3].say, (TOLD, "gave up"))
+    told.start()
+    begun_s = time.monotonic()
+    pulses[0].stay(10)
+    assert 0.4 < time.monotonic() - begun_s < 5
+    pulses[3].state = RUNS
+    begun_s = time.monotonic()
+    pulses[1].stay(10)  # it is not its store
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    pulses[0].stay(10)
+    assert time.monotonic() - begun_s < 0.3
+
+
+# ---- restarts -------------------------------------------------------------------------------
+
+
+def meet(store: HashStore, attempt: str, ranks: int = 3) -> list[str]:
+    """What every rank leaves and finds in its part of the store."""
+    found: list[str] = []
+
+    def come(rank: int) -> None:
+        part = rendezvous.fresh(store, rank, ranks, timeout_s=10)
+        assert not part.check([f"said/{rank}"])  # nobody was here before
+        part.set(f"said/{rank}", attempt)
+        until(lambda: part.check([f"said/{r}" for r in range(ranks)]))
+        found.extend(part.get(f"said/{r}").decode() for r in range(ranks))
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def test_every_attempt_has_a_part_of_the_store_of_its_own() -> None:
+    store = HashStore()
+    assert meet(store, "first") == ["first"] * 9
+    store.set("offbeat/here/1", "of one that has died since")
+    assert meet(store, "second") == ["second"] * 9
+
+
+@pytest.mark.parametrize(("rank", "words"), [(0, "rank 1, 2 have not"), (1, "rank 0 has not")])
+def test_who_does_not_come_is_named(rank: int, words: str) -> None:
+    with pytest.raises(TimeoutError, match=words):
+        rendezvous.fresh(HashStore(), rank, 3, timeout_s=0.2)
