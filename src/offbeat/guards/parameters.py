@@ -1,4 +1,5 @@
-"""The parameter watch: a parameter that appears after `prepare` is refused, not left out."""
+"""The parameter watch: a parameter that appears after `prepare`, or whose memory is replaced, is
+refused, not left out."""
 
 from __future__ import annotations
 
@@ -14,10 +15,15 @@ REMEDY = (
     "it has no place on the other ranks, so it would never be averaged; change the model before "
     "offbeat.prepare, or call model.close() and prepare it again"
 )
+ELSEWHERE = (
+    "share_memory(), a queue of torch.multiprocessing, to() and `p.data = ...` do that, and what "
+    "other ranks send would not reach it any more; give copies to other processes, and move the "
+    "model before offbeat.prepare"
+)
 
 
 class ParameterWatch:
-    """Sees parameters that were unfrozen, added or replaced since `attach`.
+    """Sees parameters that were unfrozen, added, replaced or moved since `attach`.
 
     Freezing one is fine: it then counts as unused. The hooks are the process's, as torch has no
     others; they only note that something was registered somewhere.
@@ -32,14 +38,20 @@ class ParameterWatch:
         ]
         self._trained: set[int] = set()
         self._frozen: list[nn.Parameter] = []
+        self._places: list[tuple[nn.Parameter, int]] = []
 
     def attach(self, trained: Iterable[nn.Parameter]) -> None:
         """These have a place on the other ranks."""
-        self._trained = {id(p) for p in trained}
+        self._places = [(p, p.data_ptr()) for p in trained]
+        self._trained = {id(p) for p, _ in self._places}
         self._frozen = [p for p in self._model.parameters() if id(p) not in self._trained]
 
     def require_unchanged(self) -> None:
-        """ValueError naming the first parameter that is trained but was not."""
+        """ValueError naming the first parameter that is trained but was not, or is elsewhere."""
+        if any(p.data_ptr() != place for p, place in self._places):
+            moved = next(id(p) for p, place in self._places if p.data_ptr() != place)
+            name = next((n for n, p in self._model.named_parameters() if id(p) == moved), "?")
+            raise ValueError(f"parameter {name!r} has got other memory: {ELSEWHERE}")
         if not self._registered and not any(p.requires_grad for p in self._frozen):
             return
         self._registered = False

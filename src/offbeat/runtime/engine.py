@@ -67,7 +67,7 @@ class Engine:
         self._attached.callback(self.hooks.remove)
 
     def detach(self) -> None:
-        """Remove the hooks; the parameters stay views of the flat storage."""
+        """Remove the hooks; the parameters stay in the flat storage."""
         self._attached.close()
         self._adopted.close()
 

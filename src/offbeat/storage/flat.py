@@ -1,7 +1,8 @@
-"""Flat storage: parameters, buffers and gradients as views of contiguous tensors.
+"""Flat storage: parameters, buffers and gradients in contiguous tensors.
 
 Neighbouring buckets are neighbours in memory, so any run of buckets is one slice and one
-collective, without a copy.
+collective, without a copy. Gradients are views, as their common version counter tells who has
+changed them; parameters and buffers have storages of their own over the same memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from offbeat.storage.checksum import checksum
 from offbeat.storage.layout import BucketSpec, Key, key_of
 
 Store = dict[Key, Tensor]
+ALIGNED_BYTES = 16  # what vectorized loads of a GPU need
 
 
 class FlatBucket:
@@ -311,9 +313,25 @@ def flatten(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _rehome(flat: Tensor, tensor: Tensor, offset: int) -> None:
-    view = view_like(flat, tensor, offset)
-    view.copy_(tensor.detach())
-    tensor.data = view
+    place = place_like(flat, tensor, offset)
+    place.copy_(tensor.detach())
+    tensor.data = place
+
+
+def place_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
+    """As `view_like`, but with a storage of its own over the same memory, which it keeps alive.
+
+    Whoever saves or copies it - pickles, `deepcopy`, safetensors - takes a storage whole, and so
+    takes this tensor alone. It has a version counter of its own, too. On a GPU the storage begins
+    at an aligned address, up to 15 bytes before the tensor: compiled kernels conclude from the
+    offset within a storage that an address is aligned.
+    """
+    before = 0
+    if flat.is_cuda:
+        size = flat.element_size()
+        before = (flat.data_ptr() + offset * size) % ALIGNED_BYTES // size
+    alone = torch.from_dlpack(flat[offset - before : offset + like.numel()])
+    return view_like(alone, like, before)
 
 
 def view_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.storage.coupling import delegates, trial_copy
-from offbeat.storage.flat import Flat, view_like
+from offbeat.storage.flat import Flat, place_like
 
 Names = dict[str, torch.dtype]
 
@@ -91,7 +91,7 @@ class StateStore:
             tensors.append(flat)
             at = 0
             for p, name in mine:
-                places.append((p, name, view_like(flat, p, at)))
+                places.append((p, name, place_like(flat, p, at).detach()))
                 at += p.numel()
         return _Home(tuple(tensors), tuple(places))
 
