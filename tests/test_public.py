@@ -13,10 +13,12 @@ DOCUMENTED = [
     "ADPSGD",
     "ASCWFBP",
     "BSP",
+    "Checkpoint",
     "DDP",
     "P3",
     "PSBSP",
     "SSP",
+    "Saving",
     "WFBP",
     "A2CiD2",
     "ByteScheduler",
@@ -34,8 +36,11 @@ DOCUMENTED = [
     "Strategy",
     "Trace",
     "USByte",
+    "iteration",
     "join",
+    "load",
     "prepare",
+    "save",
 ]
 
 

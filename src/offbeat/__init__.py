@@ -33,6 +33,7 @@ from offbeat.strategies import (
 from offbeat.trace import Trace
 
 if TYPE_CHECKING:
+    from offbeat.checkpoint import Checkpoint, Saving, iteration, load, save
     from offbeat.data.joined import join
     from offbeat.runtime import prepare
 
@@ -49,6 +50,7 @@ __all__ = [
     "WFBP",
     "A2CiD2",
     "ByteScheduler",
+    "Checkpoint",
     "Cyclic",
     "DeAR",
     "DeFT",
@@ -59,20 +61,32 @@ __all__ = [
     "PartialSync",
     "Plan",
     "Profile",
+    "Saving",
     "SelSync",
     "Strategy",
     "Trace",
     "USByte",
+    "iteration",
     "join",
+    "load",
     "prepare",
+    "save",
 ]
 
 
-_NEED_TORCH = {"join": "offbeat.data.joined", "prepare": "offbeat.runtime"}
+_NEED_TORCH = {
+    "Checkpoint": "checkpoint",
+    "Saving": "checkpoint",
+    "iteration": "checkpoint",
+    "join": "data.joined",
+    "load": "checkpoint",
+    "prepare": "runtime",
+    "save": "checkpoint",
+}
 
 
 def __getattr__(name: str) -> Any:
     """What needs torch is fetched when first used: planning does not need it."""
     if name in _NEED_TORCH:
-        return getattr(import_module(_NEED_TORCH[name]), name)
+        return getattr(import_module(f"offbeat.{_NEED_TORCH[name]}"), name)
     raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

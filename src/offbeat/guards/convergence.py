@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -45,6 +47,20 @@ class ConvergenceGuard:
         self._iterations += 1
         looks, rest = divmod(self._iterations, WINDOW * WINDOWS_PER_LOOK)
         return self._look(looks % LOOKS_PER_ESTIMATE == 0) if rest == 0 else None
+
+    def captured(self) -> dict[str, Any]:
+        """What it has seen so far."""
+        return {
+            "meter": self.meter,
+            "watch": self._watch,
+            "losses": self._losses,
+            "iterations": self._iterations,
+        }
+
+    def resume(self, captured: Mapping[str, Any]) -> None:
+        """Have seen that. The meter is another one from now on."""
+        self.meter, self._watch = captured["meter"], captured["watch"]
+        self._losses, self._iterations = list(captured["losses"]), captured["iterations"]
 
     def close(self) -> None:
         self._tap.close()

@@ -28,7 +28,9 @@ class Job:
 
     `profile` is read, `save_profile` written by rank 0; `record_dir` receives rank{r}.json.
     With a `pace` the profile that is measured is that of hosts so many times slower, or as slow as
-    need be ("auto"); ranks then compute in turns, of which `turns` is the lock file.
+    need be ("auto"); ranks then compute in turns, of which `turns` is the lock file. `checkpoint`
+    is a folder in which the runtime saves every `checkpoint_every` iterations, and from whose
+    newest checkpoint it goes on if told to `resume`.
     """
 
     strategy: str | None = None
@@ -40,6 +42,9 @@ class Job:
     timeout_s: float | None = None
     pace: float | Literal["auto"] | None = None
     turns: str | None = None
+    checkpoint: str | None = None
+    checkpoint_every: int | None = None
+    resume: bool = False
 
 
 def current_job() -> Job:

@@ -75,6 +75,10 @@ class Accumulation:
         self._version = self._flat.grad_version()
         self._gate.iteration(bool(self.applied(planned)))
 
+    def resumed(self) -> None:
+        """The storage holds the gradients of another process."""
+        self._begin_anew()
+
     # ---- leaving the plan -------------------------------------------------------------------
 
     def discard(self) -> None:

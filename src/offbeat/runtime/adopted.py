@@ -33,7 +33,7 @@ class Adopted:
         self.gradients.begin_anew()
         self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat)
         self.context = StorageContext(rank, self.flat, self.gradients, engine.state, self.updates)
-        self._messages = Messages(
+        self.messages = Messages(
             self.program, self.flat, engine.state, engine.links, engine.waiting
         )
         channel = engine.links.get(vote_channel(next(iter(engine.links))))
@@ -71,7 +71,7 @@ class Adopted:
 
     def start(self, planned: int, number: int, marks: Timestamps) -> Iteration:
         """A new iteration; its messages have their places on the links."""
-        messages, program = self._messages.enqueue(planned, number), self.program
+        messages, program = self.messages.enqueue(planned, number), self.program
         now = Iteration(number, marks, messages, planned, program.steps(planned))
         now.outstanding.update(program.awaited(planned))
         self.iterations[planned] = now
@@ -83,10 +83,10 @@ class Adopted:
         """Send a message, unless a vote has said no."""
         message = now.messages[index]
         if self.votes.goes(message.transfer, now.planned):
-            self._messages.release(message)
+            self.messages.release(message)
         else:
-            now.spared_bytes += self._messages.size(message.transfer)
-            self._messages.pass_over(message)
+            now.spared_bytes += self.messages.size(message.transfer)
+            self.messages.pass_over(message)
             now.outstanding.discard(index)
 
     def arrive(self, planned: int, index: int) -> None:
@@ -95,7 +95,7 @@ class Adopted:
         if index in iteration.outstanding:
             iteration.outstanding.discard(index)
             message = iteration.messages[index]
-            self._messages.arrive(message)
+            self.messages.arrive(message)
             if message.culprits and self._suspects is not None:
                 gradients = message.transfer.payload.buffer == "grad"
                 at_step = self.updates.remedy is None
@@ -137,7 +137,7 @@ class Adopted:
         """An iteration will not end: messages behind those that it has not sent may go."""
         for message in iteration.messages:
             if message.released is None and not message.passed:
-                self._messages.pass_over(message)
+                self.messages.pass_over(message)
 
     def require_skippable(self, iteration: Iteration, *, adding: bool) -> None:
         """RuntimeError if an iteration cannot end without its update, or cannot any more: another

@@ -77,6 +77,11 @@ class StorageContext:
     def keep(self, name: str, value: Any) -> None:
         self._memory[name] = value
 
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Everything that is kept."""
+        return self._memory
+
     def show(self, name: str, numbers: Mapping[str, float]) -> None:
         assert self.iteration is not None
         self.iteration.shown[name] = numbers

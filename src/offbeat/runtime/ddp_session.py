@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +14,7 @@ from offbeat.guards.differences import repair, require_equal, unite
 from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.runtime.pace import Pace
 from offbeat.runtime.record import Recorder
-from offbeat.runtime.wrap import Session
+from offbeat.runtime.wrap import Position, Session
 from offbeat.transport.cluster import Cluster
 
 
@@ -39,10 +40,22 @@ class DDPSession(Session):
         self._pace = pace
         if pace is not None:
             pace.follow(model)
-        self._iteration = 0
+        self._iteration = self._before = 0
         self._marks = Timestamps(begin=cluster.device.mark())
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self._bytes_per_iteration = gradients
+
+    @property
+    def iteration(self) -> int:
+        return self._before + self._iteration
+
+    def captured(self) -> Position:
+        self._cluster.require_open()
+        return Position(self.iteration, alike=True)
+
+    def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
+        self._cluster.require_open()
+        self._before = iteration - self._iteration
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._cluster.closed and not (torch.is_grad_enabled() and self._model.training):

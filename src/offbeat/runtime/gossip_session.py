@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -21,7 +22,7 @@ from offbeat.runtime.gossiping import Gossiping
 from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.runtime.pace import Pace
 from offbeat.runtime.record import Recorder
-from offbeat.runtime.wrap import Session
+from offbeat.runtime.wrap import Position, Session
 from offbeat.transport.cluster import Cluster
 
 WARM_UP = 2  # iterations that say nothing about a gradient's time
@@ -33,6 +34,8 @@ class GossipSession(Session):
     Whoever reads them between two iterations sees them mixed up to now. Buffers are this worker's
     own until `consolidate`, which averages both over the living.
     """
+
+    alone = True
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class GossipSession(Session):
         self._watch.attach(self._parameters)
         self._untouched = Untouched((n, p) for n, p in model.named_parameters() if p.requires_grad)
         self._open = False  # an iteration has begun
+        self._before = 0  # iterations of processes before this one
         self._stepped_s: float | None = None  # when the last iteration ended, if undisturbed
         self._began_s: float | None = None  # when this iteration's forward began
         self._done = Iteration(0, self._new_marks(), [])
@@ -236,6 +240,28 @@ class GossipSession(Session):
             )
 
     # ---- checkpoints and records ------------------------------------------------------------
+
+    @property
+    def worker(self) -> int:
+        return self._cluster.control.rank if self._gossip is None else self._gossip.me
+
+    @property
+    def iteration(self) -> int:
+        return self._before + self._done.number
+
+    def captured(self) -> Position:
+        self._cluster.require_open()
+        self._require_untouched()
+        if self._open:
+            raise RuntimeError(
+                "an iteration is under way; save between iterations: after optimizer.step() and "
+                "before the next forward in training mode"
+            )
+        return Position(self.iteration, alike=False)
+
+    def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
+        self._cluster.require_open()
+        self._before = iteration - self._done.number
 
     def _before_load(self) -> None:
         if not self._cluster.closed:

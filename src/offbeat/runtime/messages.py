@@ -75,6 +75,32 @@ class Messages:
                 given = self._encoded(t, copy) if t.wire else [x.clone() for x in given]
         self._links[t.link].release(message, given)
 
+    def staged(self, message: Message) -> int | None:
+        """The age of the copy whose numbers a message under way has taken, and will give back; None
+        for one that works in place, or whose result belongs elsewhere."""
+        copy = self._copies.get(id(message))
+        if copy is None:
+            return None
+        buffer = message.transfer.payload.buffer
+        return next(
+            age
+            for age in range(self._flat.copies(buffer))
+            if self._flat.physical(buffer, age) == copy
+        )
+
+    def landed(
+        self, t: Transfer, number: int, tensors: Sequence[Tensor], age: int | None
+    ) -> Message:
+        """A message of an earlier process: it has arrived with these tensors, and its result is not
+        yet in its place."""
+        message = Message(t, number, order=-1)
+        message.tensors = tensors
+        message.released = message.start = message.end = self._waiting.mark()
+        if age is not None:
+            self._copies[id(message)] = self._flat.physical(t.payload.buffer, age)
+        message.arrive()
+        return message
+
     def size(self, t: Transfer) -> int:
         """Bytes of a message."""
         if id(t) not in self._sizes:

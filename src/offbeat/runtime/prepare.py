@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from offbeat.checkpoint.automatic import attend
 from offbeat.guards.differences import broadcast_model
 from offbeat.guards.finite import OnNonfinite, require_policy
 from offbeat.guards.replicas import EVERY, agree_on_optimizer
@@ -43,7 +44,7 @@ from offbeat.runtime.gossiping import join
 from offbeat.runtime.pace import Pace
 from offbeat.runtime.ps_selsync_session import PSSelSyncSession
 from offbeat.runtime.record import Recorder
-from offbeat.runtime.served_session import ServedSession, Worker
+from offbeat.runtime.served_session import NOT_HERE, ServedSession, Worker
 from offbeat.runtime.serving import Crew, client_of, crew_of, serve
 from offbeat.runtime.session import (
     FlatSession,
@@ -136,6 +137,8 @@ def prepare(
             f"strategy ({strategy}) must be the job's, one of gossip, where {JOIN_VARIABLE} is "
             "set; name it in the script, or as in `offbeat join --strategy a2cid2`"
         )
+    if job.checkpoint is not None and isinstance(strategy, Served):
+        raise ValueError(NOT_HERE)
     cluster = _connect(model, links, timeout_s)
     try:
         options = (
@@ -165,11 +168,18 @@ def prepare(
     except BaseException:
         cluster.close()
         raise
+    session.strategy = str(strategy)
     _open[model], cluster.served = cluster, isinstance(strategy, Served)
     _prepared.append(True)
     cluster.leave = partial(_leave, session, cluster)
     atexit.register(cluster.leave)
-    return Model(model, session), Optimizer(optimizer, session)
+    prepared = Model(model, session), Optimizer(optimizer, session)
+    try:
+        attend(job, *prepared)
+    except BaseException:
+        prepared[0].close()
+        raise
+    return prepared
 
 
 def _session(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,15 @@ from offbeat.guards.parameters import ParameterWatch
 from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.runtime.pace import Pace
 from offbeat.runtime.record import Recorder
-from offbeat.runtime.wrap import Session
+from offbeat.runtime.wrap import Position, Session
 from offbeat.server.client import Client
 from offbeat.transport.cluster import Cluster
+
+NOT_HERE = (
+    "offbeat.save and offbeat.load are not for strategies with servers, as the newest parameters "
+    "and their optimizer are there; let servers save their part (SSP(snapshot=DIRECTORY)), or save "
+    "model.state_dict() on rank 0 after model.consolidate(), and load it before offbeat.prepare"
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,18 @@ class ServedSession(Session):
     def _end(self, skip_update: bool) -> None:
         """`optimizer.step()`, which marks when it has stepped; without an update in this worker's
         name if it is to be skipped."""
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int:
+        return self._done.number
+
+    def captured(self) -> Position:
+        raise ValueError(NOT_HERE)
+
+    def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
+        raise ValueError(NOT_HERE)
 
     # ---- what the user calls ----------------------------------------------------------------
 

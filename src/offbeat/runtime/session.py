@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -29,11 +29,12 @@ from offbeat.runtime.compute import Compute
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.pace import Host, Pace
+from offbeat.runtime.position import capture, restore
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.turns import Turns
 from offbeat.runtime.updates import early_remedy
 from offbeat.runtime.votes import vote_channel
-from offbeat.runtime.wrap import Session
+from offbeat.runtime.wrap import Position, Session
 from offbeat.storage.coupling import couples
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec, specs_of_profile
@@ -82,6 +83,9 @@ class FlatSession(Session):
         self._guard: ConvergenceGuard | None = None
         self._pace: Pace | None = None
         self._around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._observer: Observer | None = None
+        self._before = 0  # iterations of processes before this one
+        self._united = -1  # the engine's iteration when replicas were last made the same
         self.engine = Engine(
             model,
             flat,
@@ -119,13 +123,18 @@ class FlatSession(Session):
         with warnings.catch_warnings(record=True) as said:  # rank 0 says it for all
             warnings.simplefilter("always")
             plan = self._checked(self._strategy)
+        self._run(plan, observed)
+        for warning in said:
+            self._decide(str(warning.message))
+
+    def _run(self, plan: Plan, observed: int) -> None:
+        """Adopt the strategy's first plan, record it, and watch what it does to the loss."""
         self._adopt(self._strategy, plan)
         self.engine.reports.listener = self._recorder.iteration if self._recorder else None
         if self._recorder:
             self._recorder.start(str(self._strategy), self.plan, observed)
             self._recorder.sample = None if self._emulated else Sample.of(self.engine.flat)
-        for warning in said:
-            self._decide(str(warning.message))
+        self._unguard()
         self._monitor = self._strategy.monitor()
         if self._monitor is not None:
             self._guard = ConvergenceGuard(self._cluster.control, self.engine.optimizer)
@@ -212,7 +221,7 @@ class FlatSession(Session):
         self.engine.adopt(observing_plan(len(self.engine.flat.buckets), first))
         turns = Turns(how.turns) if how.turns and not self._emulated else Compute()
         self.engine.hold(turns)
-        observer = Observer(self._model, self.engine, self._cluster.device, turns)
+        self._observer = observer = Observer(self._model, self.engine, self._cluster.device, turns)
         self._around_forward = observer.memory.forward
 
         def listen(done: Iteration) -> None:
@@ -227,6 +236,7 @@ class FlatSession(Session):
 
     def _plan_from(self, observer: Observer, how: Observation) -> None:
         observer.finish()
+        self._observer = None
         control = self._cluster.control
         flat = self.engine.flat
         first = next(iter(self._cluster.groups.values()))
@@ -258,6 +268,61 @@ class FlatSession(Session):
         if pace == "auto":
             pace = max(affordable(profile, self._cluster), *(h.speed for h in hosts))
         return profile.paced(pace, [h.speed for h in hosts], [h.jitter for h in hosts])
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int:
+        return self._before + self.engine.iteration
+
+    def captured(self) -> Position:
+        self._cluster.require_open()
+        if self._observer is not None:
+            raise RuntimeError(
+                f"there is no plan yet in iteration {self.iteration}, as the first iterations are "
+                "measured; save later, or give offbeat.prepare a profile"
+            )
+        state = {
+            "profile": self.profile.to_dict(),
+            "plan": self.plan.to_dict(),
+            "guard": self._guard.captured() if self._guard is not None else None,
+            "engine": capture(self.engine),
+        }
+        united = self._united == self.engine.iteration
+        alike = united or (only_gradients(self.plan) and not self.engine.run.windows.late)
+        return Position(self.iteration, alike, state)
+
+    @property
+    def observing(self) -> bool:
+        return self._observer is not None
+
+    def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
+        self._cluster.require_open()
+        self._united = -1
+        if state is not None:
+            self._resume_plan(state)
+        else:
+            self.engine.pauses.discard()
+        self._before = iteration - self.engine.iteration
+
+    def _resume_plan(self, state: Mapping[str, Any]) -> None:
+        """Have the buckets and the plan that were captured, and stand at the same place in it."""
+        self.engine.pauses.pause()
+        if self._observer is not None:
+            self._observer.finish()
+            self._observer, self._around_forward = None, nullcontext
+            self.engine.hold(Compute())
+        self.profile = Profile.from_dict(state["profile"])
+        flat = Flat(self._model, specs_of_profile(self._model, self.profile))
+        self.engine.attach(flat)
+        self._parameters.attach(flat.parameters)
+        self._run(Plan.from_dict(state["plan"]), observed=0)
+        if state["guard"] is None:
+            self._unguard()
+        elif self._guard is not None:
+            self._guard.resume(state["guard"])
+            self.engine.measure(self._guard.meter)
+        restore(self.engine, state["engine"])
 
     # ---- what the user calls ----------------------------------------------------------------
 
@@ -314,6 +379,7 @@ class FlatSession(Session):
         else:
             require_equal(self._model, self._strategy, self._cluster.control)
             unite(self._model, self._cluster)
+        self._united = self.engine.iteration
 
     def close(self) -> None:
         if self._cluster.closed:

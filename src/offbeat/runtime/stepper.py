@@ -35,6 +35,15 @@ class BucketStepper:
         """The groups' settings as they are now, for steps that come later."""
         return {id(group): _settings(group) for group in self._optimizer.param_groups}
 
+    def listed(self, settings: Settings) -> list[Group]:
+        """Such settings in the order of the groups, whose ids another process does not know."""
+        return [settings[id(group)] for group in self._optimizer.param_groups]
+
+    def unlisted(self, listed: Sequence[Group]) -> Settings:
+        """The inverse of `listed`."""
+        groups = self._optimizer.param_groups
+        return {id(group): mine for group, mine in zip(groups, listed, strict=True)}
+
     def step(self, run: range, settings: Settings | None, remedy: str | None) -> None:
         """Step some buckets, with these settings or else the present ones.
 

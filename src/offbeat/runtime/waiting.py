@@ -8,7 +8,7 @@ from offbeat.runtime.compute import Compute
 from offbeat.storage.flat import Flat
 from offbeat.transport.cluster import CLOSED
 from offbeat.transport.control import Control
-from offbeat.transport.device import Device
+from offbeat.transport.device import Device, Mark
 from offbeat.transport.link import Message
 
 LOOK_EVERY_S = 0.5  # whether another rank has given up
@@ -38,6 +38,10 @@ class Waiting:
         """What has arrived must not be used."""
         self._failure = error
         raise error
+
+    def mark(self) -> Mark:
+        """The device's present moment."""
+        return self._device.mark()
 
     def wait(self, message: Message, flat: Flat) -> None:
         """Return when the message is there; RuntimeError in words if it failed or is too late."""

@@ -6,14 +6,45 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
+from offbeat.transport.cluster import Cluster
+
+
+class Saver(Protocol):
+    """Whoever saves in the background."""
+
+    def finish(self) -> None:
+        """Wait for what is being saved, and leave the other ranks."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a session stands between two iterations.
+
+    `alike`: every rank has the same weights, and nothing else is needed to go on from them, so that
+    a job of any size can. `state` is what only this strategy can go on from.
+    """
+
+    iteration: int
+    alike: bool
+    state: dict[str, Any] = field(default_factory=dict)
+
 
 class Session(ABC):
     """What a prepared model and optimizer hand their calls to."""
+
+    _cluster: Cluster
+    strategy: str = ""
+    """Name and settings of what was asked for."""
+    alone: ClassVar[bool] = False
+    """Whether ranks do not wait for each other, so that each saves and loads for itself."""
+    saver: Saver | None = None
+    """Who saves this session's checkpoints, once one was asked for."""
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +69,38 @@ class Session(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the other ranks: write the record, stop the links, drop their groups."""
+
+    @property
+    @abstractmethod
+    def iteration(self) -> int:
+        """Iterations that are over, those before a resume included."""
+
+    @abstractmethod
+    def captured(self) -> Position:
+        """Where it stands between two iterations: what is not in the model and the optimizer.
+
+        Nothing that is computed later depends on whether this was called. ValueError if it cannot
+        be said, RuntimeError within an iteration."""
+
+    @abstractmethod
+    def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
+        """Go on from there; the model's and the optimizer's state are there already. Without the
+        state of a position the plan begins anew. Every rank must call it."""
+
+    @property
+    def observing(self) -> bool:
+        """Whether there is no plan yet."""
+        return False
+
+    @property
+    def worker(self) -> int:
+        """Which of the job's workers this is."""
+        return self._cluster.control.rank
+
+    @property
+    def cluster(self) -> Cluster:
+        """What this process is connected to."""
+        return self._cluster
 
     scaler_remedy: str | None = None
     """Why GradScaler cannot unscale this session's gradients, and what else to do."""
@@ -88,6 +151,8 @@ class Model(nn.Module):
 
     def close(self) -> None:
         """Leave the other ranks. Called at exit; earlier only to prepare another model after."""
+        if self._session.saver is not None:
+            self._session.saver.finish()
         self._session.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -141,6 +206,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self._session = session
+        self._after_step: Callable[[], None] | None = None
         self._alias()
         self._sealed = True
 
@@ -155,7 +221,13 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._session.step(skip_update=self._overflowed())
+        if self._after_step is not None:
+            self._after_step()
         return loss
+
+    def after_step(self, act: Callable[[], None]) -> None:
+        """Call this whenever an iteration is over."""
+        self._after_step = act
 
     def _overflowed(self) -> bool:
         """Do what GradScaler.step asks for through two attributes: unscale, unless the user has

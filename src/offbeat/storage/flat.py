@@ -216,6 +216,19 @@ class Flat:
         """All flat parameter tensors."""
         return list(self._stores["param"][0].values())
 
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    def contents(self, buffer: str) -> list[list[Tensor]]:
+        """All copies of a buffer, the newest first: one tensor per dtype and device."""
+        stores = self._stores[buffer]
+        return [list(stores[self.physical(buffer, age)].values()) for age in range(len(stores))]
+
+    def fill(self, buffer: str, contents: Sequence[Sequence[Tensor]]) -> None:
+        """The inverse of `contents`."""
+        for mine, saved in zip(self.contents(buffer), contents, strict=True):
+            for tensor, value in zip(mine, saved, strict=True):
+                tensor.data.copy_(value)
+
     # ---- gradients --------------------------------------------------------------------------
 
     def views(self, copy: int = 0) -> list[Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -45,6 +46,39 @@ class Gradients:
         self.views, self._added_now = self._views[newest], self._added[newest]
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    def flags(self) -> dict[str, Any]:
+        """What is known of the gradients between two iterations, the newest copy first."""
+        ages = [self.flat.physical("grad", age) for age in range(self.flat.copies("grad"))]
+        return {
+            "stale": bytes(self._stale),
+            "awaited": bytes(self._awaited),
+            "zero_then": bytes(self._zero_then),
+            "hidden": sorted(self._hidden),
+            "added": [list(self._added[copy]) for copy in ages],
+            "absentees": [
+                {b: sorted(places) for b, places in self._absentees[copy].items()} for copy in ages
+            ],
+        }
+
+    def restore(self, flags: Mapping[str, Any]) -> None:
+        """The inverse of `flags`, of a storage whose newest copy is its first."""
+        assert self.flat.physical("grad") == 0
+        for mine, name in (
+            (self._stale, "stale"),
+            (self._awaited, "awaited"),
+            (self._zero_then, "zero_then"),
+        ):
+            mine[:] = flags[name]
+        self._hidden = set(flags["hidden"])
+        self._added = [list(counts) for counts in flags["added"]]
+        self._absentees = [
+            defaultdict(set, {b: set(places) for b, places in found.items()})
+            for found in flags["absentees"]
+        ]
+        self.open()
 
     # ---- backward ---------------------------------------------------------------------------
 

@@ -1,0 +1,58 @@
+"""A run that is resumed, in new processes and at any position, ends where it would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checkpoint_jobs as jobs
+import pytest
+from models import Case
+from worlds import run_world
+
+import offbeat
+
+ADAM = Case("conv", "adam", "step")
+MLP = Case("mlp", "nesterov", "cosine")
+
+# (strategy, case, iterations): two periods and more
+TRIALS: dict[str, list[jobs.Trial]] = {
+    "at once": [
+        (offbeat.BSP(), jobs.CASE, 3),
+        (offbeat.WFBP(), ADAM, 3),
+        (offbeat.DDP(), MLP, 3),
+        (offbeat.ASCWFBP(), MLP, 3),
+    ],
+    "priority": [
+        (offbeat.P3(), jobs.CASE, 3),
+        (offbeat.ByteScheduler(), MLP, 3),
+        (offbeat.USByte(), ADAM, 3),
+        (offbeat.DeAR(), jobs.CASE, 3),
+    ],
+    "periodic": [
+        (offbeat.LocalSGD(period=3), jobs.CASE, 5),
+        (offbeat.PartialSync(period=3), ADAM, 5),
+        (offbeat.DreamDDP(period=3), jobs.CASE, 5),
+        (offbeat.FedAvg(local_steps=(1, 2), fraction=0.5), jobs.CASE, 5),
+    ],
+    "votes": [
+        (offbeat.SelSync(delta=0.2), jobs.CASE, 5),
+        (offbeat.SelSync(delta=0.2, scope="layer"), MLP, 5),
+    ],
+    "late": [(offbeat.DeFT(), jobs.CASE, 8)],
+    "cyclic": [(offbeat.Cyclic(), jobs.CASE, 6)],
+}
+
+
+@pytest.mark.parametrize("kind", TRIALS)
+def test_at_every_position(kind: str, tmp_path: Path) -> None:
+    trials = TRIALS[kind]
+    expected = run_world(jobs.train_and_save, 2, trials, str(tmp_path))
+    found = run_world(jobs.resume_everywhere, 2, trials, str(tmp_path))
+    for mine, theirs in zip(expected, found, strict=True):
+        for (strategy, _, iterations), digest, (name, digests) in zip(
+            trials, mine, theirs, strict=True
+        ):
+            assert name == str(strategy)
+            assert [at for at, _ in digests] == list(range(1, iterations)), name
+            for at, resumed in digests:
+                assert resumed == digest, f"{name} resumed at iteration {at}"
