@@ -409,3 +409,11 @@ def train_as_job(job: dict[str, Any], given: Strategy | str | None) -> dict[str,
         profile: Profile = model._session.profile
         plan = model._session.plan
     return {"losses": losses, "plan": plan, "profile": profile}
+
+
+def train_without_cache(path: str) -> list[str]:
+    """The warnings of a training whose profile cannot be written."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_with_cache(path, "mlp")
+    return [str(warning.message) for warning in caught]

@@ -227,6 +227,14 @@ def test_profile_cache(tmp_path: Path) -> None:
     assert Profile.load(path).model == other != first
 
 
+def test_a_cache_that_cannot_be_written_warns(tmp_path: Path) -> None:
+    """And training goes on."""
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "profile.json"
+    [warned] = run_world(failing.train_without_cache, 1, str(path))
+    assert any(str(path) in text and "cannot be written" in text for text in warned)
+
+
 @pytest.mark.parametrize(
     ("profile", "text"),
     [

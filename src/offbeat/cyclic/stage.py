@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offbeat.cyclic.state import StageState
 from offbeat.cyclic.vectors import Shape, Vectors
+from offbeat.transport import packed
 
 
 class Stage:
@@ -170,7 +171,7 @@ class Stage:
         for flat in self.versions[self.newest].flats:
             dist.broadcast(flat, owner, group)
         state = [self._optimizer.state.get(p, {}) if mine else None for p in self.trained.values()]
-        dist.broadcast_object_list(state, owner, group)
+        state = packed.broadcast_state(state, owner, group)
         self.show_newest()
         for p, given in zip(self.trained.values(), state, strict=True):
             if given and not mine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -69,7 +69,8 @@ class ConvergenceGuard:
         mine = [float(loss) for loss in self._losses]
         self._losses = []
         gradients = self.meter.take() if estimate else None
-        everyone = self._control.gather(Seen.of(mine, gradients, self._optimizer))
+        seen = Seen.of(mine, gradients, self._optimizer)
+        everyone = [Seen(**theirs) for theirs in self._control.gather(asdict(seen))]
         means = [fmean(losses) for losses in zip(*(s.losses for s in everyone), strict=False)]
         windows = [means[i : i + WINDOW] for i in range(0, len(means), WINDOW)]
         words = [self._watch.see(window) for window in windows]

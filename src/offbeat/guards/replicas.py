@@ -129,9 +129,15 @@ def settings_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Settings:
                 value = float(value)
             elif isinstance(value, list):
                 value = tuple(value)
-            if isinstance(value, (bool, int, float, str, tuple, type(None))):
+            if _plain(value):
                 found[f"{key} of param group {g}"] = value
     return found
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_plain, value))
+    return isinstance(value, (bool, int, float, str, type(None)))
 
 
 def _difference_of(everyone: list[Settings]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 from statistics import median
 
@@ -76,7 +76,8 @@ def measure_cluster(
         found.append(measure_link(name, probe, verbs, smallest, total, budget, part))
     if cluster.control.world_size == 1:
         return tuple(replace(link, halves={}) for link in found), ()
-    links = cluster.control.gather(found)[0]  # fits may differ between machines in the last bit
+    # Fits may differ between machines in the last bit: rank 0's count.
+    links = [Link(**link) for link in cluster.control.gather([asdict(x) for x in found])[0]]
     if not emulated:
         links = measure_sending(cluster, links, like, total, budget.share(SENDING))
     return tuple(links), measure_contention(cluster, links, like, budget.share(TOGETHER))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 
 import numpy as np
@@ -192,7 +192,7 @@ class Observer:
         called backward on no scalar."""
         losses = [float(loss) for loss in self._losses]
         seen = Seen.of(losses, self._meter.take(), self._engine.optimizer)
-        return noise_of(control.gather(seen))
+        return noise_of([Seen(**theirs) for theirs in control.gather(asdict(seen))])
 
     def _kept(self, specs: Sequence[BucketSpec], control: Control) -> list[int]:
         """Bytes that each bucket's forward keeps for backward, the mean over ranks that know."""

@@ -100,7 +100,7 @@ def _graph(strategy: GossipStrategy, control: Control, message_bytes: int) -> nx
     if control.rank == 0:  # another machine may round otherwise
         momentum = strategy.momentum
         found = measured(rate, delay, message_bytes, momentum=momentum, even=True)
-        edges = sorted(found.rates_per_s)
+        edges = [(int(i), int(j)) for i, j in sorted(found.rates_per_s)]
         words = ", ".join(f"{i}-{j}" for i, j in edges)
         print(f"offbeat: edges by measured links: {words}", file=sys.stderr, flush=True)
     return topology(control.gather(edges)[0], control.world_size)

@@ -439,15 +439,17 @@ def _known_profile(
     if job.stop_after_profile or (given is None and job.profile is None):
         return None, job.save_profile
     strict = job.profile is not None or isinstance(given, Profile)
-    found: Profile | Exception | None = None
+    found, problem = None, None
     if cluster.control.rank == 0:
         try:
             found = _read(given, job)
         except (OSError, ValueError) as error:
-            found = error
-    found = cluster.control.gather(found)[0]
-    if isinstance(found, Exception):
-        raise found
+            problem = error
+    said = {"problem": problem and str(problem), "profile": found and found.to_dict()}
+    told = cluster.control.gather(said)[0]
+    if told["problem"] is not None:
+        raise problem or ValueError(told["problem"])
+    found = told["profile"] and Profile.from_dict(told["profile"])
     cache = None if isinstance(given, Profile) else str(given) if given else None
     if found is None:
         return None, cache

@@ -158,7 +158,7 @@ def common_secret(value: Any, maker: int, control: Control) -> tuple[list[Any], 
     Whether all have the user's is found out without showing it."""
     mine = secrets.own_secret()
     new = secrets.new_secret()
-    everyone = control.gather((value, new if mine is None else None))
+    everyone = control.gather((value, new.hex() if mine is None else None))
     salt = b"salt"
     digest = None if mine is None else secrets.proof(mine, salt, b"", b"").hex()
     digests = control.gather(digest)
@@ -166,7 +166,7 @@ def common_secret(value: Any, maker: int, control: Control) -> tuple[list[Any], 
     if odd:
         words = ", ".join(map(str, odd))
         raise ValueError(f"the secret of rank {words} must be that of rank 0: {secrets.REMEDY}")
-    secret = mine if mine is not None else everyone[maker][1]
+    secret = mine if mine is not None else bytes.fromhex(everyone[maker][1])
     return [theirs for theirs, _ in everyone], secret
 
 

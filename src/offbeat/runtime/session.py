@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -250,9 +250,10 @@ class FlatSession(Session):
         self.engine.hold(Compute())
         if how.pace is not None and not self._emulated:
             profile = self._paced(profile, how.pace)
-        profile = control.gather(profile)[0]  # every rank plans from the same numbers
+        # Every rank plans from the same numbers.
+        profile = Profile.from_dict(control.gather(profile.to_dict())[0])
         if how.save_to and control.rank == 0:
-            profile.save(how.save_to)
+            _save(profile, how.save_to, needed=how.then_stop)
         if how.then_stop:
             raise SystemExit(0)
         self.run_from(profile, observed=how.iterations)
@@ -264,7 +265,7 @@ class FlatSession(Session):
 
     def _paced(self, profile: Profile, pace: float | Literal["auto"]) -> Profile:
         """As the hosts are that this machine emulates."""
-        hosts = self._cluster.control.gather(Host.here())
+        hosts = [Host(**host) for host in self._cluster.control.gather(asdict(Host.here()))]
         if pace == "auto":
             pace = max(affordable(profile, self._cluster), *(h.speed for h in hosts))
         return profile.paced(pace, [h.speed for h in hosts], [h.jitter for h in hosts])
@@ -397,6 +398,20 @@ class FlatSession(Session):
         for handle in self._handles:
             handle.remove()
         self._cluster.close()
+
+
+def _save(profile: Profile, path: str, *, needed: bool) -> None:
+    """A warning if it cannot be written, unless it is all that is asked for."""
+    try:
+        profile.save(path)
+    except OSError as error:
+        if needed:
+            raise
+        warnings.warn(
+            f"profile ({path}) cannot be written: {error.strerror or error}; training goes on, and "
+            "the next run measures again. Give a path that this user may write",
+            stacklevel=2,
+        )
 
 
 def _scaler_remedy(plan: Plan) -> str | None:

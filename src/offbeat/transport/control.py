@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from offbeat.transport import packed
 from offbeat.transport.pulse import GAVE_UP, TOLD, WAITS, Pulse, Words, pulse_of, text_of
 
 SHOWN = 16  # ranks in a report
@@ -53,11 +54,10 @@ class Control:
             self._pulse.exit()
 
     def gather(self, value: Any) -> list[Any]:
-        """Everyone's value, by rank. RuntimeError naming who is missing on timeout."""
-        values: list[Any] = [None] * self.world_size
+        """Everyone's value, by rank: what JSON can hold, and tuples. RuntimeError naming who is
+        missing on timeout, ValueError on every rank for what cannot be said."""
         with self.together("exchanging values"):
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+            return packed.gather(value, self.group)
 
     def same(self, numbers: Sequence[int]) -> bool:
         """Whether every rank has these numbers (of at most 62 bits): one small collective."""

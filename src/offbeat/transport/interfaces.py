@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from offbeat.plan import CHANNEL
 from offbeat.transport.control import Control
@@ -109,7 +109,11 @@ def agree_on_links(specs: Sequence[LinkSpec], control: Control) -> tuple[LinkSpe
     addresses = [ipv4_of(spec.interface) if spec.interface else None for spec in specs]
     networks = tuple(str(address.network) if address else None for address in addresses)
     present = tuple(name for _, name in socket.if_nameindex())
-    hosts: list[_Host] = control.gather(_Host(tuple(specs), networks, present))
+    own = (tuple(astuple(spec) for spec in specs), networks, present)
+    hosts = [
+        _Host(tuple(LinkSpec(*spec) for spec in links), *rest)
+        for links, *rest in control.gather(own)
+    ]
     problem = _missing(hosts, control) or _disorder(hosts, control)
     if problem:
         raise ValueError(problem)
