@@ -36,13 +36,13 @@ def assert_close(mine: Any, theirs: Any, where: str, tolerance: float = 1e-12) -
         assert mine == theirs, where
 
 
-def sets_of(plan: Plan, profile: Profile) -> list[list[Piece]]:
+def sets_of(plan: Plan, profile: Profile, buffer: str = "param") -> list[list[Piece]]:
     """What the layer sets of a plan average, per iteration of its period."""
     return [
         [
             Piece(profile.buckets[b].tensors, t.payload.part, t.payload.parts)
             for t in plan.transfers
-            if h in t.phases and t.payload.buffer == "param"
+            if h in t.phases and t.payload.buffer == buffer
             for b in t.payload.buckets
         ]
         for h in plan.phases

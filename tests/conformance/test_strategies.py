@@ -17,6 +17,7 @@ from reference.training import (
     as_planned,
     bsp,
     consolidate,
+    delayed_sync,
     federated,
     goes,
     local_sgd,
@@ -78,6 +79,11 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"period": 3, "solver": "optimal", "average": "before_update", "state": "averaged"},
         {"period": 2, "split": True},
         {"period": 3, "split": True, "average": "before_update", "state": "averaged"},
+        {"due": "forward"},
+        {"period": 3, "due": "forward", "split": True, "state": "averaged"},
+        {"period": 2, "due": "forward", "average": "before_update", "state": "reset"},
+        {"period": 3, "due": "delayed", "delay": 2},
+        {"period": 2, "due": "delayed", "average": "before_update"},
     ],
     "selsync": [
         {"delta": 0.1, "smooth": "change", "window": 3, "state": "averaged"},
@@ -135,6 +141,7 @@ KEEPING = [
     if s == create(s.name)
     or s.name in ("deft", "fedavg", "selsync")
     or getattr(s, "state", "local") != "local"
+    or getattr(s, "due", "end") != "end"
 ]
 every_world = worlds(STRATEGIES_UNDER_TEST)
 every_planned_world = worlds(PLANNED)
@@ -145,8 +152,13 @@ every_planned_world = worlds(PLANNED)
 
 def layer_sets(world: list[Replica], iterations: range, strategy: Any) -> None:
     profile = profile_of(world[0].case, len(world))
-    sets = sets_of(strategy.plan(profile), profile)
-    partial_sync(world, iterations, sets=sets, average=strategy.average, state=strategy.state)
+    late = getattr(strategy, "due", "end") == "delayed"
+    sets = sets_of(strategy.plan(profile), profile, "average" if late else "param")
+    how = {"sets": sets, "average": strategy.average}
+    if late:
+        delayed_sync(world, iterations, delay=strategy.delay, **how)
+    else:
+        partial_sync(world, iterations, state=strategy.state, **how)
 
 
 def local_steps(world: list[Replica], iterations: range, strategy: Any) -> None:

@@ -119,6 +119,19 @@ class Adopted:
             if iteration.messages[index].released is not None:
                 self.arrive(iteration.planned, index)
 
+    @property
+    def lands_late(self) -> bool:
+        """Whether snapshots are averaged while training goes on."""
+        return any(apply.rule == "delta" for apply in self.plan.applies)
+
+    def discard_landings(self) -> None:
+        """What has not landed is forgotten: an average that is its own snapshot changes nothing."""
+        for apply in self.plan.applies:
+            if apply.rule == "delta":
+                for name in ("average", "snapshot"):
+                    for tensor in self.context.write(apply.arg(name, name), apply.buckets):
+                        tensor.zero_()
+
     def land_all(self) -> None:
         """Wait for every message of iterations that are over."""
         for iteration in list(self.iterations.values()):

@@ -47,22 +47,28 @@ class Pauses:
             self._drop()
 
     def discard(self) -> None:
-        """Other weights are about to be loaded: forget gradients that were added up, and begin
-        the plan anew."""
+        """Other weights are about to be loaded: forget gradients that were added up and averages
+        that have not landed, and begin the plan anew."""
         self.flush()
-        if self._engine.run.windows.late or self._engine.plan.source is not None:
+        run = self._engine.run
+        if run.windows.late or run.lands_late or self._engine.plan.source is not None:
             self.pause()
-            self._engine.run.windows.discard()
+            run.windows.discard()
+            run.discard_landings()
             self._begin_anew()
 
     def drain(self) -> None:
-        """Between iterations: also apply gradients that are not yet due, and begin the plan anew.
-        Every rank must call it."""
+        """Between iterations: also apply gradients that are not yet due, forget averages that have
+        not landed (they would take replicas apart again), and begin the plan anew. Every rank must
+        call it."""
         self.pause()
         if self._engine.run.windows.late:
             self._engine.run.windows.drain(
                 self._engine.run.context, self._engine.iteration, self._engine.planned
             )
+            self._begin_anew()
+        elif self._engine.run.lands_late:
+            self._engine.run.discard_landings()
             self._begin_anew()
         elif self._engine.plan.source is not None:  # other ranks are about to get its parameters
             self._begin_anew()

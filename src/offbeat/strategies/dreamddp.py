@@ -13,6 +13,7 @@ from offbeat import solve
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.sim import simulate
+from offbeat.strategies import dreamddp_due as later
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
 from offbeat.strategies.partial_sync import (
@@ -25,7 +26,7 @@ from offbeat.strategies.partial_sync import (
     sets_facts,
     whole,
 )
-from offbeat.testing.equations import Equations, layer_sets, partial
+from offbeat.testing.equations import Equations, delayed, layer_sets, partial
 
 Solver = Callable[[list[float], list[float], int], solve.Sets]
 
@@ -52,6 +53,12 @@ class DreamDDP(Strategy):
     saves at least 2 % (with the solver `auto` only).
 
     `average` and `state` as in `PartialSync`.
+
+    `due` (ours, beyond the paper) says what hides a message: the rest of backward (`end`), also the
+    next forward up to the bucket's own (`forward`), or training that goes on for `delay` iterations
+    more (`delayed`: `w += mean(snapshot) - snapshot`). `forward` trains with the same equations;
+    sets and order are searched together (`solver="auto"`). `delayed` is stale, takes two more
+    copies of the parameters, and sends whole buckets, without `fill` and `split`.
     """
 
     period: int = 5
@@ -60,6 +67,8 @@ class DreamDDP(Strategy):
     split: Literal["auto", True, False] = "auto"
     average: Average = "after_update"
     state: StatePolicy = "local"
+    due: Literal["end", "forward", "delayed"] = "end"
+    delay: int = 1
 
     name: ClassVar[str] = "dreamddp"
     synchronous: ClassVar[bool] = False
@@ -73,8 +82,40 @@ class DreamDDP(Strategy):
                 "split (True) must be left out with state 'reset': a slice has no optimizer state "
                 "of its own to reset; use state='local' or 'averaged'"
             )
+        require_count(
+            "delay", self.delay, remedy="due='forward' lands averages without being stale"
+        )
+        if self.due == "delayed":
+            self._require_delayable()
+        elif self.delay != 1:
+            raise ValueError(
+                f"delay ({self.delay}) counts only with due 'delayed'; due is {self.due!r}: leave "
+                "delay out, or use due='delayed'"
+            )
+
+    def _require_delayable(self) -> None:
+        if self.delay >= self.period:
+            raise ValueError(
+                f"delay ({self.delay}) must be below the period ({self.period}): a bucket's next "
+                "snapshot takes the room of its last one; use a smaller delay or a longer period"
+            )
+        for name, only in (("state", "local"), ("fill", "auto"), ("split", "auto")):
+            value = getattr(self, name)
+            if value not in (only, False):
+                raise ValueError(
+                    f"{name} ({value!r}) must be left out with due 'delayed', which averages "
+                    "snapshots of whole parameters, each once per period; or use due='forward'"
+                )
 
     def schedule(self, profile: Profile) -> Plan:
+        if self.due == "forward":
+            return self._due_at_forward(profile)
+        if self.due == "delayed":
+            return self._delayed(profile)
+        return self._plan_of(self._chosen(profile), profile)
+
+    def _chosen(self, profile: Profile) -> _Candidate:
+        """What the paper's variant is predicted to do fastest."""
         layers = self._layer_sets(profile, [frozenset()])
         layers += self._at_once(profile, min(self._closed_s(one, profile) for one in layers))
         chosen_s, chosen = self._fastest(layers, profile)
@@ -83,14 +124,67 @@ class DreamDDP(Strategy):
             sliced_s, sliced = self._fastest(slices, profile)
             gain = SLICES_GAIN if self.split == "auto" else ROUNDING
             if sliced_s < chosen_s * (1 - gain):
-                return self._plan_of(sliced, profile)
-        return self._plan_of(chosen, profile)
+                return sliced
+        return chosen
 
     def equations(self, plan: Plan) -> Equations:
+        if self.due == "delayed":
+            return delayed(layer_sets(plan, "average"), self.delay, self.average)
         return partial(layer_sets(plan), self.average, self.state)
 
     def bound_s(self, profile: Profile) -> float:
+        if self.due == "forward":
+            return later.forward_bound_s(self._setting(profile))
+        if self.due == "delayed":
+            return later.delayed_bound_s(self._setting(profile))
         return periodic_bound_s(profile, self.period, fused=True)
+
+    def _setting(self, profile: Profile) -> later.Setting:
+        return later.Setting(self.name, profile, self.period, self.average, self.state)
+
+    def _due_at_forward(self, profile: Profile) -> Plan:
+        """Sets of whole buckets in any case; slices where they save enough, as above."""
+        setting, size = self._setting(profile), len(profile.buckets)
+        chosen = self._chosen(profile)
+        cuts = self._input_side(size) if self._cuts(size) else []
+        start = chosen.pieces, chosen.sets, chosen.at_step
+        found = [*later.forward_choices(setting, start, cuts, search=self.solver == "auto")]
+
+        def seconds(choice: later.Choice) -> float:
+            """As the simulator has it, where it tells more than the closed form."""
+            if not self._simulated(profile):
+                sent = chain(*choice.orders, *choice.fill)
+                return choice.closed_s + self._sending_s(choice.pieces, sent, profile)
+            return later.steady_s(later.forward_plan(setting, choice), profile) * self.period
+
+        best = later.fastest(found, seconds)
+        plain = [c for c in found if all(piece.parts == 1 for piece in c.pieces)]
+        if plain and self.split == "auto":
+            other = later.fastest(plain, seconds)
+            if seconds(best) >= seconds(other) * (1 - SLICES_GAIN):
+                best = other
+        if self.fill:
+            filled = later.with_fill(setting, best)
+            if self.fill is True or seconds(filled) <= seconds(best) * (1 + ROUNDING):
+                best = filled
+        return later.forward_plan(setting, best)
+
+    def _input_side(self, size: int) -> list[frozenset[int]]:
+        """Buckets to try in slices: the last ones, which the next forward needs first; all."""
+        some = {2**n for n in range(size.bit_length())} | {size}
+        return [frozenset(range(size - last, size)) for last in sorted(some) if last <= size]
+
+    def _delayed(self, profile: Profile) -> Plan:
+        setting = self._setting(profile)
+        small = len(profile.buckets) * self._periods() * self.period <= MOST_SIMULATED
+        starts = [
+            _SOLVERS[self.solver](*layer_times(profile, self.average, self.state), self.period)
+        ]
+        if self.solver == "auto":
+            sets = later.delayed_sets(setting, self.delay, starts, simulated=small)
+        else:
+            sets = starts[0]
+        return later.delayed_plan(setting, self.delay, sets)
 
     def _layer_sets(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[_Candidate]:
         """The cheapest sets of all the ways to cut buckets into slices, filled or not."""
@@ -205,18 +299,27 @@ class DreamDDP(Strategy):
 
     def _closed_s(self, candidate: _Candidate, profile: Profile) -> float:
         """Seconds of one period of steady ranks that wait for the processor time of messages."""
-        slowest, link = profile.slowest(), profile.default_link
+        slowest = profile.slowest()
         outside_s = slowest.other_s + slowest.forward_s
         if self.average == "before_update":
             outside_s += slowest.update_s
-        sending_s = 0.0
-        if link.cpu_s_per_message or link.cpu_s_per_byte:
-            sending_s = sum(
-                profile.sending_s(payload, link.name)
-                for i in chain(*candidate.sets, *candidate.fill)
-                for payload in candidate.pieces[i].payloads(self.state)
-            )
-        return self.period * outside_s + candidate.cost_s + sending_s
+        messages = chain(*candidate.sets, *candidate.fill)
+        return (
+            self.period * outside_s
+            + candidate.cost_s
+            + self._sending_s(candidate.pieces, messages, profile)
+        )
+
+    def _sending_s(self, pieces: Sequence[Piece], sent: Iterable[int], profile: Profile) -> float:
+        """Processor time of a period's messages."""
+        link = profile.default_link
+        if not (link.cpu_s_per_message or link.cpu_s_per_byte):
+            return 0.0
+        return sum(
+            profile.sending_s(payload, link.name)
+            for i in sent
+            for payload in pieces[i].payloads(self.state)
+        )
 
     def _plan_of(self, candidate: _Candidate, profile: Profile) -> Plan:
         if candidate.at_step:

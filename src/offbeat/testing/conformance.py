@@ -70,7 +70,8 @@ def moves_everything(plan: Plan) -> None:
 
 
 def shares(plan: Plan) -> Counter[tuple[str, int]]:
-    """(buffer, bucket) -> how often it is moved in a cycle, slices as fractions, halves once."""
+    """(kind, bucket) -> how often it is moved in a cycle, slices as fractions, halves once; a copy
+    of the parameters counts as them."""
     moved: Counter[tuple[str, int]] = Counter()
     for t in plan.transfers:
         if t.verb == "reduce_scatter":
@@ -78,7 +79,8 @@ def shares(plan: Plan) -> Counter[tuple[str, int]]:
         times = sum(phase in t.phases for phase in plan.cycle)
         for bucket in t.payload.buckets if times else ():
             share = Fraction(times * t.payload.width, t.payload.parts)
-            moved[t.payload.buffer, bucket] += share  # type: ignore[assignment]
+            kind = plan.all_buffers[t.payload.buffer].kind
+            moved[kind, bucket] += share  # type: ignore[assignment]
     return moved
 
 

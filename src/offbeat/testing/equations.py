@@ -73,6 +73,10 @@ class World(Protocol):
         """One replica takes a piece of its weights from those that were kept."""
         ...
 
+    def shift(self, piece: Payload, kept: Any) -> None:
+        """`w += mean(kept) - kept` of a piece, with what every replica has kept."""
+        ...
+
     def end(self) -> None:
         """An iteration is over (learning rates may change)."""
         ...
@@ -134,6 +138,30 @@ def partial(
         world.step()
         if average == "after_update":
             averages(world, iteration)
+        world.end()
+
+    return advance
+
+
+def delayed(
+    sets: Sequence[Collection[Payload]],
+    delay: int,
+    average: Literal["after_update", "before_update"],
+) -> Equations:
+    """In iteration r snapshots s of the pieces in `sets[r mod H]` are taken, after the local step
+    or before it; after the step of iteration r + delay `w += mean_k(s_k) - s_k`."""
+    taken: list[Any] = []
+
+    def advance(world: World, iteration: int) -> None:
+        world.gradients(iteration)
+        if average == "before_update":
+            taken.append(world.keep())
+        world.step()
+        if average == "after_update":
+            taken.append(world.keep())
+        then = iteration - delay
+        for piece in sets[then % len(sets)] if then >= 0 else ():
+            world.shift(piece, taken[then])
         world.end()
 
     return advance
@@ -273,10 +301,10 @@ def selective(
     return advance
 
 
-def layer_sets(plan: Plan) -> list[list[Payload]]:
+def layer_sets(plan: Plan, buffer: str = "param") -> list[list[Payload]]:
     """Which pieces of the parameters a plan averages in each iteration of its period."""
     return [
-        [t.payload for t in plan.transfers if t.payload.buffer == "param" and phase in t.phases]
+        [t.payload for t in plan.transfers if t.payload.buffer == buffer and phase in t.phases]
         for phase in plan.cycle
     ]
 
@@ -413,6 +441,10 @@ class NumpyWorld:
     def use(self, rank: int, piece: Payload | None, kept: Array) -> None:
         part = self.task.slice_of(piece)
         self.weights[rank, part] = kept[rank, part]
+
+    def shift(self, piece: Payload, kept: Array) -> None:
+        part = self.task.slice_of(piece)
+        self.weights[:, part] += kept[:, part].mean(0) - kept[:, part]
 
     def end(self) -> None:
         pass

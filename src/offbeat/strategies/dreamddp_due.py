@@ -1,0 +1,361 @@
+"""DreamDDP beyond the paper: averages that also hide behind the forward pass.
+
+`forward`: a piece's average is due at its own next forward. Nothing else changes: it trains what
+the paper's variant trains with the same sets. `delayed`: a snapshot is averaged while training
+goes on, and lands some iterations later as `w += mean(snapshot) - snapshot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+from offbeat.plan import Apply, Buffer, Fact, Moment, Payload, Phases, Plan, local, transfer
+from offbeat.profile import Profile
+from offbeat.sim import simulate
+from offbeat.solve import Sets
+from offbeat.solve.due import Cycle, Orders, due_sets, filled, greedy
+from offbeat.strategies.base import StatePolicy
+from offbeat.strategies.local_sgd import LocalSGD
+from offbeat.strategies.partial_sync import Average, Piece, kinds_of, sets_facts, whole
+
+CLIMBED = 2  # of the ways to cut buckets into slices, so many are looked at closely
+MOST_CLIMBED = 400  # pieces; of more the greedy sets have to do
+MOVES = 24  # sets of a delayed plan that are tried by simulation
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both planners are told: whose plan it is, and how it averages."""
+
+    name: str
+    profile: Profile
+    period: int
+    average: Average
+    state: StatePolicy
+
+    @property
+    def buckets(self) -> int:
+        return len(self.profile.buckets)
+
+
+class Choice(NamedTuple):
+    """Pieces, which of them each iteration sends in which order, and which it sends once more.
+
+    `closed_s`: seconds of a period of steady ranks. `at_step`: as local SGD, in one step of all.
+    """
+
+    pieces: list[Piece]
+    orders: Orders
+    fill: Sets
+    closed_s: float
+    at_step: bool = False
+
+
+# ---- due at the next forward ----------------------------------------------------------------
+
+
+def forward_cycle(setting: Setting, pieces: Sequence[Piece], *, single: bool = True) -> Cycle:
+    """One iteration as the slowest rank sees it, from bucket 0's forward to the next. `single`:
+    buckets are stepped one by one, and pay for it."""
+    slowest, early = setting.profile.slowest(), setting.average == "after_update"
+    update_s = slowest.bucket_step_s if single else slowest.bucket_update_s
+    times = [(b.forward_s, b.backward_s) for b in slowest.buckets]
+    # The update belongs to the backward, or to the forward that it waits for an average with.
+    forward_s = [f + (0.0 if early else u) for (f, _), u in zip(times, update_s, strict=True)]
+    backward_s = [b + (u if early else 0.0) for (_, b), u in zip(times, update_s, strict=True)]
+    ready_s = [forward_s[0] + seconds for seconds in accumulate(backward_s)]
+    left_s = list(accumulate([0.0, *forward_s[1:]]))
+    return Cycle(
+        [ready_s[piece.buckets[-1]] for piece in pieces],
+        [piece.seconds(setting.profile, setting.state) for piece in pieces],
+        [left_s[piece.buckets[-1]] for piece in pieces],
+        slowest.other_s + sum(forward_s) + sum(backward_s),
+    )
+
+
+def forward_bound_s(setting: Setting) -> float:
+    """No plan of this kind takes less per iteration: `solve.due.bound_s`, where the messages of
+    buckets k.. are one message of them all, and the optimizer one call."""
+    cycle = forward_cycle(setting, whole(setting.buckets), single=False)
+    link = setting.profile.default_link.name
+    later_s = setting.profile.messages_ending_s(link, "param", 0, setting.buckets)
+    # Without an update in backward it may also come at once at the step.
+    heads = zip(cycle.ready_s, later_s.tolist(), cycle.left_s, strict=True)
+    return max(cycle.least_s, *(r + c / setting.period + q for r, c, q in heads))
+
+
+def forward_choices(
+    setting: Setting,
+    start: tuple[list[Piece], Sets, bool],
+    cuts: Iterable[frozenset[int]],
+    *,
+    search: bool,
+) -> Iterator[Choice]:
+    """What to choose from: the sets of the paper's variant in their best order; with `search` also
+    better sets of the same pieces, of whole buckets, and of the buckets in `cuts` in slices."""
+    pieces, sets, at_step = start
+    if at_step:
+        yield _at_step(setting, pieces)
+        pieces = whole(setting.buckets)
+    else:
+        yield _ordered(setting, pieces, sets)
+    if not search:
+        return
+    yield _searched(setting, pieces, [] if at_step else [sets])
+    if any(piece.parts > 1 or len(piece.buckets) > 1 for piece in pieces):
+        yield _searched(setting, whole(setting.buckets), [])
+    rough: list[tuple[float, int, list[Piece]]] = []
+    for n, sliced in enumerate(cuts):
+        pieces = cut_into(sliced, setting)
+        cycle = forward_cycle(setting, pieces)
+        tried = greedy(cycle, setting.period), _evenly(pieces, setting.period)
+        seconds = min(sum(cycle.best(members)[0] for members in one) for one in tried)
+        rough.append((seconds, n, pieces))
+    for _, _, pieces in sorted(rough, key=lambda one: one[:2])[:CLIMBED]:
+        yield _searched(setting, pieces, [_evenly(pieces, setting.period)])
+
+
+def _ordered(setting: Setting, pieces: list[Piece], sets: Sets) -> Choice:
+    cycle = forward_cycle(setting, pieces)
+    found = [cycle.best(members) for members in sets]
+    orders = tuple(order for _, order in found)
+    return Choice(pieces, orders, ((),) * setting.period, sum(seconds for seconds, _ in found))
+
+
+def _searched(setting: Setting, pieces: list[Piece], starts: list[Sets]) -> Choice:
+    cycle = forward_cycle(setting, pieces)
+    if len(pieces) <= MOST_CLIMBED:
+        return _ordered(setting, pieces, due_sets(cycle, setting.period, starts))
+    tried = [_ordered(setting, pieces, s) for s in (*starts, greedy(cycle, setting.period))]
+    return min(tried, key=lambda choice: choice.closed_s)
+
+
+def _at_step(setting: Setting, pieces: list[Piece]) -> Choice:
+    """All at once as in local SGD: hidden behind what comes before the next forward."""
+    slowest = setting.profile.slowest()
+    compute_s = slowest.other_s + slowest.forward_s + slowest.backward_s + slowest.update_s
+    message_s = sum(piece.seconds(setting.profile, setting.state) for piece in pieces)
+    closed_s = setting.period * compute_s + max(message_s - slowest.other_s, 0.0)
+    none: Sets = ((),) * setting.period
+    return Choice(pieces, (*none[1:], tuple(range(len(pieces)))), none, closed_s, at_step=True)
+
+
+def cut_into(sliced: frozenset[int], setting: Setting) -> list[Piece]:
+    """The buckets in `sliced` in one slice per iteration, the others whole."""
+    pieces: list[Piece] = []
+    for one in whole(setting.buckets):
+        parts = setting.period if one.buckets[0] in sliced else 1
+        pieces += [Piece(one.buckets, part, parts) for part in range(parts)]
+    return pieces
+
+
+def _evenly(pieces: Sequence[Piece], period: int) -> Sets:
+    """Each slice in an iteration of its own; whole buckets in turn."""
+    sets: list[list[int]] = [[] for _ in range(period)]
+    for i, piece in enumerate(pieces):
+        sets[(piece.part if piece.parts > 1 else piece.buckets[0]) % period].append(i)
+    return tuple(map(tuple, sets))
+
+
+def with_fill(setting: Setting, choice: Choice) -> Choice:
+    """The same, and whatever more an iteration can send in the same time."""
+    if choice.at_step:
+        return choice
+    return choice._replace(fill=filled(forward_cycle(setting, choice.pieces), choice.orders))
+
+
+def forward_plan(setting: Setting, choice: Choice) -> Plan:
+    """Messages released as in the paper's variant, each due at its bucket's next forward."""
+    pieces, size = choice.pieces, setting.buckets
+    if choice.at_step:
+        return _later_local_sgd(setting, choice)
+    cycle = forward_cycle(setting, pieces)
+    early = setting.average == "after_update"
+    transfers, applies = [], []
+    for h, (order, more) in enumerate(zip(choice.orders, choice.fill, strict=True)):
+        sent = cycle.best((*order, *more))[1] if more else order
+        for i in sent:
+            last = pieces[i].buckets[-1]
+            next_ = Moment("forward", last, 1)
+            transfers += [
+                transfer(
+                    kind,
+                    pieces[i].buckets,
+                    after=Moment("grad", last),
+                    before=next_,
+                    phases=(h,),
+                    link=setting.profile.default_link.name,
+                    part=pieces[i].part,
+                    parts=pieces[i].parts,
+                )
+                for kind in kinds_of(setting.state)
+            ]
+            if setting.state == "reset":
+                at = Moment("end") if early else next_
+                applies.append(Apply("reset", pieces[i].buckets, at, Phases((h,))))
+    at = Moment("grad") if early else Moment("forward", lag=1)
+    applies.append(local(size, at, range(setting.period)))
+    return Plan(
+        setting.name,
+        size,
+        tuple(transfers),
+        tuple(applies),
+        period=setting.period,
+        facts=_forward_facts(choice),
+    )
+
+
+def _later_local_sgd(setting: Setting, choice: Choice) -> Plan:
+    plan = LocalSGD(setting.period, state=setting.state).schedule(setting.profile)
+    # The message is of all buckets, so it is due when the first of them is needed.
+    due = Moment("forward", setting.buckets - 1, 1)
+    transfers = tuple(replace(t, before=due) for t in plan.transfers)
+    return replace(plan, strategy=setting.name, transfers=transfers, facts=_forward_facts(choice))
+
+
+def _forward_facts(choice: Choice) -> tuple[Fact, ...]:
+    sets = tuple(tuple(sorted(order)) for order in choice.orders)
+    return (*sets_facts(sets, choice.fill, choice.pieces), *_costs(0, 0))
+
+
+def _costs(memory_bytes: int, staleness: int) -> tuple[Fact, ...]:
+    """What hiding costs beside the paper's variant."""
+    return (
+        Fact("memory_bytes", memory_bytes, "further buffers on every rank"),
+        Fact("staleness", staleness, "iterations that train without an average that has begun"),
+    )
+
+
+# ---- delayed --------------------------------------------------------------------------------
+
+
+def delayed_bound_s(setting: Setting) -> float:
+    """`max(F + B, C / H)` with the update: each rank computes all of it in every iteration, and
+    the link carries everything once per period. Delays hide the rest if they are long enough."""
+    slowest = setting.profile.slowest()
+    compute_s = slowest.other_s + slowest.forward_s + slowest.backward_s + slowest.update_s
+    everything = Payload("param", range(setting.buckets))
+    message_s = setting.profile.message_s(everything, setting.profile.default_link.name)
+    return max(compute_s, message_s / setting.period)
+
+
+def delayed_sets(setting: Setting, delay: int, starts: Iterable[Sets], *, simulated: bool) -> Sets:
+    """Sets with little to wait for: some `starts`, loads as even as they come, and what a few
+    moves from the heaviest set make of the best; all compared by simulation."""
+    message_s = [piece.seconds(setting.profile, setting.state) for piece in whole(setting.buckets)]
+    even = _even_loads(message_s, setting.period)
+    if not simulated:
+        return even
+
+    def seconds(sets: Sets) -> float:
+        return steady_s(delayed_plan(setting, delay, sets), setting.profile)
+
+    found = [(seconds(sets), n, sets) for n, sets in enumerate((even, *starts))]
+    best_s, _, best = min(found)
+    bound_s = delayed_bound_s(setting)
+    for sets in _moves(best, message_s):
+        if best_s <= bound_s * (1 + ROUNDING):
+            break
+        if (moved_s := seconds(sets)) < best_s * (1 - ROUNDING):
+            best_s, best = moved_s, sets
+    return best
+
+
+def _even_loads(message_s: Sequence[float], period: int) -> Sets:
+    """The longest messages first, each to the set that has least to send."""
+    sets: list[list[int]] = [[] for _ in range(period)]
+    loads_s = [0.0] * period
+    for i in sorted(range(len(message_s)), key=lambda i: (-message_s[i], i)):
+        h = min(range(period), key=lambda h: (loads_s[h], h))
+        sets[h].append(i)
+        loads_s[h] += message_s[i]
+    return tuple(tuple(sorted(members)) for members in sets)
+
+
+def _moves(sets: Sets, message_s: Sequence[float]) -> Iterator[Sets]:
+    """The sets in another order, so that light iterations follow heavy ones; then with one bucket
+    of the heaviest set in another one."""
+    period = len(sets)
+    by_load = sorted(range(period), key=lambda h: (-sum(message_s[i] for i in sets[h]), h))
+    half = (period + 1) // 2
+    mixed = list(chain(*zip(by_load[:half], by_load[half:][::-1], strict=False)))
+    mixed += [h for h in by_load if h not in mixed]
+    yield tuple(sets[h] for h in mixed)
+    heaviest = by_load[0]
+    tried = 1
+    for i in sets[heaviest]:
+        for h in reversed(by_load[1:]):
+            if tried == MOVES:
+                return
+            tried += 1
+            changed = [set(members) for members in sets]
+            changed[heaviest].remove(i)
+            changed[h].add(i)
+            yield tuple(tuple(sorted(members)) for members in changed)
+
+
+def delayed_plan(setting: Setting, delay: int, sets: Sets) -> Plan:
+    """Each bucket is copied twice at its gradient (after the update, or before it); one copy is
+    averaged, in place, and lands at the forward `delay` iterations after the next."""
+    size, period = setting.buckets, setting.period
+    phase_of = {b: h for h, members in enumerate(sets) for b in members}
+    early = setting.average == "after_update"
+    step = local(size, Moment("grad") if early else Moment("step"), range(period))
+    applies = [step]
+    transfers = []
+    for b in range(size):
+        one, ready, taken = range(b, b + 1), Moment("grad", b), Phases((phase_of[b],))
+        applies += [
+            Apply("copy", one, ready, taken, args=(("source", "param"), ("target", target)))
+            for target in ("snapshot", "average")
+        ]
+        transfers.append(
+            transfer(
+                "average",
+                one,
+                after=ready,
+                before=Moment("forward", b, delay + 1),
+                phases=taken,
+                link=setting.profile.default_link.name,
+            )
+        )
+        landing = Phases(((phase_of[b] + delay) % period,))
+        applies.append(Apply("delta", one, Moment("forward", b, 1), landing))
+    everything = setting.profile.payload_bytes("param", range(size))
+    facts = sets_facts(sets, ((),) * period, whole(size))
+    return Plan(
+        setting.name,
+        size,
+        tuple(transfers),
+        tuple(applies),
+        buffers=(Buffer("snapshot"), Buffer("average")),
+        period=period,
+        facts=(*facts, *_costs(2 * everything, delay)),
+    )
+
+
+# ---- choosing -------------------------------------------------------------------------------
+
+
+def fastest(choices: Iterable[Choice], seconds: Callable[[Choice], float]) -> Choice:
+    """The one with the shortest period, the first of those as fast."""
+    best_s, best = float("inf"), None
+    for choice in choices:
+        found_s = seconds(choice)
+        if best is None or found_s < best_s * (1 - ROUNDING):
+            best_s, best = found_s, choice
+    assert best is not None
+    return best
+
+
+def steady_s(plan: Plan, profile: Profile) -> float:
+    """Simulated seconds of one iteration once messages of all iterations are under way."""
+    periods = max(4, -(-24 // plan.period))
+    iterations = 2 * periods * plan.period
+    trace = simulate(plan, profile, iterations=iterations, record=0)
+    first = periods * plan.period - 1
+    return max(ends[-1] - ends[first] for ends in trace.ends_s) / (periods * plan.period)
