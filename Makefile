@@ -6,7 +6,7 @@ HOSTS ?= 4
 RATE ?= 25mbit
 STEPS ?= 12
 
-.PHONY: demo test lint clean
+.PHONY: demo test docs lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/offbeat compare --hosts $(HOSTS) --rate $(RATE) \
@@ -14,6 +14,10 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
+# Into site/; site/index.html opens without a server, the search needs one.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/installed-test
 	$(BIN)/pip install -q -c constraints.txt ruff pyright
@@ -32,5 +36,9 @@ $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
 	@touch $@
 
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site

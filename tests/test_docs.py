@@ -1,16 +1,23 @@
-"""What the documents show is what the code says."""
+"""What the documents show is what the code says: the site builds, examples run."""
 
-from pathlib import Path
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import pytest
+from docs_support import DOCS, RANKS, ROOT, blocks, commands, name_of, pages, run_page
+from worlds import run_world
 
-from offbeat import cli
+from offbeat.cli import texts
+from offbeat.cli.commands import app, mark_script
 from offbeat.lab import Cluster
 from offbeat.lab.cluster import Way
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.strategies import PartialSync
-
-DOCS = Path(__file__).parents[1] / "docs"
+from offbeat.strategies import PartialSync, methods
 
 
 def test_the_plan_that_the_design_begins_with():
@@ -28,26 +35,132 @@ def test_the_cluster_file_of_the_readme():
     assert cluster.way(0, 2, "net") == Way(20_000_000, 0.04, 0.001)
 
 
-def test_the_graph_of_the_gossip_page(capsys: pytest.CaptureFixture[str]):
-    text = (DOCS / "gossip.md").read_text()
-    command, _, shown = text.partition("```\n$ offbeat ")[2].partition("```")[0].partition("\n")
-    assert cli.main(command.split()) == 0
-    assert capsys.readouterr().out == shown
+@pytest.mark.parametrize(
+    "page", [page for page in pages() if any(block.runs for block in blocks(page))], ids=name_of
+)
+def test_examples(page, tmp_path):
+    ranks = RANKS.get(name_of(page), 1)
+    assert run_world(run_page, ranks, page, tmp_path) == ranks * [
+        sum(block.runs for block in blocks(page))
+    ]
 
 
-def test_the_commands_of_the_cyclic_page(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """With a profile of layers that keep less the deeper they are, in equal time."""
-    buckets = tuple(
-        Bucket(f"layers.{9 - i}", 0.01, 0.02, 4_000_000, activation_bytes=4_000_000 * (i + 5))
-        for i in range(10)
+@pytest.mark.parametrize("page", [page for page in pages() if any(commands(page))], ids=name_of)
+def test_commands_are_ones(page):
+    """Names of commands, options and strategies, and what settings may be."""
+    for argv in commands(page):
+        _, bound, *_ = app.parse_args(mark_script(argv), exit_on_error=False, print_error=False)
+        given = bound.arguments
+        if "strategies" in given:
+            texts.contestants(given["strategies"], given.get("set_") or [])
+        elif given.get("strategy"):
+            texts.several(given["strategy"], given.get("set_"))
+
+
+def test_an_example_that_is_not_run_says_why():
+    assert not [
+        (name_of(page), block.line)
+        for page in pages()
+        for block in blocks(page)
+        if block.excuse is not None and len(block.excuse.split()) < 2
+    ]
+
+
+# --- the site ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Built with warnings as errors: links, anchors and pages that are in no menu, too."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
-    monkeypatch.chdir(tmp_path)
-    Profile(buckets, (Link("net", 0.001, 1e7),), 4, update_s=0.01).save("profile.json")
-    blocks = (DOCS / "cyclic.md").read_text().split("```\n$ offbeat ")[1:]
-    assert len(blocks) == 2
-    for block in blocks:
-        command, _, shown = block.partition("```")[0].partition("\n")
-        assert cli.main(command.split()) == 0
-        assert capsys.readouterr().out == shown
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_site_fetches_nothing(site):
+    fetched = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=[\"']?(?:https?:)?//")
+    for page in site.rglob("*.html"):
+        assert not fetched.findall(page.read_text()), page
+    for sheet in site.rglob("*.css"):
+        assert not re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//", sheet.read_text()), sheet
+
+
+@pytest.mark.parametrize("name", methods())
+def test_the_page_of_a_strategy(name, site):
+    """It has a plan or a command's output, a picture with boxes, every setting, and the source."""
+    text = (site / "strategies" / f"{name}.html").read_text()
+    assert "$ offbeat " in text
+    assert re.search(r'<svg class="still".*<rect class="box ', text)
+    for field in fields(methods()[name]):
+        assert f"<td><code>{field.name}</code></td>" in text
+    assert methods()[name].citation.partition(",")[0] in text
+    assert f'href="{name}.html"' in (site / "strategies" / "index.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "_hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Page:
+    class file:  # noqa: N801
+        src_path = "some.md"
+
+
+def test_views(hooks):
+    text = "a\n\n<!-- source: bsp -->\n\n<!-- not run: needs two hosts -->\n```python\n```\n"
+    shown = hooks.on_page_markdown(text, page=Page)
+    assert shown.startswith("a\n\nOn the command line `--strategy bsp`")
+    assert "offbeat.BSP()" in shown
+    assert shown.endswith("\n```python\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("marker", "words"),
+    [
+        ("<!-- drawing: bsp -->", "there is no view 'drawing'"),
+        ("<!-- picture: bspp -->", "did you mean 'bsp'"),
+        ("<!-- settings: bspp -->", "bspp"),
+        ("<!-- output: ls -->", "only offbeat is run"),
+        ("<!-- output: offbeat plan --profile none.json --strategy bsp -->", "ends with 2"),
+    ],
+)
+def test_views_that_are_none(hooks, marker, words):
+    with pytest.raises(hooks.PluginError, match=words):
+        hooks.on_page_markdown(f"{marker}\n", page=Page)
+
+
+def test_meanings_of_settings(hooks):
+    @dataclass
+    class Base:
+        """As every class."""
+
+        a: int = 1
+        """First,
+        on two lines."""
+        name: ClassVar[str] = "base"
+
+    @dataclass
+    class More(Base):
+        """Inherits."""
+
+        b: int = 2
+        c: int = 3
+        """Third."""
+
+    assert hooks.meanings(More) == {"a": "First, on two lines.", "c": "Third."}
+    for cls in methods().values():
+        assert set(hooks.meanings(cls)) >= {field.name for field in fields(cls)}

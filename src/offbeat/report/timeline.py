@@ -84,7 +84,7 @@ def measured_window(run: Run, contestant: Contestant) -> tuple[Repetition, Windo
         start = _typical_start(run, contestant, rep)
         if start is not None:
             period = range(start, start + rep.trace.period)
-            return rep, _window(_of_every_rank(rep), period)
+            return rep, window_of(_of_every_rank(rep), period)
     return None
 
 
@@ -98,7 +98,7 @@ def predicted_window(contestant: Contestant) -> Window | None:
     period = range(start, start + trace.period)
     if trace.iterations == trace.period:
         trace = _repeated(trace)
-    return _window(trace, period)
+    return window_of(trace, period)
 
 
 def start_of(trace: Trace, rank: int, iteration: int) -> float:
@@ -223,7 +223,8 @@ def _of_every_rank(rep: Repetition) -> Trace:
     return rep.trace
 
 
-def _window(trace: Trace, iterations: range) -> Window:
+def window_of(trace: Trace, iterations: range) -> Window:
+    """Some iterations of a trace, on one clock."""
     ranks = range(trace.world_size)
     starts = [start_of(trace, rank, iterations.start) for rank in ranks]
     last = iterations.stop - 1 - trace.first
@@ -336,5 +337,5 @@ def _spread(shown: Mapping[int, tuple[Span, ...]], count: int) -> dict[int, tupl
 
 def _cut(window: Window, iterations: int) -> Window:
     """The window's first iterations, the same ranks."""
-    less = _window(window.trace, window.iterations[:iterations])
+    less = window_of(window.trace, window.iterations[:iterations])
     return replace(less, shown={rank: less.shown[rank] for rank in window.shown})

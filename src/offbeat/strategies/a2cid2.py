@@ -13,12 +13,12 @@ class A2CiD2(Gossip):
     """Gossip that agrees about sqrt(n) times faster on a ring, by a second copy of the parameters.
 
     Gossip moves the copy further than the parameters; in between the two mix, at a rate that
-    follows from the graph. `exchange="before_mixing"` exchanges the parameters as they were at
-    the last event, as the paper's Algorithm 1 has it; it agrees more slowly. The other settings
-    are Gossip's.
+    follows from the graph. The other settings are Gossip's.
     """
 
     exchange: Literal["after_mixing", "before_mixing"] = "after_mixing"  # type: ignore[misc]
+    """Whether both mix before they exchange; `before_mixing` is the paper's Algorithm 1, which
+    agrees more slowly."""
 
     name: ClassVar[str] = "a2cid2"
     momentum: ClassVar[bool] = True

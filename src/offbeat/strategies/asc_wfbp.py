@@ -22,6 +22,7 @@ class ASCWFBP(Strategy):
     """
 
     groups: int = 2
+    """Channels of the default link that messages take in turn."""
 
     name: ClassVar[str] = "asc-wfbp"
     citation: ClassVar[str] = (

@@ -24,15 +24,16 @@ TUNED = "use None to have it tuned"
 class ByteScheduler(Strategy):
     """Slices of gradients, those first whose next forward comes first.
 
-    Buckets fall into slices of at most `partition_elements`; while less than `credit_elements` are
-    in flight, the ready slice nearest the input side is sent. The next forward of a bucket waits
-    only for its own slices and comes right after its optimizer step. Small buckets are never
-    fused. A credit of 1 sends one slice at a time. Elements are of 4 bytes. None: tuned by
-    simulation; the paper's values are 4,000,000 and 16,000,000.
+    While less than a credit is in flight, the ready slice nearest the input side is sent. The next
+    forward of a bucket waits only for its own slices and comes right after its optimizer step.
+    Small buckets are never fused.
     """
 
     partition_elements: int | None = None
+    """Most elements of 4 bytes in a slice; None: tuned by simulation. The paper has 4,000,000."""
     credit_elements: int | None = None
+    """Most elements in flight; 1 sends one slice at a time, None: tuned. The paper has
+    16,000,000."""
 
     name: ClassVar[str] = "bytescheduler"
     citation: ClassVar[str] = (

@@ -41,35 +41,40 @@ Table = tuple[tuple[bool, ...], ...]  # by worker (1, 2, ..) and stage (from the
 class Cyclic(Strategy):
     """The model is cut into N stages, and worker i lags behind worker i-1. Each adds its gradient
     of a stage to the sum that it receives, and sends it on; the last worker updates the stage and
-    hands it round. Only messages between two workers, spread evenly over the iteration.
+    hands it round. Only messages between two workers, spread over the iteration.
 
-    A forward uses the parameters w_t, or those of one iteration before, by the `rule`: `v1` never
-    w_t; `v2` wherever it can be there, stages j >= N-i+1 of worker i (both count from 1, stages
-    from the input); `random` wherever v2 does with probability `chance`, drawn by `seed` for 16
-    iterations that repeat. A `table` says it for each worker and stage (1: w_t), in place of a
-    rule; on the command line `001/011/111`.
-
-    `stages` (None: one per worker) must divide the number of workers, and so many of them share a
-    place. `split`: stages of even compute (`time`), or of even `bytes`, or how many buckets each
-    has, from the input (`3/2/2`). `stagger="paper"` keeps worker i behind worker i-1 by 1/N of an
-    iteration, `least` by no more than their messages need, `auto` as the simulator finds it
-    faster; the numbers are the same. `start="skip"`
-    leaves out the first update, as the authors' program does. `clip` bounds the norm of each
-    stage's gradient; that of the whole is not known when the first stage is updated.
+    A forward uses the parameters w_t, or those of one iteration before: `v1` never w_t; `v2`
+    wherever it can be there, stages j >= N-i+1 of worker i (both count from 1, stages from the
+    input). With R times as many workers as stages R neighbours share a place. The norm of the whole
+    gradient is not known when the first stage is updated, so only that of a stage can be bounded.
 
     Rank 0 is the last worker (N): it alone has the optimizer's state, and between iterations the
     newest parameters of all stages. Other ranks have stages of two versions until `consolidate`.
     """
 
     rule: Literal["v1", "v2", "random"] = "v2"
+    """Which forwards use the newest parameters: none (`v1`), all that can (`v2`), or each of those
+    with `chance`."""
     stages: int | None = None
+    """Stages of the model, a divisor of the number of workers; None: one per worker."""
     split: Literal["time", "bytes"] | tuple[int, ...] = "time"
+    """Stages of even compute (`time`) or `bytes`, or how many buckets each has, from the input
+    (`3/2/2`)."""
     stagger: Literal["auto", "least", "paper"] = "auto"
+    """How far a worker stays behind the one before: what messages need (`least`), 1/N of an
+    iteration (`paper`), or what is predicted to be faster."""
     start: Literal["repeat", "skip"] = "repeat"
+    """Whether the first gradients count twice (`repeat`) or the first update is left out (`skip`),
+    as in the authors' program."""
     clip: float | None = None
+    """Bound on the norm of each stage's gradient; None: no clipping."""
     table: Table | None = None
+    """In place of a rule: for each worker and stage whether it uses the newest parameters, as
+    `001/011/111`."""
     chance: float = 0.5
+    """Of newest parameters under `random`."""
     seed: int = 0
+    """Of the draws under `random`, which repeat after 16 iterations."""
 
     name: ClassVar[str] = "cyclic"
     synchronous: ClassVar[bool] = False

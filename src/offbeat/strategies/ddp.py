@@ -23,13 +23,14 @@ from offbeat.testing.equations import Equations, synchronous
 
 @dataclass(frozen=True)
 class DDP(Strategy):
-    """`torch.nn.parallel.DistributedDataParallel` with a bucket cap in MiB.
+    """`torch.nn.parallel.DistributedDataParallel`.
 
-    None is torch's default (25, the first bucket 1); "tuned" the cap that the profile predicts
-    to be fastest. The plan only describes what DDP does by itself, for prediction.
+    The plan only describes what DDP does by itself, for prediction.
     """
 
     bucket_cap_mb: float | Literal["tuned"] | None = None
+    """Cap of torch's buckets in MiB; None: torch's default (25, the first bucket 1), `tuned`: the
+    fastest by simulation."""
 
     name: ClassVar[str] = "ddp"
     citation: ClassVar[str] = "Li et al., PyTorch Distributed, VLDB 2020"

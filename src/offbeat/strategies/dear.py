@@ -25,11 +25,12 @@ class DeAR(Strategy):
 
     The paper launches a group's all-gather when the forward reaches the group before; here all of
     them are queued at the step. That is never later, and no rank's forward is needed for another
-    to finish its updates (to evaluate or to save, say). A group is closed as soon as it holds
-    `fusion_bytes` (None: the value with the shortest predicted iteration).
+    to finish its updates (to evaluate or to save, say).
     """
 
     fusion_bytes: int | None = None
+    """A group of buckets is closed as soon as it holds so many bytes; 1 fuses nothing, None: tuned
+    by simulation."""
 
     name: ClassVar[str] = "dear"
     citation: ClassVar[str] = (

@@ -25,14 +25,8 @@ class DeFT(Strategy):
     """Gradients are sent in whichever later forward or backward has room for them (knapsacks).
 
     What has not been sent when an iteration ends is merged with the next gradients; an update is
-    applied when all of it has been averaged, one iteration late or more, as the `scale` (sum or
-    mean) over the iterations merged. `solver`: `exact` or the paper's `greedy`. `links`: all of
-    the profile's, the first, or (`auto`) as many as give more updates. `partition_elements`: most
-    elements (of 4 bytes) per message. `most_merged`: an update merges at most so many iterations;
-    where communication takes longer than their compute, iterations wait for it. `preserver`: from
-    the observed gradient noise, estimate what merging and lateness cost, and while that is beyond
-    1 +- `epsilon`, plan again with windows 10 % larger. `forward` and `backward`: so many messages
-    per window on the first link, first in, first out, instead of the knapsacks and their limit.
+    applied when all of it has been averaged, one iteration late or more. The `preserver` plans
+    again with windows 10 % larger while what it estimates is beyond 1 +- `epsilon`.
 
     Iterations without an update are no progress. An update that merges k iterations is worth at
     best k single ones (it has seen k batches), and at worst one, as with Adam, whose steps are as
@@ -42,14 +36,26 @@ class DeFT(Strategy):
     """
 
     scale: Merge = "sum"
+    """An update is the `sum` or the `mean` over the iterations that it merges."""
     solver: Literal["exact", "greedy"] = "exact"
+    """What chooses messages for a window: an `exact` knapsack or the paper's `greedy` one."""
     links: Literal["auto", "all", "first"] = "auto"
+    """All of the profile's links, the `first`, or as many as give more updates (`auto`)."""
     partition_elements: int = 6_500_000
+    """Most elements of 4 bytes in a message."""
     most_merged: int = 4
+    """An update merges at most so many iterations; where communication takes longer, iterations
+    wait."""
     preserver: bool = True
+    """Whether to estimate what merging and lateness cost, and to plan again with larger windows
+    where that is too much."""
     epsilon: float = 0.01
+    """How far from 1 the estimated ratio of losses may be."""
     forward: int | None = None
+    """So many messages per forward, first in first out, instead of the knapsacks; together with
+    `backward`."""
     backward: int | None = None
+    """So many messages per backward, as `forward`."""
 
     name: ClassVar[str] = "deft"
     synchronous: ClassVar[bool] = False

@@ -42,33 +42,42 @@ ROUNDING = 1e-9
 class DreamDDP(Strategy):
     """Layer-wise scheduled partial synchronization.
 
-    `solver`: `best` (the better of `optimal` and `balanced`), `optimal` (contiguous sets),
-    `balanced` (any sets), `dfs` (the paper's Algorithm 2), `brute-force`. The default, `auto`, is
-    `best`, or all layers in one iteration as in local SGD, whichever is predicted to be faster.
+    Sets of layers are averaged under backward, one set per iteration. By default the solver takes
+    the better one of contiguous and of any sets, or all layers in one iteration as in local SGD,
+    whichever is predicted to be faster.
 
-    `fill` adds output-side layers to iterations where they cost no time. `split` (ours) cuts
-    buckets - the first and the last ready, or all - into one slice per iteration where that is
-    predicted to be faster: every iteration then has something to send early and little to send
-    late. `auto` fills where the profile's jitter does not make it slower, and splits where that
-    saves at least 2 % (with the solver `auto` only).
+    `split` (ours) cuts buckets - the first and the last ready, or all - into slices: every
+    iteration then has something to send early and little to send late. By itself it does so with
+    the solver `auto` only.
 
-    `average` and `state` as in `PartialSync`.
-
-    `due` (ours, beyond the paper) says what hides a message: the rest of backward (`end`), also the
-    next forward up to the bucket's own (`forward`), or training that goes on for `delay` iterations
-    more (`delayed`: `w += mean(snapshot) - snapshot`). `forward` trains with the same equations;
-    sets and order are searched together (`solver="auto"`). `delayed` is stale, takes two more
-    copies of the parameters, and sends whole buckets, without `fill` and `split`.
+    `due` (ours, beyond the paper): `forward` trains with the same equations; sets and order are
+    searched together (`solver="auto"`). `delayed` (`w += mean(snapshot) - snapshot`) is stale,
+    takes two more copies of the parameters, and sends whole buckets, without `fill` and `split`.
     """
 
     period: int = 5
+    """Every layer is averaged at least once in so many iterations."""
     solver: Literal["auto", "best", "optimal", "balanced", "dfs", "brute-force"] = "auto"
+    """How layers are put into sets: the better one of `optimal` (contiguous) and `balanced` (any)
+    is `best`; `dfs` is the paper's Algorithm 2; `auto` also considers all layers in one
+    iteration."""
     fill: Literal["auto", True, False] = "auto"
+    """Whether iterations average further layers of the output side where that costs no time;
+    `auto`: unless jitter makes it slower."""
     split: Literal["auto", True, False] = "auto"
+    """Whether layers are cut into one slice per iteration; `auto`: where that saves at least 2
+    %."""
     average: Average = "after_update"
+    """Whether a layer is averaged after its own update in backward, or before it, which leaves the
+    update to `optimizer.step()`."""
     state: StatePolicy = "local"
+    """What becomes of optimizer state at an average: it stays `local`, is `averaged` too, or begins
+    anew (`reset`)."""
     due: Literal["end", "forward", "delayed"] = "end"
+    """What hides a message: the rest of backward (`end`), also the next forward up to the bucket's
+    own (`forward`), or training that goes on for `delay` iterations more (`delayed`)."""
     delay: int = 1
+    """Iterations that training goes on while an average travels (`due="delayed"`)."""
 
     name: ClassVar[str] = "dreamddp"
     synchronous: ClassVar[bool] = False

@@ -23,25 +23,28 @@ STEP, END = Moment("step"), Moment("end")
 class FedAvg(Strategy):
     """Average a fraction of the workers after every round of local steps; all receive the average.
 
-    `fraction` (C) of the workers are drawn anew in each round, by `seed`, and weighted by their
-    `samples`: a number per worker, on the command line with slashes between (`100/250`); by default
-    all count the same. A round is `local_steps` long, or `epoch_share` (E) of an epoch of
-    `steps_per_epoch` iterations (.25: four rounds per epoch); by default 5 steps. `state` as in
-    `LocalSGD`; averaged, it is weighted alike.
-
-    Either length may be a number per worker (`2/5`), where their data differ in size. All ranks
-    iterate alike: a round is as long as its longest worker takes, and a worker that has done its
-    steps drops the gradients of the iterations that are left. All take part in the all-reduce,
-    drawn or not, so C changes what is learnt and not what is sent.
+    The workers are drawn anew in each round, and weighted by their samples. Where their data differ
+    in size, the lengths may be a number per worker. All ranks iterate alike: a round is as long as
+    its longest worker takes, and a worker that has done its steps drops the gradients of the
+    iterations that are left. All take part in the all-reduce, drawn or not, so `fraction` changes
+    what is learnt and not what is sent.
     """
 
     fraction: float = 1.0
+    """C: the share of the workers that is drawn for each round."""
     local_steps: int | tuple[int, ...] | None = None
+    """Steps of a round, or a number per worker (`2/5`); None: 5, unless `epoch_share` says it."""
     epoch_share: float | None = None
+    """E: the length of a round as a share of an epoch, as .25."""
     steps_per_epoch: int | tuple[int, ...] | None = None
+    """Iterations of an epoch, or a number per worker; needed with `epoch_share`."""
     samples: tuple[float, ...] | None = None
+    """Weight of every worker in the average (`100/250`); None: all the same."""
     seed: int = 0
+    """Of the draws."""
     state: StatePolicy = "local"
+    """What becomes of optimizer state at an average, as in `LocalSGD`; averaged, it is weighted
+    alike."""
 
     name: ClassVar[str] = "fedavg"
     synchronous: ClassVar[bool] = False

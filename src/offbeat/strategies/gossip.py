@@ -23,21 +23,23 @@ AS_IN = "must be the name of one, edges as in '0-1,1-2', pairs of workers, or a 
 class Gossip(Strategy):
     """Neighbours in a graph average their parameters in pairs while everybody computes.
 
-    `topology`: see `offbeat graph`, or "measured"; pairs of workers and graphs of networkx become
-    text. `rate`: exchanges per gradient of a worker, in the mean.
-    `weights`: whether a gradient sees one point ("snapshot"), or exchanges change the parameters
-    between its forward and backward ("live"). `wire`: "bf16" sends half the bytes of float32; the
-    mean is kept, but workers do not agree better than to that precision. A neighbour that cannot be
-    reached for `silent_s` seconds is given up. If the graph falls apart by that, training fails, or
-    the larger part goes on alone (`on_partition="continue"`).
+    `topology` also takes pairs of workers and graphs of networkx, which become text.
     """
 
     topology: str = "ring"
+    """Who may exchange with whom: a name as in `offbeat graph`, edges as `0-1,1-2`, or
+    `measured`."""
     rate: float = 1.0
+    """Exchanges per gradient of a worker, in the mean."""
     weights: Literal["snapshot", "live"] = "snapshot"
+    """Whether forward and backward see one point (`snapshot`), or exchanges change the weights at
+    once (`live`)."""
     wire: Literal["none", "bf16"] = "none"
+    """`bf16` sends half the bytes of float32; workers agree no better than to that precision."""
     silent_s: float = 10.0
+    """A neighbour that cannot be reached for so many seconds is given up."""
     on_partition: Literal["raise", "continue"] = "raise"
+    """What happens if the graph falls apart: training fails, or the larger part goes on."""
 
     planned: ClassVar[bool] = False
     synchronous: ClassVar[bool] = False

@@ -16,15 +16,15 @@ EVERY_ITERATION = "use BSP() to synchronize in every iteration"
 
 @dataclass(frozen=True)
 class LocalSGD(Strategy):
-    """Average parameters after every `period` local steps (FLSGD).
-
-    `warmup` iterations of BSP come first (post-local SGD). `state` says what becomes of the
-    optimizer state at an average: kept `local`, `averaged` (more bytes) or `reset` to zero.
-    """
+    """Average parameters after every `period` local steps (FLSGD)."""
 
     period: int = 5
+    """Local steps from one average to the next."""
     warmup: int = 0
+    """So many iterations of BSP come first (post-local SGD)."""
     state: StatePolicy = "local"
+    """What becomes of optimizer state at an average: it stays `local`, is `averaged` too (more
+    bytes), or begins anew (`reset`)."""
 
     name: ClassVar[str] = "local-sgd"
     synchronous: ClassVar[bool] = False

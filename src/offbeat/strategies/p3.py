@@ -16,11 +16,12 @@ from offbeat.testing.equations import Equations, synchronous
 class P3(Strategy):
     """Small slices of gradients, one in flight, those first whose next forward comes first.
 
-    Slices have at most `slice_elements` of 4 bytes. The next forward of a bucket waits only for
-    its own slices and comes right after its optimizer step.
+    The next forward of a bucket waits only for its own slices and comes right after its optimizer
+    step.
     """
 
     slice_elements: int = 40_000
+    """Most elements of 4 bytes in a slice."""
 
     name: ClassVar[str] = "p3"
     citation: ClassVar[str] = (

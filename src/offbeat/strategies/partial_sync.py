@@ -21,14 +21,18 @@ Average = Literal["after_update", "before_update"]
 class PartialSync(Strategy):
     """Equal-number partition (PLSGD-ENP): ceil(L / period) layers per iteration, in order.
 
-    `average="after_update"` steps a layer in backward and averages the result;
-    `"before_update"` averages the parameters in backward and applies the local step at
+    `average="before_update"` averages the parameters in backward and applies the local step at
     `optimizer.step()`, which allows gradient clipping and GradScaler.
     """
 
     period: int = 5
+    """Every layer is averaged once in so many iterations."""
     average: Average = "after_update"
+    """Whether a layer is averaged after its own update in backward, or before it, which leaves the
+    update to `optimizer.step()`."""
     state: StatePolicy = "local"
+    """What becomes of optimizer state at an average: it stays `local`, is `averaged` too, or begins
+    anew (`reset`)."""
 
     name: ClassVar[str] = "partial-sync"
     synchronous: ClassVar[bool] = False

@@ -22,15 +22,19 @@ class PSSelSync(Served):
     Every worker steps with its own optimizer. If the gradient of any worker has changed by `delta`
     all workers push and pull: with `aggregate="parameters"` what their steps have led to, of which
     the servers keep the mean; with "gradients" before the step, which then uses the mean. In other
-    iterations only the vote goes over the network. `delta`, `window`, `smooth` as in `SelSync`. A
-    worker that is silent for `silent_s` seconds counts no more, and cannot come back.
+    iterations only the vote goes over the network.
     """
 
     delta: float = 0.3
+    """All synchronize if the gradient of any worker has changed by so much."""
     window: int = 25
+    """Iterations over which is smoothed."""
     smooth: Literal["norm", "change"] = "norm"
+    """Whether norms or their changes are smoothed."""
     aggregate: Literal["parameters", "gradients"] = "parameters"
+    """What servers keep the mean of: what steps have led to, or gradients before the step."""
     silent_s: float = 30.0
+    """A worker that is silent for so many seconds counts no more, and cannot come back."""
 
     name: ClassVar[str] = "ps-selsync"
     votes: ClassVar[tuple[str, ...]] = ("sync",)

@@ -39,16 +39,9 @@ STEP, END = Moment("step"), Moment("end")
 class SelSync(Strategy):
     """Selective synchronization: all average if the gradient of any worker has changed by `delta`.
 
-    The change is the relative one of the squared gradient norm from one iteration to the next;
-    `smooth` says whether the norms or their changes are smoothed first, over the last `window`
-    iterations, the newest with weight min(1, workers / 100). The first iteration synchronizes, and
-    so does one with a norm that is zero or not finite.
-
-    `aggregate="parameters"` averages what the local steps have led to; `"gradients"` averages
-    before the step, which then waits for the vote. `vote_lag=1` decides by the change of one
-    iteration earlier and hides the vote. `scope="layer"` (ours) lets every layer have its own
-    vote, of the iteration before, and averages it under backward. `max_period` averages everything
-    at least once in so many iterations, whatever the votes. `state` as in `LocalSGD`.
+    The change is the relative one of the squared gradient norm from one iteration to the next,
+    smoothed. The first iteration synchronizes, and so does one with a norm that is zero or not
+    finite.
 
     With delta=0 and gradients it is BSP; with parameters, too, up to rounding, for SGD with
     momentum, but not for optimizers that are not linear in the gradients, such as Adam. With
@@ -56,13 +49,25 @@ class SelSync(Strategy):
     """
 
     delta: float = 0.3
+    """All average if the gradient of any worker has changed by so much; 0: in every iteration, inf:
+    never."""
     window: int = 25
+    """Iterations over which is smoothed, the newest with weight min(1, workers / 100)."""
     smooth: Literal["norm", "change"] = "norm"
+    """Whether squared norms are smoothed, or their relative changes."""
     aggregate: Literal["parameters", "gradients"] = "parameters"
+    """Average what the local steps have led to, or gradients before the step, which then waits for
+    the vote."""
     vote_lag: Literal[0, 1] = 0
+    """1 decides by the change of one iteration earlier, and hides the vote."""
     scope: Literal["model", "layer"] = "model"
+    """One vote about the model, or one per layer (ours), about the iteration before, with averages
+    under backward."""
     max_period: int | None = None
+    """Everything is averaged at least once in so many iterations, whatever the votes; None: no
+    bound."""
     state: StatePolicy = "local"
+    """What becomes of optimizer state at an average, as in `LocalSGD`."""
 
     name: ClassVar[str] = "selsync"
     synchronous: ClassVar[bool] = False

@@ -20,20 +20,24 @@ class SSP(Served):
     """Stale-synchronous parallel: a worker may be at most `s` clocks ahead of the slowest one.
 
     Dedicated servers hold the parameters and step them with the user's optimizer. Workers push
-    gradients and pull parameters in the background. `apply="clock"`: the gradients of one clock
-    are averaged, and applied once every worker has reached it; s=0 is then BSP over a server.
-    `apply="push"`: each push is applied at once, with the learning rate over the number of workers.
-    One clock is `accumulate` iterations, whose gradients are averaged before they are pushed.
-    A worker that is silent for `silent_s` seconds counts no more. `snapshot` is a directory in
-    which servers save their part every `snapshot_every` clocks, and from which a job begins.
+    gradients and pull parameters in the background. With `apply="clock"` and s=0 it is BSP over a
+    server.
     """
 
     s: int = 2
+    """Clocks by which a worker may be ahead of the slowest one; 0 is synchronous."""
     apply: Literal["clock", "push"] = "clock"
+    """Servers apply the mean of a `clock` once every worker has reached it, or each `push` at once,
+    with the learning rate over the number of workers."""
     accumulate: int = 1
+    """Iterations of a clock, whose gradients are averaged before they are pushed."""
     silent_s: float = 30.0
+    """A worker that is silent for so many seconds counts no more."""
     snapshot: str | None = None
+    """Directory in which servers save their part, and from which a job begins; None: nothing is
+    saved."""
     snapshot_every: int = 100
+    """Clocks from one save to the next."""
 
     name: ClassVar[str] = "ssp"
     citation: ClassVar[str] = (

@@ -28,15 +28,15 @@ MOST_EVALUATIONS = 5000  # of whole orders
 class USByte(Strategy):
     """Unequal messages, each to end when the next gradient is ready.
 
-    Buckets fall into unit blocks of at most `unit_elements` of 4 bytes (None: tuned by
-    simulation). During backward the bucket nearest the input sends as many of its blocks in one
-    message as end near the next gradient, during forward all that are left.
+    Buckets fall into unit blocks. During backward the bucket nearest the input sends as many of its
+    blocks in one message as end near the next gradient, during forward all that are left.
 
     Messages then change places, or join a neighbour (blocks of one bucket, or whole buckets), as
     long as the predicted iteration gets shorter.
     """
 
     unit_elements: int | None = None
+    """Most elements of 4 bytes in a unit block; None: tuned by simulation."""
 
     name: ClassVar[str] = "us-byte"
     citation: ClassVar[str] = (

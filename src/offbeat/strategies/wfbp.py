@@ -21,13 +21,11 @@ DDP_FIRST_CAP_BYTES = MIB
 
 @dataclass(frozen=True)
 class WFBP(Strategy):
-    """Gradients leave as soon as they exist, first in first out; the step waits for all.
-
-    `fusion` joins neighbouring buckets into one message: `none`, `ddp` (25 MB, the first 1 MB),
-    `mg-wfbp` (greedy) or `optimal` (exact, the default).
-    """
+    """Gradients leave as soon as they exist, first in first out; the step waits for all."""
 
     fusion: Literal["none", "ddp", "mg-wfbp", "optimal"] = "optimal"
+    """How neighbouring buckets share a message: not at all, as DDP (25 MB, the first 1 MB), greedy
+    (`mg-wfbp`) or exact (`optimal`)."""
 
     name: ClassVar[str] = "wfbp"
     citation: ClassVar[str] = (
