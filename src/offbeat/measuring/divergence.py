@@ -17,22 +17,43 @@ NUMBERS = 256  # parameters in the sample, the same on every rank
 MOST = 256  # iterations kept; then every other one is dropped
 
 
+class Chosen:
+    """A few elements of some tensors, the same wherever the tensors have the same sizes; `weight`
+    is how many elements each of them stands for."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        sizes = [tensor.numel() for tensor in tensors]
+        total, starts = sum(sizes), np.concatenate([[0], np.cumsum(sizes)])
+        chosen = np.sort(np.random.default_rng(0).integers(total, size=min(NUMBERS, total)))
+        self.weight = total / len(chosen)
+        # Every tensor, and which of its elements are in the sample.
+        self._places: list[tuple[Tensor, Tensor]] = []
+        for tensor, start, stop in zip(tensors, starts, starts[1:], strict=False):
+            inside = chosen[(chosen >= start) & (chosen < stop)] - start
+            if len(inside):
+                self._places.append((tensor, torch.from_numpy(inside).to(tensor.device)))
+
+    def parts(self) -> list[Tensor]:
+        """What they are now, by tensor."""
+        with torch.no_grad():
+            return [torch.take(tensor, at) for tensor, at in self._places]
+
+    def numbers(self) -> Tensor:
+        """What they are now, as float64 on the host."""
+        return joined(self.parts())
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """As one tensor of float64 on the host."""
+    return torch.cat([part.double().cpu() for part in parts])
+
+
 class Sample:
     """The same few parameters of the model after some iterations."""
 
     def __init__(self, storages: Sequence[Tensor]) -> None:
         """Of parameters that live in these flat tensors."""
-        sizes = [storage.numel() for storage in storages]
-        total, starts = sum(sizes), np.concatenate([[0], np.cumsum(sizes)])
-        chosen = np.sort(np.random.default_rng(0).integers(total, size=min(NUMBERS, total)))
-        self._weight = total / len(chosen)
-        # Every storage, and which of its elements are in the sample.
-        self._places: list[tuple[Tensor, Tensor]] = []
-        for storage, start, stop in zip(storages, starts, starts[1:], strict=False):
-            inside = chosen[(chosen >= start) & (chosen < stop)] - start
-            if len(inside):
-                at = torch.from_numpy(inside).to(storage.device)
-                self._places.append((storage, at))
+        self._chosen = Chosen(storages)
         self._every = 1
         self._seen: list[tuple[int, list[Tensor]]] = []
 
@@ -46,8 +67,7 @@ class Sample:
         """After an iteration has ended. Nothing waits for a device."""
         if iteration % self._every:
             return
-        with torch.no_grad():
-            self._seen.append((iteration, [numbers[at] for numbers, at in self._places]))
+        self._seen.append((iteration, self._chosen.parts()))
         if len(self._seen) > MOST:
             self._every *= 2
             self._seen = [seen for seen in self._seen if seen[0] % self._every == 0]
@@ -55,10 +75,10 @@ class Sample:
     def record(self) -> dict[str, Any]:
         """JSON-ready: iterations, and for each the numbers in float64, base64; `weight` is how
         many parameters each number stands for."""
-        rows = [torch.cat([part.double().cpu() for part in parts]) for _, parts in self._seen]
+        rows = [joined(parts) for _, parts in self._seen]
         numbers = np.array([row.numpy() for row in rows], dtype="<f8")
         return {
             "iterations": [i for i, _ in self._seen],
-            "weight": self._weight,
+            "weight": self._chosen.weight,
             "numbers": base64.b64encode(numbers.tobytes()).decode(),
         }

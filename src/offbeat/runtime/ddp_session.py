@@ -105,13 +105,15 @@ class DDPSession(Session):
             require_equal(self._model, "ddp", self._cluster.control)
             unite(self._model, self._cluster)
 
+    def traffic(self) -> dict[str, int]:
+        # By DDP's definition: every gradient, in every iteration.
+        return {next(iter(self._cluster.links)): self._bytes_per_iteration * self._iteration}
+
     def close(self) -> None:
         if self._cluster.closed:
             return
         if self._recorder:
-            # By DDP's definition: every gradient, in every iteration.
-            sent = self._bytes_per_iteration * self._iteration
             self._recorder.pace = self._pace.record() if self._pace else None
-            self._recorder.write({next(iter(self._cluster.links)): sent})
+            self._recorder.write(self.traffic())
         del self.module
         self._cluster.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class GossipSession(Session):
         self._untouched = Untouched((n, p) for n, p in model.named_parameters() if p.requires_grad)
         self._open = False  # an iteration has begun
         self._before = 0  # iterations of processes before this one
+        self._listener: Callable[[Iteration], None] | None = None
         self._stepped_s: float | None = None  # when the last iteration ended, if undisturbed
         self._began_s: float | None = None  # when this iteration's forward began
         self._done = Iteration(0, self._new_marks(), [])
@@ -127,6 +128,13 @@ class GossipSession(Session):
         if not (self._open or self._cluster.closed):
             self._stepped_s = None
             self._state.settle(self._clock.now())
+
+    def traffic(self) -> dict[str, int]:
+        sent = self._gossip.bytes_sent if self._gossip is not None else 0
+        return dict.fromkeys(list(self._cluster.links)[:1], sent)
+
+    def listen(self, listener: Callable[[Iteration], None]) -> None:
+        self._listener = listener
 
     def consolidate(self, repairing: bool) -> None:
         """Gossip rests, all mix to one time, and x, x~ and the buffers become their means."""
@@ -203,6 +211,8 @@ class GossipSession(Session):
             self._recorder.stepped(self._done.number)
             self._recorder.iteration(self._done)
             self._recorder.ended(self._done.number)
+        if self._listener is not None:
+            self._listener(self._done)
         self._done = Iteration(self._done.number + 1, self._new_marks(), [])
 
     def _hear(self) -> None:
@@ -277,9 +287,8 @@ class GossipSession(Session):
         return Timestamps(begin=self._cluster.device.mark())
 
     def _write(self, recorder: Recorder) -> None:
-        sent = 0
         if self._gossip is not None:
-            counts, sent = self._gossip.counts, self._gossip.bytes_sent
+            counts = self._gossip.counts
             recorder.notes["gossip"] = {
                 "exchanges": {str(peer): count for peer, count in counts.exchanges.items()},
                 "broken": counts.broken,
@@ -289,8 +298,8 @@ class GossipSession(Session):
                 "last": counts.since(recorder.origin_s),
             }
         recorder.pace = self._pace.record() if self._pace else None
-        with suppress(StopIteration):
-            recorder.write({next(iter(self._cluster.links)): sent})
+        if traffic := self.traffic():
+            recorder.write(traffic)
 
 
 def _summand(flat: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ class Reports:
 
     def __init__(self) -> None:
         self.listener: Callable[[Iteration], None] | None = None
+        self.watcher: Callable[[Iteration], None] | None = None  # told as well, before
         self._recent: deque[Iteration] = deque()
 
     def add(self, done: Iteration) -> None:
@@ -91,5 +92,7 @@ class Reports:
         another storage and adopt another plan."""
         while self._recent and (rest or self._recent[0].complete):
             done = self._recent.popleft()
+            if self.watcher is not None:
+                self.watcher(done)
             if self.listener is not None:
                 self.listener(done)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +27,7 @@ from offbeat.checkpoint.automatic import attend
 from offbeat.guards.differences import broadcast_model
 from offbeat.guards.finite import OnNonfinite, require_policy
 from offbeat.guards.replicas import EVERY, agree_on_optimizer
+from offbeat.metrics import Log, Metrics
 from offbeat.profile import Profile
 from offbeat.run.job import (
     JOIN_VARIABLE,
@@ -41,6 +43,7 @@ from offbeat.run.launchers import torchrun_variables
 from offbeat.runtime.ddp_session import DDPSession
 from offbeat.runtime.gossip_session import GossipSession
 from offbeat.runtime.gossiping import join
+from offbeat.runtime.meter import Board, Meter
 from offbeat.runtime.pace import Pace
 from offbeat.runtime.ps_selsync_session import PSSelSyncSession
 from offbeat.runtime.record import Recorder
@@ -83,6 +86,7 @@ def prepare(
     timeout_s: float = TIMEOUT_S,
     compare_every: int = EVERY,
     on_nonfinite: OnNonfinite = "raise",
+    metrics: Metrics | Log | None = None,
 ) -> tuple[Model, Optimizer]:
     """Model and optimizer that train together with their replicas on all ranks.
 
@@ -100,6 +104,7 @@ def prepare(
     becomes of an average to which a rank brought NaN or infinity: "raise" RuntimeError on every
     rank, naming rank and bucket, "skip" that rank, which takes over the others' average, or
     "ignore". DDP() does neither: it is torch's own.
+    `metrics`: who is told how training goes, see `offbeat.metrics`; it may differ between ranks.
     With a strategy that has servers (SSP, PSBSP, PSSelSync), the last OFFBEAT_SERVERS ranks
     serve: there prepare returns only when all workers have left, by SystemExit(0).
     With gossip (A2CiD2, ADPSGD) ranks train on parameters of their own, and some may die.
@@ -120,6 +125,8 @@ def prepare(
             f"compare_every ({compare_every!r}) must be a number of iterations, or 0 for never"
         )
     require_policy(on_nonfinite)
+    if metrics is not None and not isinstance(metrics, Metrics):
+        metrics = Metrics(metrics)
     _require_unprepared(model, optimizer)
     _require_idle_servers()
     _require_one_model(job)
@@ -164,6 +171,7 @@ def prepare(
         watch = Watch(compare_every, on_nonfinite)
         if cluster.control.rank == 0:
             print(_said(strategy, notice, cluster, known, observe), file=sys.stderr, flush=True)
+        samples = cluster.control.gather(metrics.divergence_every if metrics else None)
         session = _session(model, optimizer, strategy, cluster, known, how, watch, job, crew)
     except BaseException:
         cluster.close()
@@ -173,13 +181,37 @@ def prepare(
     _prepared.append(True)
     cluster.leave = partial(_leave, session, cluster)
     atexit.register(cluster.leave)
-    prepared = Model(model, session), Optimizer(optimizer, session)
+    meter = _meter(metrics, samples, session, model, cluster, crew)
+    prepared = Model(model, session, meter), Optimizer(optimizer, session, meter)
     try:
         attend(job, *prepared)
     except BaseException:
         prepared[0].close()
         raise
     return prepared
+
+
+_sessions = count()  # with metrics, in this process; all ranks prepare the same ones
+
+
+def _meter(
+    metrics: Metrics | None,
+    samples: Sequence[int | None],
+    session: AnySession,
+    model: nn.Module,
+    cluster: Cluster,
+    crew: Crew,
+) -> Meter | None:
+    """None where no rank logs. All leave samples as often as the first that logs has it."""
+    control = cluster.control
+    often = next((every for every in samples if every is not None), None)
+    if often is None:
+        return None
+    board = None
+    if often and len(crew.workers) > 1:
+        board = Board(control.store(f"metrics{next(_sessions)}"), control.rank, crew.workers)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return Meter(metrics, session, cluster.device, board, often, trained)
 
 
 def _session(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,7 @@ class ServedSession(Session):
         self._outgoing = layout.views(worker.client.outgoing)
         self._incoming = layout.views(worker.client.incoming)
         self._handles: list[Any] = []
+        self._listener: Callable[[Iteration], None] | None = None
         self._parameters = ParameterWatch(worker.model)
         self._parameters.attach(p for p in worker.model.parameters() if p.requires_grad)
         self._done = Iteration(0, self._new_marks(), [])
@@ -122,6 +123,8 @@ class ServedSession(Session):
         if self._recorder:
             self._recorder.stepped(self._done.number)
             self._recorder.iteration(self._done)
+        if self._listener is not None:
+            self._listener(self._done)
         self._done = Iteration(self._done.number + 1, self._new_marks(), [])
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -129,6 +132,12 @@ class ServedSession(Session):
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()  # backward only accumulates anyway
+
+    def traffic(self) -> dict[str, int]:
+        return {next(iter(self._cluster.links)): self._client.bytes_sent}
+
+    def listen(self, listener: Callable[[Iteration], None]) -> None:
+        self._listener = listener
 
     def close(self) -> None:
         if self._cluster.closed:
@@ -142,9 +151,8 @@ class ServedSession(Session):
         for handle in self._handles:
             handle.remove()
         if self._recorder:
-            link = next(iter(self._cluster.links))
             self._recorder.pace = self._pace.record() if self._pace else None
-            self._recorder.write({link: self._client.bytes_sent})
+            self._recorder.write(self.traffic())
         self._cluster.close()
 
     def _leave(self) -> None:

@@ -355,6 +355,12 @@ class FlatSession(Session):
     def flush(self) -> None:
         self.engine.pauses.flush()
 
+    def traffic(self) -> dict[str, int]:
+        return self._cluster.bytes_sent()
+
+    def listen(self, listener: Callable[[Iteration], None]) -> None:
+        self.engine.reports.watcher = listener
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         hooks = self.engine.hooks
@@ -391,7 +397,7 @@ class FlatSession(Session):
         if self._recorder:
             self.engine.reports.hand_on(rest=True)
             self._recorder.pace = self._pace.record() if self._pace else None
-            self._recorder.write(self._cluster.bytes_sent())
+            self._recorder.write(self.traffic())
         self._unguard()
         self.engine.detach()
         self._parameters.close()

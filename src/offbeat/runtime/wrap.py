@@ -7,12 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from offbeat.transport.cluster import Cluster
+
+if TYPE_CHECKING:
+    from offbeat.runtime.iteration import Iteration
 
 
 class Saver(Protocol):
@@ -105,11 +108,25 @@ class Session(ABC):
     scaler_remedy: str | None = None
     """Why GradScaler cannot unscale this session's gradients, and what else to do."""
 
+    @abstractmethod
+    def traffic(self) -> dict[str, int]:
+        """Bytes sent so far, by link."""
+
+    def listen(self, listener: Callable[[Iteration], None]) -> None:  # noqa: B027
+        """Tell somebody of every iteration that is complete; by default nobody knows its times."""
+
     def flush(self) -> None:  # noqa: B027 - nothing to do by default
         """Do every update that `step` has asked for."""
 
     def optimizer_reloaded(self) -> None:  # noqa: B027 - nothing to do by default
         """The optimizer's state and groups were replaced."""
+
+
+class Watcher(Protocol):
+    """Whoever is told of every step."""
+
+    def stepped(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Model(nn.Module):
@@ -119,10 +136,13 @@ class Model(nn.Module):
     if nothing had happened.
     """
 
-    def __init__(self, module: nn.Module, session: Session):
+    _is_accelerate_prepared = True  # Accelerator.prepare leaves it alone: no DDP around it
+
+    def __init__(self, module: nn.Module, session: Session, meter: Watcher | None = None):
         super().__init__()
         self.module = module
         object.__setattr__(self, "_session", session)
+        object.__setattr__(self, "_meter", meter)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._session.forward(*args, **kwargs)
@@ -154,6 +174,8 @@ class Model(nn.Module):
         if self._session.saver is not None:
             self._session.saver.finish()
         self._session.close()
+        if self._meter is not None:
+            self._meter.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients where they are, as `optimizer.zero_grad()` does."""
@@ -178,9 +200,11 @@ class Model(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
         """`to`, `double`, `cuda`: nothing may move out of its bucket."""
-        if any(fn(t.detach()).data_ptr() != t.data_ptr() for t in self.parameters() if t.numel()):
+        if any(_moves(t, fn) for t in self.parameters()):
             raise ValueError("move or convert the model before offbeat.prepare, not after it")
-        return super()._apply(fn, recurse)
+        if any(_moves(t, fn) for t in self.buffers()):
+            return super()._apply(fn, recurse)
+        return self  # to where everything is already
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy is a plain module: for weight averages (`AveragedModel`) and evaluation."""
@@ -197,15 +221,21 @@ class Model(nn.Module):
         return value
 
 
+def _moves(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    return tensor.numel() > 0 and fn(tensor.detach()).data_ptr() != tensor.data_ptr()
+
+
 class Optimizer(torch.optim.Optimizer):
     """The user's optimizer; `step` also communicates. Groups and state are the user's own
     objects, so LR schedulers and checkpoints see no difference."""
 
-    def __init__(self, inner: torch.optim.Optimizer, session: Session):
+    def __init__(
+        self, inner: torch.optim.Optimizer, session: Session, meter: Watcher | None = None
+    ):
         self._sealed = False
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
-        self._session = session
+        self._session, self._meter = session, meter
         self._after_step: Callable[[], None] | None = None
         self._alias()
         self._sealed = True
@@ -221,6 +251,8 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._session.step(skip_update=self._overflowed())
+        if self._meter is not None:
+            self._meter.stepped()
         if self._after_step is not None:
             self._after_step()
         return loss

@@ -343,7 +343,8 @@ def place_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
     if flat.is_cuda:
         size = flat.element_size()
         before = (flat.data_ptr() + offset * size) % ALIGNED_BYTES // size
-    alone = torch.from_dlpack(flat[offset - before : offset + like.numel()])
+    whole = flat[offset - before : offset + like.numel()].detach()
+    alone = torch.from_dlpack(whole.view(torch.uint8)).view(flat.dtype)  # it knows not every dtype
     return view_like(alone, like, before)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from offbeat.transport import packed
 from offbeat.transport.pulse import GAVE_UP, TOLD, WAITS, Pulse, Words, pulse_of, text_of
@@ -80,6 +81,10 @@ class Control:
             f"rank {', '.join(map(str, same))} {'has' if len(same) == 1 else 'have'} "
             f"{values[odd]}; {remedy}"
         )
+
+    def store(self, name: str) -> Store:
+        """A part of the job's store, in which ranks leave things for each other."""
+        return PrefixStore(f"offbeat/{name}", distributed_c10d._get_default_store())
 
     # ---- who it was ---------------------------------------------------------------------------
 
