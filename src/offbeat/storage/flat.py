@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from offbeat.plan import BUILT_IN, Buffer, Payload
 from offbeat.storage.checksum import checksum
@@ -344,7 +345,7 @@ def place_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
         size = flat.element_size()
         before = (flat.data_ptr() + offset * size) % ALIGNED_BYTES // size
     whole = flat[offset - before : offset + like.numel()].detach()
-    alone = torch.from_dlpack(whole.view(torch.uint8)).view(flat.dtype)  # it knows not every dtype
+    alone = from_dlpack(whole.view(torch.uint8)).view(flat.dtype)  # it knows not every dtype
     return view_like(alone, like, before)
 
 
