@@ -45,7 +45,8 @@ MARKER = re.compile(r"^<!-- (\w+(?: run)?)(?:: (.*?))? -->\n", re.MULTILINE)
 COLOURS = "stylesheets/colours.css"
 SCHEMES = ("default", "slate")  # Material's names of light and dark
 SLOW = (1.0, 1.0, 1.0, 2.0)  # one worker computes half as fast
-FAST_LINK = 10  # times as fast, for pictures with a server: its link carries everybody's parameters
+FAST_LINK = 10  # times as fast, where whole models travel between two
+APART = f"Worker 3 computes half as fast; links are {FAST_LINK} times as fast as on other pages."
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -88,9 +89,10 @@ def output(command: str) -> str:
 def picture(text: str) -> str:
     """The simulated timeline of a strategy, with a legend."""
     drawn, words = _drawn(parse(text), text)
-    legend = "".join(
-        f'<span class="key"><i class="{kind}"></i>{LEGEND[kind]}</span>' for kind in kinds(drawn)
-    )
+    swatches: dict[str, str] = {}
+    for kind in kinds(drawn):
+        swatches[LEGEND[kind]] = swatches.get(LEGEND[kind], "") + f'<i class="{kind}"></i>'
+    legend = "".join(f'<span class="key">{i}{text}</span>' for text, i in swatches.items())
     return (
         f'<figure class="timeline" tabindex="0">\n<div class="scroll">{drawn}</div>\n'
         f"<figcaption>{legend}<span>{words}</span></figcaption>\n</figure>\n"
@@ -147,14 +149,20 @@ def example() -> Profile:
     return Profile.load(DOCS / "example.json")
 
 
+def faster() -> Profile:
+    """The same model on faster links."""
+    link = example().default_link
+    fast = Link(link.name, link.latency_s / FAST_LINK, link.bytes_per_s * FAST_LINK)
+    return replace(example(), links=(fast,))
+
+
 def _drawn(strategy: Strategy, text: str) -> tuple[str, str]:
     """A picture and words about it."""
     if isinstance(strategy, Gossip):
-        told = predict(strategy, example(), ranks=Ranks(scale=SLOW)).trace
-        return still_gossip(told, text, units=5), "Worker 3 computes half as fast."
+        told = predict(strategy, faster(), ranks=Ranks(scale=SLOW)).trace
+        return still_gossip(told, text, units=5), APART
     if isinstance(strategy, Served):
-        words = f"Worker 3 computes half as fast; links are {FAST_LINK} times as fast as elsewhere."
-        return still_workers(_served(strategy), text, until_s=1.8), words
+        return still_workers(_served(strategy), text, until_s=1.8), APART
     return _planned(strategy, text)
 
 
@@ -174,9 +182,7 @@ def _planned(strategy: Strategy, text: str) -> tuple[str, str]:
 
 def _served(strategy: Served) -> Iterator[Span]:
     """The first clocks of all workers; of votes every third one is a yes."""
-    link = example().default_link
-    fast = Link(link.name, link.latency_s / FAST_LINK, link.bytes_per_s * FAST_LINK)
-    profile, ranks, count = replace(example(), links=(fast,)), Ranks(scale=SLOW), 12
+    profile, ranks, count = faster(), Ranks(scale=SLOW), 12
     compute_s = compute_seconds(profile, ranks, count, seed=0)
     server = server_of(profile, 1, ranks)
     if isinstance(strategy, SSP):

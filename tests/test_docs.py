@@ -26,8 +26,8 @@ def test_the_plan_that_the_design_begins_with():
     assert f"```\n{PartialSync(period=3).plan(profile)}\n```" in (DOCS / "design.md").read_text()
 
 
-def test_the_cluster_file_of_the_readme():
-    text = (DOCS.parent / "README.md").read_text()
+def test_the_cluster_file_of_the_lab():
+    text = (DOCS / "lab.md").read_text()
     cluster = Cluster.from_toml(text.partition("```toml\n")[2].partition("```")[0])
     assert Cluster.from_toml(cluster.to_toml()) == cluster
     assert (cluster.speed_of(2), cluster.jitter_of(2)) == (0.5, 0.1)
@@ -55,6 +55,13 @@ def test_commands_are_ones(page):
             texts.contestants(given["strategies"], given.get("set_") or [])
         elif given.get("strategy"):
             texts.several(given["strategy"], given.get("set_"))
+
+
+def test_links_of_the_readme():
+    """Those of the pages are looked at when the site is built."""
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text())
+    assert targets
+    assert not [target for target in targets if not (ROOT / target).exists()]
 
 
 def test_an_example_that_is_not_run_says_why():

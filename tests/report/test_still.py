@@ -98,7 +98,7 @@ def test_workers_at_their_own_pace():
         Span(1, COMPUTE, "backward", 0, 0.0, 0.5),
     ]
     picture = still_workers(spans, "two", until_s=0.8)
-    assert [kind for kind, *_ in boxes(picture)] == ["forward", "wait", "forward", "forward"]
+    assert [kind for kind, *_ in boxes(picture)] == ["computes", "wait", "computes", "computes"]
     ends = [right for _, _, right in boxes(picture)]
     assert ends[2] == pytest.approx(WIDTH - RIGHT, abs=1)  # goes on
     assert {"worker 0", "worker 1", "800 ms"} <= set(words(picture))
@@ -113,5 +113,5 @@ def test_gossip_joins_partners():
     assert len(list(root.iter(f"{SVG}circle"))) == 2 * len(ties)
     told = trace.notes["gossip"]
     seen = [kind for kind, *_ in boxes(picture)]
-    assert 2 * len(ties) <= seen.count("param") <= 2 * len(told["exchanges"])
+    assert 2 * len(ties) <= seen.count("exchange") <= 2 * len(told["exchanges"])
     assert all(line.get("x1") == line.get("x2") for line in ties)

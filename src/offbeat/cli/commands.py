@@ -213,7 +213,12 @@ def plan(
     made = texts.strategy(strategy, set_).plan(texts.load_profile(profile))
     if out is not None:
         out.write_text(json.dumps(made.to_dict(), indent=1))
-    facts = [f"{f.name}: {f.value}" + (f" ({f.meaning})" if f.meaning else "") for f in made.facts]
+    facts = [
+        f"{f.name}: "
+        + (f"{f.value:.4g}" if isinstance(f.value, float) else str(f.value))
+        + (f" ({f.meaning})" if f.meaning else "")
+        for f in made.facts
+    ]
     _print(json_, made.to_dict(), "\n".join([made.text(), *facts]))
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from offbeat.report.generations import carried
@@ -69,7 +70,7 @@ def still_workers(spans: Iterable[Span], title: str, until_s: float) -> str:
             Box(
                 s.start_s,
                 s.end_s,
-                "wait" if s.kind == "wait" else "forward",
+                "wait" if s.kind == "wait" else "computes",
                 "" if s.kind == "wait" else str(s.iteration),
                 f"worker {rank}, {'waits before' if s.kind == 'wait' else 'computes'} "
                 f"iteration {s.iteration}",
@@ -90,12 +91,12 @@ def still_gossip(trace: Trace, title: str, units: float) -> str:
     rows = []
     for worker in range(said["workers"]):
         gradients = [
-            Box(b - begin, e - begin, "forward", "", f"worker {worker} computes a gradient")
+            Box(b - begin, e - begin, "computes", "", f"worker {worker} computes a gradient")
             for w, b, e in said["gradients"]
             if w == worker
         ]
         exchanges = [
-            Box(b - begin, e - begin, "param", "", f"workers {i} and {j} exchange")
+            Box(b - begin, e - begin, "exchange", "", f"workers {i} and {j} exchange")
             for i, j, b, e, _ in said["exchanges"]
             if worker in (i, j)
         ]
@@ -118,52 +119,49 @@ def svg(
     ties: Sequence[Tie] = (),
 ) -> str:
     """Rows of boxes from 0 to `length_s`; `marks` are vertical lines, `names` stand between."""
-    tops = [TOP]
-    for row in rows:
-        tops.append(tops[-1] + row.height + GAP)
+    tops = [*accumulate((row.height + GAP for row in rows), initial=TOP)]
     base = tops[-1] - GAP
-    scale = (WIDTH - LEFT - RIGHT) / length_s
 
     def x(at_s: float) -> float:
-        return LEFT + min(max(at_s, 0.0), length_s) * scale
+        return LEFT + min(max(at_s / length_s, 0.0), 1.0) * (WIDTH - LEFT - RIGHT)
 
     parts = [
         f'<svg class="still" viewBox="0 0 {WIDTH} {base + BOTTOM}" role="img" '
         f'aria-label="{html.escape(title)}" xmlns="http://www.w3.org/2000/svg">'
     ]
     for row, top in zip(rows, tops, strict=False):
-        middle = top + row.height / 2 + 4
-        parts.append(
-            f'<text x="{LEFT - 8}" y="{middle:g}" text-anchor="end">{html.escape(row.name)}</text>'
-        )
-        parts.append(
-            f'<rect class="lane" x="{LEFT}" y="{top}" width="{WIDTH - LEFT - RIGHT}" '
-            f'height="{row.height}"/>'
-        )
+        parts += [
+            _text(row.name, LEFT - 8, top + row.height / 2 + 4, anchor="end"),
+            _lane(row, top),
+        ]
         for n, track in enumerate(row.tracks):
-            at = top + n * row.track_height
             for box in track:
-                if box.begin_s < length_s and box.end_s > 0:
-                    parts += _box(box, x(box.begin_s), x(box.end_s), at, row.track_height)
-    for mark in marks:
-        parts.append(
-            f'<line class="mark" x1="{x(mark):.1f}" x2="{x(mark):.1f}" y1="4" y2="{base}"/>'
-        )
-    for name, begin_s in zip(names, marks, strict=False):
-        parts.append(
-            f'<text class="quiet" x="{x(begin_s) + 5:.1f}" y="13">{html.escape(name)}</text>'
-        )
+                left, right = x(box.begin_s), x(box.end_s)
+                if left < right:
+                    parts += _box(box, left, right, top + n * row.track_height, row.track_height)
+    parts += [_line("mark", x(mark), 4, base) for mark in marks]
+    parts += [_text(n, x(at) + 5, 13, "quiet") for n, at in zip(names, marks, strict=False)]
     for tie in ties:
         ends = [tops[row] + rows[row].height - TRACK / 2 for row in tie.rows]
-        where = f'x1="{x(tie.at_s):.1f}" x2="{x(tie.at_s):.1f}"'
-        parts.append(f'<line class="tie" {where} y1="{ends[0]:g}" y2="{ends[1]:g}"/>')
+        parts.append(_line("tie", x(tie.at_s), *ends))
         parts += [f'<circle class="tie" cx="{x(tie.at_s):.1f}" cy="{y:g}" r="3"/>' for y in ends]
-    parts.append(f'<text class="quiet" x="{LEFT}" y="{base + 15}">0</text>')
-    parts.append(
-        f'<text class="quiet" x="{WIDTH - RIGHT}" y="{base + 15}" text-anchor="end">'
-        f"{_ms(length_s)}</text></svg>"
-    )
-    return "".join(parts)
+    parts.append(_text("0", LEFT, base + 15, "quiet"))
+    parts.append(_text(_ms(length_s), WIDTH - RIGHT, base + 15, "quiet", "end"))
+    return "".join([*parts, "</svg>"])
+
+
+def _text(text: str, x: float, y: float, kind: str = "name", anchor: str = "start") -> str:
+    where = f'x="{x:.1f}" y="{y:g}" text-anchor="{anchor}"'
+    return f'<text class="{kind}" {where}>{html.escape(text)}</text>'
+
+
+def _line(kind: str, x: float, top: float, base: float) -> str:
+    return f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{top:g}" y2="{base:g}"/>'
+
+
+def _lane(row: Row, top: float) -> str:
+    where = f'x="{LEFT}" y="{top}" width="{WIDTH - LEFT - RIGHT}" height="{row.height}"'
+    return f'<rect class="lane" {where}/>'
 
 
 def kinds(picture: str) -> list[str]:
@@ -173,6 +171,8 @@ def kinds(picture: str) -> list[str]:
 
 # Kinds of boxes in words.
 LEGEND = {
+    "computes": "computes",
+    "exchange": "exchanges",
     "forward": "forward",
     "backward": "backward",
     "update": "update",
@@ -235,9 +235,7 @@ def _box(box: Box, left: float, right: float, top: float, height: int) -> Iterab
     yield f'<g><title>{html.escape(box.words)}</title><rect class="box {box.kind}" x="{left:.1f}" '
     yield f'y="{top + 1:g}" width="{wide:.1f}" height="{height - 2}" rx="2"/>'
     if box.label and wide > LETTER * len(box.label) + 2:
-        middle, base = left + wide / 2, top + height / 2 + 4
-        yield f'<text class="in {box.kind}" x="{middle:.1f}" y="{base:g}" text-anchor="middle">'
-        yield f"{box.label}</text>"
+        yield _text(box.label, left + wide / 2, top + height / 2 + 4, f"in {box.kind}", "middle")
     yield "</g>"
 
 

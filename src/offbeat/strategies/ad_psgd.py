@@ -11,7 +11,9 @@ from offbeat.strategies.gossip import Gossip
 @dataclass(frozen=True)
 class ADPSGD(Gossip):
     """Asynchronous decentralized parallel SGD: an exchange leaves both partners at their mean.
-    The settings are Gossip's."""
+
+    The settings are Gossip's.
+    """
 
     name: ClassVar[str] = "ad-psgd"
     momentum: ClassVar[bool] = False

@@ -15,10 +15,11 @@ from offbeat.testing.equations import Equations, synchronous
 
 @dataclass(frozen=True)
 class ASCWFBP(Strategy):
-    """Messages take `groups` channels of the default link in turn.
+    """WFBP that sends a second message beside the first instead of after it.
 
-    A bucket joins the message before it only if that one still waits for its channel; otherwise
-    both are sent at the same time. What channels lose to each other is the profile's `contention`.
+    Messages take the channels of the default link in turn. A bucket joins the message before it
+    only if that one still waits for its channel; otherwise both are sent at the same time. What
+    channels lose to each other is the profile's `contention`.
     """
 
     groups: int = 2

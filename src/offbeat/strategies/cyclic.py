@@ -39,7 +39,9 @@ Table = tuple[tuple[bool, ...], ...]  # by worker (1, 2, ..) and stage (from the
 
 @dataclass(frozen=True)
 class Cyclic(Strategy):
-    """The model is cut into N stages, and worker i lags behind worker i-1. Each adds its gradient
+    """Workers one after the other; sums of gradients and parameters go from hand to hand.
+
+    The model is cut into N stages, and worker i lags behind worker i-1. Each adds its gradient
     of a stage to the sum that it receives, and sends it on; the last worker updates the stage and
     hands it round. Only messages between two workers, spread over the iteration.
 

@@ -23,7 +23,7 @@ from offbeat.testing.equations import Equations, synchronous
 
 @dataclass(frozen=True)
 class DDP(Strategy):
-    """`torch.nn.parallel.DistributedDataParallel`.
+    """torch's own `DistributedDataParallel`, with the bucket cap of your choice.
 
     The plan only describes what DDP does by itself, for prediction.
     """

@@ -40,11 +40,10 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class DreamDDP(Strategy):
-    """Layer-wise scheduled partial synchronization.
+    """Sets of layers are averaged under backward, one set per iteration, chosen to fit there.
 
-    Sets of layers are averaged under backward, one set per iteration. By default the solver takes
-    the better one of contiguous and of any sets, or all layers in one iteration as in local SGD,
-    whichever is predicted to be faster.
+    By default the solver takes the better one of contiguous and of any sets, or all layers in one
+    iteration as in local SGD, whichever is predicted to be faster.
 
     `split` (ours) cuts buckets - the first and the last ready, or all - into slices: every
     iteration then has something to send early and little to send late. By itself it does so with
