@@ -45,8 +45,19 @@ MARKER = re.compile(r"^<!-- (\w+(?: run)?)(?:: (.*?))? -->\n", re.MULTILINE)
 COLOURS = "stylesheets/colours.css"
 SCHEMES = ("default", "slate")  # Material's names of light and dark
 SLOW = (1.0, 1.0, 1.0, 2.0)  # one worker computes half as fast
+GROUPS = ("Same numbers as DDP", "Rare or late averages", "With servers", "Gossip")
 FAST_LINK = 10  # times as fast, where whole models travel between two
 APART = f"Worker 3 computes half as fast; links are {FAST_LINK} times as fast as on other pages."
+
+
+def on_config(config: Any) -> Any:
+    """A menu of all strategies, by what runs them."""
+    groups: dict[str, list[str]] = {}
+    for name, cls in methods().items():
+        groups.setdefault(_group(cls), []).append(f"strategies/{name}.md")
+    menu = next(entry["Strategies"] for entry in config.nav if "Strategies" in entry)
+    menu += [{title: groups[title]} for title in GROUPS if title in groups]
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -70,6 +81,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             raise PluginError(f"{page.file.src_path}: {found.group().strip()}: {error}") from error
 
     return MARKER.sub(shown, markdown)
+
+
+def _group(cls: type[Strategy]) -> str:
+    same, other, served, gossip = GROUPS
+    if issubclass(cls, Gossip):
+        return gossip
+    if issubclass(cls, Served):
+        return served
+    return same if cls.synchronous else other
 
 
 # --- views ---------------------------------------------------------------------------------------
