@@ -182,7 +182,9 @@ def _drawn(strategy: Strategy, text: str) -> tuple[str, str]:
         told = predict(strategy, faster(), ranks=Ranks(scale=SLOW)).trace
         return still_gossip(told, text, units=5), APART
     if isinstance(strategy, Served):
-        return still_workers(_served(strategy), text, until_s=1.8), APART
+        return still_workers(
+            _served(strategy), text, until_s=1.8
+        ), f"{APART} Numbers are iterations."
     return _planned(strategy, text)
 
 
