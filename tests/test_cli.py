@@ -381,6 +381,7 @@ NUMBERS = {
 TOGETHER = {  # settings that need each other
     "forward": {"backward": 2},
     "backward": {"forward": 2},
+    "delay": {"due": "delayed"},
     "epoch_share": {"steps_per_epoch": 8},
     "steps_per_epoch": {"epoch_share": 0.5},
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.plan import Plan, Transfer
+from offbeat.plan import BUILT_IN, Buffer, Plan, Transfer
 from offbeat.profile import Profile
 from offbeat.strategies import Strategy
 from offbeat.transport.collectives import Collective, Collectives
@@ -238,8 +238,9 @@ class Spy:
         self._engine.run.land_all()  # merged gradients: some are under way
         trained.plan = getattr(self._session, "plan", None)
         trained.profile = getattr(self._session, "profile", None)
+        buffers = trained.plan.all_buffers if trained.plan is not None else BUILT_IN
         trained.messages = [
-            (m.iteration, m.transfer.link, name_of(m.transfer))
+            (m.iteration, m.transfer.link, name_of(m.transfer, buffers))
             for m in self._messages
             if not m.passed
         ]
@@ -273,9 +274,9 @@ def place_of(t: Transfer) -> str:
     return str(replace(t.payload, age=0))
 
 
-def name_of(t: Transfer) -> str:
+def name_of(t: Transfer, buffers: Mapping[str, Buffer]) -> str:
     """A message's name in a trace."""
-    kind = t.payload.buffer if t.verb == "all_reduce" else t.verb
+    kind = buffers[t.payload.buffer].kind if t.verb == "all_reduce" else t.verb
     return f"{kind}[{t.payload.buckets.start}:{t.payload.buckets.stop}]"
 
 

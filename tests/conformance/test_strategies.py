@@ -99,6 +99,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"samples": (1.0, 3.0), "local_steps": (1, 3), "state": "averaged"},
     ],
 }
+COPIES = {"average": "param"}  # what is sent in the place of parameters
 ALONE = ("cyclic",)  # its ranks have different parameters: runtime/test_cyclic.py
 STRATEGIES_UNDER_TEST: list[Strategy] = [
     create(name, settings)
@@ -348,8 +349,8 @@ def promises(
 def payload_bytes(profile: Profile, payload: Payload, width: int = 8) -> int:
     """Bytes of whole elements of `width` bytes; a number per parameter follows the gradients of
     its bucket."""
-    run = payload.buckets
-    held = payload.slice_of(profile.payload_bytes(payload.buffer, run) // width)
+    run, kind = payload.buckets, COPIES.get(payload.buffer, payload.buffer)
+    held = payload.slice_of(profile.payload_bytes(kind, run) // width)
     elements = held.stop - held.start
     if payload.buffer == "grad" and payload.part + payload.width == payload.parts:
         elements += parameters(profile, run)  # with the last slice
@@ -370,7 +371,8 @@ def test_everything_is_averaged_in_every_period(strategy: Strategy) -> None:
         plan = strategy.plan(profile)
         if plan.votes and plan.period == 1:
             return  # nothing is promised
-        kind = "grad" if all(t.payload.buffer == "grad" for t in plan.transfers) else "param"
+        buffers = {t.payload.buffer for t in plan.transfers} - {"state"}
+        kind = next(iter(buffers)) if len(buffers) == 1 else "param"
         everything = payload_bytes(profile, Payload(kind, range(plan.buckets)))
         windows = Windows(plan)
         if windows.late:  # per window that is averaged in a period

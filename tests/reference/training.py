@@ -27,6 +27,7 @@ from offbeat.numerics import RULES, VOTES
 from offbeat.plan import Apply, Plan, Transfer
 
 Names = Collection[str]
+Kept = dict[str, list[Tensor]]  # by name: what each replica had
 
 torch.set_num_threads(1)  # the tensors are tiny; a second thread would only spin
 
@@ -181,6 +182,31 @@ def partial_sync(
             replica.end()
 
 
+def delayed_sync(
+    world: list[Replica],
+    iterations: Sequence[int],
+    *,
+    sets: Sequence[Collection[Piece]],
+    delay: int,
+    average: str,
+) -> None:
+    """In iteration r snapshots s_l^k of the pieces in sets[r mod H] are taken, after the local step
+    or before it; after the step of iteration r + delay, w_l^k += mean_k(s_l^k) - s_l^k."""
+    taken: list[Kept] = []
+    for r, t in enumerate(iterations):
+        for replica in world:
+            replica.gradients(t)
+        if average == "before_update":
+            taken.append(kept(world, names_of(world)))
+        _step(world)
+        if average == "after_update":
+            taken.append(kept(world, names_of(world)))
+        for piece in sets[(r - delay) % len(sets)] if r >= delay else []:
+            shift(world, piece.names, taken[r - delay])
+        for replica in world:
+            replica.end()
+
+
 def federated(
     world: list[Replica],
     iterations: Sequence[int],
@@ -325,6 +351,7 @@ def as_planned(
     votes, by name, per iteration."""
     outcomes: dict[str, list[bool]] = {vote.name: [] for vote in plan.votes}
     voters = [_Voter(replica, tensors) for replica in world]
+    taken: Kept = {}
     closing = [apply.phases for apply in plan.applies if apply.rule == "close"]
     if closing:
         [local] = [apply for apply in plan.applies if apply.rule == "local"]
@@ -346,13 +373,18 @@ def as_planned(
         [local] = [a for a in plan.applies if a.rule == "local" and phase in a.phases]
         now = [a for a in plan.applies if phase in a.phases and goes(a, r, outcomes)]
         resets = [a for a in now if a.rule == "reset"]
-        after_update = local.at.point == "grad" or not _before_the_step(active)
+        after_update = local.at.point == "grad" or not _before_the_step(active, local)
+        copied = [n for a in now if a.rule == "copy" for b in a.buckets for n in tensors[b]]
+        if local.at.point == "step":
+            taken |= kept(world, copied)
         stepping = [r for r in world if local.ranks is None or r.rank in local.ranks]
         if after_update:
             _step(stepping)
         for apply in now:
             for voter in voters if apply.rule == "select" else []:
                 RULES[apply.rule](voter, apply)
+        if local.at.point != "step":
+            taken |= kept(world, copied)
         for rule in active:
             piece = _piece(rule, tensors)
             if rule.payload.buffer == "param":
@@ -364,6 +396,10 @@ def as_planned(
             treat_state(world, Piece(names), "reset")
         if not after_update:
             _step(stepping)
+        for apply in now:
+            if apply.rule == "delta":
+                landing = [n for b in apply.buckets for n in tensors[b] if n in taken]
+                shift(world, landing, taken)
         for replica in world:
             replica.end()
     return outcomes
@@ -405,8 +441,10 @@ class _Voter:
         return tuple(name for b in buckets for name in self._tensors[b])
 
 
-def _before_the_step(active: Sequence[Transfer]) -> bool:
-    return any(rule.before.point == "step" for rule in active if rule.payload.buffer == "param")
+def _before_the_step(active: Sequence[Transfer], local: Apply) -> bool:
+    """Whether parameters are averaged before the update, which may wait for the next forward."""
+    last = "forward" if local.at.point == "forward" else "step"
+    return any(rule.before.point == last for rule in active if rule.payload.buffer == "param")
 
 
 def _step(world: list[Replica]) -> None:
@@ -453,6 +491,19 @@ def average_parameters(
     """w <- mean_k(w_k) of a piece."""
     tensors = [[_tensor(replica, name) for name in piece.names] for replica in world]
     average(tensors, piece, weights)
+
+
+def kept(world: list[Replica], names: Names) -> Kept:
+    """What all replicas have of these."""
+    return {n: [_tensor(replica, n).detach().clone() for replica in world] for n in names}
+
+
+def shift(world: list[Replica], names: Names, taken: Kept) -> None:
+    """w_k += mean_k(s_k) - s_k of what was taken."""
+    for name in names:
+        mean = _mean(taken[name])
+        for replica, own in zip(world, taken[name], strict=True):
+            _tensor(replica, name).detach().add_(mean - own)
 
 
 def treat_state(

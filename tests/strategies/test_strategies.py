@@ -29,6 +29,8 @@ from offbeat.strategies import (
     SelSync,
     create,
 )
+from offbeat.strategies import dreamddp_due as later
+from offbeat.strategies.partial_sync import whole
 from offbeat.testing.conformance import equals_equations, moves_everything, shares
 from offbeat.testing.conformance import plan_is_pure as is_pure
 from offbeat.testing.conformance import plan_is_sound as is_sound
@@ -70,6 +72,11 @@ VARIANTS = [
     DreamDDP(period=4, fill=False, average="before_update", state="averaged"),
     DreamDDP(period=3, split=True),
     DreamDDP(period=2, split=True, average="before_update", state="averaged"),
+    DreamDDP(due="forward"),
+    DreamDDP(period=3, solver="optimal", due="forward", state="reset"),
+    DreamDDP(period=2, split=False, average="before_update", state="averaged", due="forward"),
+    DreamDDP(due="delayed"),
+    DreamDDP(period=3, solver="balanced", average="before_update", due="delayed", delay=2),
 ]
 VOTING = [
     SelSync(),
@@ -95,8 +102,17 @@ def at(plan, iteration):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_golden(name):
+    golden(name, STRATEGIES[name]())
+
+
+@pytest.mark.parametrize("due", ["forward", "delayed"])
+def test_golden_beyond_the_paper(due):
+    golden(f"dreamddp-{due}", DreamDDP(due=due))
+
+
+def golden(name, strategy):
     path = GOLDEN / f"{name}.txt"
-    text = f"{STRATEGIES[name]().plan(SMALL)}\n"
+    text = f"{strategy.plan(SMALL)}\n"
     if os.environ.get("OFFBEAT_REWRITE_GOLDENS") == "1":
         path.write_text(text)
     assert path.read_text() == text
@@ -294,6 +310,77 @@ def test_slices_reach_the_closed_form():
     )
 
 
+def fast_link(profile, times):
+    link = profile.links[0]
+    return replace(profile, links=(replace(link, bytes_per_s=link.bytes_per_s * times),))
+
+
+@pytest.mark.parametrize("due", ["forward", "delayed"])
+def test_later_deadlines_are_not_slower(due):
+    """Than the paper's variant; nor faster than their bounds."""
+    faster = 0
+    for n, profile in enumerate(floored_profiles(60, 6, seed=5)):
+        # A floor that jumps makes two slices faster than the whole: no link does, and no bound.
+        plain = replace(profile, links=(replace(profile.links[0], small=()),))
+        period, average = 2 + n % 3, ("after_update", "before_update")[n % 2]
+        strategy = DreamDDP(period, average=average, due=due)
+        later_s = seconds_of(strategy, plain)
+        assert strategy.bound_s(plain) <= later_s * (1 + 1e-9)
+        paper_s = seconds_of(DreamDDP(period, average=average), plain)
+        assert later_s <= paper_s * (1 + 1e-9)
+        faster += later_s < paper_s * 0.98
+    assert faster > 20
+
+
+def test_due_at_forward_takes_what_the_solver_says():
+    for n, profile in enumerate(floored_profiles(60, 6, seed=6)):
+        strategy = DreamDDP(
+            2 + n % 3,
+            average=("after_update", "before_update")[n // 2 % 2],
+            state=("local", "averaged")[n % 2],
+            due="forward",
+            fill=n % 3 == 0,
+            split=False,
+            solver=("auto", "balanced")[n // 4 % 2],
+        )
+        plan = strategy.plan(profile)
+        if any(len(t.payload.buckets) > 1 for t in plan.transfers):
+            continue
+        setting = later.Setting("", profile, strategy.period, strategy.average, strategy.state)
+        cycle = later.forward_cycle(setting, whole(plan.buckets))
+        order = [
+            [t.payload.buckets[0] for t in at(plan, h) if t.payload.buffer == "param"]
+            for h in range(plan.period)
+        ]
+        expected_s = sum(map(cycle.seconds, order)) / plan.period
+        assert seconds_of(strategy, profile) == pytest.approx(expected_s)
+
+
+def test_what_hiding_costs():
+    parameters = sum(bucket.payload_bytes("param") for bucket in SMALL.buckets)
+    for strategy, memory_bytes, staleness in (
+        (DreamDDP(due="forward"), 0, 0),
+        (DreamDDP(due="delayed", delay=3), 2 * parameters, 3),
+    ):
+        plan = strategy.plan(SMALL)
+        assert plan.fact("memory_bytes") == memory_bytes
+        assert plan.fact("staleness") == staleness
+
+
+def test_delays_hide_whatever_the_link_can_carry():
+    """Up to its last percents; less cannot be promised than one iteration needs."""
+    for times in (0.4, 1, 3):
+        profile = fast_link(SMALL, times)
+        strategy = DreamDDP(due="delayed", delay=2)
+        assert seconds_of(strategy, profile) <= strategy.bound_s(profile) * 1.02
+
+
+def test_with_jitter_choices_are_simulated():
+    uneven = replace(fast_link(SMALL, 4), jitter=0.3)
+    plain, chosen = DreamDDP(due="forward", fill=True), DreamDDP(due="forward")
+    assert later.steady_s(chosen.plan(uneven), uneven) <= later.steady_s(plain.plan(uneven), uneven)
+
+
 def test_more_iterations_than_buckets():
     plan = PartialSync(period=9).plan(replace(SMALL, buckets=SMALL.buckets[:2]))
     assert plan.fact("sets") == [[0], [1], [], [], [], [], [], [], []]
@@ -343,6 +430,8 @@ def test_texts_show_what_was_changed():
         "split": "auto",
         "average": "after_update",
         "state": "local",
+        "due": "end",
+        "delay": 1,
     }
 
 
@@ -381,6 +470,19 @@ def test_settings_are_values(strategy):
         (lambda: DreamDDP(period=0), r"period \(0\) must be an integer of at least 1; use BSP"),
         (lambda: PartialSync(average="never"), r"average \('never'\) must be one of after_update"),
         (lambda: DreamDDP(state="gone"), r"state \('gone'\) must be one of local, averaged, reset"),
+        (lambda: DreamDDP(due="late"), r"due \('late'\) must be one of end, forward, delayed"),
+        (
+            lambda: DreamDDP(due="delayed", delay=0),
+            r"delay \(0\) must be an .*; due='forward' lands",
+        ),
+        (lambda: DreamDDP(delay=2), r"delay \(2\) counts only with due 'delayed'; due is 'end'"),
+        (
+            lambda: DreamDDP(period=3, due="delayed", delay=3),
+            r"delay \(3\) must be below the period \(3\)",
+        ),
+        (lambda: DreamDDP(due="delayed", state="reset"), r"state \('reset'\) must be left out"),
+        (lambda: DreamDDP(due="delayed", fill=True), r"fill \(True\) must be left out"),
+        (lambda: DreamDDP(due="delayed", split=True), r"split \(True\) must be left out"),
         (lambda: DreamDDP(solver="best!"), r"solver \('best!'\) .* did you mean 'best'\?"),
         (lambda: DDP(bucket_cap_mb=0), r"bucket_cap_mb \(0\) must be a number above 0"),
         (lambda: DDP(bucket_cap_mb=float("nan")), r"bucket_cap_mb \(nan\) must be a number"),

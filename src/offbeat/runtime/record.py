@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offbeat.measuring.divergence import Sample
 from offbeat.measuring.loss import LossTap
-from offbeat.plan import Plan, Transfer
+from offbeat.plan import BUILT_IN, Plan, Transfer
 from offbeat.plan.windows import Windows
 from offbeat.runtime.iteration import Acted, Iteration, Timestamps
 from offbeat.runtime.vote_log import VoteLog
@@ -135,6 +135,7 @@ def _spans(
         return device.seconds(mark) - origin
 
     size = plan.buckets if plan is not None else len(done.marks.ready)
+    buffers = plan.all_buffers if plan is not None else BUILT_IN
     for kind, start, end, bucket in _compute(done.marks, size, device):
         run = None if bucket is None else (bucket, bucket + 1)
         yield Span(rank, COMPUTE, kind, done.number, at(start), at(end), run)
@@ -144,7 +145,7 @@ def _spans(
         t = message.transfer
         run = (t.payload.buckets.start, t.payload.buckets.stop)
         half = t.verb in ("reduce_scatter", "all_gather")
-        kind = t.verb if half else t.payload.buffer
+        kind = t.verb if half else buffers[t.payload.buffer].kind
         start, end = at(message.start), at(message.end)
         size = sum(x.numel() * x.element_size() for x in message.tensors) // (2 if half else 1)
         carries = _carries(plan, done, t)

@@ -183,16 +183,16 @@ class DreamDDP(Strategy):
         return [frozenset(range(size - last, size)) for last in sorted(some) if last <= size]
 
     def _delayed(self, profile: Profile) -> Plan:
-        setting = self._setting(profile)
-        small = len(profile.buckets) * self._periods() * self.period <= MOST_SIMULATED
-        starts = [
-            _SOLVERS[self.solver](*layer_times(profile, self.average, self.state), self.period)
-        ]
+        """Sets of whole buckets, or all of them at once where that is faster."""
+        setting, size = self._setting(profile), len(profile.buckets)
+        times = layer_times(profile, self.average, self.state)
+        choice = later.Late(whole(size), _SOLVERS[self.solver](*times, self.period))
         if self.solver == "auto":
-            sets = later.delayed_sets(setting, self.delay, starts, simulated=small)
-        else:
-            sets = starts[0]
-        return later.delayed_plan(setting, self.delay, sets)
+            at_once = self._at_once(profile, float("inf"))
+            starts = [choice, *(later.Late(c.pieces, c.sets) for c in at_once if not c.at_step)]
+            small = size * self._periods() * self.period <= MOST_SIMULATED
+            choice = later.delayed_choice(setting, self.delay, starts, simulated=small)
+        return later.delayed_plan(setting, self.delay, choice)
 
     def _layer_sets(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[_Candidate]:
         """The cheapest sets of all the ways to cut buckets into slices, filled or not."""

@@ -136,10 +136,9 @@ def _searched(setting: Setting, pieces: list[Piece], starts: list[Sets]) -> Choi
 
 def _at_step(setting: Setting, pieces: list[Piece]) -> Choice:
     """All at once as in local SGD: hidden behind what comes before the next forward."""
-    slowest = setting.profile.slowest()
-    compute_s = slowest.other_s + slowest.forward_s + slowest.backward_s + slowest.update_s
+    other_s = setting.profile.slowest().other_s
     message_s = sum(piece.seconds(setting.profile, setting.state) for piece in pieces)
-    closed_s = setting.period * compute_s + max(message_s - slowest.other_s, 0.0)
+    closed_s = setting.period * _compute_s(setting) + max(message_s - other_s, 0.0)
     none: Sets = ((),) * setting.period
     return Choice(pieces, (*none[1:], tuple(range(len(pieces)))), none, closed_s, at_step=True)
 
@@ -236,32 +235,45 @@ def _costs(memory_bytes: int, staleness: int) -> tuple[Fact, ...]:
 def delayed_bound_s(setting: Setting) -> float:
     """`max(F + B, C / H)` with the update: each rank computes all of it in every iteration, and
     the link carries everything once per period. Delays hide the rest if they are long enough."""
-    slowest = setting.profile.slowest()
-    compute_s = slowest.other_s + slowest.forward_s + slowest.backward_s + slowest.update_s
     everything = Payload("param", range(setting.buckets))
     message_s = setting.profile.message_s(everything, setting.profile.default_link.name)
-    return max(compute_s, message_s / setting.period)
+    return max(_compute_s(setting), message_s / setting.period)
 
 
-def delayed_sets(setting: Setting, delay: int, starts: Iterable[Sets], *, simulated: bool) -> Sets:
-    """Sets with little to wait for: some `starts`, loads as even as they come, and what a few
+def _compute_s(setting: Setting) -> float:
+    """What an iteration takes without any message, the optimizer called once."""
+    slowest = setting.profile.slowest()
+    return slowest.other_s + slowest.forward_s + slowest.backward_s + slowest.update_s
+
+
+class Late(NamedTuple):
+    """Pieces, and which of them are copied and sent in each iteration."""
+
+    pieces: list[Piece]
+    sets: Sets
+
+
+def delayed_choice(
+    setting: Setting, delay: int, starts: Iterable[Late], *, simulated: bool
+) -> Late:
+    """What leaves little to wait for: loads as even as they come, some `starts`, and what a few
     moves from the heaviest set make of the best; all compared by simulation."""
-    message_s = [piece.seconds(setting.profile, setting.state) for piece in whole(setting.buckets)]
-    even = _even_loads(message_s, setting.period)
+    pieces = whole(setting.buckets)
+    message_s = [piece.seconds(setting.profile, setting.state) for piece in pieces]
+    best = Late(pieces, _even_loads(message_s, setting.period))
     if not simulated:
-        return even
+        return best
 
-    def seconds(sets: Sets) -> float:
-        return steady_s(delayed_plan(setting, delay, sets), setting.profile)
+    def seconds(choice: Late) -> float:
+        return steady_s(delayed_plan(setting, delay, choice), setting.profile)
 
-    found = [(seconds(sets), n, sets) for n, sets in enumerate((even, *starts))]
-    best_s, _, best = min(found)
-    bound_s = delayed_bound_s(setting)
-    for sets in _moves(best, message_s):
-        if best_s <= bound_s * (1 + ROUNDING):
+    best_s, least_s = seconds(best), _compute_s(setting)
+    moved = (Late(pieces, sets) for sets in _moves(best.sets, message_s))
+    for choice in chain(starts, moved):
+        if best_s <= least_s * (1 + ROUNDING):
             break
-        if (moved_s := seconds(sets)) < best_s * (1 - ROUNDING):
-            best_s, best = moved_s, sets
+        if (found_s := seconds(choice)) < best_s * (1 - ROUNDING):
+            best_s, best = found_s, choice
     return best
 
 
@@ -298,35 +310,32 @@ def _moves(sets: Sets, message_s: Sequence[float]) -> Iterator[Sets]:
             yield tuple(tuple(sorted(members)) for members in changed)
 
 
-def delayed_plan(setting: Setting, delay: int, sets: Sets) -> Plan:
+def delayed_plan(setting: Setting, delay: int, choice: Late) -> Plan:
     """Each bucket is copied twice at its gradient (after the update, or before it); one copy is
     averaged, in place, and lands at the forward `delay` iterations after the next."""
     size, period = setting.buckets, setting.period
-    phase_of = {b: h for h, members in enumerate(sets) for b in members}
     early = setting.average == "after_update"
-    step = local(size, Moment("grad") if early else Moment("step"), range(period))
-    applies = [step]
-    transfers = []
-    for b in range(size):
-        one, ready, taken = range(b, b + 1), Moment("grad", b), Phases((phase_of[b],))
-        applies += [
-            Apply("copy", one, ready, taken, args=(("source", "param"), ("target", target)))
-            for target in ("snapshot", "average")
-        ]
-        transfers.append(
-            transfer(
-                "average",
-                one,
-                after=ready,
-                before=Moment("forward", b, delay + 1),
-                phases=taken,
-                link=setting.profile.default_link.name,
+    transfers, applies = [], [local(size, Moment("grad" if early else "step"), range(period))]
+    for h, members in enumerate(choice.sets):
+        taken, landing = Phases((h,)), Phases(((h + delay) % period,))
+        for piece in (choice.pieces[i] for i in members):
+            last = piece.buckets[-1]
+            transfers.append(
+                transfer(
+                    "average",
+                    piece.buckets,
+                    after=Moment("grad", last),
+                    before=Moment("forward", last, delay + 1),
+                    phases=taken,
+                    link=setting.profile.default_link.name,
+                )
             )
-        )
-        landing = Phases(((phase_of[b] + delay) % period,))
-        applies.append(Apply("delta", one, Moment("forward", b, 1), landing))
+            for target in ("snapshot", "average"):
+                args = (("source", "param"), ("target", target))
+                applies.append(Apply("copy", piece.buckets, Moment("grad"), taken, args=args))
+            applies.append(Apply("delta", piece.buckets, Moment("forward", lag=1), landing))
     everything = setting.profile.payload_bytes("param", range(size))
-    facts = sets_facts(sets, ((),) * period, whole(size))
+    facts = sets_facts(choice.sets, ((),) * period, choice.pieces)
     return Plan(
         setting.name,
         size,

@@ -1,0 +1,74 @@
+"""Averages that land at the next forward or later, whatever the user's loop does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import merging_support as support
+import pytest
+import workers
+from comparing import assert_same, sets_of
+from models import Case, Loop, profile_of
+from reference.training import Replica, consolidate, delayed_sync, partial_sync, replicas
+from schedules_support import CASE
+from worlds import run_world
+
+from offbeat import DreamDDP
+
+FORWARD = DreamDDP(period=2, due="forward")
+BEFORE = DreamDDP(period=2, due="forward", average="before_update")
+LATE = DreamDDP(period=3, due="delayed", delay=2)
+LATE_BEFORE = DreamDDP(period=3, due="delayed", delay=2, average="before_update")
+ITERATIONS = 9
+
+
+def equations(
+    world: list[Replica], iterations: Sequence[int], strategy: DreamDDP, case: Case, first: int = 0
+) -> None:
+    """From the plan's iteration `first` on."""
+    profile = profile_of(case, len(world))
+    late = strategy.due == "delayed"
+    sets = sets_of(strategy.plan(profile), profile, "average" if late else "param")
+    sets = sets[first % len(sets) :] + sets[: first % len(sets)]
+    if late:
+        how = {"delay": strategy.delay, "average": strategy.average}
+        delayed_sync(world, iterations, sets=sets, **how)
+    else:
+        partial_sync(world, iterations, sets=sets, average=strategy.average)
+
+
+LOOPS = [
+    (FORWARD, Loop(evaluate=True)),
+    (LATE, Loop(evaluate=True)),
+    (BEFORE, Loop(evaluate=True)),
+    (LATE_BEFORE, Loop(clip=0.05, clear="in place")),
+    (LATE, Loop(idle=frozenset({(0, 2), (1, 5)}))),
+    (FORWARD, Loop(micro=2)),
+]
+
+
+@pytest.mark.parametrize(("strategy", "loop"), LOOPS, ids=str)
+def test_loops(strategy: DreamDDP, loop: Loop) -> None:
+    """An evaluation does early what the next forward waits for; clipping sees local gradients."""
+    case = Case("conv" if loop.evaluate else "mlp", "nesterov")
+    ranks = run_world(workers.train_with, 2, case, strategy, range(ITERATIONS), loop, {})
+    world = replicas(case, 2, loop)
+    equations(world, range(ITERATIONS), strategy, case)
+    for mine, replica in zip(ranks, world, strict=True):
+        assert_same(mine, replica, f"rank {replica.rank}")
+
+
+@pytest.mark.parametrize("strategy", [FORWARD, LATE], ids=str)
+def test_consolidate(strategy: DreamDDP) -> None:
+    """A delayed plan begins anew: what has not landed would take equal replicas apart again."""
+    pauses = 3, 4
+    ranks = run_world(support.train_with_pauses, 2, strategy, pauses, ITERATIONS)
+    world = replicas(CASE, 2)
+    for start, stop in pairwise([0, *(t + 1 for t in pauses), ITERATIONS]):
+        if start:
+            consolidate(world)
+        first = 0 if strategy.due == "delayed" else start
+        equations(world, range(start, stop), strategy, CASE, first)
+    for mine, replica in zip(ranks, world, strict=True):
+        assert_same(mine, replica, f"rank {replica.rank}")
