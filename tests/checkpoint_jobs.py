@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import resource
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +20,10 @@ from workers import TIMEOUT_S, rank, world_size
 
 import offbeat
 from offbeat import Strategy
+from offbeat.checkpoint import shard
+from offbeat.checkpoint.folder import Folder
+from offbeat.checkpoint.frozen import freeze
+from offbeat.checkpoint.saving import Company, Saving
 
 CASE = Case("conv", "nesterov", "step")
 
@@ -113,3 +121,216 @@ def resume_everywhere(
                 digests.append((start, resumed.digest()))
         found.append((str(strategy), digests))
     return found
+
+
+# ---- what goes wrong ------------------------------------------------------------------------
+
+
+def full_disk(folder: str) -> dict[str, Any]:
+    """Rank 1 may write no file above 2 KB in its second save."""
+    found: dict[str, Any] = {}
+    with job(offbeat.LocalSGD(period=3)) as mine:
+        mine.iterate(0)
+        mine.save(folder).wait()
+        mine.iterate(1)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+        saving = mine.save(folder)
+        try:
+            saving.wait()
+        except RuntimeError as error:
+            found["error"] = str(error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        found["left"] = sorted(path.name for path in Path(folder).iterdir())
+        mine.iterate(2)
+        found["after"] = mine.save(folder, keep=1).wait().name
+        found["kept"] = sorted(path.name for path in Path(folder).iterdir())
+    return found
+
+
+def killed_while_saving(folder: str) -> str:
+    """Rank 1 dies when its files are written and its manifest is not."""
+    with job(offbeat.LocalSGD(period=3)) as mine:
+        mine.iterate(0)
+        mine.save(folder).wait()
+        mine.iterate(1)
+        if rank() == 1:
+            shard._sums = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        saving = mine.save(folder)
+        try:
+            saving.wait()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def goes_on(folder: str, strategy: Strategy) -> tuple[int, str, bool]:
+    """Where a new job begins, and its weights."""
+    with job(strategy) as mine:
+        found = mine.load(folder)
+        mine.model.consolidate()
+        return offbeat.iteration(mine.model), mine.digest(), found.exact
+
+
+def dies_at(folder: str, step: int) -> int:
+    """Save twice; in the second time be killed at the n-th thing that is done to the disk. The
+    number of steps if there are fewer."""
+
+    def saved(number: int) -> None:
+        manifest = shard.Manifest(0, 1, number, "x", alike=True)
+        frozen = freeze({"number": number, "weight": torch.full((50,), float(number))}, {})
+        name = f"{number:06d}-iteration-{number}"
+        Saving(Folder(folder), name, frozen, manifest, Company(None), keep=1).wait()
+
+    saved(1)
+    left = [step]
+
+    def fatal(act: Any) -> Any:
+        def acting(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return act(*args, **kwargs)
+
+        return acting
+
+    for where, what in ((os, "fsync"), (os, "unlink"), (os, "rmdir"), (Path, "rename")):
+        setattr(where, what, fatal(getattr(where, what)))
+    os.mkdir, Path.mkdir = fatal(os.mkdir), fatal(Path.mkdir)  # type: ignore[method-assign]
+    saved(2)
+    return step - left[0]
+
+
+def refused(folder: str) -> dict[str, str]:
+    """What is said when something is used in a wrong way."""
+    said: dict[str, str] = {}
+
+    def words(name: str, act: Any) -> None:
+        try:
+            act()
+        except (ValueError, RuntimeError, FileNotFoundError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    with job(offbeat.LocalSGD(period=3)) as mine:
+        words("nothing", lambda: mine.load(folder))
+        words("module", lambda: offbeat.save(folder, mine.model.module, mine.optimizer))
+        words("optimizer", lambda: offbeat.save(folder, mine.model, mine.optimizer.inner))
+        words("keep", lambda: mine.save(folder, keep=0))
+        mine.model(batch(CASE, rank(), 0)[0])
+        words("within", lambda: mine.save(folder))
+        mine.iterate(0)
+        lock = {"lock": threading.Lock()}
+        words("extra", lambda: offbeat.save(folder, mine.model, mine.optimizer, lock))
+        path = mine.save(folder).wait()
+        words("one", lambda: mine.save(str(path)))
+        missing = {"sampler": mine.scheduler}
+        words("missing", lambda: offbeat.load(folder, mine.model, mine.optimizer, missing))
+    with job(offbeat.LocalSGD(period=4)) as mine:
+        words("strategy", lambda: mine.load(folder))
+    with job(offbeat.LocalSGD(period=3), profile=None, observe=3) as mine:
+        mine.iterate(0)
+        words("observing", lambda: mine.save(folder))
+    words("closed", lambda: mine.save(folder))
+    return said
+
+
+def served() -> list[str]:
+    os.environ["OFFBEAT_SERVERS"] = "1"
+    try:
+        mine = Job(offbeat.SSP(s=0), Case("mlp"), profile=None)
+    except SystemExit:
+        return []
+    words = []
+    for act in (mine.save, mine.load):
+        try:
+            act("/nowhere")
+        except ValueError as error:
+            words.append(str(error))
+    mine.model.close()
+    return words
+
+
+# ---- other worlds ---------------------------------------------------------------------------
+
+
+def save_consolidated(folder: str) -> tuple[str, dict[str, Any]]:
+    """Two runs go on apart; then they are made one, and saved with values of their own."""
+    with job(offbeat.LocalSGD(period=10)) as mine:
+        mine.train(range(3))
+        mine.save(f"{folder}/apart").wait()
+        mine.model.consolidate()
+        extra = {**mine.extra, "epoch": 7, "rank": rank()}
+        offbeat.save(f"{folder}/one", mine.model, mine.optimizer, extra).wait()
+        return mine.digest(), {n: t.clone() for n, t in mine.model.state_dict().items()}
+
+
+def load_elsewhere(folder: str, strategy: Strategy) -> tuple[str, dict[str, Any], Any, str]:
+    with job(strategy) as mine:
+        try:
+            mine.load(f"{folder}/apart")
+            said = ""
+        except ValueError as error:
+            said = str(error)
+        found = mine.load(f"{folder}/one")
+        weights = {n: t.clone() for n, t in mine.model.state_dict().items()}
+        digest = mine.digest()
+        mine.train(range(offbeat.iteration(mine.model), 6))
+        mine.save(f"{folder}/{world_size()}").wait()
+        return digest, weights, (found.exact, found.iteration, found.extra), said
+
+
+# ---- plans that are measured, gossip, launchers ---------------------------------------------
+
+
+def observed(folder: str, resuming: bool) -> tuple[str, str, int]:
+    """A run whose plan comes from what it has measured, resumed by one that has measured nothing,
+    or is in the middle of measuring."""
+    with job(offbeat.PartialSync(period=2), profile=None, observe=2) as mine:
+        start = 0
+        if resuming:
+            start = mine.load(folder).iteration
+        for t in range(start, 7):
+            mine.iterate(t)
+            if t == 4 and not resuming:
+                mine.save(folder).wait()
+        return mine.digest(), mine.model._session.plan.digest, start
+
+
+def watched(folder: str, resuming: bool) -> tuple[str, str, str]:
+    """A run whose loss is watched, and that plans again by the noise of its gradients."""
+    case = Case("mlp", "nesterov")
+    with job(offbeat.DeFT(), case) as mine:
+        start = mine.load(folder).iteration if resuming else 0
+        for t in range(start, 65):
+            mine.iterate(t)
+            if t == 24 and not resuming:
+                mine.save(folder).wait()
+        session = mine.model._session
+        seen = session._guard.captured()
+        watch = f"{seen['watch']} {seen['iterations']} {[float(x) for x in seen['losses']]}"
+        return mine.digest(), f"{watch} {session.profile.noise}", session.plan.digest
+
+
+def gossiping(folder: str, strategy: Strategy, resuming: bool) -> tuple[int, dict[str, Any]]:
+    """Each worker's own weights when it has saved, or has loaded."""
+    with job(strategy, Case("mlp", "nesterov"), profile=None) as mine:
+        if resuming:
+            checkpoint = mine.load(folder)
+            assert checkpoint.path.parent.name == f"worker-{rank()}"
+        else:
+            mine.train(range(4 + rank()))
+            mine.save(folder).wait()
+        found = {k: v.clone() for k, v in mine.optimizer.state_dict()["state"][0].items()}
+        iteration = offbeat.iteration(mine.model)
+        mine.iterate(iteration)
+        return iteration, found
+
+
+def launched(file: str, iterations: int) -> tuple[int, str]:
+    """A script that knows nothing of checkpoints but where to begin."""
+    os.environ["OFFBEAT_JOB"] = file
+    with job(offbeat.PartialSync(period=3), Case("conv", "nesterov")) as mine:
+        start = offbeat.iteration(mine.model)
+        mine.train(range(start, iterations))
+        return start, mine.digest()

@@ -120,7 +120,7 @@ def test_saved_for_backward_as_before() -> None:
     output = model(x).sum()
     with torch.no_grad():
         flat.parameters[0].mul_(1.0)
-        model[4].weight.mul_(1.0)
+        model.get_parameter("4.weight").mul_(1.0)
     with pytest.raises(RuntimeError, match="inplace"):
         output.backward()
 
@@ -160,7 +160,7 @@ def test_memory_that_was_replaced_is_noticed() -> None:
     watch = ParameterWatch(model)
     watch.attach(flat.parameters)
     watch.require_unchanged()
-    model[4].weight.share_memory_()
+    model.get_parameter("4.weight").share_memory_()
     with pytest.raises(ValueError, match=r"'4.weight' has got other memory.*copies"):
         watch.require_unchanged()
     watch.close()
@@ -178,8 +178,11 @@ def prepared_copies() -> list[int]:
         optimizer.zero_grad()
         model(torch.ones(6, 2, 4, 4, dtype=torch.float64)).sum().backward()
         optimizer.step()
-    sizes = [saved(m) for m in (plain, model.module, copy.deepcopy(model), model.module[8])]
-    sizes.append(saved(plain[8]))
+    sizes = [
+        saved(m)
+        for m in (plain, model.module, copy.deepcopy(model), model.module.get_submodule("8"))
+    ]
+    sizes.append(saved(plain.get_submodule("8")))
     model.close()
     return sizes
 

@@ -235,6 +235,8 @@ def _session(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Sessi
         raise ValueError(
             f"{which} ({type(what).__name__}) must be the one that offbeat.prepare returned"
         )
+    if optimizer is not None and session.elsewhere is not None:
+        raise ValueError(session.elsewhere)
     return session
 
 

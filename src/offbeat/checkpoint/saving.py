@@ -22,8 +22,8 @@ class Company:
     says gets in nobody's way. Who saves alone has none."""
 
     def __init__(self, control: Control | None):
+        self._control, self._group = control, None
         self.size = control.world_size if control is not None else 1
-        self._group = None
         if control is not None and self.size > 1:
             self._group = new_group("gloo", control.timeout_s)
 
@@ -32,7 +32,14 @@ class Company:
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            assert self._control is not None
+            behind = self._control.behind()
+            raise RuntimeError(
+                f"ranks could not save or load together: {error}. {behind}"
+            ) from error
         return values
 
     def share(self, value: Any) -> Any:

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from offbeat.checkpoint.frozen import Frozen, empty
 
@@ -92,8 +92,8 @@ def sync(directory: Path) -> None:
 
 
 def _store(directory: Path, state: dict[str, Any]) -> None:
-    """As `dcp.save` of one process alone does it, which warns that there is only one."""
-    writer = dcp.FileSystemWriter(directory)  # it syncs its files
+    """As torch's `save` of one process alone does it, which warns that there is only one."""
+    writer = FileSystemWriter(directory)  # it syncs its files
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -106,8 +106,8 @@ def _store(directory: Path, state: dict[str, Any]) -> None:
 
 
 def _fill(directory: Path, state: dict[str, Any]) -> None:
-    """As `dcp.load` does it."""
-    reader = dcp.FileSystemReader(directory)
+    """As torch's `load` does it."""
+    reader = FileSystemReader(directory)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = reader.read_metadata()
     planner.set_up_planner(state, metadata, is_coordinator=True)

@@ -105,6 +105,11 @@ def run(
     set_: Settings = None,
     profile: ReuseProfile = None,
     where: Where = WHERE,
+    checkpoint: Annotated[Path | None, option("Folder of checkpoints.")] = None,
+    every: Annotated[int | None, option("Save one after every so many iterations.")] = None,
+    resume: Annotated[
+        bool, option("Go on from the newest one; see offbeat.iteration for the script's loop.")
+    ] = False,
     out: OutDir = None,
     json_: Json = False,
 ) -> int:
@@ -112,11 +117,14 @@ def run(
 
     Example: offbeat run --rate 50mbit --strategy dreamddp --set period=8 train.py --steps 100
     """
-    from offbeat.run.compare import Comparison, Contestant
+    from offbeat.run.compare import Comparison, Contestant, Keeping
 
+    if checkpoint is None and (every is not None or resume):
+        raise ValueError("--every and --resume need --checkpoint, a folder")
+    keeping = None if checkpoint is None else Keeping(checkpoint, every, resume)
     chosen = (Contestant(strategy, texts.strategy(strategy, set_)),)
     setup = _setup(where, script, args)
-    return _compare(Comparison(setup, chosen, profile=profile), out, json_)
+    return _compare(Comparison(setup, chosen, profile=profile, keeping=keeping), out, json_)
 
 
 @app.command

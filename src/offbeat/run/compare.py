@@ -120,11 +120,39 @@ class Setup:
 
 
 @dataclass(frozen=True)
+class Keeping:
+    """Checkpoints of a run: saved into `folder` every so many iterations; with `resume` it goes on
+    from the newest one there."""
+
+    folder: Path
+    every: int | None = None
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"every ({self.every}) must be at least 1 iteration")
+        if self.every is None and not self.resume:
+            raise ValueError(
+                f"checkpoint ({self.folder}) needs --every N to be saved, --resume to go on from, "
+                "or both"
+            )
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What the runtime is told."""
+        return {
+            "checkpoint": str(self.folder.absolute()),
+            "checkpoint_every": self.every,
+            "resume": self.resume,
+        }
+
+
+@dataclass(frozen=True)
 class Comparison:
     """What is compared: every contestant `repetitions` times, in turns.
 
     `profile` is read from that file if given, else measured first. `target_loss` asks for the time
-    until this training loss; `command` is what the user typed.
+    until this training loss; `command` is what the user typed. `keeping` is of a lone contestant.
     """
 
     setup: Setup
@@ -133,10 +161,16 @@ class Comparison:
     target_loss: float | None = None
     profile: Path | None = None
     command: tuple[str, ...] = ()
+    keeping: Keeping | None = None
 
     def __post_init__(self) -> None:
         labels = [contestant.label for contestant in self.contestants]
         served = [c.label for c in self.contestants if isinstance(c.strategy, Served)]
+        if served and self.keeping is not None:
+            raise ValueError(
+                f"checkpoint ({self.keeping.folder}) is not for {served[0]}, whose parameters are "
+                "on its servers; let them save their part with --set snapshot=DIRECTORY"
+            )
         if served and not self.setup.servers:
             raise ValueError(
                 f"servers (0) must be at least 1 for {served[0]}; add --servers 1, which are hosts "
@@ -361,6 +395,7 @@ def _repeat(
         profile=str(path.absolute()),
         pace=Profile.load(path).pace or None,
         record_dir=str(directory.absolute()),
+        **(comparison.keeping.job if comparison.keeping is not None else {}),
     )
     with progress.step(what) as on_line:
         problem, changes = _launch(

@@ -45,6 +45,8 @@ class ServedSession(Session):
     """Marks iterations, records them, and leaves the rest to what its subclasses do with the
     client."""
 
+    elsewhere = NOT_HERE
+
     def __init__(self, worker: Worker):
         self._pace = worker.pace
         if self._pace is not None:

@@ -44,6 +44,8 @@ class Session(ABC):
     _cluster: Cluster
     strategy: str = ""
     """Name and settings of what was asked for."""
+    elsewhere: ClassVar[str | None] = None
+    """Why it cannot be saved, and what else to do."""
     alone: ClassVar[bool] = False
     """Whether ranks do not wait for each other, so that each saves and loads for itself."""
     saver: Saver | None = None

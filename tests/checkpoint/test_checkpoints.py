@@ -1,0 +1,247 @@
+"""Checkpoints as files: whole or not there, of any job, and what is said if they cannot be."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import checkpoint_jobs as jobs
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from models import build_model
+from worlds import run_world, watch_world
+
+import offbeat
+from offbeat.checkpoint import shard
+from offbeat.checkpoint.folder import Folder
+from offbeat.checkpoint.frozen import freeze
+from offbeat.numerics.change import Course
+
+# ---- one shard ------------------------------------------------------------------------------
+
+
+def manifest(iteration: int = 3, world_size: int = 1) -> shard.Manifest:
+    return shard.Manifest(0, world_size, iteration, "bsp", alike=True)
+
+
+def written(directory: Path, value: Any, **names: torch.Tensor) -> Path:
+    shard.write(directory, freeze(value, names), manifest())
+    return directory
+
+
+def test_any_value_comes_back(tmp_path: Path) -> None:
+    weight = torch.randn(3, 4, dtype=torch.bfloat16)
+    course = Course(0.5, deque([1.0, 2.0], maxlen=3), 4.0)
+    value = {
+        "tied": [weight, weight.detach()],
+        "strided": torch.arange(6.0).reshape(2, 3).t(),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 2),
+        "empty too": torch.empty(2, 0),
+        "course": course,
+    }
+    back = shard.read(written(tmp_path / "a", value, weight=weight))
+    weight.zero_()
+    assert back["tied"][0] is back["tied"][1]
+    assert back["tied"][0].abs().sum() > 0
+    assert back["strided"].stride() == (1, 3)
+    assert torch.equal(back["strided"], value["strided"])
+    assert back["scalar"].item() == 3
+    assert [back[k].shape for k in ("empty", "empty too")] == [(0, 2), (2, 0)]
+    assert back["course"] == course
+    assert back["course"].values.maxlen == 3
+
+
+def test_frozen_is_frozen() -> None:
+    value = {"list": [1], "tensor": torch.ones(2)}
+    frozen = freeze(value, {})
+    value["list"].append(2)
+    value["tensor"].zero_()
+    assert frozen.thawed()["list"] == [1]
+    assert frozen.thawed()["tensor"].sum() == 2
+    with pytest.raises(ValueError, match="extra holds something that cannot be saved"):
+        freeze({"lock": threading.Lock()}, {})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_format_is_that_of_torch(tmp_path: Path) -> None:
+    """Weights can be read without offbeat."""
+    model = build_model(jobs.CASE)
+    names = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    shard.write(tmp_path / "a", freeze({"model": model.state_dict()}, names), manifest())
+    other = build_model(jobs.CASE, seed=5)
+    state = {"model": other.state_dict()}
+    load(state, checkpoint_id=tmp_path / "a")
+    other.load_state_dict(state["model"])
+    assert all(torch.equal(t, model.state_dict()[n]) for n, t in other.state_dict().items())
+
+
+def test_damage_is_noticed(tmp_path: Path) -> None:
+    directory = written(tmp_path / "a", {"w": torch.ones(100)})
+    [file] = directory.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert shard.look_up(directory).iteration == 3, "a look compares no contents"
+    with pytest.raises(ValueError, match=rf"{file}.*not what was written"):
+        shard.read(directory)
+    file.write_bytes(data[:-1])
+    with pytest.raises(ValueError, match="must have"):
+        shard.look_up(directory)
+
+
+# ---- the folder -----------------------------------------------------------------------------
+
+
+def test_folder(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    assert folder.names() == []
+    assert folder.next_number() == 1
+    for number in (1, 2, 12):
+        written(folder.shard(f"{number:06d}-iteration-5", 0), number)
+    written(folder.unfinished("000013-iteration-9", 0), 0)
+    (tmp_path / "notes").mkdir()
+    (folder.shard("000012-iteration-5", 0) / shard.MANIFEST).unlink()
+    assert [int(name[:6]) for name in folder.names()] == [12, 2, 1]
+    assert [int(name[:6]) for name in folder.whole(0)] == [2, 1]
+    assert not folder.whole(1)
+    assert folder.next_number() == 13
+    folder.finish("000013-iteration-9", 0)
+    folder.finish("000013-iteration-9", 0)  # another rank of this host
+    with pytest.raises(OSError, match="000014"):
+        folder.finish("000014-iteration-9", 0)
+    assert next(iter(folder.whole(0))) == "000013-iteration-9"
+    written(folder.unfinished("000015-iteration-9", 0), 0)
+    folder.prune(2)
+    left = ["000012-iteration-5", "000013-iteration-9", "notes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert Folder(tmp_path / "000013-iteration-9").names() == ["000013-iteration-9"]
+
+
+def test_killed_at_any_time(tmp_path: Path) -> None:
+    """Whatever was the last thing done to the disk: there is a whole checkpoint, of the first save
+    or of the second."""
+    found = []
+    for step in range(1, 100):
+        folder = tmp_path / str(step)
+        [outcome] = watch_world(jobs.dies_at, 1, str(folder), step)
+        name = next(iter(Folder(folder).whole(0)))
+        found.append(shard.read(Folder(folder).shard(name, 0))["number"])
+        if outcome.exitcode == 0:
+            assert outcome.result < step
+            break
+        assert outcome.exitcode == -signal.SIGKILL
+    assert found == sorted(found)
+    assert set(found) == {1, 2}
+    assert found.count(1) > 3
+    assert found.count(2) > 1, "also while the old one is removed"
+    assert len(Folder(tmp_path / str(len(found))).names()) == 1
+
+
+# ---- several ranks --------------------------------------------------------------------------
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    for found in run_world(jobs.full_disk, 2, str(tmp_path)):
+        assert f"{tmp_path}/000002-iteration-2 was not saved (rank 1: " in found["error"]
+        assert "File too large" in found["error"]
+        assert f"{tmp_path}/000001-iteration-1 is still whole" in found["error"]
+        assert "rank 0" not in found["error"]
+        assert found["left"] == ["000001-iteration-1"]
+        assert found["after"] == "000002-iteration-3"
+        assert found["kept"] == ["000002-iteration-3"]
+
+
+def test_a_rank_that_dies_while_saving(tmp_path: Path) -> None:
+    zero, one = watch_world(jobs.killed_while_saving, 2, str(tmp_path), doomed=[1])
+    assert one.exitcode == -signal.SIGKILL
+    assert f"{tmp_path}/000002-iteration-2 was not saved" in zero.result
+    assert list(Folder(tmp_path).whole(0)) == ["000001-iteration-1"]
+    found = run_world(jobs.goes_on, 2, str(tmp_path), offbeat.LocalSGD(period=3))
+    assert [(at, exact) for at, _, exact in found] == [(1, True)] * 2
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    for said in run_world(jobs.refused, 2, str(tmp_path)):
+        assert f"there is no checkpoint in {tmp_path} on any rank" in said["nothing"]
+        assert "model (Sequential) must be the one that offbeat.prepare" in said["module"]
+        assert "optimizer (SGD) must be the one that offbeat.prepare" in said["optimizer"]
+        assert "keep (0) must be at least 1" in said["keep"]
+        assert "RuntimeError: an iteration is under way" in said["within"]
+        assert "extra holds something that cannot be saved" in said["extra"]
+        assert "must be the folder of checkpoints" in said["one"]
+        assert "extra ('sampler') must be one of what" in said["missing"]
+        assert "local-sgd(period=3), each with weights of its own" in said["strategy"]
+        assert "there is no plan yet in iteration 1" in said["observing"]
+        assert "the model is closed" in said["closed"]
+
+
+def test_servers_keep_their_own() -> None:
+    words, _ = run_world(jobs.served, 2)
+    assert len(words) == 2
+    assert all("not for strategies with servers" in text for text in words)
+
+
+def test_other_worlds(tmp_path: Path) -> None:
+    """A consolidated checkpoint is any job's; one of replicas that differ only its own."""
+    saved = run_world(jobs.save_consolidated, 2, str(tmp_path))
+    (_, weights) = saved[0]
+    for size, strategy in (
+        (3, offbeat.LocalSGD(period=10)),
+        (1, offbeat.WFBP()),
+        (2, offbeat.BSP()),
+    ):
+        found = run_world(jobs.load_elsewhere, size, str(tmp_path), strategy)
+        assert len({digest for digest, _, _, _ in found}) == 1
+        for digest, mine, (exact, iteration, extra), said in found:
+            assert digest == saved[0][0], "weights, and rank 0's optimizer state"
+            assert all(torch.equal(t, weights[n]) for n, t in mine.items())
+            assert (exact, iteration) == (False, 3)
+            assert extra == {"epoch": 7, "rank": 0}
+            assert "is of 2 ranks under local-sgd(period=10)" in said
+            assert f"and here are {size} under {strategy}" in said
+
+
+def test_plans_that_were_measured(tmp_path: Path) -> None:
+    whole = run_world(jobs.observed, 2, str(tmp_path), False)
+    resumed = run_world(jobs.observed, 2, str(tmp_path), True)
+    assert [r[:2] for r in resumed] == [w[:2] for w in whole]
+    assert resumed[0][2] == 5
+
+
+def test_what_was_seen_of_the_loss(tmp_path: Path) -> None:
+    whole = run_world(jobs.watched, 2, str(tmp_path), False)
+    assert run_world(jobs.watched, 2, str(tmp_path), True) == whole
+    assert "noise=None" not in whole[0][1]
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.A2CiD2("complete"), offbeat.ADPSGD("complete")], ids=str
+)
+def test_gossip(strategy: offbeat.Strategy, tmp_path: Path) -> None:
+    """Every worker saves when it likes, and goes on from its own."""
+    saved = run_world(jobs.gossiping, 2, str(tmp_path), strategy, False)
+    loaded = run_world(jobs.gossiping, 2, str(tmp_path), strategy, True)
+    for rank, ((at, state), (back, found)) in enumerate(zip(saved, loaded, strict=True)):
+        assert at == back == 4 + rank
+        assert all(torch.equal(t, found[n]) for n, t in state.items())
+
+
+def test_a_launcher_saves_and_resumes(tmp_path: Path) -> None:
+    def job(**more: Any) -> str:
+        file = tmp_path / "job.json"
+        file.write_text(json.dumps({"schema": 1, **more}))
+        return str(file)
+
+    folder = str(tmp_path / "saved")
+    plain = run_world(jobs.launched, 2, job(), 8)
+    asked = {"checkpoint": folder, "checkpoint_every": 2, "resume": True}
+    assert [at for at, _ in run_world(jobs.launched, 2, job(**asked), 5)] == [0, 0]
+    assert [m.iteration for m in Folder(folder).whole(1).values()] == [4, 2]
+    assert run_world(jobs.launched, 2, job(**asked), 8) == [(4, digest) for _, digest in plain]
+    assert [m.iteration for m in Folder(folder).whole(0).values()] == [8, 6]

@@ -1,0 +1,138 @@
+"""Any plan can be left at any iteration and gone on with elsewhere, to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from offbeat.checkpoint.frozen import Frozen, freeze
+from offbeat.plan import Plan
+from offbeat.plan.check import check
+from offbeat.plan.program import Program
+from offbeat.runtime.engine import Engine
+from offbeat.runtime.position import capture, restore
+from offbeat.runtime.votes import vote_channel
+from offbeat.storage.flat import Flat
+from offbeat.storage.layout import BucketSpec
+from offbeat.testing.memory import MemoryControl, World, memory_links, run_ranks
+from offbeat.testing.quadratic import DECAY, MOMENTUM, RATE, TIMEOUT_S, Net, Quadratic, ran
+from offbeat.testing.random_plans import random_plan, ranks_of
+from offbeat.transport.device import CPU
+
+PLANS = 60  # accepted ones
+
+
+class Worker:
+    """One rank's engine on a model of which everything is known."""
+
+    def __init__(self, plan: Plan, task: Quadratic, rank: int, links: Any, control: Any):
+        start, self.a, self.c = task.numbers
+        self.task, self.rank = task, rank
+        self.net = Net(start, task.sizes)
+        specs = [BucketSpec(f"b{b}", (f"layers.{b}.w",)) for b in range(len(task.sizes))]
+        self.optimizer = torch.optim.SGD(
+            self.net.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY
+        )
+        self.engine = Engine(
+            self.net, Flat(self.net, specs), self.optimizer, links, CPU(), control, TIMEOUT_S
+        )
+        self.engine.adopt(plan)
+        self.engine.begin()
+
+    def iterate(self, i: int) -> np.ndarray:
+        """The weights that its forward has seen."""
+        engine, sizes = self.engine, list(self.task.sizes)
+        a, c = torch.from_numpy(self.a[self.rank]), torch.from_numpy(self.c[self.rank, i])
+        engine.zero_grad()
+        with engine.forward_begins():
+            loss = self.net(a.split(sizes), c.split(sizes))
+        engine.forward_ends()
+        loss.backward()
+        engine.step()
+        return torch.cat([layer.seen for layer in self.net.steps]).numpy()
+
+    def save(self) -> Frozen:
+        position = capture(self.engine)
+        state = [self.net.state_dict(), self.optimizer.state_dict(), position]
+        return freeze(state, {})
+
+    def load(self, saved: Frozen) -> None:
+        weights, state, position = saved.thawed()
+        self.net.load_state_dict(weights)
+        self.optimizer.load_state_dict(state)
+        self.engine.refresh_groups()
+        restore(self.engine, position)
+
+    def leave(self) -> None:
+        self.engine.pauses.settle()
+        self.engine.detach()
+
+
+def lives(plan: Plan, task: Quadratic, live: Any) -> list[Any]:
+    """What `live(worker)` returns on every rank."""
+    names = [*plan.links, *([vote_channel("net")] if plan.votes else [])]
+
+    def life(world: World, rank: int) -> Any:
+        links = memory_links(world, rank, dict.fromkeys(["net", *names]), plan.groups)
+        worker = Worker(plan, task, rank, links, MemoryControl(world, rank))
+        try:
+            found = live(worker)
+            worker.leave()
+            return found
+        finally:
+            for link in links.values():
+                link.close()
+
+    return run_ranks(task.ranks, life)
+
+
+def accepted() -> Iterator[tuple[int, Plan]]:
+    seed = found = 0
+    while found < PLANS:
+        plan = random_plan(Random(seed), broken=0.1)
+        if not check(plan):
+            found += 1
+            yield seed, plan
+        seed += 1
+
+
+def in_two(plan: Plan, task: Quadratic, at: int) -> tuple[np.ndarray, np.ndarray, list[Any]]:
+    """What the forwards of all ranks have seen, of a run that is saved at an iteration, and of one
+    that begins with what was saved; and where they stood."""
+
+    def whole(worker: Worker) -> tuple[list[np.ndarray], Frozen]:
+        seen = [worker.iterate(i) for i in range(at)]
+        saved = worker.save()
+        return seen + [worker.iterate(i) for i in range(at, worker.task.iterations)], saved
+
+    seen, saved = zip(*lives(plan, task, whole), strict=True)
+
+    def rest(worker: Worker) -> list[np.ndarray]:
+        worker.load(saved[worker.rank])
+        return [worker.iterate(i) for i in range(at, worker.task.iterations)]
+
+    resumed = lives(plan, task, rest)
+    return np.array(seen), np.array(resumed), [frozen.thawed()[2] for frozen in saved]
+
+
+def test_resumed_at_any_iteration() -> None:
+    under_way = kept = 0
+    for seed, plan in accepted():
+        rng = Random(seed)
+        iterations = plan.prologue + 2 * plan.period + Program(plan).lag + 1
+        sizes = tuple(rng.choice((1, 3, 5)) for _ in range(plan.buckets))
+        task = Quadratic(sizes, max(ranks_of(plan), 2), iterations, seed)
+        at = rng.randrange(1, iterations)
+
+        expected = np.array(ran(plan, task))
+        saved, resumed, positions = in_two(plan, task, at)
+        assert np.array_equal(saved, expected), f"seed {seed}: saving disturbs\n{plan}"
+        assert np.array_equal(resumed, expected[:, at:]), f"seed {seed}, at {at}\n{plan}"
+        under_way += any(i["messages"] for p in positions for i in p["iterations"])
+        kept += any(name != "grad" for p in positions for name in p["buffers"])
+    assert under_way > 5, "too few plans had messages under way"
+    assert kept > 5, "too few plans had buffers of their own"
