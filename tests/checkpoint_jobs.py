@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -334,3 +335,17 @@ def launched(file: str, iterations: int) -> tuple[int, str]:
         start = offbeat.iteration(mine.model)
         mine.train(range(start, iterations))
         return start, mine.digest()
+
+
+def reloads(folder: str) -> tuple[int, list[str]]:
+    """Where a job goes on, and what was said."""
+    with (
+        warnings.catch_warnings(record=True) as said,
+        job(offbeat.PartialSync(period=3), Case("conv", "nesterov")) as mine,
+    ):
+        warnings.simplefilter("always")
+        try:
+            at = mine.load(folder).iteration
+        except RuntimeError as error:
+            return -1, [str(error)]
+        return at, [str(w.message) for w in said]

@@ -12,8 +12,8 @@ from typing import Any
 import checkpoint_jobs as jobs
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load
 from models import build_model
+from torch.distributed.checkpoint.state_dict_loader import load
 from worlds import run_world, watch_world
 
 import offbeat
@@ -245,3 +245,19 @@ def test_a_launcher_saves_and_resumes(tmp_path: Path) -> None:
     assert [m.iteration for m in Folder(folder).whole(1).values()] == [4, 2]
     assert run_world(jobs.launched, 2, job(**asked), 8) == [(4, digest) for _, digest in plain]
     assert [m.iteration for m in Folder(folder).whole(0).values()] == [8, 6]
+    require_sound(folder)
+
+
+def require_sound(folder: str) -> None:
+    """What has become shorter is passed over; what has changed is an error on every rank."""
+    newest, before = Folder(folder).whole(1)
+    [file] = Folder(folder).shard(newest, 1).glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-1])
+    for at, said in run_world(jobs.reloads, 2, folder):
+        assert at == 6
+        assert any(f"{newest} is not whole on every rank; {before} is loaded" in s for s in said)
+    [file] = Folder(folder).shard(before, 1).glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    for at, said in run_world(jobs.reloads, 2, folder):
+        assert at == -1
+        assert f"rank 1: {file} is not what was written" in said[0]
