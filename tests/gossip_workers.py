@@ -18,6 +18,7 @@ from torch import Tensor
 from workers import rank, snapshot
 
 import offbeat
+from offbeat.blocks import path_of, read
 from offbeat.gossip.meetings import USER
 from offbeat.gossip.view import State
 from offbeat.measuring import pairs
@@ -113,7 +114,7 @@ def recorded(
     job.write_text(json.dumps({"schema": 1, "record_dir": directory}))
     os.environ["OFFBEAT_JOB"] = str(job)
     gossip(case, strategy, iterations, None, exchanges)
-    return json.loads((Path(directory) / f"rank{rank()}.json").read_text())
+    return read(path_of(directory, rank()))
 
 
 def pass_on(model: Any, optimizer: Any, case: Case) -> None:

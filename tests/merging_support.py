@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 from workers import Trained, bits, prepared, rank, snapshot, world_size
 
 from offbeat import WFBP, Plan, Profile, Strategy
+from offbeat.blocks import path_of, read
 from offbeat.guards import convergence as guard
 from offbeat.plan import Apply, Buffer, Merge, Moment, Phases, local, transfer
 from offbeat.profile import Link
@@ -244,7 +245,7 @@ def train_guarded(
             trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
             model.consolidate(repair=rates[0] != rates[1])
             united = bits(model)
-    decisions = json.loads((Path(directory) / f"rank{rank()}.json").read_text())["decisions"]
+    decisions = read(path_of(directory, rank()))["decisions"]
     texts = [str(w.message) for w in caught]
     return Watched(trained, names, periods, texts, decisions, united)
 

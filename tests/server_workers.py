@@ -25,6 +25,7 @@ from workers import User, bits, rank, snapshot, world_size
 
 import offbeat
 from offbeat import Strategy
+from offbeat.blocks import path_of, read
 
 
 @dataclass
@@ -135,7 +136,7 @@ def _selected(directory: str, case: Case, strategy: Strategy, iterations: int, l
     client = getattr(model._session, "_client", None)
     found = Worked(*trained, {}, client.clock if client else 0, bits(model))
     model.close()
-    return found, json.loads((Path(directory) / f"rank{rank()}.json").read_text())
+    return found, read(path_of(directory, rank()))
 
 
 def refused(servers: int, strategy: Any) -> str:

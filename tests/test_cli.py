@@ -152,16 +152,32 @@ def test_a_profile_that_cannot_be_read(text, words, here, capsys):
         ("compare", "SCRIPT requires an argument"),
         ("run --hots 3 train.py", "Did you mean --hosts?"),
         ("run --hosts many train.py", "--hosts"),
-        ("run --hosts 0 train.py", "hosts: (0)"),
-        ("run --rate 10foo train.py", "rate ('10foo') has the unknown unit 'foo'"),
+        ("run --hosts 0 train.py", "--hosts (0) must be from 1 to 250"),
+        ("run --hosts -2 train.py", "--hosts (-2) must be from 1 to 250"),
+        ("run --hosts 2.5 train.py", "must be a whole number"),
+        ("run --servers -1 train.py", "--servers (-1) must be at least 0"),
+        ("run --rate 10foo train.py", "--rate ('10foo') has the unknown unit 'foo'"),
+        ("run --rate -5mbit train.py", "--rate ('-5mbit') must be from 1kbit to 32gbit; write"),
+        ("run --rate=-5mbit train.py", "--rate ('-5mbit') must be from 1kbit to 32gbit; write"),
+        ("run --rate 5 train.py", "--rate ('5') must be from 1kbit to 32gbit; write bit, kbit"),
+        ("run --rate fast train.py", "--rate ('fast') is not a number with a unit; write"),
+        ("run --rate --hosts 4 train.py", "--rate ('--hosts') is not a number with a unit"),
+        ("run --pace -2 train.py", "pace (-2) must be at least 1"),
+        ("run --wait -1 train.py", "--wait (-1) must be above 0"),
+        ("run --secret s3cret train.py", "--secret (s3cret) must be a file"),
+        ("run -m nothing.here", "module ('nothing.here') must exist"),
+        ("run -m", "-m must be followed by a module"),
+        ("compare -m json", "module ('json') is a package and must have a __main__.py"),
+        ("profile -m json.tool.x", "module ('json.tool.x') must exist"),
+        ("run -m train.py", "module ('train.py') must exist"),
         ("run --cluster x.toml train.py", "file (x.toml) must exist"),
         ("run --cluster profile.json --hosts 2 train.py", "--cluster says what --hosts"),
         ("run --lab sea train.py", '"auto", "none"'),
         ("run --strategy wfpb train.py", "did you mean 'wfbp'?"),
-        ("run --timeout 0 train.py", "timeout_s (0.0) must be above 0"),
-        ("run nothing.py --steps 3", "file (nothing.py) must exist"),
+        ("run --timeout 0 train.py", "--timeout (0) must be above 0"),
+        ("run nothing.py --steps 3", "script ('nothing.py --steps 3') must begin with an existing"),
         ("run --profile profile.json train.py", "world_size (16) of profile.json must be"),
-        ("compare --repeat 0 train.py", "repetitions (0) must be at least 1"),
+        ("compare --repeat 0 train.py", "--repeat (0) must be at least 1"),
         ("compare --strategies ddp,dremddp train.py", "did you mean 'dreamddp'?"),
         ("compare --strategies ddp,ddp train.py", "contestant ('ddp') must be unique"),
         ("compare --set dreamdp.period=2 train.py", "did you mean 'dreamddp'?"),
@@ -511,6 +527,47 @@ def test_arguments_after_the_script_are_the_scripts(own, scripts, here, capsys):
     assert f"    {scripts.split()}" in printed.err  # the end of rank 0's log
 
 
+def test_a_module_is_run_as_python_does(here, capsys):
+    """From the folder that holds its package, with relative imports; nothing of it is imported by
+    the launcher."""
+    package = here / "package_of_mine" / "training"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("import os; assert os.environ['RANK']")
+    (package / "__init__.py").write_text("")
+    (package / "words.py").write_text("from sys import argv")
+    (package / "echo.py").write_text("from .words import argv\n" + ECHO)
+    argv = ["run", "--lab", "none", "--hosts", "1", "-m", "package_of_mine.training.echo"]
+    assert cli.main([*argv, "--steps", "-m"]) == 1
+    printed = capsys.readouterr()
+    assert "    ['--steps', '-m']" in printed.err
+    [run] = (here / "runs").iterdir()
+    assert run.name.endswith("-package_of_mine.training.echo")
+    assert f"runs/{run.name}/wfbp/rep0/rankR.log" in printed.out
+
+
+@pytest.mark.parametrize("given", [None, "s3cret", "another"])
+def test_the_secret_comes_from_a_file(given, here, capsys, monkeypatch):
+    """Ranks see it in the variable, no command line shows it, and two secrets are refused."""
+    monkeypatch.setenv("OFFBEAT_SECRET", given or "")  # so that it is as before after the test
+    if given is None:
+        monkeypatch.delenv("OFFBEAT_SECRET")
+    (here / "secret.txt").write_text("s3cret\n")
+    (here / "secret.txt").chmod(0o640)
+    (here / "say.py").write_text(
+        "import os, sys; sys.exit('I know ' + os.environ['OFFBEAT_SECRET'])"
+    )
+    argv = ["run", "--lab", "none", "--hosts", "1", "--secret", "secret.txt", "say.py"]
+    if given == "another":
+        assert "are two secrets" in error_of(capsys, *argv)
+        return
+    assert cli.main(argv) == 1
+    printed = capsys.readouterr()
+    assert "    I know s3cret" in printed.err
+    assert "chmod 600 secret.txt" in printed.err
+    [run] = (here / "runs").iterdir()
+    assert "s3cret" not in (run / "run.json").read_text()
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
@@ -521,6 +578,9 @@ def test_arguments_after_the_script_are_the_scripts(own, scripts, here, capsys):
         ("run t.py -o p.json", "run -- t.py -o p.json"),
         ("run --hosts 2 -- t.py --help", "run --hosts 2 -- t.py --help"),
         ("run --help", "run --help"),
+        ("run --hosts 2 -m a.b --hosts 3", "run --hosts 2 -- -m a.b --hosts 3"),
+        ("profile -m a.b -o p.json", "profile -o p.json -- -m a.b"),
+        ("join 1.2.3.4:5 -m a.b", "join -- 1.2.3.4:5 -m a.b"),
         ("plan --profile p.json", "plan --profile p.json"),
         ("profile", "profile"),
     ],

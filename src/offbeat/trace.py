@@ -104,11 +104,7 @@ class Trace:
         """JSON-ready form, with the schema version."""
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         data |= {"schema": SCHEMA, "notes": dict(self.notes)}
-        names = [f.name for f in fields(Span)]
-        data["spans"] = {
-            "fields": names,
-            "rows": [[getattr(span, name) for name in names] for span in self.spans],
-        }
+        data["spans"] = spans_to_dict(self.spans)
         return data
 
     @classmethod
@@ -156,6 +152,12 @@ class Trace:
                 }
             )
         return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def spans_to_dict(spans: Iterable[Span]) -> dict[str, Any]:
+    """JSON-ready form: the names of the fields once, and a row for each."""
+    names = [f.name for f in fields(Span)]
+    return {"fields": names, "rows": [[getattr(span, name) for name in names] for span in spans]}
 
 
 def _steps(start: float, ends: list[float]) -> list[float]:

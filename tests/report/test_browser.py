@@ -71,6 +71,15 @@ def test_charts_are_drawn_and_keys_move_from_span_to_span(tmp_path):
       rank.value = "all"; rank.dispatchEvent(new Event("change", { bubbles: true }));
       key("ArrowDown"); key("ArrowDown");
       document.body.dataset.second = tip.textContent;
+      const table = document.querySelector(".box"), sides = [];
+      const seen = (width, left) => {
+        table.style.maxWidth = table.style.width = width;
+        table.scrollLeft = left;
+        table.dispatchEvent(new Event("scroll"));
+        sides.push([...table.classList].sort().join(" ") + (table.nextSibling.hidden ? "" : "!"));
+      };
+      seen("300px", 0); seen("300px", 50); seen("300px", 9999); seen("9999px", 0);
+      document.body.dataset.sides = sides.join("; ");
       document.querySelector("#series button").click();
       document.body.dataset.lines = document.querySelectorAll(".chart .line").length;
     </script></body>"""
@@ -87,6 +96,8 @@ def test_charts_are_drawn_and_keys_move_from_span_to_span(tmp_path):
     assert 'data-left="true"' in pressed
     assert re.search(r'data-second="\w+ [\d–]+ · predicted\s+rank [01], ', pressed)
     assert 'data-lines="4"' in pressed
+    sides = "box more-right!; box more-left more-right!; box more-left!; box"
+    assert f'data-sides="{sides}"' in pressed
 
 
 def test_generations_are_coloured_named_and_explained(tmp_path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import random
+import re
 
 import pytest
 from report.tiny import dump, record, steady, write_tiny
@@ -238,9 +241,70 @@ def test_winner_by_target_says_why():
     best, sentence = winner(rows)
     assert best is rows[1]
     assert sentence == (
-        "dreamddp reaches loss 2.500 in 24.0 s, 2.50 times sooner than ddp (60.0 s): its "
-        "iterations take 400 instead of 1,200 ms, and it needs 60 of them instead of 50."
+        "dreamddp reaches loss 2.500 in 24.0 s, 2.50 times sooner than ddp (60.0 s) = 3.00 × 0.83: "
+        "its iterations take 400 instead of 1,200 ms until then, and it needs 60 of them instead "
+        "of 50."
     )
+
+
+@pytest.mark.parametrize(("own", "others"), [((10.3, 19), (20.6, 24.5)), ((7.1, 40), (7.3, 31))])
+def test_the_factors_of_the_headline_multiply(own, others):
+    """Whatever the median iteration is: what is before and between counts until the target."""
+    rows = [
+        row(label, iteration_s=s, target_s=s, target_iterations=n, target_loss=1.0)
+        for label, (s, n) in (("a", own), ("b", others))
+    ]
+    sentence = winner(rows)[1]
+    gain = float(re.search(r"([\d.]+) times sooner", sentence)[1])
+    first, second = map(float, re.search(r"= ([\d.]+) × ([\d.]+):", sentence).groups())
+    assert gain == pytest.approx(others[0] / own[0], abs=0.005)
+    assert first * second == pytest.approx(gain, abs=0.005 * (1 + first + second))
+    mine, theirs = re.search(r"take ([\d.,]+) instead of ([\d.,]+) ms", sentence).groups()
+    assert float(theirs) / float(mine) == pytest.approx(first, abs=0.01)
+    own_count, other_count = re.search(
+        r"needs ([\d.]+) of them instead of ([\d.]+)\.", sentence
+    ).groups()
+    assert float(other_count) / float(own_count) == pytest.approx(second, abs=0.00501)
+
+
+def losses_of(shape, seed, count=200):
+    rng = random.Random(seed)
+    return [shape(i / count) + rng.gauss(0, 0.03) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "falling"),
+    [
+        (lambda x: 2.0 - x, True),
+        (lambda x: 2.0 * math.exp(-2 * x), True),
+        (lambda x: 2.0 * math.exp(-20 * x), False),  # has ended long before
+        (lambda x: 1.0 + 0 * x, False),
+        (lambda x: 1.0 + x, False),
+        (lambda x: 2.0 - 2 * x if x < 0.5 else x, False),
+    ],
+)
+def test_what_was_still_falling_is_marked(tmp_path, shape, falling):
+    """Of thirty runs with noise at most one is judged otherwise."""
+    wrong = 0
+    for seed in range(30):
+        losses = losses_of(shape, seed)
+        reps = [[record(0, steady(1.0, len(losses)), losses)]]
+        found = rows_of(tmp_path / str(seed), {"a": reps})["a"]
+        wrong += found.falling != falling
+    assert wrong <= 1
+
+
+def test_falling_is_said_on_the_page_and_in_the_table(tmp_path):
+    losses = losses_of(lambda x: 2 - x, 0)
+    whole = [[record(0, steady(1.0, 200), losses)]]
+    few = [[record(0, steady(1.0, 19), losses[::11])]]
+    broken = [[record(0, steady(1.0, 200), [*losses[:-1], math.nan])]]
+    path = write_tiny(tmp_path, {"whole": whole, "few": few, "broken": broken})
+    rows = summarize(load(path))
+    assert [row.falling for row in rows] == [True, False, False]
+    assert write(path).read_text().count("<small>still falling</small>") == 1
+    dump(path / "run.json", {**json.loads((path / "run.json").read_text()), "emulated": True})
+    assert not any(row.falling for row in summarize(load(path)))
 
 
 def test_winner_without_a_target_goes_by_iteration_and_says_emulated():

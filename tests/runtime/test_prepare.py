@@ -28,6 +28,7 @@ from offbeat import (
     PSSelSync,
     Strategy,
 )
+from offbeat.blocks import path_of, read
 
 CASE = failing.CASE
 
@@ -273,7 +274,7 @@ def test_a_job_chooses_the_strategy_and_records(tmp_path: Path) -> None:
     ranks = run_world(failing.train_as_job, 2, job, None)
     for rank, result in enumerate(ranks):
         assert result["plan"].strategy == "dreamddp"
-        record = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        record = read(path_of(tmp_path, rank))
         assert record["observed"] == 2
         assert [loss for _, _, loss in record["losses"]] == pytest.approx(result["losses"])
         assert len(record["trace"]["ends_s"][0]) == 8

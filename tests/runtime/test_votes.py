@@ -17,6 +17,7 @@ from worlds import run_world
 
 from offbeat import BSP, FedAvg, SelSync, Strategy
 from offbeat import report as reports
+from offbeat.blocks import path_of, read
 from offbeat.report.run import Repetition
 from offbeat.report.votes import votes_of
 from offbeat.run.compare import outcomes_of
@@ -65,7 +66,7 @@ def recorded(directory: str, strategy: Strategy) -> dict[str, Any]:
     os.environ["OFFBEAT_JOB"] = str(job)
     workers.train_with(CASE, strategy, range(10), Loop(idle=frozenset({(1, 4)})), {})
     del os.environ["OFFBEAT_JOB"]
-    return json.loads((Path(directory) / f"rank{workers.rank()}.json").read_text())
+    return read(path_of(directory, workers.rank()))
 
 
 @pytest.mark.parametrize(

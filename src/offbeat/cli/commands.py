@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from offbeat import __version__
-from offbeat.cli import texts
+from offbeat.cli import limits, secrets, texts
 from offbeat.profile import Profile
 from offbeat.strategies import methods
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the lab, the report and rich are imported by the commands t
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 SCRIPT_COMMANDS = ("run", "profile", "compare", "join")
+MODULE = "-m"  # as of python; what follows is the script's, too
 PLAIN_WIDTH = 140  # columns of a table that goes into a file
 
 app = App(
@@ -41,7 +42,13 @@ app = App(
 
 def option(help_: str, *names: str) -> Parameter:
     """A documented option; flags have no --no- form."""
-    return Parameter(name=names or None, help=help_, negative="")
+    # A value may begin with a hyphen, so that it is the value that is found wrong.
+    return Parameter(name=names or None, help=help_, negative="", allow_leading_hyphen=True)
+
+
+def number(help_: str, *names: str) -> Parameter:
+    """A documented option that is a whole number."""
+    return Parameter.combine(option(help_, *names), Parameter(converter=limits.whole))
 
 
 Json = Annotated[
@@ -51,7 +58,7 @@ Settings = Annotated[
     list[str] | None, option("Setting of the strategy, as in --set period=5; repeatable.", "--set")
 ]
 ScriptArgs = Annotated[str, Parameter(help="Passed to the script as they are.")]
-Script = Annotated[Path, Parameter(help="The training script.")]
+Script = Annotated[str, Parameter(help="The training script, or -m and a module.")]
 OutDir = Annotated[
     Path | None, option("New directory for the run.  [default: runs/TIME-SCRIPT]", "--out")
 ]
@@ -66,10 +73,10 @@ ReuseProfile = Annotated[
 class Where:
     """The options of everything that runs a script."""
 
-    hosts: Annotated[int | None, option("Number of hosts.  [default: 4]")] = None
+    hosts: Annotated[int | None, number("Number of hosts.  [default: 4]")] = None
     rate: Annotated[str | None, option("Rate of every link.  [default: 100mbit]")] = None
     servers: Annotated[
-        int, option("So many more hosts, the last ones, that serve (ssp, ps-bsp, ps-selsync).")
+        int, number("So many more hosts, the last ones, that serve (ssp, ps-bsp, ps-selsync).")
     ] = 0
     cluster: Annotated[Path | None, option("Cluster file (TOML), instead of both.")] = None
     lab: Annotated[
@@ -78,7 +85,11 @@ class Where:
     links: Annotated[
         str | None, option("With --lab none: interfaces with commas between, as eth0,gloo:eth1.")
     ] = None
-    seed: Annotated[int, option("Passed to the script as OFFBEAT_SEED.")] = 0
+    seed: Annotated[int, number("Passed to the script as OFFBEAT_SEED.")] = 0
+    secret: Annotated[
+        Path | None,
+        option("File with the job's secret, instead of OFFBEAT_SECRET; see docs/security.md."),
+    ] = None
     timeout: Annotated[float | None, option("Stop a launch after so many seconds.")] = None
     wait: Annotated[float, option("Seconds that a rank waits for another one.")] = 120.0
     pace: Annotated[
@@ -134,21 +145,25 @@ def join(
     /,
     *args: ScriptArgs,
     worker: Annotated[
-        int | None, option("Come back as this worker, which has died.", "--as")
+        int | None, number("Come back as this worker, which has died.", "--as")
+    ] = None,
+    secret: Annotated[
+        Path | None, option("File with the job's secret, instead of OFFBEAT_SECRET.")
     ] = None,
     strategy: Annotated[
         str | None, option("The job's, if it is not in the script: a2cid2, ad-psgd.")
     ] = None,
     set_: Settings = None,
 ) -> int:
-    """Run a script as one more worker of a job of gossip; OFFBEAT_SECRET must be the job's.
+    """Run a script as one more worker of a job of gossip, whose secret must be the job's.
 
-    Example: OFFBEAT_SECRET=... offbeat join 10.0.0.1:40123 train.py --steps 100
+    Example: offbeat join --secret secret.txt 10.0.0.1:40123 train.py --steps 100
     """
     from offbeat.run.joining import run_joined
 
+    secrets.adopt(secret)
     chosen = None if strategy is None else texts.strategy(strategy, set_)
-    return run_joined(address, script, args, worker, chosen)
+    return run_joined(address, (script, *args), worker, chosen)
 
 
 @app.command
@@ -163,7 +178,7 @@ def compare(
         list[str] | None,
         option("Setting of all that have it (period=5) or of one (dreamddp.period=5).", "--set"),
     ] = None,
-    repeat: Annotated[int, option("Repetitions of each, in turns.")] = 2,
+    repeat: Annotated[int, number("Repetitions of each, in turns.")] = 2,
     target_loss: Annotated[float | None, option("Report the time to this training loss.")] = None,
     profile: ReuseProfile = None,
     where: Where = WHERE,
@@ -176,6 +191,7 @@ def compare(
     """
     from offbeat.run.compare import Comparison
 
+    limits.at_least("--repeat", repeat, 1, "it is how often each contestant runs")
     chosen = texts.contestants(strategies, set_ or [])
     setup = _setup(where, script, args)
     comparison = Comparison(setup, chosen, repeat, target_loss, profile)
@@ -253,7 +269,7 @@ def simulate(
     servers: Annotated[int, option("Servers beside the profile's ranks.")] = 1,
     votes: Annotated[
         str | None,
-        option("Share of yes where the plan votes, as .2, or the record of a run (rank0.json)."),
+        option("Share of yes where the plan votes, as .2, or the record of a run (rank0.jsonl)."),
     ] = None,
     memory: Annotated[
         bool, option("Activation memory instead: in parallel, and in the cyclic order.")
@@ -395,24 +411,29 @@ def strategies(*, json_: Json = False) -> int:
 # --- options to objects --------------------------------------------------------------------------
 
 
-def _setup(where: Where, script: Path, args: Sequence[str]) -> Setup:
+def _setup(where: Where, script: str, args: Sequence[str]) -> Setup:
     from offbeat.run.compare import NO_LIMIT_S, Setup
 
-    texts.require_file(script, "give the path of a training script")
+    cluster = _cluster(where)
+    for name, value in (("--timeout", where.timeout), ("--wait", where.wait)):
+        if value is not None:
+            limits.seconds(name, value, NO_LIMIT_S)
+    secrets.adopt(where.secret)
     return Setup(
-        script=(str(script), *args),
-        cluster=_cluster(where),
+        script=(script, *args),
+        cluster=cluster,
         shaped=where.lab == "auto",
         seed=where.seed,
         timeout_s=NO_LIMIT_S if where.timeout is None else where.timeout,
         wait_s=where.wait,
         links=tuple(link.strip() for link in where.links.split(",")) if where.links else (),
         pace=texts.pace(where.pace),
-        servers=where.servers * _cluster(where).processes_per_host,
+        servers=where.servers * cluster.processes_per_host,
     )
 
 
 def _cluster(where: Where) -> Cluster:
+    limits.at_least("--servers", where.servers, 0, "leave it out for none")
     cluster = _workers(where)
     if not where.servers:
         return cluster
@@ -422,9 +443,14 @@ def _cluster(where: Where) -> Cluster:
 
 def _workers(where: Where) -> Cluster:
     from offbeat.lab import Cluster
+    from offbeat.lab.cluster import MAX_HOSTS
+    from offbeat.lab.units import parse_rate_bps
 
     if where.cluster is None:
         hosts, rate = where.hosts, where.rate
+        if hosts is not None:
+            limits.at_least("--hosts", hosts, 1, "give the number of hosts", MAX_HOSTS)
+        parse_rate_bps(rate, "--rate")
         # As in a cluster file, so that a mistake reads the same.
         short = f"hosts = {4 if hosts is None else hosts}\nrate = {json.dumps(rate or '100mbit')}"
         return Cluster.from_toml(short)
@@ -457,11 +483,12 @@ def _prediction_text(prediction: Prediction) -> str:
 
 def _compare(comparison: Comparison, out: Path | None, json_: bool) -> int:
     from offbeat.run import compare as comparing
+    from offbeat.run.script import name_of
 
-    run_dir = out or comparing.default_run_dir(comparison.setup.script[0])
+    run_dir = out or comparing.default_run_dir(name_of(comparison.setup.script))
     outcome = comparing.compare(comparison, run_dir, comparing.Progress(stderr=json_))
     if outcome.report is not None:
-        _show_run(run_dir, outcome.report, json_)
+        _show_run(run_dir, outcome.report, json_, comparing.logs_of(comparison, run_dir))
     elif json_:
         _print(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
     kept = "what was measured is" if outcome.measured else "nothing was measured, the logs are"
@@ -475,11 +502,13 @@ def _exit_code(outcome: Outcome, kept: str) -> int:
     return FAILED if outcome.failures else 0
 
 
-def _show_run(run_dir: Path, page: Path, json_: bool) -> None:
-    """The table, the winner and the report's path; as JSON the contents of summary.json."""
+def _show_run(run_dir: Path, page: Path, json_: bool, logs: str | None = None) -> None:
+    """The table, the winner, where the script's output is, and the report's path; as JSON the
+    contents of summary.json."""
     from rich.console import Console
 
     from offbeat import report as reports
+    from offbeat.report.parts import in_words
     from offbeat.report.text import table
 
     if json_:
@@ -489,6 +518,11 @@ def _show_run(run_dir: Path, page: Path, json_: bool) -> None:
     rows = reports.summarize(reports.load(run_dir))
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print(table(rows))
+    for row in rows:
+        if row.split is not None and (text := in_words(row.split, row.label)):
+            print(text)
+    if logs is not None:
+        print(f"what the script printed: {logs}")
     if len(rows) > 1:
         print(reports.winner(rows)[1])
     print(page)
@@ -543,7 +577,7 @@ def mark_script(argv: list[str]) -> list[str]:
     arguments = app[argv[0]].assemble_argument_collection()
     tokens = {name: argument.token_count()[0] for argument in arguments for name in argument.names}
     at = 1
-    while at < len(argv) and argv[at].startswith("-"):
+    while at < len(argv) and argv[at].startswith("-") and argv[at] != MODULE:
         if argv[at] == "--":
             return argv
         at += 1 + tokens.get(argv[at], 0)

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from offbeat.blocks import read
 from offbeat.plan import Plan
 from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
@@ -103,8 +104,8 @@ def votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Votes:
     from offbeat.run.compare import outcomes_of
 
     path = Path(text)
-    require_file(path, "give a share of yes such as .2, or the rank0.json of a run")
-    outcomes = outcomes_of(json.loads(path.read_text()))
+    require_file(path, "give a share of yes such as .2, or the rank0.jsonl of a run")
+    outcomes = outcomes_of(read(path))
     if not outcomes:
         raise ValueError(f"{path} must be the record of a run with votes")
     return outcomes

@@ -13,7 +13,7 @@ MAX_RATE_BPS = 32_000_000_000
 MAX_LATENCY_S = 10
 MAX_MOMENT_S = 7 * 24 * 3600  # as long as a launch may take
 
-_NUMBER = r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z%]*)(/s)?\s*"
+_NUMBER = r"\s*([+-]?[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z%]*)(/s)?\s*"
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _MOMENT_UNITS = {**_TIME_UNITS, "min": 60.0}
@@ -24,19 +24,19 @@ _MOMENT_HELP = 'write ms, s or min as in "30s"'
 _SHARE_HELP = 'write 0.01 or "1%"'
 
 
-def parse_rate_bps(value: str | float | None) -> int | None:
+def parse_rate_bps(value: str | float | None, name: str = "rate") -> int | None:
     """Bits per second of "100mbit", "1.5gbit" or a plain number of bit/s; None is unshaped.
 
     Raises ValueError for another unit (tc's "mbps" means bytes: refused as ambiguous) or a rate
-    outside of 1 kbit/s to 32 Gbit/s.
+    outside of 1 kbit/s to 32 Gbit/s; it calls the rate by `name`.
     """
     if value is None or (isinstance(value, str) and value.strip().lower() == UNLIMITED):
         return None
-    rate_bps = round(_number(value, "rate", _RATE_UNITS, "bit", _RATE_HELP))
+    rate_bps = round(_number(value, name, _RATE_UNITS, "bit", _RATE_HELP))
     if not MIN_RATE_BPS <= rate_bps <= MAX_RATE_BPS:
         raise ValueError(
-            f"rate ({value!r}) must be from {format_rate(MIN_RATE_BPS)} to "
-            f'{format_rate(MAX_RATE_BPS)}; use "{UNLIMITED}" for an unshaped link'
+            f"{name} ({value!r}) must be from {format_rate(MIN_RATE_BPS)} to "
+            f"{format_rate(MAX_RATE_BPS)}; {_RATE_HELP}"
         )
     return rate_bps
 
@@ -101,6 +101,6 @@ def _number(value: Any, name: str, units: Mapping[str, float], plain: str, help_
     if match is None:
         raise ValueError(f"{name} ({value!r}) is not a number with a unit; {help_}")
     number, unit, per_second = match.groups()
-    if (unit or plain) not in units or (per_second and name != "rate"):
+    if (unit or plain) not in units or (per_second and units is not _RATE_UNITS):
         raise ValueError(f"{name} ({value!r}) has the unknown unit {unit!r}; {help_}")
     return float(number) * units[unit or plain]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, linear_regression
 
 from offbeat.report.run import Contestant, RankRecord, Repetition, Run
 
 SMOOTH = 10  # iterations of the trailing mean
 FINAL_SHARE = 0.1
 FINAL_LEAST = 5
+END_SHARE, SURE, FALLING = 0.2, 3.0, 0.01
 KEPT_UP = 0.8  # of the best one's fall: whoever has less says nothing of when to stop
 
 
@@ -69,6 +70,27 @@ def first_loss(contestant: Contestant) -> float | None:
     """Mean of as many iterations at the beginning as `final_loss` takes at the end."""
     firsts = [_first(r) for rep in contestant.complete for r in rep.ranks if r.losses]
     return fmean(firsts) if firsts else None
+
+
+def still_falling(contestant: Contestant) -> bool:
+    """Whether the loss was still falling at the end of most repetitions: a longer run would end
+    lower. The straight line through the last fifth then falls by more than `FALLING` of the whole
+    fall, and by more than `SURE` of its standard errors."""
+    curves = [rank_mean(rep) for rep in contestant.complete]
+    return 2 * sum(map(_falls, curves)) > len(curves)
+
+
+def _falls(curve: Curve) -> bool:
+    losses = curve.losses
+    count = max(2 * FINAL_LEAST, math.ceil(END_SHARE * len(losses)))
+    last = losses[-count:]
+    if len(losses) < 2 * count or not all(map(math.isfinite, last)):
+        return False
+    slope, intercept = linear_regression(range(count), last)
+    square = sum((y - intercept - slope * i) ** 2 for i, y in enumerate(last)) / (count - 2)
+    error = math.sqrt(12 * square / (count**3 - count))
+    whole = fmean(losses[: count // 2]) - fmean(last[count // 2 :])
+    return -slope > SURE * error and -slope * (count - 1) > FALLING * whole > 0
 
 
 def target_loss(run: Run) -> float | None:

@@ -7,6 +7,7 @@ import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +19,7 @@ from offbeat.plan import Payload
 from offbeat.report import curves, divergence, gossip, words
 from offbeat.report.decisions import decisions
 from offbeat.report.paced import pace_in_words
+from offbeat.report.parts import in_words
 from offbeat.report.places import grouped
 from offbeat.report.run import Contestant, Run
 from offbeat.report.strict_json import dumps, script_safe
@@ -36,7 +38,7 @@ from offbeat.report.votes import said, votes_of
 
 Pair = tuple[Window | None, Window | None]  # predicted, measured
 
-SCRIPTS = ("page.js", "legend.js", "timeline.js", "gossip.js", "losses.js")
+SCRIPTS = ("page.js", "legend.js", "timeline.js", "gossip.js", "losses.js", "sideways.js")
 
 
 def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> str:
@@ -90,6 +92,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "left_out": left_out,
         "data": Markup(script_safe(dumps(data))),
         "any_curves": any(data["curves"]),
+        "thinned": _thinned(run),
         "any_divergence": any(data["divergence"]),
         "gossip": _gossip(run, data["gossip"]),
         "target": data["target"],
@@ -114,11 +117,30 @@ def banners(run: Run) -> list[str]:
             "compute and losses are not."
         )
     said += pace_in_words(run)
+    if cut := [contestant.label for contestant in run.contestants if contestant.cut]:
+        said.append(
+            f"Cut short: {', '.join(cut)}. No repetition came to its end; the numbers are of the "
+            "iterations until then."
+        )
     if run.note:
         said.append(run.note)
     elif run.lab == "none":
         said.append("No lab: the links were not shaped, they are whatever this machine has.")
     return said
+
+
+def _thinned(run: Run) -> str:
+    """What is left out of the curves of long runs."""
+    counts = [len(record.losses) for _, _, record in run.records()]
+    if max(counts, default=0) <= curves.MOST_POINTS:
+        return ""
+    text = f"Long curves show {curves.MOST_POINTS} points"
+    width = max(record.losses_of for _, _, record in run.records())
+    return (
+        f"{text}, each loss the mean of {width} iterations before smoothing."
+        if width > 1
+        else (f"{text}.")
+    )
 
 
 def _unbroken(text: str) -> str:
@@ -150,11 +172,14 @@ def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "rows": ranked(rows),
         "unit": unit,
+        "finer": replace(unit, decimals=unit.decimals + 1),
         "most_s": max((s for s in ends if s), default=0.0),
         "series": series,
         "how": how_measured(rows),
         "paces": words.NO_PROGRESS if merges(rows) else "",
         "votes": any(row.lssr is not None for row in rows),
+        "falling": any(row.falling for row in rows),
+        "split": any(row.split is not None for row in rows),
         "repetitions": max((r.repetitions for r in rows), default=0),
         "observed": max((rep.observed for _, rep, _ in run.records()), default=0),
     }
@@ -189,6 +214,7 @@ def _strategy(
         "iterations": None if measured is None else _iterations(measured.iterations),
         "decisions": decisions(contestant),
         "votes": _votes(contestant),
+        "wrong": None if row.split is None else in_words(row.split, contestant.label),
         "traces": {
             source: f"{quote(contestant.label)}/{quote(name)}" for source, name in traces.items()
         },
@@ -261,7 +287,8 @@ def _failed(run: Run) -> list[dict[str, Any]]:
         {
             "label": contestant.label,
             "index": rep.index,
-            "problems": rep.problems,
+            "problems": (*rep.problems, *rep.cuts),
+            "counts": rep in contestant.complete,
             "logs": rep.log_tails,
         }
         for contestant in run.contestants

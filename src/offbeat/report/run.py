@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from offbeat.blocks import read, records_in
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.trace import Trace
 
 SCHEMA = 1
 LOG_TAIL_LINES = 12
+PROBLEM = "problem.txt"  # in a repetition's folder: how it has failed
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 
@@ -28,7 +30,8 @@ class RankRecord:
     iterations that applied no gradient; `decisions` what was decided while it ran, each an
     iteration with words; `pace` how this host kept its pace, None if it computed as it could;
     `sample` some parameters after some iterations (`measuring/divergence.py`); `votes` what it saw
-    of votes, as it was written.
+    of votes, as it was written. Of a long run each loss is the mean of `losses_of` iterations.
+    `cut` says how a record ends that was never closed, empty if it was.
     """
 
     rank: int
@@ -45,23 +48,32 @@ class RankRecord:
     checks: tuple[str, ...] = ()
     decisions: tuple[Any, ...] = ()
     votes: Mapping[str, Any] = field(default_factory=dict)
+    losses_of: int = 1
+    cut: str = ""
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """One repetition of one contestant. It counts only without `problems`.
+    """One repetition of one contestant. It never counts with `problems`.
 
-    `log_tails` holds the last lines of the log of every rank that left no record.
+    `cuts` say why it did not come to its end, though all ranks have records. `log_tails` holds the
+    last lines of the log of every rank that left no record.
     """
 
     index: int
     ranks: tuple[RankRecord, ...]
     problems: tuple[str, ...] = ()
     log_tails: Mapping[int, str] = field(default_factory=dict)
+    cuts: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:
         """True if every rank finished and left a readable record."""
+        return self.readable and not self.cuts
+
+    @property
+    def readable(self) -> bool:
+        """True if every rank left a readable record, whole or cut short."""
         return bool(self.ranks) and not self.problems
 
     @property
@@ -102,8 +114,15 @@ class Contestant:
 
     @property
     def complete(self) -> tuple[Repetition, ...]:
-        """The repetitions that count."""
-        return tuple(rep for rep in self.repetitions if rep.complete)
+        """The repetitions that count: those that came to their end. Where none did, those that
+        were cut short, as what a week has measured is worth more than nothing."""
+        whole = tuple(rep for rep in self.repetitions if rep.complete)
+        return whole or tuple(rep for rep in self.repetitions if rep.readable)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the repetitions that count were cut short."""
+        return any(rep.cuts for rep in self.complete)
 
     @property
     def text(self) -> str:
@@ -172,7 +191,8 @@ class Run:
         for contestant in self.contestants:
             said += [f"{contestant.label}: {problem}" for problem in contestant.problems]
             for rep in contestant.repetitions:
-                said += [f"{contestant.label}, repetition {rep.index}: {p}" for p in rep.problems]
+                where = f"{contestant.label}, repetition {rep.index}"
+                said += [f"{where}: {words}" for words in (*rep.problems, *rep.cuts)]
         return said
 
 
@@ -264,13 +284,16 @@ def _load_contestant(
 
 def _load_repetition(folder: Path, index: int) -> Repetition:
     records, problems = [], []
-    for file in sorted(folder.glob("rank*.json"), key=_rank_of):
-        record, failed = _optional(file, _record_from_dict)
+    for file in records_in(folder):
+        record, failed = _optional(file, _record_from_dict, read)
         problems += failed
         if record is not None:
             records.append(record)
     records.sort(key=lambda record: record.rank)
-    return Repetition(index, tuple(records), tuple(problems))
+    cuts = [f"the record of rank {record.rank} {record.cut}" for record in records if record.cut]
+    if (folder / PROBLEM).exists():
+        cuts.insert(0, (folder / PROBLEM).read_text(errors="replace").strip())
+    return Repetition(index, tuple(records), tuple(problems), cuts=tuple(cuts))
 
 
 def _missing_ranks(rep: Repetition, folder: Path, expected: int) -> Repetition:
@@ -279,13 +302,14 @@ def _missing_ranks(rep: Repetition, folder: Path, expected: int) -> Repetition:
     if not folder.is_dir():
         return Repetition(rep.index, (), ("was not run",))
     absent = [r for r in range(expected) if r not in {record.rank for record in rep.ranks}]
-    gone = [r for r in absent if not (folder / f"rank{r}.json").exists()]
+    known = {path.stem for path in records_in(folder)}
+    gone = [r for r in absent if f"rank{r}" not in known]
     problems = list(rep.problems)
     if gone:
         names = ", ".join(map(str, gone))
         problems.append(f"rank{'s' if len(gone) > 1 else ''} {names} of {expected} left no record")
     tails = {r: tail for r in absent if (tail := _tail(folder / f"rank{r}.log"))}
-    return Repetition(rep.index, rep.ranks, tuple(problems), tails)
+    return replace(rep, problems=tuple(problems), log_tails=tails)
 
 
 def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
@@ -308,6 +332,8 @@ def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
         checks=tuple(map(str, data.get("checks", ()))),
         decisions=tuple(data.get("decisions") or ()),
         votes=data.get("votes") or {},
+        losses_of=int(data.get("losses_of", 1)),
+        cut=data.get("cut") or "",
     )
 
 
@@ -324,12 +350,16 @@ def _require_schema(data: Mapping[str, Any]) -> None:
         raise ValueError(f"schema ({data.get('schema')!r}) must be {SCHEMA}")
 
 
-def _optional(file: Path, build: Any) -> tuple[Any, tuple[str, ...]]:
+def _json(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+def _optional(file: Path, build: Any, load: Any = _json) -> tuple[Any, tuple[str, ...]]:
     """(object, no problems), or (None, why not); a file that does not exist is no problem."""
     if not file.exists():
         return None, ()
     try:
-        return build(json.loads(file.read_text())), ()
+        return build(load(file)), ()
     except json.JSONDecodeError as error:
         return None, (f"{file.name} is not JSON: {error}",)
     except KeyError as error:
@@ -341,11 +371,6 @@ def _optional(file: Path, build: Any) -> tuple[Any, tuple[str, ...]]:
 def _number(value: Any) -> float:
     """A loss; null, which is how strict JSON writes it, is not a number."""
     return float("nan") if value is None else float(value)
-
-
-def _rank_of(file: Path) -> tuple[int, str]:
-    digits = file.stem.removeprefix("rank")
-    return (int(digits) if digits.isdigit() else 1 << 30), file.name
 
 
 def _tail(log: Path) -> str:

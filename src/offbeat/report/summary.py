@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
 from typing import Literal
 
-from offbeat.report.losses import final_loss, rank_mean, target_loss
+from offbeat.report.losses import final_loss, rank_mean, still_falling, target_loss
+from offbeat.report.parts import Split, split_of
 from offbeat.report.run import Contestant, Repetition, Run
 from offbeat.report.traffic import link_loads
 from offbeat.report.votes import votes_of
@@ -34,7 +35,9 @@ class Row:
     Predicted: `predicted_s`, `predicted_error` (predicted / measured - 1), `exposed_s`. `bound_s`
     is a lower bound. `speedup` is the fastest DDP's seconds per iteration over this one's.
     `emulated` must be said with every measured number, and so must a `pace` (hosts computed at
-    1/pace of a core; 0: as they could).
+    1/pace of a core; 0: as they could). `cut`: what was measured is of repetitions that did not
+    come to their end. `falling`: the loss was still falling at the end. `split`: where the
+    prediction was wrong.
     """
 
     label: str
@@ -62,6 +65,9 @@ class Row:
     speedup: float | None = None
     emulated: bool = False
     pace: float = 0.0
+    cut: bool = False
+    falling: bool = False
+    split: Split | None = None
 
 
 def merges(rows: Sequence[Row]) -> bool:
@@ -101,6 +107,8 @@ def how_measured(rows: Sequence[Row]) -> str:
     if "periods" in spreads:
         one = " (of a single repetition: quartiles over its periods)"
         text += one if "repetitions" in spreads else ", quartiles over its periods below"
+    if cut := [row.label for row in rows if row.cut]:
+        text += f"; {', '.join(cut)} cut short: of the iterations until then"
     failed = sum(row.failed for row in rows)
     return text + (
         f"; {failed} failed and do{'es' if failed == 1 else ''} not count" * bool(failed)
@@ -169,9 +177,11 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         target_loss=target,
         emulated=run.emulated,
         pace=run.profile.pace if run.profile else 0.0,
+        cut=contestant.cut,
+        falling=not run.emulated and still_falling(contestant),
     )
     row = _with_times(row, run, reps)
-    row = _with_prediction(row, contestant)
+    row = _with_prediction(row, run, contestant)
     diverged = row.final_loss is None
     return row if target is None or diverged else _with_target(row, reps, target)
 
@@ -194,7 +204,7 @@ def _with_times(row: Row, run: Run, reps: Sequence[Repetition]) -> Row:
     return replace(row, iteration_s=times[0], spread_s=(low, high), spread_of="periods")
 
 
-def _with_prediction(row: Row, contestant: Contestant) -> Row:
+def _with_prediction(row: Row, run: Run, contestant: Contestant) -> Row:
     trace = contestant.predicted
     if trace is None:
         return row
@@ -206,6 +216,7 @@ def _with_prediction(row: Row, contestant: Contestant) -> Row:
         predicted_error=predicted / row.iteration_s - 1 if row.iteration_s else None,
         bound_s=notes.get("bound_s"),
         exposed_s=notes.get("exposed_s"),
+        split=split_of(run, contestant, predicted, row.iteration_s),
     )
 
 

@@ -45,7 +45,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 def _cells(row: Row, unit: words.Unit, paces: bool, voted: bool) -> list[Text]:
     return [
-        _two_lines(row.label, row.strategy if row.strategy != row.label else ""),
+        _two_lines(row.label, _about(row)),
         _two_lines(words.seconds(row.target_s), _range(row.target_spread_s)),
         _two_lines(unit.text(row.iteration_s), unit.span(row.spread_s)),
         *([Text(words.paces(row.iterations_per_s, row.updates_per_s))] if paces else []),
@@ -57,8 +57,13 @@ def _cells(row: Row, unit: words.Unit, paces: bool, voted: bool) -> list[Text]:
         Text(unit.text(row.bound_s)),
         _two_lines(words.size(row.sent_bytes), words.uneven(row.unevenness)),
         *([Text(words.loss(row.lssr))] if voted else []),
-        Text(words.loss(row.final_loss)),
+        _two_lines(words.loss(row.final_loss), "still falling" if row.falling else ""),
     ]
+
+
+def _about(row: Row) -> str:
+    said = [row.strategy] if row.strategy != row.label else []
+    return ", ".join(said + ["cut short"] * row.cut)
 
 
 def _two_lines(first: str, second: str) -> Text:

@@ -231,14 +231,14 @@ def window_of(trace: Trace, iterations: range) -> Window:
     ends = [trace.ends_s[rank][last] for rank in ranks]
     # In gossip nobody waits for anybody: each begins its own iteration at zero.
     apart = "gossip" in trace.notes
-    offsets = starts if apart else _clock_offsets(trace)
+    offsets = starts if apart else clock_offsets(trace)
     zero = min(start - offset for start, offset in zip(starts, offsets, strict=True))
     length = max(end - offset for end, offset in zip(ends, offsets, strict=True)) - zero
     zeros = tuple(zero + offset for offset in offsets)
     return Window(trace, iterations, zeros, length, _seen(trace, zeros, length))
 
 
-def _clock_offsets(trace: Trace) -> tuple[float, ...]:
+def clock_offsets(trace: Trace) -> tuple[float, ...]:
     """What to subtract from each rank's times to compare them with rank 0's.
 
     Ranks measure from origins of their own. A collective ends everywhere at about the same time,

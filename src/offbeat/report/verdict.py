@@ -45,17 +45,24 @@ def _by_target(best: Row, other: Row) -> str:
     if other.target_s is None:
         return f"{head}; {other.label} does not reach it{_paces(best, other)}"
     gain = f"{_times(other.target_s, best.target_s)} sooner than {other.label}"
-    why = _paces(best, other) + _needs(best, other)
-    return f"{head}, {gain} ({words.seconds(other.target_s)}){why}"
+    return f"{head}, {gain} ({words.seconds(other.target_s)}){_factors(best, other)}"
 
 
-def _needs(best: Row, other: Row) -> str:
+def _factors(best: Row, other: Row) -> str:
+    """Why, in two factors whose product is the gain: seconds per iteration until the target, and
+    iterations until then."""
     own, others = best.target_iterations, other.target_iterations
-    if own is None or others is None:
-        return ""
+    if not own or not others or not best.target_s or not other.target_s:
+        return _paces(best, other)
+    own_s, others_s = best.target_s / own, other.target_s / others
+    unit = words.unit_for((own_s, others_s))
+    text = f"iterations take {unit.text(own_s)} instead of {unit.full(others_s)} until then"
     if own == others:
-        return f", and both need {own:.0f} of them"
-    return f", and it needs {own:.0f} of them instead of {others:.0f}"
+        return f": its {text}, and both need {own:g} of them"
+    return (
+        f" = {others_s / own_s:.2f} × {others / own:.2f}: its {text}, and it needs {own:g} of "
+        f"them instead of {others:g}"
+    )
 
 
 def _times(large: float, small: float | None) -> str:

@@ -26,6 +26,12 @@ class Unit:
         """The number alone."""
         return NONE if seconds is None else f"{seconds / self.seconds:,.{self.decimals}f}"
 
+    def signed(self, seconds: float) -> str:
+        """The number with its sign: '+1.2', '−0.3', '±0.0'."""
+        text = self.text(abs(seconds))
+        sign = "±" if not float(text.replace(",", "")) else "+" if seconds > 0 else "−"
+        return sign + text
+
     def full(self, seconds: float | None) -> str:
         """The number with the unit."""
         return NONE if seconds is None else f"{self.text(seconds)} {self.name}"

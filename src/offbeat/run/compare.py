@@ -8,19 +8,24 @@ import platform
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import offbeat
-from offbeat import report, sim
+from offbeat import blocks, report, sim
+from offbeat.blocks import records_in
 from offbeat.lab import Cluster, Lab, LabError, NoLab, asked, launch
 from offbeat.measuring.processors import processors
 from offbeat.plan import Plan
 from offbeat.profile import Profile
+from offbeat.report.run import PROBLEM
 from offbeat.run.progress import OnLine, Progress
+from offbeat.run.script import name_of, require_runnable
 from offbeat.sim import Votes
 from offbeat.strategies import BSP, Gossip, Served, Strategy
 from offbeat.trace import Trace
@@ -77,8 +82,7 @@ class Setup:
                 "speed and jitter of hosts need a pace, by which they are emulated; leave --pace "
                 "none out, or give --pace auto on the loopback"
             )
-        if not self.script or not Path(self.script[0]).is_file():
-            raise ValueError(f"script ({' '.join(self.script)!r}) must begin with an existing file")
+        require_runnable(self.script)
         if self.links and self.shaped:
             raise ValueError(
                 f"links ({', '.join(self.links)}) must be left to the cluster's description in the "
@@ -205,9 +209,10 @@ class Outcome:
 
 
 def default_run_dir(script: str) -> Path:
-    """runs/<UTC time>-<script stem>, not yet there."""
+    """runs/<UTC time>-<script's stem or module>, not yet there."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    base = Path("runs") / f"{stamp}-{Path(script).stem}"
+    name = Path(script).name
+    base = Path("runs") / f"{stamp}-{name.removesuffix('.py')}"
     names = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))]
     return next(path for path in names if not path.exists())
 
@@ -229,17 +234,26 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
         outcome = Outcome(run_dir)
         if lab.note:
             progress.say(lab.note)
+        progress.say(f"what the script prints goes to {logs_of(comparison, run_dir)}")
         try:
             _run_all(comparison, lab, given, outcome, progress)
         except KeyboardInterrupt:
             outcome.interrupted = True
         except LabError as error:
             _fail(f"the lab: {error}", outcome, progress)
-    if outcome.measured:
+    if outcome.measured or any(map(records_in, run_dir.glob("*/rep*"))):
         record |= {"emulated": _any_emulated(run_dir), "changed": outcome.changed}
         _write_json(run_dir / "run.json", record)
         outcome.report = report.write(run_dir)
     return outcome
+
+
+def logs_of(comparison: Comparison, run_dir: Path) -> str:
+    """Where the output of the script goes, a file per rank."""
+    labels, one = comparison.contestants, len(comparison.contestants) == 1
+    contestant = labels[0].label if one else "STRATEGY"
+    repetition = "rep0" if comparison.repetitions == 1 else "repN"
+    return str(run_dir / contestant / repetition / "rankR.log")
 
 
 def measure_profile(setup: Setup, path: Path, progress: Progress | None = None) -> Outcome:
@@ -336,7 +350,7 @@ def _measure(
     with progress.step("measuring the profile") as on_line:
         problem, _ = _launch(setup, lab, job, logs, on_line)
     if problem is None and not draft.exists():
-        problem = f"{setup.script[0]} ended before a profile was measured; {MUST_PREPARE}"
+        problem = f"{name_of(setup.script)} ended before a profile was measured; {MUST_PREPARE}"
     if problem is None:
         Profile.load(draft).save(path)
     else:
@@ -397,20 +411,22 @@ def _repeat(
         record_dir=str(directory.absolute()),
         **(comparison.keeping.job if comparison.keeping is not None else {}),
     )
-    with progress.step(what) as on_line:
+    so_far = partial(blocks.iterations_so_far, blocks.path_of(directory, 0))
+    with progress.step(what, so_far) as on_line:
         problem, changes = _launch(
             comparison.setup, lab, job, directory, on_line, contestant.strategy
         )
     where = {"strategy": contestant.label, "repetition": repetition}
     outcome.changed += [{**where, **change} for change in changes]
-    if problem is None and not (directory / "rank0.json").exists():
-        problem = f"{comparison.setup.script[0]} left no record in {directory}; {MUST_PREPARE}"
+    if problem is None and not records_in(directory):
+        script = name_of(comparison.setup.script)
+        problem = f"{script} left no record in {directory}; {MUST_PREPARE}"
     if problem is None:
         outcome.measured += 1
         progress.say(f"{what}: {_seconds_in_words(directory)}")
         return
-    for partial in directory.glob("rank*.json"):  # what some ranks recorded is no measurement
-        partial.rename(partial.with_suffix(".json.failed"))
+    # What was recorded until then stays; the report says that it was cut short.
+    (directory / PROBLEM).write_text(problem.partition("; the end of")[0])
     _fail(f"{what}: {problem}", outcome, progress)
 
 
@@ -446,8 +462,10 @@ def _adopt_course(
 
 def _outcomes(repetition: Path) -> dict[str, list[bool]]:
     """What came out of the votes of a repetition, as rank 0 knows it."""
-    record = repetition / "rank0.json"
-    return outcomes_of(json.loads(record.read_text())) if record.exists() else {}
+    records = records_in(repetition)
+    with suppress(ValueError):  # killed before its first block
+        return outcomes_of(blocks.read(records[0])) if records else {}
+    return {}
 
 
 def _fail(words: str, outcome: Outcome, progress: Progress) -> None:
@@ -587,13 +605,13 @@ def _version(package: str) -> str | None:
 
 
 def _any_emulated(run_dir: Path) -> bool:
-    records = run_dir.glob("*/rep*/rank*.json")
-    return any(json.loads(record.read_text()).get("emulated") for record in records)
+    found = (record for folder in run_dir.glob("*/rep*") for record in records_in(folder))
+    return any(blocks.first_block(record).get("emulated") for record in found)
 
 
 def _seconds_in_words(directory: Path) -> str:
     """Rank 0's seconds per iteration, for the display only: the report counts all ranks."""
-    record = json.loads((directory / "rank0.json").read_text())
+    record = blocks.read(records_in(directory)[0])
     try:
         seconds = Trace.from_dict(record["trace"]).iteration_s(record["observed"] + SKIP)
     except ValueError:

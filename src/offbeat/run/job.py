@@ -26,7 +26,7 @@ SCHEMA = 1
 class Job:
     """Contents of the file that OFFBEAT_JOB names; all of it optional.
 
-    `profile` is read, `save_profile` written by rank 0; `record_dir` receives rank{r}.json.
+    `profile` is read, `save_profile` written by rank 0; `record_dir` receives rank{r}.jsonl.
     With a `pace` the profile that is measured is that of hosts so many times slower, or as slow as
     need be ("auto"); ranks then compute in turns, of which `turns` is the lock file. `checkpoint`
     is a folder in which the runtime saves every `checkpoint_every` iterations, and from whose

@@ -19,6 +19,7 @@ from offbeat.run.job import (
     WORLD_SIZE_VARIABLE,
     parse_door,
 )
+from offbeat.run.script import require_runnable
 from offbeat.strategies import Gossip, Strategy
 from offbeat.transport.secret import VARIABLE as SECRET_VARIABLE
 
@@ -26,13 +27,12 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", RANK_VARIABLE, WORLD_SIZE_VARIABLE, VARIABLE)
 
 
 def run_joined(
-    address: str, script: Path, args: Sequence[str], worker: int | None, strategy: Strategy | None
+    address: str, script: Sequence[str], worker: int | None, strategy: Strategy | None
 ) -> int:
-    """Exit code of the script. ValueError for an address that cannot be, a strategy that is not one
-    of gossip, or without a secret."""
+    """Exit code of the script with its arguments. ValueError for an address that cannot be, a
+    strategy that is not one of gossip, or without a secret."""
     parse_door(address)
-    if not script.is_file():
-        raise ValueError(f"script ({script}) must be a file")
+    require_runnable(script)
     if not os.environ.get(SECRET_VARIABLE):
         raise ValueError(
             f"{SECRET_VARIABLE} must be set to the job's secret; start the job with it, too"
@@ -48,4 +48,4 @@ def run_joined(
             job = {"schema": SCHEMA, "strategy": strategy.name, "settings": strategy.settings()}
             env[VARIABLE] = str(Path(folder, "job.json"))
             Path(env[VARIABLE]).write_text(json.dumps(job))
-        return subprocess.run([sys.executable, script, *args], env=env).returncode
+        return subprocess.run([sys.executable, *script], env=env).returncode

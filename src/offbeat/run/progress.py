@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,23 +16,43 @@ LONGEST_LINE = 200  # characters of a script's line that are kept for display
 
 OWN_WORDS = "offbeat: "  # begin what the library says to the user of a script; it stays
 
+FIRST_WORD_S, RAREST_WORD_S = 10.0, 600.0  # between lines where there is no terminal; they double
+
 OnLine = Callable[[str], None]
+Count = Callable[[], int]
+
+
+def _unknown() -> int:
+    return 0
 
 
 class Progress:
-    """What a comparison is doing: one live line on a terminal, plain lines elsewhere."""
+    """What a comparison is doing: one live line on a terminal, now and then a plain one elsewhere.
 
-    def __init__(self, *, stderr: bool = False) -> None:
-        self._console = Console(stderr=stderr)
+    `first_s`: seconds to the first of these.
+    """
+
+    def __init__(self, *, stderr: bool = False, first_s: float = FIRST_WORD_S) -> None:
+        self._console, self._first_s = Console(stderr=stderr), first_s
         self._what, self._line, self._start_s = "", "", 0.0
+        self._count: Count = _unknown
 
     @contextmanager
-    def step(self, what: str) -> Iterator[OnLine]:
-        """Something that takes a while; yields what takes the lines of rank 0's log."""
+    def step(self, what: str, count: Count = _unknown) -> Iterator[OnLine]:
+        """Something that takes a while; yields what takes the lines of rank 0's log. `count` says
+        how many iterations are over, 0 if that is not known."""
         self._what, self._line, self._start_s = what, "", time.monotonic()
+        self._count = count
         if not self._console.is_terminal:
             self.say(f"{what} ...")
-            yield self._show
+            over = threading.Event()
+            words = threading.Thread(target=self._go_on_saying, args=(over,), daemon=True)
+            words.start()
+            try:
+                yield self._show
+            finally:
+                over.set()
+                words.join()
             return
         with Live(self, console=self._console, refresh_per_second=4, transient=True):
             yield self._show
@@ -45,9 +66,21 @@ class Progress:
         print(f"offbeat: {text}", file=sys.stderr, flush=True)
 
     def __rich__(self) -> Text:
-        elapsed_s = time.monotonic() - self._start_s
-        text = f"{self._what}  {elapsed_s:.0f} s  {self._line}"
+        text = f"{self._what}  {self._so_far()}  {self._line}"
         return Text(text, no_wrap=True, overflow="ellipsis")
+
+    def _so_far(self) -> str:
+        elapsed_s, iterations = time.monotonic() - self._start_s, self._count()
+        return (
+            f"{iterations:,} iterations, {elapsed_s:.0f} s" if iterations else f"{elapsed_s:.0f} s"
+        )
+
+    def _go_on_saying(self, over: threading.Event) -> None:
+        """A line after ever longer times: a log of a week should be read in a minute."""
+        wait_s = self._first_s
+        while not over.wait(wait_s):
+            self.say(f"{self._what}: {self._so_far()}")
+            wait_s = min(2 * wait_s, RAREST_WORD_S)
 
     def _show(self, line: str) -> None:
         if line.startswith(OWN_WORDS):

@@ -1,37 +1,44 @@
-"""Recording: the measured trace, losses and traffic of one rank, written for the report."""
+"""Recording: the measured trace, losses and traffic of one rank, for the report."""
 
 from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from offbeat.blocks import Blocks, path_of
 from offbeat.measuring.divergence import Sample
 from offbeat.measuring.loss import LossTap
 from offbeat.plan import BUILT_IN, Plan, Transfer
 from offbeat.plan.windows import Windows
 from offbeat.runtime.iteration import Acted, Iteration, Timestamps
 from offbeat.runtime.vote_log import VoteLog
-from offbeat.trace import COMPUTE, Span, Trace
+from offbeat.trace import COMPUTE, Span, spans_to_dict
 from offbeat.transport.device import Device, Mark
 
-SCHEMA = 1
+BLOCK_ITERATIONS, BLOCK_S = 1000, 10.0  # whichever comes first ends a block
 WINDOW_PERIODS = 3  # spans are kept for the last periods only; ends for every iteration
 
 
 class Recorder:
-    """Collects what one rank did; `write` leaves it in `directory`/rank{r}.json."""
+    """Appends what one rank did to `directory`/rank{r}.jsonl, in blocks; `write` ends the record.
+
+    What it holds in memory does not grow with the iterations.
+    """
 
     def __init__(self, directory: str | Path, rank: int, device: Device):
-        self._path = Path(directory) / f"rank{rank}.json"
+        self._blocks = Blocks(path_of(directory, rank))
         self._rank, self._device = rank, device
         self.origin_s = time.perf_counter()
-        self._ends: list[Mark] = []
+        self._first, self._failed = 0, False
+        self._written_s, self._window_due = time.monotonic(), 0
+        self._ends: list[Mark] = []  # these and what follows: since the last block
         self._losses: list[tuple[int, Tensor]] = []
         self._without_update: list[int] = []
         self._spans: deque[list[Span]] = deque(maxlen=WINDOW_PERIODS)
@@ -57,8 +64,9 @@ class Recorder:
         window = WINDOW_PERIODS * (plan.period if plan else 1)
         self._spans = deque(maxlen=max(2, window))
         if plan is not None and self._rank == 0:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            (self._path.parent / "plan.json").write_text(json.dumps(plan.to_dict()))
+            folder = self._blocks.path.parent
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "plan.json").write_text(json.dumps(plan.to_dict()))
 
     def stepped(self, iteration: int) -> None:
         """The user has called `optimizer.step()`: the loss of this iteration is known."""
@@ -85,6 +93,7 @@ class Recorder:
             self._votes.take(done, voting)
         self._ends.append(done.marks.end)
         self._spans.append(list(_spans(done, self.plan, self._rank, self._device, self.origin_s)))
+        self._append_if_due()
 
     @property
     def _voting(self) -> Sequence[str]:
@@ -92,40 +101,72 @@ class Recorder:
         return self._votes_without_plan if plan is None else [vote.name for vote in plan.votes]
 
     def write(self, bytes_sent: dict[str, int]) -> None:
-        """Write the record, in one move."""
-        ends = [self._device.seconds(end) - self.origin_s for end in self._ends]
-        trace = Trace(
-            source="measured",
-            strategy=self.strategy,
-            ends_s=(tuple(ends),),
-            starts_s=(0.0,),
-            spans=tuple(span for spans in self._spans for span in spans),
-            period=self.plan.period if self.plan else 1,
-            uneven=bool(self._voting),
-            notes=self.notes,
-        )
-        record = {
-            "schema": SCHEMA,
+        """Write the rest, and that the record is whole."""
+        self._append({"bytes": bytes_sent, "pace": self.pace, **self._window(), "closed": True})
+        self._tap.close()
+
+    def _append_if_due(self) -> None:
+        now_s = time.monotonic()
+        if len(self._ends) < BLOCK_ITERATIONS and now_s - self._written_s < BLOCK_S:
+            return
+        self._written_s = now_s
+        if self._first + len(self._ends) >= self._window_due:
+            self._window_due = 2 * (self._first + len(self._ends))
+            self._append(self._window())
+        else:
+            self._append({})
+
+    def _window(self) -> dict[str, Any]:
+        """What each block replaces. It is large, so it is written when a run is twice as long."""
+        spans = (span for spans in self._spans for span in spans)
+        return {
+            "spans": spans_to_dict(spans),
+            "notes": self.notes,
+            "sample": self.sample.record() if self.sample else None,
+        }
+
+    def _append(self, more: Mapping[str, Any]) -> None:
+        """One block of what has come since the last one, which is then forgotten."""
+        ends = [round(self._device.seconds(end) - self.origin_s, 7) for end in self._ends]
+        done = self._first + len(ends)
+        block = {
+            "first": self._first,
             "rank": self._rank,
             "strategy": self.strategy,
             "observed": self.observed,
             "emulated": bool(self.notes.get("emulated")),
-            "losses": [[i, ends[i], float(loss)] for i, loss in self._losses if i < len(ends)],
-            "pace": self.pace,
-            "sample": self.sample.record() if self.sample else None,
+            "period": self.plan.period if self.plan else 1,
+            "uneven": bool(self._voting),
+            "ends_s": ends,
+            "losses": [[i, _short(float(loss))] for i, loss in self._losses if i < done],
             "without_update": self._without_update,
-            "bytes": bytes_sent,
-            "trace": trace.to_dict(),
             "warnings": self.warnings,
             "decisions": self.decisions,
             "checks": [],
-            "votes": self._votes.to_dict(),
+            "votes": self._votes.taken(),
+            **more,
         }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_suffix(".part")
-        draft.write_text(json.dumps(record))
-        draft.replace(self._path)
-        self._tap.close()
+        self._first = done
+        self._losses = [(i, loss) for i, loss in self._losses if i >= done]
+        self._ends, self._without_update = [], []
+        self.warnings, self.decisions = [], []
+        if self._failed:
+            return
+        try:
+            self._blocks.append(block)
+        except OSError as error:
+            self._failed = True
+            warnings.warn(
+                f"record ({self._blocks.path}) cannot be written from iteration {block['first']} "
+                f"on: {error.strerror or error}; training goes on without it. Make room there, or "
+                "give another --out",
+                stacklevel=2,
+            )
+
+
+def _short(loss: float) -> float:
+    """As many digits as float32 has."""
+    return float(f"{loss:.9g}")
 
 
 def _spans(

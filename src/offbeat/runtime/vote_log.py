@@ -13,6 +13,10 @@ class VoteLog:
     """One entry per iteration with a vote. Bytes are those of its messages, votes left out."""
 
     def __init__(self) -> None:
+        self._keys: dict[str, list[str]] = {}  # columns, those of a vote's first entry
+        self._begin()
+
+    def _begin(self) -> None:
         self._iterations: list[int] = []
         self._sent: list[int] = []
         self._spared: list[int] = []
@@ -26,17 +30,22 @@ class VoteLog:
         self._spared.append(done.spared_bytes)
         for name in votes:
             numbers = {k: float(f"{x:.6g}") for k, x in done.shown.get(name, {}).items()}
-            self._votes[name].append({**numbers, "yes": done.voted.get(name)})
+            entry = {**numbers, "yes": done.voted.get(name)}
+            self._keys.setdefault(name, [*entry])
+            self._votes[name].append(entry)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: columns, the same length for all; `yes` are the ranks, None: not known."""
+    def taken(self) -> dict[str, Any]:
+        """What has come since it was last taken, JSON-ready: columns, the same length for all;
+        `yes` are the ranks, None: not known."""
         by_vote = {
-            name: {key: [entry.get(key) for entry in entries] for key in entries[0]}
+            name: {key: [entry.get(key) for entry in entries] for key in self._keys[name]}
             for name, entries in self._votes.items()
         }
-        return {
+        found = {
             "iterations": self._iterations,
             "sent_bytes": self._sent,
             "spared_bytes": self._spared,
             "by_vote": by_vote,
         }
+        self._begin()
+        return found

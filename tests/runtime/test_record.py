@@ -1,0 +1,163 @@
+"""Records: written in blocks, read up to the last whole one, and no larger in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offbeat import blocks
+from offbeat.blocks import Blocks, iterations_so_far, path_of, read
+from offbeat.runtime import record
+from offbeat.runtime.iteration import Iteration, Timestamps
+from offbeat.runtime.record import Recorder
+from offbeat.transport.device import CPU
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """One of rank 3 with blocks of ten iterations."""
+    monkeypatch.setattr(record, "BLOCK_ITERATIONS", 10)
+    monkeypatch.setattr(record, "BLOCK_S", math.inf)
+    made = Recorder(tmp_path, 3, CPU())
+    made.origin_s = 0.0
+    yield made
+    made._tap.close()
+
+
+def train(recorder: Recorder, iterations: int, first: int = 0) -> None:
+    """Iteration i ends at second i + 1 with the loss 1 / (i + 1)."""
+    for i in range(first, first + iterations):
+        recorder._tap._loss = torch.tensor(1 / (i + 1))
+        recorder.stepped(i)
+        marks = Timestamps(**dict.fromkeys(MARKS, i + 0.5), begin=float(i), end=i + 1.0)
+        recorder.iteration(Iteration(i, marks, []))
+
+
+MARKS = ("forward", "forward_end", "backward_end", "waited", "step", "stepped")
+
+
+def test_a_record_that_was_closed(recorder: Recorder, tmp_path: Path) -> None:
+    """Of three blocks; decisions, warnings and what else is known at the end are in it once."""
+    recorder.start("x(period=1)", None, observed=2)
+    train(recorder, 15)
+    recorder.decide(14, "planned again", "careful")
+    train(recorder, 10, 15)
+    recorder.write({"net": 7})
+    path = path_of(tmp_path, 3)
+    assert len(path.read_text().splitlines()) == 3
+    found = read(path)
+    assert found["cut"] is None
+    assert found["trace"]["ends_s"] == [[i + 1.0 for i in range(25)]]
+    assert [(i, end) for i, end, _ in found["losses"]] == [(i, i + 1.0) for i in range(25)]
+    assert [loss for *_, loss in found["losses"]] == pytest.approx([1 / (i + 1) for i in range(25)])
+    assert found["decisions"] == [{"iteration": 14, "what": "planned again"}]
+    assert (found["warnings"], found["bytes"]) == (["careful"], {"net": 7})
+    assert (found["rank"], found["observed"], found["strategy"]) == (3, 2, "x(period=1)")
+    rows = found["trace"]["spans"]["rows"]
+    at = found["trace"]["spans"]["fields"].index("iteration")
+    assert {row[at] for row in rows} == {22, 23, 24}
+
+
+def test_what_a_kill_leaves(recorder: Recorder, tmp_path: Path) -> None:
+    """Every length of the file can be read: whole blocks count, the torn one does not."""
+    recorder.start("x", None, observed=0)
+    train(recorder, 30)
+    path = path_of(tmp_path, 3)
+    whole = path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    assert len(ends) == 3
+    for size in [*ends, *random.Random(0).sample(range(len(whole)), 40)]:
+        path.write_bytes(whole[:size])
+        blocks_left = sum(end <= size for end in ends)
+        assert iterations_so_far(path) == 10 * blocks_left
+        if not blocks_left:
+            with pytest.raises(ValueError, match="no whole block"):
+                read(path)
+            continue
+        found = read(path)
+        assert len(found["trace"]["ends_s"][0]) == len(found["losses"]) == 10 * blocks_left
+        assert f"ends after {10 * blocks_left} iterations" in found["cut"]
+        assert ("middle of a block" in found["cut"]) == (size not in ends)
+
+
+def test_blocks_that_do_not_belong_together_are_refused(recorder: Recorder, tmp_path: Path) -> None:
+    recorder.start("x", None, observed=0)
+    train(recorder, 30)
+    path = path_of(tmp_path, 3)
+    one, two, three = path.read_bytes().splitlines(keepends=True)
+    for data, words in (
+        (one + three, "must follow the others"),
+        (one + two[:-9] + b"\n" + three, "in its middle"),
+        (one.replace(b'"schema":2', b'"schema":3'), "schema"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=words):
+            read(path)
+
+
+def test_a_disk_that_is_full_warns_once(recorder: Recorder, monkeypatch: Any) -> None:
+    """And training goes on."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Blocks, "append", full)
+    recorder.start("x", None, observed=0)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        train(recorder, 10)
+    train(recorder, 40, 10)  # a second warning would be an error
+    recorder.write({})
+
+
+def test_memory_stays_flat(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three thousand iterations after the first thousand keep less than 20 bytes each."""
+    monkeypatch.setattr(record, "BLOCK_ITERATIONS", 100)
+    recorder.start("x", None, observed=0)
+    tracemalloc.start()
+    try:
+        train(recorder, 1000)
+        before = tracemalloc.get_traced_memory()[0]
+        train(recorder, 3000, 1000)
+        after = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert after - before < 20 * 3000
+
+
+def test_losses_of_long_runs_are_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over neighbours, so that no mean over many changes; a NaN stays one."""
+    monkeypatch.setattr(blocks, "MOST_LOSSES", 16)
+    losses = [float(i * i) for i in range(100)]
+    losses[90] = math.nan
+    head = {"rank": 0, "strategy": "x", "period": 1, "uneven": False}
+    written = Blocks(path_of(tmp_path, 0))
+    for first in range(0, 100, 20):
+        those = range(first, first + 20)
+        ends = [i + 1.0 for i in those]
+        written.append(
+            {**head, "first": first, "ends_s": ends, "losses": [[i, losses[i]] for i in those]}
+        )
+    found = read(path_of(tmp_path, 0))
+    width = found["losses_of"]
+    assert width == 8
+    assert len(found["trace"]["ends_s"][0]) == 100
+    for last, end, loss in found["losses"]:
+        own = losses[last // width * width : last + 1]
+        assert end == last + 1.0
+        expected = sum(own) / len(own)
+        assert loss == expected or (math.isnan(loss) and math.isnan(expected))
+    assert [last for last, *_ in found["losses"]] == [*range(7, 96, 8), 99]
+
+
+def test_a_record_of_one_piece_is_read_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "rank1.json").write_text(json.dumps({"rank": 1}))
+    assert read(tmp_path / "rank1.json") == {"rank": 1}
+    assert blocks.records_in(tmp_path) == [tmp_path / "rank1.json"]
