@@ -37,7 +37,8 @@ class Loop:
     `micro`: batches per step; `clip`: largest norm; `scale`: of a GradScaler; `overflow` and
     `idle`: (rank, iteration) in which a loss is infinite, or there is no backward at all;
     `dropped` and `twice`: iterations in which a step is left out, and gradients are cleared or
-    added to.
+    added to. `skipped`: (rank, iteration) that ends with `skip_step()`, in place of backward too if
+    `early`. Clipping and scaling begin in iteration `since`.
     """
 
     clear: str = "optimizer"
@@ -51,6 +52,9 @@ class Loop:
     idle: frozenset[tuple[int, int]] = frozenset()
     dropped: frozenset[int] = frozenset()
     twice: frozenset[int] = frozenset()
+    skipped: frozenset[tuple[int, int]] = frozenset()
+    early: bool = False
+    since: int = 0
 
 
 USUAL = Loop()

@@ -32,6 +32,8 @@ def go_on_without_a_step(strategy: Strategy, again: str) -> None:
     model, optimizer = build(CASE)
     profile = profile_of(CASE, world_size())
     with prepared(model, optimizer, strategy, profile=profile) as (model, optimizer):
+        model(inputs(0)).sum().backward()
+        optimizer.step()
         loss = model(inputs(0)).sum()
         loss.backward(retain_graph=again == "backward")
         if again == "zero_grad":
@@ -41,16 +43,21 @@ def go_on_without_a_step(strategy: Strategy, again: str) -> None:
         model(inputs(0)).sum().backward()
 
 
-def drop_a_gradient(strategy: Strategy) -> bool:
-    """Set a gradient to None between backward and step; whether its parameter stayed."""
+def drop_a_gradient(strategy: Strategy, since: int) -> bool:
+    """Set a gradient to None between backward and step; whether its parameter stayed since."""
     model, optimizer = build(CASE)
     before = model[6].weight.detach().clone()
     with prepared(model, optimizer, strategy, profile=profile_of(CASE, 1)) as (model, optimizer):
         for t in range(3):
             optimizer.zero_grad()
             model(inputs(t)).sum().backward()
-            model.module[6].weight.grad = None
+            if t >= since:
+                model.module[6].weight.grad = None
+            else:
+                before = None
             optimizer.step()
+            if before is None:
+                before = model.module[6].weight.detach().clone()
         return bool(torch.equal(model.module[6].weight, before))
 
 

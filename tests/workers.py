@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,7 +151,18 @@ class User:
         if self.loop.closure:
             assert self.optimizer.step(lambda: self.backward(t)) is not None
             return
+        if (rank(), t) in self.loop.skipped:
+            if self.loop.early:
+                self.clear()
+                self.loss(*batch(self.case, rank(), t), t)
+            else:
+                self.backward(t)
+            self.model.skip_step()
+            return
         self.backward(t)
+        if t < self.loop.since:
+            self.optimizer.step()
+            return
         if t in self.loop.dropped:
             self.clear()
             return
@@ -180,7 +193,7 @@ class User:
         loss = loss_of(self.model, x, y, self.loop)
         if (rank(), t) in self.loop.overflow:
             loss = loss * float("inf")
-        return self.scaler.scale(loss)
+        return self.scaler.scale(loss) if t >= self.loop.since else loss
 
     def clear(self) -> None:
         if self.loop.clear == "optimizer":
@@ -286,6 +299,13 @@ def promise_of(t: Transfer) -> str:
 
 
 # ---- conformance ----------------------------------------------------------------------------
+
+
+def train_and_hear(*args: Any) -> tuple[Trained, list[str]]:
+    """As `train_with`, and the lines that this rank has printed."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        return train_with(*args), said.getvalue().splitlines()
 
 
 def train_with(

@@ -12,6 +12,7 @@ import torch
 from comparing import assert_close, assert_same, sets_of
 from models import Case, profile_of
 from reference.training import (
+    Clipping,
     Piece,
     Replica,
     as_planned,
@@ -64,10 +65,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"period": 2, "state": "reset", "average": "before_update"},
     ],
     "asc-wfbp": [{"groups": 3}],
-    "p3": [{"slice_elements": 7}],
+    "p3": [{"slice_elements": 7}, {"update": "at_step"}],
     "bytescheduler": [{"partition_elements": 10, "credit_elements": 20}],
     "us-byte": [{"unit_elements": 5}],
-    "dear": [{"fusion_bytes": 1}, {"fusion_bytes": 1000}],
+    "dear": [{"fusion_bytes": 1}, {"fusion_bytes": 1000}, {"update": "at_step"}],
     "deft": [
         {"scale": "mean", "solver": "greedy"},
         {"partition_elements": 20},
@@ -84,6 +85,9 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"period": 2, "due": "forward", "average": "before_update", "state": "reset"},
         {"period": 3, "due": "delayed", "delay": 2},
         {"period": 2, "due": "delayed", "average": "before_update"},
+        {"period": 2, "clip": 0.3},
+        {"period": 2, "due": "forward", "clip": 0.3},
+        {"period": 2, "due": "delayed", "clip": 0.3},
     ],
     "selsync": [
         {"delta": 0.1, "smooth": "change", "window": 3, "state": "averaged"},
@@ -155,7 +159,12 @@ def layer_sets(world: list[Replica], iterations: range, strategy: Any) -> None:
     profile = profile_of(world[0].case, len(world))
     late = getattr(strategy, "due", "end") == "delayed"
     sets = sets_of(strategy.plan(profile), profile, "average" if late else "param")
-    how = {"sets": sets, "average": strategy.average}
+    clip, tensors = getattr(strategy, "clip", None), [bucket.tensors for bucket in profile.buckets]
+    how: dict[str, Any] = {
+        "sets": sets,
+        "average": strategy.average,
+        "clip": clip and Clipping(clip, tensors, early=strategy.average == "after_update"),
+    }
     if late:
         delayed_sync(world, iterations, delay=strategy.delay, **how)
     else:

@@ -81,7 +81,9 @@ class Replica:
         loop leaves it out."""
         if self.iteration in self.loop.dropped or self._unfinished:
             return
-        if self.loop.clip is not None:
+        if (self.rank, self.iteration) in self.loop.skipped:
+            return
+        if self.loop.clip is not None and self.iteration >= self.loop.since:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.loop.clip)
         if (self.rank, self.iteration) not in self.loop.overflow:
             self.optimizer.step()
@@ -161,14 +163,18 @@ def partial_sync(
     sets: Sequence[Collection[Piece]],
     average: str,
     state: str = "local",
+    clip: Clipping | None = None,
 ) -> None:
-    """In iteration r the pieces in sets[r mod H] are averaged, the others stay local.
+    """In iteration r the pieces in sets[r mod H] are averaged, the others stay local. Gradients may
+    be clipped before.
 
     after_update: w_l <- mean_k(w_l^k - eta * g_l^k); before_update: w_l <- mean_k(w_l) - eta * g_k.
     """
     for r, t in enumerate(iterations):
         for replica in world:
             replica.gradients(t)
+            if clip is not None:
+                clip(replica)
         if average == "after_update":
             for replica in world:
                 replica.step()
@@ -189,6 +195,7 @@ def delayed_sync(
     sets: Sequence[Collection[Piece]],
     delay: int,
     average: str,
+    clip: Clipping | None = None,
 ) -> None:
     """In iteration r snapshots s_l^k of the pieces in sets[r mod H] are taken, after the local step
     or before it; after the step of iteration r + delay, w_l^k += mean_k(s_l^k) - s_l^k."""
@@ -196,6 +203,8 @@ def delayed_sync(
     for r, t in enumerate(iterations):
         for replica in world:
             replica.gradients(t)
+            if clip is not None:
+                clip(replica)
         if average == "before_update":
             taken.append(kept(world, names_of(world)))
         _step(world)
@@ -205,6 +214,26 @@ def delayed_sync(
             shift(world, piece.names, taken[r - delay])
         for replica in world:
             replica.end()
+
+
+class Clipping:
+    """Every replica's own gradients, bounded by a norm: of all of them, or bucket by bucket by the
+    norm of the iteration before; at first by that of the buckets so far."""
+
+    def __init__(self, norm: float, tensors: Sequence[Names], early: bool) -> None:
+        self._norm, self._tensors, self._early = norm, tensors, early
+        self._last: dict[int, float] = {}
+
+    def __call__(self, replica: Replica) -> None:
+        pieces = [Piece(tuple(names)) for names in self._tensors]
+        norms = [squared_norm(replica, piece) for piece in pieces]
+        last, self._last[replica.rank] = self._last.get(replica.rank), sum(norms)
+        for b, piece in enumerate(pieces):
+            known = sum(norms[: b + 1]) if last is None else last
+            length = (known if self._early else sum(norms)) ** 0.5
+            for p in _parameters(replica, piece):
+                if p.grad is not None:
+                    p.grad *= min(1.0, self._norm / (length + 1e-6))
 
 
 def federated(
@@ -352,6 +381,11 @@ def as_planned(
     outcomes: dict[str, list[bool]] = {vote.name: [] for vote in plan.votes}
     voters = [_Voter(replica, tensors) for replica in world]
     taken: Kept = {}
+    clips = [
+        Clipping(a.arg("norm"), tensors, a.rule == "clip_early")
+        for a in plan.applies
+        if a.rule in ("clip", "clip_early")
+    ]
     closing = [apply.phases for apply in plan.applies if apply.rule == "close"]
     if closing:
         [local] = [apply for apply in plan.applies if apply.rule == "local"]
@@ -362,6 +396,8 @@ def as_planned(
         phase = plan.phase(r)
         for replica in world:
             replica.gradients(t)
+            for clip in clips:
+                clip(replica)
         for vote in plan.votes:
             run = vote.buckets or range(plan.buckets)
             says = [VOTES[vote.rule](voter, vote, run) for voter in voters]

@@ -30,7 +30,9 @@ def prepared(inner: type[torch.optim.Optimizer] = torch.optim.SGD) -> tuple[Any,
     """Model, prepared optimizer, the user's own."""
     own = nn.Sequential(*[nn.Linear(4, 4) for _ in range(LAYERS)])
     optimizer = inner(own.parameters(), lr=0.1)  # type: ignore[call-arg]
-    return *offbeat.prepare(own, optimizer, PartialSync(2), profile=PROFILE), optimizer
+    model, prepared = offbeat.prepare(own, optimizer, PartialSync(2), profile=PROFILE)
+    iterate(model, prepared)  # the first step is of all buckets at once
+    return model, prepared, optimizer
 
 
 def iterate(model: Any, optimizer: Any) -> None:

@@ -17,7 +17,17 @@ from reference.training import Replica, bsp, local_sgd, partial_sync, passes, re
 from workers import Trained
 from worlds import run_world, watch_world
 
-from offbeat import BSP, DDP, WFBP, ByteScheduler, DreamDDP, LocalSGD, PartialSync, Strategy
+from offbeat import (
+    BSP,
+    DDP,
+    WFBP,
+    ByteScheduler,
+    DreamDDP,
+    LocalSGD,
+    PartialSync,
+    SelSync,
+    Strategy,
+)
 
 CASE = Case("mlp", "nesterov", "step")
 ITERATIONS = 8
@@ -105,7 +115,7 @@ def test_a_step_may_be_left_out(strategy: Strategy) -> None:
         *((AFTER, how) for how in ("forward", "zero_grad")),  # has updated in backward
         *((Merging(period=2), how) for how in ("forward", "zero_grad")),  # has added up
         (ByteScheduler(), "backward"),  # still sends what the second one would add to
-        (LOCAL, "forward"),  # which has used parameters that the iteration's end would change
+        (SelSync(), "forward"),  # has voted
     ],
     ids=str,
 )
@@ -125,17 +135,19 @@ def test_clipping(strategy: Strategy) -> None:
 
 def test_clipping_what_was_already_applied_is_an_error() -> None:
     for case in (CASE, Case("branches")):
-        [outcome] = watch_world(workers.train_with, 1, case, AFTER, range(2), Loop(clip=0.05), {})
+        loop = Loop(clip=0.05, since=1)
+        [outcome] = watch_world(workers.train_with, 1, case, AFTER, range(2), loop, {})
         assert outcome.kind == "ValueError"
         assert "gradients were changed between backward and optimizer.step()" in outcome.error
         assert "use average='before_update'" in outcome.error
 
 
 def test_dropping_a_gradient() -> None:
-    """As plain PyTorch: no gradient, no update. An error where the update has happened."""
-    [frozen] = run_world(oddities.drop_a_gradient, 1, EAGER)
-    assert frozen
-    [outcome] = watch_world(oddities.drop_a_gradient, 1, AFTER)
+    """As plain PyTorch: no gradient, no update. An error where the update has happened, and the
+    first iteration did not show that it would be so."""
+    for strategy in (EAGER, AFTER):
+        assert run_world(oddities.drop_a_gradient, 1, strategy, 0) == [True]
+    [outcome] = watch_world(oddities.drop_a_gradient, 1, AFTER, 1)
     assert "use average='before_update'" in outcome.error
 
 
@@ -169,7 +181,8 @@ def test_overflow_skips_that_ranks_update(strategy: Strategy) -> None:
 
 
 def test_scaler_with_updates_in_backward_is_an_error() -> None:
-    [outcome] = watch_world(workers.train_with, 1, CASE, AFTER, range(2), Loop(scale=8.0), {})
+    loop = Loop(scale=8.0, since=1)
+    [outcome] = watch_world(workers.train_with, 1, CASE, AFTER, range(2), loop, {})
     assert outcome.kind == "ValueError"
     assert "GradScaler cannot unscale this strategy" in outcome.error
     assert "average='before_update', or bf16 autocast" in outcome.error

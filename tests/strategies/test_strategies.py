@@ -71,6 +71,8 @@ VARIANTS = [
     *(DreamDDP(period=3, solver=s) for s in ("best", "optimal", "balanced", "dfs", "brute-force")),
     DreamDDP(period=4, fill=False, average="before_update", state="averaged"),
     DreamDDP(period=3, split=True),
+    DreamDDP(period=3, clip=0.5),
+    DreamDDP(period=3, average="before_update", clip=0.5),
     DreamDDP(period=2, split=True, average="before_update", state="averaged"),
     DreamDDP(due="forward"),
     DreamDDP(period=3, solver="optimal", due="forward", state="reset"),

@@ -48,6 +48,7 @@ class ReplicaGuard:
         self._control, self._model, self._optimizer = control, model, optimizer
         self._every, self._settle = every, settle
         self._steps = 0
+        self.skipped = 0  # updates that the script has left out
         self._asked = False
 
     def ask(self) -> None:
@@ -73,6 +74,7 @@ class ReplicaGuard:
             hash_text(repr(settings)) >> 2,
             checksum(*weights(self._model).values()) >> 2,
             (checksum(*state.values()) ^ hash_text("\n".join(state))) >> 2,
+            self.skipped,
         )
         if not self._control.same(digests):
             self._explain(settings, state)
@@ -80,7 +82,7 @@ class ReplicaGuard:
     def _explain(self, settings: Settings, state: dict[str, Tensor]) -> None:
         """Raise, unless only last digits differ."""
         everyone = self._control.gather(settings)
-        causes: list[str | None] = [_difference_of(everyone)]
+        causes: list[str | None] = [self._skips(), _difference_of(everyone)]
         causes += [
             f"{what} {found}" if found is not None else None
             for what, found in (
@@ -94,6 +96,16 @@ class ReplicaGuard:
                 "replicas have diverged, although only gradients are averaged, which keeps them "
                 f"equal: {'; '.join(named)}; {REPAIR}"
             )
+
+    def _skips(self) -> str | None:
+        """Who has skipped other steps than the others."""
+        counts = self._control.gather(self.skipped)
+        for rank, other in dissenters(counts):
+            return (
+                f"rank {rank} has skipped {counts[rank]} steps, rank {other} {counts[other]}: call "
+                "skip_step() on all ranks or on none"
+            )
+        return None
 
     def _find(self, tensors: dict[str, Tensor]) -> Difference | None:
         return find_difference(tensors, self._control)

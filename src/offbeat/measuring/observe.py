@@ -71,6 +71,7 @@ class Observer:
         self.memory = ForwardMemory(model)  # of the first iteration only: hooks take time
         self._tap = LossTap()
         self._losses: list[Tensor] = []
+        self._partly = False  # backward ran already, and no step followed
         self._meter = NoiseMeter(dist.get_world_size())
         engine.measure(self._meter)
         engine.hooks.on_parameter = self._parameter_ready
@@ -94,12 +95,16 @@ class Observer:
         """Take in one finished iteration."""
         self.memory.close()
         seconds, marks, times = self._device.seconds, done.marks, _Times()
-        self.order = [name for name, _ in self._ready]
+        partly, self._partly = self._partly, done.abandoned
         if marks.forward is None or not self._ready:
+            if partly or done.skipped:  # several losses of one forward, or none at all
+                self._ready, self._entered = [], []
+                return
             raise RuntimeError(
                 "optimizer.step() without a forward of the prepared model and a backward; call "
                 "the model that prepare returned"
             )
+        self.order = [name for name, _ in self._ready]
         at = start = seconds(marks.forward)
         current = None
         for name, mark in [*self._entered, (None, marks.forward_end)]:

@@ -7,9 +7,10 @@ once. The rule `local`, the user's own optimizer, is the context's.
 
 from offbeat.numerics.base import SETTINGS, Context, Rule, Setting, VoteRule, WireRule, takes
 from offbeat.numerics.change import changed, measure
+from offbeat.numerics.clip import clip, clip_early
 from offbeat.numerics.close import close
 from offbeat.numerics.delta import delta
-from offbeat.numerics.moves import add, clear, clip, copy, scale, swap
+from offbeat.numerics.moves import add, clear, copy, scale, swap
 from offbeat.numerics.optimizer import local, reset
 from offbeat.numerics.outer import outer
 from offbeat.numerics.select import select
@@ -18,7 +19,8 @@ from offbeat.numerics.topk import topk
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
-        *(local, close, reset, add, clear, clip, copy, scale, select, swap, delta, outer, measure),
+        *(local, close, reset, add, clear, clip, clip_early, copy, scale, select, swap, delta),
+        *(outer, measure),
     )
 }
 VOTES: dict[str, VoteRule] = {rule.__name__: rule for rule in (changed,)}

@@ -42,13 +42,3 @@ def scale(context: Context, apply: Apply) -> None:
 def swap(context: Context, apply: Apply) -> None:
     """Exchange the parameters of two buffers; running statistics stay where they are."""
     context.swap(apply.arg("a"), apply.arg("b"), apply.buckets)
-
-
-@takes(buffer=Setting("buffer"), norm=Setting("number", least=0.0))
-def clip(context: Context, apply: Apply) -> None:
-    """Scale a buffer of these buckets to at most a norm, as `clip_grad_norm_` does: times
-    `norm / (length + 1e-6)` if that is below 1."""
-    length = context.squared_norm(apply.arg("buffer"), apply.buckets) ** 0.5
-    factor = apply.arg("norm") / (length + 1e-6)
-    if factor < 1:
-        context.scale(apply.arg("buffer"), apply.buckets, factor)

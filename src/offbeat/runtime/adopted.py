@@ -152,15 +152,23 @@ class Adopted:
             if message.released is None and not message.passed:
                 self.messages.pass_over(message)
 
+    def only_adds(self, iteration: Iteration) -> bool:
+        """Whether another backward before the step may add to an iteration as it is: nothing was
+        sent, applied or asked in the one before."""
+        size = self.plan.buckets
+        done = [s for s in iteration.steps if size <= s.position < 2 * size]
+        awaited = iteration.at("step", self.plan)
+        quiet = not (done or awaited.wait or awaited.decide or self.updates_at_end)
+        return quiet and not self.windows.late and self.plan.source is None
+
     def require_skippable(self, iteration: Iteration, *, adding: bool) -> None:
         """RuntimeError if an iteration cannot end without its update, or cannot any more: another
         backward is `adding` to its gradients, after a forward with the parameters as they are."""
         flying = any(
             iteration.messages[i].transfer.payload.buffer == "grad" for i in iteration.outstanding
         )
-        early = any(a.rule == "local" and a.at.point == "grad" for a in self.plan.applies)
         late = adding and (flying or self._moves_at_the_end())
-        if late or early or self.windows.late:
+        if late or self.updates.early or self.windows.late:
             remedy = self.updates.remedy or "use a strategy that steps at once, such as WFBP()"
             raise RuntimeError(
                 "backward ran without optimizer.step() after it, but its gradients were already "

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from offbeat.guards.finite import Suspects
+from offbeat.guards.habits import Watched
+from offbeat.guards.looks import Looks
 from offbeat.measuring.noise import NoiseMeter
 from offbeat.plan import Plan
 from offbeat.runtime.adopted import Adopted
@@ -51,6 +53,7 @@ class Engine:
         self.waiting = Waiting(device, control, timeout_s)
         self.compute, self.iteration = Compute(), 0
         self.suspects: Suspects | None = None
+        self.watched: Watched | None = None
         self.reports, self.pauses = Reports(), Pauses(self)
         self._attached, self._adopted = ExitStack(), ExitStack()  # how to undo either
         self.attach(flat)
@@ -71,16 +74,31 @@ class Engine:
         self._attached.close()
         self._adopted.close()
 
-    def adopt(self, plan: Plan) -> None:
-        """Run this plan from the next iteration on, counted as its iteration 0."""
+    def adopt(self, plan: Plan, planned: int = 0) -> None:
+        """Run this plan from the next iteration on, counted as its iteration 0 or as another one,
+        which must not depend on those before."""
         self._adopted.close()
         self.run = Adopted(plan, self)
         self._adopted.callback(self.run.close)
-        self.plan, self.start = plan, self.iteration
+        self.plan, self.start = plan, self.iteration - planned
         self.metering, self.walker = Metering(None, self.run), Walker(self.run, self.device)
         self.now: Iteration | None = None
         self.backward_over = False
+        self._looks = self._looks_of()
+        self._adopted.callback(self._looks.close)
         self.hold(self.compute)
+
+    def watch(self, watched: Watched | None) -> None:
+        """Tell somebody what the script does between backward and step, from the next plan on."""
+        self.watched = watched
+
+    def _looks_of(self) -> Looks:
+        """Who hears of gradients that are read before the step."""
+        if self.watched is not None:
+            return Looks(self.gradients.parameters, self.watched.read)
+        if self.run.updates.on_arrival:
+            return Looks(self.gradients.parameters, self.run.updates.refuse_look)
+        return Looks([], self.run.updates.refuse_look)
 
     def refresh_groups(self) -> None:
         """The optimizer's groups or state were replaced (load_state_dict)."""
@@ -163,10 +181,16 @@ class Engine:
 
     def backward_begins(self) -> None:
         """The first gradient of a backward pass is there."""
+        self._looks.close()
         if self.now is not None and self.backward_over:
-            self._abandon(self.now, adding=True)
+            if self.run.only_adds(self.now):
+                self._reopen()
+            else:
+                self._abandon(self.now, adding=True)
         self.started()
         self.control.doing("in backward")
+        if self.watched is not None:
+            self.watched.backward()
         self.run.updates.in_backward = True
         self.walker.walk(self.plan.buckets - 1)
         self.run.updates.in_backward = False
@@ -203,6 +227,13 @@ class Engine:
         self.compute.step_begins()
         now.marks.waited = self.device.mark()
         self.control.doing(SCRIPT)
+        self._looks.open()
+
+    def _reopen(self) -> None:
+        """Another backward adds to an iteration of which nothing has left."""
+        self.gradients.backward_again(self.hooks.seen)
+        self.hooks.again()
+        self.backward_over = False
 
     # ---- the step ---------------------------------------------------------------------------
 
@@ -210,14 +241,17 @@ class Engine:
         """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is
         due by the end, and the next iteration."""
         now, mark = self.started(), self.device.mark
+        now.skipped, now.abandoned = skip_update, abandoned
         self.walker.walk(self.plan.buckets - 1)
         if not self.backward_over:
             self.backward_ends()
+        self._looks.close()
+        if self.watched is not None and not abandoned:
+            self.watched.stepped(changed=self.run.updates.touched(), skipped=skip_update)
         now.marks.step = mark()
         if self.suspects is not None:
             self.suspects.heed(unused=skip_update)
         self.run.updates.asked_for(now, abandoned=abandoned)
-        now.skipped = skip_update
         if not self.run.updates_at_end:
             self.walker.act(now.at("step", self.plan))
         now.marks.stepped = mark()
@@ -236,6 +270,19 @@ class Engine:
         self.reports.hand_on()
         self.begin()
 
+    def require_skippable(self) -> bool:
+        """Before a step without an update: whether there is one to leave out. Gradients that are
+        applied in later iterations count as zero instead. ValueError if backward is over and they
+        were handed on."""
+        late = self.run.windows.late
+        if self.backward_over and (late or self.run.updates.early):
+            remedy = self.run.updates.remedy or "use a strategy that steps at once, such as WFBP()"
+            raise ValueError(
+                "skip_step() after backward comes too late: this strategy has handed on the "
+                f"gradients in backward; call it in place of backward, or {remedy}"
+            )
+        return not late
+
     def _abandon(self, now: Iteration, *, adding: bool) -> None:
         """Backward ran, no step followed, and now the gradients are dropped or added to: as with
         torch's own DDP that is an iteration without an update."""
@@ -247,7 +294,12 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Zero the gradients in place, each as soon as nothing needs it any more."""
+        self._looks.close()
         self.abandon_unless_stepped()
+        if self.now is not None:
+            self.hooks.forget()
+        if self.watched is not None:
+            self.watched.dropped()
         self.gradients.zero_grad()
 
     def abandon_unless_stepped(self) -> None:

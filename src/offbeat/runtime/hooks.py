@@ -44,6 +44,7 @@ class BackwardHooks:
         self._gradients, self._listener = gradients, listener
         self._sizes = [len(bucket.parameters) for bucket in gradients.flat.buckets]
         self.accumulating = False
+        self.held = 0  # backward passes of an iteration that only add up, before the one that ends
         self.on_parameter: Callable[[nn.Parameter], None] | None = None
         self.begin()
         self._handles = [
@@ -55,10 +56,20 @@ class BackwardHooks:
         """A new iteration."""
         count = len(self._gradients.parameters)
         self.seen = bytearray(count)
-        self._ready = bytearray(count)
+        self._left = self.held
+        self.again()
+
+    def again(self) -> None:
+        """Another backward pass of the same iteration."""
+        self._ready = bytearray(len(self.seen))
         self._missing = list(self._sizes)
         self._next = 0  # buckets before this one are ready
         self._running = self._queued = self._finished = False
+
+    def forget(self) -> None:
+        """Gradients that were added up so far are zeroed."""
+        if self.held and not self._finished:
+            self.begin()
 
     def remove(self) -> None:
         """Let the parameters go."""
@@ -79,6 +90,11 @@ class BackwardHooks:
             self.seen[index] = 1
             if self.accumulating:
                 return
+            if self._left:
+                if not self._queued:
+                    self._queued = True
+                    Variable._execution_engine.queue_callback(self._held_back)  # type: ignore[attr-defined]
+                return
             if self._ready[index]:
                 raise RuntimeError(NESTED)
             if not self._queued:
@@ -94,6 +110,10 @@ class BackwardHooks:
                 self._advance()
 
         return gradient_ready
+
+    def _held_back(self) -> None:
+        self._left -= 1
+        self._queued = False
 
     def finish(self) -> None:
         """Buckets that got no gradient, or not all, are as ready as they will be."""

@@ -55,6 +55,7 @@ class Iteration:
     planned: int = 0
     steps: tuple[Step, ...] = ()
     skipped: bool = False  # its update is not done
+    abandoned: bool = False  # no step was asked for
     settings: Settings | None = None  # the optimizer's when its update was asked for
     outstanding: set[int] = field(default_factory=set)  # messages that are still to be awaited
     over: bool = False

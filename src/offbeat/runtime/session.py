@@ -15,6 +15,7 @@ from torch import nn
 from offbeat.guards.convergence import ConvergenceGuard, Finding
 from offbeat.guards.differences import only_gradients, repair, require_equal, take, unite
 from offbeat.guards.finite import FiniteGuard, OnNonfinite, Suspects
+from offbeat.guards.habits import Habits, Watched
 from offbeat.guards.parameters import ParameterWatch
 from offbeat.guards.replicas import ReplicaGuard
 from offbeat.measuring.divergence import Sample
@@ -23,6 +24,7 @@ from offbeat.measuring.observe import Observer, observing_plan
 from offbeat.measuring.pacing import affordable
 from offbeat.plan import Plan
 from offbeat.plan.check import raise_if_wrong
+from offbeat.plan.deferred import deferred
 from offbeat.profile import Profile
 from offbeat.runtime.attached import Attached
 from offbeat.runtime.compute import Compute
@@ -82,6 +84,8 @@ class FlatSession(Session):
         self._recorder = recorder
         self._guard: ConvergenceGuard | None = None
         self._pace: Pace | None = None
+        self._trying = False  # the first iteration runs everything at the step
+        self._varied = False  # the strategy is a variant, for the script's sake
         self._around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
         self._observer: Observer | None = None
         self._before = 0  # iterations of processes before this one
@@ -117,19 +121,32 @@ class FlatSession(Session):
         for link in self._cluster.links.values():
             link.guard = self._finite.run if self._finite.active else None
 
-    def run_from(self, profile: Profile, observed: int = 0) -> None:
-        """Plan from a profile that all ranks share, check, agree on the plan, adopt it."""
+    def run_from(self, profile: Profile, observed: int = 0, habits: Habits | None = None) -> None:
+        """Plan from a profile that all ranks share, check, agree on the plan, adopt it.
+
+        `habits`: what the script was seen to do; None: nothing was seen yet. A plan that updates
+        early then does everything at the first step, and what the script does there decides.
+        """
         self.profile = profile
         with warnings.catch_warnings(record=True) as said:  # rank 0 says it for all
             warnings.simplefilter("always")
             plan = self._checked(self._strategy)
-        self._run(plan, observed)
+        trial = None
+        if habits is not None:
+            plan = self._suited(plan, habits)
+        else:
+            trial = deferred(plan)
+        self._trying = trial is not None
+        self.engine.watch(Watched() if self._trying else None)
+        self._run(plan, observed, trial)
+        if habits is not None:
+            self._hold_back(habits)
         for warning in said:
             self._decide(str(warning.message))
 
-    def _run(self, plan: Plan, observed: int) -> None:
+    def _run(self, plan: Plan, observed: int, trial: Plan | None = None) -> None:
         """Adopt the strategy's first plan, record it, and watch what it does to the loss."""
-        self._adopt(self._strategy, plan)
+        self._adopt(self._strategy, plan, trial)
         self.engine.reports.listener = self._recorder.iteration if self._recorder else None
         if self._recorder:
             self._recorder.start(str(self._strategy), self.plan, observed)
@@ -145,7 +162,44 @@ class FlatSession(Session):
         raise_if_wrong(plan, self.profile)
         return plan
 
-    def _adopt(self, strategy: Strategy, plan: Plan) -> None:
+    def _suited(self, plan: Plan, habits: Habits) -> Plan:
+        """The plan, or that of the strategy's variant that lets the script do what it does."""
+        why = habits.against(plan)
+        if why is None:
+            return plan
+        asked, variant = self._strategy, self._strategy.at_step()
+        if variant is None:
+            raise ValueError(
+                f"the script {why}, but {asked} applies gradients bucket by bucket, at other "
+                f"times; {early_remedy(plan)}"
+            )
+        self._strategy, self._varied = variant, True
+        self._say(f"the script {why}, so {variant} runs instead of {asked}")
+        return self._checked(variant)
+
+    def _hold_back(self, habits: Habits) -> None:
+        """Where no gradients are averaged, only the last backward before a step begins messages:
+        the others add up."""
+        averaging = any(t.payload.buffer == "grad" for t in self.plan.transfers)
+        self.engine.hooks.held = 0 if averaging else habits.backwards - 1
+
+    def _tried(self) -> None:
+        """The first step is over, in which nothing was early: go on as planned, or with a variant
+        if some rank's script needs one. All ranks know the same and do the same."""
+        watched, self._trying = self.engine.watched, False
+        assert watched is not None
+        habits = Habits.of_all(self._cluster.control.gather(watched.habits))
+        self.engine.watch(None)
+        plan = self._suited(self.plan, habits)
+        if plan is self.plan:
+            late = self.engine.run.updates.on_arrival or any(t.before.lag for t in plan.transfers)
+            self._start(plan, 0 if late else self.engine.planned)
+        else:
+            self._adopt(self._strategy, plan)
+        self._hold_back(habits)
+
+    def _adopt(self, strategy: Strategy, plan: Plan, trial: Plan | None = None) -> None:
+        """Agree on a plan, open what it needs, and run it, or at first a `trial` of it."""
         control = self._cluster.control
         control.agree("the plan", plan.digest, "start all ranks with the same offbeat version")
         remedy = early_remedy(plan)
@@ -159,8 +213,7 @@ class FlatSession(Session):
         self.plan = plan
         if self._recorder:
             self._recorder.plan = plan
-        self.scaler_remedy = _scaler_remedy(plan)
-        self.engine.adopt(plan)
+        self._start(plan if trial is None else trial, 0)
         if self._pace is None and self.profile.pace:
             self._pace = Pace(self.profile, control.rank)
             self.engine.hold(self._pace)
@@ -176,6 +229,10 @@ class FlatSession(Session):
                 self.engine.pauses.flush,
             )
             self._replicas.look()
+
+    def _start(self, plan: Plan, planned: int) -> None:
+        self.scaler_remedy = _scaler_remedy(plan)
+        self.engine.adopt(plan, planned)
 
     def _heed(self, finding: Finding) -> None:
         """Fall back to a synchronous schedule if the loss departs, plan again if the noise says
@@ -201,6 +258,12 @@ class FlatSession(Session):
                 self.engine.pauses.drain()
                 self._adopt(self._strategy, plan)
 
+    def _say(self, what: str) -> None:
+        """One line of rank 0, and in the report."""
+        self._decide(what, warn=False)
+        if self._cluster.control.rank == 0:
+            print(f"offbeat: {what}", file=sys.stderr, flush=True)
+
     def _decide(self, what: str, warn: bool = True) -> None:
         iteration = self.engine.iteration
         warning = f"iteration {iteration}: {what}" if warn else None
@@ -218,6 +281,7 @@ class FlatSession(Session):
     def observe(self, how: Observation) -> None:
         """Run plain BSP first, measure, and plan from what was measured."""
         first = next(iter(self._cluster.links))
+        self.engine.watch(Watched())
         self.engine.adopt(observing_plan(len(self.engine.flat.buckets), first))
         turns = Turns(how.turns) if how.turns and not self._emulated else Compute()
         self.engine.hold(turns)
@@ -229,12 +293,12 @@ class FlatSession(Session):
                 self._recorder.iteration(done)
             observer.iteration(done)
             self._around_forward = nullcontext
-            if done.number + 1 == how.iterations:
-                self._plan_from(observer, how)
+            if done.number + 1 >= how.iterations and not done.abandoned:
+                self._plan_from(observer, how, observed=done.number + 1)
 
         self.engine.reports.listener = listen
 
-    def _plan_from(self, observer: Observer, how: Observation) -> None:
+    def _plan_from(self, observer: Observer, how: Observation, observed: int) -> None:
         observer.finish()
         self._observer = None
         control = self._cluster.control
@@ -256,7 +320,9 @@ class FlatSession(Session):
             _save(profile, how.save_to, needed=how.then_stop)
         if how.then_stop:
             raise SystemExit(0)
-        self.run_from(profile, observed=how.iterations)
+        assert self.engine.watched is not None
+        habits = Habits.of_all(control.gather(self.engine.watched.habits))
+        self.run_from(profile, observed, habits)
 
     @property
     def _emulated(self) -> bool:
@@ -288,6 +354,8 @@ class FlatSession(Session):
             "plan": self.plan.to_dict(),
             "guard": self._guard.captured() if self._guard is not None else None,
             "engine": capture(self.engine),
+            "varied": self._varied,
+            "held": self.engine.hooks.held,
         }
         united = self._united == self.engine.iteration
         alike = united or (only_gradients(self.plan) and not self.engine.run.windows.late)
@@ -317,7 +385,14 @@ class FlatSession(Session):
         flat = Flat(self._model, specs_of_profile(self._model, self.profile))
         self.engine.attach(flat)
         self._parameters.attach(flat.parameters)
+        if state["varied"] and not self._varied:
+            variant = self._strategy.at_step()
+            assert variant is not None
+            self._strategy, self._varied = variant, True
+        self._trying = False
+        self.engine.watch(None)
         self._run(Plan.from_dict(state["plan"]), observed=0)
+        self.engine.hooks.held = state["held"]
         if state["guard"] is None:
             self._unguard()
         elif self._guard is not None:
@@ -345,9 +420,21 @@ class FlatSession(Session):
         self.engine.step(skip_update)
         if self._recorder:
             self._recorder.ended(self.engine.iteration - 1)
+        if self._trying:
+            self._tried()
         finding = self._guard.iteration() if self._guard is not None else None
         if finding is not None:
             self._heed(finding)
+
+    def scaled(self) -> None:
+        if self.engine.watched is not None:
+            self.engine.watched.scaled()
+
+    def skip_step(self) -> None:
+        skipping = self.engine.require_skippable()
+        self.step(skip_update=skipping)
+        if self._replicas is not None:
+            self._replicas.skipped += 1
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.engine.zero_grad()

@@ -27,7 +27,7 @@ def early_remedy(plan: Plan) -> str | None:
     if "grad" in points:
         return "use scope='model'" if plan.votes else "use average='before_update'"
     if "forward" in points:
-        return "use a strategy that steps at once, such as WFBP()"
+        return "use a strategy that steps at once, such as WFBP(), or update='at_step'"
     return None
 
 
@@ -40,7 +40,10 @@ class Updates:
         self._optimizer, self._gradients, self._flat = optimizer, gradients, flat
         self._everything = range(plan.buckets)
         self.remedy = early_remedy(plan)
+        self.on_arrival = any(a.rule == "local" and a.at.point == "forward" for a in plan.applies)
+        self.early = any(a.rule == "local" and a.at.point == "grad" for a in plan.applies)
         self._plan = plan
+        self._tried: set[int] = set()  # buckets, by the first of a run
         self._later = [a for a in plan.applies if a.rule == "local" and a.at.lag]
         self._version = flat.grad_version()
         self._revealed: set[int] = set()  # applies whose gradients the user has seen as they are
@@ -100,7 +103,8 @@ class Updates:
         if whole:
             self._optimizer.step()
             return
-        first = self.remedy if iteration.planned == 0 else None
+        first = self.remedy if apply.buckets.start not in self._tried else None
+        self._tried.add(apply.buckets.start)
         if not apply.at.lag:
             self.stepper.step(apply.buckets, None, first)
             return
@@ -124,8 +128,7 @@ class Updates:
         may change before they are done."""
         if self.remedy is None:
             return
-        touched = self._flat.grad_version() != self._version or not self._gradients.attached()
-        if touched and not abandoned:
+        if not abandoned and self.touched():
             raise ValueError(
                 "gradients were changed between backward and optimizer.step() (clipping or "
                 "unscaling?), but this strategy applies them bucket by bucket, at other times; "
@@ -137,6 +140,17 @@ class Updates:
             iteration.settings = self.stepper.settings()
             self._gradients.apply_later(later)
             self._optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
+
+    def touched(self) -> bool:
+        """Whether somebody has changed or replaced gradients since backward."""
+        return self._flat.grad_version() != self._version or not self._gradients.attached()
+
+    def refuse_look(self) -> None:
+        """ValueError: a gradient was read before its message has landed."""
+        raise ValueError(
+            "a gradient was read between backward and optimizer.step() (clipping, unscaling or "
+            f"logging?), but this strategy's messages still write to it then; {self.remedy}"
+        )
 
     def _require_untouched_since(self) -> None:
         if self._flat.grad_version() != self._version and not self.in_backward:

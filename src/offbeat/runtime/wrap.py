@@ -117,6 +117,13 @@ class Session(ABC):
     def listen(self, listener: Callable[[Iteration], None]) -> None:  # noqa: B027
         """Tell somebody of every iteration that is complete; by default nobody knows its times."""
 
+    def scaled(self) -> None:  # noqa: B027 - nothing to do by default
+        """A gradient scaler is about to step."""
+
+    def skip_step(self) -> None:
+        """Ends one iteration without an update; as `Model.skip_step` has it."""
+        self.step(skip_update=True)
+
     def flush(self) -> None:  # noqa: B027 - nothing to do by default
         """Do every update that `step` has asked for."""
 
@@ -152,6 +159,17 @@ class Model(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward only accumulates: `with model.no_sync(): loss.backward()`."""
         return self._session.no_sync()
+
+    def skip_step(self) -> None:
+        """End this iteration without an update: in place of `optimizer.step()`, or of backward
+        and the step, where a loss is not worth a backward. Messages go as usual, so nobody waits.
+
+        Where parameters are averaged, this worker's update alone is left out. Where gradients are
+        averaged, all ranks must skip the same iterations, as replicas would differ otherwise (an
+        error at their next comparison): decide by what all know, such as the norm of the averaged
+        gradients. ValueError where backward has applied or handed on the gradients already.
+        """
+        self._session.skip_step()
 
     def consolidate(self, repair: bool = False) -> None:
         """Average what differs between replicas; they are bit-identical when it returns.
@@ -270,6 +288,7 @@ class Optimizer(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
             return False
+        self._session.scaled()
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
             gradients = [

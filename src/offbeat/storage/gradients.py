@@ -123,6 +123,22 @@ class Gradients:
         absent[place] += 1
         self._absentees[copy][b].add(place)
 
+    def backward_again(self, seen: bytearray) -> None:
+        """Another backward adds to the gradients of the same iteration: take back what the last
+        one noted."""
+        copy = self.flat.physical("grad")
+        for b in range(len(self._added_now)):
+            self._added_now[b] -= 1
+        for index, was_seen in enumerate(seen):
+            if not was_seen:
+                b = self.bucket_of[index]
+                place, absent = index - self.starts[b], self.flat.absent(b, copy)
+                absent[place] -= 1
+                if absent[place] <= 0:
+                    self._absentees[copy][b].discard(place)
+                if not self._absentees[copy][b]:
+                    del self._absentees[copy][b]
+
     def fresh(self, b: int) -> None:
         """Bucket b holds this iteration's gradients."""
         self._stale[b] = 0

@@ -53,6 +53,11 @@ class Strategy(ABC):
             "one of offbeat.testing.equations; comparing it with its own plan would prove nothing"
         )
 
+    def at_step(self) -> Strategy | None:
+        """The same method with its updates in `optimizer.step()`, for scripts that clip or unscale
+        gradients before it; None if there is none, or none is needed."""
+        return None
+
     def monitor(self) -> Monitor | None:
         """What watches training under this method; None: nothing need be watched."""
         return None

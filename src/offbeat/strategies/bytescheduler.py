@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from offbeat.plan import Fact, Plan
@@ -10,6 +10,7 @@ from offbeat.profile import Profile
 from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
 from offbeat.strategies.slices import (
     ELEMENT_BYTES,
+    Update,
     by_priority,
     fastest,
     forward_plan,
@@ -34,6 +35,9 @@ class ByteScheduler(Strategy):
     credit_elements: int | None = None
     """Most elements in flight; 1 sends one slice at a time, None: tuned. The paper has
     16,000,000."""
+    update: Update = "on_arrival"
+    """What the gradients' arrival does: the update at once (`on_arrival`), or nothing before
+    `optimizer.step()` (`at_step`), for scripts that clip or read gradients before it."""
 
     name: ClassVar[str] = "bytescheduler"
     citation: ClassVar[str] = (
@@ -43,9 +47,9 @@ class ByteScheduler(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in self.settings().items():
-            if value is not None:
-                require_count(name, value, remedy=TUNED)
+        for name in ("partition_elements", "credit_elements"):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name), remedy=TUNED)
 
     def schedule(self, profile: Profile) -> Plan:
         slowest = profile.slowest()
@@ -57,7 +61,10 @@ class ByteScheduler(Strategy):
             Fact("partition_elements", size, "most elements of a slice"),
             Fact("credit_elements", credit, "elements in flight at once"),
         )
-        return forward_plan(self.name, profile, orders[best], facts)
+        return forward_plan(self.name, profile, orders[best], facts, self.update)
+
+    def at_step(self) -> Strategy | None:
+        return replace(self, update="at_step") if self.update == "on_arrival" else None
 
     def equations(self, plan: Plan) -> Equations:
         return synchronous()

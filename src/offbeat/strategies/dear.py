@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar
 
 from offbeat.plan import Fact, Moment, Payload, Phases, Plan, Transfer, Verb, local
 from offbeat.profile import Profile
 from offbeat.solve import Fusion, cap_fusion
-from offbeat.strategies.base import Strategy, require_count
-from offbeat.strategies.slices import compute_of
+from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
+from offbeat.strategies.slices import Update, compute_of
 from offbeat.testing.equations import Equations, synchronous
 
 
@@ -25,12 +25,16 @@ class DeAR(Strategy):
 
     The paper launches a group's all-gather when the forward reaches the group before; here all of
     them are queued at the step. That is never later, and no rank's forward is needed for another
-    to finish its updates (to evaluate or to save, say).
+    to finish its updates (to evaluate or to save, say). With `update="at_step"` groups are
+    all-reduced under backward instead.
     """
 
     fusion_bytes: int | None = None
     """A group of buckets is closed as soon as it holds so many bytes; 1 fuses nothing, None: tuned
     by simulation."""
+    update: Update = "on_arrival"
+    """What the gradients' arrival does: the update at once (`on_arrival`), or nothing before
+    `optimizer.step()` (`at_step`), for scripts that clip or read gradients before it."""
 
     name: ClassVar[str] = "dear"
     citation: ClassVar[str] = (
@@ -49,20 +53,30 @@ class DeAR(Strategy):
         cap_bytes = self.fusion_bytes or _best_cap_bytes(profile.slowest())
         groups = cap_fusion([bucket.size_bytes for bucket in profile.buckets], cap_bytes)
         link = profile.default_link.name
+        if self.update == "at_step":
+            transfers, updated = _all_reduces(groups, link), Moment("step")
+        else:
+            transfers = (*_reduce_scatters(groups, link), *_all_gathers(groups, link))
+            updated = Moment("forward", lag=1)
         return Plan(
             self.name,
             len(profile.buckets),
-            (*_reduce_scatters(groups, link), *_all_gathers(groups, link)),
-            (local(len(profile.buckets), Moment("forward", lag=1), [0]),),
+            transfers,
+            (local(len(profile.buckets), updated, [0]),),
             facts=(Fact("fusion_bytes", cap_bytes, "a group is closed as soon as it holds them"),),
         )
+
+    def at_step(self) -> Strategy | None:
+        return replace(self, update="at_step") if self.update == "on_arrival" else None
 
     def equations(self, plan: Plan) -> Equations:
         return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
         """`max(B, C_1) + max(F, C_2)` with the update: the step parts the two halves, and each
-        has its own side of the compute to hide under."""
+        has its own side of the compute to hide under. At the step there are no halves."""
+        if self.update == "at_step":
+            return synchronous_bound_s(profile, fused=True)
         slowest, everything = profile.slowest(), range(len(profile.buckets))
         forward_s = slowest.other_s + slowest.update_s + slowest.forward_s
         backward_s = slowest.backward_s
@@ -106,6 +120,11 @@ def _reduce_scatters(groups: Fusion, link: str) -> tuple[Transfer, ...]:
         )
         for group in groups
     )
+
+
+def _all_reduces(groups: Fusion, link: str) -> tuple[Transfer, ...]:
+    """Both halves at once, where the step needs the whole."""
+    return tuple(replace(half, verb="all_reduce") for half in _reduce_scatters(groups, link))
 
 
 def _all_gathers(groups: Fusion, link: str) -> tuple[Transfer, ...]:

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 
 from offbeat import solve
-from offbeat.plan import Plan
+from offbeat.plan import Apply, Plan
 from offbeat.profile import Profile
 from offbeat.sim import simulate
 from offbeat.strategies import dreamddp_due as later
@@ -26,7 +26,7 @@ from offbeat.strategies.partial_sync import (
     sets_facts,
     whole,
 )
-from offbeat.testing.equations import Equations, delayed, layer_sets, partial
+from offbeat.testing.equations import Clip, Equations, delayed, layer_sets, partial
 
 Solver = Callable[[list[float], list[float], int], solve.Sets]
 
@@ -52,6 +52,10 @@ class DreamDDP(Strategy):
     `due` (ours, beyond the paper): `forward` trains with the same equations; sets and order are
     searched together (`solver="auto"`). `delayed` (`w += mean(snapshot) - snapshot`) is stale,
     takes two more copies of the parameters, and sends whole buckets, without `fill` and `split`.
+
+    `clip` bounds the norm of a worker's own gradients, as `clip_grad_norm_` does. Updates in
+    backward come before that norm is known: they go by the one of the last iteration, the first by
+    that of the buckets so far. With `average="before_update"` it is this iteration's.
     """
 
     period: int = 5
@@ -77,6 +81,8 @@ class DreamDDP(Strategy):
     own (`forward`), or training that goes on for `delay` iterations more (`delayed`)."""
     delay: int = 1
     """Iterations that training goes on while an average travels (`due="delayed"`)."""
+    clip: float | None = None
+    """Largest norm of a worker's gradients; None: any."""
 
     name: ClassVar[str] = "dreamddp"
     synchronous: ClassVar[bool] = False
@@ -85,6 +91,8 @@ class DreamDDP(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_count("period", self.period, remedy=EVERY_ITERATION)
+        if self.clip is not None and not 0 < self.clip < float("inf"):
+            raise ValueError(f"clip ({self.clip}) must be a norm above 0, or None for no clipping")
         if self.split is True and self.state == "reset":
             raise ValueError(
                 "split (True) must be left out with state 'reset': a slice has no optimizer state "
@@ -117,10 +125,12 @@ class DreamDDP(Strategy):
 
     def schedule(self, profile: Profile) -> Plan:
         if self.due == "forward":
-            return self._due_at_forward(profile)
-        if self.due == "delayed":
-            return self._delayed(profile)
-        return self._plan_of(self._chosen(profile), profile)
+            plan = self._due_at_forward(profile)
+        elif self.due == "delayed":
+            plan = self._delayed(profile)
+        else:
+            plan = self._plan_of(self._chosen(profile), profile)
+        return plan if self.clip is None else _clipped(plan, self.clip)
 
     def _chosen(self, profile: Profile) -> _Candidate:
         """What the paper's variant is predicted to do fastest."""
@@ -135,10 +145,16 @@ class DreamDDP(Strategy):
                 return sliced
         return chosen
 
+    def at_step(self) -> Strategy | None:
+        early = self.average == "after_update"
+        return replace(self, average="before_update") if early else None
+
     def equations(self, plan: Plan) -> Equations:
+        early = any(apply.rule == "clip_early" for apply in plan.applies)
+        clip = None if self.clip is None else Clip(self.clip, plan.buckets if early else None)
         if self.due == "delayed":
-            return delayed(layer_sets(plan, "average"), self.delay, self.average)
-        return partial(layer_sets(plan), self.average, self.state)
+            return delayed(layer_sets(plan, "average"), self.delay, self.average, clip)
+        return partial(layer_sets(plan), self.average, self.state, clip)
 
     def bound_s(self, profile: Profile) -> float:
         if self.due == "forward":
@@ -343,6 +359,19 @@ class DreamDDP(Strategy):
             self.state,
             candidate.pieces,
         )
+
+
+def _clipped(plan: Plan, norm: float) -> Plan:
+    """With the norm of a worker's own gradients bounded: before the step, or in backward by the
+    norm of the iteration before."""
+    applies = []
+    for apply in plan.applies:
+        if apply.rule == "local":
+            rule = "clip_early" if apply.at.point == "grad" else "clip"
+            args = (("buffer", "grad"), ("norm", float(norm)))
+            applies.append(Apply(rule, apply.buckets, apply.at, apply.phases, args=args))
+        applies.append(apply)
+    return replace(plan, applies=tuple(applies))
 
 
 class _Candidate(NamedTuple):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
-from offbeat.strategies.slices import by_priority, forward_plan
+from offbeat.strategies.slices import Update, by_priority, forward_plan
 from offbeat.testing.equations import Equations, synchronous
 
 
@@ -22,6 +22,9 @@ class P3(Strategy):
 
     slice_elements: int = 40_000
     """Most elements of 4 bytes in a slice."""
+    update: Update = "on_arrival"
+    """What the gradients' arrival does: the update at once (`on_arrival`), or nothing before
+    `optimizer.step()` (`at_step`), for scripts that clip or read gradients before it."""
 
     name: ClassVar[str] = "p3"
     citation: ClassVar[str] = (
@@ -35,7 +38,10 @@ class P3(Strategy):
 
     def schedule(self, profile: Profile) -> Plan:
         order = by_priority(profile.slowest(), self.slice_elements, credit_bytes=1)
-        return forward_plan(self.name, profile, order)
+        return forward_plan(self.name, profile, order, update=self.update)
+
+    def at_step(self) -> Strategy | None:
+        return replace(self, update="at_step") if self.update == "on_arrival" else None
 
     def equations(self, plan: Plan) -> Equations:
         return synchronous()

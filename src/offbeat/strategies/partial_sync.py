@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar, Literal
 
@@ -46,6 +46,10 @@ class PartialSync(Strategy):
         backward_s, communication_s = layer_times(profile, self.average, self.state)
         sets = equal_number(backward_s, communication_s, self.period)
         return partial_plan(self.name, profile, sets, ((),) * self.period, self.average, self.state)
+
+    def at_step(self) -> Strategy | None:
+        early = self.average == "after_update"
+        return replace(self, average="before_update") if early else None
 
     def equations(self, plan: Plan) -> Equations:
         return partial(layer_sets(plan), self.average, self.state)

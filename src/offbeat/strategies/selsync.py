@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar, Literal
 
@@ -192,6 +192,9 @@ class SelSync(Strategy):
             tuple(args.items()),
             run if self.scope == "layer" else None,
         )
+
+    def at_step(self) -> Strategy | None:
+        return replace(self, scope="model") if self.scope == "layer" else None
 
     def equations(self, plan: Plan) -> Equations:
         weight = plan.votes[0].arg("weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from offbeat.plan import Fact, Moment, Payload, Plan, local, transfer
 from offbeat.profile import Profile
@@ -13,6 +14,8 @@ MOST_MESSAGES = 1024  # slices that tuning still considers; more is slow to plan
 TIE = 1e-3  # predictions are no more precise: of two this close the one with fewer messages wins
 
 Order = tuple[Payload, ...]
+Update = Literal["on_arrival", "at_step"]
+"""When a bucket is updated: before its next forward, or with all others in `optimizer.step()`."""
 
 
 def compute_of(profile: Profile) -> Compute:
@@ -73,15 +76,21 @@ def fastest(orders: Sequence[Order], profile: Profile) -> int:
 
 
 def forward_plan(
-    name: str, profile: Profile, order: Sequence[Payload], facts: Sequence[Fact] = ()
+    name: str,
+    profile: Profile,
+    order: Sequence[Payload],
+    facts: Sequence[Fact] = (),
+    update: Update = "on_arrival",
 ) -> Plan:
-    """Plan that sends gradients in this order; the next forward of each bucket waits for them."""
+    """Plan that sends gradients in this order; the next forward of each bucket waits for them, or
+    else the step for all."""
+    arriving = update == "on_arrival"
     transfers = tuple(
         transfer(
             "grad",
             payload.buckets,
             after=Moment("grad", payload.buckets[-1]),
-            before=Moment("forward", payload.buckets[-1], lag=1),
+            before=Moment("forward", payload.buckets[-1], lag=1) if arriving else Moment("step"),
             phases=[0],
             link=profile.default_link.name,
             part=payload.part,
@@ -91,5 +100,5 @@ def forward_plan(
         for payload in order
     )
     size = len(profile.buckets)
-    updates = (local(size, Moment("forward", lag=1), [0]),)
+    updates = (local(size, Moment("forward", lag=1) if arriving else Moment("step"), [0]),)
     return Plan(name, size, transfers, updates, facts=tuple(facts))

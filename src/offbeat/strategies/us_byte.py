@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar
 
@@ -12,6 +12,7 @@ from offbeat.solve import improved, iteration_s, unit_runs
 from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
 from offbeat.strategies.slices import (
     Order,
+    Update,
     compute_of,
     fastest,
     forward_plan,
@@ -37,6 +38,9 @@ class USByte(Strategy):
 
     unit_elements: int | None = None
     """Most elements of 4 bytes in a unit block; None: tuned by simulation."""
+    update: Update = "on_arrival"
+    """What the gradients' arrival does: the update at once (`on_arrival`), or nothing before
+    `optimizer.step()` (`at_step`), for scripts that clip or read gradients before it."""
 
     name: ClassVar[str] = "us-byte"
     citation: ClassVar[str] = (
@@ -57,7 +61,10 @@ class USByte(Strategy):
         best = fastest(orders, slowest)
         order = _improved(orders[best], slowest)
         facts = [Fact("unit_elements", sizes[best], "most elements of a unit block")]
-        return forward_plan(self.name, profile, order, facts)
+        return forward_plan(self.name, profile, order, facts, self.update)
+
+    def at_step(self) -> Strategy | None:
+        return replace(self, update="at_step") if self.update == "on_arrival" else None
 
     def equations(self, plan: Plan) -> Equations:
         return synchronous()

@@ -48,6 +48,10 @@ class World(Protocol):
         """Of every replica: the squared norm of its current gradients of a piece."""
         ...
 
+    def scale(self, piece: Payload | None, factors: Sequence[float]) -> None:
+        """Every replica's current gradients of a piece times its factor."""
+        ...
+
     def step(self, ranks: Collection[int] | None = None) -> None:
         """The optimizers of these replicas (None: of all), with their current gradients."""
         ...
@@ -120,8 +124,10 @@ def partial(
     sets: Sequence[Collection[Payload]],
     average: Literal["after_update", "before_update"],
     state: State = "local",
+    clip: Clip | None = None,
 ) -> Equations:
-    """In iteration r the pieces in `sets[r mod H]` are averaged, the others stay local.
+    """In iteration r the pieces in `sets[r mod H]` are averaged, the others stay local; gradients
+    may be clipped first.
 
     after_update: `w = mean_k(w_k - rate g_k)`; before_update: `w = mean_k(w_k) - rate g_k`.
     Optimizer state stays local, is averaged too, or is reset.
@@ -133,6 +139,8 @@ def partial(
 
     def advance(world: World, iteration: int) -> None:
         world.gradients(iteration)
+        if clip is not None:
+            clip(world)
         if average == "before_update":
             averages(world, iteration)
         world.step()
@@ -147,6 +155,7 @@ def delayed(
     sets: Sequence[Collection[Payload]],
     delay: int,
     average: Literal["after_update", "before_update"],
+    clip: Clip | None = None,
 ) -> Equations:
     """In iteration r snapshots s of the pieces in `sets[r mod H]` are taken, after the local step
     or before it; after the step of iteration r + delay `w += mean_k(s_k) - s_k`."""
@@ -154,6 +163,8 @@ def delayed(
 
     def advance(world: World, iteration: int) -> None:
         world.gradients(iteration)
+        if clip is not None:
+            clip(world)
         if average == "before_update":
             taken.append(world.keep())
         world.step()
@@ -165,6 +176,32 @@ def delayed(
         world.end()
 
     return advance
+
+
+@dataclass
+class Clip:
+    """`g_k` times `norm / (n_k + 1e-6)` where that is below 1; `n_k` is the norm of `g_k`. With so
+    many `buckets` it is that of the iteration before; at first, of buckets 0..b for bucket b."""
+
+    norm: float
+    buckets: int | None = None
+
+    def __post_init__(self) -> None:
+        self._last: list[float] = []
+
+    def __call__(self, world: World) -> None:
+        own, before = list(world.norms(None)), self._last
+        self._last = own
+        if self.buckets is None:
+            world.scale(None, self._factors(own))
+            return
+        runs = [range(b + 1) for b in range(self.buckets)]
+        so_far = [list(world.norms(Payload("grad", run))) for run in runs]
+        for b, known in enumerate(so_far):
+            world.scale(Payload("grad", range(b, b + 1)), self._factors(before or known))
+
+    def _factors(self, squared_norms: Sequence[float]) -> list[float]:
+        return [min(1.0, self.norm / (float(n) ** 0.5 + 1e-6)) for n in squared_norms]
 
 
 def merged(closes: Callable[[int], bool], merge: Merge = "sum") -> Equations:
@@ -413,6 +450,9 @@ class NumpyWorld:
     def norms(self, piece: Payload | None = None) -> list[float]:
         part = self.arrays["grad"][:, self.task.slice_of(piece)]
         return [float(norm) for norm in (part**2).sum(axis=1)]
+
+    def scale(self, piece: Payload | None, factors: Sequence[float]) -> None:
+        self.arrays["grad"][:, self.task.slice_of(piece)] *= np.array(factors)[:, None]
 
     def step(self, ranks: Collection[int] | None = None) -> None:
         rows = zip(*(self.arrays[k] for k in ("param", "state", "grad")), strict=True)

@@ -1,0 +1,85 @@
+"""Habits: what a script does to gradients between backward and step, seen in its first iterations.
+
+A strategy that applies gradients at other times than in `optimizer.step()` asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from offbeat.plan import Plan
+
+
+@dataclass
+class Habits:
+    """`changes`: gradients were changed or replaced before a step, as clipping does; `reads`: they
+    were looked at; `scales`: a gradient scaler stepped; `skips`: an update was left out after its
+    backward; `backwards`: most backward passes before one step."""
+
+    changes: bool = False
+    reads: bool = False
+    scales: bool = False
+    skips: bool = False
+    backwards: int = 1
+
+    @classmethod
+    def of_all(cls, ranks: Iterable[Habits]) -> Habits:
+        """What some rank does."""
+        seen = list(ranks)
+        return cls(
+            any(one.changes for one in seen),
+            any(one.reads for one in seen),
+            any(one.scales for one in seen),
+            any(one.skips for one in seen),
+            max(one.backwards for one in seen),
+        )
+
+    def against(self, plan: Plan) -> str | None:
+        """Why the script cannot run under a plan, in words; None if it can."""
+        points = {apply.at.point for apply in plan.applies if apply.rule == "local"}
+        if not points & {"grad", "forward"}:
+            return None
+        late = "forward" in points
+        found = [
+            (self.scales, "uses a GradScaler"),
+            (self.changes and not self.scales, "changes gradients before the step (clipping?)"),
+            (self.skips and not late, "leaves out updates after backward"),
+            (self.reads and late and not self.changes, "reads gradients before the step"),
+            (self.backwards > 1 and late, "calls backward several times before a step"),
+        ]
+        words = [word for holds, word in found if holds]
+        return " and ".join(words) or None
+
+
+class Watched:
+    """Counts what becomes of iterations until their habits are known."""
+
+    def __init__(self) -> None:
+        self.habits = Habits()
+        self._backwards = 0
+
+    def backward(self) -> None:
+        """A backward pass has begun."""
+        self._backwards += 1
+
+    def stepped(self, *, changed: bool, skipped: bool) -> None:
+        """`optimizer.step()`, with gradients that were changed since backward, or its update
+        skipped by the script."""
+        self.habits.changes |= changed
+        self.habits.skips |= skipped and self._backwards > 0
+        self.habits.backwards = max(self.habits.backwards, self._backwards)
+        self._backwards = 0
+
+    def dropped(self) -> None:
+        """Gradients were zeroed without a step."""
+        self.habits.skips |= self._backwards > 0
+        self._backwards = 0
+
+    def read(self) -> None:
+        """A gradient was looked at between backward and step."""
+        self.habits.reads = True
+
+    def scaled(self) -> None:
+        """A gradient scaler steps."""
+        self.habits.scales = True

@@ -1,0 +1,213 @@
+"""What usual scripts do between backward and step is seen, and a variant that allows it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import workers
+from comparing import assert_same, sets_of
+from models import Case, Loop, profile_of
+from reference.training import Replica, bsp, local_sgd, partial_sync, replicas
+from workers import Trained
+from worlds import run_world, watch_world
+
+from offbeat import P3, WFBP, Cyclic, DeAR, DreamDDP, LocalSGD, PartialSync, Profile, Strategy
+from offbeat.guards.habits import Habits
+from offbeat.plan.check import check as problems
+from offbeat.plan.deferred import deferred
+from offbeat.sim import predict_plan
+from offbeat.strategies import STRATEGIES, USByte
+
+CASE = Case("mlp", "nesterov", "step")
+ITERATIONS = 8
+TWICE = frozenset(range(ITERATIONS))
+AFTER = PartialSync(period=3)
+CLIPPING = Loop(clip=0.05)
+SCALING = Loop(scale=1024.0, clip=0.05)
+
+names: Any = {"ids": str}
+
+
+def train(strategy: Strategy, loop: Loop, case: Case = CASE, **options: Any) -> list[Trained]:
+    return run_world(workers.train_with, 2, case, strategy, range(ITERATIONS), loop, options)
+
+
+def parameters_averaged(
+    world: list[Replica], iterations: Sequence[int], strategy: Any, profile: Profile
+) -> None:
+    sets = sets_of(strategy.plan(profile), profile)
+    partial_sync(world, iterations, sets=sets, average=strategy.average, state=strategy.state)
+
+
+def assert_all_same(ranks: Sequence[Trained], world: list[Replica]) -> None:
+    for mine, replica in zip(ranks, world, strict=True):
+        assert_same(mine, replica, f"rank {replica.rank}")
+
+
+# ---- clipping and scaling -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", [CLIPPING, SCALING], ids=["clip", "scale"])
+@pytest.mark.parametrize("strategy", [P3(), DeAR()], **names)
+def test_priority_schedules_step_at_once(strategy: Any, loop: Loop) -> None:
+    """Observed or not, every iteration is DDP's; rank 0 says in one line what runs."""
+    world = replicas(CASE, 2, replace(loop, scale=None))
+    bsp(world, range(ITERATIONS))
+    for options in ({}, {"observe": 2, "min_bucket_bytes": 1}):
+        args = (CASE, strategy, range(ITERATIONS), loop, options)
+        ranks, said = zip(*run_world(workers.train_and_hear, 2, *args), strict=True)
+        assert_all_same(ranks, world)
+        what = f"{replace(strategy, update='at_step')} runs instead of {strategy}"
+        assert [sum(what in line for line in lines) for lines in said] == [1, 0]
+
+
+@pytest.mark.parametrize("loop", [CLIPPING, SCALING], ids=["clip", "scale"])
+def test_parameters_are_averaged_before_the_update(loop: Loop) -> None:
+    """With a profile the first iteration is as asked for, with the clipped gradients."""
+    before, plain = replace(AFTER, average="before_update"), replace(loop, scale=None)
+    profile, world = profile_of(CASE, 2), replicas(CASE, 2, plain)
+    parameters_averaged(world, range(1), AFTER, profile)
+    parameters_averaged(world, range(1, ITERATIONS), before, profile)
+    assert_all_same(train(AFTER, loop), world)
+    world = replicas(CASE, 2, plain)
+    bsp(world, range(2))
+    ranks = train(AFTER, loop, observe=2, min_bucket_bytes=1)
+    parameters_averaged(world, range(2, ITERATIONS), before, ranks[0].profile)
+    assert_all_same(ranks, world)
+
+
+def test_dreamddp_clips_what_the_script_clips() -> None:
+    strategy = DreamDDP(period=2)
+    before = DreamDDP(period=2, average="before_update")
+    ranks, world = train(strategy, CLIPPING, observe=2, min_bucket_bytes=1), replicas(CASE, 2)
+    world = replicas(CASE, 2, CLIPPING)
+    bsp(world, range(2))
+    plan = strategy.plan(ranks[0].profile)
+    if any(a.at.point == "grad" for a in plan.applies if a.rule == "local"):
+        parameters_averaged(world, range(2, ITERATIONS), before, ranks[0].profile)
+    else:  # everything at once was predicted to be as fast, and steps at the step
+        local_sgd(world, range(2, ITERATIONS), period=2)
+    assert_all_same(ranks, world)
+
+
+def test_without_a_variant_it_is_refused_on_all_ranks() -> None:
+    args = (CASE, Cyclic(), range(4), CLIPPING, {"observe": 2, "min_bucket_bytes": 1})
+    for outcome in watch_world(workers.train_with, 2, *args):
+        assert outcome.kind == "ValueError"
+        assert "the script changes gradients before the step (clipping?)" in outcome.error
+        assert "let the strategy clip each stage (clip=...)" in outcome.error
+
+
+# ---- several backwards ----------------------------------------------------------------------
+
+
+class Twice(Replica):
+    """Adds up two backward passes in every iteration."""
+
+    def gradients(self, iteration: int) -> None:
+        super().gradients(iteration)
+        super().gradients(iteration)
+
+
+def twice() -> list[Replica]:
+    return [Twice(r.case, r.rank, r.model, r.optimizer, r.scheduler) for r in replicas(CASE, 2)]
+
+
+@pytest.mark.parametrize("strategy", [AFTER, LocalSGD(period=3)], **names)
+def test_accumulation_without_no_sync_counts_steps(strategy: Any) -> None:
+    """Only the last backward before a step sends parameters: a period is of steps."""
+    world = twice()
+    if isinstance(strategy, LocalSGD):
+        local_sgd(world, range(ITERATIONS), period=3)
+    else:
+        parameters_averaged(world, range(ITERATIONS), strategy, profile_of(CASE, 2))
+    assert_all_same(train(strategy, Loop(twice=TWICE)), world)
+
+
+def test_accumulation_without_no_sync_is_observed() -> None:
+    """Also where observing would end between two backwards of one step."""
+    ranks, world = train(AFTER, Loop(twice=TWICE), observe=3, min_bucket_bytes=1), twice()
+    bsp(world, range(2))
+    parameters_averaged(world, range(2, ITERATIONS), AFTER, ranks[0].profile)
+    assert_all_same(ranks, world)
+
+
+@pytest.mark.parametrize("strategy", [WFBP(), P3()], **names)
+def test_accumulation_is_ddps_where_gradients_are_averaged(strategy: Strategy) -> None:
+    world = twice()
+    bsp(world, range(ITERATIONS))
+    for options in ({}, {"observe": 3, "min_bucket_bytes": 1}):
+        assert_all_same(train(strategy, Loop(twice=TWICE), **options), world)
+
+
+# ---- skipped steps --------------------------------------------------------------------------
+
+EVERYONE = frozenset((rank, t) for rank in range(2) for t in (0, 2, 5))
+ONE = frozenset({(0, 2), (1, 5)})
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("strategy", [WFBP(), P3(slice_elements=7)], **names)
+def test_all_ranks_skip_a_step(strategy: Strategy, early: bool) -> None:
+    loop, case = Loop(skipped=EVERYONE, early=early), Case("mlp", "nesterov")
+    world = replicas(case, 2, loop)
+    bsp(world, range(ITERATIONS))
+    assert_all_same(train(strategy, loop, case), world)
+
+
+@pytest.mark.parametrize("strategy", [AFTER, LocalSGD(period=3)], **names)
+def test_one_rank_skips_its_step_where_parameters_are_averaged(strategy: Any) -> None:
+    loop = Loop(skipped=ONE, early=True)
+    world = replicas(CASE, 2, loop)
+    if isinstance(strategy, LocalSGD):
+        local_sgd(world, range(ITERATIONS), period=3)
+    else:
+        parameters_averaged(world, range(ITERATIONS), strategy, profile_of(CASE, 2))
+    assert_all_same(train(strategy, loop), world)
+
+
+def test_skipping_what_was_applied_is_an_error() -> None:
+    args = (CASE, AFTER, range(4), Loop(skipped=ONE), {})
+    [outcome] = watch_world(workers.train_with, 1, *args)
+    assert outcome.kind == "ValueError"
+    assert "call it in place of backward, or use average='before_update'" in outcome.error
+
+
+def test_a_rank_that_skips_alone_is_named() -> None:
+    args = (CASE, WFBP(), range(4), Loop(skipped=frozenset({(1, 1)})), {"compare_every": 2})
+    for outcome in watch_world(workers.train_with, 2, *args):
+        assert outcome.kind == "RuntimeError"
+        assert "rank 1 has skipped 1 steps, rank 0 0" in outcome.error
+
+
+# ---- plans ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_deferred_plan_updates_at_the_step(name: str) -> None:
+    """Where there is one, it is sound and moves the same messages."""
+    profile = profile_of(CASE, 2)
+    plan = STRATEGIES[name]().plan(profile)
+    put_off = deferred(plan)
+    early = {a.at.point for a in plan.applies if a.rule == "local"} & {"grad", "forward"}
+    assert (put_off is not None) == bool(early and plan.source is None)
+    if put_off is not None:
+        assert not problems(put_off, profile)
+        assert [t.payload for t in put_off.transfers] == [t.payload for t in plan.transfers]
+        assert {a.at.point for a in put_off.applies if a.rule == "local"} <= {"step", "end"}
+
+
+@pytest.mark.parametrize("strategy", [P3(), USByte(), DeAR(), PartialSync()], **names)
+def test_variants_at_the_step(strategy: Strategy) -> None:
+    """They suit every habit, and nobody asks them for another variant."""
+    everything = Habits(True, True, True, True, backwards=2)
+    variant = strategy.at_step()
+    assert variant is not None
+    assert variant.at_step() is None
+    profile = profile_of(CASE, 2)
+    assert everything.against(strategy.plan(profile)) is not None
+    assert everything.against(variant.plan(profile)) is None
+    assert variant.bound_s(profile) <= predict_plan(variant.plan(profile), profile).iteration_s
