@@ -242,7 +242,14 @@ class Model(nn.Module):
 
 
 def _moves(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    return tensor.numel() > 0 and fn(tensor.detach()).data_ptr() != tensor.data_ptr()
+    """Whether it would be somewhere else or of another kind. A copy is not: `cpu:0`, as accelerate
+    calls it, is where `cpu` is, though torch copies."""
+    moved = fn(tensor.detach())
+    if moved.data_ptr() == tensor.data_ptr():
+        return False
+    kinds = [(t.dtype, t.device.type, t.stride()) for t in (moved, tensor)]
+    elsewhere = tensor.device.type != "cpu" and moved.device != tensor.device
+    return kinds[0] != kinds[1] or elsewhere
 
 
 class Optimizer(torch.optim.Optimizer):

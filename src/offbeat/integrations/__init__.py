@@ -1,0 +1,1 @@
+"""Integrations: offbeat in the place of DDP, within frameworks that each module imports."""

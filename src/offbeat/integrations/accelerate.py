@@ -1,0 +1,80 @@
+"""accelerate: what `Accelerator.prepare` does, with offbeat in the place of DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Unpack
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+import offbeat
+from offbeat.integrations.options import Options
+from offbeat.runtime import Model
+from offbeat.strategies import Strategy
+
+
+def prepare(
+    accelerator: Accelerator,
+    *objects: Any,
+    strategy: Strategy | str | None = None,
+    **options: Unpack[Options],
+) -> Any:
+    """What `accelerator.prepare(*objects)` returns; the model trains with offbeat, not with DDP.
+
+    Model and optimizer must come together, one of each. Loaders and schedulers, without or with
+    them, are prepared as ever. `strategy` and `options` are those of `offbeat.prepare`.
+    ValueError for a model without an optimizer, or for several.
+    """
+    models = [o for o in objects if isinstance(o, nn.Module) and not isinstance(o, Model)]
+    if not models:
+        return type(accelerator).prepare(accelerator, *objects)
+    optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
+    if len(models) != 1 or len(optimizers) != 1:
+        raise ValueError(
+            f"prepare must be given one model with its optimizer ({len(models)} and "
+            f"{len(optimizers)} here); train several models as one module with one optimizer"
+        )
+    if accelerator.device_placement:
+        models[0].to(accelerator.device)
+    model, optimizer = offbeat.prepare(models[0], optimizers[0], strategy, **options)
+    _autocast(accelerator, model)
+    _accumulate(accelerator)
+    given = [model if o is models[0] else optimizer if o is optimizers[0] else o for o in objects]
+    # The optimizer's state is where its parameters are, and is not to be loaded again.
+    placed = [False if o is optimizer else None for o in given]
+    return type(accelerator).prepare(accelerator, *given, device_placement=placed)
+
+
+def adopt(
+    accelerator: Accelerator, strategy: Strategy | str | None = None, **options: Unpack[Options]
+) -> None:
+    """From now on `accelerator.prepare` is the function above."""
+    accelerator.prepare = partial(prepare, accelerator, strategy=strategy, **options)
+
+
+def _autocast(accelerator: Accelerator, model: Model) -> None:
+    """Mixed precision as the accelerator has it, around the prepared model's forward."""
+    model._is_accelerate_prepared = False
+    wrapped = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    if wrapped is not model:
+        raise ValueError(
+            "the accelerator must not compile the model as a whole (dynamo_backend), as all "
+            "gradients would then be ready at once; compile the model's blocks before"
+        )
+    model._is_accelerate_prepared = True
+
+
+def _accumulate(accelerator: Accelerator) -> None:
+    """`no_sync` of a prepared model is the model's own, in a lone process too."""
+    usual = accelerator.no_sync
+
+    @contextmanager
+    def no_sync(model: nn.Module) -> Iterator[None]:
+        with model.no_sync() if isinstance(model, Model) else usual(model):
+            yield
+
+    accelerator.no_sync = no_sync

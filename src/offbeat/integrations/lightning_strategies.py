@@ -1,0 +1,139 @@
+"""What both of Lightning's packages need: their DDP strategies with offbeat inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.integrations.options import Options
+from offbeat.runtime import Model
+from offbeat.strategies import Strategy
+
+Base: Any = object  # either package has strategies of its own
+
+
+class TrainerStrategy(Base):
+    """To be put before the Trainer's DDPStrategy, whose arguments it takes as well."""
+
+    def __init__(
+        self,
+        strategy: Strategy | str | None = None,
+        *,
+        options: Options | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self._strategy, self._options = strategy, options or Options()
+        self._between = True  # iterations
+
+    def configure_ddp(self) -> None:
+        """Nothing: offbeat wraps the model when its optimizer is there."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        self._leave()
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], torch.optim.Optimizer):
+            raise ValueError(
+                f"configure_optimizers must return one optimizer ({len(self.optimizers)} here); "
+                "give it the parameters of all as param groups"
+            )
+        self.model, optimizer = offbeat.prepare(
+            self.model, self.optimizers[0], self._strategy, **self._options
+        )
+        self.optimizers = [optimizer]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._between = False
+        return super().training_step(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        self._between = True
+        return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.model.no_sync() if isinstance(self.model, Model) else nullcontext():
+            yield
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Of a checkpoint: the mean of all replicas."""
+        self._consolidate()
+        return super().lightning_module_state_dict()
+
+    def on_train_end(self) -> None:
+        self._consolidate()
+        super().on_train_end()
+
+    def teardown(self) -> None:
+        self._leave()
+        super().teardown()
+
+    def _consolidate(self) -> None:
+        if isinstance(self.model, Model) and self._between:
+            self.model.consolidate()
+
+    def _leave(self) -> None:
+        if isinstance(self.model, Model):
+            self.model.close()
+            self.model, self._between = self.lightning_module, True
+
+
+class FabricStrategy(Base):
+    """To be put before Fabric's DDPStrategy, whose arguments it takes as well."""
+
+    def __init__(
+        self,
+        strategy: Strategy | str | None = None,
+        *,
+        options: Options | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self._strategy, self._options = strategy, options or Options()
+        self._prepared: list[Model] = []
+        self._backward_sync_control = _Accumulation()
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Any], Any]:
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"setup must be given one optimizer ({len(optimizers)} here); give it the "
+                "parameters of all as param groups"
+            )
+        prepared, optimizer = offbeat.prepare(
+            module, optimizers[0], self._strategy, **self._options
+        )
+        self._prepared.append(prepared)
+        return prepared, [optimizer], scheduler
+
+    def setup_module(self, module: nn.Module) -> Any:
+        if any(p.requires_grad for p in module.parameters()):
+            raise ValueError(
+                "the module must be set up together with its optimizer: "
+                "model, optimizer = fabric.setup(model, optimizer)"
+            )
+        return module
+
+    def consolidate(self) -> None:
+        """Make replicas bit-identical; every rank must call it: `fabric.strategy.consolidate()`."""
+        for model in self._prepared:
+            model.consolidate()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Of the mean of all replicas. Every rank must call it, as with `fabric.save` anyway."""
+        self.consolidate()
+        super().save_checkpoint(*args, **kwargs)
+
+
+class _Accumulation:
+    """What `fabric.no_backward_sync` enters."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return module.no_sync() if enabled and isinstance(module, Model) else nullcontext()

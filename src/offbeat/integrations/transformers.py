@@ -1,0 +1,58 @@
+"""transformers: a Trainer that trains with offbeat instead of DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from offbeat.integrations.accelerate import adopt
+from offbeat.integrations.options import Options
+from offbeat.runtime import Model
+from offbeat.strategies import Strategy
+
+Base: Any = object  # whatever Trainer comes behind
+
+
+class TrainerMixin(Base):
+    """To be put before a Trainer: `class MyTrainer(TrainerMixin, SFTTrainer)`.
+
+    `strategy` and `options` are those of `offbeat.prepare`. What is saved, and the model after
+    `train()`, is the mean of all replicas.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        strategy: Strategy | str | None = None,
+        options: Options | None = None,
+        **kwargs: Any,
+    ):
+        self._strategy, self._options = strategy, options or Options()
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        adopt(self.accelerator, self._strategy, **self._options)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().train(*args, **kwargs)
+        self._consolidate()
+        return output
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.model_wrapped, Model):
+            self.model_wrapped.flush()  # the loop calls the bare model
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        self._consolidate()
+        return super()._save_checkpoint(*args, **kwargs)
+
+    def _consolidate(self) -> None:
+        if isinstance(self.model_wrapped, Model):
+            self.model_wrapped.consolidate()
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` with two arguments more: `strategy` and `options`."""

@@ -1,0 +1,100 @@
+"""Frameworks: the scripts of the examples, by two ranks, against plain offbeat."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import frameworks_workers
+import pytest
+import torch
+from worlds import run_world
+
+import offbeat
+from offbeat.integrations.options import Options
+
+for package in ("accelerate", "transformers", "lightning"):
+    if find_spec(package) is None:  # imported by the ranks alone, as it takes seconds
+        pytest.skip(f"{package} is not installed", allow_module_level=True)
+
+SCRIPTS = ["accelerate_script", "fabric_script", "lightning_script", "trainer_script"]
+ACCUMULATING = ["trainer_accumulates", "lightning_accumulates"]
+LIMIT_S = 180  # importing the frameworks takes long on a busy machine
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has seen."""
+    where = str(tmp_path_factory.mktemp("frameworks"))
+    return run_world(frameworks_workers.everything, 2, where, timeout_s=LIMIT_S - 20)
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("what", [*SCRIPTS, *ACCUMULATING, "accelerate_half"])
+def test_ranks_are_equal_in_the_end(ranks: list[dict[str, Any]], what: str) -> None:
+    first, second = (rank[what]["digest"] for rank in ranks)
+    assert first == second
+
+
+@pytest.mark.parametrize("what", [*SCRIPTS, *ACCUMULATING])
+def test_weights_are_those_of_plain_offbeat(ranks: list[dict[str, Any]], what: str) -> None:
+    for rank in ranks:
+        found, expected = rank[what]["weights"], rank[what]["plain"]
+        assert len(found) == len(expected) == 20  # the output layer is the embedding
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_losses_are_those_of_plain_offbeat(ranks: list[dict[str, Any]], what: str) -> None:
+    losses, plain = ([rank[what][of] for rank in ranks] for of in ("losses", "plain_losses"))
+    if what == "trainer_script":  # rank 0 logs the mean
+        losses = losses[:1]
+        plain = [[sum(both) / 2 for both in zip(*plain, strict=True)]]
+    for found, expected in zip(losses, plain, strict=True):
+        assert len(found) == 12
+        assert found == pytest.approx(expected, abs=1e-4)
+        assert found[-1] < 0.9 * found[0]
+
+
+def test_what_is_saved(ranks: list[dict[str, Any]]) -> None:
+    """Nothing is dropped, and tied weights are tied again."""
+    assert ranks[0]["accelerate_script"]["saved"]
+    assert ranks[0]["trainer_script"]["loaded"]
+    assert ranks[0]["trainer_script"]["tied"]
+
+
+def test_trainer_goes_on_from_its_checkpoint(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["trainer_script"] for rank in ranks)
+    assert first["steps"] == list(range(1, 19))
+    assert first["resumed"] == second["resumed"] != first["digest"]
+
+
+def test_mixed_precision_is_accelerates_own(ranks: list[dict[str, Any]]) -> None:
+    half = ranks[0]["accelerate_half"]
+    assert half["inside"] == [torch.bfloat16]
+    assert half["outside"] == torch.float32
+
+
+@pytest.mark.parametrize("script", sorted(Path(frameworks_workers.SCRIPTS).glob("with_*.py")))
+def test_few_lines_are_changed(script: Path) -> None:
+    assert 1 <= sum("# <-" in line for line in script.read_text().splitlines()) <= 5
+
+
+def test_what_integrations_refuse(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        model_alone, module_alone, none = rank["others"]["refused"]
+        assert "one model with its optimizer (1 and 0 here)" in model_alone
+        assert "fabric.setup(model, optimizer)" in module_alone
+        assert "one optimizer (0 here)" in none
+
+
+def test_both_packages_of_lightning(ranks: list[dict[str, Any]]) -> None:
+    assert all(rank["others"]["subclasses"] for rank in ranks)
+
+
+def test_options_are_those_of_prepare() -> None:
+    given = [name for name, p in signature(offbeat.prepare).parameters.items() if p.kind.value == 3]
+    assert list(Options.__annotations__) == given
