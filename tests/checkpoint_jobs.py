@@ -143,7 +143,7 @@ def full_disk(folder: str) -> dict[str, Any]:
         except RuntimeError as error:
             found["error"] = str(error)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        found["left"] = sorted(path.name for path in Path(folder).iterdir())
+        found["left"] = Folder(folder).names()  # another rank may still remove what is unfinished
         mine.iterate(2)
         found["after"] = mine.save(folder, keep=1).wait().name
         found["kept"] = sorted(path.name for path in Path(folder).iterdir())
@@ -174,9 +174,25 @@ def goes_on(folder: str, strategy: Strategy) -> tuple[int, str, bool]:
         return offbeat.iteration(mine.model), mine.digest(), found.exact
 
 
-def dies_at(folder: str, step: int) -> int:
-    """Save twice; in the second time be killed at the n-th thing that is done to the disk. The
-    number of steps if there are fewer."""
+def deaths(folder: str) -> list[tuple[bool, list[int]]]:
+    """For every n: a process saves twice, and in the second time is killed at the n-th thing that
+    is done to the disk, if there are as many. Whether it was, and what is whole then."""
+    found = []
+    while not found or found[-1][0]:
+        here = Path(folder, str(len(found)))
+        child = os.fork()
+        if not child:
+            dies_at(str(here), len(found) + 1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        names = Folder(here).whole(0)
+        whole = [shard.read(Folder(here).shard(name, 0))["number"] for name in names]
+        found.append((os.WIFSIGNALED(status), whole))
+    return found
+
+
+def dies_at(folder: str, step: int) -> None:
+    """Save twice; in the second time be killed at the n-th thing that is done to the disk."""
 
     def saved(number: int) -> None:
         manifest = shard.Manifest(0, 1, number, "x", alike=True)
@@ -200,7 +216,6 @@ def dies_at(folder: str, step: int) -> int:
         setattr(where, what, fatal(getattr(where, what)))
     os.mkdir, Path.mkdir = fatal(os.mkdir), fatal(Path.mkdir)  # type: ignore[method-assign]
     saved(2)
-    return step - left[0]
 
 
 def refused(folder: str) -> dict[str, str]:

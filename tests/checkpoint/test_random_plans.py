@@ -23,7 +23,7 @@ from offbeat.testing.quadratic import DECAY, MOMENTUM, RATE, TIMEOUT_S, Net, Qua
 from offbeat.testing.random_plans import random_plan, ranks_of
 from offbeat.transport.device import CPU
 
-PLANS = 60  # accepted ones
+PLANS = 50  # accepted ones
 
 
 class Worker:

@@ -38,8 +38,8 @@ TRIALS: dict[str, list[jobs.Trial]] = {
         (offbeat.SelSync(delta=0.2), jobs.CASE, 5),
         (offbeat.SelSync(delta=0.2, scope="layer"), MLP, 5),
     ],
-    "late": [(offbeat.DeFT(), jobs.CASE, 8)],
-    "cyclic": [(offbeat.Cyclic(), jobs.CASE, 6), (offbeat.Cyclic(rule="v1"), MLP, 4)],
+    "late": [(offbeat.DeFT(), jobs.CASE, 7)],
+    "cyclic": [(offbeat.Cyclic(), jobs.CASE, 4), (offbeat.Cyclic(rule="v1"), MLP, 4)],
 }
 
 

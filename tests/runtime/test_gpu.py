@@ -11,6 +11,8 @@ from worlds import run_world
 
 from offbeat import BSP, DDP, WFBP, LocalSGD, PartialSync, Strategy
 from offbeat.plan import VERBS, Moment, transfer
+from offbeat.storage.flat import Flat
+from offbeat.storage.layout import BucketSpec
 from offbeat.transport.cluster import connect
 from offbeat.transport.collectives import collectives, shards
 from offbeat.transport.device import device_of
@@ -45,6 +47,19 @@ def test_alone_it_is_plain_training(strategy: Strategy) -> None:
 def test_gradient_scaler(strategy: Strategy) -> None:
     [(plain, ours)] = run_world(oddities.train_on_gpu, 1, strategy, True, timeout_s=100)
     assert_close(ours, plain, str(strategy))
+
+
+def test_compiled_kernels_find_parameters_aligned() -> None:
+    """They conclude it from offsets within storages; those of odd sizes push others out of line."""
+    model = torch.nn.Sequential(torch.nn.Linear(7, 3), torch.nn.Linear(3, 5)).cuda()
+    expected = model(torch.ones(2, 7, device="cuda"))
+    names = [name for name, _ in model.named_parameters()]
+    Flat(model, [BucketSpec(name, (name,)) for name in names])
+    for p in model.parameters():
+        assert p.data_ptr() % 16 == p.storage_offset() * p.element_size()
+        assert p.untyped_storage().nbytes() < p.nbytes + 16
+    compiled = torch.compile(model)(torch.ones(2, 7, device="cuda"))
+    assert_close(compiled, expected, "compiled", 1e-5)
 
 
 def test_profile_is_measured_with_events() -> None:
