@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,9 @@ def load(
         found = _agreed(_read(directory), company, session.worker)
     else:
         source = _read(directory) if session.worker == 0 else None
-        found = company.share(_agreed(source, company, session.worker))
+        whole = _agreed(source, company, session.worker)
+        common = ("model", "buffers", "optimizer", "extra")
+        found = company.share(whole and {name: whole[name] for name in common})
     model.load_state_dict(found["model"])
     buffers = dict(model.named_buffers())
     for buffer, value in found["buffers"].items():
@@ -165,12 +167,16 @@ def _stateful(thing: Any) -> bool:
 
 def _chosen(folder: Folder, session: Session, company: Company) -> tuple[str, Manifest]:
     """The newest checkpoint that all ranks have, or that rank 0 has of a job of another size."""
-    everyone: list[dict[str, Manifest]] = company.gather(folder.whole(session.worker))
+    mine = {name: asdict(manifest) for name, manifest in folder.whole(session.worker).items()}
+    everyone = [
+        {name: Manifest(**manifest) for name, manifest in theirs.items()}
+        for theirs in company.gather(mine)
+    ]
     for name, manifest in everyone[0].items():
         missing = [rank for rank, mine in enumerate(everyone) if name not in mine]
         if manifest.world_size == company.size and missing:
             continue
-        newer = [other for other in company.share(folder.names()) if other > name]
+        newer = [other for other in company.gather(folder.names())[0] if other > name]
         if newer:
             warnings.warn(
                 f"{folder.path / newer[0]} is not whole on every rank; {name} is loaded",

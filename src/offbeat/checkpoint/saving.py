@@ -14,41 +14,41 @@ from offbeat.checkpoint import shard
 from offbeat.checkpoint.folder import Folder
 from offbeat.checkpoint.frozen import Frozen
 from offbeat.checkpoint.shard import Manifest
+from offbeat.transport import packed
 from offbeat.transport.control import Control, new_group
 
 
 class Company:
-    """The ranks that save together, with a process group of their own: what a thread of theirs
-    says gets in nobody's way. Who saves alone has none."""
+    """The ranks that save and load together. Who does it alone has no `control`.
+
+    A thread that saves has a process group of its own: it is in nobody's way.
+    """
 
     def __init__(self, control: Control | None):
-        self._control, self._group = control, None
+        self._control = control
         self.size = control.world_size if control is not None else 1
+        self._group = None
         if control is not None and self.size > 1:
             self._group = new_group("gloo", control.timeout_s)
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, by rank. RuntimeError if somebody is missing."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(values, value, group=self._group)
-        except RuntimeError as error:
-            assert self._control is not None
-            behind = self._control.behind()
-            raise RuntimeError(
-                f"ranks could not save or load together: {error}. {behind}"
-            ) from error
-        return values
+        return [value] if self._control is None else self._control.gather(value)
+
+    def gather_aside(self, value: Any) -> list[Any]:
+        """The same in the thread that saves."""
+        return [value] if self._group is None else packed.gather(value, self._group)
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value."""
-        if self._group is None:
+        """Rank 0's tensors, and numbers and containers of them. RuntimeError on every rank if there
+        is anything else in it."""
+        if self._control is None or self.size == 1:
             return value
-        values = [value]
-        dist.broadcast_object_list(values, 0, group=self._group)
-        return values[0]
+        mine = None if self._control.rank else packed.unreadable(value)
+        if (why := self.gather(mine)[0]) is not None:
+            raise RuntimeError(f"rank 0 cannot give the others what it has read: {why}")
+        with self._control.together("sharing a checkpoint"):
+            return packed.broadcast_state(value, 0, self._control.group)
 
     def close(self) -> None:
         """Every rank must call it."""
@@ -112,7 +112,7 @@ class Saving:
             mine = None
         except Exception as error:
             mine = f"rank {self._worker}: {type(error).__name__}: {error}"
-        failed = [words for words in self._company.gather(mine) if words is not None]
+        failed = [words for words in self._company.gather_aside(mine) if words is not None]
         if failed:
             self._error = self._words(failed)
         return not failed

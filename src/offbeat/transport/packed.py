@@ -68,6 +68,15 @@ def broadcast_state(state: Any, source: int, group: dist.ProcessGroup) -> Any:
     return state if mine else torch.load(io.BytesIO(data.numpy().data), weights_only=True)
 
 
+def unreadable(state: Any) -> str | None:
+    """Why other ranks could not read it; None if they can."""
+    try:
+        torch.load(io.BytesIO(_saved(state).numpy().data), weights_only=True)
+    except Exception as error:
+        return str(error)
+    return None
+
+
 def _saved(state: Any) -> Tensor:
     file = io.BytesIO()
     torch.save(state, file)
