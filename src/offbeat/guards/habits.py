@@ -5,10 +5,10 @@ A strategy that applies gradients at other times than in `optimizer.step()` asks
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from offbeat.plan import Plan
+from offbeat.transport.control import Control
 
 
 @dataclass
@@ -24,9 +24,9 @@ class Habits:
     backwards: int = 1
 
     @classmethod
-    def of_all(cls, ranks: Iterable[Habits]) -> Habits:
-        """What some rank does."""
-        seen = list(ranks)
+    def of_all(cls, mine: Habits, control: Control) -> Habits:
+        """What some rank does. Every rank must call it."""
+        seen = [cls(**habits) for habits in control.gather(asdict(mine))]
         return cls(
             any(one.changes for one in seen),
             any(one.reads for one in seen),

@@ -188,7 +188,7 @@ class FlatSession(Session):
         if some rank's script needs one. All ranks know the same and do the same."""
         watched, self._trying = self.engine.watched, False
         assert watched is not None
-        habits = Habits.of_all(self._cluster.control.gather(watched.habits))
+        habits = Habits.of_all(watched.habits, self._cluster.control)
         self.engine.watch(None)
         plan = self._suited(self.plan, habits)
         if plan is self.plan:
@@ -321,7 +321,7 @@ class FlatSession(Session):
         if how.then_stop:
             raise SystemExit(0)
         assert self.engine.watched is not None
-        habits = Habits.of_all(control.gather(self.engine.watched.habits))
+        habits = Habits.of_all(self.engine.watched.habits, control)
         self.run_from(profile, observed, habits)
 
     @property
