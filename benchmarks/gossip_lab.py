@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from offbeat.blocks import read, records_in
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
 from offbeat.run.compare import Comparison, Contestant, Setup, compare
@@ -72,7 +73,7 @@ def run(task: str, name: str, strategy: Strategy, seed: int, options: Any) -> di
         if not known.exists():
             Profile.load(directory / "profile.json").save(known)
         ranks = [json.loads(path.read_text()) for path in sorted(directory.rglob("lab*.json"))]
-        records = [json.loads(path.read_text()) for path in sorted(directory.rglob("rank*.json"))]
+        records = [read(path) for path in records_in(directory / "one" / "rep0")]
     assert len(ranks) == HOSTS, name
     gossip = [record["trace"]["notes"].get("gossip") for record in records]
     done = [sum(one["exchanges"].values()) for one in gossip if one]

@@ -11,6 +11,7 @@ from typing import Any
 
 from slides_tasks import Task, methods
 
+from offbeat.blocks import read, records_in
 from offbeat.profile import Profile
 from offbeat.report import load, summarize
 from offbeat.run.compare import SKIP
@@ -174,8 +175,7 @@ def _by_kind(label: str, directory: Path) -> list[tuple[str, float, float]]:
     """Mean seconds per clock of the fast workers and of the slow one, measured and simulated over
     as many clocks."""
     profile = Profile.load(directory / "profile.json")
-    records = sorted((directory / label / "rep0").glob("rank*.json"))
-    told = [json.loads(path.read_text()) for path in records]
+    told = [read(path) for path in records_in(directory / label / "rep0")]
     ends_s = [record["trace"]["ends_s"][0] for record in told]
     strategy = SSP(**json.loads((directory / label / "rep0" / "job.json").read_text())["settings"])
     made = run_served(

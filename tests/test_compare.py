@@ -84,6 +84,13 @@ directory = Path(job["record_dir"])
 (directory / f"rank{rank}.json").write_text(json.dumps(record))
 if rank == 0 and plan:
     (directory / "plan.json").write_text(json.dumps(plan.to_dict()))
+if f"killed={what}" in words:
+    from offbeat.blocks import Blocks, path_of
+    (directory / f"rank{rank}.json").unlink()
+    block = {"first": 0, "rank": rank, "strategy": str(strategy), "observed": 0, "period": 1,
+        "uneven": False, "ends_s": trace.ends_s[0], "losses": [[11, 0.5]]}
+    Blocks(path_of(directory, rank)).append(block)
+    os.kill(os.getpid(), 9)
 if f"late={what}" in words:
     sys.exit("failed after recording")
 """
@@ -230,6 +237,24 @@ def test_a_failing_contestant_does_not_stop_the_others(how, here, capsys):
     assert (ddp.repetitions, ddp.failed, ddp.cut) == ((2, 0, True) if kept else (0, 2, False))
     assert (dreamddp.repetitions, dreamddp.failed, dreamddp.cut) == (2, 0, False)
     assert outcome.report is not None
+
+
+def test_what_was_recorded_before_a_kill_is_reported(here, capsys):
+    """One contestant is killed in all of its repetitions, the other in none."""
+    argv = ["compare", "--lab", "none", "--hosts", "2", "--strategies", "ddp,wfbp", "--out", "out"]
+    assert cli.main([*argv, "--repeat", "1", "train.py", "killed=ddp"]) == 1
+    printed = capsys.readouterr()
+    assert "cut short" in printed.out  # in the table
+    ddp, wfbp = report.summarize(report.load(here / "out"))
+    assert (ddp.cut, ddp.repetitions, ddp.failed) == (True, 1, 0)
+    assert (wfbp.cut, wfbp.repetitions, wfbp.failed) == (False, 1, 0)
+    bound_s = DDP().bound_s(Profile.load(here / "out" / "profile.json"))
+    assert ddp.iteration_s == pytest.approx(bound_s)
+    said = " ".join(report.load(here / "out").failures())
+    assert "the record of rank 1 ends after 12 iterations" in said
+    assert "SIGKILL" in said or "killed" in said
+    page = (here / "out" / "report.html").read_text()
+    assert "Cut short: ddp." in page
 
 
 def test_a_strategy_without_a_plan_fails_in_words(here):

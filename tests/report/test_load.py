@@ -59,6 +59,27 @@ def test_a_broken_record_is_a_problem_and_no_crash(tmp_path, text, problem):
     assert any(problem in text for text in rep.problems), rep.problems
 
 
+def test_what_was_cut_short_counts_only_where_there_is_nothing_whole(tmp_path):
+    """With the iterations that all ranks have."""
+    short = record(0, steady(1.0, 8), [3.0] * 8)
+    cut = record(1, steady(1.0, 6), [1.0] * 6, cut="ends after 6 iterations")
+    whole = [record(rank, steady(2.0, 8)) for rank in (0, 1)]
+    path = write_tiny(tmp_path, {"a": [[short, cut]], "b": [[short, cut], whole]})
+    (tmp_path / "b/rep1/problem.txt").write_text("the script failed")
+    run = load(path)
+    a, b = run.contestants
+    assert [len(rank.losses) for rank in a.complete[0].ranks] == [6, 6]
+    assert [rep.index for rep in b.complete] == [0, 1]
+    assert (a.cut, b.cut) == (True, True)
+    assert "a, repetition 0: the record of rank 1 ends after 6 iterations" in run.failures()
+    assert "b, repetition 1: the script failed" in run.failures()
+    (tmp_path / "b/rep1/problem.txt").unlink()
+    b = load(path).contestants[1]
+    assert [rep.index for rep in b.complete] == [1]
+    assert not b.cut
+    assert [row.failed for row in summarize(load(path))] == [0, 1]
+
+
 def test_broken_plan_prediction_and_profile_are_problems(tmp_path):
     write_tiny(tmp_path, {"a": [two_ranks()]})
     for name in ("profile.json", "a/plan.json", "a/predicted.json"):

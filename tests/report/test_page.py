@@ -293,3 +293,18 @@ def test_a_strategy_that_recorded_no_messages_says_so(tmp_path):
     packed = page_data(write(path))["timelines"][0]
     assert {name[0] for name in packed["measured"]["names"]} == {0}
     assert {name[0] for name in packed["predicted"]["names"]} == {0, 1}
+
+
+def test_the_page_of_a_long_run_is_no_larger_and_says_what_it_leaves_out(tmp_path):
+    sizes = []
+    for count, said in ((400, ""), (4000, "Long curves show 400 points.")):
+        losses = [2.0 - i / count for i in range(count)]
+        ranks = [record(rank, steady(0.1, count), losses) for rank in (0, 1)]
+        text = write(write_tiny(tmp_path / str(count), {"a": [ranks]})).read_text()
+        assert ("Long curves" in text) == bool(said)
+        assert said in text
+        sizes.append(len(text))
+    assert sizes[1] < 1.2 * sizes[0]
+    means = [record(0, steady(0.1, count), losses, losses_of=8)]
+    text = write(write_tiny(tmp_path / "means", {"a": [means]})).read_text()
+    assert "each loss the mean of 8 iterations" in text

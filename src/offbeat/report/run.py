@@ -293,7 +293,17 @@ def _load_repetition(folder: Path, index: int) -> Repetition:
     cuts = [f"the record of rank {record.rank} {record.cut}" for record in records if record.cut]
     if (folder / PROBLEM).exists():
         cuts.insert(0, (folder / PROBLEM).read_text(errors="replace").strip())
-    return Repetition(index, tuple(records), tuple(problems), cuts=tuple(cuts))
+    ranks = _as_far_as_all(records) if cuts else records
+    return Repetition(index, tuple(ranks), tuple(problems), cuts=tuple(cuts))
+
+
+def _as_far_as_all(records: list[RankRecord]) -> list[RankRecord]:
+    """With the losses of the iterations that all have: records that were cut end apart."""
+    until = min((record.trace.iterations for record in records), default=0)
+    return [
+        replace(record, losses=tuple(loss for loss in record.losses if loss[0] < until))
+        for record in records
+    ]
 
 
 def _missing_ranks(rep: Repetition, folder: Path, expected: int) -> Repetition:

@@ -263,6 +263,9 @@ def measure_profile(setup: Setup, path: Path, progress: Progress | None = None) 
     """
     progress = progress or Progress()
     outcome = Outcome(Path(tempfile.mkdtemp(prefix="offbeat-profile-")))
+    progress.say(
+        f"what the script prints goes to {outcome.run_dir / 'rankR.log'}, which stays if it fails"
+    )
     try:
         with setup.lab() as lab:
             _probe(lab, progress)

@@ -35,7 +35,8 @@ def run_joined(
     require_runnable(script)
     if not os.environ.get(SECRET_VARIABLE):
         raise ValueError(
-            f"{SECRET_VARIABLE} must be set to the job's secret; start the job with it, too"
+            f"{SECRET_VARIABLE} must be set to the job's secret, or --secret name a file with it; "
+            "start the job with it, too"
         )
     if strategy is not None and not isinstance(strategy, Gossip):
         raise ValueError(f"strategy ({strategy}) must be one of gossip: a2cid2, ad-psgd")

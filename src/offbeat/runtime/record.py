@@ -22,7 +22,7 @@ from offbeat.runtime.vote_log import VoteLog
 from offbeat.trace import COMPUTE, Span, spans_to_dict
 from offbeat.transport.device import Device, Mark
 
-BLOCK_ITERATIONS, BLOCK_S = 1000, 10.0  # whichever comes first ends a block
+BLOCK_ITERATIONS, BLOCK_S = 1000, 5.0  # whichever comes first ends a block
 WINDOW_PERIODS = 3  # spans are kept for the last periods only; ends for every iteration
 
 

@@ -19,6 +19,7 @@ from offbeat.plan import VERBS, base_link
 from offbeat.transport.collectives import Collectives, shards
 from offbeat.transport.device import CPU
 from offbeat.transport.link import Link
+from offbeat.transport.packed import pack, unpack
 
 TIMEOUT_S = 20.0
 
@@ -71,9 +72,10 @@ class MemoryControl:
         self._meeting = world.meeting("control", range(world.size))
 
     def gather(self, value: Any) -> list[Any]:
-        return self._meeting.meet(
-            self.rank, value, lambda given: [given[r] for r in range(self.world_size)]
+        given = self._meeting.meet(
+            self.rank, pack(value), lambda given: [given[r] for r in range(self.world_size)]
         )
+        return [unpack(data) for data in given]
 
     def agree(self, what: str, value: Any, remedy: str) -> None:
         assert len({str(v) for v in self.gather(value)}) == 1, what
