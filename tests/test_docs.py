@@ -12,6 +12,7 @@ import pytest
 from docs_support import DOCS, RANKS, ROOT, blocks, commands, name_of, pages, run_page
 from worlds import run_world
 
+from offbeat import metrics
 from offbeat.cli import texts
 from offbeat.cli.commands import app, mark_script
 from offbeat.lab import Cluster
@@ -171,3 +172,23 @@ def test_meanings_of_settings(hooks):
     assert hooks.meanings(More) == {"a": "First, on two lines.", "c": "Third."}
     for cls in methods().values():
         assert set(hooks.meanings(cls)) >= {field.name for field in fields(cls)}
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        *sorted((DOCS.parent / "examples" / "frameworks").glob("*.py")),
+        DOCS.parent / "examples" / "slurm" / "dreamddp.sbatch",
+        DOCS.parent / "examples" / "kubernetes" / "pytorchjob.yaml",
+    ],
+    ids=lambda path: path.name,
+)
+def test_the_frameworks_page_shows_what_is_run(example):
+    kind = {".py": "python", ".sbatch": "bash", ".yaml": "yaml"}[example.suffix]
+    assert f"```{kind}\n{example.read_text()}```" in (DOCS / "frameworks.md").read_text()
+
+
+def test_the_metrics_page_names_all_numbers():
+    text = (DOCS / "metrics.md").read_text()
+    for name in (metrics.SECONDS, metrics.EXPOSED, metrics.BYTES, metrics.DIVERGENCE, metrics.LOSS):
+        assert f"| `{name}" in text
