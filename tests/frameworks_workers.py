@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -231,7 +232,7 @@ def lightning_accumulates(where: Path) -> dict[str, Any]:
 def others(_: Path) -> dict[str, Any]:
     """What is refused; and the other package of Lightning."""
     import pytorch_lightning
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedType
     from lightning.pytorch.strategies import DDPStrategy
     from tiny_llama import build
 
@@ -240,11 +241,14 @@ def others(_: Path) -> dict[str, Any]:
     from offbeat.integrations.pytorch_lightning import OffbeatStrategy as OtherStrategy
 
     accelerator, model = Accelerator(cpu=True), build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fabric = OffbeatFabricStrategy()
+    sharding: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
     refused = [
         refusal(lambda: prepare(accelerator, model)),
         refusal(lambda: fabric.setup_module(model)),
         refusal(lambda: fabric.setup_module_and_optimizers(model, [])),
+        refusal(lambda: prepare(sharding, model, optimizer)),
     ]
     forget_accelerate()
     kinds = {OffbeatStrategy: DDPStrategy, OtherStrategy: pytorch_lightning.strategies.DDPStrategy}

@@ -379,3 +379,18 @@ def train_in_two_halves(case: Case, strategy: Strategy, iterations: int) -> tupl
     first = Trained(saved["model"], saved["optimizer"])
     load = snapshot((saved["model"], saved["optimizer"]))  # torch loads without copying
     return first, train(case, strategy, range(half, iterations), load=load)
+
+
+def destroys_the_world_first() -> bool:
+    """Leave torch.distributed before the model, as `Accelerator.end_training` does."""
+    case = Case()
+    bare = build_model(case)
+    strategy, known = offbeat.LocalSGD(period=2), profile_of(case, world_size())
+    optimizer = build_optimizer(case, bare)
+    model, optimizer = offbeat.prepare(bare, optimizer, strategy, profile=known)
+    loss_of(model, *batch(case, rank(), 0)).backward()
+    optimizer.step()
+    model.consolidate()
+    dist.destroy_process_group()
+    model.close()
+    return dist.is_initialized()

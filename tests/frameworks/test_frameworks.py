@@ -85,10 +85,11 @@ def test_few_lines_are_changed(script: Path) -> None:
 
 def test_what_integrations_refuse(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        model_alone, module_alone, none = rank["others"]["refused"]
+        model_alone, module_alone, none, sharded = rank["others"]["refused"]
         assert "one model with its optimizer (1 and 0 here)" in model_alone
         assert "fabric.setup(model, optimizer)" in module_alone
         assert "one optimizer (0 here)" in none
+        assert "distributed_type (DEEPSPEED) must be that of one process per device" in sharded
 
 
 def test_both_packages_of_lightning(ranks: list[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import failing
 import pytest
 import torch
+import workers
 from models import Case, build_model, build_optimizer, profile_of
 from torch import nn
 from worlds import run_world, watch_world
@@ -322,3 +323,7 @@ def test_a_job_that_only_measures(tmp_path: Path) -> None:
         p.nbytes for p in build_model(CASE).parameters() if p.requires_grad
     )
     assert profile.links[0].bytes_per_s > 0
+
+
+def test_the_world_may_be_destroyed_before_the_model_is_closed() -> None:
+    assert run_world(workers.destroys_the_world_first, 2) == [False, False]

@@ -8,13 +8,21 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import nn
 
 import offbeat
 from offbeat.integrations.options import Options
 from offbeat.runtime import Model
 from offbeat.strategies import Strategy
+
+# Who shards a model, or runs it, does not leave it whole to offbeat.
+OTHER_WAYS = (
+    DistributedType.DEEPSPEED,
+    DistributedType.FSDP,
+    DistributedType.MEGATRON_LM,
+    DistributedType.XLA,
+)
 
 
 def prepare(
@@ -37,6 +45,12 @@ def prepare(
         raise ValueError(
             f"prepare must be given one model with its optimizer ({len(models)} and "
             f"{len(optimizers)} here); train several models as one module with one optimizer"
+        )
+    if accelerator.distributed_type in OTHER_WAYS:
+        raise ValueError(
+            f"the accelerator's distributed_type ({accelerator.distributed_type.value}) must be "
+            "that of one process per device (NO, MULTI_CPU, MULTI_GPU, ...), as offbeat takes the "
+            "place of DDP; leave its plugin out"
         )
     if accelerator.device_placement:
         models[0].to(accelerator.device)

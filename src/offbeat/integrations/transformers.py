@@ -36,6 +36,11 @@ class TrainerMixin(Base):
         adopt(self.accelerator, self._strategy, **self._options)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"this one process has {self.args.n_gpu} GPUs, over which the Trainer would spread "
+                "the model by DataParallel; start one process per GPU, as with torchrun"
+            )
         output = super().train(*args, **kwargs)
         self._consolidate()
         return output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -104,7 +105,8 @@ class Cluster:
         if not all(closed):
             return False
         for group in (*self.groups.values(), self.control.group):
-            dist.destroy_process_group(group)
+            with suppress(ValueError):  # the script may have destroyed all of them
+                dist.destroy_process_group(group)
         return True
 
 
