@@ -112,7 +112,7 @@ def train(job: Job, plan: Plan, profile: Profile, steps: int) -> list[Trained]:
 
 def _loop(job: Job, plan: Plan, engine: Engine, batches: Iterator[Any], steps: int) -> Trained:
     model, rank = engine.model, engine.control.rank
-    sample = Sample(engine.flat)
+    sample = Sample.of(engine.flat)
     trained = Trained(model, {})
 
     def listen(done: Iteration) -> None:
@@ -135,10 +135,11 @@ def _loop(job: Job, plan: Plan, engine: Engine, batches: Iterator[Any], steps: i
         with engine.forward_begins():
             loss = job.loss(model, batch)
         engine.forward_ends()
+        if step:  # by now everything has landed
+            sample.take(step - 1)
         loss.backward()
         engine.step()
         rate.step()
-        sample.take(step)
         trained.losses.append(loss.item())
     engine.pauses.settle()
     engine.detach()

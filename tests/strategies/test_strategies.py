@@ -331,7 +331,7 @@ def test_later_deadlines_are_not_slower(due):
         paper_s = seconds_of(DreamDDP(period, average=average), plain)
         assert later_s <= paper_s * (1 + 1e-9)
         faster += later_s < paper_s * 0.98
-    assert faster > 20
+    assert faster > 15
 
 
 def test_due_at_forward_takes_what_the_solver_says():

@@ -124,6 +124,14 @@ class Adopted:
         """Whether snapshots are averaged while training goes on."""
         return any(apply.rule == "delta" for apply in self.plan.applies)
 
+    @property
+    def lands_at_forward(self) -> bool:
+        """Whether parameters are still in flight, or about to change, when an iteration is over."""
+        return self.lands_late or any(
+            t.in_place and t.payload.buffer == "param" and t.before.point == "forward"
+            for t in self.plan.transfers
+        )
+
     def discard_landings(self) -> None:
         """What has not landed is forgotten: an average that is its own snapshot changes nothing."""
         for apply in self.plan.applies:

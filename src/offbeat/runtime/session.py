@@ -410,7 +410,12 @@ class FlatSession(Session):
         with self.engine.forward_begins(), self._around_forward():
             output = self._model(*args, **kwargs)
         self.engine.forward_ends()
+        if self._unsampled is not None and self._recorder:
+            self._recorder.ended(self._unsampled)
+            self._unsampled = None
         return output
+
+    _unsampled: int | None = None  # iteration whose parameters land only within a forward
 
     def step(self, skip_update: bool) -> None:
         if self._recorder:
@@ -418,7 +423,9 @@ class FlatSession(Session):
         if self._replicas is not None:
             self._replicas.step()
         self.engine.step(skip_update)
-        if self._recorder:
+        if self.engine.run.lands_at_forward:
+            self._unsampled = self.engine.iteration - 1
+        elif self._recorder:
             self._recorder.ended(self.engine.iteration - 1)
         if self._trying:
             self._tried()

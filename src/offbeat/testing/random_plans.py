@@ -222,9 +222,12 @@ def _delayed(d: _Draft, run: range) -> None:
         due = d.rng.choice((END, Moment("forward", run[-1], 1)))
         d.applies.append(Apply("delta", run, due, taken))
     else:
-        due = Moment("grad", run[-1], lag)
         later = Phases([d.plan.phase(taken.runs[0][0] + lag)])
-        at = d.rng.choice((Moment("grad", run[-1]), STEP))
+        if d.rng.random() < 0.5:
+            due = Moment("grad", run[-1], lag)
+            at = d.rng.choice((Moment("grad", run[-1]), STEP))
+        else:
+            due, at = Moment("forward", run[-1], lag + 1), Moment("forward", None, 1)
         d.applies.append(Apply("delta", run, at, later))
     d.send("snapshot", run, STEP, due, taken, "average")
 
