@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import merging_support as support
 import pytest
@@ -72,3 +76,20 @@ def test_consolidate(strategy: DreamDDP) -> None:
         equations(world, range(start, stop), strategy, CASE, first)
     for mine, replica in zip(ranks, world, strict=True):
         assert_same(mine, replica, f"rank {replica.rank}")
+
+
+def recorded(directory: str, strategy: DreamDDP) -> list[Any]:
+    """This rank's sample of its parameters, as a report reads it."""
+    job = Path(directory, f"job{workers.rank()}.json")
+    job.write_text(json.dumps({"schema": 1, "record_dir": directory}))
+    os.environ["OFFBEAT_JOB"] = str(job)
+    workers.train(CASE, strategy, range(4))
+    sample = json.loads(Path(directory, f"rank{workers.rank()}.json").read_text())["sample"]
+    return [sample["iterations"], sample["numbers"]]
+
+
+def test_samples_are_taken_once_everything_has_landed(tmp_path: Path) -> None:
+    """With everything averaged in every iteration replicas are equal then, and not before."""
+    one, other = run_world(recorded, 2, str(tmp_path), DreamDDP(period=1, due="forward"))
+    assert one == other
+    assert one[0] == [0, 1, 2]
