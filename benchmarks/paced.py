@@ -1,12 +1,13 @@
 """Real models on hosts with a pace of their own: predicted against measured.
 
     python benchmarks/paced.py [--models gpt,cnn,resnet,llama] [--rates 25,50,100,200]
-                               [--strategies main|others|cyclic] [--steps 32] [--repeat 1]
+                               [--strategies main|others|cyclic|due] [--steps 32] [--repeat 1]
                                [--uneven] [--delay 20ms] [--json FILE] [--keep FOLDER]
 
 4 hosts. `main`: DDP, WFBP, local SGD, equal numbers of layers and DreamDDP with period 5. `others`:
 priority schedules, DeFT, selective synchronization and federated averaging. `cyclic`: DDP, WFBP and
-DreamDDP beside cyclic data parallelism by v2, with the paper's stagger too, and v1.
+DreamDDP beside cyclic data parallelism by v2, with the paper's stagger too, and v1. `due`: DreamDDP
+beside its averages due at the next forward, and delayed.
 
 Each host computes at 1/K of this machine's core, K as `--pace auto` has it: numerics, messages and
 losses are real, compute time is emulated. `--uneven`: one host computes half as fast. `--keep`:
@@ -80,6 +81,12 @@ CONTESTANTS = {
         Contestant("cyclic-v2", Cyclic(stagger="least")),
         Contestant("cyclic-v1", Cyclic(rule="v1", stagger="least")),
         Contestant("cyclic-paper", Cyclic(stagger="paper")),
+    ),
+    "due": (
+        Contestant("ddp", DDP()),
+        Contestant("dreamddp", DreamDDP(5)),
+        Contestant("due-forward", DreamDDP(5, due="forward")),
+        Contestant("delayed-1", DreamDDP(5, due="delayed")),
     ),
 }
 HALF_AS_FAST = "[[overrides]]\nhost = 3\nspeed = 0.5\n"
