@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+PREFIX = f"of{os.getpid() % 100000}x"
+BRIDGE = f"{PREFIX}br"
 HOSTS, TIMEOUT_S, LASTS_S = 3, 20.0, 45.0
 CUTS = {"none": [], "5 s": [5.0], "4 x .4 s": [0.4] * 4, "12 s": [12.0], "30 s": [30.0]}
 STRATEGIES = ["wfbp", "ddp", "dreamddp:period=4", "a2cid2"]
@@ -63,23 +65,23 @@ def work(strategy: str, out: Path) -> None:
 
 @contextlib.contextmanager
 def network() -> Iterator[None]:
-    """Namespaces ofp0.. with 10.77.0.1.. on the bridge ofpbr."""
-    run("ip link add ofpbr type bridge")
+    """Namespaces with 10.77.0.1, .2, .3 on a bridge."""
+    run(f"ip link add {BRIDGE} type bridge")
     try:
-        run("ip link set ofpbr up")
+        run(f"ip link set {BRIDGE} up")
         for host in range(HOSTS):
-            run(f"ip netns add ofp{host}")
-            run(f"ip link add ofpv{host} type veth peer name eth0 netns ofp{host}")
-            run(f"ip link set ofpv{host} master ofpbr up")
-            run(f"ip -n ofp{host} addr add 10.77.0.{host + 1}/24 dev eth0")
-            run(f"ip -n ofp{host} link set eth0 up")
-            run(f"ip -n ofp{host} link set lo up")
-            run(f"tc qdisc add dev ofpv{host} root tbf rate 100mbit burst 64kb latency 50ms")
+            run(f"ip netns add {PREFIX}{host}")
+            run(f"ip link add {PREFIX}v{host} type veth peer name eth0 netns {PREFIX}{host}")
+            run(f"ip link set {PREFIX}v{host} master {BRIDGE} up")
+            run(f"ip -n {PREFIX}{host} addr add 10.77.0.{host + 1}/24 dev eth0")
+            run(f"ip -n {PREFIX}{host} link set eth0 up")
+            run(f"ip -n {PREFIX}{host} link set lo up")
+            run(f"tc qdisc add dev {PREFIX}v{host} root tbf rate 100mbit burst 64kb latency 50ms")
         yield
     finally:
         for host in range(HOSTS):
-            run(f"ip netns del ofp{host}", check=False)
-        run("ip link del ofpbr", check=False)
+            run(f"ip netns del {PREFIX}{host}", check=False)
+        run(f"ip link del {BRIDGE}", check=False)
 
 
 def run(command: str, check: bool = True) -> None:
@@ -89,9 +91,9 @@ def run(command: str, check: bool = True) -> None:
 
 def cut(seconds: float) -> None:
     """Drop everything to and from host 1, and tell nobody."""
-    run("bridge link set dev ofpv1 state 0")
+    run(f"bridge link set dev {PREFIX}v1 state 0")
     time.sleep(seconds)
-    run("bridge link set dev ofpv1 state 3")
+    run(f"bridge link set dev {PREFIX}v1 state 3")
 
 
 def measure(strategy: str, name: str) -> dict[str, object]:
@@ -101,7 +103,7 @@ def measure(strategy: str, name: str) -> dict[str, object]:
         command = [sys.executable, __file__, "work", strategy, folder]
         processes = [
             subprocess.Popen(
-                ["ip", "netns", "exec", f"ofp{rank}", *command],
+                ["ip", "netns", "exec", f"{PREFIX}{rank}", *command],
                 env={
                     **os.environ, "RANK": str(rank), "LOCAL_RANK": "0",
                     "WORLD_SIZE": str(HOSTS), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511",
