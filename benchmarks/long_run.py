@@ -5,8 +5,8 @@
 Three hosts (namespaces) with an agent of torchrun each, DreamDDP, a checkpoint every
 100 iterations. A worker is killed every 4 minutes or so, a port drops everything for .4 s every
 minute, and rates change between 20 and 200 Mbit/s. The undisturbed run has the same plan and the
-same data on the loopback, as fast as it goes. Measured: losses of both (the bits must be the same), and memory,
-threads and open files of every process over time, as a table and a picture.
+same data on the loopback, as fast as it goes. Measured: losses of both (the bits must be the same),
+and memory, threads and open files of every process over time, as a table and a picture.
 """
 
 from __future__ import annotations
