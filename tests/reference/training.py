@@ -410,16 +410,19 @@ def as_planned(
         now = [a for a in plan.applies if phase in a.phases and goes(a, r, outcomes)]
         resets = [a for a in now if a.rule == "reset"]
         after_update = local.at.point == "grad" or not _before_the_step(active, local)
-        copied = [n for a in now if a.rule == "copy" for b in a.buckets for n in tensors[b]]
-        if local.at.point == "step":
+        copies = [a for a in now if a.rule == "copy"]
+        copied = [n for a in copies for b in a.buckets for n in tensors[b]]
+        early = local.at.point == "step" and any(a.at.point == "grad" for a in copies)
+        if early:
             taken |= kept(world, copied)
         stepping = [r for r in world if local.ranks is None or r.rank in local.ranks]
+        after_update &= not early
         if after_update:
             _step(stepping)
         for apply in now:
             for voter in voters if apply.rule == "select" else []:
                 RULES[apply.rule](voter, apply)
-        if local.at.point != "step":
+        if not early:
             taken |= kept(world, copied)
         for rule in active:
             piece = _piece(rule, tensors)

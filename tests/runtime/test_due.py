@@ -46,6 +46,7 @@ LOOPS = [
     (FORWARD, Loop(evaluate=True)),
     (LATE, Loop(evaluate=True)),
     (BEFORE, Loop(evaluate=True)),
+    (LATE, Loop(clip=0.05)),
     (LATE_BEFORE, Loop(clip=0.05, clear="in place")),
     (LATE, Loop(idle=frozenset({(0, 2), (1, 5)}))),
     (FORWARD, Loop(micro=2)),

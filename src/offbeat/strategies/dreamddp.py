@@ -32,6 +32,7 @@ Solver = Callable[[list[float], list[float], int], solve.Sets]
 
 SLICES_GAIN = 0.02  # what slices must save before they are chosen unasked: they are more messages
 MOST_SLICES = 4000  # of all buckets: with more, slices save little and take long to plan
+SIMULATED_GAIN = 0.005  # what other sets must save where that is simulated with noise
 FEW_ENDS = 8  # so many buckets at either end are tried one by one, more of them by doubling
 LEAST_ITERATIONS = 24  # simulated per candidate, and at least four periods
 MOST_SIMULATED = 10_000  # buckets times iterations; with more the closed form has to do
@@ -51,7 +52,8 @@ class DreamDDP(Strategy):
 
     `due` (ours, beyond the paper): `forward` trains with the same equations; sets and order are
     searched together (`solver="auto"`). `delayed` (`w += mean(snapshot) - snapshot`) is stale,
-    takes two more copies of the parameters, and sends whole buckets, without `fill` and `split`.
+    takes two more copies of the parameters, and sends whole buckets, without `fill` and `split`;
+    the optimizer steps once for all, so clipping and GradScaler work.
 
     `clip` bounds the norm of a worker's own gradients, as `clip_grad_norm_` does. Updates in
     backward come before that norm is known: they go by the one of the last iteration, the first by
@@ -171,20 +173,22 @@ class DreamDDP(Strategy):
         setting, size = self._setting(profile), len(profile.buckets)
         chosen = self._chosen(profile)
         cuts = self._input_side(size) if self._cuts(size) else []
-        start = chosen.pieces, chosen.sets, chosen.at_step
+        start = later.Start(chosen.pieces, chosen.sets, chosen.fill, chosen.at_step)
         found = [*later.forward_choices(setting, start, cuts, search=self.solver == "auto")]
+
+        gain = SIMULATED_GAIN if self._simulated(profile) else ROUNDING
 
         def seconds(choice: later.Choice) -> float:
             """As the simulator has it, where it tells more than the closed form."""
             if not self._simulated(profile):
-                sent = chain(*choice.orders, *choice.fill)
+                sent = chain(*choice.orders)
                 return choice.closed_s + self._sending_s(choice.pieces, sent, profile)
             return later.steady_s(later.forward_plan(setting, choice), profile) * self.period
 
-        best = later.fastest(found, seconds)
+        best = later.fastest(found, seconds, gain)
         plain = [c for c in found if all(piece.parts == 1 for piece in c.pieces)]
         if plain and self.split == "auto":
-            other = later.fastest(plain, seconds)
+            other = later.fastest(plain, seconds, gain)
             if seconds(best) >= seconds(other) * (1 - SLICES_GAIN):
                 best = other
         if self.fill:

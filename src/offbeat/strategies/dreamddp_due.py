@@ -43,7 +43,7 @@ class Setting:
 
 
 class Choice(NamedTuple):
-    """Pieces, which of them each iteration sends in which order, and which it sends once more.
+    """Pieces, which of them each iteration sends in which order, and which of those once more.
 
     `closed_s`: seconds of a period of steady ranks. `at_step`: as local SGD, in one step of all.
     """
@@ -88,24 +88,31 @@ def forward_bound_s(setting: Setting) -> float:
     return max(cycle.least_s, *(r + c / setting.period + q for r, c, q in heads))
 
 
+class Start(NamedTuple):
+    """What the paper's variant chose."""
+
+    pieces: list[Piece]
+    sets: Sets
+    fill: Sets
+    at_step: bool
+
+
 def forward_choices(
-    setting: Setting,
-    start: tuple[list[Piece], Sets, bool],
-    cuts: Iterable[frozenset[int]],
-    *,
-    search: bool,
+    setting: Setting, start: Start, cuts: Iterable[frozenset[int]], *, search: bool
 ) -> Iterator[Choice]:
-    """What to choose from: the sets of the paper's variant in their best order; with `search` also
-    better sets of the same pieces, of whole buckets, and of the buckets in `cuts` in slices."""
-    pieces, sets, at_step = start
-    if at_step:
+    """What to choose from: what the paper's variant sends, with later deadlines; its sets in their
+    best order; with `search` also better sets of the same pieces, of whole buckets, and of the
+    buckets in `cuts` in slices."""
+    pieces, sets = start.pieces, start.sets
+    if start.at_step:
         yield _at_step(setting, pieces)
         pieces = whole(setting.buckets)
     else:
+        yield _as_it_is(setting, start)
         yield _ordered(setting, pieces, sets)
     if not search:
         return
-    yield _searched(setting, pieces, [] if at_step else [sets])
+    yield _searched(setting, pieces, [] if start.at_step else [sets])
     if any(piece.parts > 1 or len(piece.buckets) > 1 for piece in pieces):
         yield _searched(setting, whole(setting.buckets), [])
     rough: list[tuple[float, int, list[Piece]]] = []
@@ -117,6 +124,13 @@ def forward_choices(
         rough.append((seconds, n, pieces))
     for _, _, pieces in sorted(rough, key=lambda one: one[:2])[:CLIMBED]:
         yield _searched(setting, pieces, [_evenly(pieces, setting.period)])
+
+
+def _as_it_is(setting: Setting, start: Start) -> Choice:
+    cycle = forward_cycle(setting, start.pieces)
+    both = zip(start.sets, start.fill, strict=True)
+    orders = tuple(tuple(sorted(chain(*members))) for members in both)
+    return Choice(start.pieces, orders, start.fill, sum(map(cycle.seconds, orders)))
 
 
 def _ordered(setting: Setting, pieces: list[Piece], sets: Sets) -> Choice:
@@ -162,9 +176,13 @@ def _evenly(pieces: Sequence[Piece], period: int) -> Sets:
 
 def with_fill(setting: Setting, choice: Choice) -> Choice:
     """The same, and whatever more an iteration can send in the same time."""
-    if choice.at_step:
+    if choice.at_step or any(choice.fill):
         return choice
-    return choice._replace(fill=filled(forward_cycle(setting, choice.pieces), choice.orders))
+    cycle = forward_cycle(setting, choice.pieces)
+    fill = filled(cycle, choice.orders)
+    both = zip(choice.orders, fill, strict=True)
+    orders = tuple(cycle.best((*own, *more))[1] if more else own for own, more in both)
+    return choice._replace(orders=orders, fill=fill)
 
 
 def forward_plan(setting: Setting, choice: Choice) -> Plan:
@@ -172,12 +190,10 @@ def forward_plan(setting: Setting, choice: Choice) -> Plan:
     pieces, size = choice.pieces, setting.buckets
     if choice.at_step:
         return _later_local_sgd(setting, choice)
-    cycle = forward_cycle(setting, pieces)
     early = setting.average == "after_update"
     transfers, applies = [], []
-    for h, (order, more) in enumerate(zip(choice.orders, choice.fill, strict=True)):
-        sent = cycle.best((*order, *more))[1] if more else order
-        for i in sent:
+    for h, order in enumerate(choice.orders):
+        for i in order:
             last = pieces[i].buckets[-1]
             next_ = Moment("forward", last, 1)
             transfers += [
@@ -217,7 +233,8 @@ def _later_local_sgd(setting: Setting, choice: Choice) -> Plan:
 
 
 def _forward_facts(choice: Choice) -> tuple[Fact, ...]:
-    sets = tuple(tuple(sorted(order)) for order in choice.orders)
+    both = zip(choice.orders, choice.fill, strict=True)
+    sets = tuple(tuple(sorted(set(order) - set(more))) for order, more in both)
     return (*sets_facts(sets, choice.fill, choice.pieces), *_costs(0, 0))
 
 
@@ -311,11 +328,13 @@ def _moves(sets: Sets, message_s: Sequence[float]) -> Iterator[Sets]:
 
 
 def delayed_plan(setting: Setting, delay: int, choice: Late) -> Plan:
-    """Each bucket is copied twice at its gradient (after the update, or before it); one copy is
-    averaged, in place, and lands at the forward `delay` iterations after the next."""
+    """Parameters are copied twice, after the step or, before it, at their gradients. One copy is
+    averaged, in place, and lands at the forward `delay` iterations after the next. As there is time
+    enough, the optimizer steps once for all: clipping works, no bucket pays for a call of its own.
+    """
     size, period = setting.buckets, setting.period
-    early = setting.average == "after_update"
-    transfers, applies = [], [local(size, Moment("grad" if early else "step"), range(period))]
+    after = setting.average == "after_update"
+    transfers, applies = [], [local(size, Moment("step"), range(period))]
     for h, members in enumerate(choice.sets):
         taken, landing = Phases((h,)), Phases(((h + delay) % period,))
         for piece in (choice.pieces[i] for i in members):
@@ -324,7 +343,7 @@ def delayed_plan(setting: Setting, delay: int, choice: Late) -> Plan:
                 transfer(
                     "average",
                     piece.buckets,
-                    after=Moment("grad", last),
+                    after=Moment("step") if after else Moment("grad", last),
                     before=Moment("forward", last, delay + 1),
                     phases=taken,
                     link=setting.profile.default_link.name,
@@ -332,7 +351,8 @@ def delayed_plan(setting: Setting, delay: int, choice: Late) -> Plan:
             )
             for target in ("snapshot", "average"):
                 args = (("source", "param"), ("target", target))
-                applies.append(Apply("copy", piece.buckets, Moment("grad"), taken, args=args))
+                at = Moment("step" if after else "grad")
+                applies.append(Apply("copy", piece.buckets, at, taken, args=args))
             applies.append(Apply("delta", piece.buckets, Moment("forward", lag=1), landing))
     everything = setting.profile.payload_bytes("param", range(size))
     facts = sets_facts(choice.sets, ((),) * period, choice.pieces)
@@ -350,12 +370,15 @@ def delayed_plan(setting: Setting, delay: int, choice: Late) -> Plan:
 # ---- choosing -------------------------------------------------------------------------------
 
 
-def fastest(choices: Iterable[Choice], seconds: Callable[[Choice], float]) -> Choice:
-    """The one with the shortest period, the first of those as fast."""
+def fastest(
+    choices: Iterable[Choice], seconds: Callable[[Choice], float], gain: float = ROUNDING
+) -> Choice:
+    """The one with the shortest period, the first of those as fast. A later one must save the
+    share `gain`: that much may be chance where periods are simulated."""
     best_s, best = float("inf"), None
     for choice in choices:
         found_s = seconds(choice)
-        if best is None or found_s < best_s * (1 - ROUNDING):
+        if best is None or found_s < best_s * (1 - gain):
             best_s, best = found_s, choice
     assert best is not None
     return best
