@@ -26,7 +26,6 @@ from contest import (
     Check,
     Contest,
     Repetition,
-    Row,
     arguments,
     hold,
     loop,
@@ -72,14 +71,11 @@ def show(rate_mbit: int, repetitions: Sequence[Repetition]) -> None:
     """Print one rate's tables."""
     profile = repetitions[0].profile
 
-    def over_compute(rows: Sequence[Row]) -> str:
-        return f"{median(row.measured_s / row.compute_s for row in rows):.3f}"
-
     print(
         f"\n### {rate_mbit} Mbit/s, repetitions: {len(repetitions)}\n\n"
         f"Profile: {loop(repetitions)}; message {message(repetitions, profile.default_link.name)}\n"
     )
-    rows = table(repetitions, {"measured / compute": over_compute})
+    rows = table(repetitions)
     print("\n".join([*rows, "", *verdicts("ratio of measured times", RATIOS, repetitions)]))
     for label, strategy in CONTESTANTS.items():
         plan = strategy.plan(profile)

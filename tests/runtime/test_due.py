@@ -94,3 +94,14 @@ def test_samples_are_taken_once_everything_has_landed(tmp_path: Path) -> None:
     one, other = run_world(recorded, 2, str(tmp_path), DreamDDP(period=1, due="forward"))
     assert one == other
     assert one[0] == [0, 1, 2]
+
+
+def test_memory_is_what_the_plan_says() -> None:
+    """Two more copies of the parameters, and nothing staged beside them; or none."""
+    profile = profile_of(Case("mlp", "sgd"), 1)
+    paper, forward, late = (
+        run_world(support.tensor_bytes, 1, strategy)[0][0]
+        for strategy in (DreamDDP(period=3), DreamDDP(period=3, due="forward"), LATE)
+    )
+    assert forward == paper
+    assert late - paper == LATE.plan(profile).fact("memory_bytes") > 0
