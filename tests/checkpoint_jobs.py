@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,13 +33,15 @@ class Job:
     """A training script: model, optimizer and scheduler of a case, and a loop with random numbers
     of every kind."""
 
-    def __init__(self, strategy: Strategy, case: Case = CASE, **options: Any):
+    def __init__(
+        self, strategy: Strategy, case: Case = CASE, clip: float | None = None, **options: Any
+    ):
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(100 + rank())
         model = build_model(case, seed=rank())
         torch.manual_seed(100 + rank())
         options = {"profile": profile_of(case, world_size())} | options
-        self.case = case
+        self.case, self.clip = case, clip
         self.model, self.optimizer = offbeat.prepare(
             model, build_optimizer(case, model), strategy, timeout_s=TIMEOUT_S, **options
         )
@@ -50,6 +52,8 @@ class Job:
         self.optimizer.zero_grad()
         noise = float(torch.rand(())) + random.random() + float(np.random.rand())
         (noise * loss_of(self.model, *batch(self.case, rank(), t))).backward()
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -85,21 +89,28 @@ def job(strategy: Strategy, case: Case = CASE, **options: Any) -> Iterator[Job]:
     made.model.close()
 
 
-Trial = tuple[Strategy, Case, int]
+class Trial(NamedTuple):
+    """A job to be resumed at every position; `clip` is done by its script, which some strategies
+    allow in a variant only."""
+
+    strategy: Strategy
+    case: Case
+    iterations: int
+    clip: float | None = None
 
 
 def train_and_save(trials: Sequence[Trial], folder: str) -> list[str]:
     """Per trial the digest after all iterations, of a run that was saved at every position and of
     one that never was; they must be the same."""
     digests = []
-    for number, (strategy, case, iterations) in enumerate(trials):
-        with job(strategy, case) as plain:
+    for number, (strategy, case, iterations, clip) in enumerate(trials):
+        with job(strategy, case, clip=clip) as plain:
             plain.train(range(iterations))
             expected = plain.digest()
-        with job(strategy, case) as saved:
+        with job(strategy, case, clip=clip) as saved:
             for t in range(iterations):
-                saved.iterate(t)
                 saved.save(f"{folder}/{number}", keep=iterations).wait()
+                saved.iterate(t)
             assert saved.digest() == expected, f"saving disturbs {strategy}"
         digests.append(expected)
     return digests
@@ -110,15 +121,15 @@ def resume_everywhere(
 ) -> list[tuple[str, list[tuple[int, str]]]]:
     """Per trial the digests after going on from every position."""
     found = []
-    for number, (strategy, case, iterations) in enumerate(trials):
+    for number, (strategy, case, _, clip) in enumerate(trials):
         digests = []
         names = sorted(p.name for p in Path(folder, str(number)).iterdir())
-        for name in names[:-1]:
-            with job(strategy, case) as resumed:
+        for name in names:
+            with job(strategy, case, clip=clip) as resumed:
                 checkpoint = resumed.load(f"{folder}/{number}/{name}")
                 assert checkpoint.exact
                 start = offbeat.iteration(resumed.model)
-                resumed.train(range(start, iterations))
+                resumed.train(range(start, trials[number].iterations))
                 digests.append((start, resumed.digest()))
         found.append((str(strategy), digests))
     return found

@@ -14,32 +14,37 @@ import offbeat
 ADAM = Case("conv", "adam", "step")
 MLP = Case("mlp", "nesterov", "cosine")
 
-# (strategy, case, iterations): two periods and more
+# Two periods and more of each.
 TRIALS: dict[str, list[jobs.Trial]] = {
     "at once": [
-        (offbeat.BSP(), jobs.CASE, 3),
-        (offbeat.WFBP(), ADAM, 3),
-        (offbeat.DDP(), MLP, 3),
-        (offbeat.ASCWFBP(), MLP, 3),
+        jobs.Trial(offbeat.BSP(), jobs.CASE, 3),
+        jobs.Trial(offbeat.WFBP(), ADAM, 3),
+        jobs.Trial(offbeat.DDP(), MLP, 3),
+        jobs.Trial(offbeat.ASCWFBP(), MLP, 3),
     ],
     "priority": [
-        (offbeat.P3(), jobs.CASE, 3),
-        (offbeat.ByteScheduler(), MLP, 3),
-        (offbeat.USByte(), ADAM, 3),
-        (offbeat.DeAR(), jobs.CASE, 3),
+        jobs.Trial(offbeat.P3(), jobs.CASE, 3),
+        jobs.Trial(offbeat.ByteScheduler(), MLP, 3),
+        jobs.Trial(offbeat.USByte(), ADAM, 3),
+        jobs.Trial(offbeat.DeAR(), jobs.CASE, 3),
+        jobs.Trial(offbeat.P3(), MLP, 3, clip=0.1),
     ],
     "periodic": [
-        (offbeat.LocalSGD(period=3), jobs.CASE, 5),
-        (offbeat.PartialSync(period=3), ADAM, 5),
-        (offbeat.DreamDDP(period=3), jobs.CASE, 5),
-        (offbeat.FedAvg(local_steps=(1, 2), fraction=0.5), jobs.CASE, 5),
+        jobs.Trial(offbeat.LocalSGD(period=3), jobs.CASE, 5),
+        jobs.Trial(offbeat.PartialSync(period=3), ADAM, 5),
+        jobs.Trial(offbeat.DreamDDP(period=3), jobs.CASE, 5),
+        jobs.Trial(offbeat.DreamDDP(period=2), MLP, 3, clip=0.1),
+        jobs.Trial(offbeat.FedAvg(local_steps=(1, 2), fraction=0.5), jobs.CASE, 5),
     ],
     "votes": [
-        (offbeat.SelSync(delta=0.2), jobs.CASE, 5),
-        (offbeat.SelSync(delta=0.2, scope="layer"), MLP, 5),
+        jobs.Trial(offbeat.SelSync(delta=0.2), jobs.CASE, 5),
+        jobs.Trial(offbeat.SelSync(delta=0.2, scope="layer"), MLP, 5),
     ],
-    "late": [(offbeat.DeFT(), jobs.CASE, 7)],
-    "cyclic": [(offbeat.Cyclic(), jobs.CASE, 4), (offbeat.Cyclic(rule="v1"), MLP, 4)],
+    "late": [jobs.Trial(offbeat.DeFT(), jobs.CASE, 7)],
+    "cyclic": [
+        jobs.Trial(offbeat.Cyclic(), jobs.CASE, 4),
+        jobs.Trial(offbeat.Cyclic(rule="v1"), MLP, 4),
+    ],
 }
 
 
@@ -49,10 +54,8 @@ def test_at_every_position(kind: str, tmp_path: Path) -> None:
     expected = run_world(jobs.train_and_save, 2, trials, str(tmp_path))
     found = run_world(jobs.resume_everywhere, 2, trials, str(tmp_path))
     for mine, theirs in zip(expected, found, strict=True):
-        for (strategy, _, iterations), digest, (name, digests) in zip(
-            trials, mine, theirs, strict=True
-        ):
-            assert name == str(strategy)
-            assert [at for at, _ in digests] == list(range(1, iterations)), name
+        for trial, digest, (name, digests) in zip(trials, mine, theirs, strict=True):
+            assert name == str(trial.strategy)
+            assert [at for at, _ in digests] == list(range(trial.iterations)), name
             for at, resumed in digests:
                 assert resumed == digest, f"{name} resumed at iteration {at}"

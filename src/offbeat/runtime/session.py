@@ -354,6 +354,7 @@ class FlatSession(Session):
             "plan": self.plan.to_dict(),
             "guard": self._guard.captured() if self._guard is not None else None,
             "engine": capture(self.engine),
+            "trying": self._trying,
             "varied": self._varied,
             "held": self.engine.hooks.held,
         }
@@ -389,6 +390,10 @@ class FlatSession(Session):
             variant = self._strategy.at_step()
             assert variant is not None
             self._strategy, self._varied = variant, True
+        if state["trying"]:  # nothing has happened yet
+            self.run_from(self.profile)
+            self.engine.begin()
+            return
         self._trying = False
         self.engine.watch(None)
         self._run(Plan.from_dict(state["plan"]), observed=0)
