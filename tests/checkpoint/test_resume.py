@@ -10,6 +10,7 @@ from models import Case
 from worlds import run_world
 
 import offbeat
+from offbeat.strategies import STRATEGIES
 
 ADAM = Case("conv", "adam", "step")
 MLP = Case("mlp", "nesterov", "cosine")
@@ -36,6 +37,11 @@ TRIALS: dict[str, list[jobs.Trial]] = {
         jobs.Trial(offbeat.DreamDDP(period=2), MLP, 3, clip=0.1),
         jobs.Trial(offbeat.FedAvg(local_steps=(1, 2), fraction=0.5), jobs.CASE, 5),
     ],
+    "delayed": [
+        jobs.Trial(offbeat.DreamDDP(period=3, due="forward"), jobs.CASE, 4),
+        jobs.Trial(offbeat.DreamDDP(period=2, due="delayed"), jobs.CASE, 4),
+        jobs.Trial(offbeat.DreamDDP(period=2, clip=0.1, state="averaged"), MLP, 3),
+    ],
     "votes": [
         jobs.Trial(offbeat.SelSync(delta=0.2), jobs.CASE, 5),
         jobs.Trial(offbeat.SelSync(delta=0.2, scope="layer"), MLP, 5),
@@ -46,6 +52,11 @@ TRIALS: dict[str, list[jobs.Trial]] = {
         jobs.Trial(offbeat.Cyclic(rule="v1"), MLP, 4),
     ],
 }
+
+
+def test_no_strategy_is_left_out() -> None:
+    tried = {trial.strategy.name for trials in TRIALS.values() for trial in trials}
+    assert tried == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("kind", TRIALS)
