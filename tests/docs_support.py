@@ -93,6 +93,7 @@ def given(page: str) -> dict[str, Any]:
     """Names that a page's examples take for granted, and files."""
     return {
         "README.md": _of_readme,
+        "checkpoints.md": _of_checkpoints,
         "data.md": _of_data,
         "gossip.md": _of_gossip,
         "cyclic.md": _of_cyclic,
@@ -103,15 +104,24 @@ def _of_readme() -> dict[str, Any]:
     import torch
 
     import offbeat
+    from offbeat.data import DefDP
 
     model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return {
         "offbeat": offbeat,
         "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3),
+        "sampler": DefDP(24, rank=0, world_size=1),
         "loader": [(torch.ones(2, 4), torch.ones(2, 1))] * 12,
         "loss_fn": torch.nn.MSELoss(),
     }
+
+
+def _of_checkpoints() -> dict[str, Any]:
+    scope = _of_readme()
+    return scope | {"steps": 8, "batches": iter(scope["loader"]), "resuming": False}
 
 
 def _of_data() -> dict[str, Any]:

@@ -82,8 +82,10 @@ def load(
     optimizer state. Objects in `extra` are loaded. FileNotFoundError without a checkpoint;
     ValueError for one that this job cannot go on from; RuntimeError for one that is damaged.
     """
-    session, folder = _session(model, optimizer), _folder(path, _session(model, optimizer))
-    company = _saver(session).company
+    session = _session(model, optimizer)
+    folder, saver = _folder(path, session), _saver(session)
+    saver.settle()  # this job may still be saving what it is to load
+    company = saver.company
     name, manifest = _chosen(folder, session, company)
     directory = folder.shard(name, session.worker)
     exact = _same_job(manifest, session, company)
