@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 SCHEMA = 2
 SUFFIX = ".jsonl"
@@ -29,18 +30,26 @@ def records_in(directory: Path) -> list[Path]:
 
 
 class Blocks:
-    """Writes one record; the file is begun anew with the first block."""
+    """Writes one record; the file is begun anew with the first block.
+
+    Where a script trains two models at once the record is that of the one that began later.
+    """
+
+    _last: ClassVar[WeakValueDictionary[Path, Blocks]] = WeakValueDictionary()  # who writes where
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._mode = "w"
+        self._begun = False
 
     def append(self, block: Mapping[str, Any]) -> None:
         """Add one block, in one write. OSError if it cannot be."""
+        if self._begun and self._last.get(self.path) is not self:
+            return
+        line = json.dumps({"schema": SCHEMA, **block}, separators=(",", ":")) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open(self._mode) as file:
-            file.write(json.dumps({"schema": SCHEMA, **block}, separators=(",", ":")) + "\n")
-        self._mode = "a"
+        with self.path.open("a" if self._begun else "w") as file:
+            file.write(line)
+        self._begun, self._last[self.path] = True, self
 
 
 def read(path: str | Path) -> dict[str, Any]:

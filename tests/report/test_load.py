@@ -77,7 +77,7 @@ def test_what_was_cut_short_counts_only_where_there_is_nothing_whole(tmp_path):
     b = load(path).contestants[1]
     assert [rep.index for rep in b.complete] == [1]
     assert not b.cut
-    assert [row.failed for row in summarize(load(path))] == [0, 1]
+    assert [row.repetitions for row in summarize(load(path))] == [1, 1]
 
 
 def test_broken_plan_prediction_and_profile_are_problems(tmp_path):

@@ -157,6 +157,19 @@ def test_losses_of_long_runs_are_means(tmp_path: Path, monkeypatch: pytest.Monke
     assert [last for last, *_ in found["losses"]] == [*range(7, 96, 8), 99]
 
 
+def test_two_models_of_one_script_do_not_mix(tmp_path: Path) -> None:
+    """The record is that of the one that began later, whoever writes last."""
+    path = path_of(tmp_path, 0)
+    one, other = Blocks(path), Blocks(path)
+    head = {"rank": 0, "period": 1, "uneven": False}
+    for i, (writer, name) in enumerate([(one, "one"), (other, "other"), (one, "one")]):
+        first = 0 if writer is other else i // 2
+        writer.append({**head, "strategy": name, "first": first, "ends_s": [1.0]})
+    assert read(path)["strategy"] == "other"
+    other.append({**head, "strategy": "other", "first": 1, "ends_s": [2.0], "closed": True})
+    assert read(path)["trace"]["ends_s"] == [[1.0, 2.0]]
+
+
 def test_a_record_of_one_piece_is_read_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "rank1.json").write_text(json.dumps({"rank": 1}))
     assert read(tmp_path / "rank1.json") == {"rank": 1}

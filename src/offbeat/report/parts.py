@@ -94,14 +94,21 @@ def in_words(split: Split, label: str) -> str | None:
     if abs(split.longer_s) <= WORTH_SAYING * measured_s:
         return None
     more = "longer" if split.longer_s > 0 else "less"
-    change = split.compute_s / split.predicted.compute_s if split.predicted.compute_s else 0.0
-    pace = "slower" if change > 0 else "faster"
     rest = f", {_signed(split.rest_s)} otherwise" if _matters(split.rest_s, split) else ""
     return (
         f"{label} took {words.seconds(abs(split.longer_s))} per iteration {more} than predicted: "
-        f"{_signed(split.compute_s)} compute ({abs(change):.0%} {pace} than profiled), "
+        f"{_signed(split.compute_s)} compute ({_pace(split)}), "
         f"{_signed(split.messages_s)} messages, {_signed(split.waiting_s)} waiting{rest}."
-    ).replace("%", " %")
+    )
+
+
+def _pace(split: Split) -> str:
+    """'18 % slower than profiled'."""
+    before_s = split.predicted.compute_s
+    percent = round(100 * split.compute_s / before_s) if before_s else 0
+    if not percent:
+        return "as profiled"
+    return f"{abs(percent)} % {'slower' if percent > 0 else 'faster'} than profiled"
 
 
 def _signed(seconds: float) -> str:
@@ -122,7 +129,7 @@ def _of_rank(window: Window, rank: int, ways: Sequence[Interval]) -> tuple[float
     zero_s = window.zero_s[rank]
     edges = window.bounds_s(rank)
     within = zero_s + edges[0], zero_s + edges[-1]
-    own = (span for span in window.trace.spans if span.rank == rank and span.lane == COMPUTE)
+    own = (span for span in window.shown[rank] if span.lane == COMPUTE)
     busy = _clipped(((s.start_s, s.end_s) for s in own if s.kind != "wait"), within)
     sent = _clipped(ways, within)
     compute_s, either_s = _length(busy), _length([*busy, *sent])
