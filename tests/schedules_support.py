@@ -321,6 +321,7 @@ def look_through(strategy: Strategy, what: str) -> bool:
     ways: dict[str, Callable[[Any], Any]] = {
         "a submodule": lambda model: model.head.weight.detach().clone(),
         "a submodule's state": lambda model: snapshot(model.module.head.state_dict())["weight"],
+        "the bare module": lambda model: next(model.module.parameters()).detach().clone(),
         "a parameter": lambda model: model.scale.detach().clone(),
         "a method": lambda model: model.encode(x).detach(),
     }

@@ -114,7 +114,9 @@ def test_updates_wait_for_the_next_forward() -> None:
     assert (at_once, flushed) == (False, True)
 
 
-@pytest.mark.parametrize("what", ["a submodule", "a submodule's state", "a parameter", "a method"])
+@pytest.mark.parametrize(
+    "what", ["a submodule", "a submodule's state", "a parameter", "a method", "the bare module"]
+)
 def test_what_is_reached_through_the_model_is_updated(what: str) -> None:
     assert run_world(support.look_through, 1, SLICES, what) == [True]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import workers
 from comparing import assert_same, sets_of
 from models import Case, Loop, profile_of
@@ -16,6 +17,7 @@ from worlds import run_world, watch_world
 
 from offbeat import P3, WFBP, Cyclic, DeAR, DreamDDP, LocalSGD, PartialSync, Profile, Strategy
 from offbeat.guards.habits import Habits
+from offbeat.guards.looks import Looks
 from offbeat.plan.check import check as problems
 from offbeat.plan.deferred import deferred
 from offbeat.sim import predict_plan
@@ -183,6 +185,14 @@ def test_a_rank_that_skips_alone_is_named() -> None:
         assert "rank 1 has skipped 1 steps, rank 0 0" in outcome.error
 
 
+def test_a_rank_without_a_backward_compares_replicas_too() -> None:
+    """After it has sent what the others wait for."""
+    loop = Loop(idle=frozenset({(0, 2), (1, 5)}))
+    world = replicas(CASE, 2, loop)
+    bsp(world, range(ITERATIONS))
+    assert_all_same(train(WFBP(), loop, compare_every=1), world)
+
+
 # ---- plans ----------------------------------------------------------------------------------
 
 
@@ -211,3 +221,25 @@ def test_variants_at_the_step(strategy: Strategy) -> None:
     assert everything.against(strategy.plan(profile)) is not None
     assert everything.against(variant.plan(profile)) is None
     assert variant.bound_s(profile) <= predict_plan(variant.plan(profile), profile).iteration_s
+
+
+def test_what_one_rank_does_counts_for_all() -> None:
+    both = Habits.of_all([Habits(scales=True), Habits(reads=True, backwards=3)])
+    assert both == Habits(reads=True, scales=True, backwards=3)
+
+
+def test_reads_of_gradients_are_heard_only_meanwhile_and_only_of_these() -> None:
+    watched, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    calls: list[int] = []
+    looks = Looks(watched.parameters(), lambda: calls.append(1))
+    looks.open()
+    other(watched(torch.ones(2))).sum().backward()
+    assert other.weight.grad is not None
+    assert not calls  # autograd writes, nobody reads
+    torch.nn.utils.clip_grad_norm_(watched.parameters(), 1.0)
+    assert calls
+    looks.close()
+    calls.clear()
+    assert watched.weight.grad is not None
+    assert not calls
+    assert "grad" not in vars(torch.nn.Parameter)

@@ -237,14 +237,20 @@ class Engine:
 
     # ---- the step ---------------------------------------------------------------------------
 
-    def step(self, skip_update: bool = False, *, abandoned: bool = False) -> None:
-        """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is
-        due by the end, and the next iteration."""
-        now, mark = self.started(), self.device.mark
-        now.skipped, now.abandoned = skip_update, abandoned
+    def end_backward(self, skip_update: bool) -> Iteration:
+        """Pass what is left up to the step, if this rank had no backward: others wait for it."""
+        now = self.started()
+        now.skipped = skip_update
         self.walker.walk(self.plan.buckets - 1)
         if not self.backward_over:
             self.backward_ends()
+        return now
+
+    def step(self, skip_update: bool = False, *, abandoned: bool = False) -> None:
+        """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is
+        due by the end, and the next iteration."""
+        now, mark = self.end_backward(skip_update), self.device.mark
+        now.abandoned = abandoned
         self._looks.close()
         if self.watched is not None and not abandoned:
             self.watched.stepped(changed=self.run.updates.touched(), skipped=skip_update)

@@ -426,6 +426,7 @@ class FlatSession(Session):
         if self._recorder:
             self._recorder.stepped(self.engine.iteration)
         if self._replicas is not None:
+            self.engine.end_backward(skip_update)  # those that compare already have this rank's
             self._replicas.step()
         self.engine.step(skip_update)
         if self.engine.run.lands_at_forward:

@@ -232,6 +232,8 @@ class Model(nn.Module):
         return copy.deepcopy(self.module, memo)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "module":
+            self._session.flush()  # who reads the bare module finds it up to date
         try:
             return super().__getattr__(name)
         except AttributeError:
