@@ -41,6 +41,7 @@ def everything(directory: str) -> dict[str, Any]:
         lightning_script,
         trainer_script,
         accelerate_half,
+        accelerate_after,
         trainer_accumulates,
         lightning_accumulates,
         others,
@@ -82,8 +83,14 @@ def accelerate_script(where: Path) -> dict[str, Any]:
 
 def fabric_script(where: Path) -> dict[str, Any]:
     names = script("with_fabric.py", where)
-    seen = summary(names["losses"], names["model"].module)
-    names["fabric"].strategy._prepared[0].close()
+    fabric, model = names["fabric"], names["model"]
+    seen = summary(names["losses"], model.module)
+    fabric.save(where / "all.ckpt", {"model": model, "optimizer": names["optimizer"]})
+    saved = fabric.load(where / "all.ckpt")
+    parts = dict(model.module.named_parameters())
+    seen["saved"] = all(torch.equal(saved["model"][name], p) for name, p in parts.items())
+    seen["state"] = len(saved["optimizer"]["state"])
+    fabric.strategy._prepared[0].close()
     return seen | plain(DREAM, STRIDED)
 
 
@@ -156,6 +163,33 @@ def accelerate_half(where: Path) -> dict[str, Any]:
     return seen
 
 
+def accelerate_after(where: Path) -> dict[str, Any]:
+    """offbeat.prepare first, then accelerate's own."""
+    from accelerate import Accelerator
+    from tiny_llama import Counting, build
+    from torch.utils.data import DataLoader
+
+    described(where, "")
+    accelerator, bare = Accelerator(cpu=True, gradient_accumulation_steps=2), build()
+    optimizer: Any = torch.optim.AdamW(bare.parameters(), lr=1e-2, weight_decay=0.0)
+    loader: Any = DataLoader(Counting(), batch_size=BATCH)
+    prepared, optimizer = offbeat.prepare(bare, optimizer, "wfbp")
+    model, optimizer, loader = accelerator.prepare(prepared, optimizer, loader)
+    assert model is prepared  # no DDP around it
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    model.consolidate()
+    seen = summary([], bare)
+    model.close()
+    forget_accelerate()
+    return seen | plain("wfbp", BLOCKS, epochs=1, accumulate=2)
+
+
 def trainer_accumulates(where: Path) -> dict[str, Any]:
     from tiny_llama import Counting, build
     from transformers import TrainingArguments
@@ -218,7 +252,7 @@ def lightning_accumulates(where: Path) -> dict[str, Any]:
             strategy=OffbeatStrategy("wfbp", options=quiet()),
             accumulate_grad_batches=2,
             gradient_clip_val=1.0,
-            enable_checkpointing=False,
+            default_root_dir=where,  # for checkpoints after every epoch
             **common,
             **off,
         )

@@ -20,7 +20,7 @@ for package in ("accelerate", "transformers", "lightning"):
         pytest.skip(f"{package} is not installed", allow_module_level=True)
 
 SCRIPTS = ["accelerate_script", "fabric_script", "lightning_script", "trainer_script"]
-ACCUMULATING = ["trainer_accumulates", "lightning_accumulates"]
+ACCUMULATING = ["accelerate_after", "trainer_accumulates", "lightning_accumulates"]
 LIMIT_S = 180  # importing the frameworks takes long on a busy machine
 
 
@@ -62,6 +62,8 @@ def test_losses_are_those_of_plain_offbeat(ranks: list[dict[str, Any]], what: st
 def test_what_is_saved(ranks: list[dict[str, Any]]) -> None:
     """Nothing is dropped, and tied weights are tied again."""
     assert ranks[0]["accelerate_script"]["saved"]
+    assert ranks[0]["fabric_script"]["saved"]
+    assert ranks[0]["fabric_script"]["state"] == 20  # parameters with momentum
     assert ranks[0]["trainer_script"]["loaded"]
     assert ranks[0]["trainer_script"]["tied"]
 
