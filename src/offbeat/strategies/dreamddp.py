@@ -103,6 +103,11 @@ class DreamDDP(Strategy):
         require_count(
             "delay", self.delay, remedy="due='forward' lands averages without being stale"
         )
+        if self.clip is not None and self.due == "forward" and self.average == "before_update":
+            raise ValueError(
+                f"clip ({self.clip}) needs all gradients at once; with due 'forward' and average "
+                "'before_update' each bucket is updated at its own forward; use due='end'"
+            )
         if self.due == "delayed":
             self._require_delayable()
         elif self.delay != 1:
@@ -148,7 +153,9 @@ class DreamDDP(Strategy):
         return chosen
 
     def at_step(self) -> Strategy | None:
-        early = self.average == "after_update"
+        if self.due == "forward":  # both variants update a bucket at a time
+            return replace(self, average="before_update", due="end")
+        early = self.average == "after_update" and self.due == "end"
         return replace(self, average="before_update") if early else None
 
     def equations(self, plan: Plan) -> Equations:
