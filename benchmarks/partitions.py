@@ -82,6 +82,8 @@ def network() -> Iterator[None]:
         for host in range(HOSTS):
             run(f"ip netns del {PREFIX}{host}", check=False)
         run(f"ip link del {BRIDGE}", check=False)
+        while any(Path("/sys/class/net").glob(f"{PREFIX}v*")):  # namespaces go when they like
+            time.sleep(0.1)
 
 
 def run(command: str, check: bool = True) -> None:
