@@ -95,6 +95,8 @@ def given(page: str) -> dict[str, Any]:
         "README.md": _of_readme,
         "checkpoints.md": _of_checkpoints,
         "data.md": _of_data,
+        "failures.md": _of_readme,
+        "metrics.md": _of_readme,
         "gossip.md": _of_gossip,
         "cyclic.md": _of_cyclic,
     }.get(page, dict)()
