@@ -446,7 +446,7 @@ class FlatSession(Session):
     def skip_step(self) -> None:
         skipping = self.engine.require_skippable()
         self.step(skip_update=skipping)
-        if self._replicas is not None:
+        if skipping and self._replicas is not None:
             self._replicas.skipped += 1
 
     def zero_grad(self, set_to_none: bool) -> None:

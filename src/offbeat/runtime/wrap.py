@@ -167,7 +167,8 @@ class Model(nn.Module):
         Where parameters are averaged, this worker's update alone is left out. Where gradients are
         averaged, all ranks must skip the same iterations, as replicas would differ otherwise (an
         error at their next comparison): decide by what all know, such as the norm of the averaged
-        gradients. ValueError where backward has applied or handed on the gradients already.
+        gradients. Where they are applied iterations later (DeFT) this iteration's count as zero.
+        ValueError where backward has applied or handed on the gradients already.
         """
         self._session.skip_step()
 
