@@ -1,0 +1,64 @@
+"""The page of the matrix: one row per script, one column per strategy, refusals as footnotes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from matrix.features import FEATURES
+from matrix.job import STRATEGIES
+from matrix.running import DIFFERENT, LIKE_DDP, LIKE_REFERENCE, NOT_RUN, REFUSED, SIGNS, Verdict
+
+PATH = Path(__file__).parents[2] / "docs" / "compatibility.md"
+INTRODUCTION = f"""# What scripts may do
+
+Every script below is trained by two processes under every strategy. It is written as for one
+device and changes nothing for a strategy. Weights, and what the script looks at, are compared at
+the end.
+
+| sign | outcome |
+|---|---|
+| {SIGNS[LIKE_DDP]} | the same as torch's own `DistributedDataParallel` (1e-12, in float64) |
+| {SIGNS[LIKE_REFERENCE]} | the same as the strategy's equations, computed by a plain program |
+| {SIGNS[REFUSED]} | refused in words; the number leads to them |
+| {SIGNS[NOT_RUN]} | not run: torch itself waits for ever |
+
+`tests/matrix` makes this page; nothing in it is written by hand. Some strategies change what they
+do after a script's first iteration ([why](design.md#runtime-decisions)). The profile is given, so
+nothing is observed before. Gossip (A2CiD2) runs without an exchange here, as the moments of
+exchanges are chance. A script that keeps references of its own to the weights, and reads them
+between a step and the next forward, calls `model.flush()` first.
+"""
+
+
+def page(matrix: Mapping[str, Mapping[str, Verdict]]) -> str:
+    """The whole page; `matrix` is by strategy, then by script."""
+    notes: dict[str, int] = {}
+    names = list(STRATEGIES)
+    lines = ["| script | " + " | ".join(names) + " |", "|---|" + ":-:|" * len(names)]
+    for key, feature in FEATURES.items():
+        cells = [_cell(matrix[name][key], notes) for name in names]
+        lines.append(f"| {feature.title} | " + " | ".join(cells) + " |")
+    settings = ", ".join(f"`{STRATEGIES[name]}`" for name in names)
+    count = len(FEATURES) * len(names)
+    table = "\n".join(lines)
+    said = "\n".join(f"{number}. {words}" for words, number in notes.items())
+    return (
+        f"{INTRODUCTION}\nThe strategies, in {count} cases: {settings}.\n\n{table}\n\n"
+        f"## Refusals\n\n{said}\n"
+    )
+
+
+def _cell(verdict: Verdict, notes: dict[str, int]) -> str:
+    assert verdict.kind != DIFFERENT, verdict
+    if verdict.kind != REFUSED:
+        return SIGNS[verdict.kind]
+    words = _general(verdict.words)
+    return f"{SIGNS[REFUSED]} {notes.setdefault(words, len(notes) + 1)}"
+
+
+def _general(words: str) -> str:
+    """A message without what differs from strategy to strategy: bucket names and sizes."""
+    words = re.sub(r"bucket '[^']*'( to '[^']*')?", "bucket ...", words.replace("\n", " "))
+    return re.sub(r"differ by [0-9.e-]+ of", "differ by ... of", words)

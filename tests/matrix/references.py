@@ -1,0 +1,231 @@
+"""Slow, readable twins of the strategies: every rank trains a plain module, and averages what its
+strategy's equations average, one collective per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from offbeat.plan.windows import Windows
+from offbeat.profile import Profile
+from offbeat.runtime.hooks import AfterBackward
+from offbeat.runtime.wrap import Session
+from offbeat.testing.equations import Changes, layer_sets
+
+
+def average(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
+
+
+class Reference(Session):
+    """Local steps: nothing is averaged. An iteration ends with a step, or when its gradients are
+    dropped."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
+        self.module, self.optimizer = module, optimizer
+        self.trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.r, self.open, self.quiet = 0, False, False
+        self._hooks = AfterBackward(self.trained.values(), self._backward_over)
+
+    def _backward_over(self) -> None:
+        if not self.quiet:
+            self.open = True
+            self.backward_ends()
+
+    def backward_ends(self) -> None:
+        """What code between backward and step sees."""
+
+    def before(self) -> None:
+        """What comes before the update."""
+
+    def after(self) -> None:
+        """What comes after the update."""
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def step(self, skip_update: bool) -> None:
+        self.before()
+        if not skip_update:
+            self.update()
+        self.after()
+        self.r, self.open = self.r + 1, False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        if self.open:
+            self.step(skip_update=True)
+        self.module.zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.quiet = True
+        yield
+        self.quiet = False
+
+    def consolidate(self, repairing: bool) -> None:
+        pass
+
+    def close(self) -> None:
+        self._hooks.remove()
+
+
+class Synchronous(Reference):
+    """`g = mean_k(g_k)` in every backward; a rank without one counts as zero."""
+
+    def backward_ends(self) -> None:
+        for p in self.trained.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        average(p.grad for p in self.trained.values() if p.grad is not None)
+
+    def before(self) -> None:
+        if not self.open:
+            self.backward_ends()
+
+
+class Periodic(Reference):
+    """`w = mean_k(w_k)` after every `period`-th step (LocalSGD)."""
+
+    period = 2
+
+    @torch.no_grad()
+    def after(self) -> None:
+        if (self.r + 1) % self.period == 0:
+            average(self.trained.values())
+
+
+class Partial(Reference):
+    """In iteration r the layers in sets[r mod H] are averaged, before or after the update. `runs`:
+    strategies and the iterations from which on they run."""
+
+    def __init__(self, module: nn.Module, optimizer: Any, runs: Sequence[Any], profile: Profile):
+        super().__init__(module, optimizer)
+        self._runs = [(begin, one.average, self._sets(one, profile)) for begin, one in runs]
+
+    @staticmethod
+    def _sets(strategy: Any, profile: Profile) -> list[list[str]]:
+        sets = layer_sets(strategy.plan(profile))
+        assert all(piece.parts == 1 for pieces in sets for piece in pieces)
+        return [
+            [name for piece in pieces for b in piece.buckets for name in profile.buckets[b].tensors]
+            for pieces in sets
+        ]
+
+    @torch.no_grad()
+    def _average(self, when: str) -> None:
+        begin, how, sets = [run for run in self._runs if run[0] <= self.r][-1]
+        if how == when:
+            names = sets[(self.r - begin) % len(sets)]
+            average(self.trained[n] for n in names if n in self.trained)
+
+    def before(self) -> None:
+        self._average("before_update")
+
+    def after(self) -> None:
+        self._average("after_update")
+
+
+class Selective(Reference):
+    """All average where the gradient of some worker has changed by `delta`."""
+
+    def __init__(self, module: nn.Module, optimizer: Any, delta: float):
+        super().__init__(module, optimizer)
+        self._delta, self._norms = delta, list[float]()
+        self._changes = Changes("norm", 25, dist.get_world_size() / 100)
+        self._norm = 0.0
+
+    def backward_ends(self) -> None:
+        grads = [p.grad for p in self.trained.values() if p.grad is not None]
+        self._norm = sum(float(g.double().square().sum()) for g in grads)
+
+    @torch.no_grad()
+    def after(self) -> None:
+        norm, self._norm = self._norm, 0.0
+        odd = not 0 < norm < float("inf")
+        if not odd:
+            self._norms.append(norm)
+        first = odd or len(self._norms) == 1
+        said = torch.tensor(float(first or self._changes.change(self._norms) >= self._delta))
+        dist.all_reduce(said)
+        if said:
+            average(self.trained.values())
+
+
+class Late(Reference):
+    """Gradients add up until an iteration closes their window; when the next one closes, their
+    mean over ranks is applied."""
+
+    def __init__(self, module: nn.Module, optimizer: Any, strategy: Any, profile: Profile):
+        super().__init__(module, optimizer)
+        self._windows = Windows(strategy.plan(profile))
+        self._opened: dict[str, Tensor] = {}
+        self._closed: dict[str, Tensor] = {}
+
+    def backward_ends(self) -> None:
+        for name, p in self.trained.items():
+            if p.grad is not None:
+                self._opened[name] = self._opened.get(name, 0) + p.grad
+            p.grad = None
+        if self._windows.closing(self.r):
+            for name, p in self.trained.items():
+                if self._closed:
+                    p.grad = self._closed.get(name, torch.zeros_like(p)).clone()
+                    average([p.grad])
+            self._closed, self._opened = self._opened, {}
+
+    def step(self, skip_update: bool) -> None:
+        super().step(False)  # what is due is of other iterations
+
+    def before(self) -> None:
+        if not self.open:
+            self.backward_ends()
+
+    def after(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+
+
+class Handed(Reference):
+    """Stages of the newest parameters, or of those one iteration older (Cyclic). Rank 0 sees the
+    mean gradient, the others what they hand on."""
+
+    def __init__(self, module: nn.Module, optimizer: Any, strategy: Any, profile: Profile):
+        super().__init__(module, optimizer)
+        job = strategy._job(profile)
+        stages = [[n for b in run for n in profile.buckets[b].tensors] for run in job.runs]
+        self._stages, self._fresh = stages, job.fresh
+        self._newest = self._older = self._kept()
+
+    def _kept(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in self.trained.items()}
+
+    @torch.no_grad()
+    def _use(self, kept: dict[str, Tensor], names: Iterable[str]) -> None:
+        for name in names:
+            self.trained[name].copy_(kept[name])
+
+    def update(self) -> None:
+        for p in self.trained.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        average(p.grad for p in self.trained.values() if p.grad is not None)
+        self._use(self._newest, self.trained)
+        self.optimizer.step()
+
+    def after(self) -> None:
+        self._older, self._newest = self._newest, self._kept()
+        for g, names in enumerate(self._stages):
+            fresh = self._fresh(self.r + 1, dist.get_rank(), g)
+            self._use(self._newest if fresh else self._older, names)
+
+    def consolidate(self, repairing: bool) -> None:
+        self._use(self._newest, self.trained)
