@@ -169,7 +169,7 @@ class Late(Reference):
         super().__init__(module, optimizer)
         self._windows = Windows(strategy.plan(profile))
         self._opened: dict[str, Tensor] = {}
-        self._closed: dict[str, Tensor] = {}
+        self._closed: dict[str, Tensor] | None = None
 
     def backward_ends(self) -> None:
         for name, p in self.trained.items():
@@ -178,7 +178,7 @@ class Late(Reference):
             p.grad = None
         if self._windows.closing(self.r):
             for name, p in self.trained.items():
-                if self._closed:
+                if self._closed is not None:
                     p.grad = self._closed.get(name, torch.zeros_like(p)).clone()
                     average([p.grad])
             self._closed, self._opened = self._opened, {}
@@ -213,16 +213,22 @@ class Handed(Reference):
         for name in names:
             self.trained[name].copy_(kept[name])
 
-    def update(self) -> None:
+    def step(self, skip_update: bool) -> None:
+        """Rank 0 decides whether there is an update."""
         for p in self.trained.values():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         average(p.grad for p in self.trained.values() if p.grad is not None)
         self._use(self._newest, self.trained)
-        self.optimizer.step()
+        skips = torch.tensor(float(skip_update))
+        dist.broadcast(skips, 0)
+        if not skips:
+            self.optimizer.step()
+        self._older, self._newest = self._newest, self._kept()
+        self.after()
+        self.r, self.open = self.r + 1, False
 
     def after(self) -> None:
-        self._older, self._newest = self._newest, self._kept()
         for g, names in enumerate(self._stages):
             fresh = self._fresh(self.r + 1, dist.get_rank(), g)
             self._use(self._newest if fresh else self._older, names)

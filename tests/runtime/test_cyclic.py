@@ -223,8 +223,8 @@ def clipped() -> str:
     profile, words = profile_of(case, 2), ""
     with prepared(model, build_optimizer(case, model), Cyclic(), profile=profile) as (m, o):
         loss_of(m, *batch(case, rank, 0)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         try:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             o.step()
         except ValueError as error:
             words = str(error)

@@ -96,7 +96,7 @@ class Engine:
         """Who hears of gradients that are read before the step."""
         if self.watched is not None:
             return Looks(self.gradients.parameters, self.watched.read)
-        if self.run.updates.on_arrival:
+        if self.run.updates.on_arrival or self.plan.source is not None:
             return Looks(self.gradients.parameters, self.run.updates.refuse_look)
         return Looks([], self.run.updates.refuse_look)
 

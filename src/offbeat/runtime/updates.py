@@ -146,10 +146,11 @@ class Updates:
         return self._flat.grad_version() != self._version or not self._gradients.attached()
 
     def refuse_look(self) -> None:
-        """ValueError: a gradient was read before its message has landed."""
+        """ValueError: a gradient was read that is in flight, or a part of a sum."""
         raise ValueError(
             "a gradient was read between backward and optimizer.step() (clipping, unscaling or "
-            f"logging?), but this strategy's messages still write to it then; {self.remedy}"
+            f"logging?), but this strategy's messages still write to it then, or it was handed on; "
+            f"{self.remedy}"
         )
 
     def _require_untouched_since(self) -> None:
