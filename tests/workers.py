@@ -289,7 +289,9 @@ def place_of(t: Transfer) -> str:
 
 def name_of(t: Transfer, buffers: Mapping[str, Buffer]) -> str:
     """A message's name in a trace."""
-    kind = buffers[t.payload.buffer].kind if t.verb == "all_reduce" else t.verb
+    kind = t.payload.buffer if t.verb == "all_reduce" else t.verb
+    if kind in buffers:  # votes have none
+        kind = buffers[kind].kind
     return f"{kind}[{t.payload.buckets.start}:{t.payload.buckets.stop}]"
 
 

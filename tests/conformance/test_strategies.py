@@ -158,12 +158,14 @@ every_planned_world = worlds(PLANNED)
 def layer_sets(world: list[Replica], iterations: range, strategy: Any) -> None:
     profile = profile_of(world[0].case, len(world))
     late = getattr(strategy, "due", "end") == "delayed"
-    sets = sets_of(strategy.plan(profile), profile, "average" if late else "param")
+    plan = strategy.plan(profile)
+    sets = sets_of(plan, profile, "average" if late else "param")
+    early = any(apply.rule == "clip_early" for apply in plan.applies)
     clip, tensors = getattr(strategy, "clip", None), [bucket.tensors for bucket in profile.buckets]
     how: dict[str, Any] = {
         "sets": sets,
         "average": strategy.average,
-        "clip": clip and Clipping(clip, tensors, early=strategy.average == "after_update"),
+        "clip": clip and Clipping(clip, tensors, early),
     }
     if late:
         delayed_sync(world, iterations, delay=strategy.delay, **how)

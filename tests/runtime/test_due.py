@@ -18,7 +18,7 @@ from reference.training import Replica, consolidate, delayed_sync, partial_sync,
 from schedules_support import CASE
 from worlds import run_world
 
-from offbeat import DreamDDP
+from offbeat import DreamDDP, blocks
 
 FORWARD = DreamDDP(period=2, due="forward")
 BEFORE = DreamDDP(period=2, due="forward", average="before_update")
@@ -85,7 +85,7 @@ def recorded(directory: str, strategy: DreamDDP) -> list[Any]:
     job.write_text(json.dumps({"schema": 1, "record_dir": directory}))
     os.environ["OFFBEAT_JOB"] = str(job)
     workers.train(CASE, strategy, range(4))
-    sample = json.loads(Path(directory, f"rank{workers.rank()}.json").read_text())["sample"]
+    sample = blocks.read(blocks.path_of(directory, workers.rank()))["sample"]
     return [sample["iterations"], sample["numbers"]]
 
 

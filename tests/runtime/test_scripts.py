@@ -22,6 +22,7 @@ from offbeat.plan.check import check as problems
 from offbeat.plan.deferred import deferred
 from offbeat.sim import predict_plan
 from offbeat.strategies import STRATEGIES, USByte
+from offbeat.testing.memory import MemoryControl, World, run_ranks
 
 CASE = Case("mlp", "nesterov", "step")
 ITERATIONS = 8
@@ -224,8 +225,11 @@ def test_variants_at_the_step(strategy: Strategy) -> None:
 
 
 def test_what_one_rank_does_counts_for_all() -> None:
-    both = Habits.of_all([Habits(scales=True), Habits(reads=True, backwards=3)])
-    assert both == Habits(reads=True, scales=True, backwards=3)
+    def both(world: World, rank: int) -> Habits:
+        mine = [Habits(scales=True), Habits(reads=True, backwards=3)][rank]
+        return Habits.of_all(mine, MemoryControl(world, rank))  # type: ignore[arg-type]
+
+    assert run_ranks(2, both) == [Habits(reads=True, scales=True, backwards=3)] * 2
 
 
 def test_reads_of_gradients_are_heard_only_meanwhile_and_only_of_these() -> None:

@@ -434,6 +434,7 @@ def test_texts_show_what_was_changed():
         "state": "local",
         "due": "end",
         "delay": 1,
+        "clip": None,
     }
 
 

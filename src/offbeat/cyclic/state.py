@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from offbeat.cyclic.vectors import Shape
 from offbeat.storage.coupling import trial_copy
@@ -75,11 +76,13 @@ class StageState:
             device: torch.zeros(size, dtype=torch.uint8, device=device)
             for device, size in self._sizes.items()
         }
-        self._views = [
-            self._memory[place.device][place.begin : place.end].view(place.dtype).view(place.shape)
-            for place in self._places
-        ]
+        self._views = [self._view(place) for place in self._places]
         return [*self._memory.values()]
+
+    def _view(self, place: _Place) -> Tensor:
+        """With a storage of its own: torch.save takes no two dtypes in one."""
+        part = self._memory[place.device][place.begin : place.end]
+        return (from_dlpack(part) if part.numel() else part).view(place.dtype).view(place.shape)
 
     def give(self) -> None:
         """Hand what has come into `room` to the optimizer."""

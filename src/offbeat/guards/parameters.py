@@ -40,10 +40,11 @@ class ParameterWatch:
         self._frozen: list[nn.Parameter] = []
         self._places: list[tuple[nn.Parameter, int]] = []
 
-    def attach(self, trained: Iterable[nn.Parameter]) -> None:
-        """These have a place on the other ranks."""
-        self._places = [(p, p.data_ptr()) for p in trained]
-        self._trained = {id(p) for p, _ in self._places}
+    def attach(self, trained: Iterable[nn.Parameter], placed: bool = True) -> None:
+        """These have a place on the other ranks; if `placed`, in memory, too."""
+        trained = [*trained]
+        self._places = [(p, p.data_ptr()) for p in trained] if placed else []
+        self._trained = {id(p) for p in trained}
         self._frozen = [p for p in self._model.parameters() if id(p) not in self._trained]
 
     def require_unchanged(self) -> None:

@@ -59,7 +59,7 @@ class GossipSession(Session):
         self._on_nonfinite: OnNonfinite = on_nonfinite
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._watch = ParameterWatch(model)
-        self._watch.attach(self._parameters)
+        self._watch.attach(self._parameters, placed=False)
         self._untouched = Untouched((n, p) for n, p in model.named_parameters() if p.requires_grad)
         self._open = False  # an iteration has begun
         self._before = 0  # iterations of processes before this one

@@ -56,6 +56,16 @@ def restore(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.begin()
 
 
+def land_before(engine: Engine, planned: int) -> None:
+    """Go on at this place of a plan that has just been adopted: what iterations before it have sent
+    has arrived and is in its place."""
+    nothing = {"messages": {}, "settings": None, "skipped": False}
+    for earlier in range(max(0, planned - engine.run.program.lag), planned):
+        saved = {**nothing, "planned": earlier}
+        engine.run.iterations[earlier] = _landed(engine, saved, planned)
+    engine.walker.flushed = planned or None
+
+
 def _kept(engine: Engine) -> list[str]:
     """Buffers that a checkpoint needs. Parameters are the model's; gradients are zeroed by the
     loop, unless the plan adds them up."""

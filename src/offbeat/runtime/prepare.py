@@ -178,7 +178,6 @@ def prepare(
         raise
     session.strategy = str(strategy)
     _open[model], cluster.served = cluster, isinstance(strategy, Served)
-    _prepared.append(True)
     cluster.leave = partial(_leave, session, cluster)
     atexit.register(cluster.leave)
     meter = _meter(metrics, samples, session, model, cluster, crew)
@@ -324,11 +323,9 @@ def _require_idle_servers() -> None:
         )
 
 
-_prepared: list[bool] = []  # once for every model of this process
-
-
 def _require_one_model(job: Job) -> None:
-    if _prepared and (job.record_dir or job.stop_after_profile):
+    others = any(not cluster.closed for cluster in _open.values())
+    if others and (job.record_dir or job.stop_after_profile):
         raise ValueError(
             "a second model cannot be prepared in a process that `offbeat run`, `compare` or "
             "`profile` has started: profile and record are of one model. Train both as one module "

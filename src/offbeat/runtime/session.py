@@ -31,7 +31,7 @@ from offbeat.runtime.compute import Compute
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.pace import Host, Pace
-from offbeat.runtime.position import capture, restore
+from offbeat.runtime.position import capture, land_before, restore
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.turns import Turns
 from offbeat.runtime.updates import early_remedy
@@ -192,8 +192,9 @@ class FlatSession(Session):
         self.engine.watch(None)
         plan = self._suited(self.plan, habits)
         if plan is self.plan:
-            late = self.engine.run.updates.on_arrival or any(t.before.lag for t in plan.transfers)
-            self._start(plan, 0 if late else self.engine.planned)
+            tried = 0 if self.engine.run.updates.on_arrival else self.engine.planned
+            self._start(plan, tried)
+            land_before(self.engine, tried)
         else:
             self._adopt(self._strategy, plan)
         self._hold_back(habits)

@@ -177,6 +177,10 @@ def _steps(d: _Draft, run: range) -> Moment:
     """Local steps; the moment of the last of them."""
     everything = Phases(d.plan.phases)
     if d.rng.random() < 0.5:
+        if len(run) == d.plan.buckets and d.rng.random() < 0.3:
+            norm = d.rng.choice((0.1, 100.0))
+            early = _apply("clip_early", run, Moment("grad"), everything, buffer="grad", norm=norm)
+            d.applies.append(early)
         d.applies.append(Apply("local", run, Moment("grad"), everything))
         return Moment("grad", run[-1])
     some = d.some_phases()
