@@ -282,6 +282,7 @@ def test_all_workers_gone_without_a_word() -> None:
 def test_a_dead_server_is_an_error_that_names_it() -> None:
     with job(5, 2, 1) as j:
         client = j.client(0, retry_s=0.3, gone="begin again")
+        pulled(client)  # both servers know it by now
         service = j.services[1]
         service.store.leave(0)  # its loop ends, and its sockets close
         j.wake()
