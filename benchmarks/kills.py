@@ -32,14 +32,15 @@ from typing import Any
 RANKS, TIMEOUT_S, IMPORTS_S = 4, 10.0, 60.0
 STRATEGIES = [
     "bsp", "ddp", "wfbp", "asc-wfbp", "p3", "dear", "bytescheduler", "us-byte", "deft",
-    "dreamddp:period=4", "dreamddp:period=4,due=forward", "dreamddp:period=4,due=delayed",
+    "dreamddp:period=4", "dreamddp:period=4:due=forward", "dreamddp:period=4:due=delayed",
     "local-sgd:period=4", "fedavg:local_steps=4", "selsync:delta=0.05", "cyclic", "a2cid2", "ssp",
 ]  # fmt: skip
 GOING_ON = ("a2cid2", "ssp")
 PLACES = ["forward", "backward", "message", "consolidate", "save"]
 WAYS = ["killed", "killed", "killed", "stopped", "raises"]
 ACCUSED = re.compile(
-    r"[Rr]ank (\d+) \([^)]*\) (?:has died or stands still|has left|keeps the others|failed with)"
+    r"[Rr]ank (\d+) (?:\([^)]*\) )?"
+    "(?:has died or stands still|has left|keeps the others|failed with)"
 )
 
 
@@ -167,6 +168,8 @@ def _watch(case: dict[str, Any]) -> dict[str, Any]:
         processes = _start(out, servers=1 if case["strategy"] == "ssp" else 0)
         reports = _reports(processes, case, out)
         happened = out / "happened-0"
+        if all(report["rc"] == 0 for report in reports.values()):
+            return {"verdict": "all ended before, or went on", "reports": reports}
         if not happened.exists():
             return {"verdict": "did not happen", "reports": reports}
         since_s = float(happened.read_text())

@@ -24,11 +24,15 @@ the end.
 | {SIGNS[REFUSED]} | refused in words; the number leads to them |
 | {SIGNS[NOT_RUN]} | not run: torch itself waits for ever |
 
-`tests/matrix` makes this page; nothing in it is written by hand. Some strategies change what they
-do after a script's first iteration ([why](design.md#runtime-decisions)). The profile is given, so
-nothing is observed before. Gossip (A2CiD2) runs without an exchange here, as the moments of
-exchanges are chance. A script that keeps references of its own to the weights, and reads them
-between a step and the next forward, calls `model.flush()` first.
+`tests/matrix` makes this page; nothing in it is written by hand. The test suite runs a third of
+the scripts under every strategy, and compares with what is said here; `OFFBEAT_WHOLE_MATRIX=1
+pytest tests/matrix` runs all, and `OFFBEAT_REWRITE_GOLDENS=1` writes the page again.
+
+Some strategies change what they do after a script's first iteration
+([why](design.md#runtime-decisions)). The profile is given, so nothing is observed before. Gossip
+(A2CiD2) runs without an exchange here, as the moments of exchanges are chance. A script that keeps
+references of its own to the weights, and reads them between a step and the next forward, calls
+`model.flush()` first.
 """
 
 
@@ -51,11 +55,27 @@ def page(matrix: Mapping[str, Mapping[str, Verdict]]) -> str:
 
 
 def _cell(verdict: Verdict, notes: dict[str, int]) -> str:
+    sign, words = shown(verdict)
+    return f"{sign} {notes.setdefault(words, len(notes) + 1)}" if words else sign
+
+
+def shown(verdict: Verdict) -> tuple[str, str]:
+    """What the page says of a verdict: its sign, and the words of a refusal."""
     assert verdict.kind != DIFFERENT, verdict
-    if verdict.kind != REFUSED:
-        return SIGNS[verdict.kind]
-    words = _general(verdict.words)
-    return f"{SIGNS[REFUSED]} {notes.setdefault(words, len(notes) + 1)}"
+    return SIGNS[verdict.kind], _general(verdict.words) if verdict.kind == REFUSED else ""
+
+
+def read(text: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """What a page says, by the title of a script and the name of a strategy."""
+    notes = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
+    found = {}
+    for line in text.splitlines():
+        title, *cells = line.strip("| ").split(" | ")
+        if line.startswith("|") and len(cells) == len(STRATEGIES):
+            for name, cell in zip(STRATEGIES, cells, strict=True):
+                sign, _, number = cell.partition(" ")
+                found[title, name] = sign, notes.get(number, "")
+    return found
 
 
 def _general(words: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -57,11 +58,11 @@ def run(feature: Feature, job: Job) -> Left:
     return left
 
 
-def yardsticks() -> dict[str, Left]:
-    """What every script leaves on this rank under torch's own DDP."""
+def yardsticks(keys: Sequence[str]) -> dict[str, Left]:
+    """What these scripts leave on this rank under torch's own DDP."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    wanted = {key: one for key, one in FEATURES.items() if one.yardstick}
+    wanted = {key: FEATURES[key] for key in keys if FEATURES[key].yardstick}
     return {key: run(one, Job(None, find_unused=one.find_unused)) for key, one in wanted.items()}
 
 
@@ -110,10 +111,10 @@ def difference(mine: Left, theirs: Left, tolerance: float) -> str:
     return ""
 
 
-def verdicts(name: str, by_ddp: list[dict[str, Left]]) -> dict[str, Verdict]:
-    """Of every script under one strategy, given every rank's yardsticks; to be called on every
+def verdicts(name: str, keys: Sequence[str], by_ddp: list[dict[str, Left]]) -> dict[str, Verdict]:
+    """Of these scripts under one strategy, given every rank's yardsticks; to be called on every
     rank of a world."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     mine = by_ddp[dist.get_rank()]
-    return {key: judge(one, name, mine.get(key)) for key, one in FEATURES.items()}
+    return {key: judge(FEATURES[key], name, mine.get(key)) for key in keys}

@@ -263,6 +263,41 @@ def test_a_worker_that_dies_is_named_by_its_neighbours() -> None:
     assert any("rank 2" in words.split(" on link")[0] for words in said)
 
 
+def spoilt() -> list[tuple[str, bool]]:
+    """By culprit, whose loss becomes NaN in the third iteration: what this rank says, and whether
+    its weights are finite."""
+    dist.init_process_group("gloo")
+    case, rank, found = Case(), dist.get_rank(), []
+    for culprit in range(3):
+        model = build_model(case)
+        words, profile = "nothing", profile_of(case, 3)
+        with prepared(model, build_optimizer(case, model), Cyclic(), profile=profile) as (m, o):
+            try:
+                for i in range(5):
+                    o.zero_grad()
+                    loss = loss_of(m, *batch(case, rank, i))
+                    (loss * (torch.nan if (rank, i) == (culprit, 2) else 1)).backward()
+                    o.step()
+            except RuntimeError as error:
+                words = str(error)
+        finite = all(bool(p.isfinite().all()) for p in model.parameters())
+        found.append((words, finite))
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_gradient_that_is_not_finite_reaches_nobodys_weights() -> None:
+    """Sums go from 1 to 2 to 0, and whoever is handed a spoilt one knows who has spoilt it."""
+    ranks = run_world(spoilt, 3)
+    for culprit, knows in ((0, 0), (1, 2), (2, 0)):
+        words = [said[culprit][0] for said in ranks]
+        assert all(said[culprit][1] for said in ranks)
+        assert "nothing" not in words
+        assert words[knows].startswith(f"rank {culprit} brought values that are not finite")
+        assert words[knows].split("of bucket")[1].split(",")[0].endswith("in iteration 2")
+
+
 def normalized() -> dict[str, Tensor]:
     """Running statistics after some iterations."""
     dist.init_process_group("gloo")

@@ -14,11 +14,13 @@ from worlds import run_world
 
 from offbeat import WFBP, ByteScheduler, DeAR, LocalSGD, Strategy
 from offbeat.guards.finite import FiniteGuard, all_finite, finite, require_policy
-from offbeat.plan import Moment, transfer
+from offbeat.plan import Moment, Payload, Phases, Transfer, transfer
 
 MESSAGE = transfer(
     "param", range(2), after=Moment("step"), before=Moment("end"), phases=[0], link="net"
 )
+READY = Moment("grad", 1)
+HANDED = Transfer(Payload("grad", range(2)), READY, READY, Phases(), "net", "send", (1, 2), "sum")
 NAN, INF = float("nan"), float("inf")
 
 # ---- one message between three threads -------------------------------------------------------
@@ -67,6 +69,20 @@ def test_what_the_user_has_mended_is_used() -> None:
     guard.heed(MESSAGE, 7, [1], [torch.zeros(3)])
     with pytest.raises(RuntimeError, match=r"rank 1 .* parameters of bucket .* in iteration 7"):
         guard.heed(MESSAGE, 7, [1], [torch.zeros(3), torch.tensor([1.0, NAN])])
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_sum_that_is_handed_on_is_laid_to_whoever_sent_it(policy: Any) -> None:
+    guard, sent = FiniteGuard(policy, 0, 3, str), list[Tensor]()
+    for values, culprits in (([1.0, 2.0], []), ([1.0, NAN], [1])):
+        tensor = torch.tensor(values)
+        assert guard.run(HANDED, tensor, {"send": sent.append}) == culprits
+        assert sent.pop() is tensor
+    with pytest.raises(RuntimeError, match=r"rank 1 .* gradient of bucket .* in iteration 7"):
+        guard.heed(HANDED, 7, [1], [tensor])
+    guard.require_finite_sum(range(2), 7, [torch.zeros(3)])
+    with pytest.raises(RuntimeError, match=r"rank 0 .* gradient of bucket .* in iteration 7"):
+        guard.require_finite_sum(range(2), 7, [torch.tensor([INF])])
 
 
 def test_finite_is_not_misled_by_a_sum_that_overflows() -> None:

@@ -112,6 +112,19 @@ class FiniteGuard:
             "prepare(on_nonfinite='skip')"
         )
 
+    def require_finite_sum(self, run: range, iteration: int, tensors: Iterable[Tensor]) -> None:
+        """Before this rank steps with a sum that others have handed it, which was finite.
+        RuntimeError if with its own part it is not."""
+        if self.active and not all_finite(tensors):
+            raise self._spoilt_sum([self._rank], run, iteration)
+
+    def _spoilt_sum(self, culprits: Sequence[int], run: range, iteration: int) -> RuntimeError:
+        return RuntimeError(
+            f"{_who(culprits)} brought values that are not finite (NaN or infinity) to the "
+            f"gradient of bucket {self._names(run)} in iteration {iteration}, which workers sum up "
+            "one after the other; lower the learning rate, and start from the last checkpoint"
+        )
+
 
 def finite(tensor: Tensor) -> bool:
     """Whether all elements are; one sum, and a second look where that has overflowed."""

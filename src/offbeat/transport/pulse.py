@@ -264,10 +264,17 @@ def _failing(kind: type[BaseException], error: BaseException, trace: TracebackTy
     """Let the others know why this process ends, before it does."""
     words = f"failed with {kind.__name__}: {error}"[:LONGEST_REASON]
     broken = issubclass(kind, RuntimeError) and any(word in str(error) for word in _CONNECTION)
-    for pulse in _pulses.values():
-        if pulse.state in PRESENT:  # who gave up is not the cause
-            pulse.say(GAVE_UP if broken else FAILED, words)
-    return _hook(kind, error, trace)
+    present = [pulse for pulse in _pulses.values() if pulse.state in PRESENT]
+    for pulse in present:  # who gave up is not the cause
+        pulse.say(GAVE_UP if broken else FAILED, words)
+    result = _hook(kind, error, trace)
+    for pulse in present if broken else ():  # as of torch's own DDP, whose words name nobody
+        pulse.wait()
+        culprits = pulse.culprits(waited_s=0.0)
+        for rank in culprits:
+            print(f"offbeat: rank {rank} {pulse.why(rank)}", file=sys.stderr, flush=True)
+        pulse.say(TOLD, words, culprits)
+    return result
 
 
 def _report_failures() -> None:
