@@ -71,7 +71,7 @@ def read(text: str) -> dict[tuple[str, str], tuple[str, str]]:
     found = {}
     for line in text.splitlines():
         title, *cells = line.strip("| ").split(" | ")
-        if line.startswith("|") and len(cells) == len(STRATEGIES):
+        if len(cells) == len(STRATEGIES) and cells[0][0] in SIGNS.values():
             for name, cell in zip(STRATEGIES, cells, strict=True):
                 sign, _, number = cell.partition(" ")
                 found[title, name] = sign, notes.get(number, "")
