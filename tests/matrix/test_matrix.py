@@ -24,10 +24,9 @@ pytestmark = pytest.mark.xdist_group("matrix")  # all of them share what DDP lea
 # Of every kind: gradients, precision, accumulation, iterations without an update, models,
 # optimizers, and whoever looks at the model or changes it.
 THIRD = (
-    "plain", "clip_norm", "gradients_logged_later", "zeroed_in_place",
-    "scaler_overflow", "autocast",
+    "plain", "clip_norm", "gradients_logged_later", "scaler_overflow",
     "accumulation", "two_losses", "dropped", "skipped_early", "idle", "nan",
-    "tied", "batch_norm", "unused_by_one",
+    "batch_norm", "unused_by_one",
     "adamw", "scheduled",
     "clamped", "loaded", "unfrozen_later",
 )  # fmt: skip
