@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -77,6 +77,19 @@ class Reference(Session):
 
     def close(self) -> None:
         self._hooks.remove()
+
+    @property
+    def iteration(self) -> int:
+        return self.r
+
+    def traffic(self) -> dict[str, int]:
+        return {}
+
+    def captured(self) -> NoReturn:
+        raise NotImplementedError
+
+    def resume(self, position: Any) -> NoReturn:
+        raise NotImplementedError
 
 
 class Synchronous(Reference):
