@@ -14,8 +14,19 @@ from torch import Tensor, nn
 from offbeat.plan.windows import Windows
 from offbeat.profile import Profile
 from offbeat.runtime.hooks import AfterBackward
+from offbeat.runtime.schedulers import SchedulerGate
 from offbeat.runtime.wrap import Session
 from offbeat.testing.equations import Changes, layer_sets
+
+
+def mean_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """A rank without a gradient counts as zero; what no rank has used keeps none."""
+    for p in parameters:
+        used = torch.tensor(float(p.grad is not None))
+        dist.all_reduce(used)
+        if used:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+            average([p.grad])
 
 
 def average(tensors: Iterable[Tensor]) -> None:
@@ -33,6 +44,7 @@ class Reference(Session):
         self.trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.r, self.open, self.quiet = 0, False, False
         self._hooks = AfterBackward(self.trained.values(), self._backward_over)
+        module.register_load_state_dict_post_hook(lambda *_: self.loaded())
 
     def _backward_over(self) -> None:
         if not self.quiet:
@@ -41,6 +53,9 @@ class Reference(Session):
 
     def backward_ends(self) -> None:
         """What code between backward and step sees."""
+
+    def loaded(self) -> None:
+        """Other weights were loaded."""
 
     def before(self) -> None:
         """What comes before the update."""
@@ -183,21 +198,39 @@ class Late(Reference):
         self._windows = Windows(strategy.plan(profile))
         self._opened: dict[str, Tensor] = {}
         self._closed: dict[str, Tensor] | None = None
+        self._due, self._anew = False, 0  # the plan began anew in this iteration
+        self._gate = SchedulerGate(optimizer)  # schedulers step only when the optimizer does
 
     def backward_ends(self) -> None:
         for name, p in self.trained.items():
             if p.grad is not None:
-                self._opened[name] = self._opened.get(name, 0) + p.grad
+                self._opened[name] = self._opened.get(name, 0) + p.grad.to_dense()
             p.grad = None
-        if self._windows.closing(self.r):
+        if not self._windows.closing(self.r - self._anew):
+            return
+        if self._closed is not None:
+            self._due = True
             for name, p in self.trained.items():
-                if self._closed is not None:
-                    p.grad = self._closed.get(name, torch.zeros_like(p)).clone()
-                    average([p.grad])
-            self._closed, self._opened = self._opened, {}
+                p.grad = self._closed.get(name)
+            mean_gradients(self.trained.values())
+        self._closed, self._opened = self._opened, {}
+
+    def loaded(self) -> None:
+        """What was added up is of other weights."""
+        self._opened, self._closed, self._anew = {}, None, self.r
 
     def step(self, skip_update: bool) -> None:
         super().step(False)  # what is due is of other iterations
+
+    def update(self) -> None:
+        if self._due:
+            self.optimizer.step()
+        self._gate.iteration(self._due)
+        self._due = False
+
+    def close(self) -> None:
+        super().close()
+        self._gate.close()
 
     def before(self) -> None:
         if not self.open:
@@ -215,7 +248,8 @@ class Handed(Reference):
         super().__init__(module, optimizer)
         job = strategy._job(profile)
         stages = [[n for b in run for n in profile.buckets[b].tensors] for run in job.runs]
-        self._stages, self._fresh = stages, job.fresh
+        self._stages = [[n for n in names if n in self.trained] for names in stages]
+        self._fresh = job.fresh
         self._newest = self._older = self._kept()
 
     def _kept(self) -> dict[str, Tensor]:
@@ -228,18 +262,21 @@ class Handed(Reference):
 
     def step(self, skip_update: bool) -> None:
         """Rank 0 decides whether there is an update."""
+        mean_gradients(self.trained.values())
+        mine = self._newest
+        self._use(mine, self.trained)
         for p in self.trained.values():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        average(p.grad for p in self.trained.values() if p.grad is not None)
-        self._use(self._newest, self.trained)
+            dist.broadcast(p.data, 0)  # of what every rank has loaded it counts
         skips = torch.tensor(float(skip_update))
         dist.broadcast(skips, 0)
         if not skips:
             self.optimizer.step()
-        self._older, self._newest = self._newest, self._kept()
+        self._older, self._newest = mine, self._kept()
         self.after()
         self.r, self.open = self.r + 1, False
+
+    def loaded(self) -> None:
+        self._older = self._newest = self._kept()
 
     def after(self) -> None:
         for g, names in enumerate(self._stages):

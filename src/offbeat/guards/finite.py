@@ -34,6 +34,9 @@ class FiniteGuard:
 
     `reduce_scatter` and `all_gather` are one average: the first half brings the own values, the
     second shows the result.
+
+    A sum that is handed from worker to worker is looked at on both sides: whoever sent it has made
+    it not finite, as nobody hands on what already was. It is refused under both policies.
     """
 
     def __init__(
@@ -55,6 +58,10 @@ class FiniteGuard:
         if not tensor.numel():
             act(tensor)
             return []
+        if transfer.ranks is not None:
+            act(tensor)
+            handed = transfer.payload.buffer == "grad"
+            return [transfer.ranks[0]] if handed and not finite(tensor) else []
         if self._policy == "skip":
             return self._vote(verb, tensor, collectives)
         if verb == "all_gather":
@@ -99,6 +106,8 @@ class FiniteGuard:
         kind, where = KINDS.get(payload.buffer, payload.buffer), self._names(payload.buckets)
         what = f"{kind} of bucket {where} in iteration {iteration}"
         who = _who(culprits)
+        if transfer.ranks is not None:
+            raise self._spoilt_sum(culprits, payload.buckets, iteration)
         if self._policy == "skip" and len(culprits) < self._world_size:
             if self._rank == 0:
                 warnings.warn(f"{who} left out of the {what}: not finite", stacklevel=2)
@@ -174,6 +183,13 @@ class Suspects:
         self._messages.append(message)
         if not later:
             self.heed()
+
+    def require_finite_sum(self, run: range, iteration: int, tensors: Iterable[Tensor]) -> None:
+        """A sum that was handed from worker to worker is used now."""
+        try:
+            self._guard.require_finite_sum(run, iteration, tensors)
+        except RuntimeError as error:
+            self._refuse(error)
 
     def heed(self, *, unused: bool = False) -> None:
         """What has arrived is used now, or will not be used at all."""

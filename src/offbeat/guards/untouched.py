@@ -22,9 +22,13 @@ class Untouched:
         """From here on they must stay as they are."""
         self._known = [(p._version, p.data_ptr()) for _, p in self._named]
 
+    def forget(self) -> None:
+        """Until the next `note` they may change."""
+        self._known = []
+
     def changed(self) -> str | None:
         """The name of the first parameter that is not as it was noted."""
-        for (name, p), known in zip(self._named, self._known, strict=True):
+        for (name, p), known in zip(self._named if self._known else (), self._known, strict=True):
             if (p._version, p.data_ptr()) != known:
                 return name
         return None

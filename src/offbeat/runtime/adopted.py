@@ -50,7 +50,7 @@ class Adopted:
         # The update waits for what a vote at the step decides, so nothing is applied before.
         updates = {a.at.point for a in plan.applies if a.rule == "local"}
         self.updates_at_end = updates == {"end"} and all(a.at.point != "step" for a in plan.applies)
-        self._suspects = engine.suspects
+        self._suspects = self.updates.suspects = engine.suspects
         self.forward_hooks: ForwardHooks | None = None
         if self._acts_within_forward():
             self.forward_hooks = ForwardHooks(engine.model, self.flat, engine.forward_needs)

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offbeat.guards.finite import Suspects
 from offbeat.guards.habits import Watched
@@ -18,6 +18,7 @@ from offbeat.runtime.compute import Compute
 from offbeat.runtime.hooks import BackwardHooks
 from offbeat.runtime.iteration import Iteration, Reports, Timestamps
 from offbeat.runtime.metering import Metering
+from offbeat.runtime.outputs import tensors_of
 from offbeat.runtime.pauses import Pauses
 from offbeat.runtime.waiting import Waiting
 from offbeat.runtime.walker import Walker
@@ -159,8 +160,8 @@ class Engine:
         now.marks.forward = self.device.mark()
         return nullcontext() if hooks is None else hooks.watching()
 
-    def forward_ends(self) -> None:
-        """The prepared model's forward is over."""
+    def forward_ends(self, output: object = None) -> None:
+        """The prepared model's forward is over, and has returned this."""
         if self.now is None or not torch.is_grad_enabled():
             return
         self.forward_needs(0)  # of modules that were not called this time
@@ -168,6 +169,10 @@ class Engine:
         self.compute.forward(-1)
         if self.run.forward_hooks is not None:
             self.run.forward_hooks.forward_ended()
+        if self.run.updates.early:
+            for tensor in tensors_of(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._backward_reaches_output)
         self.now.marks.forward_end = self.device.mark()
 
     def forward_needs(self, b: int) -> None:
@@ -178,6 +183,12 @@ class Engine:
             self.compute.forward(b)
             self.walker.walk(self.plan.buckets - 1 - b)
             self.reports.hand_on()
+
+    def _backward_reaches_output(self, _: Tensor) -> None:
+        """Refuse a second backward of a forward whose parameters the first one has updated, before
+        autograd finds that out in words of its own."""
+        if self.now is not None and self.backward_over and not self.hooks.accumulating:
+            self.run.require_skippable(self.now, adding=True)
 
     def backward_begins(self) -> None:
         """The first gradient of a backward pass is there."""

@@ -18,6 +18,7 @@ from offbeat.guards.finite import FiniteGuard, OnNonfinite, Suspects
 from offbeat.guards.habits import Habits, Watched
 from offbeat.guards.parameters import ParameterWatch
 from offbeat.guards.replicas import ReplicaGuard
+from offbeat.guards.untouched import Untouched
 from offbeat.measuring.divergence import Sample
 from offbeat.measuring.links import measure_cluster, worthwhile_bytes
 from offbeat.measuring.observe import Observer, observing_plan
@@ -99,6 +100,9 @@ class FlatSession(Session):
             cluster.control,
             cluster.timeout_s,
         )
+        # Where ranks hand parameters on: from a step to the next forward.
+        self._untouched = Untouched((n, p) for n, p in model.named_parameters() if p.requires_grad)
+        self._untouched.forget()
         self._parameters = ParameterWatch(model)
         self._parameters.attach(flat.parameters)
         control = cluster.control
@@ -108,7 +112,7 @@ class FlatSession(Session):
         self.engine.suspects = Suspects(self._finite, self.engine.waiting.refuse)
         self._guard_links()
         # Also of bare modules: whoever reads or replaces weights finds them up to date.
-        flush, discard = Attached(self.flush), Attached(self.engine.pauses.discard)
+        flush, discard = Attached(self.flush), Attached(self._discard)
         self._handles = [model.register_load_state_dict_pre_hook(discard)]
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
 
@@ -370,6 +374,7 @@ class FlatSession(Session):
     def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         self._cluster.require_open()
         self._united = -1
+        self._untouched.forget()
         if state is not None:
             self._resume_plan(state)
         else:
@@ -413,9 +418,10 @@ class FlatSession(Session):
             return self._model(*args, **kwargs)
         if torch.is_grad_enabled():
             self._parameters.require_unchanged()
+            self._require_untouched()
         with self.engine.forward_begins(), self._around_forward():
             output = self._model(*args, **kwargs)
-        self.engine.forward_ends()
+        self.engine.forward_ends(output)
         if self._unsampled is not None and self._recorder:
             self._recorder.ended(self._unsampled)
             self._unsampled = None
@@ -430,6 +436,8 @@ class FlatSession(Session):
             self.engine.end_backward(skip_update)  # those that compare already have this rank's
             self._replicas.step()
         self.engine.step(skip_update)
+        if self.engine.plan.source is not None and self._cluster.control.world_size > 1:
+            self._untouched.note()
         if self.engine.run.lands_at_forward:
             self._unsampled = self.engine.iteration - 1
         elif self._recorder:
@@ -439,6 +447,15 @@ class FlatSession(Session):
         finding = self._guard.iteration() if self._guard is not None else None
         if finding is not None:
             self._heed(finding)
+
+    def _require_untouched(self) -> None:
+        if self.engine.now is None and (name := self._untouched.changed()) is not None:
+            raise RuntimeError(
+                f"parameter {name!r} was changed outside of optimizer.step(): where workers hand "
+                "parameters on, others have got the earlier ones already, or replace the changed "
+                "ones; change it in optimizer.register_step_post_hook, load with "
+                "model.load_state_dict, or use a strategy that steps at once, such as WFBP()"
+            )
 
     def scaled(self) -> None:
         if self.engine.watched is not None:
@@ -471,12 +488,18 @@ class FlatSession(Session):
         finally:
             hooks.accumulating = before
 
+    def _discard(self) -> None:
+        """Other weights are about to be loaded."""
+        self.engine.pauses.discard()
+        self._untouched.forget()
+
     def optimizer_reloaded(self) -> None:
         self.engine.refresh_groups()
 
     def consolidate(self, repairing: bool) -> None:
         self._cluster.require_open()
         self._cluster.control.doing("in consolidate")
+        self._untouched.forget()
         self.engine.pauses.drain()
         if self.engine.plan.source is not None:
             take(self.engine.plan.source, self._model, self._cluster)

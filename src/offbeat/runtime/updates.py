@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from offbeat.guards.finite import Suspects
 from offbeat.plan import Apply, Plan
 from offbeat.runtime.compute import Compute
 from offbeat.runtime.iteration import Iteration
@@ -87,6 +88,9 @@ class Updates:
             if not (in_backward and gradients.shown(copy)):
                 gradients.show(run, copy)
         if not iteration.skipped:
+            if self.suspects is not None and self._plan.source is not None:
+                sums = [self._flat.gradients(b, copy) for b in run]
+                self.suspects.require_finite_sum(run, iteration.number, sums)
             whole = apply.at.point in ("step", "end") and len(run) == len(self._everything)
             self._step(apply, iteration, whole=whole)
             self.compute.updated(apply)
@@ -163,6 +167,7 @@ class Updates:
 
     in_backward = False  # then autograd has changed them
     compute = Compute()  # told of every update
+    suspects: Suspects | None = None  # asked before every update with a sum that was handed on
 
 
 @contextmanager

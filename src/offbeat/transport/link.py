@@ -133,11 +133,12 @@ class Link:
         t, act = message.transfer, self.collectives
         halves = t.verb in ("reduce_scatter", "all_gather")
         for tensor in message.tensors:
+            by_verb: Mapping[Verb, Collective] = act.by_verb
             if t.ranks is not None:
-                act.send(tensor, *t.ranks)
-            elif self.guard is not None:
-                if culprits := self.guard(t, tensor, act.by_verb):
-                    message.culprits = [*message.culprits, *culprits]
-            else:
-                act.by_verb[t.verb](tensor)
+                source, target = t.ranks
+                by_verb = {t.verb: lambda x, a=source, b=target: act.send(x, a, b)}
+            if self.guard is None:
+                by_verb[t.verb](tensor)
+            elif culprits := self.guard(t, tensor, by_verb):
+                message.culprits = [*message.culprits, *culprits]
             self.bytes_sent += tensor.nbytes // 2 if halves else tensor.nbytes
