@@ -60,7 +60,7 @@ from offbeat.runtime.wrap import Model, Optimizer
 from offbeat.storage.flat import require_supported
 from offbeat.strategies import DDP, SSP, WFBP, Gossip, PSSelSync, Served, Strategy, create
 from offbeat.strategies.texts import parse
-from offbeat.transport import pulse, rendezvous
+from offbeat.transport import rendezvous
 from offbeat.transport.cluster import Cluster, connect
 from offbeat.transport.control import Control
 from offbeat.transport.device import device_of
@@ -563,7 +563,6 @@ def _leave_world(joined_here: bool) -> None:
     then end at once, with the failure's exit status if there was one."""
     failed = getattr(sys, "last_value", None) is not None
     stuck = any(t.name.startswith(THREAD_PREFIX) for t in threading.enumerate())
-    pulse.leave(failed)
     if failed or stuck:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -256,7 +257,7 @@ def pulse_of(store: Any, rank: int, world_size: int) -> Pulse:
         own = PrefixStore("offbeat/pulse", store.clone() if hasattr(store, "clone") else store)
         _pulses.clear()
         _pulses[id(store)] = Pulse(own, rank, world_size)
-        _report_failures()
+        _report_ends()
     return _pulses[id(store)]
 
 
@@ -277,15 +278,17 @@ def _failing(kind: type[BaseException], error: BaseException, trace: TracebackTy
     return result
 
 
-def _report_failures() -> None:
-    """Have uncaught exceptions told to the other ranks."""
+def _report_ends() -> None:
+    """Have uncaught exceptions told to the other ranks, and that this process ends."""
     global _hook
     if sys.excepthook is not _failing:
         _hook, sys.excepthook = sys.excepthook, _failing
+        atexit.register(_leave)
 
 
-def leave(failed: bool) -> None:
-    """This process ends: the last sign, and whose store it is stays for a while."""
+def _leave() -> None:
+    """The last sign, and whose store it is stays for a while."""
+    failed = getattr(sys, "last_value", None) is not None
     for pulse in _pulses.values():
         pulse.end()
         pulse.stay(LINGER_S if failed else SILENT_S)
