@@ -62,7 +62,6 @@ def trained(n: int, placement: Placement, anew: int | None) -> list[Any]:
         ("workers", 3, None),
         ("pyramid", 3, 2),
         ("pipeline", 4, 3),
-        ("zero", 2, None),
         ("zero", 4, 2),
     ],
 )

@@ -322,8 +322,9 @@ def test_one_result_although_workers_leave_or_die_meanwhile() -> None:
         assert all(torch.equal(x[0], one) for one in x[1 : 5 - seed % 2])
 
 
-@pytest.mark.parametrize("meeting", range(4))
-@pytest.mark.parametrize("stalled", [0, 3])  # the root of the tree, and a leaf
+@pytest.mark.parametrize(  # 0 is the root of the tree, and 3 a leaf
+    ("stalled", "meeting"), [(0, 0), (3, 1), (0, 2), (3, 3)]
+)
 def test_who_is_thought_dead_in_a_consolidation_takes_its_result(
     stalled: int, meeting: int
 ) -> None:

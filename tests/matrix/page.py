@@ -24,7 +24,7 @@ the end.
 | {SIGNS[REFUSED]} | refused in words; the number leads to them |
 | {SIGNS[NOT_RUN]} | not run: torch itself waits for ever |
 
-`tests/matrix` makes this page; nothing in it is written by hand. The test suite runs a third of
+`tests/matrix` makes this page; nothing in it is written by hand. The test suite runs a quarter of
 the scripts under every strategy, and compares with what is said here; `OFFBEAT_WHOLE_MATRIX=1
 pytest tests/matrix` runs all, and `OFFBEAT_REWRITE_GOLDENS=1` writes the page again.
 

@@ -10,7 +10,7 @@ from offbeat.plan.program import Program
 from offbeat.testing.quadratic import Quadratic, interpreted, ran
 from offbeat.testing.random_plans import random_plan, ranks_of
 
-PLANS, PARTS = 400, 4  # accepted ones, in so many tests
+PLANS, PARTS = 300, 4  # accepted ones, in so many tests
 TOLERANCE = 1e-12
 
 

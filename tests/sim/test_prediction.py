@@ -63,7 +63,7 @@ def proceed(plan, profile):
 
 
 @pytest.mark.filterwarnings("ignore:.*WFBP")  # DeFT where it is no use
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(random_timelines.profiles(most_buckets=6))
 def test_nothing_beats_the_bound_and_all_time_is_accounted_for(profile):
     for cls in STRATEGIES.values():
