@@ -65,7 +65,12 @@ def work(job: dict[str, Any]) -> None:
     note = Path(job["out"]) / f"rank{rank}.json"
     try:
         model, optimizer = offbeat.prepare(
-            model, optimizer, job["strategy"], observe=3, timeout_s=TIMEOUT_S
+            model,
+            optimizer,
+            job["strategy"],
+            profile=job.get("profile"),
+            observe=3,
+            timeout_s=TIMEOUT_S,
         )
         extra: dict[str, Any] = {"losses": []}
         if job.get("folder") and (Path(job["folder"]).exists()):
@@ -275,14 +280,16 @@ def restarted(cases: int, seed: int, only: str | None) -> list[dict[str, Any]]:
 def _bring_back(strategy: str, happens: list[dict[str, Any]]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         ends = []
-        for name, disturbed in (("plain", []), ("disturbed", happens)):
+        # The first one, a short one, only measures the profile of both.
+        for name, disturbed in (("first", []), ("plain", []), ("disturbed", happens)):
             out = Path(folder) / name
             out.mkdir()
             job = {
                 "strategy": strategy,
-                "iterations": 60,
+                "iterations": 8 if name == "first" else 60,
                 "out": str(out),
                 "happens": disturbed,
+                "profile": str(Path(folder) / "profile.json"),
                 "folder": str(out / "saved"),
             }
             (out / "job.json").write_text(json.dumps(job))
@@ -311,7 +318,7 @@ def _bring_back(strategy: str, happens: list[dict[str, Any]]) -> dict[str, Any]:
                 happened_s = float((out / f"happened-{attempt}").read_text())
                 lost.append(event["iteration"] - int(min(began)))
                 back_s.append(round(max(at_s) - happened_s, 1))
-        plain, disturbed_end = ends
+        _, plain, disturbed_end = ends
         same = [s.get("digest") for s in plain["said"]] == [
             s.get("digest") for s in disturbed_end["said"]
         ]
