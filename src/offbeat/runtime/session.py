@@ -196,7 +196,7 @@ class FlatSession(Session):
         self.engine.watch(None)
         plan = self._suited(self.plan, habits)
         if plan is self.plan:
-            tried = 0 if self.engine.run.updates.on_arrival else self.engine.planned
+            tried = self.engine.planned
             self._start(plan, tried)
             land_before(self.engine, tried)
         else:

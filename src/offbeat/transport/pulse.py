@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+from weakref import ref
 
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -246,26 +247,26 @@ class Pulse:
 
 # ---- how a process ends -----------------------------------------------------------------------
 
-_pulses: dict[int, Pulse] = {}  # of this process, by its store
+# Of this process, one at most, beside the store it is for. That one must go with its group.
+_pulses: list[tuple[ref[Any], Pulse]] = []
 _hook = sys.excepthook
 
 
 def pulse_of(store: Any, rank: int, world_size: int) -> Pulse:
     """The one of this process among those that share the store of `torch.distributed`."""
-    if id(store) not in _pulses:
+    if not _pulses or _pulses[0][0]() is not store:  # or the process has made another group since
         # A connection of its own: others wait in theirs.
         own = PrefixStore("offbeat/pulse", store.clone() if hasattr(store, "clone") else store)
-        _pulses.clear()
-        _pulses[id(store)] = Pulse(own, rank, world_size)
+        _pulses[:] = [(ref(store), Pulse(own, rank, world_size))]
         _report_ends()
-    return _pulses[id(store)]
+    return _pulses[0][1]
 
 
 def _failing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
     """Let the others know why this process ends, before it does."""
     words = f"failed with {kind.__name__}: {error}"[:LONGEST_REASON]
     broken = issubclass(kind, RuntimeError) and any(word in str(error) for word in _CONNECTION)
-    present = [pulse for pulse in _pulses.values() if pulse.state in PRESENT]
+    present = [pulse for _, pulse in _pulses if pulse.state in PRESENT]
     for pulse in present:  # who gave up is not the cause
         pulse.say(GAVE_UP if broken else FAILED, words)
     result = _hook(kind, error, trace)
@@ -289,6 +290,6 @@ def _report_ends() -> None:
 def _leave() -> None:
     """The last sign, and whose store it is stays for a while."""
     failed = getattr(sys, "last_value", None) is not None
-    for pulse in _pulses.values():
+    for _, pulse in _pulses:
         pulse.end()
         pulse.stay(LINGER_S if failed else SILENT_S)
