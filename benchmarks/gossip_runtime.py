@@ -192,7 +192,8 @@ def _drift(n: int, folder: str, events: int) -> tuple[Any, Any, int, int]:
         added += u.double()
         gradients += 1
     worker.gossip.meet([torch.zeros(1)])
-    worker.state.settle(worker.gossip.rest(max(worker.clock.now(), worker.state.t)))
+    worker.gossip.rest(max(worker.clock.now(), worker.state.t))
+    worker.state.midpoint()
     worker.gossip.meet([torch.zeros(1)])
     worker.gossip.close()
     return flat, added, sum(counts.values()), gradients
@@ -262,7 +263,7 @@ def _end(worker: _Worker, flat: Any) -> None:
     with gossip.together():
         gossip.meet(nothing)
         t = gossip.rest(max(worker.clock.now(), worker.state.t))
-        worker.state.settle(t)
+        worker.state.midpoint()
         sums, _, workers = gossip.meet([flat.clone()])
         worker.state.put([sums[0] / workers], t)
         gossip.meet(nothing)

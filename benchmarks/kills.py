@@ -4,9 +4,9 @@
     python benchmarks/kills.py restarted --cases 12 --out restarts.json
 
 `named`: four processes on the loopback; one is killed, is stopped, or raises: in forward, in
-backward, in a message, in `consolidate`, while saving. A report is right if it accuses that rank
-and no other; it is in time within `timeout_s` + 3 s. Workers that gossip, and workers whose servers
-live, may also go on and end well. `restarted`: under `torchrun --max-restarts=3` ranks are killed
+backward, in a message, in `consolidate`, while saving, or while it serves. A report is right if it
+accuses that rank and no other; it is in time within `timeout_s` + 3 s. Workers that gossip, and
+workers whose servers live, may also go on and end well. `restarted`: under `torchrun --max-restarts=3` ranks are killed
 at random iterations; the job ends with the bits of an undisturbed one. Measured, on this machine.
 """
 
@@ -63,6 +63,8 @@ def work(job: dict[str, Any]) -> None:
     happens = job["happens"][attempt] if attempt < len(job["happens"]) else None
     mine = happens is not None and happens["who"] == rank
     note = Path(job["out"]) / f"rank{rank}.json"
+    if mine and happens["place"] == "serving":  # prepare does not return there
+        threading.Thread(target=_serving, args=(happens, Path(job["out"])), daemon=True).start()
     try:
         model, optimizer = offbeat.prepare(
             model,
@@ -121,6 +123,14 @@ def _meet(place: str, way: str, model: Any, out: Path, delay_s: float) -> None:
         model.module[0].weight.register_hook(lambda _: _later(way, out, delay_s / 10))
 
 
+def _serving(happens: dict[str, Any], out: Path) -> None:
+    """It happens while the workers train, about half of a second after they have begun."""
+    while not (out / "begun-0-0").exists():
+        time.sleep(0.05)
+    time.sleep(20 * happens["delay_s"])
+    _happen(happens["way"], out)
+
+
 def _later(way: str, out: Path, delay_s: float) -> None:
     """Killed or stopped by another thread, whatever this one does; raising needs this one."""
     if way == "raises":
@@ -145,11 +155,14 @@ def named(cases: int, seed: int, only: str | None) -> list[dict[str, Any]]:
         place = draw.choice(PLACES)
         if place == "save" and strategy == "ssp":
             place = "forward"  # servers keep what is newest: saving is refused
+        who, way = draw.randrange(RANKS), draw.choice(WAYS)
+        if strategy == "ssp" and (who == RANKS - 1 or n == len(STRATEGIES) - 1):
+            who, place, way = RANKS - 1, "serving", "killed" if way == "raises" else way
         case = {
             "strategy": strategy,
-            "who": draw.randrange(RANKS),
+            "who": who,
             "place": place,
-            "way": draw.choice(WAYS),
+            "way": way,
             "iteration": draw.randrange(20, 60),
             "delay_s": round(draw.uniform(0.001, 0.03), 4),
         }

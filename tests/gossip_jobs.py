@@ -53,7 +53,7 @@ class Worker:
             self.gossip.meet(nothing)
             between(1)
             t = self.gossip.rest(max(self.clock.now(), self.state.t))
-            self.state.settle(t)
+            self.state.midpoint()
             between(2)
             sums, _, workers = self.gossip.meet([self.flat.clone()])
             self.state.put([sums[0] / workers], t)

@@ -185,6 +185,24 @@ def test_constants_change_at_a_label_wherever_the_word_arrives_when() -> None:
     assert_same(y, j)
 
 
+def test_who_hears_of_constants_after_an_exchange_does_not_touch_the_mean() -> None:
+    (a, b), (i, j), (x, y) = states(MOMENTUM)
+    wire, later, total = Wire([x], chunk_bytes=32), Mixing(0.9, 0.5, 1.4), i.x + j.x
+    exchange(a, b, 0.5, wire)
+    a.tune(1.0, later)
+    exchange(a, b, 2.0, wire)
+    for state in (a, b):
+        state.step(3.0, lambda: None)
+    b.tune(1.0, later)
+    for state in (a, b):
+        state.settle(4.0)
+    assert np.abs((x + y).numpy() - total).max() > 1e-3  # x alone is too late
+    for state, flat in ((a, x), (b, y)):
+        state.midpoint()
+        torch.testing.assert_close(flat, state._tilde[0], rtol=1e-12, atol=1e-12)  # type: ignore[index]
+    np.testing.assert_allclose((x + y).numpy(), total, rtol=1e-12, atol=1e-12)
+
+
 def test_rounded_on_the_wire_the_mean_is_kept() -> None:
     """Both take the same rounded numbers for m, so what one loses the other gets."""
     random = torch.Generator().manual_seed(1)

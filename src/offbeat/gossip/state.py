@@ -3,7 +3,8 @@
 Times are labels in the job's common unit. An exchange bears one label on both sides, and what it
 takes off x_i, x~_i it gives to x_j, x~_j; mixing is the same linear map everywhere. So the mean
 over workers, all mixed to one label, does not depend on how the clocks go, nor on when an exchange
-that takes its time is carried out: a chunk that arrives dt after the label is moved on by dt.
+that takes its time is carried out: a chunk that arrives dt after the label is moved on by dt. That
+needs constants that all change at the same labels; the mean of (x + x~)/2 needs nothing.
 """
 
 from __future__ import annotations
@@ -140,6 +141,17 @@ class State:
         """The weights are x, mixed up to `t`: for whoever reads them."""
         with self._lock:
             self._advance(t)
+            self._land()
+
+    def midpoint(self) -> None:
+        """The weights, and x~, are (x + x~)/2: what they would be if they mixed for ever.
+
+        Its mean over workers is exact. The mean of x is not: a worker that hears of other constants
+        only after an exchange in which they should have held takes back more mixing than the
+        exchange has seen.
+        """
+        with self._lock:
+            self._mix(math.inf)
             self._land()
 
     def put(self, x: Sequence[Tensor], t: float) -> None:

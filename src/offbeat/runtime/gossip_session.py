@@ -137,7 +137,7 @@ class GossipSession(Session):
         self._listener = listener
 
     def consolidate(self, repairing: bool) -> None:
-        """Gossip rests, all mix to one time, and x, x~ and the buffers become their means."""
+        """Gossip rests; x and x~ become the mean over workers and both, buffers their means."""
         self._cluster.require_open()
         self._require_untouched()
         self._open, self._stepped_s = False, None
@@ -152,7 +152,7 @@ class GossipSession(Session):
         nothing = [torch.zeros(1)]
         gossip.meet(nothing)  # until then others may still exchange with this worker
         t = gossip.rest(max(self._clock.now(), self._state.t))
-        self._state.settle(t)
+        self._state.midpoint()
         buffers = [b for b in self._model.buffers() if b.numel()]
         numbers = [*map(_summand, self._flats), *(b.detach().cpu().double() for b in buffers)]
         sums, _, workers = gossip.meet([n.reshape(-1) for n in numbers])
