@@ -6,8 +6,9 @@
 `named`: four processes on the loopback; one is killed, is stopped, or raises: in forward, in
 backward, in a message, in `consolidate`, while saving, or while it serves. A report is right if it
 accuses that rank and no other; it is in time within `timeout_s` + 3 s. Workers that gossip, and
-workers whose servers live, may also go on and end well. `restarted`: under `torchrun --max-restarts=3` ranks are killed
-at random iterations; the job ends with the bits of an undisturbed one. Measured, on this machine.
+workers whose servers live, may also go on and end well. `restarted`: under `torchrun
+--max-restarts=3` ranks are killed at random iterations; the job ends with the bits of an
+undisturbed one. Measured, on this machine.
 """
 
 from __future__ import annotations
