@@ -26,7 +26,7 @@ from offbeat import Profile
 from offbeat.profile import Bucket, Link
 
 SCRIPTS = TESTS.parent / "examples" / "frameworks"
-DREAM = "dreamddp:period=4:average=before_update"
+DREAM = "dreamddp:period=4"
 BATCH, EPOCHS, RANKS = 4, 2, 2
 STRIDED, SHUFFLED, BLOCKS = "strided", "shuffled", "blocks"  # how loaders deal samples to ranks
 

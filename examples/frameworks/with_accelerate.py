@@ -11,7 +11,7 @@ accelerator = Accelerator(cpu=not torch.cuda.is_available())
 model = build()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
 loader = DataLoader(Counting(), batch_size=4)
-strategy = "dreamddp:period=4:average=before_update"  # <- new
+strategy = "dreamddp:period=4"  # <- new
 model, optimizer, loader = prepare(accelerator, model, optimizer, loader, strategy=strategy)  # <-
 
 losses = []

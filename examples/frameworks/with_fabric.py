@@ -10,7 +10,7 @@ from offbeat.integrations.lightning import OffbeatFabricStrategy  # <- new
 fabric = Fabric(
     accelerator="auto" if torch.cuda.is_available() else "cpu",
     devices=2,
-    strategy=OffbeatFabricStrategy("dreamddp:period=4:average=before_update"),  # <- not "ddp"
+    strategy=OffbeatFabricStrategy("dreamddp:period=4"),  # <- not "ddp"
 )
 fabric.launch()
 model = build()

@@ -27,7 +27,7 @@ trainer = lightning.Trainer(
     max_epochs=2,
     accelerator="auto" if torch.cuda.is_available() else "cpu",
     devices=2,
-    strategy=OffbeatStrategy("dreamddp:period=4:average=before_update"),  # <- instead of "ddp"
+    strategy=OffbeatStrategy("dreamddp:period=4"),  # <- instead of "ddp"
     gradient_clip_val=1.0,
     logger=False,
     enable_checkpointing=False,

@@ -13,7 +13,7 @@ import offbeat  # <- new
 def train() -> None:
     model = build().to(ray.train.torch.get_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    strategy = "dreamddp:period=4:average=before_update"  # <- new
+    strategy = "dreamddp:period=4"  # <- new
     model, optimizer = offbeat.prepare(model, optimizer, strategy)  # <- not prepare_model(model)
     loader = prepare_data_loader(DataLoader(Counting(), batch_size=4))
 

@@ -29,7 +29,7 @@ trainer = Trainer(
     args=arguments,
     train_dataset=Counting(),
     eval_dataset=Counting(),
-    strategy="dreamddp:period=4:average=before_update",  # <- new
+    strategy="dreamddp:period=4",  # <- new
 )
 trainer.train()
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
