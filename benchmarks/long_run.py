@@ -81,6 +81,8 @@ def watch(out: Path, rows: list[dict[str, Any]], begun_s: float, over: threading
             except (OSError, ValueError):
                 continue
             field = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+            if "VmRSS" not in field:  # it has just been killed
+                continue
             rows.append(
                 {
                     "t": round(time.monotonic() - begun_s, 1),
