@@ -10,7 +10,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.transport import pulse, rendezvous
-from offbeat.transport.pulse import FAILED, GAVE_UP, LEFT, RUNS, TOLD, WAITS, Pulse
+from offbeat.transport.pulse import FAILED, GAVE_UP, LEFT, RUNS, TOLD, WAITS, Heard, Pulse
 
 RANKS = 4
 
@@ -71,6 +71,16 @@ def dies(one: Pulse) -> None:
     one._ended.set()
 
 
+def test_what_is_new_in_a_sign() -> None:
+    """A sign that is there still is none; who does the same in another iteration goes on."""
+    heard = Heard()
+    found = []
+    for now_s, beat, iteration in [(1.0, 1, 5), (2.0, 2, 6), (3.0, 3, 6), (4.0, 3, 6)]:
+        heard.take(now_s, beat, iteration, RUNS, "in forward", [])
+        found.append((heard.iteration, heard.beat_s, heard.since_s))
+    assert found == [(5, 1.0, 1.0), (6, 2.0, 2.0), (6, 3.0, 2.0), (6, 3.0, 2.0)]
+
+
 def test_all_alive_and_waiting(ranks: tuple[Store, list[Pulse]]) -> None:
     _, pulses = ranks
     for one in pulses:
@@ -102,7 +112,7 @@ def test_who_hangs_is_named_and_not_who_waits_for_it(ranks: tuple[Store, list[Pu
 def test_whose_own_mistake_it_was(ranks: tuple[Store, list[Pulse]]) -> None:
     _, pulses = ranks
     pulses[0].say(FAILED, "failed with KeyError: 'x'")
-    dies(pulses[0])
+    pulses[0].end()  # its last sign stays
     until(lambda: pulses[3].over)
     assert pulses[3].culprits(waited_s=0.0) == [0]
     assert pulses[3].why(0) == "failed with KeyError: 'x'"
@@ -115,6 +125,7 @@ def test_who_gave_up_is_not_the_cause(ranks: tuple[Store, list[Pulse]]) -> None:
     dies(pulses[2])
     pulses[3].wait()
     assert pulses[3].over
+    assert not pulses[0].over  # for its own part
     assert pulses[3].culprits(waited_s=0.0) == [2]
 
 
@@ -126,7 +137,13 @@ def test_who_has_left(ranks: tuple[Store, list[Pulse]]) -> None:
     time.sleep(0.5)
     assert pulses[3].culprits(waited_s=0.1) == [1]
     assert pulses[3].why(1) == "has left after iteration 5"
-    pulses[1].enter()  # for another model
+    pulses[2].say(FAILED, "failed")  # after that nobody heard of rank 1, and need not
+    until(lambda: pulses[3].over)
+    assert pulses[3].culprits(waited_s=0.1) == [2]
+    pulses[2].say(RUNS, "in its script")
+    for _ in range(2):
+        pulses[1].enter()  # for two other models
+    pulses[1].exit()  # from one of them
     until(lambda: pulses[3].heard[1].state == RUNS)
     assert pulses[3].culprits(waited_s=60.0) == []
 
@@ -137,6 +154,9 @@ def test_what_others_have_found_counts(ranks: tuple[Store, list[Pulse]]) -> None
     dies(pulses[2])
     pulses[0].say(TOLD, "gave up", blames=[2])
     until(lambda: pulses[3].heard[0].state == TOLD)
+    assert pulses[3].over
+    pulses[2].say(RUNS, "in its script")  # it has been asleep only
+    assert pulses[2].culprits(waited_s=60.0) == []
     store.gone = True
     until(lambda: pulses[3].lost_s is not None)
     assert pulses[3].culprits(waited_s=0.0) == [2]
@@ -148,6 +168,25 @@ def test_the_store_goes_with_rank_0(ranks: tuple[Store, list[Pulse]]) -> None:
     until(lambda: pulses[3].lost_s is not None)
     time.sleep(0.5)  # nobody is heard any more, and only rank 0 is to blame
     assert pulses[3].culprits(waited_s=0.0) == [0]
+    assert pulses[0].culprits(waited_s=0.0) == []  # not itself
+
+
+def test_since_when_the_store_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since it was asked and did not answer; one that has answered is not lost."""
+    monkeypatch.setattr(pulse, "ANSWERS_S", -1)
+    answers, lost = Pulse(Store(), 0, 1), Pulse(Store(), 0, 1)
+    answers._beat()
+    assert answers.lost_s is None
+    asked_s = []
+
+    def fails(*_: str) -> None:
+        asked_s.append(time.monotonic())
+        raise RuntimeError("Connection reset by peer")
+
+    lost._store.set = fails
+    lost._beat()
+    assert lost.lost_s is not None
+    assert lost.lost_s <= asked_s[0]
 
 
 def test_a_store_that_answers_no_more(ranks: tuple[Store, list[Pulse]]) -> None:
@@ -167,6 +206,7 @@ def test_whose_store_it_is_stays(
     _, pulses = ranks
     dies(pulses[1])
     pulses[2].say(LEFT, "has left")
+    pulses[3].say(GAVE_UP, "gave up")  # and has yet to read and tell
     told = threading.Timer(0.5, pulses[3].say, (TOLD, "gave up"))
     told.start()
     begun_s = time.monotonic()
@@ -178,6 +218,15 @@ def test_whose_store_it_is_stays(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     pulses[0].stay(10)
     assert time.monotonic() - begun_s < 0.3
+
+
+def test_one_pulse_of_a_process_for_the_group_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "_pulses", [])
+    monkeypatch.setattr(pulse, "_report_ends", lambda: None)
+    store, other = HashStore(), HashStore()
+    first = pulse.pulse_of(store, 0, 1)
+    assert pulse.pulse_of(store, 0, 1) is first
+    assert pulse.pulse_of(other, 0, 1) is not first
 
 
 # ---- restarts -------------------------------------------------------------------------------
@@ -207,6 +256,23 @@ def test_every_attempt_has_a_part_of_the_store_of_its_own() -> None:
     assert meet(store, "first") == ["first"] * 9
     store.set("offbeat/here/1", "of one that has died since")
     assert meet(store, "second") == ["second"] * 9
+
+
+def test_the_last_moment_is_not_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous.secrets, "token_hex", lambda _: "drawn")
+    store = HashStore()
+    store.set("offbeat/in/drawn/1", "")
+    rendezvous.fresh(store, 0, 2, timeout_s=-1)
+
+
+def test_a_store_may_be_stale_where_this_host_has_not_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Agents count for themselves."""
+    monkeypatch.setenv(rendezvous.RESTARTS_VARIABLE, "0")
+    assert rendezvous.may_be_stale()
+    monkeypatch.delenv(rendezvous.RESTARTS_VARIABLE)
+    assert not rendezvous.may_be_stale()
 
 
 @pytest.mark.parametrize(("rank", "words"), [(0, "rank 1, 2 have not"), (1, "rank 0 has not")])

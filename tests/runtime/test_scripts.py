@@ -15,9 +15,10 @@ from reference.training import Replica, bsp, local_sgd, partial_sync, replicas
 from workers import Trained
 from worlds import run_world, watch_world
 
-from offbeat import P3, WFBP, Cyclic, DeAR, DreamDDP, LocalSGD, PartialSync, Profile, Strategy
-from offbeat.guards.habits import Habits
+from offbeat import BSP, P3, WFBP, Cyclic, DeAR, DreamDDP, LocalSGD, PartialSync, Profile, Strategy
+from offbeat.guards.habits import Habits, Watched
 from offbeat.guards.looks import Looks
+from offbeat.plan import Apply, Buffer, Moment, Phases, Vote, local
 from offbeat.plan.check import check as problems
 from offbeat.plan.deferred import deferred
 from offbeat.sim import predict_plan
@@ -211,6 +212,36 @@ def test_a_deferred_plan_updates_at_the_step(name: str) -> None:
         assert {a.at.point for a in put_off.applies if a.rule == "local"} <= {"step", "end"}
 
 
+CLEAR = Apply("clear", range(1), Moment("end"), Phases((0,)))
+GRADIENTS = WFBP().plan(profile_of(CASE, 2)).transfers
+VOTE = Vote("sync", "changed", Moment("step"), Moment("end"), Phases((0,)))
+UNFIT: list[tuple[Strategy, dict[str, Any]]] = [
+    (AFTER, {"votes": (VOTE,)}),
+    (AFTER, {"source": 0}),
+    (AFTER, {"buffers": (Buffer("anchor"),)}),
+    (AFTER, {"transfers": GRADIENTS}),
+    (AFTER, {"applies": CLEAR}),
+    (P3(), {"applies": CLEAR}),
+    (P3(), {"applies": local(1, Moment("grad"), (0,))}),
+    (P3(), {"period": 2}),
+    (P3(), {"prologue": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    UNFIT,
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else str(one),
+)
+def test_what_cannot_be_put_off(strategy: Strategy, more: dict[str, Any]) -> None:
+    """What depends on updates, or on when they happen."""
+    plan = strategy.plan(profile_of(CASE, 2))
+    assert deferred(plan) is not None
+    if "applies" in more:
+        more = {"applies": (*plan.applies, more["applies"])}
+    assert deferred(replace(plan, **more)) is None
+
+
 @pytest.mark.parametrize("strategy", [P3(), USByte(), DeAR(), PartialSync()], **names)
 def test_variants_at_the_step(strategy: Strategy) -> None:
     """They suit every habit, and nobody asks them for another variant."""
@@ -226,22 +257,69 @@ def test_variants_at_the_step(strategy: Strategy) -> None:
 
 def test_what_one_rank_does_counts_for_all() -> None:
     def both(world: World, rank: int) -> Habits:
-        mine = [Habits(scales=True), Habits(reads=True, backwards=3)][rank]
+        mine = [Habits(True, scales=True), Habits(reads=True, skips=True, backwards=3)][rank]
         return Habits.of_all(mine, MemoryControl(world, rank))  # type: ignore[arg-type]
 
-    assert run_ranks(2, both) == [Habits(reads=True, scales=True, backwards=3)] * 2
+    assert run_ranks(2, both) == [Habits(True, True, True, True, backwards=3)] * 2
+
+
+def test_habits_of_a_loop() -> None:
+    watched = Watched()
+    watched.dropped()  # zero_grad before the first backward
+    watched.stepped(changed=False, skipped=True)  # in place of a backward
+    assert watched.habits == Habits()
+    for changed in (True, False):
+        watched.backward()
+        watched.backward()
+        watched.stepped(changed=changed, skipped=False)
+    watched.backward()
+    watched.stepped(changed=False, skipped=False)
+    assert watched.habits == Habits(changes=True, backwards=2)
+    watched.backward()
+    watched.dropped()
+    for skipped in (False, True):
+        watched.backward()
+        watched.backward()
+        watched.stepped(changed=False, skipped=skipped)
+        assert watched.habits == Habits(changes=True, skips=True, backwards=2)
+
+
+@pytest.mark.parametrize(
+    ("habits", "backward", "forward"),
+    [
+        (Habits(), True, True),
+        (Habits(changes=True), False, False),
+        (Habits(scales=True), False, False),
+        (Habits(reads=True), True, False),
+        (Habits(skips=True), False, True),
+        (Habits(backwards=2), True, False),
+    ],
+    ids=str,
+)
+def test_which_habits_suit_which_updates(habits: Habits, backward: bool, forward: bool) -> None:
+    """Those in backward have not been put off, and happen before the script has its say."""
+    profile = profile_of(CASE, 2)
+    suits = [habits.against(s.plan(profile)) is None for s in (BSP(), AFTER, P3())]
+    assert suits == [True, backward, forward]
 
 
 def test_reads_of_gradients_are_heard_only_meanwhile_and_only_of_these() -> None:
     watched, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     calls: list[int] = []
     looks = Looks(watched.parameters(), lambda: calls.append(1))
+    others = Looks(other.parameters(), lambda: None)
     looks.open()
     other(watched(torch.ones(2))).sum().backward()
     assert other.weight.grad is not None
     assert not calls  # autograd writes, nobody reads
     torch.nn.utils.clip_grad_norm_(watched.parameters(), 1.0)
     assert calls
+    others.open()  # of another model
+    others.close()
+    calls.clear()
+    assert watched.weight.grad is not None
+    assert calls
+    looks.close()
     looks.close()
     calls.clear()
     assert watched.weight.grad is not None

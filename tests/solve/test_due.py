@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat.solve import due
 from offbeat.solve.due import Cycle, bound_s, due_sets, filled, greedy
 
 
@@ -89,12 +90,42 @@ def test_sets_are_the_best_of_all_and_the_bound_holds():
         assert sorted(i for order in orders for i in order) == list(range(size))
         found_s = sum(map(cycle.seconds, orders))
         assert found_s == pytest.approx(least_s)
+        at_once = due_sets(cycle, period, [[range(size), *[()] * (period - 1)]])
+        assert sum(map(cycle.seconds, at_once)) <= found_s * (1 + 1e-9)
         assert bound_s(cycle, period) * period <= least_s * (1 + 1e-9)
         first_s = sum(cycle.best(members)[0] for members in greedy(cycle, period))
         climbed += found_s < first_s * (1 - 1e-9)
         bounded += bound_s(cycle, period) > cycle.least_s * (1 + 1e-9)
     assert climbed > 1
     assert bounded > 10
+
+
+def test_climbs_share_their_work_and_the_best_start_goes_first(monkeypatch):
+    given_to = []
+
+    class Climb(due._Climb):
+        def __init__(self, cycle, sets, left):
+            given_to.append((-left, sum(cycle.best(members)[0] for members in sets)))
+            super().__init__(cycle, sets, left)
+
+    monkeypatch.setattr(due, "_Climb", Climb)
+    climbs = 0
+    for cycle, period in CASES:
+        size = len(cycle.ready_s)
+        given_to.clear()
+        if period == 1:
+            continue  # nothing to move
+        due_sets(cycle, period, [[range(size), *[()] * (period - 1)]])
+        spent, start_s = zip(*given_to, strict=True) if given_to else ((), ())
+        assert len({*spent}) == len(spent)
+        assert list(spent) == sorted(spent)
+        assert list(start_s) == sorted(start_s)
+        climbs = max(climbs, len(spent))
+    assert climbs == 2
+
+
+def test_what_hides_everywhere_is_spread():
+    assert greedy(cycle_of([1.0] * 4, [2.0] * 4, [0.1] * 4), 2) == ((1, 3), (0, 2))
 
 
 @settings(max_examples=50, deadline=None)
@@ -129,6 +160,10 @@ def test_filling_costs_nothing():
             assert not set(order) & set(more)
             assert order or not more
             assert cycle.best((*order, *more))[0] <= cycle.seconds(order) * (1 + 1e-9)
+            others = [i for i in range(len(cycle.ready_s)) if i not in order]
+            if order and len(more) < len(others):
+                longer = (*order, *others[: len(more) + 1])
+                assert cycle.best(longer)[0] > cycle.seconds(order)
             filled_some += bool(more)
     assert filled_some > 10
 

@@ -14,6 +14,7 @@ from reference import random_timelines
 from reference import solve as reference
 
 from offbeat.plan import Payload
+from offbeat.plan.check import check
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, simulate
 from offbeat.solve import cap_fusion
@@ -30,7 +31,7 @@ from offbeat.strategies import (
     create,
 )
 from offbeat.strategies import dreamddp_due as later
-from offbeat.strategies.partial_sync import whole
+from offbeat.strategies.partial_sync import Piece, whole
 from offbeat.testing.conformance import equals_equations, moves_everything, shares
 from offbeat.testing.conformance import plan_is_pure as is_pure
 from offbeat.testing.conformance import plan_is_sound as is_sound
@@ -356,6 +357,52 @@ def test_due_at_forward_takes_what_the_solver_says():
         ]
         expected_s = sum(map(cycle.seconds, order)) / plan.period
         assert seconds_of(strategy, profile) == pytest.approx(expected_s)
+
+
+SETTING = later.Setting("x", SMALL, 2, "after_update", "local")
+
+
+def test_a_piece_of_several_buckets_is_due_when_the_first_of_them_is_needed():
+    pieces = [Piece(range(3)), Piece(range(3, 7))]
+    plan = later.forward_plan(SETTING, later.Choice(pieces, ((0,), (1,)), ((), ()), 0.0))
+    assert check(plan) == []
+
+
+def test_what_is_filled_is_not_filled_again():
+    choice = later.Choice(whole(7), ((0, 1, 2, 3, 4), (5, 6, 0)), ((), (0,)), 0.0)
+    assert later.with_fill(SETTING, choice) == choice
+    assert any(later.with_fill(SETTING, choice._replace(fill=((), ()))).fill)
+
+
+def test_slices_go_in_turn():
+    pieces = later.cut_into(frozenset({0, 2}), SETTING)
+    assert [(p.buckets[0], p.part) for p in pieces[:5]] == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
+    assert later._evenly(pieces, 2) == ((0, 3, 6, 8), (1, 2, 4, 5, 7))
+
+
+def test_a_later_choice_must_gain_enough():
+    some = [later.Choice([], (), (), seconds) for seconds in (1.0, 0.95, 0.8)]
+    assert later.fastest(some[:2], lambda choice: choice.closed_s) is some[1]
+    assert later.fastest(some[:2], lambda choice: choice.closed_s, gain=0.1) is some[0]
+    assert later.fastest(some, lambda choice: choice.closed_s, gain=0.1) is some[2]
+
+
+def test_moves_keep_every_bucket():
+    tried = [*later._moves(((0, 1, 2), (3,), (4, 5)), [3.0, 1.0, 1.0, 1.0, 1.0, 1.0])]
+    assert len({*tried}) == 7
+    for sets in tried:
+        assert sorted(i for members in sets for i in members) == [*range(6)]
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_all_at_once_hides_behind_what_comes_before_the_next_forward(times):
+    """And without a bucket's own update, whose bound counts one of all."""
+    profile = replace(fast_link(SMALL, times), other_s=0.02, step_s=5e-3)
+    setting = later.Setting("x", profile, 2, "after_update", "local")
+    choice = later._at_step(setting, [Piece(range(7))])
+    plan = later.forward_plan(setting, choice)
+    assert later.steady_s(plan, profile) * 2 == pytest.approx(choice.closed_s)
+    assert later.forward_bound_s(setting) * 2 <= choice.closed_s * (1 + 1e-9)
 
 
 def test_what_hiding_costs():
