@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
 from worlds import run_world
 
 import offbeat
 
 
-class Stream:
-    """Batches without a length."""
+class Stream(IterableDataset[int]):
+    """Batches without a length; `drawn` of them in all."""
 
     def __init__(self, count: int):
-        self.count = count
+        self.count, self.drawn = count, 0
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self.count))
+        for i in range(self.count):
+            self.drawn += 1
+            yield i
 
 
 class Boasts(Stream):
@@ -35,8 +40,11 @@ def train_unlike() -> list[object]:
     model, optimizer = offbeat.prepare(model, optimizer, offbeat.BSP(), observe=1, timeout_s=20)
     rank = dist.get_rank()
     seen: list[object] = []
-    for loader in (list(range(4 + rank)), Stream(5 - rank), Stream(3)):
+    loaded = DataLoader(Stream(3), batch_size=None)  # its length raises
+    some = Stream(4) if rank else [0, 1]
+    for loader in (list(range(4 + rank)), Stream(5 - rank), loaded, some):
         joined = offbeat.join(loader, timeout_s=20)
+        controls = set()
         for _ in range(2):
             batches = []
             for x in joined:
@@ -45,6 +53,8 @@ def train_unlike() -> list[object]:
                 optimizer.step()
                 batches.append(x)
             seen.append(batches)
+            controls.add(joined._control)
+        assert len(controls) == 1  # epochs share it
     try:
         list(offbeat.join(Boasts(1), timeout_s=20))
     except RuntimeError as error:
@@ -58,7 +68,35 @@ def test_all_end_with_the_shortest() -> None:
     assert first == second == third
     assert first[:4] == [[0, 1, 2, 3]] * 2 + [[0, 1, 2]] * 2
     assert first[4:6] == [[0, 1, 2]] * 2
-    assert "must have as many batches as its length says (3), but ended after 1" in first[6]
+    assert first[6:8] == [[0, 1]] * 2  # where some ranks have a length
+    assert "must have as many batches as its length says (3), but ended after 1" in first[8]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is asked of the others, who always have another batch."""
+    questions: list[Any] = []
+
+    def all_reduce(has: torch.Tensor, **_: Any) -> Any:
+        work = Mock()
+        questions.append((int(has), work.wait))
+        return work
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return questions
+
+
+def test_one_ahead(asked: list[Any]) -> None:
+    """The others are asked for the next batch before this one is trained on, and waited for in
+    words."""
+    stream, control = Stream(2), MagicMock()
+    batches = offbeat.join(stream)._together(control)
+    assert next(batches) == 0
+    assert stream.drawn == 2
+    assert [has for has, _ in asked] == [1, 1]
+    assert [*batches] == [1]
+    assert [has for has, _ in asked] == [1, 1, 0]
+    assert control.together.call_count == 3
 
 
 def test_alone() -> None:

@@ -29,7 +29,7 @@ class Joined(Generic[Batch]):
             yield from self.loader
             return
         control = self._control = self._control or Control(self._timeout_s)
-        own = len(self.loader) if isinstance(self.loader, Sized) else UNSIZED
+        own = _length(self.loader)
         lengths = control.gather(own)
         if UNSIZED in lengths:
             yield from self._together(control)
@@ -61,6 +61,14 @@ class Joined(Generic[Batch]):
             following = _next(batches, control)
             yield batch
             batch, answer = following
+
+
+def _length(loader: Iterable[Any]) -> int:
+    """How many batches it says it has. A DataLoader over a stream has `__len__`, which raises."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else UNSIZED
+    except TypeError:
+        return UNSIZED
 
 
 def _next(batches: Iterator[Any], control: Control) -> tuple[Any, tuple[Any, torch.Tensor]]:
