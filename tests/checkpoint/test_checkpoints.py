@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
+import time
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import checkpoint_jobs as jobs
 import pytest
@@ -17,10 +21,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from worlds import run_world, watch_world
 
 import offbeat
-from offbeat.checkpoint import shard
+from offbeat.checkpoint import automatic, shard
+from offbeat.checkpoint.checkpoints import _frozen, _load_extra, _of_extra
 from offbeat.checkpoint.folder import Folder
 from offbeat.checkpoint.frozen import freeze
+from offbeat.checkpoint.saving import Company, Saver, Saving
 from offbeat.numerics.change import Course
+
+ALONE = Company(None)
 
 # ---- one shard ------------------------------------------------------------------------------
 
@@ -34,6 +42,19 @@ def written(directory: Path, value: Any, **names: torch.Tensor) -> Path:
     return directory
 
 
+class Made:
+    """Its tensor exists while it is pickled only; the next one may get its place."""
+
+    def __init__(self, i: int):
+        self.i = i
+
+    def __getstate__(self) -> torch.Tensor:
+        return torch.full((100,), self.i)
+
+    def __setstate__(self, state: torch.Tensor) -> None:
+        self.i = int(state[0])
+
+
 def test_any_value_comes_back(tmp_path: Path) -> None:
     weight = torch.randn(3, 4, dtype=torch.bfloat16)
     course = Course(0.5, deque([1.0, 2.0], maxlen=3), 4.0)
@@ -43,6 +64,9 @@ def test_any_value_comes_back(tmp_path: Path) -> None:
         "scalar": torch.tensor(3),
         "empty": torch.empty(0, 2),
         "empty too": torch.empty(2, 0),
+        "empty again": torch.empty(0, 2),
+        "bits": weight.view(torch.int16),
+        "made": [Made(i) for i in range(4)],
         "course": course,
     }
     back = shard.read(written(tmp_path / "a", value, weight=weight))
@@ -53,6 +77,9 @@ def test_any_value_comes_back(tmp_path: Path) -> None:
     assert torch.equal(back["strided"], value["strided"])
     assert back["scalar"].item() == 3
     assert [back[k].shape for k in ("empty", "empty too")] == [(0, 2), (2, 0)]
+    assert back["empty"] is not back["empty again"]
+    assert (back["bits"].dtype, back["bits"].shape) == (torch.int16, (3, 4))
+    assert [made.i for made in back["made"]] == [0, 1, 2, 3]
     assert back["course"] == course
     assert back["course"].values.maxlen == 3
 
@@ -64,6 +91,8 @@ def test_frozen_is_frozen() -> None:
     value["tensor"].zero_()
     assert frozen.thawed()["list"] == [1]
     assert frozen.thawed()["tensor"].sum() == 2
+    tied = value["tensor"]
+    assert [*freeze([tied, tied], {"first": tied, "second": tied}).tensors] == ["first"]
     with pytest.raises(ValueError, match="extra holds something that cannot be saved"):
         freeze({"lock": threading.Lock()}, {})
 
@@ -81,7 +110,47 @@ def test_format_is_that_of_torch(tmp_path: Path) -> None:
     assert all(torch.equal(t, model.state_dict()[n]) for n, t in other.state_dict().items())
 
 
-def test_damage_is_noticed(tmp_path: Path) -> None:
+def test_all_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file, then the directories that have the names; power may fail at any time."""
+    done: list[int | str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        done.append(os.fstat(descriptor).st_ino)
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append(Path(target).name)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    folder, name = Folder(tmp_path), "000001-iteration-3"
+    written(folder.unfinished(name, 0), {"w": torch.ones(3)})
+    folder.finish(name, 0)
+    part, at = folder.shard(name, 0), done.index(name)
+    manifest_, *directories = (p.stat().st_ino for p in (part / shard.MANIFEST, part, part.parent))
+    assert {p.stat().st_ino for p in part.iterdir()} <= {*done[:at]}
+    assert done[at - 3 : at] == [manifest_, *directories]
+    assert done[at + 1 :] == [tmp_path.stat().st_ino]
+
+
+def test_written_anew_over_what_is_left(tmp_path: Path) -> None:
+    written(tmp_path / "a", {"w": torch.ones(3), "v": torch.ones(2)})
+    assert [*shard.read(written(tmp_path / "a", {"w": torch.zeros(3)}))] == ["w"]
+
+
+def test_of_another_time(tmp_path: Path) -> None:
+    path = written(tmp_path / "a", 1) / shard.MANIFEST
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+    with pytest.raises(ValueError, match="schema 2, not 1"):
+        shard.look_up(path.parent)
+
+
+def test_damage_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard, "CHUNK_BYTES", 64)
     directory = written(tmp_path / "a", {"w": torch.ones(100)})
     [file] = directory.glob("*.distcp")
     data = bytearray(file.read_bytes())
@@ -116,7 +185,10 @@ def test_folder(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="000014"):
         folder.finish("000014-iteration-9", 0)
     assert next(iter(folder.whole(0))) == "000013-iteration-9"
-    written(folder.unfinished("000015-iteration-9", 0), 0)
+    for worker in range(2):
+        written(folder.unfinished("000015-iteration-9", worker), 0)
+    folder.drop("000015-iteration-9", 1)
+    assert folder.unfinished("000015-iteration-9", 0).is_dir()  # another rank of this host
     folder.prune(2)
     left = ["000012-iteration-5", "000013-iteration-9", "notes"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
@@ -133,6 +205,101 @@ def test_killed_at_any_time(tmp_path: Path) -> None:
     assert newest.count(2) > 2, "also while the old one is removed"
     assert [2, 1] in [whole for _, whole in found], "the old one goes when the new one is whole"
     assert found[-1] == (False, [2])
+
+
+def test_a_process_that_ends_waits_for_it(tmp_path: Path) -> None:
+    saving = Saving(Folder(tmp_path), "000001-iteration-3", freeze(1, {}), manifest(), ALONE, 1)
+    assert not saving._thread.daemon
+    assert saving.wait().is_dir()
+
+
+def test_ranks_save_in_turn_and_under_one_name(tmp_path: Path) -> None:
+    """Above all that any host has; where their iterations differ nobody saves."""
+    saver, theirs, over = Saver(None), [(7, 3)], []
+
+    def gather(mine: Any) -> list[Any]:
+        over.append(saver._last is None or saver._last.done)
+        return [mine, *theirs]
+
+    def gather_aside(mine: Any) -> list[Any]:
+        time.sleep(0.05)
+        return [mine]
+
+    saver.company = Mock(gather=gather, gather_aside=gather_aside)
+    args = Folder(tmp_path), lambda: freeze(1, {}), manifest(), 1
+    assert saver.save(*args).path.name == "000007-iteration-3"
+    theirs[:] = [(1, 3)]
+    assert saver.save(*args).wait().name == "000008-iteration-3"
+    assert over == [True, True]
+    theirs[:] = [(9, 4)]
+    with pytest.raises(ValueError, match="rank 0 has 3, rank 1 4"):
+        saver.save(*args)
+
+
+@pytest.mark.parametrize("others", [["rank 1: full"], [None, "rank 1: full"]], ids=str)
+def test_older_ones_go_only_when_all_have_the_new_one(tmp_path: Path, others: list[Any]) -> None:
+    """Whether they failed to write or to give it its name; what is unfinished goes."""
+    folder = Folder(tmp_path)
+    written(folder.shard("000001-iteration-2", 0), 1)
+    answers = iter(others)
+    company: Any = Mock(gather_aside=lambda mine: [mine, next(answers)])
+    saving = Saving(folder, "000002-iteration-3", freeze(1, {}), manifest(), company, 1)
+    with pytest.raises(RuntimeError, match=r"rank 1: full\); .*/000001-iteration-2 is still whole"):
+        saving.wait()
+    assert [*folder.whole(0)][-1] == "000001-iteration-2"
+    assert not [*tmp_path.glob(".unfinished*")]
+
+
+def test_what_rank_0_cannot_give_is_an_error_on_the_others() -> None:
+    company = Company(None)
+    company._control, company.size = Mock(rank=1, gather=lambda mine: ["a Path", mine]), 2
+    with pytest.raises(RuntimeError, match=r"rank 0 cannot give the others .*: a Path"):
+        company.share(None)
+
+
+def test_load_waits_for_what_is_being_saved(tmp_path: Path) -> None:
+    saver = Mock(spec=Saver)
+
+    def gather(_: Any) -> list[Any]:
+        assert saver.settle.called
+        raise LookupError
+
+    saver.company = Mock(gather=gather)
+    session = Mock(saver=saver, alone=False, elsewhere=None, worker=0)
+    with pytest.raises(LookupError):
+        offbeat.load(tmp_path, Mock(_session=session), Mock(_session=session))
+
+
+def test_which_extra_is_loaded(tmp_path: Path) -> None:
+    """Objects, not their classes; what was saved as a value is returned."""
+    one, other = Mock(), Mock()
+    saved = {"one": ("state", {"a": 1}), "other": ("value", 3)}
+    assert _load_extra(saved, {"one": one, "other": other}, tmp_path) == {"other": 3}
+    one.load_state_dict.assert_called_once_with({"a": 1})
+    assert not other.load_state_dict.called
+    assert _of_extra(torch.optim.SGD) == ("value", torch.optim.SGD)
+
+
+def test_when_a_launcher_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every so many iterations, but for those that are observed: there is no plan yet."""
+    monkeypatch.setattr(automatic, "save", lambda *_: saved.append(session.iteration))
+    saved: list[int] = []
+    session, acts = SimpleNamespace(iteration=0, observing=True), list[Any]()
+    job: Any = SimpleNamespace(checkpoint="a", checkpoint_every=2, resume=False)
+    model: Any = SimpleNamespace(_session=session)
+    optimizer: Any = SimpleNamespace(after_step=acts.append)
+    automatic.attend(job, model, optimizer)
+    for session.iteration in range(1, 7):
+        session.observing = session.iteration < 3
+        acts[0]()
+    assert saved == [4, 6]
+
+
+def test_buffers_that_state_dict_leaves_out_are_saved() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("hidden", torch.ones(3), persistent=False)
+    frozen = _frozen(model, torch.optim.SGD(model.parameters()), {}, {})
+    assert frozen.thawed()["buffers"]["hidden"].tolist() == [1, 1, 1]
 
 
 # ---- several ranks --------------------------------------------------------------------------

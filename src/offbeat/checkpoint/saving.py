@@ -118,8 +118,8 @@ class Saving:
         return not failed
 
     def _words(self, causes: list[str]) -> str:
-        left = self._folder.whole(self._worker)
-        before = f"{self._folder.path / next(iter(left))} is" if left else "there is none before it"
+        left = [name for name in self._folder.whole(self._worker) if name != self._name]
+        before = f"{self._folder.path / left[0]} is" if left else "there is none before it"
         return (
             f"the checkpoint {self.path} was not saved ({'; '.join(causes)}); {before}"
             f"{' still whole' if left else ''}"

@@ -51,6 +51,7 @@ def write(directory: Path, frozen: Frozen, manifest: Manifest) -> None:
         file.flush()
         os.fsync(file.fileno())
     sync(directory)
+    sync(directory.parent)  # it holds this one's name
 
 
 def read(directory: Path) -> Any:
