@@ -203,6 +203,17 @@ def test_who_hears_of_constants_after_an_exchange_does_not_touch_the_mean() -> N
     np.testing.assert_allclose((x + y).numpy(), total, rtol=1e-12, atol=1e-12)
 
 
+def test_the_midpoint_waits_for_arithmetic_under_way() -> None:
+    (a, _), _, _ = states(MOMENTUM)
+    thread = threading.Thread(target=a.midpoint)
+    with a.still(0.0):
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_rounded_on_the_wire_the_mean_is_kept() -> None:
     """Both take the same rounded numbers for m, so what one loses the other gets."""
     random = torch.Generator().manual_seed(1)

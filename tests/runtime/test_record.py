@@ -174,3 +174,24 @@ def test_a_record_of_one_piece_is_read_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "rank1.json").write_text(json.dumps({"rank": 1}))
     assert read(tmp_path / "rank1.json") == {"rank": 1}
     assert blocks.records_in(tmp_path) == [tmp_path / "rank1.json"]
+
+
+def test_a_line_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
+    """It is not taken for a torn one."""
+    path = path_of(tmp_path, 0)
+    whole = json.dumps({"first": 0, "ends_s": [0.5] * 40_000})
+    path.write_text(f'{whole}\n{{"first": 40000, "ends_s": [')
+    assert iterations_so_far(path) == 40_000
+
+
+def test_records_are_in_the_order_of_their_ranks(tmp_path: Path) -> None:
+    for name in ("rank10.jsonl", "rank2.jsonl", "rank1.json"):
+        (tmp_path / name).touch()
+    found = [path.name for path in blocks.records_in(tmp_path)]
+    assert found == ["rank1.json", "rank2.jsonl", "rank10.jsonl"]
+
+
+def test_a_loss_of_an_iteration_that_has_not_ended_is_left_out(tmp_path: Path) -> None:
+    head = {"rank": 0, "strategy": "x", "period": 1, "uneven": False, "first": 0}
+    Blocks(path_of(tmp_path, 0)).append({**head, "ends_s": [1.0], "losses": [[0, 5.0], [1, 4.0]]})
+    assert read(path_of(tmp_path, 0))["losses"] == [[0, 1.0, 5.0]]
