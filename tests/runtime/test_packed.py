@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from worlds import run_world
 
 import offbeat
-from offbeat.transport.packed import TUPLE, pack, unpack
+from offbeat.transport.packed import TUPLE, pack, unpack, unreadable
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -75,6 +75,11 @@ def test_ranks_tell_each_other() -> None:
     assert "rank 1" in refused
     assert "the value[1] is a set" in refused
     assert after == ["still together"] * 2
+
+
+def test_whether_others_could_read_a_state() -> None:
+    assert unreadable(talking.STATE) is None
+    assert "Path" in str(unreadable({"path": Path("a")}))
 
 
 def test_no_pickles() -> None:
