@@ -28,13 +28,12 @@ from offbeat.lab.namespaces import (
     reason,
     step,
 )
-from offbeat.lab.shaping import burst_bytes, queue_bytes
+from offbeat.lab.shaping import burst_bytes, queue_bytes, segments_bytes
 from offbeat.lab.switch import Switch
 from offbeat.lab.tap import mac, open_tap
 from offbeat.lab.units import format_time
 
 _NETEM_QUEUE_PACKETS = 100_000
-_MOST_SEGMENTS_BYTES = 65536
 
 _ROOT_HANDLE = 0x10000  # 1:
 _SHAPER_HANDLE = 0x100000  # 10:
@@ -133,8 +132,6 @@ class Network:
         for namespace, interface in ends:
             index = namespace.index(interface)
             _shape(namespace.netlink, index, rate_bps, delayed)
-            if link in self.switched:
-                _limit_segments(namespace.netlink, index, rate_bps)
 
     # --- links with a bridge, and links with a switch of our own --------------------------------
 
@@ -202,7 +199,6 @@ class Network:
                 address=mac(link, host).hex(":"),
                 ifalias=self._alias(plan.name, host),
             )
-            _limit_segments(namespace.netlink, index, plan.rates_bps[host])
             if plan.rates_bps[host] is not None:
                 _shape(namespace.netlink, index, plan.rates_bps[host], False)
             self._add_address(namespace.netlink, index, host, link)
@@ -277,6 +273,7 @@ def _add_shapers(
 
 def _shape(netlink: IPRoute, index: int, rate_bps: int | None, delayed: bool) -> None:
     """Set or remove the token bucket; behind a delay it is the delay's inner queue."""
+    netlink.link("set", index=index, gso_max_size=segments_bytes(rate_bps))
     parent = _DELAYED if delayed else _TC_ROOT
     if rate_bps is None:
         try:
@@ -296,14 +293,6 @@ def _shape(netlink: IPRoute, index: int, rate_bps: int | None, delayed: bool) ->
             burst=burst_bytes(rate_bps),
             limit=queue_bytes(rate_bps),
         )
-
-
-def _limit_segments(netlink: IPRoute, index: int, rate_bps: int | None) -> None:
-    """What TCP may hand over at once: no more than the token bucket lets through, which would cut
-    it into single packets."""
-    # A tenth for the headers, which the bucket counts as well.
-    most = _MOST_SEGMENTS_BYTES if rate_bps is None else burst_bytes(rate_bps) * 9 // 10
-    netlink.link("set", index=index, gso_max_size=most)
 
 
 def _bytes_of(namespace: Namespace, interface: str) -> tuple[int, int]:
