@@ -1,4 +1,4 @@
-"""Goodput between 4 shaped hosts against the asked rate: plain sockets, gloo, several groups at once.
+"""Goodput between 4 shaped hosts against the asked rate: plain sockets, gloo, several groups.
 
     python benchmarks/lab_links.py [MBIT_PER_S ...]
 

@@ -10,7 +10,12 @@ import pytest
 
 from offbeat.lab import Cluster, HostOverride, Lab, LabError, Link, NoLab, check_support, launch
 from offbeat.lab import network as network_module
-from offbeat.lab.shaping import burst_bytes, queue_bytes
+from offbeat.lab.shaping import (
+    bridged_segments_bytes,
+    burst_bytes,
+    queue_bytes,
+    segments_bytes,
+)
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -276,7 +281,29 @@ def test_no_lab_says_loudly_that_it_is_unshaped():
             lab.set_rate(0, "net", "5mbit")
 
 
-@pytest.mark.parametrize("rate_bps", [1_000, 1_000_000, 100_000_000, 32_000_000_000])
+@pytest.mark.parametrize("rate_bps", [1_000, 1_000_000, 200_000_000, 250_000_000, 32_000_000_000])
 def test_a_shaper_holds_more_than_a_packet_and_queues_more_than_it_lets_through(rate_bps):
-    assert 16 * 1024 <= burst_bytes(rate_bps) <= 64 * 1024
+    assert burst_bytes(rate_bps) == max(16 * 1024, rate_bps // 4000)  # 2 ms
     assert queue_bytes(rate_bps) >= burst_bytes(rate_bps) + 128 * 1024
+    # With 66 bytes of headers for each packet of 1448 a hand-over still fits into a burst.
+    segments = segments_bytes(rate_bps)
+    assert segments + -(-segments // 1448) * 66 <= burst_bytes(rate_bps)
+    assert segments <= segments_bytes(None) == 65536
+    single = rate_bps <= 200_000_000
+    assert bridged_segments_bytes(rate_bps) == (65536 if single else segments)
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_what_is_handed_over_at_once_arrives_so(program, tmp_path):
+    """A shaper that cuts it into single packets keeps processors busy and has them out of order."""
+    packets = """
+        rows = [line.split() for line in open("/proc/self/net/dev") if "eth0:" in line]
+        print("took", rows[0][2], "packets")"""
+    code = TRANSFER.replace(
+        '        peer.sendall(b"thanks")', packets + '\n        peer.sendall(b"thanks")'
+    )
+    code = code.replace('        print("took", time', '        print("not", time')
+    with Lab(Cluster.simple(2, "300mbit")) as lab:
+        received, _ = transfer(lab, program(code), 4_000_000, tmp_path)
+        host = lab.counters()[0]["net"]
+    assert host.received_bytes / received > 3 * 1514

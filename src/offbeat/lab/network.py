@@ -28,7 +28,12 @@ from offbeat.lab.namespaces import (
     reason,
     step,
 )
-from offbeat.lab.shaping import burst_bytes, queue_bytes, segments_bytes
+from offbeat.lab.shaping import (
+    bridged_segments_bytes,
+    burst_bytes,
+    queue_bytes,
+    segments_bytes,
+)
 from offbeat.lab.switch import Switch
 from offbeat.lab.tap import mac, open_tap
 from offbeat.lab.units import format_time
@@ -132,6 +137,7 @@ class Network:
         for namespace, interface in ends:
             index = namespace.index(interface)
             _shape(namespace.netlink, index, rate_bps, delayed)
+            _limit_segments(namespace.netlink, index, rate_bps, link in self.switched)
 
     # --- links with a bridge, and links with a switch of our own --------------------------------
 
@@ -199,6 +205,7 @@ class Network:
                 address=mac(link, host).hex(":"),
                 ifalias=self._alias(plan.name, host),
             )
+            _limit_segments(namespace.netlink, index, plan.rates_bps[host], switched=True)
             if plan.rates_bps[host] is not None:
                 _shape(namespace.netlink, index, plan.rates_bps[host], False)
             self._add_address(namespace.netlink, index, host, link)
@@ -269,11 +276,11 @@ def _add_shapers(
             )
     if rate_bps is not None:
         _shape(netlink, index, rate_bps, plan.delayed)
+        _limit_segments(netlink, index, rate_bps, switched=False)
 
 
 def _shape(netlink: IPRoute, index: int, rate_bps: int | None, delayed: bool) -> None:
     """Set or remove the token bucket; behind a delay it is the delay's inner queue."""
-    netlink.link("set", index=index, gso_max_size=segments_bytes(rate_bps))
     parent = _DELAYED if delayed else _TC_ROOT
     if rate_bps is None:
         try:
@@ -293,6 +300,12 @@ def _shape(netlink: IPRoute, index: int, rate_bps: int | None, delayed: bool) ->
             burst=burst_bytes(rate_bps),
             limit=queue_bytes(rate_bps),
         )
+
+
+def _limit_segments(netlink: IPRoute, index: int, rate_bps: int | None, switched: bool) -> None:
+    """What TCP may hand over at once."""
+    most = segments_bytes(rate_bps) if switched else bridged_segments_bytes(rate_bps)
+    netlink.link("set", index=index, gso_max_size=most)
 
 
 def _bytes_of(namespace: Namespace, interface: str) -> tuple[int, int]:

@@ -17,7 +17,7 @@ _PINGS = 9
 _PING_SHARE = 0.25  # of the time of a way
 _CHUNK = bytes(65536)
 _LEAST_BYTES = 32 * 1024  # that a rate is read off
-_WIRE = 1514 / 1448  # Ethernet, IP and TCP headers of a full packet
+WIRE = 1514 / 1448  # Ethernet, IP and TCP headers of a full packet
 NOTHING: dict[str, float | None] = {"rate_bps": None, "latency_s": None}
 
 Enter = Callable[[int], None]
@@ -43,7 +43,7 @@ def measure(
 
 def _measure(enter: Enter, way: Mapping[str, Any], limit_s: float) -> dict[str, float | None]:
     try:
-        here, there = _connected(enter, way["hosts"], way["address"])
+        here, there = connected(enter, way["hosts"], way["address"])
     except OSError:  # not within seconds, as with heavy loss
         return NOTHING
     with here, there:
@@ -66,10 +66,11 @@ def rate_bps(points: Sequence[tuple[float, int]]) -> float | None:
     end_s, end = points[-1]
     if end - begin < _LEAST_BYTES:
         return None
-    return (end - begin) * 8 * _WIRE / (end_s - begin_s)
+    return (end - begin) * 8 * WIRE / (end_s - begin_s)
 
 
-def _connected(enter: Enter, hosts: Sequence[int], to: str) -> tuple[socket.socket, socket.socket]:
+def connected(enter: Enter, hosts: Sequence[int], to: str) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection from one host to the other's address; OSError after 3 s."""
     one, other = hosts
     enter(other)
     with socket.create_server((to, 0)) as server:
@@ -114,6 +115,10 @@ def _flood(here: socket.socket, there: socket.socket, end_s: float) -> list[tupl
         if readable:
             total += len(there.recv(1 << 20))
             points.append((time.monotonic(), total))
-    # What is still under way is of no interest: reset instead of a long good-bye.
-    here.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    reset_at_close(here)
     return points
+
+
+def reset_at_close(sending: socket.socket) -> None:
+    """What is still under way is of no interest: a reset instead of a long good-bye."""
+    sending.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

@@ -4,6 +4,7 @@ _MIN_BURST_BYTES = 16 * 1024
 _BURST_S = 0.002
 _QUEUE_S = 0.05
 _MIN_QUEUE_BYTES = 128 * 1024
+_SINGLE_UP_TO_BPS = 200_000_000
 _MOST_SEGMENTS_BYTES = 65536  # that TCP hands over at once where nothing limits it
 
 
@@ -22,12 +23,21 @@ def queue_bytes(rate_bps: int) -> int:
 
 
 def segments_bytes(rate_bps: int | None) -> int:
-    """Bytes that TCP may hand over at once: no more than a burst, as a shaper cuts what is larger
-    into single packets.
+    """Bytes that TCP may hand over at once such that no shaper cuts them into single packets.
 
-    Single packets keep processors busy, and several processors deliver them out of order, which
-    TCP takes for loss. A tenth of the burst is for the headers, which the shaper counts as well.
+    A tenth of the burst is for the headers, which the shaper counts as well.
     """
     if rate_bps is None:
         return _MOST_SEGMENTS_BYTES
     return min(burst_bytes(rate_bps) * 9 // 10, _MOST_SEGMENTS_BYTES)
+
+
+def bridged_segments_bytes(rate_bps: int | None) -> int:
+    """The same on a bridge, where nothing is limited up to 200 Mbit/s.
+
+    Single packets are as on a real link, with an acknowledgement for every second one (93.6 % of
+    the rate is payload when all hosts send). Faster, they take more time than processors have.
+    Several processors then deliver them out of order, which TCP takes for loss.
+    """
+    cut = rate_bps is not None and rate_bps <= _SINGLE_UP_TO_BPS
+    return _MOST_SEGMENTS_BYTES if cut else segments_bytes(rate_bps)

@@ -127,6 +127,8 @@ class _Supervisor:
                 return self._begin(message["changes"])
             case "probe":
                 return self._probe(message)
+            case "flood":
+                return self._flood(message)
             case "counters":
                 return self._built().counters()
         raise AssertionError(f"unknown request {message['do']!r}")
@@ -168,6 +170,11 @@ class _Supervisor:
         from offbeat.lab.probe import measure
 
         return measure(self._built().enter, message["ways"], message["budget_s"])
+
+    def _flood(self, message: dict[str, Any]) -> list[float]:
+        from offbeat.lab.flood import measure_at_once
+
+        return measure_at_once(self._built().enter, message["ways"], message["limit_s"])
 
     @property
     def _switch_pid(self) -> int | None:

@@ -480,11 +480,16 @@ def _fail(words: str, outcome: Outcome, progress: Progress) -> None:
 
 
 def _probe(lab: Lab | NoLab, progress: Progress) -> list[dict[str, Any]]:
-    """Measure what is asked of the links, and say both."""
+    """Measure what is asked of the links, and say both; LabError if the machine is too slow."""
     found = lab.probe()
     for line in asked.lines(found):
         progress.say(line)
-    return [measured.record() for measured in found if measured.known]
+    records = [measured.record() for measured in found if measured.known]
+    carried = lab.verify()
+    if carried is None:
+        return records
+    progress.say(carried.text)
+    return [*records, carried.record()]
 
 
 def _job(setup: Setup, strategy: Strategy, **rest: Any) -> dict[str, Any]:
