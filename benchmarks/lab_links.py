@@ -20,11 +20,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 HOSTS = 4
 RATES = (25, 50, 100, 200, 500, 1000)  # Mbit/s
 SIZES_BYTES = {"64 KB": 64 * 1024, "1 MB": 1 << 20, "4 MB": 4 << 20, "16 MB": 16 << 20}
-MOST_S = 5.0  # of the bound, that the repetitions of one line take
+MOST_S = 3.0  # of the bound, that the repetitions of one line take
 REPETITIONS = 15
 GROUPS = (1, 2, 4)
 FEWEST_FOR_GROUPS = 200  # Mbit/s: below it one group reaches the bound
@@ -75,7 +76,7 @@ def rank_main(folder: Path, rates: list[int]) -> None:
                 time.sleep(0.01)
         dist.barrier()
         _show_ring(dist, rate, PORT + number)
-        groups = [dist.new_group() for _ in range(max(GROUPS))]
+        groups: list[Any] = [dist.new_group() for _ in range(max(GROUPS))]
         for label, size_bytes in SIZES_BYTES.items():
             bound_s = _moved_bits(size_bytes) / rate / 1e6
             repetitions = min(REPETITIONS, int(MOST_S / bound_s))

@@ -63,8 +63,8 @@ class Carried:
             return
         fastest = max(asked.way.rate_bps or 0 for asked in self.ways)
         raise LabError(
-            f"a rate of {format_rate(fastest)} for {self._hosts} hosts ({self._asked} when all send "
-            f"at once) is more than this machine's processors carry: {self._measured} "
+            f"a rate of {format_rate(fastest)} for {self._hosts} hosts ({self._asked} when all "
+            f"send at once) is more than this machine's processors carry: {self._measured} "
             f"({self.share:.0%}, at least {LEAST_SHARE:.0%} is needed); ask for at most "
             f"{_rounded(fastest * self.share * LEAST_SHARE)} or for fewer hosts, or stop what else "
             "runs on this machine"
