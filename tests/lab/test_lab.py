@@ -303,7 +303,7 @@ def test_what_is_handed_over_at_once_arrives_so(program, tmp_path):
         '        peer.sendall(b"thanks")', packets + '\n        peer.sendall(b"thanks")'
     )
     code = code.replace('        print("took", time', '        print("not", time')
-    with Lab(Cluster.simple(2, "300mbit")) as lab:
+    with Lab(Cluster.simple(2, "210mbit")) as lab:
         received, _ = transfer(lab, program(code), 4_000_000, tmp_path)
         host = lab.counters()[0]["net"]
     assert host.received_bytes / received > 3 * 1514
