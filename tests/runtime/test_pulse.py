@@ -144,8 +144,32 @@ def test_who_has_left(ranks: tuple[Store, list[Pulse]]) -> None:
     for _ in range(2):
         pulses[1].enter()  # for two other models
     pulses[1].exit()  # from one of them
+    pulses[1].enter()  # for another model
+    time.sleep(0.1)
+    assert pulses[3].heard[1].state == LEFT  # as far as the one before goes
+    pulses[3].exit()
+    pulses[3].enter()
     until(lambda: pulses[3].heard[1].state == RUNS)
     assert pulses[3].culprits(waited_s=60.0) == []
+
+
+def test_who_failed_and_has_begun_anew(ranks: tuple[Store, list[Pulse]]) -> None:
+    """Whoever still waits for it learns that; who has begun anew, too, no longer counts it."""
+    _, pulses = ranks
+    pulses[1].say(TOLD, "gave up", blames=[2])
+    pulses[2].exit("failed with ValueError: x")
+    pulses[1].exit()
+    for rank in (1, 2):
+        pulses[rank].enter()
+    until(lambda: pulses[3].heard[2].state == FAILED)
+    assert pulses[3].over
+    assert pulses[3].culprits(waited_s=0.0) == [2]
+    assert pulses[3].why(2) == "failed with ValueError: x"
+    pulses[3].exit()
+    pulses[3].enter()
+    until(lambda: {pulses[3].heard[rank].state for rank in (1, 2)} == {RUNS})
+    assert not pulses[3].over
+    assert pulses[3].culprits(waited_s=0.0) == []
 
 
 def test_what_others_have_found_counts(ranks: tuple[Store, list[Pulse]]) -> None:

@@ -29,7 +29,7 @@ class Company:
         self.size = control.world_size if control is not None else 1
         self._group = None
         if control is not None and self.size > 1:
-            self._group = new_group("gloo", control.timeout_s)
+            self._group = _meet(control)
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, by rank. RuntimeError if somebody is missing."""
@@ -55,6 +55,19 @@ class Company:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+def _meet(control: Control) -> dist.ProcessGroup:
+    """A group of all ranks; RuntimeError naming those that did not come."""
+    try:
+        with control.waiting("in offbeat.save or offbeat.load"):
+            return new_group("gloo", control.timeout_s)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {control.rank} waited {control.timeout_s:g} s in offbeat.save or offbeat.load "
+            f"for the other ranks: {error}. Every rank must call it, not rank 0 alone, in the same "
+            f"place of the loop. {control.behind()}"
+        ) from error
 
 
 class Saving:

@@ -43,12 +43,13 @@ class Pauses:
     def settle(self) -> None:
         """Before leaving: finish updates, and messages that others wait for. What has begun and
         will never end is dropped."""
-        if not self._engine.waiting.failed:
+        if self._engine.waiting.failure is None:
             self._drop()
 
-    def discard(self) -> None:
+    def discard(self) -> bool:
         """Other weights are about to be loaded: forget gradients that were added up and averages
-        that have not landed, and begin the plan anew."""
+        that have not landed, and begin the plan anew. Whether it begins anew: then all ranks must
+        load."""
         self.flush()
         run = self._engine.run
         if run.windows.late or run.lands_late or self._engine.plan.source is not None:
@@ -56,6 +57,8 @@ class Pauses:
             run.windows.discard()
             run.discard_landings()
             self._begin_anew()
+            return True
+        return False
 
     def drain(self) -> None:
         """Between iterations: also apply gradients that are not yet due, forget averages that have

@@ -24,8 +24,9 @@ class Waiting:
         self.compute = Compute()
 
     @property
-    def failed(self) -> bool:
-        return self._failure is not None
+    def failure(self) -> BaseException | None:
+        """Why nothing can go on."""
+        return self._failure
 
     def require_alive(self) -> None:
         """RuntimeError once a wait has failed, or the session is closed."""

@@ -93,14 +93,15 @@ class Cluster:
         sent = {name: link.bytes_sent for name, link in self.links.items()}
         return {name: size for name, size in sent.items() if size or name in self.specs}
 
-    def close(self) -> bool:
+    def close(self, failure: BaseException | None = None) -> bool:
         """Stop the links and drop the groups; False if a link is stuck in a collective, which
-        nothing can interrupt: then the groups stay, as dropping them could abort the process."""
+        nothing can interrupt: then the groups stay, as dropping them could abort the process.
+        Others hear of a `failure` of this rank, and wait no longer."""
         self.closed = True
         if self.leave is not None:
             atexit.unregister(self.leave)
             self.leave = None
-        self.control.close()
+        self.control.close(failure)
         closed = [link.close() for link in self.links.values()]
         if not all(closed):
             return False

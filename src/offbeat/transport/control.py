@@ -17,11 +17,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from offbeat.transport import packed
 from offbeat.transport.pulse import GAVE_UP, TOLD, WAITS, Pulse, Words, pulse_of, text_of
 
+_met = 0  # how often this process has met all others
 SHOWN = 16  # ranks in a report
 STAYS_S = 2.0  # whose store it is waits so long for the others to give up, too
 NOBODY = (
     "No rank is missing: all of them live and wait. The network between them may have failed, or "
-    "they wait for different things, as when one has less data (see offbeat.join)."
+    "they wait for different things, as when one has less data (see offbeat.join), or when not "
+    "every rank calls consolidate, save or load."
 )
 STORE_IS_SILENT = "The store of rank 0 does not answer: it has failed itself, or its host is gone."
 
@@ -35,6 +37,7 @@ class Control:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         try:
+            self._meet()
             self.group = new_group("gloo", timeout_s)
         except RuntimeError as error:
             raise RuntimeError(
@@ -46,13 +49,30 @@ class Control:
         if self.world_size > 1:
             store = distributed_c10d._get_default_store()
             self._pulse = pulse_of(store, self.rank, self.world_size)
-            self._pulse.enter()
+            self._pulse.enter(_met)
         self.hosts: list[str] = self.gather(socket.gethostname())
 
-    def close(self) -> None:
-        """This rank leaves the others, as it should."""
+    def _meet(self) -> None:
+        """Wait for all ranks in the store, where waiting in vain leaves nothing behind: torch
+        counts groups, and who has begun one more than the others never meets them again."""
+        if self.world_size == 1:
+            return
+        global _met
+        store = self.store(f"prepare/{_met}")
+        store.set(str(self.rank), "")
+        try:
+            store.wait([str(r) for r in range(self.world_size)], timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            missing = [str(r) for r in range(self.world_size) if not store.check([str(r)])]
+            store.delete_key(str(self.rank))
+            raise RuntimeError(f"rank {', '.join(missing)} did not") from error
+        _met += 1
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """This rank leaves the others, as it should, or after a failure that is its own."""
         if self._pulse is not None:
-            self._pulse.exit()
+            words = None if failure is None else f"failed with {type(failure).__name__}: {failure}"
+            self._pulse.exit(words)
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, by rank: what JSON can hold, and tuples. RuntimeError naming who is

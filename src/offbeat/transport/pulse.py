@@ -81,6 +81,8 @@ class Pulse:
         self.iteration, self.state = -1, RUNS
         self.words: Words = SCRIPT
         self._beats, self._blames = 0, list[int]()
+        self._era = 0
+        self._before: list[Any] | None = None  # the era before this one, and what it said last
         self._known: set[int] = set()  # ranks that have given a sign once
         self._lost_s: float | None = None  # when the store no longer answered
         self._began_s: float | None = None  # when it was asked, while it is
@@ -96,18 +98,25 @@ class Pulse:
 
     # ---- speaking ---------------------------------------------------------------------------
 
-    def enter(self) -> None:
-        """One more has joined the others in this process: it is to be heard while any is in."""
+    def enter(self, era: int | None = None) -> None:
+        """One more has joined the others in this process: it is to be heard while any is in.
+        `era`: how often all ranks have met so far; by default one more than the last time."""
         self._users += 1
+        if self._era:  # who has not come as far is to know how this rank did
+            self._before = [self._era, self._said()]
+        self._era = self._era + 1 if era is None else era
+        if self._users == 1 or self.state not in PRESENT:
+            self.iteration, self.state, self.words, self._blames = -1, RUNS, SCRIPT, []
         if self._users == 1:
-            self.state, self.words = RUNS, SCRIPT
             self._ended = threading.Event()
             threading.Thread(
                 target=self._run, args=(self._ended,), name=THREAD, daemon=True
             ).start()
 
-    def exit(self) -> None:
-        """One has left, as it should."""
+    def exit(self, failure: str | None = None) -> None:
+        """One has left, as it should, or after a failure of its own."""
+        if failure is not None and self.state in PRESENT:
+            self.say(FAILED, failure[:LONGEST_REASON])
         self._users -= 1
         if self._users == 0:
             self.end()
@@ -166,10 +175,8 @@ class Pulse:
             self._beats += 1
             self._began_s = time.monotonic()
             try:
-                said = json.dumps(
-                    [self._beats, self.iteration, self.state, self.text, self._blames]
-                )
-                self._store.set(str(self.rank), said)
+                sign = json.dumps([self._beats, self._era, self._said(), self._before])
+                self._store.set(str(self.rank), sign)
                 self._listen()
             except RuntimeError:
                 self._lost_s = self._began_s
@@ -179,10 +186,20 @@ class Pulse:
         missing = (r for r in range(len(self.heard)) if r not in self._known)
         self._known.update(r for r in missing if self._store.check([str(r)]))
         known = sorted(self._known)
-        said = self._store.multi_get([str(rank) for rank in known])
+        signs = self._store.multi_get([str(rank) for rank in known])
         now_s = time.monotonic()
-        for rank, text in zip(known, said, strict=True):
-            self.heard[rank].take(now_s, *json.loads(text))
+        for rank, text in zip(known, signs, strict=True):
+            beat, *sign = json.loads(text)
+            self.heard[rank].take(now_s, beat, *self._of_my_era(*sign))
+
+    def _said(self) -> list[Any]:
+        return [self.iteration, self.state, self.text, self._blames]
+
+    def _of_my_era(self, era: int, said: list[Any], before: list[Any] | None) -> list[Any]:
+        """What a rank says of this one's era: it may be further, or not yet as far."""
+        if era > self._era and before is not None and before[0] == self._era:
+            return before[1]
+        return said if era >= self._era else [-1, RUNS, SCRIPT, []]
 
     # ---- who it was -------------------------------------------------------------------------
 
