@@ -32,8 +32,7 @@ Some strategies change what they do after a script's first iteration
 ([why](design.md#runtime-decisions)). The profile is given, so nothing is observed before. Gossip
 (A2CiD2) runs without an exchange here, as the moments of exchanges are chance. A script that keeps
 references of its own to the weights, and reads them between a step and the next forward, calls
-`model.flush()` first. torch's `clip_grad_value_` fails where no parameter has a gradient, as under
-DeFT in iterations that apply nothing; `clip_grad_norm_` does not.
+`model.flush()` first. Under DeFT, iterations that apply nothing show one gradient, a zero.
 """
 
 

@@ -206,8 +206,13 @@ class Late(Reference):
             if p.grad is not None:
                 self._opened[name] = self._opened.get(name, 0) + p.grad.to_dense()
             p.grad = None
-        if not self._windows.closing(self.r - self._anew):
-            return
+        if self._windows.closing(self.r - self._anew):
+            self._close()
+        if not self._due:  # a zero is seen, as torch's clip_grad_value_ fails without a gradient
+            smallest = min(self.trained.values(), key=Tensor.numel)
+            smallest.grad = torch.zeros_like(smallest)
+
+    def _close(self) -> None:
         if self._closed is not None:
             self._due = True
             for name, p in self.trained.items():

@@ -45,7 +45,7 @@ class ParameterWatch:
         trained = [*trained]
         self._places = [(p, p.data_ptr()) for p in trained] if placed else []
         self._trained = {id(p) for p in trained}
-        self._frozen = [p for p in self._model.parameters() if id(p) not in self._trained]
+        self._note_frozen()
 
     def require_unchanged(self) -> None:
         """ValueError naming the first parameter that is trained but was not, or is elsewhere."""
@@ -58,10 +58,16 @@ class ParameterWatch:
         self._registered = False
         known = {id(p) for p in self._frozen}
         for name, p in self._model.named_parameters():
-            if p.requires_grad and id(p) not in self._trained:
+            if not isinstance(p, nn.Parameter):  # functional_call has put it there for this forward
+                self._registered = True
+            elif p.requires_grad and id(p) not in self._trained:
                 what = "unfrozen" if id(p) in known else "added"
                 raise ValueError(f"parameter {name!r} was {what} after offbeat.prepare: {REMEDY}")
-        self._frozen = [p for p in self._model.parameters() if id(p) not in self._trained]
+        self._note_frozen()
+
+    def _note_frozen(self) -> None:
+        others = (p for p in self._model.parameters() if id(p) not in self._trained)
+        self._frozen = [p for p in others if isinstance(p, nn.Parameter)]
 
     def close(self) -> None:
         """Remove the hooks."""

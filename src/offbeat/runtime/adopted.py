@@ -51,6 +51,7 @@ class Adopted:
         updates = {a.at.point for a in plan.applies if a.rule == "local"}
         self.updates_at_end = updates == {"end"} and all(a.at.point != "step" for a in plan.applies)
         self._suspects = self.updates.suspects = engine.suspects
+        self.updates.stepping = engine.stepping
         self.forward_hooks: ForwardHooks | None = None
         if self._acts_within_forward():
             self.forward_hooks = ForwardHooks(engine.model, self.flat, engine.forward_needs)

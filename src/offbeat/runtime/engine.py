@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from offbeat.guards.finite import Suspects
 from offbeat.guards.habits import Watched
 from offbeat.guards.looks import Looks
+from offbeat.guards.stepping import Stepping
 from offbeat.measuring.noise import NoiseMeter
 from offbeat.plan import Plan
 from offbeat.runtime.adopted import Adopted
@@ -54,6 +55,7 @@ class Engine:
         self.waiting = Waiting(device, control, timeout_s)
         self.compute, self.iteration = Compute(), 0
         self.suspects: Suspects | None = None
+        self.stepping: Stepping | None = None
         self.watched: Watched | None = None
         self.reports, self.pauses = Reports(), Pauses(self)
         self._attached, self._adopted = ExitStack(), ExitStack()  # how to undo either
@@ -147,6 +149,8 @@ class Engine:
             return nullcontext()
         if self.now is None:
             self.run.windows.require_unchanged()
+        elif self.hooks.broken:
+            self._give_up(self.now)
         elif self.backward_over:
             self.run.land(self.now)  # a second backward may follow before the step
         now, hooks = self.started(), self.run.forward_hooks
@@ -254,6 +258,8 @@ class Engine:
         now.skipped = skip_update
         self.walker.walk(self.plan.buckets - 1)
         if not self.backward_over:
+            if not skip_update:
+                self.gradients.set_by_hand(self.hooks.seen)
             self.backward_ends()
         return now
 
@@ -308,6 +314,16 @@ class Engine:
             self.run.land(now)
         self.run.require_skippable(now, adding=adding)
         self.step(skip_update=True, abandoned=True)
+
+    def _give_up(self, now: Iteration) -> None:
+        """Backward has raised, and somebody has caught it: drop it if nothing has left."""
+        if not self.run.only_adds(now):
+            raise RuntimeError(
+                "a backward pass ended with an exception that was caught, but parts of its "
+                "gradients were handed on already; start again from the last checkpoint. To leave "
+                "out a batch, decide before backward(), and call model.skip_step() on all ranks"
+            )
+        self.pauses.pause()
 
     def zero_grad(self) -> None:
         """Zero the gradients in place, each as soon as nothing needs it any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -34,6 +35,7 @@ class ForwardHooks:
             id(p): b for b, bucket in enumerate(flat.buckets) for p in bucket.parameters
         }
         self.at_start: int | None = 0
+        self._learnt = False
         self._called: set[str] = set()
         self._running: list[str] = []
         self._first_read: dict[int, str] = {}
@@ -46,6 +48,8 @@ class ForwardHooks:
 
     def watching(self) -> AbstractContextManager[Any]:
         """For one forward of the whole model: sees parameters read, in the first one."""
+        if not self._learnt and _beneath_compiled():
+            self.remove()  # they would be left out of the graph: everything is needed at the start
         if not self._handles or self.at_start != 0 or self._compiled or self._first_read:
             return nullcontext()
         return _Reads(self._read)
@@ -55,6 +59,7 @@ class ForwardHooks:
         if not self._called:
             return
         self.remove()
+        self._learnt = True
         first: dict[str, int] = {}
         for name, module in self._model.named_modules(remove_duplicate=False):
             for p in module._parameters.values():
@@ -121,6 +126,17 @@ class _Reads(TorchFunctionMode):
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 self._report(id(item))
         return func(*args, **kwargs)
+
+
+def _beneath_compiled() -> bool:
+    """Whether whoever calls the model was compiled, and the model with it."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    frame = sys._getframe() if dynamo is not None else None
+    while frame is not None:
+        if frame.f_code.co_filename == dynamo.__file__:  # type: ignore[union-attr]
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _outside_compiled(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

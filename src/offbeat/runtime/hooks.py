@@ -66,6 +66,11 @@ class BackwardHooks:
         self._next = 0  # buckets before this one are ready
         self._running = self._queued = self._finished = False
 
+    @property
+    def broken(self) -> bool:
+        """Whether a backward pass has begun, and will not end."""
+        return self._queued and not self._finished and current_graph_task_id() < 0
+
     def forget(self) -> None:
         """Gradients that were added up so far are zeroed."""
         if self.held and not self._finished:

@@ -71,6 +71,9 @@ OBSERVE = 6
 TIMEOUT_S = 120.0
 OF_INTERFACES = "of network interfaces, at least one, each once, as in ['eth0', 'gloo:eth1']"
 AnySession = DDPSession | FlatSession | GossipSession | ServedSession
+WRAPPERS = {
+    "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule",
+}  # fmt: skip
 SAME_MODEL = "build it from the same configuration everywhere"
 
 
@@ -136,6 +139,7 @@ def prepare(
             "can be sent under it; compile its blocks instead",
             stacklevel=2,
         )
+    _require_unwrapped(model)
     require_supported(model)
     _require_own_parameters(model, optimizer)
     _require_one_backward(optimizer)
@@ -259,7 +263,7 @@ def _session(
             session.observe(how)
         session.engine.begin()
     except BaseException:
-        session.engine.detach()
+        session.detach()
         raise
     return session
 
@@ -313,6 +317,18 @@ def _require_unprepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
         raise ValueError(
             "the model is prepared already; call prepare once, or model.close() before"
         )
+
+
+def _require_unwrapped(model: nn.Module) -> None:
+    """By name: most of these modules take long to import."""
+    for name, module in model.named_modules():
+        wrapper = WRAPPERS & {cls.__name__ for cls in type(module).__mro__}
+        if wrapper:
+            raise ValueError(
+                f"the model ({name or type(module).__name__}) must not be within "
+                f"{wrapper.pop()}, which moves gradients or weights between processes itself; give "
+                "offbeat.prepare the module that is in it"
+            )
 
 
 def _require_idle_servers() -> None:

@@ -18,6 +18,7 @@ from offbeat.guards.finite import FiniteGuard, OnNonfinite, Suspects
 from offbeat.guards.habits import Habits, Watched
 from offbeat.guards.parameters import ParameterWatch
 from offbeat.guards.replicas import ReplicaGuard
+from offbeat.guards.stepping import Stepping
 from offbeat.guards.untouched import Untouched
 from offbeat.measuring.divergence import Sample
 from offbeat.measuring.links import measure_cluster, worthwhile_bytes
@@ -90,6 +91,7 @@ class FlatSession(Session):
         self._around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
         self._observer: Observer | None = None
         self._before = 0  # iterations of processes before this one
+        self._loaded = False  # since the last iteration, and the plan begins anew
         self._united = -1  # the engine's iteration when replicas were last made the same
         self.engine = Engine(
             model,
@@ -110,11 +112,19 @@ class FlatSession(Session):
             watch.on_nonfinite, control.rank, control.world_size, self._names
         )
         self.engine.suspects = Suspects(self._finite, self.engine.waiting.refuse)
+        self._stepping = self.engine.stepping = Stepping(optimizer, self._anybody_steps)
         self._guard_links()
         # Also of bare modules: whoever reads or replaces weights finds them up to date.
         flush, discard = Attached(self.flush), Attached(self._discard)
         self._handles = [model.register_load_state_dict_pre_hook(discard)]
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
+
+    def _anybody_steps(self) -> bool:
+        """Whether any optimizer may use the gradients between backward and step."""
+        plan = self.engine.plan
+        early = early_remedy(plan) is not None or self.engine.run.windows.late
+        observing = self._observer is not None and not self._strategy.synchronous
+        return only_gradients(plan) and not early and not observing
 
     def _names(self, run: range) -> str:
         """Of a run of buckets, by their first and last."""
@@ -419,6 +429,8 @@ class FlatSession(Session):
         if torch.is_grad_enabled():
             self._parameters.require_unchanged()
             self._require_untouched()
+            if self._loaded and self._model.training and not self._cluster.closed:
+                self._require_all_loaded()
         with self.engine.forward_begins(), self._around_forward():
             output = self._model(*args, **kwargs)
         self.engine.forward_ends(output)
@@ -490,8 +502,21 @@ class FlatSession(Session):
 
     def _discard(self) -> None:
         """Other weights are about to be loaded."""
-        self.engine.pauses.discard()
+        self._loaded |= self.engine.pauses.discard()
         self._untouched.forget()
+
+    def _require_all_loaded(self) -> None:
+        """The plan begins anew after a load: others that go on as before would send other messages
+        than this rank, which the backend may answer by ending the process."""
+        self._loaded = False
+        try:
+            self._cluster.control.gather("loaded")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"weights were loaded on rank {self._cluster.control.rank}, and {self._strategy} "
+                "begins anew then; load them on all ranks in the same place, or on none, and "
+                f"evaluate others on copy.deepcopy(model): {error}"
+            ) from error
 
     def optimizer_reloaded(self) -> None:
         self.engine.refresh_groups()
@@ -522,12 +547,17 @@ class FlatSession(Session):
             self.engine.reports.hand_on(rest=True)
             self._recorder.pace = self._pace.record() if self._pace else None
             self._recorder.write(self.traffic())
+        self.detach()
+        self._cluster.close(self.engine.waiting.failure)
+
+    def detach(self) -> None:
+        """Remove every hook on the model, the optimizer and torch."""
         self._unguard()
         self.engine.detach()
         self._parameters.close()
+        self._stepping.close()
         for handle in self._handles:
             handle.remove()
-        self._cluster.close()
 
 
 def _save(profile: Profile, path: str, *, needed: bool) -> None:

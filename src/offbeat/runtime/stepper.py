@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from offbeat.guards.stepping import Stepping
 from offbeat.storage.coupling import delegates
 
 Group = dict[str, Any]
@@ -83,7 +84,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         or not hasattr(type(optimizer).step, "hooked")
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
+        or len(_global_optimizer_pre_hooks) > Stepping.hooks
         or _global_optimizer_post_hooks
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     ):

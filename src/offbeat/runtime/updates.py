@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from offbeat.guards.finite import Suspects
+from offbeat.guards.stepping import Stepping
 from offbeat.plan import Apply, Plan
 from offbeat.runtime.compute import Compute
 from offbeat.runtime.iteration import Iteration
@@ -47,6 +48,7 @@ class Updates:
         self._tried: set[int] = set()  # buckets, by the first of a run
         self._later = [a for a in plan.applies if a.rule == "local" and a.at.lag]
         self._version = flat.grad_version()
+        self._weights: dict[int, list[int]] = {}  # versions of parameters with an update to come
         self._revealed: set[int] = set()  # applies whose gradients the user has seen as they are
         self.refresh()
         if self.remedy is not None:
@@ -66,11 +68,13 @@ class Updates:
             self._gradients.conceal()
         self._revealed = {id(apply) for apply in locals_}
         for apply in locals_:
-            copy = self._copy(apply)
-            if self._gradients.added(apply.buckets.start, copy):
+            if self._gathered(apply):
+                copy = self._copy(apply)
                 self._scale(apply, copy)
                 if not self._gradients.shown(copy):
                     self._gradients.show(apply.buckets, copy)
+        if self._gradients.late and not any(map(self._gathered, locals_)):
+            self._gradients.show_zero()
         self._version = self._flat.grad_version()
 
     def local(self, apply: Apply, iteration: Iteration) -> None:
@@ -82,6 +86,7 @@ class Updates:
         cleared = []
         if apply.at.lag:
             self._require_untouched_since()
+            self._require_unchanged(run)
             cleared = gradients.missing(run)
         if id(apply) not in self._revealed:
             self._scale(apply, copy)
@@ -100,10 +105,18 @@ class Updates:
         if not in_backward:  # what backward writes is no change by the user
             self._version = self._flat.grad_version()
 
+    def _gathered(self, apply: Apply) -> bool:
+        """Whether there is anything that it would apply."""
+        return self._gradients.added(apply.buckets.start, self._copy(apply)) > 0
+
     def _copy(self, apply: Apply) -> int:
         return self._flat.physical("grad", apply.arg("age", 0))
 
     def _step(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:
+        with self.stepping.own() if self.stepping is not None else nullcontext():
+            self._step_own(apply, iteration, whole=whole)
+
+    def _step_own(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:
         if whole:
             self._optimizer.step()
             return
@@ -143,6 +156,7 @@ class Updates:
         if later:
             iteration.settings = self.stepper.settings()
             self._gradients.apply_later(later)
+            self._weights = {b: self._versions(b) for run in later for b in run}
             self._optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
 
     def touched(self) -> bool:
@@ -165,8 +179,24 @@ class Updates:
                 f"{self.remedy}"
             )
 
+    def _require_unchanged(self, run: range) -> None:
+        """The parameters are as they were when this update was asked for."""
+        for b in run:
+            known = self._weights.pop(b, None)
+            if known is not None and known != self._versions(b):
+                raise ValueError(
+                    f"parameters of {self._flat.buckets[b].name!r} were changed between "
+                    "optimizer.step() and the next forward, while their update was still to come; "
+                    "call model.flush() before, or reach them through the model that "
+                    f"offbeat.prepare returned, or {self.remedy}"
+                )
+
+    def _versions(self, b: int) -> list[int]:
+        return [p._version for p in self._flat.buckets[b].parameters]
+
     in_backward = False  # then autograd has changed them
     compute = Compute()  # told of every update
+    stepping: Stepping | None = None  # who sees all other steps
     suspects: Suspects | None = None  # asked before every update with a sum that was handed on
 
 

@@ -154,6 +154,12 @@ class Model(nn.Module):
         object.__setattr__(self, "_meter", meter)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        around = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        if around is not None and around.module is self:
+            raise RuntimeError(
+                "DistributedDataParallel is around a prepared model, whose strategy averages "
+                "already; leave it out"
+            )
         return self._session.forward(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -272,8 +278,21 @@ class Optimizer(torch.optim.Optimizer):
 
     def _alias(self) -> None:
         self.param_groups = self.inner.param_groups
-        self.state = self.inner.state
         self.defaults = self.inner.defaults
+
+    @property
+    def state(self) -> Any:
+        """The user's own, up to date: who changes it changes what the next update begins from."""
+        if self._sealed:
+            self._session.flush()
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._sealed:
+            self._session.flush()
+            self.inner.state = state
+            self._session.optimizer_reloaded()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from offbeat.storage.flat import Flat
@@ -95,12 +96,23 @@ class Gradients:
                 "backward(create_graph=True) leaves gradients that are no plain numbers; take the "
                 "inner derivative with torch.autograd.grad(..., create_graph=True)"
             )
-        if self._stale[self.bucket_of[index]]:
-            view.copy_(gradient)
+        if self.late and not self._stale[self.bucket_of[index]]:
+            view.add_(gradient)  # to those of earlier iterations
         else:
-            view.add_(gradient)  # to those of earlier iterations, or to zero
+            view.copy_(gradient)  # what was there was taken away
         p.grad = view
         self._hidden.discard(index)
+
+    def set_by_hand(self, seen: bytearray) -> None:
+        """A step without a backward pass: gradients that the script has put there itself count."""
+        for index, (p, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if seen[index] or p.grad is None:
+                continue
+            if p.grad is not view:
+                self.take(index, p)
+            elif self.late or not view.any():
+                continue
+            seen[index] = 1
 
     def backward_ends(self, seen: bytearray) -> None:
         """Note who had no gradient in this iteration; it counts as zero in averages."""
@@ -115,8 +127,9 @@ class Gradients:
         p, view = self.parameters[index], self.views[index]
         place, absent = index - self.starts[b], self.flat.absent(b, copy)
         if p.grad is not view:
-            if self._stale[b]:  # what was applied is forgotten
+            if self._stale[b] or not self.late:  # what was applied, or taken away, is forgotten
                 view.zero_()
+            if self._stale[b]:
                 absent[place] = self._added[copy][b]
             p.grad = view
             self._hidden.discard(index)
@@ -154,6 +167,12 @@ class Gradients:
         """Show code between backward and step no gradient at all."""
         for p in self.parameters:
             p.grad = None
+
+    def show_zero(self) -> None:
+        """Show a zero on the smallest parameter, where nothing is applied: torch's
+        `clip_grad_value_` fails on a model without any gradient. Nobody uses it."""
+        smallest = min(self.parameters, key=Tensor.numel)
+        smallest.grad = torch.zeros_like(smallest)
 
     def shown(self, copy: int) -> bool:
         """Whether backward itself has left every gradient of a copy where it is shown."""

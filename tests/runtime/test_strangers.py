@@ -1,0 +1,100 @@
+"""Scripts that nobody had in mind train as on one process that has all data, or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strangers
+import torch
+from torch import nn
+from worlds import run_world
+
+import offbeat
+from offbeat import P3, WFBP, Cyclic, DeFT, LocalSGD, Strategy
+
+EVERY = LocalSGD(period=1)  # without momentum the mean of weights is that of gradients
+
+ALIKE: list[tuple[strangers.Script, Strategy]] = [
+    (strangers.sets_gradients, WFBP()),
+    (strangers.sets_gradients, P3()),
+    (strangers.sets_gradients, EVERY),
+    (strangers.leaves_batches_out, WFBP()),
+    (strangers.leaves_batches_out, EVERY),
+    (strangers.trains_noisy_weights, WFBP()),
+    (strangers.trains_noisy_weights, EVERY),
+    (strangers.steps_twice, P3()),
+    (strangers.begins_a_layer_anew, WFBP()),
+    (strangers.compiles_everything, P3()),
+    (strangers.survives_an_error, EVERY),
+    (strangers.steps_another_optimizer, WFBP()),
+    (strangers.steps_the_given_optimizer, WFBP()),
+    (strangers.steps_by_two_optimizers, WFBP()),
+]
+WITH_MOMENTUM: list[tuple[strangers.Script, Strategy]] = [
+    (strangers.forgets_momentum, WFBP()),
+    (strangers.forgets_momentum, P3()),
+]
+REFUSED: list[tuple[strangers.Script, Strategy, str]] = [
+    (strangers.survives_an_error, WFBP(), "exception that was caught"),
+    (strangers.steps_another_optimizer, EVERY, "SGD steps parameters that another"),
+    (strangers.steps_the_given_optimizer, EVERY, "the one that offbeat.prepare returned"),
+    (strangers.begins_a_layer_anew, P3(), "call model.flush() before"),
+    (strangers.wraps_in_ddp, WFBP(), "is around a prepared model"),
+]
+
+
+@pytest.mark.parametrize(
+    ("momentum", "cases"), [(0.0, ALIKE), (0.9, WITH_MOMENTUM)], ids=["plain", "momentum"]
+)
+def test_trained_as_on_one_process(momentum: float, cases: Any) -> None:
+    ranks = run_world(strangers.outcomes, strangers.RANKS, cases, momentum, timeout_s=120.0)
+    for found in ranks:
+        for (script, strategy), weights in zip(cases, found, strict=True):
+            what = f"{script.__name__} under {strategy}"
+            assert not isinstance(weights, str), (what, weights)
+            expected = strangers.trained(script, momentum)
+            for mine, theirs in zip(weights, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12, msg=what)
+
+
+def test_refused_in_words() -> None:
+    cases = [(script, strategy) for script, strategy, _ in REFUSED]
+    for found in run_world(strangers.outcomes, strangers.RANKS, cases, 0.0, timeout_s=120.0):
+        for (script, strategy, words), said in zip(REFUSED, found, strict=True):
+            assert isinstance(said, str), (script.__name__, str(strategy))
+            assert words in said
+
+
+def test_begun_anew_after_a_failure() -> None:
+    """Whoever learns of it last does not keep the others waiting until their time is over."""
+    ranks = run_world(strangers.begins_anew, 3, Cyclic(), timeout_s=60.0)
+    assert sum("not finite" in said for said, _ in ranks) >= 1
+    assert all(said for said, _ in ranks)
+    for _, weights in ranks[1:]:
+        assert all(map(torch.equal, weights, ranks[0][1]))
+
+
+def test_loading_on_one_rank_alone() -> None:
+    """Not an abort of the process, as different messages would be."""
+    cases = [(strangers.loads_on_one_rank, DeFT(forward=1, backward=2))]
+    first, second = run_world(strangers.outcomes, 2, cases, 0.0, 4.0)
+    assert "load them on all ranks" in first[0]
+    assert "Error" in second[0]
+
+
+def test_saving_on_one_rank_alone(tmp_path: Path) -> None:
+    said, _ = run_world(strangers.saves_alone, 2, str(tmp_path))
+    assert "Every rank must call it" in said
+    assert "rank 1" in said
+
+
+class DistributedDataParallel(nn.Sequential):
+    """Known by its name."""
+
+
+def test_a_wrapped_model_is_refused() -> None:
+    model = nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="within DistributedDataParallel"):
+        offbeat.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
