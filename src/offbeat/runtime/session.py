@@ -508,14 +508,15 @@ class FlatSession(Session):
     def _require_all_loaded(self) -> None:
         """The plan begins anew after a load: others that go on as before would send other messages
         than this rank, which the backend may answer by ending the process."""
-        self._loaded = False
+        self._loaded, control = False, self._cluster.control
         try:
-            self._cluster.control.gather("loaded")
+            with control.waiting("loading weights"):
+                control.meet(f"loaded/{control.met}/{self.engine.iteration}")
         except RuntimeError as error:
             raise RuntimeError(
-                f"weights were loaded on rank {self._cluster.control.rank}, and {self._strategy} "
-                "begins anew then; load them on all ranks in the same place, or on none, and "
-                f"evaluate others on copy.deepcopy(model): {error}"
+                f"weights were loaded on rank {control.rank}, and {self._strategy} begins anew "
+                "then; load them on all ranks in the same place, or on none, and evaluate others "
+                f"on copy.deepcopy(model): {error}. {control.behind()}"
             ) from error
 
     def optimizer_reloaded(self) -> None:

@@ -37,7 +37,7 @@ class Control:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         try:
-            self._meet()
+            self._count()
             self.group = new_group("gloo", timeout_s)
         except RuntimeError as error:
             raise RuntimeError(
@@ -45,28 +45,34 @@ class Control:
                 f"offbeat.prepare: {error}. See the logs of the others: one may have failed, or "
                 "have ended, as a server does when all workers have closed their model"
             ) from error
+        self.met = _met  # how often all ranks have met, this time included
         self._pulse: Pulse | None = None
         if self.world_size > 1:
             store = distributed_c10d._get_default_store()
             self._pulse = pulse_of(store, self.rank, self.world_size)
-            self._pulse.enter(_met)
+            self._pulse.enter(self.met)
         self.hosts: list[str] = self.gather(socket.gethostname())
 
-    def _meet(self) -> None:
-        """Wait for all ranks in the store, where waiting in vain leaves nothing behind: torch
-        counts groups, and who has begun one more than the others never meets them again."""
+    def _count(self) -> None:
+        """Meet once more before torch makes a group: it counts them, and who has begun one more
+        than the others never finds them again."""
+        global _met
+        self.meet(f"prepare/{_met}")
+        _met += 1
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks in the store, where a wait in vain leaves nothing behind. RuntimeError
+        with the ranks that did not come; `what` must be new."""
         if self.world_size == 1:
             return
-        global _met
-        store = self.store(f"prepare/{_met}")
+        store, ranks = self.store(what), [str(rank) for rank in range(self.world_size)]
         store.set(str(self.rank), "")
         try:
-            store.wait([str(r) for r in range(self.world_size)], timedelta(seconds=self.timeout_s))
+            store.wait(ranks, timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            missing = [str(r) for r in range(self.world_size) if not store.check([str(r)])]
+            missing = [rank for rank in ranks if not store.check([rank])]
             store.delete_key(str(self.rank))
             raise RuntimeError(f"rank {', '.join(missing)} did not") from error
-        _met += 1
 
     def close(self, failure: BaseException | None = None) -> None:
         """This rank leaves the others, as it should, or after a failure that is its own."""
