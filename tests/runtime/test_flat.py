@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from models import Case, build_model, build_optimizer, profile_of
 from oddities import Odd
 from torch import Tensor, nn
 
+import offbeat.storage.flat as flat_module
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.storage.checksum import checksum
 from offbeat.storage.flat import Flat, buffer_checksums, changed_buffers, require_supported
 from offbeat.storage.gradients import Gradients
-from offbeat.storage.layout import BucketSpec, group_parameters, specs_of_profile
+from offbeat.storage.layout import BucketSpec, Key, group_parameters, specs_of_profile
 from offbeat.storage.optimizer_state import StateStore
 
 
@@ -112,6 +114,29 @@ def test_nothing_of_the_model_is_left_twice() -> None:
     assert sum(storages.values()) == 2 * trainable + 8 * count  # who has none, a number each
     assert all(inside(p, second.everything()[0]) for p in second.parameters)
     assert len(second.everything()) == 1
+
+
+def test_what_was_before_is_let_go_as_soon_as_it_is_empty(monkeypatch) -> None:
+    """Never are both parameters and gradients there twice."""
+    model = build_model(Case("mlp"))
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [(p.detach().clone(), p.grad.clone()) for p in trained]
+    first = Flat(model, specs(model))
+    params, grads = (weakref.ref(first.contents(name)[0][0]) for name in ("param", "grad"))
+    alive: list[tuple[bool, bool]] = []
+
+    def made(key: Key, size: int) -> Tensor:
+        alive.append((params() is not None, grads() is not None))
+        return torch.empty(size, dtype=key[0], device=key[1])
+
+    monkeypatch.setattr(flat_module, "_empty", made)
+    Flat(model, list(reversed(specs(model))), first)
+    assert alive == [(True, True), (False, True)]
+    assert grads() is None
+    for p, (value, gradient) in zip(trained, before, strict=True):
+        assert torch.equal(p, value)
+        assert torch.equal(p.grad, gradient)
 
 
 def test_strides_are_kept() -> None:

@@ -68,6 +68,13 @@ class Adopted:
             self.forward_hooks.remove()
         self.windows.close()
 
+    def let_go(self) -> None:
+        """The storage is about to be left: hold none of its tensors."""
+        self.messages.let_go()
+        for iteration in self.iterations.values():
+            for message in iteration.messages:
+                message.tensors = ()
+
     # ---- iterations and their messages ------------------------------------------------------
 
     def start(self, planned: int, number: int, marks: Timestamps) -> Iteration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -25,6 +26,8 @@ from offbeat.runtime.waiting import Waiting
 from offbeat.runtime.walker import Walker
 from offbeat.storage.flat import Flat
 from offbeat.storage.gradients import Gradients
+from offbeat.storage.layout import BucketSpec
+from offbeat.storage.memory import give_back
 from offbeat.storage.optimizer_state import StateStore
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device
@@ -71,6 +74,17 @@ class Engine:
         self.state = StateStore(self.optimizer, flat)
         self.hooks = BackwardHooks(self.gradients, self)
         self._attached.callback(self.hooks.remove)
+
+    def relayout(self, specs: Sequence[BucketSpec]) -> None:
+        """Have other buckets; a plan must be adopted next. What keeps the tensors before alive is
+        let go first, so that they exist twice one kind at a time."""
+        before = self.flat
+        self.detach()
+        self.run.let_go()
+        self.gradients.let_go()
+        give_back()  # the activations of the last iteration
+        self.attach(Flat(self.model, specs, before))
+        give_back()
 
     def detach(self) -> None:
         """Remove the hooks; the parameters stay in the flat storage."""

@@ -75,6 +75,11 @@ class Messages:
                 given = self._encoded(t, copy) if t.wire else [x.clone() for x in given]
         self._links[t.link].release(message, given)
 
+    def let_go(self) -> None:
+        """Hold no views of the storage."""
+        self._views.clear()
+        self._fixed.clear()
+
     def staged(self, message: Message) -> int | None:
         """The age of the copy whose numbers a message under way has taken, and will give back; None
         for one that works in place, or whose result belongs elsewhere."""

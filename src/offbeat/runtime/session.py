@@ -317,12 +317,13 @@ class FlatSession(Session):
         observer.finish()
         self._observer = None
         control = self._cluster.control
-        flat = self.engine.flat
         first = next(iter(self._cluster.groups.values()))
-        least = how.min_bucket_bytes or worthwhile_bytes(first, flat, self._cluster.device)
+        least = how.min_bucket_bytes or worthwhile_bytes(
+            first, self.engine.flat, self._cluster.device
+        )
         specs = observer.layout(control, least)
-        flat = Flat(self._model, specs)
-        self.engine.attach(flat)
+        self.engine.relayout(specs)
+        flat = self.engine.flat
         self._parameters.attach(flat.parameters)
         links, contention = measure_cluster(self._cluster, flat, emulated=self._emulated)
         profile = observer.profile(specs, flat, links, contention, control, how.model)
@@ -399,9 +400,10 @@ class FlatSession(Session):
             self._observer, self._around_forward = None, nullcontext
             self.engine.hold(Compute())
         self.profile = Profile.from_dict(state["profile"])
-        flat = Flat(self._model, specs_of_profile(self._model, self.profile))
-        self.engine.attach(flat)
-        self._parameters.attach(flat.parameters)
+        if self._recorder:
+            self._recorder.sample = None  # of the storage before
+        self.engine.relayout(specs_of_profile(self._model, self.profile))
+        self._parameters.attach(self.engine.flat.parameters)
         if state["varied"] and not self._varied:
             variant = self._strategy.at_step()
             assert variant is not None

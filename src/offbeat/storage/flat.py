@@ -7,7 +7,7 @@ changed them; parameters and buffers have storages of their own over the same me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -52,68 +52,62 @@ class Flat:
     """A model's trainable tensors re-homed into one flat tensor per dtype and device, and further
     buffers of the same layout.
 
-    Peak memory while moving: one more copy of the tensors that move; none afterwards, except the
-    gradients, which exist from now on.
+    Peak memory while moving: one more copy of the parameters, then of the gradients; none
+    afterwards, except the gradients, which exist from now on. Of a storage `before`, in which they
+    have been so far, each is let go as soon as it is empty: nobody else may use it any more.
     """
 
-    def __init__(self, model: nn.Module, specs: Sequence[BucketSpec]):
+    def __init__(
+        self, model: nn.Module, specs: Sequence[BucketSpec], before: Flat | None = None
+    ):
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        self.keys = [key_of(parameters[spec.parameters[0]]) for spec in specs]
-        params: Store = {}
-        grads: Store = {}
-        for key in dict.fromkeys(self.keys):
-            mine = [spec for spec, k in zip(specs, self.keys, strict=True) if k == key]
-            moved = [parameters[n] for spec in mine for n in spec.parameters]
-            count = sum(p.numel() for p in moved)
-            extra = sum(buffers[n].numel() for spec in mine for n in spec.buffers)
-            params[key] = torch.empty(count + extra, dtype=key[0], device=key[1])
-            grads[key] = torch.zeros(count + len(moved), dtype=key[0], device=key[1])
-        self._stores: dict[str, list[Store]] = {"param": [params], "grad": [grads]}
+        mine = [[parameters[n] for n in spec.parameters] for spec in specs]
+        carried = [[buffers[n] for n in spec.buffers] for spec in specs]
+        self.keys = [key_of(own[0]) for own in mine]
         self._kinds = {name: buffer.kind for name, buffer in BUILT_IN.items()}
         self._newest = {"param": 0, "grad": 0}
-        used: dict[Key, tuple[int, int]] = dict.fromkeys(params, (0, 0))
-        self.buckets: list[FlatBucket] = []
+        self._stores: dict[str, list[Store]] = {}
         self._spans: list[tuple[int, int, int, int]] = []  # of parameters, of gradients
+        ends: dict[Key, tuple[int, int]] = {}
+        for key, own, more in zip(self.keys, mine, carried, strict=True):
+            at, grad_at = ends.get(key, (0, 0))
+            count = sum(p.numel() for p in own)
+            stop = at + count + sum(b.numel() for b in more)
+            ends[key] = stop, grad_at + count + len(own)
+            self._spans.append((at, stop, grad_at, ends[key][1]))
         with torch.no_grad():
-            for spec, key in zip(specs, self.keys, strict=True):
-                used[key] = self._move(spec, key, used[key], parameters, buffers)
+            params = {key: _empty(key, size) for key, (size, _) in ends.items()}
+            for key, span, own, more in zip(self.keys, self._spans, mine, carried, strict=True):
+                _rehome_all(params[key], [*own, *more], span[0])
+            if before is not None:
+                before.let_go("param")
+            grads = {key: _empty(key, size).zero_() for key, (_, size) in ends.items()}
+            self._stores = {"param": [params], "grad": [grads]}
+            self.buckets = [
+                FlatBucket(
+                    spec.name,
+                    own,
+                    _own_gradients(grads[key], own, start),
+                    params[key][at:end],
+                    grads[key][start : stop - len(own)],
+                    grads[key][stop - len(own) : stop],
+                )
+                for spec, key, own, (at, end, start, stop) in zip(
+                    specs, self.keys, mine, self._spans, strict=True
+                )
+            ]
+            if before is not None:
+                before.let_go("grad")
 
-    def _move(
-        self,
-        spec: BucketSpec,
-        key: Key,
-        start: tuple[int, int],
-        parameters: dict[str, nn.Parameter],
-        buffers: dict[str, Tensor],
-    ) -> tuple[int, int]:
-        at, grad_at = start
-        flat, grads = self._stores["param"][0][key], self._stores["grad"][0][key]
-        views: list[Tensor] = []
-        mine = [parameters[n] for n in spec.parameters]
-        for p in mine:
-            view = view_like(grads, p, grad_at)
-            if p.grad is not None:
-                view.copy_(p.grad)
-            _rehome(flat, p, at)
-            p.grad = view
-            views.append(view)
-            at, grad_at = at + p.numel(), grad_at + p.numel()
-        for name in spec.buffers:
-            _rehome(flat, buffers[name], at)
-            at += buffers[name].numel()
-        stop = grad_at + len(mine)
-        self._spans.append((start[0], at, start[1], stop))
-        self.buckets.append(
-            FlatBucket(
-                spec.name,
-                mine,
-                views,
-                flat[start[0] : at],
-                grads[start[1] : grad_at],
-                grads[grad_at:stop],
-            )
-        )
-        return at, stop
+    def let_go(self, buffer: str) -> None:
+        """Its tensors are elsewhere now, or not needed any more: free what nobody else holds."""
+        self._stores[buffer] = []
+        for bucket in self.buckets:
+            if buffer == "param":
+                bucket.param = bucket.param.new_empty(0)
+            else:
+                bucket.grad_views = []
+                bucket.grad, bucket.absent = bucket.grad.new_empty(0), bucket.absent.new_empty(0)
 
     # ---- named buffers ----------------------------------------------------------------------
 
@@ -317,19 +311,35 @@ def flatten(tensors: Sequence[Tensor]) -> list[Tensor]:
     with torch.no_grad():
         for key, mine in by_key.items():
             size = sum(tensor.numel() for tensor in mine)
-            flat = torch.empty(size, dtype=key[0], device=key[1])
-            at = 0
-            for tensor in mine:
-                _rehome(flat, tensor, at)
-                at += tensor.numel()
+            flat = _empty(key, size)
+            _rehome_all(flat, mine, 0)
             flats.append(flat)
     return flats
 
 
-def _rehome(flat: Tensor, tensor: Tensor, offset: int) -> None:
-    place = place_like(flat, tensor, offset)
-    place.copy_(tensor.detach())
-    tensor.data = place
+def _empty(key: Key, size: int) -> Tensor:
+    return torch.empty(size, dtype=key[0], device=key[1])
+
+
+def _rehome_all(flat: Tensor, tensors: Iterable[Tensor], offset: int) -> None:
+    for tensor in tensors:
+        place = place_like(flat, tensor, offset)
+        place.copy_(tensor.detach())
+        tensor.data = place
+        offset += tensor.numel()
+
+
+def _own_gradients(flat: Tensor, parameters: Iterable[nn.Parameter], offset: int) -> list[Tensor]:
+    """Have the gradients of these parameters in a flat tensor, next to each other."""
+    views = []
+    for p in parameters:
+        view = view_like(flat, p, offset)
+        if p.grad is not None:
+            view.copy_(p.grad)
+        p.grad = view
+        views.append(view)
+        offset += p.numel()
+    return views
 
 
 def place_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:

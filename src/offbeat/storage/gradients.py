@@ -48,6 +48,10 @@ class Gradients:
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
 
+    def let_go(self) -> None:
+        """The storage is about to be left: hold none of its tensors but what parameters show."""
+        self._views, self.views = [], []
+
     # ---- checkpoints ------------------------------------------------------------------------
 
     def flags(self) -> dict[str, Any]:
