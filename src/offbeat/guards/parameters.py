@@ -3,7 +3,8 @@ refused, not left out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -11,6 +12,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+T = TypeVar("T")
 REMEDY = (
     "it has no place on the other ranks, so it would never be averaged; change the model before "
     "offbeat.prepare, or call model.close() and prepare it again"
@@ -22,8 +24,14 @@ ELSEWHERE = (
 )
 
 
+LOOKS = 64  # parameters at each forward
+
+
 class ParameterWatch:
     """Sees parameters that were unfrozen, added, replaced or moved since `attach`.
+
+    Of many parameters each forward looks at some: what happens to all is seen at once, what
+    happens to one within a few iterations.
 
     Freezing one is fine: it then counts as unused. The hooks are the process's, as torch has no
     others; they only note that something was registered somewhere.
@@ -36,6 +44,7 @@ class ParameterWatch:
             register_module_parameter_registration_hook(self._note),
             register_module_module_registration_hook(self._note),
         ]
+        self._turn = 0
         self._trained: set[int] = set()
         self._frozen: list[nn.Parameter] = []
         self._places: list[tuple[nn.Parameter, int]] = []
@@ -49,11 +58,14 @@ class ParameterWatch:
 
     def require_unchanged(self) -> None:
         """ValueError naming the first parameter that is trained but was not, or is elsewhere."""
-        if any(p.data_ptr() != place for p, place in self._places):
-            moved = next(id(p) for p, place in self._places if p.data_ptr() != place)
+        moved = next(
+            (id(p) for p, place in self._some(self._places) if p.data_ptr() != place), None
+        )
+        if moved is not None:
             name = next((n for n, p in self._model.named_parameters() if id(p) == moved), "?")
             raise ValueError(f"parameter {name!r} has got other memory: {ELSEWHERE}")
-        if not self._registered and not any(p.requires_grad for p in self._frozen):
+        self._turn += 1
+        if not self._registered and not any(p.requires_grad for p in self._some(self._frozen)):
             return
         self._registered = False
         known = {id(p) for p in self._frozen}
@@ -68,6 +80,13 @@ class ParameterWatch:
     def _note_frozen(self) -> None:
         others = (p for p in self._model.parameters() if id(p) not in self._trained)
         self._frozen = [p for p in others if isinstance(p, nn.Parameter)]
+
+    def _some(self, several: Sequence[T]) -> Sequence[T]:
+        """Those that it is the turn of."""
+        if len(several) <= LOOKS:
+            return several
+        start = self._turn * LOOKS % len(several)
+        return several[start : start + LOOKS]
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -16,6 +16,7 @@ from offbeat.runtime.updates import Updates
 from offbeat.runtime.waiting import Waiting
 from offbeat.storage.flat import Flat
 from offbeat.storage.gradients import Gradients
+from offbeat.storage.handed import HandedOver
 from offbeat.transport.link import Link
 
 
@@ -31,7 +32,7 @@ class Accumulation:
         plan: Plan,
         optimizer: torch.optim.Optimizer,
         flat: Flat,
-        gradients: Gradients,
+        gradients: Gradients | HandedOver,
         updates: Updates,
         links: Mapping[str, Link],
         waiting: Waiting,

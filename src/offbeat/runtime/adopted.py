@@ -6,8 +6,10 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from offbeat.plan import Apply, Plan, Vote
+from offbeat.plan.lean import Lean, lean
 from offbeat.plan.program import Program, Step
 from offbeat.runtime.accumulation import Accumulation
+from offbeat.runtime.compute import Compute
 from offbeat.runtime.context import StorageContext
 from offbeat.runtime.forward import ForwardHooks
 from offbeat.runtime.iteration import Iteration, Timestamps
@@ -50,6 +52,8 @@ class Adopted:
         # The update waits for what a vote at the step decides, so nothing is applied before.
         updates = {a.at.point for a in plan.applies if a.rule == "local"}
         self.updates_at_end = updates == {"end"} and all(a.at.point != "step" for a in plan.applies)
+        self._lean = not engine.gradients.sent
+        self._leaner: dict[tuple[int, ...], Lean] = {}
         self._suspects = self.updates.suspects = engine.suspects
         self.updates.stepping = engine.stepping
         self.forward_hooks: ForwardHooks | None = None
@@ -80,12 +84,23 @@ class Adopted:
     def start(self, planned: int, number: int, marks: Timestamps) -> Iteration:
         """A new iteration; its messages have their places on the links."""
         messages, program = self.messages.enqueue(planned, number), self.program
-        now = Iteration(number, marks, messages, planned, program.steps(planned))
+        now = Iteration(number, marks, messages, planned, *self._steps(planned))
         now.outstanding.update(program.awaited(planned))
         self.iterations[planned] = now
         self.iterations.pop(planned - self.program.lag - 1, None)
         self.votes.forget(planned - self._remembered)
         return now
+
+    def _steps(self, planned: int) -> Lean:
+        """What an iteration does. Updates that nobody waits for in backward come at the step, in
+        one call; not where compute has a pace, which is that of the plan."""
+        steps = self.program.steps(planned)
+        if not self._lean or type(self.updates.compute) is not Compute:
+            return Lean(steps)
+        key = self.program.key(planned)
+        if key not in self._leaner:
+            self._leaner[key] = lean(steps, self.program.transfers(planned), self.plan.buckets)
+        return self._leaner[key]
 
     def release(self, now: Iteration, index: int) -> None:
         """Send a message, unless a vote has said no."""
@@ -172,7 +187,8 @@ class Adopted:
         """Whether another backward before the step may add to an iteration as it is: nothing was
         sent, applied or asked in the one before."""
         size = self.plan.buckets
-        done = [s for s in iteration.steps if size <= s.position < 2 * size]
+        steps = self.program.steps(iteration.planned)
+        done = [s for s in steps if size <= s.position < 2 * size]
         awaited = iteration.at("step", self.plan)
         quiet = not (done or awaited.wait or awaited.decide or self.updates_at_end)
         return quiet and not self.windows.late and self.plan.source is None

@@ -13,6 +13,7 @@ from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.updates import Updates
 from offbeat.storage.flat import Flat
 from offbeat.storage.gradients import Gradients
+from offbeat.storage.handed import HandedOver
 from offbeat.storage.optimizer_state import StateStore
 
 
@@ -20,7 +21,12 @@ class StorageContext:
     """One rank's storage at one moment; `iteration` is the one that the rule belongs to."""
 
     def __init__(
-        self, rank: int, flat: Flat, gradients: Gradients, state: StateStore, updates: Updates
+        self,
+        rank: int,
+        flat: Flat,
+        gradients: Gradients | HandedOver,
+        state: StateStore,
+        updates: Updates,
     ):
         self.rank = rank
         self.iteration: Iteration | None = None

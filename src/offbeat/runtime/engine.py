@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offbeat.guards.finite import Suspects
 from offbeat.guards.habits import Watched
@@ -15,6 +15,7 @@ from offbeat.guards.looks import Looks
 from offbeat.guards.stepping import Stepping
 from offbeat.measuring.noise import NoiseMeter
 from offbeat.plan import Plan
+from offbeat.plan.lean import keeps_gradients
 from offbeat.runtime.adopted import Adopted
 from offbeat.runtime.compute import Compute
 from offbeat.runtime.hooks import BackwardHooks
@@ -22,10 +23,12 @@ from offbeat.runtime.iteration import Iteration, Reports, Timestamps
 from offbeat.runtime.metering import Metering
 from offbeat.runtime.outputs import tensors_of
 from offbeat.runtime.pauses import Pauses
+from offbeat.runtime.sentinels import Sentinels
 from offbeat.runtime.waiting import Waiting
 from offbeat.runtime.walker import Walker
 from offbeat.storage.flat import Flat
 from offbeat.storage.gradients import Gradients
+from offbeat.storage.handed import HandedOver
 from offbeat.storage.layout import BucketSpec
 from offbeat.storage.memory import give_back
 from offbeat.storage.optimizer_state import StateStore
@@ -70,10 +73,10 @@ class Engine:
         """Use a (new) flat storage: hooks on its parameters, tables per bucket."""
         self.detach()
         self.flat = flat
-        self.gradients = Gradients(flat, self.control.world_size)
+        self.gradients: Gradients | HandedOver = Gradients(flat, self.control.world_size)
         self.state = StateStore(self.optimizer, flat)
-        self.hooks = BackwardHooks(self.gradients, self)
-        self._attached.callback(self.hooks.remove)
+        self.hooks: BackwardHooks | Sentinels = BackwardHooks(self.gradients, self)
+        self._attached.callback(lambda: self.hooks.remove())  # those that are there then
 
     def relayout(self, specs: Sequence[BucketSpec]) -> None:
         """Have other buckets; a plan must be adopted next. What keeps the tensors before alive is
@@ -95,6 +98,7 @@ class Engine:
         """Run this plan from the next iteration on, counted as its iteration 0 or as another one,
         which must not depend on those before."""
         self._adopted.close()
+        self._place_gradients(sent=self.watched is not None or not self._keeps_gradients(plan))
         self.run = Adopted(plan, self)
         self._adopted.callback(self.run.close)
         self.plan, self.start = plan, self.iteration - planned
@@ -104,6 +108,30 @@ class Engine:
         self._looks = self._looks_of()
         self._adopted.callback(self._looks.close)
         self.hold(self.compute)
+
+    def _keeps_gradients(self, plan: Plan) -> bool:
+        """Whether gradients may stay as autograd hands them over. Sparse ones would stay sparse,
+        and be of no use to most optimizers."""
+        sparse = any(getattr(module, "sparse", False) for module in self.model.modules())
+        return keeps_gradients(plan) and not sparse
+
+    def _place_gradients(self, *, sent: bool) -> None:
+        """Have gradients in the flat storage, or where autograd puts them."""
+        if sent == self.gradients.sent:
+            return
+        before = self.hooks
+        before.remove()
+        if sent:
+            self.flat.take_gradients()
+            self.gradients = Gradients(self.flat, self.control.world_size)
+            self.hooks = BackwardHooks(self.gradients, self)
+        else:
+            self.gradients.drop_unused()
+            self.gradients.let_go()
+            self.flat.let_go("grad")
+            self.gradients = HandedOver(self.flat)
+            self.hooks = Sentinels(self.gradients, self)
+        self.hooks.accumulating, self.hooks.held = before.accumulating, before.held
 
     def watch(self, watched: Watched | None) -> None:
         """Tell somebody what the script does between backward and step, from the next plan on."""
@@ -148,10 +176,19 @@ class Engine:
         if self.now is None:
             self.waiting.require_alive()
             self.now = self.run.start(self.planned, self.iteration, self._marks)
+            self.gradients.iteration_begins()
             self.hooks.begin()
+            self.hooks.expect(self._expected(self.now))
             self.walker.begin(self.now)
             self.backward_over = False
         return self.now
+
+    def _expected(self, now: Iteration) -> Sequence[int]:
+        """Buckets at whose gradients something happens; all where somebody records when."""
+        size = self.plan.buckets
+        if self.reports.listener is not None or type(self.compute) is not Compute:
+            return range(size)
+        return [s.position - size for s in now.steps if size <= s.position < 2 * size]
 
     # ---- forward and backward ---------------------------------------------------------------
 
@@ -180,17 +217,20 @@ class Engine:
 
     def forward_ends(self, output: object = None) -> None:
         """The prepared model's forward is over, and has returned this."""
-        if self.now is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        self.hooks.watch(output)
+        if self.now is None:
             return
         self.forward_needs(0)  # of modules that were not called this time
         self.control.doing(SCRIPT)
         self.compute.forward(-1)
         if self.run.forward_hooks is not None:
             self.run.forward_hooks.forward_ended()
-        if self.run.updates.early:
+        if self.run.updates.early and self.gradients.sent:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._backward_reaches_output)
+                    tensor.register_hook(lambda _: self.output_reached())
         self.now.marks.forward_end = self.device.mark()
 
     def forward_needs(self, b: int) -> None:
@@ -202,11 +242,12 @@ class Engine:
             self.walker.walk(self.plan.buckets - 1 - b)
             self.reports.hand_on()
 
-    def _backward_reaches_output(self, _: Tensor) -> None:
-        """Refuse a second backward of a forward whose parameters the first one has updated, before
-        autograd finds that out in words of its own."""
-        if self.now is not None and self.backward_over and not self.hooks.accumulating:
-            self.run.require_skippable(self.now, adding=True)
+    def output_reached(self) -> None:
+        """A backward begins. Refuse a second one of a forward whose parameters the first one has
+        updated, before autograd finds that out in words of its own."""
+        now, early = self.started(), self.run.updates.early
+        if self.backward_over and early and not self.hooks.accumulating:
+            self.run.require_skippable(now, adding=True)
 
     def backward_begins(self) -> None:
         """The first gradient of a backward pass is there."""
@@ -289,6 +330,7 @@ class Engine:
         if self.suspects is not None:
             self.suspects.heed(unused=skip_update)
         self.run.updates.asked_for(now, abandoned=abandoned)
+        self.run.updates.rest(now)
         if not self.run.updates_at_end:
             self.walker.act(now.at("step", self.plan))
         now.marks.stepped = mark()
@@ -339,15 +381,19 @@ class Engine:
             )
         self.pauses.pause()
 
-    def zero_grad(self) -> None:
-        """Zero the gradients in place, each as soon as nothing needs it any more."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients in place, each as soon as nothing needs it any more; those that are
+        never sent are dropped, if that is wanted."""
         self._looks.close()
+        if self.now is not None and not self.backward_over and self.hooks.unnoticed():
+            self.backward_begins()
+            self.backward_ends()
         self.abandon_unless_stepped()
         if self.now is not None:
             self.hooks.forget()
         if self.watched is not None:
             self.watched.dropped()
-        self.gradients.zero_grad()
+        self.gradients.zero_grad(set_to_none)
 
     def abandon_unless_stepped(self) -> None:
         """End an iteration that had a backward and no step."""

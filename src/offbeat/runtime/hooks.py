@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ class BackwardListener(Protocol):
 
     def backward_ends(self) -> None:
         """The backward pass has ended; `backward()` has not returned yet."""
+
+    def output_reached(self) -> None:
+        """Something that a forward returned has its gradient."""
 
 
 NESTED = (
@@ -51,6 +54,16 @@ class BackwardHooks:
             p.register_post_accumulate_grad_hook(self._hook(i))
             for i, p in enumerate(gradients.parameters)
         ]
+
+    def expect(self, buckets: Sequence[int]) -> None:
+        """Every bucket is told of anyway."""
+
+    def watch(self, output: object) -> None:
+        """Where a backward begins is seen at the first gradient."""
+
+    def unnoticed(self) -> bool:
+        """Every gradient is noticed."""
+        return False
 
     def begin(self) -> None:
         """A new iteration."""
@@ -86,7 +99,7 @@ class BackwardHooks:
 
         def gradient_ready(p: Tensor) -> None:
             if not self._running:
-                if self._finished and _nested():
+                if self._finished and nested():
                     raise RuntimeError(NESTED)
                 self._listener.backward_begins()
                 self._running = True
@@ -134,7 +147,7 @@ class BackwardHooks:
             self._listener.bucket_ready(b)
 
 
-def _nested() -> bool:
+def nested() -> bool:
     """Whether a backward pass runs within another one that is not over."""
     frame = sys._getframe()
     while frame is not None:

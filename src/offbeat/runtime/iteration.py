@@ -54,6 +54,7 @@ class Iteration:
     messages: list[Message]
     planned: int = 0
     steps: tuple[Step, ...] = ()
+    rest: tuple[int, ...] = ()  # buckets that are updated at the step, whatever the plan says
     skipped: bool = False  # its update is not done
     abandoned: bool = False  # no step was asked for
     settings: Settings | None = None  # the optimizer's when its update was asked for

@@ -482,7 +482,7 @@ class FlatSession(Session):
             self._replicas.skipped += 1
 
     def zero_grad(self, set_to_none: bool) -> None:
-        self.engine.zero_grad()
+        self.engine.zero_grad(set_to_none)
 
     def flush(self) -> None:
         self.engine.pauses.flush()

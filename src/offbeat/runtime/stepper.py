@@ -23,6 +23,7 @@ class BucketStepper:
     def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Sequence[nn.Parameter]]):
         self._optimizer = optimizer
         self._members = _members(optimizer, buckets)
+        self._joined: dict[tuple[int, ...], list[tuple[Group, list[nn.Parameter]]]] = {}
 
     def require_independent(self, remedy: str) -> None:
         """ValueError for an optimizer that cannot step one bucket alone."""
@@ -45,13 +46,13 @@ class BucketStepper:
         groups = self._optimizer.param_groups
         return {id(group): mine for group, mine in zip(groups, listed, strict=True)}
 
-    def step(self, run: range, settings: Settings | None, remedy: str | None) -> None:
+    def step(self, run: Sequence[int], settings: Settings | None, remedy: str | None) -> None:
         """Step some buckets, with these settings or else the present ones.
 
         With a `remedy` ValueError if the step changes its groups' settings: such an optimizer
         does not treat parameters independently.
         """
-        members = [member for b in run for member in self._members[b]]
+        members = self._of(run)
         if not members:
             return
         narrowed = [
@@ -71,6 +72,18 @@ class BucketStepper:
                 f"{type(self._optimizer).__name__} changes its param groups in step(), so it does "
                 f"not treat parameters independently and cannot step bucket by bucket; {remedy}"
             )
+
+    def _of(self, run: Sequence[int]) -> list[tuple[Group, list[nn.Parameter]]]:
+        """(param group, its parameters in these buckets)."""
+        if len(run) == 1:
+            return self._members[run[0]]
+        key = tuple(run)
+        if key not in self._joined:
+            found: dict[int, tuple[Group, list[nn.Parameter]]] = {}
+            for group, mine in (member for b in run for member in self._members[b]):
+                found.setdefault(id(group), (group, []))[1].extend(mine)
+            self._joined[key] = list(found.values())
+        return self._joined[key]
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -15,6 +15,7 @@ from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.stepper import BucketStepper
 from offbeat.storage.flat import Flat
 from offbeat.storage.gradients import Gradients
+from offbeat.storage.handed import HandedOver
 
 
 def early_remedy(plan: Plan) -> str | None:
@@ -33,11 +34,18 @@ def early_remedy(plan: Plan) -> str | None:
     return None
 
 
+REST = -1  # stands for buckets that are stepped together at the step
+
+
 class Updates:
     """Does what the rule `local` says, and sees to it that nobody changes gradients before."""
 
     def __init__(
-        self, plan: Plan, optimizer: torch.optim.Optimizer, gradients: Gradients, flat: Flat
+        self,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer,
+        gradients: Gradients | HandedOver,
+        flat: Flat,
     ):
         self._optimizer, self._gradients, self._flat = optimizer, gradients, flat
         self._everything = range(plan.buckets)
@@ -100,6 +108,8 @@ class Updates:
             self._step(apply, iteration, whole=whole)
             self.compute.updated(apply)
         gradients.applied(run, copy)
+        if in_backward:
+            gradients.used_early(run)
         for view in cleared:
             view.zero_()
         if not in_backward:  # what backward writes is no change by the user
@@ -109,11 +119,27 @@ class Updates:
         """Whether there is anything that it would apply."""
         return self._gradients.added(apply.buckets.start, self._copy(apply)) > 0
 
+    def rest(self, iteration: Iteration) -> None:
+        """Step all buckets whose update was left to the step, in one call."""
+        if iteration.skipped or not iteration.rest:
+            return
+        with self._own():
+            if len(iteration.rest) == len(self._everything):
+                self._optimizer.step()
+            else:
+                first = self.remedy if REST not in self._tried else None
+                self._tried.add(REST)
+                self.stepper.step(iteration.rest, None, first)
+
     def _copy(self, apply: Apply) -> int:
         return self._flat.physical("grad", apply.arg("age", 0))
 
+    def _own(self) -> AbstractContextManager[None]:
+        """Steps within it are not the script's."""
+        return self.stepping.own() if self.stepping is not None else nullcontext()
+
     def _step(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:
-        with self.stepping.own() if self.stepping is not None else nullcontext():
+        with self._own():
             self._step_own(apply, iteration, whole=whole)
 
     def _step_own(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:

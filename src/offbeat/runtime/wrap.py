@@ -205,7 +205,7 @@ class Model(nn.Module):
             self._meter.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients where they are, as `optimizer.zero_grad()` does."""
+        """Drop or zero the gradients, as `optimizer.zero_grad()` does."""
         self._session.zero_grad(set_to_none)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -328,7 +328,8 @@ class Optimizer(torch.optim.Optimizer):
         return bool(found_inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients where they are; they stay in their buckets."""
+        """Drop the gradients, or zero them where they are; those that are sent have their place,
+        and are always zeroed there."""
         self._session.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:

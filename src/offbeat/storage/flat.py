@@ -31,21 +31,12 @@ class FlatBucket:
 
     __slots__ = ("absent", "grad", "grad_views", "name", "param", "parameters")
 
-    def __init__(
-        self,
-        name: str,
-        parameters: list[nn.Parameter],
-        views: list[Tensor],
-        param: Tensor,
-        grad: Tensor,
-        absent: Tensor,
-    ):
+    def __init__(self, name: str, parameters: list[nn.Parameter], param: Tensor):
         self.name = name
         self.parameters = parameters
-        self.grad_views = views
         self.param = param
-        self.grad = grad
-        self.absent = absent
+        self.grad_views: list[Tensor] = []
+        self.grad = self.absent = param.new_empty(0)
 
 
 class Flat:
@@ -57,9 +48,7 @@ class Flat:
     have been so far, each is let go as soon as it is empty: nobody else may use it any more.
     """
 
-    def __init__(
-        self, model: nn.Module, specs: Sequence[BucketSpec], before: Flat | None = None
-    ):
+    def __init__(self, model: nn.Module, specs: Sequence[BucketSpec], before: Flat | None = None):
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         mine = [[parameters[n] for n in spec.parameters] for spec in specs]
         carried = [[buffers[n] for n in spec.buffers] for spec in specs]
@@ -81,23 +70,31 @@ class Flat:
                 _rehome_all(params[key], [*own, *more], span[0])
             if before is not None:
                 before.let_go("param")
-            grads = {key: _empty(key, size).zero_() for key, (_, size) in ends.items()}
-            self._stores = {"param": [params], "grad": [grads]}
-            self.buckets = [
-                FlatBucket(
-                    spec.name,
-                    own,
-                    _own_gradients(grads[key], own, start),
-                    params[key][at:end],
-                    grads[key][start : stop - len(own)],
-                    grads[key][stop - len(own) : stop],
-                )
-                for spec, key, own, (at, end, start, stop) in zip(
-                    specs, self.keys, mine, self._spans, strict=True
-                )
-            ]
-            if before is not None:
-                before.let_go("grad")
+        self._stores = {"param": [params], "grad": []}
+        self.buckets = [
+            FlatBucket(spec.name, own, params[key][start:stop])
+            for spec, key, own, (start, stop, *_) in zip(
+                specs, self.keys, mine, self._spans, strict=True
+            )
+        ]
+        self.take_gradients()
+        if before is not None:
+            before.let_go("grad")
+
+    def take_gradients(self) -> None:
+        """Have the gradients in a flat tensor of their own; those that there are keep."""
+        sizes: dict[Key, int] = {}
+        for key, span in zip(self.keys, self._spans, strict=True):
+            sizes[key] = span[3]
+        grads = {key: _empty(key, size).zero_() for key, size in sizes.items()}
+        self._stores["grad"], self._newest["grad"] = [grads], 0
+        with torch.no_grad():
+            for key, (_, _, start, stop), bucket in zip(
+                self.keys, self._spans, self.buckets, strict=True
+            ):
+                behind = stop - len(bucket.parameters)
+                bucket.grad_views = _own_gradients(grads[key], bucket.parameters, start)
+                bucket.grad, bucket.absent = grads[key][start:behind], grads[key][behind:stop]
 
     def let_go(self, buffer: str) -> None:
         """Its tensors are elsewhere now, or not needed any more: free what nobody else holds."""
@@ -116,7 +113,7 @@ class Flat:
         for name in set(self._stores) - set(buffers):
             del self._stores[name], self._newest[name]
         for name, buffer in buffers.items():
-            if buffer.kind == "state":
+            if buffer.kind == "state" or (name == "grad" and not self._stores["grad"]):
                 continue
             kept: list[Store] = []
             if name in BUILT_IN:  # what is there stays, the newest copy first
@@ -138,7 +135,7 @@ class Flat:
 
     def physical(self, buffer: str, age: int = 0) -> int:
         """Which copy is the one of this age."""
-        return (self._newest[buffer] + age) % len(self._stores[buffer])
+        return (self._newest[buffer] + age) % max(len(self._stores[buffer]), 1)  # 0: not kept here
 
     def rotate(self, buffer: str) -> None:
         """Every copy becomes one older; the oldest becomes the newest."""

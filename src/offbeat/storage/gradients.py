@@ -20,6 +20,8 @@ class Gradients:
     (`late`) they are added up over iterations, and applied from an older copy.
     """
 
+    sent = True  # or measured, or changed: they have a place that others know
+
     def __init__(self, flat: Flat, world_size: int):
         self.flat, self._world_size = flat, world_size
         self.parameters = [p for bucket in flat.buckets for p in bucket.parameters]
@@ -51,6 +53,13 @@ class Gradients:
     def let_go(self) -> None:
         """The storage is about to be left: hold none of its tensors but what parameters show."""
         self._views, self.views = [], []
+
+    def drop_unused(self) -> None:
+        """Gradients to which nothing was added since they were zeroed are None in a plain loop."""
+        for b, count in enumerate(self._added_now):
+            for p in () if count else self.flat.buckets[b].parameters:
+                if p.grad is not None and not p.grad.any():
+                    p.grad = None
 
     # ---- checkpoints ------------------------------------------------------------------------
 
@@ -117,6 +126,9 @@ class Gradients:
             elif self.late or not view.any():
                 continue
             seen[index] = 1
+
+    def iteration_begins(self) -> None:
+        """What was applied in backward is told by version counters."""
 
     def backward_ends(self, seen: bytearray) -> None:
         """Note who had no gradient in this iteration; it counts as zero in averages."""
@@ -217,7 +229,7 @@ class Gradients:
 
     # ---- between iterations -----------------------------------------------------------------
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients in place, each as soon as nothing needs it any more."""
         if self.late:
             return  # added to; what was applied has been zeroed
@@ -256,6 +268,9 @@ class Gradients:
             p.grad is view or (p.grad is None and index in self._hidden)
             for index, (p, view) in enumerate(zip(self.parameters, self.views, strict=True))
         )
+
+    def used_early(self, run: range) -> None:
+        """These were applied in backward; their version counter tells who changes them now."""
 
     def missing(self, run: range) -> list[Tensor]:
         """Views of gradients that the user has taken away (`p.grad = None`) in some buckets."""

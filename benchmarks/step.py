@@ -1,0 +1,127 @@
+"""What an iteration costs beyond a plain loop, between two synchronizations.
+
+    python benchmarks/step.py [--cases mb,tiny,gpt] [--rounds 15] [--seconds 1]
+
+A world of one, one thread. Contestants take turns, a few iterations each; ratios are of the medians
+of rounds that lie next to each other. A second plain loop shows the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median, quantiles
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import offbeat
+
+LOOPS = ["plain", "plain again", "DDP, no_sync", "local-sgd:period=100000", "dreamddp:period=10"]
+
+
+class GPT(nn.Module):
+    """Tokens in, logits out: 12 layers of width 576, 49 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, 576)
+        layer = nn.TransformerEncoderLayer(576, 8, 2304, 0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+        self.head = nn.Linear(576, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embed(x)))
+
+
+def chain(count: int, width: int) -> nn.Module:
+    """So many layers without biases, which keep the size of what goes through them."""
+    layers = [nn.Linear(width, width, bias=False) for _ in range(count)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight)
+    return nn.Sequential(*layers)
+
+
+def mb() -> tuple[nn.Module, torch.Tensor]:
+    return chain(12, 512), torch.randn(32, 512)
+
+
+def tiny() -> tuple[nn.Module, torch.Tensor]:
+    return chain(1000, 16), torch.randn(4, 16)
+
+
+def gpt() -> tuple[nn.Module, torch.Tensor]:
+    return GPT(), torch.randint(0, 512, (1, 64))
+
+
+CASES = {"mb": ("12 x 1 MB", mb), "tiny": ("1,000 of 1 KB", tiny), "gpt": ("GPT of 49 M", gpt)}
+
+
+def contestant(case: str, name: str, warm: int) -> Callable[[], float]:
+    """Seconds of one iteration of the usual loop."""
+    torch.manual_seed(0)
+    model, x = CASES[case][1]()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
+    calm = None
+    if name.startswith("DDP"):
+        model = nn.parallel.DistributedDataParallel(model)
+        calm = model.no_sync
+    elif not name.startswith("plain"):
+        model, optimizer = offbeat.prepare(model, optimizer, name, observe=3)
+
+    def iterate() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    def timed() -> float:
+        begun = time.perf_counter()
+        if calm is None:
+            iterate()
+        else:
+            with calm():
+                iterate()
+        return time.perf_counter() - begun
+
+    for _ in range(warm):
+        timed()
+    return timed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--loops", default=",".join(LOOPS))
+    parser.add_argument("--warm", type=int, default=12, help="iterations before")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a contestant in a round")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    print("| model | loop | ms | of plain |\n|---|---|---|---|")
+    for case in args.cases.split(","):
+        loops = {name: contestant(case, name, args.warm) for name in split(args.loops)}
+        count = max(2, round(args.seconds / median(loops["plain"]() for _ in range(3))))
+        times: dict[str, list[float]] = {name: [] for name in loops}
+        for _ in range(args.rounds):
+            for name, timed in loops.items():
+                times[name].append(median(timed() for _ in range(count)))
+        for name, seconds in times.items():
+            ratios = [s / p for s, p in zip(seconds, times["plain"], strict=True)]
+            low, middle, high = quantiles(ratios, n=4)
+            print(
+                f"| {CASES[case][0]} | {name} | {1000 * median(seconds):.2f} | "
+                f"{middle:.3f} [{low:.3f}, {high:.3f}] |",
+                flush=True,
+            )
+
+
+def split(loops: str) -> list[str]:
+    """Names, some of which hold commas."""
+    return [name for name in LOOPS if name in loops] or loops.split(";")
+
+
+if __name__ == "__main__":
+    main()

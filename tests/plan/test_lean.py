@@ -1,0 +1,97 @@
+"""Which plans leave gradients to the optimizer alone, and how few updates in backward they need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from offbeat.plan import Apply, Buffer, Moment, Plan, Vote, local, transfer
+from offbeat.plan.lean import keeps_gradients, lean
+from offbeat.plan.program import Program
+
+SIZE = 5
+
+
+def moved(buffer: str, buckets: range, phases: list[int]):
+    after = Moment("grad", buckets[-1])
+    return transfer(buffer, buckets, after=after, before=Moment("end"), phases=phases, link="net")
+
+
+def plan(*transfers, period: int = 2, at: str = "grad") -> Plan:
+    applies = (local(SIZE, Moment(at), range(period)),)
+    return Plan("made up", SIZE, transfers, applies, period=period)
+
+
+def leaner(made: Plan, iteration: int):
+    program = Program(made)
+    return lean(program.steps(iteration), program.transfers(iteration), SIZE)
+
+
+def updates(steps) -> list[tuple[int, range]]:
+    return [(s.position - SIZE, a.buckets) for s in steps for _, a in s.apply]
+
+
+def test_only_what_leaves_is_updated_in_backward() -> None:
+    made = plan(moved("param", range(1, 3), [0]), moved("param", range(4, 5), [0]))
+    steps, rest = leaner(made, 0)
+    assert updates(steps) == [(2, range(1, 3)), (4, range(4, 5))], "right before it leaves"
+    assert [s.release for s in steps] == [(0,), (1,)]
+    assert rest == (0, 3)
+    assert leaner(made, 1) == ((), (0, 1, 2, 3, 4))
+
+
+def test_a_bucket_that_leaves_twice_is_updated_once() -> None:
+    made = plan(moved("param", range(2), [0]), moved("state", range(2), [0]))
+    steps, rest = leaner(made, 0)
+    assert updates(steps) == [(1, range(2))]
+    assert rest == (2, 3, 4)
+
+
+def test_other_rules_in_backward_leave_steps_as_they_are() -> None:
+    made = plan(moved("param", range(1), [0]))
+    more = Apply("reset", range(1), Moment("grad", 0), made.applies[0].phases)
+    made = replace(made, applies=(*made.applies, more))
+    assert leaner(made, 0) == (Program(made).steps(0), ())
+
+
+def test_an_update_at_the_step_stays_there() -> None:
+    made = plan(moved("param", range(SIZE), [0]), at="step")
+    steps, rest = leaner(made, 1)
+    assert updates(steps) == [(SIZE, range(SIZE))]
+    assert rest == ()
+
+
+def with_applies(*applies: Apply) -> Plan:
+    made = plan(moved("param", range(SIZE), [0]))
+    return replace(made, applies=(*made.applies, *applies))
+
+
+def rule(name: str, **args) -> Apply:
+    return Apply(
+        name, range(SIZE), Moment("end"), plan().applies[0].phases, args=tuple(args.items())
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "keeps"),
+    [
+        (plan(), True),
+        (plan(moved("param", range(SIZE), [0]), at="step"), True),
+        (with_applies(rule("reset"), rule("copy", source="param", target="anchor")), True),
+        (plan(moved("grad", range(SIZE), [0])), False),
+        (with_applies(rule("clip", buffer="grad", norm=1.0)), False),
+        (with_applies(rule("clear", buffer="grad")), False),
+        (with_applies(rule("measure")), False),
+        (with_applies(rule("of somebody else")), False),
+        (replace(plan(), applies=(local(SIZE, Moment("step"), [0], age=1),)), False),
+        (replace(plan(), source=0), False),
+        (
+            replace(plan(), votes=(Vote("v", "changed", Moment("step"), Moment("step"), (0,)),)),
+            False,
+        ),
+        (replace(plan(), buffers=(Buffer("grad", "grad", copies=2),)), False),
+    ],
+)
+def test_plans_that_leave_gradients_alone(made: Plan, keeps: bool) -> None:
+    assert keeps_gradients(made) is keeps
