@@ -113,11 +113,11 @@ class Sentinels:
 
     def _leftovers(self) -> list[tuple[Tensor | None, int]] | None:
         """Gradients that are there already, with their versions; None if there are none."""
-        if self._gradients.empty and not self._expected:
-            return None
+        if self._gradients.empty:  # look all the same at those that must not seem complete
+            stop = self._stops[self._expected[-1]] if self._expected else 0
+            if all(p.grad is None for p in self._parameters[:stop]):
+                return None
         grads = [p.grad for p in self._parameters]
-        if all(g is None for g in grads):
-            return None
         return [(g, 0 if g is None else g._version) for g in grads]
 
     def _has(self, index: int) -> bool:
@@ -186,12 +186,19 @@ class Sentinels:
         while self._next < len(self._expected):
             b = self._expected[self._next]
             stop = self._stops[b]
-            for index in range(stop - 1, self._complete - 1, -1):
-                if not self._has(index):
-                    self._post(b, index)
-                    return
+            missing = self._missing(range(stop - 1, self._complete - 1, -1))
+            if missing is not None:
+                self._post(b, missing)
+                return
             self._complete = stop
             self._ready()
+
+    def _missing(self, indices: range) -> int | None:
+        """The first of these parameters that has no gradient of this pass."""
+        if self._before is None:
+            parameters = self._parameters
+            return next((i for i in indices if parameters[i].grad is None), None)
+        return next((i for i in indices if not self._has(i)), None)
 
     def _ready(self) -> None:
         b = self._expected[self._next]

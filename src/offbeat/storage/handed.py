@@ -111,10 +111,7 @@ class HandedOver:
         """Drop the gradients, or zero them where they are."""
         self._used, self.empty = [], set_to_none
         for p in self.parameters:
-            if set_to_none:
-                p.grad = None
-            elif p.grad is not None:
-                p.grad = p.grad.detach().zero_()
+            p.grad = None if set_to_none or p.grad is None else p.grad.detach().zero_()
 
     def zero(self) -> None:
         """Forget every gradient."""
