@@ -36,7 +36,7 @@ def test_only_what_leaves_is_updated_in_backward() -> None:
     made = plan(moved("param", range(1, 3), [0]), moved("param", range(4, 5), [0]))
     steps, rest = leaner(made, 0)
     assert updates(steps) == [(2, range(1, 3)), (4, range(4, 5))], "right before it leaves"
-    assert [s.release for s in steps] == [(0,), (1,)]
+    assert [s.release for s in steps if s.position < 2 * SIZE] == [(0,), (1,)]
     assert rest == (0, 3)
     assert leaner(made, 1) == ((), (0, 1, 2, 3, 4))
 
