@@ -18,6 +18,7 @@ from statistics import median, quantiles
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 import offbeat
 
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="of a contestant in a round")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     print("| model | loop | ms | of plain | fastest quarter |\n|---|---|---|---|---|")
     for case in args.cases.split(","):
         loops = {name: contestant(case, name, args.warm) for name in args.loops.split(";")}
