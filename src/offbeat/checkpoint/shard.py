@@ -10,15 +10,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-
 from offbeat.checkpoint.frozen import Frozen, empty
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
 REST = "offbeat"  # everything but the tensors
 CHUNK_BYTES = 1 << 22
+# torch.distributed.checkpoint takes most of a second to import: only who saves or loads waits.
 
 
 @dataclass(frozen=True)
@@ -94,6 +92,9 @@ def sync(directory: Path) -> None:
 
 def _store(directory: Path, state: dict[str, Any]) -> None:
     """As torch's `save` of one process alone does it, which warns that there is only one."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
     writer = FileSystemWriter(directory)  # it syncs its files
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
@@ -108,6 +109,9 @@ def _store(directory: Path, state: dict[str, Any]) -> None:
 
 def _fill(directory: Path, state: dict[str, Any]) -> None:
     """As torch's `load` does it."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
     reader = FileSystemReader(directory)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = reader.read_metadata()
