@@ -1,8 +1,14 @@
 """Which tests may run beside each other: files do, but labs come one after another."""
 
+import os
+import sys
 from typing import Any
 
 import pytest
+
+# The tests start hundreds of processes; each would compile all of offbeat anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 LABS = ("tests/lab/", "tests/runtime/test_links.py", "tests/test_cli.py", "tests/test_compare.py")
 # Long, and nothing to share: these go one by one to whichever process is free at the end.
