@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -9,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from offbeat import report
 from offbeat.cli import commands as cli
 from offbeat.lab import Cluster
 from offbeat.measuring.processors import processors
-from offbeat.profile import Profile
+from offbeat.profile import Bucket, Link, Profile
 from offbeat.run import compare
 from offbeat.run.progress import Progress
 from offbeat.sim import predict
@@ -109,33 +112,61 @@ def setup(*words: str, hosts: int = 2) -> compare.Setup:
     return compare.Setup(("train.py", *words), Cluster.simple(hosts), shaped=False, seed=7)
 
 
-def comparison(*words: str, repetitions: int = 2, profile: Path | None = None):
+CONTESTANTS = (
+    compare.Contestant("ddp", DDP()),
+    compare.Contestant("dreamddp-period=2", DreamDDP(period=2)),
+)
+
+
+def comparison(
+    *words: str,
+    repetitions: int = 2,
+    profile: Path | None = None,
+    contestants: tuple[compare.Contestant, ...] = CONTESTANTS,
+):
     """Two contestants that take turns."""
-    contestants = (
-        compare.Contestant("ddp", DDP()),
-        compare.Contestant("dreamddp-period=2", DreamDDP(period=2)),
-    )
     return compare.Comparison(setup(*words), contestants, repetitions, None, profile)
 
 
-def launched() -> list[str]:
+@dataclass(frozen=True)
+class Turns:
+    """A comparison that has ended: where, what came out, and what was printed."""
+
+    here: Path
+    outcome: compare.Outcome
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> Turns:
+    """Two contestants, two repetitions; nobody changes what they leave."""
+    here = tmp_path_factory.mktemp("turns")
+    (here / "train.py").write_text(SCRIPT)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(here), redirect_stdout(out), redirect_stderr(err):
+        outcome = compare.compare(comparison("emulated"), here / "out")
+    return Turns(here, outcome, out.getvalue(), err.getvalue())
+
+
+def launched(here: Path = Path()) -> list[str]:
     """What was launched, in order."""
-    return [line.split()[0] for line in Path("order.txt").read_text().splitlines()]
+    return [line.split()[0] for line in (here / "order.txt").read_text().splitlines()]
 
 
 def read(path: Path):
     return json.loads(path.read_text())
 
 
-def test_contestants_take_turns_after_one_profile(here, capsys):
-    outcome = compare.compare(comparison(), here / "out")
-    assert launched() == ["profile", *["ddp", "dreamddp-period=2"] * 2]
+def test_contestants_take_turns_after_one_profile(turns):
+    outcome = turns.outcome
+    assert launched(turns.here) == ["profile", *["ddp", "dreamddp-period=2"] * 2]
     assert (outcome.measured, outcome.failures, outcome.interrupted) == (4, [], False)
-    printed = capsys.readouterr()
-    assert "UNSHAPED" in printed.out
-    assert "dreamddp-period=2, repetition 2 of 2: " in printed.out
-    assert printed.err == ""
-    assert {line.split()[1] for line in Path("order.txt").read_text().splitlines()} == {"7"}
+    assert "UNSHAPED" in turns.out
+    assert "dreamddp-period=2, repetition 2 of 2: " in turns.out
+    assert turns.err == ""
+    order = (turns.here / "order.txt").read_text().splitlines()
+    assert {line.split()[1] for line in order} == {"7"}
 
 
 def test_methods_with_servers_are_predicted_with_their_votes(here):
@@ -154,9 +185,8 @@ def test_methods_with_servers_are_predicted_with_their_votes(here):
     report.write(here / "out")
 
 
-def test_run_directory(here):
-    outcome = compare.compare(comparison("emulated"), here / "out")
-    out = here / "out"
+def test_run_directory(turns):
+    out = turns.here / "out"
     run = read(out / "run.json")
     assert run["schema"] == 1
     assert run["script"] == ["train.py", "emulated"]
@@ -172,7 +202,7 @@ def test_run_directory(here):
         "strategy": "dreamddp",
         "settings": DreamDDP(period=2).settings(),
     }
-    assert outcome.report == out / "report.html"
+    assert turns.outcome.report == out / "report.html"
     for name in ("report.html", "summary.json", "profile.json", "profiling/rank0.log"):
         assert (out / name).is_file()
     for name in ("rank0.json", "rank1.json", "rank0.log", "job.json"):
@@ -180,14 +210,13 @@ def test_run_directory(here):
     assert not (out / "ddp" / "rep2").exists()
 
 
-def test_the_report_reads_the_directory(here):
-    compare.compare(comparison(), here / "out")
-    run = report.load(here / "out")
+def test_the_report_reads_the_directory(turns):
+    run = report.load(turns.here / "out")
     assert run.failures() == []
     rows = report.summarize(run)
     assert [row.repetitions for row in rows] == [2, 2]
     for row, strategy in zip(rows, (DDP(), DreamDDP(period=2)), strict=True):
-        bound_s = strategy.bound_s(Profile.load(here / "out" / "profile.json"))
+        bound_s = strategy.bound_s(Profile.load(turns.here / "out" / "profile.json"))
         assert row.iteration_s == pytest.approx(bound_s)
         assert row.bound_s == pytest.approx(bound_s)
         assert row.predicted_s >= bound_s
@@ -213,29 +242,32 @@ def test_the_plan_that_ran_stands(here):
         "strategy.plan(profile)", "create('dreamddp', {'period': 3}).plan(profile)"
     )
     (here / "train.py").write_text(text)
-    compare.compare(comparison(repetitions=1), here / "out")
+    alone = comparison(repetitions=1, profile=here / "given.json", contestants=CONTESTANTS[1:])
+    compare.compare(alone, here / "out")
     written = read(here / "out" / "dreamddp-period=2" / "plan.json")
     assert written["period"] == other.period == 3
     assert Trace.load(here / "out" / "dreamddp-period=2" / "predicted.json").period == 3
 
 
-@pytest.mark.parametrize("how", ["fail", "late"])
-def test_a_failing_contestant_does_not_stop_the_others(how, here, capsys):
-    outcome = compare.compare(comparison(f"{how}=ddp"), here / "out")
-    assert launched() == ["profile", *["ddp", "dreamddp-period=2"] * 2]
-    assert outcome.measured == 2
+@pytest.mark.parametrize(("how", "times"), [("fail", 2), ("late", 1)])
+def test_a_failing_contestant_does_not_stop_the_others(how, times, here, capsys):
+    asked = comparison(f"{how}=ddp", repetitions=times, profile=_profile(here))
+    outcome = compare.compare(asked, here / "out")
+    assert launched() == ["ddp", "dreamddp-period=2"] * times
+    assert outcome.measured == times
     assert [words.partition(":")[0] for words in outcome.failures] == [
-        "ddp, repetition 1 of 2",
-        "ddp, repetition 2 of 2",
+        f"ddp, repetition {number} of {times}" for number in range(1, times + 1)
     ]
     assert "exited with code 1" in outcome.failures[0]
     assert "    the loss is" in outcome.failures[0] or how == "late"
-    assert capsys.readouterr().err.count("offbeat: ddp, repetition") == 2
+    assert capsys.readouterr().err.count("offbeat: ddp, repetition") == times
     ddp, dreamddp = report.summarize(report.load(here / "out"))
     # What was recorded before it failed counts, as there is nothing better, and is marked.
     kept = how == "late"
-    assert (ddp.repetitions, ddp.failed, ddp.cut) == ((2, 0, True) if kept else (0, 2, False))
-    assert (dreamddp.repetitions, dreamddp.failed, dreamddp.cut) == (2, 0, False)
+    assert (ddp.repetitions, ddp.failed, ddp.cut) == (
+        (times, 0, True) if kept else (0, times, False)
+    )
+    assert (dreamddp.repetitions, dreamddp.failed, dreamddp.cut) == (times, 0, False)
     assert outcome.report is not None
 
 
@@ -265,9 +297,10 @@ def test_a_strategy_without_a_plan_fails_in_words(here):
             raise ValueError(f"{len(profile.buckets)} buckets are too many")
 
     chosen = (compare.Contestant("broken", Broken()), compare.Contestant("wfbp", WFBP()))
-    outcome = compare.compare(compare.Comparison(setup(), chosen), here / "out")
+    asked = comparison(repetitions=1, profile=_profile(here), contestants=chosen)
+    outcome = compare.compare(asked, here / "out")
     assert outcome.failures == ["broken: 4 buckets are too many"]
-    assert launched() == ["profile", "wfbp"]
+    assert launched() == ["wfbp"]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +316,9 @@ def test_without_a_profile_nothing_runs(words, expected, here):
 
 
 def test_a_script_that_leaves_no_record_has_failed(here):
-    outcome = compare.compare(comparison("idle=ddp", repetitions=1), here / "out")
+    alone = CONTESTANTS[:1]
+    asked = comparison("idle=ddp", repetitions=1, profile=_profile(here), contestants=alone)
+    outcome = compare.compare(asked, here / "out")
     assert len(outcome.failures) == 1
     assert "left no record" in outcome.failures[0]
     assert "offbeat.prepare" in outcome.failures[0]
@@ -310,10 +345,11 @@ def test_hosts_keep_the_profiles_pace(here):
     profile = Profile.load(_profile(here))
     paced = here / "paced.json"
     profile.paced(3.0).save(paced)
-    outcome = compare.compare(comparison(repetitions=1, profile=paced), here / "out")
-    assert outcome.measured == 2
+    asked = comparison(repetitions=1, profile=paced, contestants=CONTESTANTS[:1])
+    outcome = compare.compare(asked, here / "out")
+    assert outcome.measured == 1
     assert read(here / "out" / "ddp" / "rep0" / "job.json")["pace"] == 3.0
-    again = replace(comparison(repetitions=1, profile=paced), setup=replace(setup(), pace=4.0))
+    again = replace(asked, setup=replace(setup(), pace=4.0))
     compare.compare(again, here / "again")
     assert read(here / "again" / "ddp" / "rep0" / "job.json")["pace"] == 4.0
     assert Profile.load(here / "again" / "profile.json") == profile.paced(4.0)
@@ -451,9 +487,9 @@ def _text_of(path: Path, process: subprocess.Popen[str]) -> str:
 
 
 def _profile(here: Path) -> Path:
-    outcome = compare.measure_profile(setup(), here / "given.json")
-    assert outcome.measured
-    Path("order.txt").unlink()
+    """What the stand-in measures."""
+    buckets = tuple(Bucket(f"h.{i}", 0.001, 0.002, 10**6) for i in range(4))
+    Profile(buckets, (Link("net", 1e-4, 1.25e7),), 2).save(here / "given.json")
     return here / "given.json"
 
 
