@@ -7,7 +7,7 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -134,7 +134,7 @@ def unite(model: Any, slow: int | None) -> str:
             if not p.requires_grad:
                 p += rank()
     if rank() == slow:
-        time.sleep(0.3)
+        time.sleep(0.1)
     model.consolidate(repair=True)
     return bits(model)
 
@@ -320,6 +320,11 @@ def train_in_turn(
     case: Case, strategies: Sequence[Strategy], iterations: range, options: dict[str, Any]
 ) -> list[Trained]:
     return [train(case, strategy, iterations, **options) for strategy in strategies]
+
+
+def in_turn(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Several calls in one world."""
+    return [function(*args) for args in calls]
 
 
 def train_cases(strategy: Strategy, cases: Sequence[Case], iterations: int) -> list[Trained]:
