@@ -36,7 +36,7 @@ from offbeat.report.still import LEGEND, kinds, still, still_gossip, still_worke
 from offbeat.sim import Ranks, predict, simulate
 from offbeat.sim.selective import run_selective
 from offbeat.sim.served import compute_seconds, run_served, server_of, spans_of
-from offbeat.strategies import SSP, Gossip, Served, Strategy, methods
+from offbeat.strategies import SSP, Gossip, OuterSGD, Served, Strategy, methods
 from offbeat.strategies.texts import parse
 from offbeat.trace import Span
 
@@ -264,4 +264,10 @@ def _plural(kind: Any) -> str:
     return {int: "integers", float: "numbers"}.get(kind, "rows of 0 and 1")
 
 
-WORDS = {int: "an integer", float: "a number", str: "text", bool: "`True`, `False`"}
+WORDS = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    bool: "`True`, `False`",
+    OuterSGD: "`LR/MOMENTUM`",
+}

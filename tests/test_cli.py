@@ -20,7 +20,7 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.profile.elsewhere import elsewhere
 from offbeat.sim import predict
-from offbeat.strategies import STRATEGIES, LocalSGD, methods
+from offbeat.strategies import STRATEGIES, LocalSGD, OuterSGD, methods
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("here")]
 
@@ -390,6 +390,7 @@ def test_a_profile_without_activations_says_the_remedy(capsys):
 NUMBERS = {
     int: ("3", 3),
     float: ("0.25", 0.25),
+    OuterSGD: ("0.8/0.5/plain", OuterSGD(0.8, 0.5, nesterov=False)),
     tuple[int, ...]: ("2/5", (2, 5)),
     tuple[float, ...]: ("1.5/2", (1.5, 2.0)),
     tuple[tuple[bool, ...], ...]: ("01/11", ((False, True), (True, True))),
@@ -398,6 +399,7 @@ TOGETHER = {  # settings that need each other
     "forward": {"backward": 2},
     "backward": {"forward": 2},
     "delay": {"due": "delayed"},
+    "alpha": {"delay": 2},
     "epoch_share": {"steps_per_epoch": 8},
     "steps_per_epoch": {"epoch_share": 0.5},
 }
@@ -427,7 +429,9 @@ DOCUMENTED = [
 
 @pytest.mark.parametrize(("name", "setting", "text", "value"), DOCUMENTED)
 def test_every_value_of_every_setting_can_be_given(name, setting, text, value):
-    others = {} if value is None else TOGETHER.get(setting, {})
+    known = {field.name for field in fields(STRATEGIES[name])}
+    needed = {} if value is None else TOGETHER.get(setting, {})
+    others = {key: other for key, other in needed.items() if key in known}
     given = {setting: text, **{key: str(other) for key, other in others.items()}}
     pairs = [f"{key}={word}" for key, word in given.items()]
     expected = STRATEGIES[name](**{setting: value, **others})
@@ -471,6 +475,9 @@ def parsed(*argv: str) -> dict[str, Any]:
         ("selsync --set delta=nan", "delta (nan) must be a number of at least 0"),
         ("selsync --set vote_lag=1 --set aggregate=gradients", "vote_lag (1) must be 0 with aggr"),
         ("fedavg --set fraction=0", "fraction (0.0) must lie above 0"),
+        ("local-sgd --set outer=0.7/1", "outer ('0.7/1') must be none or LR/MOMENTUM with LR abo"),
+        ("diloco --set outer=none", "outer ('none') must be LR/MOMENTUM"),
+        ("deft --set outer=0.7/0.5", "outer must be left out with deft: outer optimizers step on"),
         ("fedavg --set samples=1/x", "samples ('1/x') must be none or numbers with / between"),
     ],
 )

@@ -42,6 +42,10 @@ TRIALS: dict[str, list[jobs.Trial]] = {
         jobs.Trial(offbeat.DreamDDP(period=2, due="delayed"), jobs.CASE, 4),
         jobs.Trial(offbeat.DreamDDP(period=2, clip=0.1, state="averaged"), MLP, 3),
     ],
+    "outer": [
+        jobs.Trial(offbeat.DiLoCo(period=2), jobs.CASE, 5),
+        jobs.Trial(offbeat.DiLoCo(period=3, fragments=2, delay=2, alpha=0.5), jobs.CASE, 6),
+    ],
     "votes": [
         jobs.Trial(offbeat.SelSync(delta=0.2), jobs.CASE, 5),
         jobs.Trial(offbeat.SelSync(delta=0.2, scope="layer"), MLP, 5),

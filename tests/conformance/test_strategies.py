@@ -14,6 +14,7 @@ from comparing import assert_close, assert_same, sets_of
 from models import Case, profile_of
 from reference.training import (
     Clipping,
+    Outer,
     Piece,
     Replica,
     as_planned,
@@ -58,6 +59,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"period": 1},
         {"period": 3, "state": "averaged"},
         {"period": 2, "warmup": 3, "state": "reset"},
+        {"period": 3, "warmup": 2, "outer": "0.7/0.5"},
     ],
     "partial-sync": [
         {"period": 2, "average": "before_update"},
@@ -65,6 +67,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"period": 3, "state": "averaged", "average": "before_update"},
         {"period": 7, "state": "reset"},
         {"period": 2, "state": "reset", "average": "before_update"},
+        {"period": 3, "outer": "0.7/0.9/plain"},
     ],
     "asc-wfbp": [{"groups": 3}],
     "p3": [{"slice_elements": 7}, {"update": "at_step"}],
@@ -90,6 +93,16 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"period": 2, "clip": 0.3},
         {"period": 2, "due": "forward", "clip": 0.3},
         {"period": 2, "due": "delayed", "clip": 0.3},
+        {"period": 3, "outer": "0.7/0.5"},
+        {"period": 3, "average": "before_update", "outer": "0.7/0.5"},
+        {"period": 2, "due": "forward", "outer": "0.7/0.5"},
+        {"period": 4, "due": "delayed", "delay": 2, "outer": "0.7/0.5"},
+    ],
+    "diloco": [
+        {"period": 4, "fragments": 1},
+        {"period": 4, "fragments": 2, "average": "before_update"},
+        {"period": 4, "fragments": 2, "delay": 1, "alpha": 0.5},
+        {"period": 3, "delay": 2},
     ],
     "selsync": [
         {"delta": 0.1, "smooth": "change", "window": 3, "state": "averaged"},
@@ -151,6 +164,7 @@ KEEPING = [
     if s == create(s.name)
     or getattr(s, "state", "local") == "reset"
     or getattr(s, "due", "end") != "end"
+    or getattr(s, "outer", None) is not None
 ]
 every_world = worlds(STRATEGIES_UNDER_TEST)
 every_planned_world = worlds(PLANNED)
@@ -161,7 +175,8 @@ every_planned_world = worlds(PLANNED)
 
 def layer_sets(world: list[Replica], iterations: range, strategy: Any) -> None:
     profile = profile_of(world[0].case, len(world))
-    late = getattr(strategy, "due", "end") == "delayed"
+    late = getattr(strategy, "due", "end") == "delayed" or strategy.name == "diloco"
+    late = late and getattr(strategy, "delay", 1) > 0
     plan = strategy.plan(profile)
     sets = sets_of(plan, profile, "average" if late else "param")
     early = any(apply.rule == "clip_early" for apply in plan.applies)
@@ -170,11 +185,22 @@ def layer_sets(world: list[Replica], iterations: range, strategy: Any) -> None:
         "sets": sets,
         "average": strategy.average,
         "clip": clip and Clipping(clip, tensors, early),
+        "outer": outer_of(strategy),
     }
+    if strategy.name == "diloco" and strategy.fragments == 1:
+        how["average"] = "after_update"  # all at the step
     if late:
+        if plan.prologue:  # the sets of its cycle begin behind it
+            cycle = sets[plan.prologue :]
+            how["sets"] = [cycle[(h - plan.prologue) % plan.period] for h in range(plan.period)]
         delayed_sync(world, iterations, delay=strategy.delay, **how)
     else:
-        partial_sync(world, iterations, state=strategy.state, **how)
+        partial_sync(world, iterations, state=getattr(strategy, "state", "local"), **how)
+
+
+def outer_of(strategy: Any) -> Outer | None:
+    outer, alpha = strategy.outer, getattr(strategy, "alpha", None)
+    return outer and Outer(outer.lr, outer.momentum, outer.nesterov, alpha)
 
 
 def local_steps(world: list[Replica], iterations: range, strategy: Any) -> None:
@@ -184,6 +210,7 @@ def local_steps(world: list[Replica], iterations: range, strategy: Any) -> None:
         period=strategy.period,
         warmup=strategy.warmup,
         state=strategy.state,
+        outer=outer_of(strategy),
     )
 
 
@@ -238,6 +265,7 @@ REFERENCES: dict[str, Callable[[list[Replica], range, Any], None]] = {
     "ddp": lambda world, iterations, _: bsp(world, iterations, broadcast_buffers=True),
     "local-sgd": local_steps,
     "partial-sync": layer_sets,
+    "diloco": layer_sets,
     "dreamddp": layer_sets,
     "deft": late,
     "selsync": votes,

@@ -141,9 +141,13 @@ def local_sgd(
     period: int,
     warmup: int = 0,
     state: str = "local",
+    outer: Outer | None = None,
 ) -> None:
-    """Local steps; w <- mean_k(w_k) after every `period`-th. The first `warmup` are BSP."""
+    """Local steps; w <- mean_k(w_k) after every `period`-th, and an outer step on it. The first
+    `warmup` are BSP."""
     bsp(world, iterations[:warmup])
+    if outer is not None:
+        outer.start(world)
     for done, t in enumerate(iterations[warmup:], start=1):
         for replica in world:
             replica.gradients(t)
@@ -151,6 +155,8 @@ def local_sgd(
         if done % period == 0:
             everything = Piece(tuple(names_of(world)))
             average_parameters(world, everything)
+            if outer is not None:
+                outer(world, everything.names)
             treat_state(world, everything, state)
         for replica in world:
             replica.end()
@@ -164,12 +170,15 @@ def partial_sync(
     average: str,
     state: str = "local",
     clip: Clipping | None = None,
+    outer: Outer | None = None,
 ) -> None:
     """In iteration r the pieces in sets[r mod H] are averaged, the others stay local. Gradients may
-    be clipped before.
+    be clipped before. An outer step may come on each average.
 
     after_update: w_l <- mean_k(w_l^k - eta * g_l^k); before_update: w_l <- mean_k(w_l) - eta * g_k.
     """
+    if outer is not None:
+        outer.start(world)
     for r, t in enumerate(iterations):
         for replica in world:
             replica.gradients(t)
@@ -180,6 +189,8 @@ def partial_sync(
                 replica.step()
         for piece in sets[r % len(sets)]:
             average_parameters(world, piece)
+            if outer is not None:
+                outer(world, piece.names)
             treat_state(world, piece, state)
         if average == "before_update":
             for replica in world:
@@ -196,10 +207,14 @@ def delayed_sync(
     delay: int,
     average: str,
     clip: Clipping | None = None,
+    outer: Outer | None = None,
 ) -> None:
     """In iteration r snapshots s_l^k of the pieces in sets[r mod H] are taken, after the local step
-    or before it; after the step of iteration r + delay, w_l^k += mean_k(s_l^k) - s_l^k."""
+    or before it; after the step of iteration r + delay, w_l^k += mean_k(s_l^k) - s_l^k. With an
+    outer optimizer what lands is its step on the mean."""
     taken: list[Kept] = []
+    if outer is not None:
+        outer.start(world)
     for r, t in enumerate(iterations):
         for replica in world:
             replica.gradients(t)
@@ -211,9 +226,60 @@ def delayed_sync(
         if average == "after_update":
             taken.append(kept(world, names_of(world)))
         for piece in sets[(r - delay) % len(sets)] if r >= delay else []:
-            shift(world, piece.names, taken[r - delay])
+            if outer is None:
+                shift(world, piece.names, taken[r - delay])
+            else:
+                outer.land(world, piece.names, taken[r - delay])
         for replica in world:
             replica.end()
+
+
+class Outer:
+    """torch's own SGD on common parameters, whose gradient is how far the workers' mean has gone
+    the other way. Running statistics are only averaged.
+
+    What was sent earlier lands as w_k = common + w_k - s_k, or with an alpha as
+    w_k = alpha w_k + (1 - alpha) common.
+    """
+
+    def __init__(
+        self, lr: float, momentum: float, nesterov: bool, alpha: float | None = None
+    ) -> None:
+        self._settings = {"lr": lr, "momentum": momentum, "nesterov": nesterov and momentum > 0}
+        self._alpha = alpha
+        self._common: dict[str, nn.Parameter] = {}
+        self._optimizers: dict[str, torch.optim.SGD] = {}
+
+    def start(self, world: list[Replica]) -> None:
+        """From what all of them have."""
+        for name, tensor in world[0].tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self._common[name] = nn.Parameter(tensor.detach().clone())
+                self._optimizers[name] = torch.optim.SGD([self._common[name]], **self._settings)
+
+    def __call__(self, world: list[Replica], names: Names) -> None:
+        """After an average."""
+        for name in names:
+            if name in self._common:
+                tensors = [_tensor(replica, name) for replica in world]
+                _assign(tensors, self._stepped(name, tensors).detach())
+
+    def land(self, world: list[Replica], names: Names, taken: Kept) -> None:
+        for name in names:
+            sent = taken[name]
+            new = self._stepped(name, sent) if name in self._common else _mean(sent)
+            for replica, own in zip(world, sent, strict=True):
+                w = _tensor(replica, name).detach()
+                kept = w + new - own
+                if self._alpha is not None:
+                    kept = self._alpha * w + (1 - self._alpha) * new
+                _assign([_tensor(replica, name)], kept.detach())
+
+    def _stepped(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        common = self._common[name]
+        common.grad = common.detach() - _mean(tensors)
+        self._optimizers[name].step()
+        return common.detach()
 
 
 class Clipping:
@@ -386,6 +452,9 @@ def as_planned(
         for a in plan.applies
         if a.rule in ("clip", "clip_early")
     ]
+    outer = _outer_of(plan)
+    if outer is not None:
+        outer.start(world)
     closing = [apply.phases for apply in plan.applies if apply.rule == "close"]
     if closing:
         [local] = [apply for apply in plan.applies if apply.rule == "local"]
@@ -410,7 +479,7 @@ def as_planned(
         now = [a for a in plan.applies if phase in a.phases and goes(a, r, outcomes)]
         resets = [a for a in now if a.rule == "reset"]
         after_update = local.at.point == "grad" or not _before_the_step(active, local)
-        copies = [a for a in now if a.rule == "copy"]
+        copies = [a for a in now if a.rule == "copy" and a.arg("target") != "anchor"]
         copied = [n for a in copies for b in a.buckets for n in tensors[b]]
         early = local.at.point == "step" and any(a.at.point == "grad" for a in copies)
         if early:
@@ -428,6 +497,8 @@ def as_planned(
             piece = _piece(rule, tensors)
             if rule.payload.buffer == "param":
                 average_parameters(world, piece)
+                if outer is not None:
+                    outer(world, piece.names)
             elif rule.payload.buffer == "state":
                 treat_state(world, piece, "averaged")
         for reset in resets:
@@ -436,12 +507,26 @@ def as_planned(
         if not after_update:
             _step(stepping)
         for apply in now:
-            if apply.rule == "delta":
+            if apply.rule in ("delta", "blend"):
                 landing = [n for b in apply.buckets for n in tensors[b] if n in taken]
-                shift(world, landing, taken)
+                if outer is None:
+                    shift(world, landing, taken)
+                else:
+                    outer.land(world, landing, taken)
+        if outer is not None and any(a.arg("target") == "anchor" for a in now):
+            outer.start(world)
         for replica in world:
             replica.end()
     return outcomes
+
+
+def _outer_of(plan: Plan) -> Outer | None:
+    steps = [apply for apply in plan.applies if apply.rule == "outer"]
+    if not steps:
+        return None
+    alpha = next((a.arg("share") for a in plan.applies if a.rule == "blend"), None)
+    rate, momentum, nesterov = (steps[0].arg(name) for name in ("rate", "momentum", "nesterov"))
+    return Outer(rate, momentum, bool(nesterov), alpha)
 
 
 def goes(rule: Transfer | Apply, r: int, outcomes: dict[str, list[bool]]) -> bool:

@@ -23,9 +23,11 @@ from offbeat.strategies import (
     DDP,
     STRATEGIES,
     WFBP,
+    DiLoCo,
     DreamDDP,
     FedAvg,
     LocalSGD,
+    OuterSGD,
     PartialSync,
     SelSync,
     create,
@@ -80,6 +82,15 @@ VARIANTS = [
     DreamDDP(period=2, split=False, average="before_update", state="averaged", due="forward"),
     DreamDDP(due="delayed"),
     DreamDDP(period=3, solver="balanced", average="before_update", due="delayed", delay=2),
+    LocalSGD(period=3, warmup=2, outer=OuterSGD(0.7, 0.5)),
+    PartialSync(period=3, average="before_update", outer=OuterSGD(0.7, 0.9, nesterov=False)),
+    DreamDDP(period=3, outer=OuterSGD(0.7, 0.5)),
+    DreamDDP(period=2, state="averaged", due="forward", outer=OuterSGD(0.7, 0.5)),
+    DreamDDP(period=4, due="delayed", delay=3, outer=OuterSGD(0.7, 0.5)),
+    DiLoCo(period=5),
+    DiLoCo(period=4, fragments=1),
+    DiLoCo(period=4, fragments=1, delay=2),
+    DiLoCo(period=5, delay=2, alpha=0.5),
 ]
 VOTING = [
     SelSync(),
@@ -111,6 +122,10 @@ def test_golden(name):
 @pytest.mark.parametrize("due", ["forward", "delayed"])
 def test_golden_beyond_the_paper(due):
     golden(f"dreamddp-{due}", DreamDDP(due=due))
+
+
+def test_golden_of_streaming_fragments():
+    golden("diloco-streaming", DiLoCo(period=6, fragments=3, delay=2, alpha=0.5))
 
 
 def golden(name, strategy):
@@ -458,7 +473,8 @@ def test_a_cap_makes_torchs_groups():
 
 
 def test_registry_and_creation():
-    others = ["cyclic", "deft", "dreamddp", "fedavg", "local-sgd", "partial-sync", "selsync"]
+    averaging = ["dreamddp", "fedavg", "local-sgd", "partial-sync", "selsync"]
+    others = ["cyclic", "deft", "diloco", *averaging]
     synchronous = ["asc-wfbp", "bsp", "bytescheduler", "dear", "p3", "us-byte", "wfbp"]
     assert list(STRATEGIES) == ["ddp", *synchronous, *others]
     assert [name for name, cls in STRATEGIES.items() if not cls.synchronous] == others
@@ -482,6 +498,7 @@ def test_texts_show_what_was_changed():
         "due": "end",
         "delay": 1,
         "clip": None,
+        "outer": None,
     }
 
 
@@ -533,6 +550,23 @@ def test_settings_are_values(strategy):
         (lambda: DreamDDP(due="delayed", state="reset"), r"state \('reset'\) must be left out"),
         (lambda: DreamDDP(due="delayed", fill=True), r"fill \(True\) must be left out"),
         (lambda: DreamDDP(due="delayed", split=True), r"split \(True\) must be left out"),
+        (
+            lambda: DreamDDP(fill=True, outer="0.7/0.5"),
+            r"fill \(True\) must be left out with outer",
+        ),
+        (lambda: DreamDDP(split=True, outer=OuterSGD()), r"split \(True\) must be left out with"),
+        (lambda: DreamDDP(outer=0.7), r"outer \(0.7\) must be an OuterSGD"),
+        (lambda: OuterSGD(lr=0), r"lr \(0\) of outer must be a number above 0"),
+        (lambda: OuterSGD(momentum=1.0), r"momentum \(1.0\) of outer must be at least 0 and below"),
+        (lambda: OuterSGD(momentum=-0.1), r"momentum \(-0.1\) of outer must be at least 0"),
+        (lambda: DiLoCo(outer=None), r"outer \(None\) must be an OuterSGD"),
+        (lambda: DiLoCo(period=4, delay=4), r"delay \(4\) must be below the period \(4\)"),
+        (lambda: DiLoCo(period=4, fragments=5), r"fragments \(5\) must be at most the period"),
+        (lambda: DiLoCo(fragments=0), r"fragments \(0\) must be an integer of at least 1"),
+        (lambda: DiLoCo(fragments=9).plan(SMALL), r"fragments \(9\) .* the model's buckets \(7\)"),
+        (lambda: DiLoCo(delay=1, alpha=1.0), r"alpha \(1.0\) must be at least 0 and below 1"),
+        (lambda: DiLoCo(alpha=0.5), r"alpha \(0.5\) counts only with a delay"),
+        (lambda: create("deft", {"outer": "0.7/0.5"}), r"outer must be left out with deft"),
         (lambda: DreamDDP(solver="best!"), r"solver \('best!'\) .* did you mean 'best'\?"),
         (lambda: DDP(bucket_cap_mb=0), r"bucket_cap_mb \(0\) must be a number above 0"),
         (lambda: DDP(bucket_cap_mb=float("nan")), r"bucket_cap_mb \(nan\) must be a number"),

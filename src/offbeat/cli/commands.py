@@ -400,7 +400,8 @@ def strategies(*, json_: Json = False) -> int:
     for name, cls in methods().items():
         settings = {field.name: field.default for field in fields(cls)}
         summary = (cls.__doc__ or "").partition("\n")[0]
-        row = {"name": name, "settings": settings, "summary": summary, "citation": cls.citation}
+        row = {"name": name, "settings": cls().settings(), "summary": summary}
+        row["citation"] = cls.citation
         rows.append(row)
         shown = ", ".join(f"{setting}={value}" for setting, value in settings.items())
         lines.append(f"{name}  {shown}\n    {summary}\n    {cls.citation}")

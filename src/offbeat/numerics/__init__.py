@@ -6,6 +6,7 @@ once. The rule `local`, the user's own optimizer, is the context's.
 """
 
 from offbeat.numerics.base import SETTINGS, Context, Rule, Setting, VoteRule, WireRule, takes
+from offbeat.numerics.blend import blend
 from offbeat.numerics.change import changed, measure
 from offbeat.numerics.clip import clip, clip_early
 from offbeat.numerics.close import close
@@ -20,7 +21,7 @@ RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
         *(local, close, reset, add, clear, clip, clip_early, copy, scale, select, swap, delta),
-        *(outer, measure),
+        *(outer, blend, measure),
     )
 }
 VOTES: dict[str, VoteRule] = {rule.__name__: rule for rule in (changed,)}

@@ -25,6 +25,10 @@ class Context(Protocol):
         """A buffer's content, to be changed in place."""
         ...
 
+    def parameters(self, buffer: str, buckets: range) -> Arrays:
+        """A buffer of the parameters' shape without running statistics, to be changed in place."""
+        ...
+
     def squared_norm(self, buffer: str, buckets: range) -> float:
         """The sum of a buffer's squares, without what travels behind gradients."""
         ...

@@ -1,4 +1,4 @@
-"""Outer optimizer: SGD with Nesterov momentum on what the average has changed (DiLoCo)."""
+"""Outer optimizer: SGD with momentum on what the average has changed (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -9,25 +9,34 @@ from offbeat.plan import Apply
 @takes(
     rate=Setting("number", 0.7),
     momentum=Setting("number", 0.9),
+    nesterov=Setting("count", 1, least=0, most=1),
+    buffer=Setting("buffer", "param", kind="param"),
     anchor=Setting("buffer", "anchor", kind="param"),
     velocity=Setting("buffer", "velocity", kind="param"),
 )
 def outer(context: Context, apply: Apply) -> None:
-    """`d = anchor - w; v = momentum v + d; anchor -= rate (d + momentum v); w = anchor`.
+    """`d = anchor - w; v = momentum v + d; w = anchor - rate (d + momentum v); anchor = w`,
+    without `nesterov` `w = anchor - rate v`.
 
-    `w` holds the average of the workers' parameters; `anchor` (which starts as a copy of the
-    parameters) and `velocity` name the plan's buffers. Source: Douillard et al., DiLoCo, 2023,
-    Algorithm 1, with torch's Nesterov.
+    `buffer`, the parameters or a copy of them, holds the average w of the workers; `anchor` (which
+    starts as a copy of the parameters) and `velocity` name the plan's buffers. Running statistics
+    keep their average: a step beyond it could make a variance negative. Source: Douillard et al.,
+    DiLoCo, 2023, Algorithm 1, with torch's Nesterov.
     """
     rate, momentum = apply.arg("rate", 0.7), apply.arg("momentum", 0.9)
-    anchors = context.write(apply.arg("anchor", "anchor"), apply.buckets)
-    velocities = context.write(apply.arg("velocity", "velocity"), apply.buckets)
-    for w, anchor, velocity in zip(
-        context.write("param", apply.buckets), anchors, velocities, strict=True
-    ):
-        difference = anchor - w
+    target, anchor_name = apply.arg("buffer", "param"), apply.arg("anchor", "anchor")
+    names = (target, anchor_name, apply.arg("velocity", "velocity"))
+    columns = [context.parameters(name, apply.buckets) for name in names]
+    for w, anchor, velocity in zip(*columns, strict=True):
+        step = anchor - w
         velocity *= momentum
-        velocity += difference
-        difference += momentum * velocity
-        anchor -= rate * difference
+        velocity += step
+        if apply.arg("nesterov", 1):
+            step += momentum * velocity
+        else:
+            step[...] = velocity
         w[...] = anchor
+        w -= rate * step
+    anchors = context.write(anchor_name, apply.buckets)
+    for anchor, w in zip(anchors, context.read(target, apply.buckets), strict=True):
+        anchor[...] = w

@@ -101,6 +101,9 @@ class Worker:
     def write(self, buffer: str, buckets: range, age: int = 0) -> list[Array]:
         return [self.view(buffer, self.span(buckets), age)]
 
+    def parameters(self, buffer: str, buckets: range) -> list[Array]:
+        return self.write(buffer, buckets)
+
     def squared_norm(self, buffer: str, buckets: range) -> float:
         if buffer == "grad" and not self.added[self.physical("grad", 0)][self.span(buckets)].all():
             raise ConflictError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.plan import Apply, Plan, Vote
 from offbeat.plan.lean import Lean, lean
+from offbeat.plan.model import BUILT_IN
 from offbeat.plan.program import Program, Step
 from offbeat.runtime.accumulation import Accumulation
 from offbeat.runtime.compute import Compute
@@ -31,6 +32,7 @@ class Adopted:
         rules = (*plan.transfers, *plan.applies)
         self._remembered = max([self.program.lag, *(rule.ago for rule in rules)])
         self.iterations: dict[int, Iteration] = {}  # by their number in the plan
+        self.reloaded = False  # whether buffers are of other weights than the parameters now
         self.flat.adopt(plan.all_buffers)
         self.gradients.begin_anew()
         self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat)
@@ -83,6 +85,8 @@ class Adopted:
 
     def start(self, planned: int, number: int, marks: Timestamps) -> Iteration:
         """A new iteration; its messages have their places on the links."""
+        if self.reloaded:
+            self._restart_buffers()
         messages, program = self.messages.enqueue(planned, number), self.program
         now = Iteration(number, marks, messages, planned, *self._steps(planned))
         now.outstanding.update(program.awaited(planned))
@@ -101,6 +105,13 @@ class Adopted:
         if key not in self._leaner:
             self._leaner[key] = lean(steps, self.program.transfers(planned), self.plan.buckets)
         return self._leaner[key]
+
+    def _restart_buffers(self) -> None:
+        """What is left of weights before a load: anchors, velocities, residuals."""
+        self.reloaded = False
+        for buffer in self.plan.buffers:
+            if buffer.name not in BUILT_IN and buffer.kind != "state" and self.plan.source is None:
+                self.flat.restart(buffer)
 
     def release(self, now: Iteration, index: int) -> None:
         """Send a message, unless a vote has said no."""
@@ -145,7 +156,7 @@ class Adopted:
     @property
     def lands_late(self) -> bool:
         """Whether snapshots are averaged while training goes on."""
-        return any(apply.rule == "delta" for apply in self.plan.applies)
+        return any(apply.rule in ("delta", "blend") for apply in self.plan.applies)
 
     @property
     def lands_at_forward(self) -> bool:
@@ -156,7 +167,8 @@ class Adopted:
         )
 
     def discard_landings(self) -> None:
-        """What has not landed is forgotten: an average that is its own snapshot changes nothing."""
+        """What has not landed is forgotten: an average that is its own snapshot changes nothing.
+        Where something lands otherwise, a prologue comes first in which nothing does."""
         for apply in self.plan.applies:
             if apply.rule == "delta":
                 for name in ("average", "snapshot"):

@@ -40,6 +40,9 @@ class StorageContext:
 
     write = read
 
+    def parameters(self, buffer: str, buckets: range) -> tuple[Tensor, ...]:
+        return tuple(self._flat.parameters_of(buffer, buckets))
+
     def squared_norm(self, buffer: str, buckets: range) -> float:
         if buffer != "grad":
             tensors = self.read(buffer, buckets)

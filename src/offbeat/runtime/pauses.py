@@ -48,10 +48,11 @@ class Pauses:
 
     def discard(self) -> bool:
         """Other weights are about to be loaded: forget gradients that were added up and averages
-        that have not landed, and begin the plan anew. Whether it begins anew: then all ranks must
-        load."""
+        that have not landed, and begin the plan anew. Its buffers start again with what is loaded.
+        Whether the plan begins anew: then all ranks must load."""
         self.flush()
         run = self._engine.run
+        run.reloaded = True
         if run.windows.late or run.lands_late or self._engine.plan.source is not None:
             self.pause()
             run.windows.discard()

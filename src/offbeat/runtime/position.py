@@ -42,6 +42,7 @@ def capture(engine: Engine) -> State:
 def restore(engine: Engine, state: Mapping[str, Any]) -> None:
     """Go on from there, with the plan that was captured, which has just been adopted."""
     run, planned = engine.run, state["planned"]
+    run.reloaded = False
     for name, contents in state["buffers"].items():
         run.flat.fill(name, contents)
     if state["gradients"] is not None:

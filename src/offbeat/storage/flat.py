@@ -129,6 +129,16 @@ class Flat:
         with torch.no_grad():
             return {key: make(tensor).detach() for key, tensor in like.items()}
 
+    def restart(self, buffer: Buffer) -> None:
+        """A plan's buffer is again as it starts."""
+        like = self._stores["grad" if buffer.kind == "grad" else "param"][0]
+        for copy in self._stores[buffer.name]:
+            for key, tensor in copy.items():
+                if buffer.start == "param":
+                    tensor.copy_(like[key].data)
+                else:
+                    tensor.zero_()
+
     def copies(self, buffer: str) -> int:
         """Copies of a buffer."""
         return len(self._stores[buffer])

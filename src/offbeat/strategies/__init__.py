@@ -16,10 +16,12 @@ from offbeat.strategies.cyclic import Cyclic
 from offbeat.strategies.ddp import DDP
 from offbeat.strategies.dear import DeAR
 from offbeat.strategies.deft import DeFT
+from offbeat.strategies.diloco import DiLoCo
 from offbeat.strategies.dreamddp import DreamDDP
 from offbeat.strategies.fedavg import FedAvg
 from offbeat.strategies.gossip import Gossip
 from offbeat.strategies.local_sgd import LocalSGD
+from offbeat.strategies.outer import OuterSGD
 from offbeat.strategies.p3 import P3
 from offbeat.strategies.partial_sync import PartialSync
 from offbeat.strategies.ps_bsp import PSBSP
@@ -63,6 +65,11 @@ def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
     """Strategy from its name and settings; ValueError suggests the nearest of a misspelling."""
     require_choice("strategy", name, methods())
     cls = methods()[name]
+    if "outer" in (settings or {}) and "outer" not in (f.name for f in fields(cls)):
+        raise ValueError(
+            f"outer must be left out with {name}: outer optimizers step on averages of parameters, "
+            "which dreamddp, diloco, local-sgd and partial-sync make"
+        )
     for key in settings or {}:
         require_choice(f"setting of {name}", key, [f.name for f in fields(cls)])
     return cls(**(settings or {}))
@@ -85,11 +92,13 @@ __all__ = [
     "Cyclic",
     "DeAR",
     "DeFT",
+    "DiLoCo",
     "DreamDDP",
     "FedAvg",
     "Gossip",
     "LocalSGD",
     "Monitor",
+    "OuterSGD",
     "PSSelSync",
     "PartialSync",
     "SelSync",

@@ -16,6 +16,7 @@ from offbeat.sim import simulate
 from offbeat.strategies import dreamddp_due as later
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
+from offbeat.strategies.outer import OuterSGD, equations_of, outer_of, with_outer
 from offbeat.strategies.partial_sync import (
     Average,
     Piece,
@@ -85,6 +86,10 @@ class DreamDDP(Strategy):
     """Iterations that training goes on while an average travels (`due="delayed"`)."""
     clip: float | None = None
     """Largest norm of a worker's gradients; None: any."""
+    outer: OuterSGD | None = None
+    """An optimizer that steps on what every average has changed, as OuterSGD(0.7, 0.5) or
+    `0.7/0.5`; two more copies of the parameters, and whole layers once per period (no `fill`, no
+    `split`). None: the average itself."""
 
     name: ClassVar[str] = "dreamddp"
     synchronous: ClassVar[bool] = False
@@ -93,6 +98,13 @@ class DreamDDP(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_count("period", self.period, remedy=EVERY_ITERATION)
+        object.__setattr__(self, "outer", outer_of(self.outer))
+        for name in ("fill", "split"):
+            if self.outer is not None and getattr(self, name) is True:
+                raise ValueError(
+                    f"{name} (True) must be left out with outer ({self.outer}), which steps whole "
+                    "layers once per period; leave it out, or use outer=None"
+                )
         if self.clip is not None and not 0 < self.clip < float("inf"):
             raise ValueError(f"clip ({self.clip}) must be a norm above 0, or None for no clipping")
         if self.split is True and self.state == "reset":
@@ -131,6 +143,9 @@ class DreamDDP(Strategy):
                 )
 
     def schedule(self, profile: Profile) -> Plan:
+        if self.outer is not None:
+            plain = replace(self, outer=None, fill=False, split=False)
+            return with_outer(plain.schedule(profile), self.outer, profile)
         if self.due == "forward":
             plan = self._due_at_forward(profile)
         elif self.due == "delayed":
@@ -161,9 +176,11 @@ class DreamDDP(Strategy):
     def equations(self, plan: Plan) -> Equations:
         early = any(apply.rule == "clip_early" for apply in plan.applies)
         clip = None if self.clip is None else Clip(self.clip, plan.buckets if early else None)
+        outer = equations_of(self.outer)
         if self.due == "delayed":
-            return delayed(layer_sets(plan, "average"), self.delay, self.average, clip)
-        return partial(layer_sets(plan), self.average, self.state, clip)
+            sets = layer_sets(plan, "average")
+            return delayed(sets, self.delay, self.average, clip, outer)
+        return partial(layer_sets(plan), self.average, self.state, clip, outer)
 
     def bound_s(self, profile: Profile) -> float:
         if self.due == "forward":

@@ -277,7 +277,7 @@ def delayed_choice(
     moves from the heaviest set make of the best; all compared by simulation."""
     pieces = whole(setting.buckets)
     message_s = [piece.seconds(setting.profile, setting.state) for piece in pieces]
-    best = Late(pieces, _even_loads(message_s, setting.period))
+    best = Late(pieces, even_loads(message_s, setting.period))
     if not simulated:
         return best
 
@@ -294,7 +294,7 @@ def delayed_choice(
     return best
 
 
-def _even_loads(message_s: Sequence[float], period: int) -> Sets:
+def even_loads(message_s: Sequence[float], period: int) -> Sets:
     """The longest messages first, each to the set that has least to send."""
     sets: list[list[int]] = [[] for _ in range(period)]
     loads_s = [0.0] * period

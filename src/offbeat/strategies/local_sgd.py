@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from offbeat.plan import Apply, Moment, Phases, Plan, local, transfer
 from offbeat.profile import Profile
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.strategies.bsp import all_gradients
+from offbeat.strategies.outer import OuterSGD, equations_of, outer_of, with_outer
 from offbeat.testing.equations import Equations, local_sgd
 
 EVERY_ITERATION = "use BSP() to synchronize in every iteration"
@@ -25,6 +26,9 @@ class LocalSGD(Strategy):
     state: StatePolicy = "local"
     """What becomes of optimizer state at an average: it stays `local`, is `averaged` too (more
     bytes), or begins anew (`reset`)."""
+    outer: OuterSGD | None = None
+    """An optimizer that steps on what every average has changed (DiLoCo), as OuterSGD(0.7, 0.5) or
+    `0.7/0.5`; two more copies of the parameters. None: the average itself."""
 
     name: ClassVar[str] = "local-sgd"
     synchronous: ClassVar[bool] = False
@@ -36,6 +40,7 @@ class LocalSGD(Strategy):
         super().__post_init__()
         require_count("period", self.period, remedy=EVERY_ITERATION)
         require_count("warmup", self.warmup, least=0)
+        object.__setattr__(self, "outer", outer_of(self.outer))
 
     def schedule(self, profile: Profile) -> Plan:
         everything = range(len(profile.buckets))
@@ -56,7 +61,7 @@ class LocalSGD(Strategy):
         applies = [local(len(everything), Moment("step"), range(self.warmup + self.period))]
         if self.state == "reset":
             applies.append(Apply("reset", everything, Moment("end"), Phases(averaging)))
-        return Plan(
+        plan = Plan(
             self.name,
             len(everything),
             tuple(transfers),
@@ -64,9 +69,20 @@ class LocalSGD(Strategy):
             period=self.period,
             prologue=self.warmup,
         )
+        return plan if self.outer is None else self._with_outer(plan, self.outer, profile)
+
+    def _with_outer(self, plan: Plan, outer: OuterSGD, profile: Profile) -> Plan:
+        """The outer steps begin where the warm-up ends."""
+        plan = with_outer(plan, outer, profile)
+        if not self.warmup:
+            return plan
+        args = (("source", "param"), ("target", "anchor"))
+        last = Phases([self.warmup - 1])
+        begin = Apply("copy", range(plan.buckets), Moment("end"), last, args=args)
+        return replace(plan, applies=(*plan.applies, begin))
 
     def equations(self, plan: Plan) -> Equations:
-        return local_sgd(self.period, self.warmup, self.state)
+        return local_sgd(self.period, self.warmup, self.state, equations_of(self.outer))
 
     def bound_s(self, profile: Profile) -> float:
         return periodic_bound_s(profile, self.period, fused=True)

@@ -12,6 +12,7 @@ from offbeat.profile import Profile
 from offbeat.solve import Sets, equal_number
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.strategies.local_sgd import EVERY_ITERATION
+from offbeat.strategies.outer import OuterSGD, equations_of, outer_of, with_outer
 from offbeat.testing.equations import Equations, layer_sets, partial
 
 Average = Literal["after_update", "before_update"]
@@ -33,6 +34,9 @@ class PartialSync(Strategy):
     state: StatePolicy = "local"
     """What becomes of optimizer state at an average: it stays `local`, is `averaged` too, or begins
     anew (`reset`)."""
+    outer: OuterSGD | None = None
+    """An optimizer that steps on what every average has changed, as OuterSGD(0.7, 0.5) or
+    `0.7/0.5`; two more copies of the parameters. None: the average itself."""
 
     name: ClassVar[str] = "partial-sync"
     synchronous: ClassVar[bool] = False
@@ -41,18 +45,22 @@ class PartialSync(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_count("period", self.period, remedy=EVERY_ITERATION)
+        object.__setattr__(self, "outer", outer_of(self.outer))
 
     def schedule(self, profile: Profile) -> Plan:
         backward_s, communication_s = layer_times(profile, self.average, self.state)
         sets = equal_number(backward_s, communication_s, self.period)
-        return partial_plan(self.name, profile, sets, ((),) * self.period, self.average, self.state)
+        none: Sets = ((),) * self.period
+        plan = partial_plan(self.name, profile, sets, none, self.average, self.state)
+        return plan if self.outer is None else with_outer(plan, self.outer, profile)
 
     def at_step(self) -> Strategy | None:
         early = self.average == "after_update"
         return replace(self, average="before_update") if early else None
 
     def equations(self, plan: Plan) -> Equations:
-        return partial(layer_sets(plan), self.average, self.state)
+        outer = equations_of(self.outer)
+        return partial(layer_sets(plan), self.average, self.state, outer=outer)
 
     def bound_s(self, profile: Profile) -> float:
         return periodic_bound_s(profile, self.period, fused=False)

@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from offbeat.strategies import Strategy, create, methods
 from offbeat.strategies.base import require_choice
+from offbeat.strategies.outer import OuterSGD
 
 BITS = {"0": False, "1": True}
 
@@ -19,6 +20,7 @@ KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     bool: ("true or false", lambda text: {"true": True, "false": False}[text.lower()]),
     int: ("an integer", int),
     float: ("a number", float),
+    OuterSGD: ("LR/MOMENTUM with LR above 0 and MOMENTUM in [0, 1)", OuterSGD.parse),
     str: ("text", str),
     tuple[int, ...]: (
         "integers with / between",

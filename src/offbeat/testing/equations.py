@@ -81,6 +81,11 @@ class World(Protocol):
         """`w += mean(kept) - kept` of a piece, with what every replica has kept."""
         ...
 
+    def change(self, piece: Payload | None, rule: Callable[..., Any], *kept: Any) -> None:
+        """`w = rule(w, *kept)` of a piece: arrays with one row per replica. The rule may change
+        those that were kept."""
+        ...
+
     def end(self) -> None:
         """An iteration is over (learning rates may change)."""
         ...
@@ -102,19 +107,25 @@ def synchronous() -> Equations:
     return advance
 
 
-def local_sgd(period: int, warmup: int = 0, state: State = "local") -> Equations:
-    """Local steps; `w = mean_k(w_k)` after every `period`-th. The first `warmup` iterations are
-    synchronous. State as in `partial`."""
+def local_sgd(
+    period: int, warmup: int = 0, state: State = "local", outer: Outer | None = None
+) -> Equations:
+    """Local steps; `w = mean_k(w_k)` after every `period`-th, and an outer step on it if there is
+    one. The first `warmup` iterations are synchronous. State as in `partial`."""
     first = synchronous()
 
     def advance(world: World, iteration: int) -> None:
         if iteration < warmup:
             first(world, iteration)
             return
+        if outer is not None:
+            outer.start(world)
         world.gradients(iteration)
         world.step()
         if (iteration - warmup + 1) % period == 0:
             _average(world, None, state)
+            if outer is not None:
+                outer(world, None)
         world.end()
 
     return advance
@@ -125,9 +136,10 @@ def partial(
     average: Literal["after_update", "before_update"],
     state: State = "local",
     clip: Clip | None = None,
+    outer: Outer | None = None,
 ) -> Equations:
     """In iteration r the pieces in `sets[r mod H]` are averaged, the others stay local; gradients
-    may be clipped first.
+    may be clipped first. An outer step may come on each average.
 
     after_update: `w = mean_k(w_k - rate g_k)`; before_update: `w = mean_k(w_k) - rate g_k`.
     Optimizer state stays local, is averaged too, or is reset.
@@ -136,8 +148,12 @@ def partial(
     def averages(world: World, iteration: int) -> None:
         for piece in sets[iteration % len(sets)]:
             _average(world, piece, state)
+            if outer is not None:
+                outer(world, piece)
 
     def advance(world: World, iteration: int) -> None:
+        if outer is not None:
+            outer.start(world)
         world.gradients(iteration)
         if clip is not None:
             clip(world)
@@ -156,12 +172,21 @@ def delayed(
     delay: int,
     average: Literal["after_update", "before_update"],
     clip: Clip | None = None,
+    outer: Outer | None = None,
 ) -> Equations:
     """In iteration r snapshots s of the pieces in `sets[r mod H]` are taken, after the local step
-    or before it; after the step of iteration r + delay `w += mean_k(s_k) - s_k`."""
+    or before it; after the step of iteration r + delay `w += mean_k(s_k) - s_k`. With an outer
+    optimizer the sets are those of iterations delay, delay + 1, ..., and what lands is its step on
+    the mean."""
     taken: list[Any] = []
 
+    def landing(iteration: int) -> Collection[Payload]:
+        first = 0 if outer is None else delay
+        return sets[(iteration - first) % len(sets)] if iteration >= 0 else ()
+
     def advance(world: World, iteration: int) -> None:
+        if outer is not None:
+            outer.start(world)
         world.gradients(iteration)
         if clip is not None:
             clip(world)
@@ -171,8 +196,11 @@ def delayed(
         if average == "after_update":
             taken.append(world.keep())
         then = iteration - delay
-        for piece in sets[then % len(sets)] if then >= 0 else ():
-            world.shift(piece, taken[then])
+        for piece in landing(then):
+            if outer is None:
+                world.shift(piece, taken[then])
+            else:
+                outer.land(world, piece, taken[then])
         world.end()
 
     return advance
@@ -202,6 +230,52 @@ class Clip:
 
     def _factors(self, squared_norms: Sequence[float]) -> list[float]:
         return [min(1.0, self.norm / (float(n) ** 0.5 + 1e-6)) for n in squared_norms]
+
+
+@dataclass
+class Outer:
+    """SGD with momentum on `d = w~ - mean_k(w_k)`, how far workers have come from the common
+    parameters w~: `v = momentum v + d; w~ = w~ - lr (d + momentum v)`, without Nesterov
+    `w~ = w~ - lr v` (Douillard et al., DiLoCo, 2023, Algorithm 1, with torch's Nesterov).
+
+    Workers go on from w~. Where what they had is older (s_k), by `w_k = w~ + w_k - s_k`, or with
+    `alpha` by `w_k = alpha w_k + (1 - alpha) w~` (Douillard et al., Streaming DiLoCo, 2025).
+    """
+
+    lr: float
+    momentum: float
+    nesterov: bool = True
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        self._common: Any = None
+        self._velocity: Any = None
+
+    def start(self, world: World) -> None:
+        """The common parameters are those that all replicas start with."""
+        if self._common is None:
+            self._common, self._velocity = world.keep(), 0 * world.keep()
+
+    def __call__(self, world: World, piece: Payload | None) -> None:
+        """After an average."""
+        world.change(piece, self._stepped, self._common, self._velocity)
+
+    def land(self, world: World, piece: Payload, kept: Any) -> None:
+        """What was kept earlier was averaged meanwhile."""
+
+        def landed(w: Array, snapshot: Array, common: Array, velocity: Array) -> Array:
+            new = self._stepped(snapshot, common, velocity)
+            if self.alpha is None:
+                return new + w - snapshot
+            return self.alpha * w + (1 - self.alpha) * new
+
+        world.change(piece, landed, kept, self._common, self._velocity)
+
+    def _stepped(self, w: Array, common: Array, velocity: Array) -> Array:
+        d = common - w.mean(axis=0)
+        velocity[...] = self.momentum * velocity + d
+        common -= self.lr * (d + self.momentum * velocity if self.nesterov else velocity)
+        return common
 
 
 def merged(closes: Callable[[int], bool], merge: Merge = "sum") -> Equations:
@@ -485,6 +559,10 @@ class NumpyWorld:
     def shift(self, piece: Payload, kept: Array) -> None:
         part = self.task.slice_of(piece)
         self.weights[:, part] += kept[:, part].mean(0) - kept[:, part]
+
+    def change(self, piece: Payload | None, rule: Callable[..., Array], *kept: Array) -> None:
+        part = self.task.slice_of(piece)
+        self.weights[:, part] = rule(*(array[:, part] for array in (self.weights, *kept)))
 
     def end(self) -> None:
         pass

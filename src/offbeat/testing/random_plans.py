@@ -212,19 +212,21 @@ def _outer(d: _Draft, run: range) -> None:
     d.buffers["anchor"] = Buffer("anchor", start="param")
     d.buffers["velocity"] = Buffer("velocity")
     d.send("param", run, d.between(stepped, STEP), END, phases)
-    d.applies.append(_apply("outer", run, END, phases, rate=0.8, momentum=0.5))
+    nesterov = d.rng.randrange(2)
+    d.applies.append(_apply("outer", run, END, phases, rate=0.8, momentum=0.5, nesterov=nesterov))
 
 
 def _delayed(d: _Draft, run: range) -> None:
     """Local steps, and the average of a snapshot some iterations later."""
     _steps(d, run)
     taken = Phases([d.rng.choice(d.plan.cycle)])
-    d.buffers["snapshot"], d.buffers["average"] = Buffer("snapshot"), Buffer("average")
+    for name in ("snapshot", "average"):
+        d.buffers[name] = Buffer(name, start="param")
     d.applies.append(_apply("copy", run, STEP, taken, source="param", target="snapshot"))
     lag = d.rng.randrange(d.plan.period)
     if lag == 0:
         due = d.rng.choice((END, Moment("forward", run[-1], 1)))
-        d.applies.append(Apply("delta", run, due, taken))
+        _landing(d, run, due, taken)
     else:
         later = Phases([d.plan.phase(taken.runs[0][0] + lag)])
         if d.rng.random() < 0.5:
@@ -232,8 +234,22 @@ def _delayed(d: _Draft, run: range) -> None:
             at = d.rng.choice((Moment("grad", run[-1]), STEP))
         else:
             due, at = Moment("forward", run[-1], lag + 1), Moment("forward", None, 1)
-        d.applies.append(Apply("delta", run, at, later))
+        _landing(d, run, at, later)
     d.send("snapshot", run, STEP, due, taken, "average")
+
+
+def _landing(d: _Draft, run: range, at: Moment, phases: Phases) -> None:
+    """What becomes of a snapshot's average, perhaps after an outer step on it."""
+    if d.rng.random() < 0.6:
+        d.applies.append(Apply("delta", run, at, phases))
+        return
+    d.buffers["anchor"] = Buffer("anchor", start="param")
+    d.buffers["velocity"] = Buffer("velocity")
+    d.applies.append(_apply("outer", run, at, phases, buffer="average", momentum=0.5))
+    if d.rng.random() < 0.5:
+        d.applies.append(Apply("delta", run, at, phases))
+    else:
+        d.applies.append(_apply("blend", run, at, phases, share=0.3))
 
 
 def _subset(d: _Draft, run: range) -> None:

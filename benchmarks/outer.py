@@ -1,0 +1,89 @@
+"""Outer optimizers: what they do to the loss, by their settings and the period.
+
+    python benchmarks/outer.py [--out FILE] [--seeds 3] [--steps 200]
+
+Local SGD with an outer step on its average, and streaming variants, beside plain averages and BSP:
+a small GPT (AdamW) and digits (SGD with momentum), 4 ranks as threads, equal steps. Losses are
+real. Runs are kept in a file; a second start goes on. About 20 minutes of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from tasks import GPT, Task, digits_task
+from threads import Job, consolidated, remembered, train, untimed
+
+from offbeat.strategies import BSP, DiLoCo, LocalSGD, OuterSGD, Strategy
+
+RANKS, WIDTH = 4, 64
+PERIODS = (10, 50)
+LAST = 20  # iterations whose mean loss counts
+OUTERS = (None, OuterSGD(0.7, 0.5), OuterSGD(0.7, 0.9), OuterSGD(0.8, 0.3))
+TASKS = {"GPT": GPT, "digits": digits_task(WIDTH)}
+
+
+def contestants() -> Iterator[tuple[str, Strategy]]:
+    yield "BSP", BSP()
+    for period in PERIODS:
+        for outer in OUTERS:
+            yield f"{period}, {outer or 'average'}", LocalSGD(period, outer=outer)
+    for period in PERIODS:
+        for alpha in (None, 0.5):
+            name = f"{period}, streaming, delay 2, alpha {alpha}"
+            yield name, DiLoCo(period, OuterSGD(0.7, 0.5), fragments=5, delay=2, alpha=alpha)
+
+
+def trained(task: Task, strategy: Strategy, seed: int, steps: int) -> dict[str, Any]:
+    """Loss of the last iterations, and of the held-out batches; nan if it diverged."""
+    torch.manual_seed(seed)
+    model = task.model()
+    job = Job(
+        model,
+        task.optimizer,
+        lambda world, rank: task.batches(seed, world.size, rank),
+        task.loss,
+        warmup=task.warmup,
+    )
+    profile = untimed(model, RANKS)
+    ranks = train(job, strategy.plan(profile), profile, steps)
+    losses = [fmean(one.losses[-LAST:]) for one in ranks]
+    return {"loss": fmean(losses), "held out": task.held_out_loss(consolidated(ranks))}
+
+
+def spread(values: list[float]) -> str:
+    return f"{median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("outer.json"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for seed in range(options.seeds):  # whole rounds, so that a part of them says something
+        for name, task in TASKS.items():
+            for label, strategy in contestants():
+                run = partial(trained, task, strategy, seed, options.steps)
+                remembered(options.out, f"{name}, {label}, {options.steps} steps, seed {seed}", run)
+    for name, task in TASKS.items():
+        print(f"\n**{name}**\n\n| | loss | held-out loss |\n|---|---|---|")
+        for label, strategy in contestants():
+            rows = []
+            for seed in range(options.seeds):
+                run = partial(trained, task, strategy, seed, options.steps)
+                key = f"{name}, {label}, {options.steps} steps, seed {seed}"
+                rows.append(remembered(options.out, key, run))
+            cells = (spread([row[what] for row in rows]) for what in ("loss", "held out"))
+            print("|", label, "|", " | ".join(cells), "|")
+
+
+if __name__ == "__main__":
+    main()

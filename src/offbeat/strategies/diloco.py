@@ -1,0 +1,153 @@
+"""DiLoCo: local steps, and an outer optimizer on what the average has changed; also streaming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import ClassVar
+
+from offbeat import solve
+from offbeat.plan import Plan
+from offbeat.profile import Profile
+from offbeat.strategies import dreamddp_due as later
+from offbeat.strategies.base import Strategy, periodic_bound_s, require_count
+from offbeat.strategies.dreamddp import DreamDDP
+from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
+from offbeat.strategies.outer import OuterSGD, equations_of, outer_of, with_outer
+from offbeat.strategies.partial_sync import Average, Piece, layer_times, partial_plan
+from offbeat.testing.equations import Equations, delayed, layer_sets, partial
+
+
+@dataclass(frozen=True)
+class DiLoCo(Strategy):
+    """Every worker trains alone; an outer optimizer steps on what the average of `period` steps
+    has changed, and all go on from there.
+
+    `fragments` and `delay` make it Streaming DiLoCo: fragments of the model are averaged in
+    different iterations, while training goes on. Which buckets they hold is DreamDDP's choice.
+    """
+
+    period: int = 50
+    """Local steps from one average of a parameter to the next."""
+    outer: OuterSGD = OuterSGD(0.7, 0.5)
+    """The optimizer of the averages: OuterSGD(lr, momentum, nesterov), or text as `0.7/0.9`."""
+    fragments: int | None = None
+    """Parts of the model that are averaged at different times, evenly spread over the period. 1:
+    all at once, after the step (DiLoCo); None: as DreamDDP's planner has it."""
+    delay: int = 0
+    """Iterations that training goes on while a fragment travels (tau)."""
+    alpha: float | None = None
+    """How much a worker keeps of its own parameters when those of a fragment land: 0 nothing, 0.5
+    as published; None: all that it has learnt since they left (`w += new - sent`)."""
+    average: Average = "after_update"
+    """Whether a layer is averaged after its own update in backward, or before it, which leaves the
+    update to `optimizer.step()`. With a delay or one fragment all is done at the step."""
+
+    name: ClassVar[str] = "diloco"
+    synchronous: ClassVar[bool] = False
+    citation: ClassVar[str] = (
+        "Douillard et al., DiLoCo, 2023, Algorithm 1; Douillard et al., Streaming DiLoCo with "
+        "overlapping communication, 2025, Algorithm 2"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("period", self.period, remedy=EVERY_ITERATION)
+        require_count("delay", self.delay, least=0)
+        object.__setattr__(self, "outer", outer_of(self.outer))
+        if self.outer is None:
+            raise ValueError("outer (None) must be an OuterSGD; without one use DreamDDP()")
+        if self.delay >= self.period:
+            raise ValueError(
+                f"delay ({self.delay}) must be below the period ({self.period}): a fragment "
+                "travels once at a time; use a smaller delay or a longer period"
+            )
+        if self.fragments is not None:
+            require_count("fragments", self.fragments, remedy="None lets the planner choose")
+            if self.fragments > self.period:
+                raise ValueError(
+                    f"fragments ({self.fragments}) must be at most the period ({self.period}), as "
+                    "each has an iteration of its own; use fewer, or None"
+                )
+        if self.alpha is not None and not 0 <= self.alpha < 1:
+            raise ValueError(
+                f"alpha ({self.alpha}) must be at least 0 and below 1: with 1 nothing would land"
+            )
+        if self.alpha is not None and self.delay == 0:
+            raise ValueError(
+                f"alpha ({self.alpha}) counts only with a delay; leave it out, or use delay=1"
+            )
+
+    def schedule(self, profile: Profile) -> Plan:
+        buckets = len(profile.buckets)
+        if self.fragments is not None and self.fragments > buckets:
+            raise ValueError(
+                f"fragments ({self.fragments}) must be at most the model's buckets ({buckets}): a "
+                "bucket is averaged whole; use fewer, or None"
+            )
+        plan = with_outer(self._averages(profile), self.outer, profile, share=self.alpha)
+        return replace(plan, strategy=self.name)
+
+    def _averages(self, profile: Profile) -> Plan:
+        """When what is averaged."""
+        if self.fragments is None:
+            late = {"due": "delayed", "delay": self.delay} if self.delay else {}
+            sets = DreamDDP(self.period, average=self.average, fill=False, split=False, **late)
+            return sets.schedule(profile)
+        if self.fragments == 1 and not self.delay:
+            return LocalSGD(self.period).schedule(profile)
+        pieces, sets = self._fragments(profile)
+        if self.delay:
+            setting = later.Setting(self.name, profile, self.period, self.average, "local")
+            return later.delayed_plan(setting, self.delay, later.Late(pieces, sets))
+        none: solve.Sets = ((),) * self.period
+        return partial_plan(self.name, profile, sets, none, self.average, "local", pieces)
+
+    def _fragments(self, profile: Profile) -> tuple[list[Piece], solve.Sets]:
+        """DreamDDP's sets for so many iterations, spread over the period; with a delay, of equal
+        load. Neighbouring buckets of a fragment that waits for the step travel together."""
+        assert self.fragments is not None
+        times = layer_times(profile, self.average, "local")
+        if self.delay:
+            sets = later.even_loads(times[1], self.fragments)
+        else:
+            sets = solve.best(*times, self.fragments)
+        alone = [[range(i, i + 1) for i in members] for members in sets]
+        runs = [_runs(members) for members in sets] if self.delay else alone
+        pieces = [Piece(run) for fragment in runs for run in fragment]
+        spread: list[tuple[int, ...]] = [()] * self.period
+        first = 0
+        for n, fragment in enumerate(runs):
+            when = (n + 1) * self.period // self.fragments - 1
+            spread[when] = tuple(range(first, first + len(fragment)))
+            first += len(fragment)
+        return pieces, tuple(spread)
+
+    def at_step(self) -> Strategy | None:
+        early = self.average == "after_update" and not self.delay and self.fragments != 1
+        return replace(self, average="before_update") if early else None
+
+    def equations(self, plan: Plan) -> Equations:
+        outer = equations_of(self.outer)
+        assert outer is not None
+        outer.alpha = self.alpha
+        if self.delay:
+            return delayed(layer_sets(plan, "average"), self.delay, self.average, None, outer)
+        average = "after_update" if self.fragments == 1 else self.average
+        return partial(layer_sets(plan), average, outer=outer)
+
+    def bound_s(self, profile: Profile) -> float:
+        if self.delay:
+            setting = later.Setting(self.name, profile, self.period, self.average, "local")
+            return later.delayed_bound_s(setting)
+        return periodic_bound_s(profile, self.period, fused=True)
+
+
+def _runs(members: tuple[int, ...]) -> list[range]:
+    """Neighbouring ones together."""
+    if not members:
+        return []
+    gaps = [(a + 1, b) for a, b in pairwise(members) if b > a + 1]
+    starts = [members[0], *(start for _, start in gaps)]
+    stops = [*(stop for stop, _ in gaps), members[-1] + 1]
+    return [range(*run) for run in zip(starts, stops, strict=True)]

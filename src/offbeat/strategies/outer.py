@@ -1,0 +1,136 @@
+"""Outer optimizers: what becomes of an average before workers go on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from offbeat.plan import Apply, Buffer, Fact, Phases, Plan
+from offbeat.plan.model import Transfer
+from offbeat.profile import Profile
+from offbeat.testing.equations import Outer
+
+PLAIN = "plain"
+Rule = TypeVar("Rule", Transfer, Apply)
+
+
+@dataclass(frozen=True)
+class OuterSGD:
+    """SGD with momentum on what the average has changed since the last one.
+
+    `lr=1, momentum=0` is the average itself. Text: `0.7/0.9`, without Nesterov `0.7/0.9/plain`.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if not _number(self.lr) or not 0 < self.lr < float("inf"):
+            raise ValueError(
+                f"lr ({self.lr!r}) of outer must be a number above 0; 1 goes on from the average"
+            )
+        if not _number(self.momentum) or not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"momentum ({self.momentum!r}) of outer must be at least 0 and below 1: with 1 "
+                "or more its steps never become smaller"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> OuterSGD:
+        """Of `LR/MOMENTUM` or `LR/MOMENTUM/plain`; ValueError of anything else."""
+        numbers, plain = text.removesuffix(f"/{PLAIN}"), text.endswith(f"/{PLAIN}")
+        rate, _, momentum = numbers.partition("/")
+        return cls(float(rate), float(momentum), nesterov=not plain)
+
+    def __str__(self) -> str:
+        return f"{self.lr:g}/{self.momentum:g}" + ("" if self.nesterov else f"/{PLAIN}")
+
+
+def outer_of(given: Any) -> OuterSGD | None:
+    """What a setting `outer` stands for: an OuterSGD, its text, its settings by name, or None."""
+    if given is None or isinstance(given, OuterSGD):
+        return given
+    if isinstance(given, Mapping):
+        return OuterSGD(**given)
+    if isinstance(given, str):
+        return OuterSGD.parse(given)
+    raise ValueError(
+        f"outer ({given!r}) must be an OuterSGD, such as OuterSGD(lr=0.7, momentum=0.5), or None"
+    )
+
+
+def equations_of(outer: OuterSGD | None) -> Outer | None:
+    """What it computes."""
+    return None if outer is None else Outer(outer.lr, outer.momentum, nesterov=outer.nesterov)
+
+
+def with_outer(
+    plan: Plan, outer: OuterSGD, profile: Profile, *, share: float | None = None
+) -> Plan:
+    """A plan that averages parameters, or snapshots of them, with an outer step on every average.
+
+    Snapshots land as `w += new - snapshot`, or with a `share` as `w = share w + (1 - share) new`.
+    """
+    if any(apply.rule == "delta" for apply in plan.applies):
+        plan = _behind_prologue(plan)
+    args = (("momentum", outer.momentum), ("nesterov", int(outer.nesterov)), ("rate", outer.lr))
+    steps = [
+        Apply("outer", t.payload.buckets, t.before, t.phases, args=args)
+        for t in plan.transfers
+        if t.payload.buffer == "param"
+    ]
+    steps += [
+        replace(apply, rule="outer", args=(*args, ("buffer", "average")))
+        for apply in plan.applies
+        if apply.rule == "delta"
+    ]
+    buffers = tuple(b for b in plan.buffers if share is None or b.name != "snapshot")
+    copies = 2 + len(buffers)
+    size = profile.payload_bytes("param", range(plan.buckets))
+    memory = Fact("memory_bytes", copies * size, "further buffers on every rank")
+    return replace(
+        plan,
+        applies=(*steps, *_landed(plan, share)),
+        buffers=(*buffers, Buffer("anchor", start="param"), Buffer("velocity")),
+        facts=(*(fact for fact in plan.facts if fact.name != memory.name), memory),
+    )
+
+
+def _landed(plan: Plan, share: float | None) -> list[Apply]:
+    """The rest of a plan's rules; with a share, averages are blended in and nobody needs to know
+    what was sent."""
+    if share is None:
+        return list(plan.applies)
+    found = []
+    for apply in plan.applies:
+        if apply.rule == "delta":
+            found.append(replace(apply, rule="blend", args=(("share", float(share)),)))
+        elif apply.arg("target") != "snapshot":
+            found.append(apply)
+    return found
+
+
+def _behind_prologue(plan: Plan) -> Plan:
+    """As many iterations before the period as a message takes: in them nothing lands, as nothing
+    was sent before."""
+    delay = plan.fact("staleness")
+    begins = Phases(range(delay))
+
+    def moved(rule: Rule) -> Rule:
+        cycle = {delay + (phase - delay) % plan.period for phase in rule.phases}
+        landing = isinstance(rule, Apply) and rule.rule == "delta"
+        early = set() if landing else set(rule.phases) & set(begins)
+        return replace(rule, phases=Phases(cycle | early))
+
+    return replace(
+        plan,
+        transfers=tuple(map(moved, plan.transfers)),
+        applies=tuple(map(moved, plan.applies)),
+        prologue=delay,
+    )
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
