@@ -479,7 +479,7 @@ def as_planned(
         now = [a for a in plan.applies if phase in a.phases and goes(a, r, outcomes)]
         resets = [a for a in now if a.rule == "reset"]
         after_update = local.at.point == "grad" or not _before_the_step(active, local)
-        copies = [a for a in now if a.rule == "copy" and a.arg("target") != "anchor"]
+        copies = [a for a in now if a.rule == "copy" and a.arg("target") != "common"]
         copied = [n for a in copies for b in a.buckets for n in tensors[b]]
         early = local.at.point == "step" and any(a.at.point == "grad" for a in copies)
         if early:
@@ -513,7 +513,7 @@ def as_planned(
                     shift(world, landing, taken)
                 else:
                     outer.land(world, landing, taken)
-        if outer is not None and any(a.arg("target") == "anchor" for a in now):
+        if outer is not None and any(a.arg("target") == "common" for a in now):
             outer.start(world)
         for replica in world:
             replica.end()

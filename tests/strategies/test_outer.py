@@ -56,7 +56,7 @@ def test_a_step_of_one_without_momentum_is_the_average(strategy):
     assert abs(plain - stepped).max() < 1e-12
 
 
-@pytest.mark.parametrize(("fragments", "delay"), product((1, 2, 5), (0, 2)))
+@pytest.mark.parametrize(("fragments", "delay"), [*product((1, 2, 5), (0, 2))])
 def test_fragments_are_spread_over_the_period(fragments, delay):
     plan = DiLoCo(period=10, fragments=fragments, delay=delay).plan(PROFILE)
     sending = {phase for t in plan.transfers for phase in t.phases if phase >= plan.prologue}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from offbeat import __version__
+from offbeat.advice import MAX_STALENESS
 from offbeat.cli import limits, secrets, texts
 from offbeat.profile import Profile
 from offbeat.strategies import methods
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # the lab, the report and rich are imported by the commands t
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 SCRIPT_COMMANDS = ("run", "profile", "compare", "join")
 MODULE = "-m"  # as of python; what follows is the script's, too
+ADVISED = "advised"  # in place of names of strategies
 PLAIN_WIDTH = 140  # columns of a table that goes into a file
 
 app = App(
@@ -172,7 +174,11 @@ def compare(
     /,
     *args: ScriptArgs,
     strategies: Annotated[
-        str, option("Names with commas between, settings inline: ddp,dreamddp:period=8.")
+        str,
+        option(
+            "Names with commas between, settings inline: ddp,dreamddp:period=8; or advised: what "
+            "`offbeat advise` names (advised:max_staleness=19)."
+        ),
     ] = "ddp,local-sgd,dreamddp",
     set_: Annotated[
         list[str] | None,
@@ -192,10 +198,17 @@ def compare(
     from offbeat.run.compare import Comparison
 
     limits.at_least("--repeat", repeat, 1, "it is how often each contestant runs")
-    chosen = texts.contestants(strategies, set_ or [])
     setup = _setup(where, script, args)
-    comparison = Comparison(setup, chosen, repeat, target_loss, profile)
-    return _compare(comparison, out, json_)
+    if strategies.partition(":")[0] != ADVISED:
+        chosen = texts.contestants(strategies, set_ or [])
+        return _compare(Comparison(setup, chosen, repeat, target_loss, profile), out, json_)
+    from offbeat.cli import advising
+
+    with advising.measured(setup, profile, stderr=json_) as (path, outcome):
+        if path is None:
+            return _exit_code(outcome, "no profile was written")
+        chosen = advising.contestants(path, strategies, set_ or [])
+        return _compare(Comparison(setup, chosen, repeat, target_loss, path), out, json_)
 
 
 @app.command
@@ -322,6 +335,30 @@ def simulate(
         _print(json_, rows, sweep.table(found))
     else:
         _print(json_, found[0]["prediction"].to_dict(), _prediction_text(found[0]["prediction"]))
+    return 0
+
+
+@app.command
+def advise(
+    *,
+    profile: ProfileIn,
+    max_staleness: Annotated[
+        int, number("Iterations until what a worker has learnt must have reached all others.")
+    ] = MAX_STALENESS,
+    rate: Annotated[str | None, option("Rate of the links instead of the measured.")] = None,
+    hosts: Annotated[int | None, number("Number of ranks instead of the measured.")] = None,
+    json_: Json = False,
+) -> int:
+    """Rank strategies and their periods by predicted time; say which ones to compare.
+
+    Example: offbeat advise --profile profile.json --max-staleness 19 --hosts 8 --rate 50mbit
+    """
+    from offbeat.advice import advise as advised
+    from offbeat.cli import advising
+
+    facts = advising.there(texts.load_profile(profile), rate, hosts)
+    advice = advised(facts, max_staleness=max_staleness)
+    _print(json_, advising.to_dict(advice), advising.text(advice, rate, hosts))
     return 0
 
 

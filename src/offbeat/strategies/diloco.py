@@ -17,6 +17,8 @@ from offbeat.strategies.outer import OuterSGD, equations_of, outer_of, with_oute
 from offbeat.strategies.partial_sync import Average, Piece, layer_times, partial_plan
 from offbeat.testing.equations import Equations, delayed, layer_sets, partial
 
+STEADY = OuterSGD(0.7, 0.5)  # the published momentum, .9, diverges where a period is short
+
 
 @dataclass(frozen=True)
 class DiLoCo(Strategy):
@@ -29,7 +31,7 @@ class DiLoCo(Strategy):
 
     period: int = 50
     """Local steps from one average of a parameter to the next."""
-    outer: OuterSGD = OuterSGD(0.7, 0.5)
+    outer: OuterSGD = STEADY
     """The optimizer of the averages: OuterSGD(lr, momentum, nesterov), or text as `0.7/0.9`."""
     fragments: int | None = None
     """Parts of the model that are averaged at different times, evenly spread over the period. 1:

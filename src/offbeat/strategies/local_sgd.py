@@ -9,7 +9,7 @@ from offbeat.plan import Apply, Moment, Phases, Plan, local, transfer
 from offbeat.profile import Profile
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.strategies.bsp import all_gradients
-from offbeat.strategies.outer import OuterSGD, equations_of, outer_of, with_outer
+from offbeat.strategies.outer import COMMON, OuterSGD, equations_of, outer_of, with_outer
 from offbeat.testing.equations import Equations, local_sgd
 
 EVERY_ITERATION = "use BSP() to synchronize in every iteration"
@@ -76,7 +76,7 @@ class LocalSGD(Strategy):
         plan = with_outer(plan, outer, profile)
         if not self.warmup:
             return plan
-        args = (("source", "param"), ("target", "anchor"))
+        args = (("source", "param"), ("target", COMMON))
         last = Phases([self.warmup - 1])
         begin = Apply("copy", range(plan.buckets), Moment("end"), last, args=args)
         return replace(plan, applies=(*plan.applies, begin))

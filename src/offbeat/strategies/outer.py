@@ -12,6 +12,7 @@ from offbeat.profile import Profile
 from offbeat.testing.equations import Outer
 
 PLAIN = "plain"
+COMMON = "common"  # the parameters that the outer optimizer steps: wires have anchors of their own
 Rule = TypeVar("Rule", Transfer, Apply)
 
 
@@ -75,7 +76,8 @@ def with_outer(
     """
     if any(apply.rule == "delta" for apply in plan.applies):
         plan = _behind_prologue(plan)
-    args = (("momentum", outer.momentum), ("nesterov", int(outer.nesterov)), ("rate", outer.lr))
+    settings = {"rate": outer.lr, "momentum": outer.momentum, "nesterov": int(outer.nesterov)}
+    args = tuple({**settings, "anchor": COMMON}.items())
     steps = [
         Apply("outer", t.payload.buckets, t.before, t.phases, args=args)
         for t in plan.transfers
@@ -93,7 +95,7 @@ def with_outer(
     return replace(
         plan,
         applies=(*steps, *_landed(plan, share)),
-        buffers=(*buffers, Buffer("anchor", start="param"), Buffer("velocity")),
+        buffers=(*buffers, Buffer(COMMON, start="param"), Buffer("velocity")),
         facts=(*(fact for fact in plan.facts if fact.name != memory.name), memory),
     )
 

@@ -45,6 +45,16 @@ def parse(text: str) -> Strategy:
     return strategy(name, settings)
 
 
+def text_of(strategy: Strategy) -> str:
+    """Inverse of `parse`: the name, and the settings that are not the defaults."""
+    changed = [
+        f"{field.name}={getattr(strategy, field.name)}"
+        for field in fields(strategy)
+        if getattr(strategy, field.name) != field.default
+    ]
+    return ":".join([strategy.name, *changed])
+
+
 def parse_value(setting: str, text: str, hint: Any) -> Any:
     """Value of a setting from its text and its type: a word of a Literal (first, as a word may be
     "none"), none, true or false, int, float. ValueError if the type has no such value."""

@@ -1,0 +1,93 @@
+"""Advice: how near the first choice is to the best that can be simulated, over many profiles.
+
+    python benchmarks/advice.py [--profiles 200] [--max-staleness 6] [--first 0]
+
+Profiles are made up: 3 to 12 layers of unequal size, messages a twentieth to ten times the
+compute, three latencies, some with jitter. The best is the fastest of everything that computes
+the same as DDP and of all periods and delays that are allowed. Nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from random import Random
+from statistics import fmean
+
+from offbeat.advice import Option, advise
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.sim import predict
+from offbeat.strategies import STRATEGIES, DeFT, DreamDDP, LocalSGD, Strategy
+
+JITTERS = (0.0, 0.0, 0.0, 0.1)
+LATENCIES_S = (1e-4, 1e-3, 2e-2)
+
+
+def profile_of(seed: int) -> Profile:
+    rng = Random(seed)
+    sizes = [rng.randrange(1, 40) * 25_000 for _ in range(rng.randrange(3, 13))]
+    backward_s = [rng.uniform(0.002, 0.03) for _ in sizes]
+    compute_s, ratio = 1.5 * sum(backward_s), 10 ** rng.uniform(-1.3, 1)
+    return Profile(
+        tuple(
+            Bucket(f"b{i}", s / 2, s, size)
+            for i, (s, size) in enumerate(zip(backward_s, sizes, strict=True))
+        ),
+        (Link("net", rng.choice(LATENCIES_S), sum(sizes) / (ratio * compute_s)),),
+        world_size=rng.choice((2, 4, 8)),
+        update_s=rng.uniform(0.02, 0.2) * compute_s,
+        jitter=rng.choice(JITTERS),
+    )
+
+
+def everything(max_staleness: int) -> list[Strategy]:
+    found: list[Strategy] = [cls() for cls in STRATEGIES.values() if cls.synchronous]
+    found.append(DeFT())
+    for period in range(2, max_staleness + 2):
+        found += [LocalSGD(period), DreamDDP(period), DreamDDP(period, due="forward")]
+        delays = range(1, min(period, max_staleness + 2 - period))
+        found += [DreamDDP(period, due="delayed", delay=delay) for delay in delays]
+    return found
+
+
+def best(profile: Profile, max_staleness: int) -> tuple[float, Strategy]:
+    tried = everything(max_staleness)
+    times_s = [predict(strategy, profile).iteration_s for strategy in tried]
+    return min(zip(times_s, tried, strict=True), key=lambda one: one[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profiles", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--max-staleness", type=int, default=6)
+    options = parser.parse_args()
+    behind: list[float] = []
+    chosen: Counter[str] = Counter()
+    tried: list[Option] = []
+    for seed in range(options.first, options.first + options.profiles):
+        profile = profile_of(seed)
+        advice = advise(profile, max_staleness=options.max_staleness)
+        best_s, strategy = best(profile, options.max_staleness)
+        behind.append(advice.chosen.iteration_s / best_s)
+        chosen[f"{advice.chosen.strategy.name}, {advice.chosen.change}"] += 1
+        tried += advice.options
+        if behind[-1] > 1.02:
+            print(
+                f"profile {seed}: {advice.chosen.strategy}, {behind[-1]:.4f} of {strategy}",
+                flush=True,
+            )
+    behind.sort()
+    most = behind[len(behind) * 9 // 10]
+    over = sum(share > 1.03 for share in behind)
+    print(
+        f"{len(behind)} profiles: the first choice takes {fmean(behind):.4f} of the best on "
+        f"average, {most:.4f} in nine of ten, {behind[-1]:.4f} at most; over 3 %: {over}; "
+        f"{len(tried) / len(behind):.1f} options simulated"
+    )
+    for name, count in chosen.most_common():
+        print(f"  {count:4d} {name}")
+
+
+if __name__ == "__main__":
+    main()

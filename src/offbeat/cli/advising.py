@@ -1,0 +1,117 @@
+"""Advice on the command line: its table, and what `compare --strategies advised` runs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.advice import Advice, Option, advise, in_words
+from offbeat.cli import texts
+from offbeat.cli.sweep import aligned
+from offbeat.profile import Profile
+from offbeat.profile.elsewhere import elsewhere
+from offbeat.strategies.base import require_choice
+from offbeat.strategies.texts import pairs, parse_value, text_of
+
+if TYPE_CHECKING:
+    from offbeat.run.compare import Contestant, Outcome, Setup
+
+SHOWN = 12  # options in the table; JSON has all
+MEGA = 1e6
+COLUMNS = ("", "ms", "MB", "stale", "mathematics")
+
+
+def there(profile: Profile, rate: str | None, hosts: int | None) -> Profile:
+    """The profile on other links or another number of ranks; ValueError."""
+    from offbeat.lab.units import parse_rate_bps
+
+    rate_bps = None if rate is None else parse_rate_bps(rate, "--rate")
+    return elsewhere(profile, hosts=hosts, rate_bps=rate_bps)
+
+
+def text(advice: Advice, rate: str | None, hosts: int | None) -> str:
+    """The fastest options, what each changes, and the command that compares some on the model."""
+    shown = list(advice.options[:SHOWN])
+    shown += [option for option in advice.compared if option not in shown]
+    left = len(advice.options) - len(shown)
+    lines = [_table([COLUMNS, *(_row(option, advice) for option in shown)])]
+    if left > 0:
+        lines.append(f"and {left} more that are slower (--json has all)")
+    lines.append(f"advised: {text_of(advice.chosen.strategy)} ({in_words(advice.chosen)})")
+    lines += [f"note: {note}" for note in advice.notes]
+    lines.append("losses are not predicted; compare on your model:")
+    lines.append(f"  {_command(advice, rate, hosts)}")
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned, the last column as it is."""
+    numbers = aligned([row[:-1] for row in rows]).splitlines()
+    return "\n".join(f"{a}  {row[-1]}" for a, row in zip(numbers, rows, strict=True))
+
+
+def _row(option: Option, advice: Advice) -> list[str]:
+    mark = "*" if option is advice.chosen else "+" if option in advice.compared else " "
+    name = f"{mark} {text_of(option.strategy)}"
+    numbers = [f"{1e3 * option.iteration_s:.4g}", f"{option.bytes / MEGA:.3g}"]
+    return [name, *numbers, str(option.staleness), in_words(option)]
+
+
+def _command(advice: Advice, rate: str | None, hosts: int | None) -> str:
+    names = ",".join(text_of(option.strategy) for option in advice.compared)
+    place = "" if hosts is None else f" --hosts {hosts}"
+    place += "" if rate is None else f" --rate {rate}"
+    return f"offbeat compare{place} --strategies {names} train.py"
+
+
+def to_dict(advice: Advice) -> dict[str, Any]:
+    """JSON-ready form."""
+    return {
+        "advised": text_of(advice.chosen.strategy),
+        "compared": [text_of(option.strategy) for option in advice.compared],
+        "notes": list(advice.notes),
+        "options": [
+            {
+                "strategy": text_of(option.strategy),
+                "change": option.change,
+                "staleness": option.staleness,
+                "iteration_s": option.iteration_s,
+                "bytes_per_iteration": option.bytes,
+            }
+            for option in advice.options
+        ],
+    }
+
+
+# --- compare -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def measured(
+    setup: Setup, given: Path | None, *, stderr: bool
+) -> Iterator[tuple[Path | None, Outcome]]:
+    """A profile's file, the given one or one that is measured now; None if that failed."""
+    from offbeat.run.compare import Outcome, Progress, measure_profile
+
+    if given is not None:
+        texts.require_file(given, "measure one with `offbeat profile`")
+        yield given, Outcome(given.parent)
+        return
+    with tempfile.TemporaryDirectory(prefix="offbeat-advised-") as folder:
+        path = Path(folder, "profile.json")
+        outcome = measure_profile(setup, path, Progress(stderr=stderr))
+        yield (path if outcome.measured else None), outcome
+
+
+def contestants(path: Path, asked: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
+    """What is advised for a profile; `asked` is "advised" or "advised:max_staleness=19"."""
+    limit = pairs(asked.split(":")[1:])
+    for name in limit:
+        require_choice("setting of advised", name, ("max_staleness",))
+    known = {name: parse_value(name, value, int) for name, value in limit.items()}
+    advice = advise(texts.load_profile(path), **known)
+    names = ",".join(text_of(option.strategy) for option in advice.compared)
+    return texts.contestants(names, settings)

@@ -1,0 +1,139 @@
+"""Advice: nearly the fastest, and no more change to the mathematics than that needs."""
+
+import json
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from offbeat.advice import CHANGES, advise, in_words, periods
+from offbeat.cli import commands as cli
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.sim import predict
+from offbeat.strategies import DDP, WFBP, DreamDDP, LocalSGD, create
+from offbeat.strategies.texts import parse, text_of
+
+STALENESS = 4
+WITHIN = 1.03
+
+
+def profile_of(seed):
+    """A model of some layers, its messages a twentieth to ten times its compute."""
+    rng = Random(seed)
+    sizes = [rng.randrange(1, 40) * 25_000 for _ in range(rng.randrange(3, 9))]
+    backward_s = [rng.uniform(0.002, 0.03) for _ in sizes]
+    compute_s, ratio = 1.5 * sum(backward_s), 10 ** rng.uniform(-1.3, 1)
+    latency_s = rng.choice((1e-4, 1e-3, 2e-2))
+    return Profile(
+        tuple(
+            Bucket(f"b{i}", s / 2, s, size)
+            for i, (s, size) in enumerate(zip(backward_s, sizes, strict=True))
+        ),
+        (Link("net", latency_s, sum(sizes) / (ratio * compute_s)),),
+        world_size=rng.choice((2, 4, 8)),
+        update_s=0.1 * compute_s,
+    )
+
+
+def best_s(profile):
+    """Of all periods and delays that are allowed, and of what computes the same as DDP."""
+    tried = [create(name) for name in ("ddp", "wfbp", "bsp", "us-byte", "dear")]
+    for period in range(2, STALENESS + 2):
+        tried += [LocalSGD(period), DreamDDP(period), DreamDDP(period, due="forward")]
+        delays = range(1, min(period, STALENESS + 2 - period))
+        tried += [DreamDDP(period, due="delayed", delay=delay) for delay in delays]
+    return min(predict(strategy, profile).iteration_s for strategy in tried)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_first_choice_is_nearly_the_fastest(seed):
+    profile = profile_of(seed)
+    advice = advise(profile, max_staleness=STALENESS)
+    assert advice.chosen.iteration_s <= WITHIN * best_s(profile)
+    assert advice.chosen.staleness <= STALENESS
+    times_s = [option.iteration_s for option in advice.options]
+    assert times_s == sorted(times_s)
+    assert advice.chosen in advice.compared
+    assert 1 <= len(advice.compared) <= 3
+    assert any(option.change == CHANGES[0] for option in advice.compared)
+    for option in advice.options:
+        assert predict(option.strategy, profile).iteration_s == option.iteration_s
+        assert in_words(option)
+
+
+def fast():
+    """Everything hides behind backward."""
+    profile = profile_of(0)
+    return replace(profile, links=(Link("net", 1e-7, 1e12),))
+
+
+def slow():
+    profile = profile_of(0)
+    return replace(profile, links=(Link("net", 1e-3, 1e6),))
+
+
+def test_nothing_is_changed_where_nothing_is_gained():
+    advice = advise(fast())
+    assert advice.chosen.change == "same numbers"
+    assert isinstance(advice.chosen.strategy, DDP)
+
+
+def test_slow_links_ask_for_the_longest_period_that_is_allowed():
+    assert advise(slow(), max_staleness=0).chosen.change == "same numbers"
+    few, many = (advise(slow(), max_staleness=n).chosen for n in (3, 19))
+    assert few.change != "same numbers"
+    assert few.staleness <= 3
+    assert many.iteration_s < few.iteration_s
+    with pytest.raises(ValueError, match=r"max_staleness \(-1\) must be at least 0"):
+        advise(slow(), max_staleness=-1)
+
+
+def test_uneven_ranks_are_noted():
+    profile = replace(slow(), world_size=4, rank_scale=(1.0, 1.0, 1.0, 2.0))
+    assert "gossip" in advise(profile, max_staleness=1).notes[0]
+    assert not advise(slow(), max_staleness=1).notes
+
+
+def test_periods_end_with_the_longest():
+    assert periods(1) == []
+    assert periods(2) == [2]
+    assert periods(10) == [2, 3, 5, 8, 10]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [WFBP(), DreamDDP(), DreamDDP(period=7, fill=False, due="delayed", delay=3), LocalSGD(9)],
+    ids=str,
+)
+def test_texts_are_read_again(strategy):
+    assert parse(text_of(strategy)) == strategy
+
+
+def test_the_command(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    slow().save(path)
+    argv = ["advise", "--profile", str(path), "--max-staleness", "2", "--rate", "10mbit"]
+    assert cli.main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["advised"] in found["compared"]
+    assert cli.main(argv) == 0
+    said = capsys.readouterr().out
+    names = ",".join(found["compared"])
+    assert f"offbeat compare --rate 10mbit --strategies {names} train.py" in said
+    assert max(option["staleness"] for option in found["options"]) <= 2
+    assert cli.main([*argv[:3], "--max-staleness", "-1"]) == 2
+    assert "max_staleness (-1)" in capsys.readouterr().err
+
+
+def test_compare_runs_what_is_advised(tmp_path, monkeypatch):
+    path, asked = tmp_path / "profile.json", []
+    slow().save(path)
+    monkeypatch.setattr(cli, "_compare", lambda comparison, *_: asked.append(comparison) or 0)
+    script = tmp_path / "train.py"
+    script.write_text("")
+    argv = ["--lab", "none", "--profile", str(path), str(script)]
+    assert cli.main(["compare", "--strategies", "advised:max_staleness=2", *argv]) == 0
+    advice = advise(slow(), max_staleness=2)
+    ran = [contestant.strategy for contestant in asked[0].contestants]
+    assert ran == [option.strategy for option in advice.compared]
+    assert cli.main(["compare", "--strategies", "advised:staleness=2", *argv]) == 2
