@@ -115,9 +115,9 @@ def _averaging(max_staleness: int) -> Iterator[Strategy]:
         yield LocalSGD(period)
         yield DreamDDP(period)
         yield DreamDDP(period, due="forward")
-    for period in periods(max_staleness + 1):
-        for delay in DELAYS:
-            if delay < period and period - 1 + delay <= max_staleness:
+    for delay in DELAYS:
+        for period in periods(max_staleness + 1 - delay):
+            if delay < period:
                 yield DreamDDP(period, due="delayed", delay=delay)
 
 

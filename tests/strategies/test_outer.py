@@ -1,5 +1,6 @@
 """Outer optimizers: texts, plans, and that an outer step of one is the average itself."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -81,13 +82,10 @@ def test_what_lands_was_sent_before():
 def test_a_share_of_one_never_lands():
     plan = DiLoCo(period=4, delay=1, alpha=0.9).plan(PROFILE)
     assert not check(plan)
-    stuck = [
-        offbeat.plan.Apply(a.rule, a.buckets, a.at, a.phases, args=(("share", 1.0),))
-        if a.rule == "blend"
-        else a
-        for a in plan.applies
-    ]
-    assert check(offbeat.plan.Plan(**{**vars(plan), "applies": tuple(stuck)}))
+    applies = tuple(
+        replace(a, args=(("share", 1.0),)) if a.rule == "blend" else a for a in plan.applies
+    )
+    assert check(replace(plan, applies=applies))
 
 
 def test_memory_is_told():

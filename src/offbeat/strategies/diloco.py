@@ -110,10 +110,9 @@ class DiLoCo(Strategy):
         load. Neighbouring buckets of a fragment that waits for the step travel together."""
         assert self.fragments is not None
         times = layer_times(profile, self.average, "local")
-        if self.delay:
+        sets = () if self.delay else solve.best(*times, self.fragments)
+        if not sets or not all(sets):  # less than it takes to hide: as even as can be
             sets = later.even_loads(times[1], self.fragments)
-        else:
-            sets = solve.best(*times, self.fragments)
         alone = [[range(i, i + 1) for i in members] for members in sets]
         runs = [_runs(members) for members in sets] if self.delay else alone
         pieces = [Piece(run) for fragment in runs for run in fragment]
