@@ -14,9 +14,8 @@ from collections import Counter
 from random import Random
 from statistics import fmean
 
-from offbeat.advice import Option, advise
+from offbeat.advice import Option, advise, tried
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.sim import predict
 from offbeat.strategies import STRATEGIES, DeFT, DreamDDP, LocalSGD, Strategy
 
 JITTERS = (0.0, 0.0, 0.0, 0.1)
@@ -51,9 +50,9 @@ def everything(max_staleness: int) -> list[Strategy]:
 
 
 def best(profile: Profile, max_staleness: int) -> tuple[float, Strategy]:
-    tried = everything(max_staleness)
-    times_s = [predict(strategy, profile).iteration_s for strategy in tried]
-    return min(zip(times_s, tried, strict=True), key=lambda one: one[0])
+    found = (tried(strategy, profile) for strategy in everything(max_staleness))
+    allowed = [one for one in found if one is not None and one.staleness <= max_staleness]
+    return min(((one.iteration_s, one.strategy) for one in allowed), key=lambda one: one[0])
 
 
 def main() -> None:
@@ -64,14 +63,14 @@ def main() -> None:
     options = parser.parse_args()
     behind: list[float] = []
     chosen: Counter[str] = Counter()
-    tried: list[Option] = []
+    options_of: list[Option] = []
     for seed in range(options.first, options.first + options.profiles):
         profile = profile_of(seed)
         advice = advise(profile, max_staleness=options.max_staleness)
         best_s, strategy = best(profile, options.max_staleness)
         behind.append(advice.chosen.iteration_s / best_s)
         chosen[f"{advice.chosen.strategy.name}, {advice.chosen.change}"] += 1
-        tried += advice.options
+        options_of += advice.options
         if behind[-1] > 1.02:
             print(
                 f"profile {seed}: {advice.chosen.strategy}, {behind[-1]:.4f} of {strategy}",
@@ -83,7 +82,7 @@ def main() -> None:
     print(
         f"{len(behind)} profiles: the first choice takes {fmean(behind):.4f} of the best on "
         f"average, {most:.4f} in nine of ten, {behind[-1]:.4f} at most; over 3 %: {over}; "
-        f"{len(tried) / len(behind):.1f} options simulated"
+        f"{len(options_of) / len(behind):.1f} options simulated"
     )
     for name, count in chosen.most_common():
         print(f"  {count:4d} {name}")

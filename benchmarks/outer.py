@@ -66,14 +66,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outer.json"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--tasks", nargs="+", default=[*TASKS], choices=TASKS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     for seed in range(options.seeds):  # whole rounds, so that a part of them says something
-        for name, task in TASKS.items():
+        for name in options.tasks:
+            task = TASKS[name]
             for label, strategy in contestants():
                 run = partial(trained, task, strategy, seed, options.steps)
                 remembered(options.out, f"{name}, {label}, {options.steps} steps, seed {seed}", run)
-    for name, task in TASKS.items():
+    for name in options.tasks:
+        task = TASKS[name]
         print(f"\n**{name}**\n\n| | loss | held-out loss |\n|---|---|---|")
         for label, strategy in contestants():
             rows = []
