@@ -52,7 +52,7 @@ def everything(max_staleness: int) -> list[Strategy]:
 def best(profile: Profile, max_staleness: int) -> tuple[float, Strategy]:
     found = (tried(strategy, profile) for strategy in everything(max_staleness))
     allowed = [one for one in found if one is not None and one.staleness <= max_staleness]
-    return min(((one.iteration_s, one.strategy) for one in allowed), key=lambda one: one[0])
+    return min(((one.update_s, one.strategy) for one in allowed), key=lambda one: one[0])
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
         profile = profile_of(seed)
         advice = advise(profile, max_staleness=options.max_staleness)
         best_s, strategy = best(profile, options.max_staleness)
-        behind.append(advice.chosen.iteration_s / best_s)
+        behind.append(advice.chosen.update_s / best_s)
         chosen[f"{advice.chosen.strategy.name}, {advice.chosen.change}"] += 1
         options_of += advice.options
         if behind[-1] > 1.02:

@@ -27,9 +27,10 @@ PERIODS = (10, 50)
 LAST = 20  # iterations whose mean loss counts
 OUTERS = (None, OuterSGD(0.7, 0.5), OuterSGD(0.7, 0.9), OuterSGD(0.8, 0.3))
 TASKS = {"GPT": GPT, "digits": digits_task(WIDTH)}
+FRAGMENTS = {"GPT": 5, "digits": 3}  # digits has three buckets
 
 
-def contestants() -> Iterator[tuple[str, Strategy]]:
+def contestants(task: str) -> Iterator[tuple[str, Strategy]]:
     yield "BSP", BSP()
     for period in PERIODS:
         for outer in OUTERS:
@@ -37,7 +38,8 @@ def contestants() -> Iterator[tuple[str, Strategy]]:
     for period in PERIODS:
         for alpha in (None, 0.5):
             name = f"{period}, streaming, delay 2, alpha {alpha}"
-            yield name, DiLoCo(period, OuterSGD(0.7, 0.5), fragments=5, delay=2, alpha=alpha)
+            parts = FRAGMENTS[task]
+            yield name, DiLoCo(period, OuterSGD(0.7, 0.5), fragments=parts, delay=2, alpha=alpha)
 
 
 def trained(task: Task, strategy: Strategy, seed: int, steps: int) -> dict[str, Any]:
@@ -72,13 +74,13 @@ def main() -> None:
     for seed in range(options.seeds):  # whole rounds, so that a part of them says something
         for name in options.tasks:
             task = TASKS[name]
-            for label, strategy in contestants():
+            for label, strategy in contestants(name):
                 run = partial(trained, task, strategy, seed, options.steps)
                 remembered(options.out, f"{name}, {label}, {options.steps} steps, seed {seed}", run)
     for name in options.tasks:
         task = TASKS[name]
         print(f"\n**{name}**\n\n| | loss | held-out loss |\n|---|---|---|")
-        for label, strategy in contestants():
+        for label, strategy in contestants(name):
             rows = []
             for seed in range(options.seeds):
                 run = partial(trained, task, strategy, seed, options.steps)

@@ -46,16 +46,18 @@ UNEVEN = 1.25  # slowest rank over the median, from which on waiting is worth av
 
 @dataclass(frozen=True)
 class Option:
-    """A strategy, and what it is predicted to take per iteration.
+    """A strategy, and what it is predicted to take per iteration and per update, of which there
+    are fewer where gradients are merged.
 
     `change`: what it does to the mathematics. `staleness`: iterations until what a worker has
-    learnt has reached all others, at most. `bytes`: payload of a rank.
+    learnt has reached all others, at most. `bytes`: payload of a rank and iteration.
     """
 
     strategy: Strategy
     change: Change
     staleness: int
     iteration_s: float
+    update_s: float
     bytes: float
 
     @property
@@ -89,8 +91,8 @@ def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
         if option is None or option.staleness > max_staleness:
             continue
         found.append(option)
-        least_s = min(least_s, option.iteration_s)
-    found.sort(key=lambda option: (option.iteration_s, option.gentleness))
+        least_s = min(least_s, option.update_s)
+    found.sort(key=lambda option: (option.update_s, option.gentleness))
     chosen = _gentlest(found, AS_GOOD)
     return Advice(tuple(found), chosen, _compared(found, chosen), tuple(_notes(profile)))
 
@@ -152,7 +154,7 @@ def tried(strategy: Strategy, profile: Profile) -> Option | None:
 def option_of(strategy: Strategy, plan: Plan, prediction: Prediction) -> Option:
     """What was predicted, with what it does to the mathematics."""
     late = plan.fact("staleness", 0)
-    stale = _merged(plan) if Windows(plan).late else late
+    stale = max(_ages(plan)) if Windows(plan).late else late
     change: Change = "same numbers"
     if not strategy.synchronous:
         change = "late" if stale else "averaged"
@@ -161,21 +163,23 @@ def option_of(strategy: Strategy, plan: Plan, prediction: Prediction) -> Option:
     if any(t.wire is not None for t in plan.transfers):
         change = "lossy"
     sent = sum(prediction.bytes_per_iteration.values())
-    return Option(strategy, change, stale, prediction.iteration_s, sent)
+    iteration_s = prediction.iteration_s
+    update_s = iteration_s * plan.period / len(_ages(plan))
+    return Option(strategy, change, stale, iteration_s, update_s, sent)
 
 
-def _merged(plan: Plan) -> int:
-    """Iterations from the oldest gradient of an update to the update."""
+def _ages(plan: Plan) -> list[int]:
+    """Of every update of a period: iterations from its oldest gradient to it."""
     windows, first = Windows(plan), plan.prologue + plan.period
-    ages = [t - windows.applied(t).start for t in range(first, first + plan.period)]
-    return max(ages, default=0)
+    applied = {t: windows.applied(t) for t in range(first, first + plan.period)}
+    return [t - window.start for t, window in applied.items() if window]
 
 
 def _gentlest(found: Iterable[Option], more: float) -> Option:
     """Of those that take at most a share more than the fastest."""
     found = list(found)
-    least_s = min(option.iteration_s for option in found)
-    good = [option for option in found if option.iteration_s <= least_s * (1 + more)]
+    least_s = min(option.update_s for option in found)
+    good = [option for option in found if option.update_s <= least_s * (1 + more)]
     return min(good, key=lambda option: option.gentleness)
 
 
@@ -184,11 +188,11 @@ def _compared(found: list[Option], chosen: Option) -> tuple[Option, ...]:
     that is nearly as fast."""
     exact = min(
         (option for option in found if option.change == CHANGES[0]),
-        key=lambda option: option.iteration_s,
+        key=lambda option: option.update_s,
     )
     gentler = _gentlest([o for o in found if o.gentleness <= chosen.gentleness], WORTH_A_TRY)
     fresher = [o for o in found if o.change == chosen.change and o.staleness < chosen.staleness]
-    nearly = min(fresher, key=lambda option: option.iteration_s, default=gentler)
+    nearly = min(fresher, key=lambda option: option.update_s, default=gentler)
     picked = dict.fromkeys((exact, chosen, gentler, nearly))
     return tuple(sorted(list(picked)[:MOST_COMPARED], key=lambda option: option.gentleness))
 

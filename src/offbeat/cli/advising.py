@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SHOWN = 12  # options in the table; JSON has all
 MEGA = 1e6
-COLUMNS = ("", "ms", "MB", "stale", "mathematics")
+COLUMNS = ("", "ms per update", "MB", "stale", "mathematics")
 
 
 def there(profile: Profile, rate: str | None, hosts: int | None) -> Profile:
@@ -56,7 +56,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def _row(option: Option, advice: Advice) -> list[str]:
     mark = "*" if option is advice.chosen else "+" if option in advice.compared else " "
     name = f"{mark} {text_of(option.strategy)}"
-    numbers = [f"{1e3 * option.iteration_s:.4g}", f"{option.bytes / MEGA:.3g}"]
+    numbers = [f"{1e3 * option.update_s:.4g}", f"{option.bytes / MEGA:.3g}"]
     return [name, *numbers, str(option.staleness), in_words(option)]
 
 
@@ -79,6 +79,7 @@ def to_dict(advice: Advice) -> dict[str, Any]:
                 "change": option.change,
                 "staleness": option.staleness,
                 "iteration_s": option.iteration_s,
+                "update_s": option.update_s,
                 "bytes_per_iteration": option.bytes,
             }
             for option in advice.options
