@@ -147,6 +147,8 @@ def local_sgd(
     `warmup` are BSP."""
     bsp(world, iterations[:warmup])
     if outer is not None:
+        if warmup:
+            average_parameters(world, Piece(tuple(names_of(world))))
         outer.start(world)
     for done, t in enumerate(iterations[warmup:], start=1):
         for replica in world:
@@ -497,7 +499,7 @@ def as_planned(
             piece = _piece(rule, tensors)
             if rule.payload.buffer == "param":
                 average_parameters(world, piece)
-                if outer is not None:
+                if outer is not None and any(a.rule == "outer" for a in now):
                     outer(world, piece.names)
             elif rule.payload.buffer == "state":
                 treat_state(world, piece, "averaged")

@@ -72,14 +72,16 @@ class LocalSGD(Strategy):
         return plan if self.outer is None else self._with_outer(plan, self.outer, profile)
 
     def _with_outer(self, plan: Plan, outer: OuterSGD, profile: Profile) -> Plan:
-        """The outer steps begin where the warm-up ends."""
+        """The outer steps begin where the warm-up ends, from an average: momentum that is resumed
+        differs, and so do replicas then."""
         plan = with_outer(plan, outer, profile)
         if not self.warmup:
             return plan
+        last, everything = Phases([self.warmup - 1]), range(plan.buckets)
+        average = replace(next(t for t in plan.transfers if t.target == "param"), phases=last)
         args = (("source", "param"), ("target", COMMON))
-        last = Phases([self.warmup - 1])
-        begin = Apply("copy", range(plan.buckets), Moment("end"), last, args=args)
-        return replace(plan, applies=(*plan.applies, begin))
+        begin = Apply("copy", everything, Moment("end"), last, args=args)
+        return replace(plan, transfers=(*plan.transfers, average), applies=(*plan.applies, begin))
 
     def equations(self, plan: Plan) -> Equations:
         return local_sgd(self.period, self.warmup, self.state, equations_of(self.outer))

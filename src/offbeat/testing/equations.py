@@ -111,12 +111,15 @@ def local_sgd(
     period: int, warmup: int = 0, state: State = "local", outer: Outer | None = None
 ) -> Equations:
     """Local steps; `w = mean_k(w_k)` after every `period`-th, and an outer step on it if there is
-    one. The first `warmup` iterations are synchronous. State as in `partial`."""
+    one. The first `warmup` iterations are synchronous; before outer steps an average ends them.
+    State as in `partial`."""
     first = synchronous()
 
     def advance(world: World, iteration: int) -> None:
         if iteration < warmup:
             first(world, iteration)
+            if outer is not None and iteration + 1 == warmup:
+                world.average("param")
             return
         if outer is not None:
             outer.start(world)
