@@ -17,7 +17,7 @@ from offbeat.strategies.outer import OuterSGD, equations_of, outer_of, with_oute
 from offbeat.strategies.partial_sync import Average, Piece, layer_times, partial_plan
 from offbeat.testing.equations import Equations, delayed, layer_sets, partial
 
-STEADY = OuterSGD(0.7, 0.5)  # the published momentum, .9, diverges where a period is short
+STEADY = OuterSGD()
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class DiLoCo(Strategy):
     period: int = 50
     """Local steps from one average of a parameter to the next."""
     outer: OuterSGD = STEADY
-    """The optimizer of the averages: OuterSGD(lr, momentum, nesterov), or text as `0.7/0.9`."""
+    """The optimizer of the averages: OuterSGD(lr, momentum, nesterov), or text as `0.7/0.9`,
+    which is as published and loses where periods or training are short."""
     fragments: int | None = None
     """Parts of the model that are averaged at different times, evenly spread over the period. 1:
     all at once, after the step (DiLoCo); None: as DreamDDP's planner has it."""

@@ -87,8 +87,8 @@ class DreamDDP(Strategy):
     clip: float | None = None
     """Largest norm of a worker's gradients; None: any."""
     outer: OuterSGD | None = None
-    """An optimizer that steps on what every average has changed, as OuterSGD(0.7, 0.5) or
-    `0.7/0.5`; two more copies of the parameters, and whole layers once per period (no `fill`, no
+    """An optimizer that steps on what every average has changed, as OuterSGD(0.8, 0.3) or
+    `0.8/0.3`; two more copies of the parameters, and whole layers once per period (no `fill`, no
     `split`). None: the average itself."""
 
     name: ClassVar[str] = "dreamddp"

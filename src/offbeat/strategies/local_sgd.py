@@ -27,8 +27,8 @@ class LocalSGD(Strategy):
     """What becomes of optimizer state at an average: it stays `local`, is `averaged` too (more
     bytes), or begins anew (`reset`)."""
     outer: OuterSGD | None = None
-    """An optimizer that steps on what every average has changed (DiLoCo), as OuterSGD(0.7, 0.5) or
-    `0.7/0.5`; two more copies of the parameters. None: the average itself."""
+    """An optimizer that steps on what every average has changed (DiLoCo), as OuterSGD(0.8, 0.3) or
+    `0.8/0.3`; two more copies of the parameters. None: the average itself."""
 
     name: ClassVar[str] = "local-sgd"
     synchronous: ClassVar[bool] = False

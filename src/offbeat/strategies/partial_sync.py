@@ -35,8 +35,8 @@ class PartialSync(Strategy):
     """What becomes of optimizer state at an average: it stays `local`, is `averaged` too, or begins
     anew (`reset`)."""
     outer: OuterSGD | None = None
-    """An optimizer that steps on what every average has changed, as OuterSGD(0.7, 0.5) or
-    `0.7/0.5`; two more copies of the parameters. None: the average itself."""
+    """An optimizer that steps on what every average has changed, as OuterSGD(0.8, 0.3) or
+    `0.8/0.3`; two more copies of the parameters. None: the average itself."""
 
     name: ClassVar[str] = "partial-sync"
     synchronous: ClassVar[bool] = False
