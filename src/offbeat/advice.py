@@ -8,6 +8,7 @@ gentlest is chosen.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -37,8 +38,8 @@ CHANGES: tuple[Change, ...] = get_args(Change)
 MAX_STALENESS = 9  # iterations: averages every ten
 DELAYS = (1, 2, 4)
 WIRES = ("int8", "int4")
-LEAST_GAIN = 0.01  # by its bound, of what is simulated although something gentler was
-AS_GOOD = 0.015  # of the fastest: what a gentler one may take more
+LEAST_GAIN = 0.004  # by its bound, of what is simulated although something gentler was
+AS_GOOD = 0.025  # of the fastest: what a gentler one may take more
 WORTH_A_TRY = 0.25  # of the fastest: what a gentler kind may take more to be compared, too
 MOST_COMPARED = 3
 UNEVEN = 1.25  # slowest rank over the median, from which on waiting is worth avoiding
@@ -92,9 +93,9 @@ def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
             continue
         found.append(option)
         least_s = min(least_s, option.update_s)
-    found.sort(key=lambda option: (option.update_s, option.gentleness))
     chosen = _gentlest(found, AS_GOOD)
-    return Advice(tuple(found), chosen, _compared(found, chosen), tuple(_notes(profile)))
+    ranked = sorted(found, key=lambda option: (option.update_s, option.gentleness))
+    return Advice(tuple(ranked), chosen, _compared(found, chosen), tuple(_notes(profile)))
 
 
 def candidates(max_staleness: int) -> Iterator[Strategy]:
@@ -140,10 +141,12 @@ def with_settings(strategy: Strategy, **settings: Any) -> Strategy:
 def tried(strategy: Strategy, profile: Profile) -> Option | None:
     """What a strategy is predicted to take; None if its plan is another strategy's, which is
     considered by itself, or if there is none for this profile."""
-    try:
-        prediction = predict(strategy, profile)
-    except ValueError:
-        return None
+    with warnings.catch_warnings():  # of strategies that fall back to others
+        warnings.simplefilter("ignore")
+        try:
+            prediction = predict(strategy, profile)
+        except ValueError:
+            return None
     plan = prediction.plan
     assert plan is not None, strategy
     if plan.strategy != strategy.name:
@@ -176,7 +179,7 @@ def _ages(plan: Plan) -> list[int]:
 
 
 def _gentlest(found: Iterable[Option], more: float) -> Option:
-    """Of those that take at most a share more than the fastest."""
+    """Of those that take at most a share more than the fastest, the first of equals."""
     found = list(found)
     least_s = min(option.update_s for option in found)
     good = [option for option in found if option.update_s <= least_s * (1 + more)]
@@ -184,12 +187,9 @@ def _gentlest(found: Iterable[Option], more: float) -> Option:
 
 
 def _compared(found: list[Option], chosen: Option) -> tuple[Option, ...]:
-    """The chosen one, the fastest that computes the same as DDP, and a gentler one than the chosen
-    that is nearly as fast."""
-    exact = min(
-        (option for option in found if option.change == CHANGES[0]),
-        key=lambda option: option.update_s,
-    )
+    """The chosen one, one of the fastest that compute the same as DDP, and a gentler one than the
+    chosen that is nearly as fast."""
+    exact = _gentlest([o for o in found if o.change == CHANGES[0]], AS_GOOD)
     gentler = _gentlest([o for o in found if o.gentleness <= chosen.gentleness], WORTH_A_TRY)
     fresher = [o for o in found if o.change == chosen.change and o.staleness < chosen.staleness]
     nearly = min(fresher, key=lambda option: option.update_s, default=gentler)
@@ -211,7 +211,7 @@ def in_words(option: Option) -> str:
     if option.change == "same numbers":
         return "same numbers as DDP"
     if option.change == "late" and not hasattr(option.strategy, "delay"):
-        return f"late: gradients are applied up to {stale} iterations later"
+        return f"late: gradients are applied up to {stale} iteration{'s'[: stale > 1]} later"
     period = getattr(option.strategy, "period", None)
     parts = [] if period is None else [f"averaged: parameters, every {period} iterations"]
     delay = stale - period + 1 if period is not None else 0
