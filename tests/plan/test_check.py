@@ -152,8 +152,8 @@ NAMES = {
     ),
     "rule": (
         plan_of(ALL_GRADIENTS, applies=[LOCAL, apply("locale", STEP)]),
-        "rule 'locale' of locale[0:2] must be one of add, blend, clear, clip, clip_early, close, copy, "
-        "delta, local, measure, outer, reset, scale, select, swap",
+        "rule 'locale' of locale[0:2] must be one of add, blend, clear, clip, clip_early, close, "
+        "copy, delta, local, measure, outer, reset, scale, select, swap",
         [2],
     ),
     "setting": (
