@@ -421,7 +421,10 @@ class Machine:
             mean = s[args.get("average", "average")][0][at]
             s["param"][0][at] += mean - s[args.get("snapshot", "snapshot")][0][at]
         elif a.rule == "outer":
-            self._outer(s, at, args.get("rate", 0.7), args.get("momentum", 0.9))
+            self._outer(s, at, args)
+        elif a.rule == "blend":
+            share, common = args.get("share", 0.5), s[args.get("source", "average")][0]
+            s["param"][0][at] = share * s["param"][0][at] + (1 - share) * common[at]
         else:
             raise AssertionError(a.rule)
 
@@ -437,12 +440,15 @@ class Machine:
         s["param"][0][at] -= RATE * s["state"][0][at]
         gradient[...] = added[...] = 0
 
-    def _outer(self, s: dict[str, list[Array]], at: slice, rate: float, momentum: float) -> None:
+    def _outer(self, s: dict[str, list[Array]], at: slice, args: dict) -> None:
+        rate, momentum = args.get("rate", 0.7), args.get("momentum", 0.9)
         anchor, velocity = s["anchor"][0], s["velocity"][0]
-        change = anchor[at] - s["param"][0][at]
+        average = s[args.get("buffer", "param")][0]
+        change = anchor[at] - average[at]
         velocity[at] = momentum * velocity[at] + change
-        anchor[at] -= rate * (change + momentum * velocity[at])
-        s["param"][0][at] = anchor[at]
+        ahead = change + momentum * velocity[at] if args.get("nesterov", 1) else velocity[at]
+        anchor[at] -= rate * ahead
+        average[at] = anchor[at]
 
 
 def momentum(worker, buckets, weights, gradients) -> None:
