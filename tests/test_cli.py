@@ -415,6 +415,8 @@ def texts_of(kind: Any) -> list[tuple[str, Any]]:
         return [(str(word), word) for word in get_args(kind)]
     if kind is NoneType:
         return [("none", None), ("None", None)]
+    if kind is str:  # the codec of a wire
+        return [(word, word) for word in ("none", "int4", "topk:0.01")]
     return [("true", True), ("False", False)] if kind is bool else [NUMBERS[kind]]
 
 
@@ -474,6 +476,8 @@ def parsed(*argv: str) -> dict[str, Any]:
         ("selsync --set vote_lag=2", "vote_lag ('2') must be one of 0, 1"),
         ("selsync --set delta=nan", "delta (nan) must be a number of at least 0"),
         ("selsync --set vote_lag=1 --set aggregate=gradients", "vote_lag (1) must be 0 with aggr"),
+        ("wfbp --set wire=int5", "wire ('int5') must be one of none, bf16"),
+        ("bsp --set wire=topk:0", "fraction (0) of wire 'topk' must be above 0"),
         ("fedavg --set fraction=0", "fraction (0.0) must lie above 0"),
         ("local-sgd --set outer=0.7/1", "outer ('0.7/1') must be none or LR/MOMENTUM with LR abo"),
         ("diloco --set outer=none", "outer ('none') must be LR/MOMENTUM"),

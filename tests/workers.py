@@ -32,7 +32,7 @@ import offbeat
 from offbeat.plan import BUILT_IN, Buffer, Plan, Transfer
 from offbeat.profile import Profile
 from offbeat.strategies import Strategy
-from offbeat.transport.collectives import Collective, Collectives
+from offbeat.transport.collectives import Collective
 from offbeat.transport.link import Link, Message
 
 TIMEOUT_S = 20.0
@@ -243,7 +243,7 @@ class Spy:
 
         link._run = running  # type: ignore[method-assign]
         by_verb = {verb: spying(op) for verb, op in link.collectives.by_verb.items()}
-        link.collectives = Collectives(by_verb, link.collectives.send)
+        link.collectives = replace(link.collectives, by_verb=by_verb)
 
     def fill(self, trained: Trained) -> None:
         if self._engine is None:

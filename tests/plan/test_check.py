@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from plan.families import FAMILIES, deft_plan, diloco_plan, fedavg_plan, selsync_plan, topk_plan
 
+from offbeat.numerics import WIRES
 from offbeat.plan import Apply, Buffer, Moment, Phases, Plan, Vote, Wire, local, transfer
 from offbeat.plan.check import check, raise_if_wrong
 from offbeat.profile import Bucket, Link, Profile
@@ -213,7 +214,7 @@ NAMES = {
     ),
     "wire": (
         plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, wire=Wire("top", {}))),
-        "wire 'top' of grad[0:2]@net must be one of topk",
+        "wire 'top' of grad[0:2]@net must be one of " + ", ".join(sorted(WIRES)),
         [0],
     ),
     "fraction": (

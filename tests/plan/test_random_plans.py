@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from reference.adversary import Machine, Problem, momentum
 
-from offbeat.numerics import RULES
+from offbeat.numerics import RULES, WIRES
 from offbeat.plan import VERBS, Phases, Plan
 from offbeat.plan.check import check, shortened, slices_of
 from offbeat.plan.interpreter import Interpreter, Model
@@ -89,6 +89,9 @@ def test_they_cover_everything():
     assert any(t.into is None for t in transfers if t.verb == "send")
     assert any(t.into for t in transfers if t.verb == "all_reduce")
     assert {bool(t.wire.error) for t in transfers if t.wire} == {True, False}
+    assert {bool(t.wire.anchor) for t in transfers if t.wire} == {True, False}
+    assert {t.wire.name for t in transfers if t.wire} == set(WIRES)
+    assert {t.wire.arg("via") for t in transfers if t.wire} == {"gather", "scatter", None}
     assert any(t.when for t in transfers)
     assert any(a.when for a in applies)
     assert any(a.ranks for a in applies)

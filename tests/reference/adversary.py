@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from offbeat.numerics.codecs import codec, way
 from offbeat.numerics.select import drawn
 from offbeat.plan import Apply, Moment, Plan, Transfer, Vote
 
@@ -98,7 +99,9 @@ class Machine:
         self.said: dict[tuple[str, int], dict[int, bool]] = defaultdict(dict)
         self.norms: dict[tuple[int, str], float] = {}
         self.measured: dict[tuple[int, int], float] = {}
+        self.kept: list[dict[str, dict]] = [{} for _ in self.world]  # what codecs remember
         self.rounds: dict[tuple[int, str], int] = defaultdict(int)
+        self.early = [[np.inf, np.inf] for _ in self.world]  # norms: of the last iteration, so far
         self.flights: dict[tuple[int, int, int], Flight] = {}
         self.queues: dict[tuple[str, int], list[Flight]] = defaultdict(list)
         rules = [*plan.transfers, *plan.applies, *plan.votes]
@@ -266,14 +269,8 @@ class Machine:
             f.released[rank] = view
             return
         given = view.copy()
-        if t.wire is not None:
-            assert t.wire.name == "topk"
-            if t.wire.error is not None:
-                given = given + self.store[rank][t.wire.error][0][at]
-            sent = _largest(given, t.wire.arg("fraction"))
-            if t.wire.error is not None:
-                self.store[rank][t.wire.error][0][at] = given - sent
-            given = sent
+        if t.wire is not None and t.wire.anchor is not None:
+            given = given - self.store[rank][t.wire.anchor][0][at]
         if t.into is None and t.verb != "send":
             f.inputs[rank] = given
             f.released[rank] = view
@@ -320,12 +317,39 @@ class Machine:
         return t.verb != "send" and t.wire is None and t.into is None
 
     def _computed(self, f: Flight) -> Array:
+        if f.transfer.wire is not None:
+            return self._decoded(f)
         if f.transfer.verb == "send":
             return f.inputs[f.ranks[0]]
         if f.transfer.verb == "all_gather":
             pieces = [f.inputs[r][self._own(f, r)] for r in f.ranks]
             return np.concatenate(pieces)
         return sum(f.inputs[r] for r in f.ranks) / len(f.ranks)
+
+    def _decoded(self, f: Flight) -> Array:
+        t, wire = f.transfer, f.transfer.wire
+        args, at = dict(wire.args), self._slice(t)
+        ranks = f.ranks[:1] if t.verb == "send" else f.ranks
+        given = [f.inputs[r] for r in ranks]
+        if wire.error is not None:
+            given = [
+                x + self.store[r][wire.error][0][at] for x, r in zip(given, ranks, strict=True)
+            ]
+        if wire.name == "topk" and way(wire.name, args) == "gather":
+            arrived = [_largest(x, args["fraction"]) for x in given]
+            mean, lost = (
+                sum(arrived) / len(ranks),
+                [x - y for x, y in zip(given, arrived, strict=True)],
+            )
+        else:
+            used = codec(wire.name, args)
+            kept = [self.kept[r].setdefault(t.id, {}) for r in ranks]
+            memories = kept if wire.error is not None or used.linear else None
+            mean, lost = used.average(given, way(wire.name, args), f.iteration, memories)
+        if wire.error is not None:
+            for r, own in zip(ranks, lost, strict=True):
+                self.store[r][wire.error][0][at] = own
+        return mean
 
     def _share(self, f: Flight, rank: int) -> Array:
         assert f.result is not None
@@ -348,13 +372,17 @@ class Machine:
             yield "blocked"
         if self._in_place(t):
             return
-        given = f.released.get(rank)
+        given, result = f.released.get(rank), self._share(f, rank)
+        if t.wire is not None and t.wire.anchor is not None:
+            anchor = self.store[rank][t.wire.anchor][0]
+            anchor[self._slice(t)] += result
+            result = anchor[self._slice(t)]
         if t.into is None and t.verb != "send":
             assert given is not None
-            given[...] = self._share(f, rank)
+            given[...] = result
         else:
             place = self.store[rank][t.into or t.payload.buffer][0]
-            place[self._slice(t)] = self._share(f, rank)
+            place[self._slice(t)] = result
 
     # ---- arithmetic -------------------------------------------------------------------------
 
@@ -411,6 +439,14 @@ class Machine:
         elif a.rule == "clip":
             length = self._norm(rank, buckets) ** 0.5
             assert args["buffer"] == "grad"
+            s["grad"][0][at] *= min(1.0, args["norm"] / (length + 1e-6))
+        elif a.rule == "clip_early":
+            assert args["buffer"] == "grad"
+            if buckets.start == 0:
+                self.early[rank] = [self.early[rank][1], 0.0]
+            self.early[rank][1] += self._norm(rank, buckets)
+            last, so_far = self.early[rank]
+            length = (last if last < np.inf else so_far) ** 0.5
             s["grad"][0][at] *= min(1.0, args["norm"] / (length + 1e-6))
         elif a.rule == "select":
             done = self.rounds[rank, args["buffer"]]

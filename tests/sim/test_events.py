@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from offbeat.numerics import WIRES
+from offbeat.numerics import SETTINGS, WIRES, Setting
 from offbeat.plan import Apply, Buffer, Moment, Plan, Wire, local, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict_plan, simulate
@@ -122,14 +122,19 @@ def test_the_stagger_of_a_pipeline_emerges():
 
 def test_a_wire_says_how_large_a_message_is(monkeypatch):
     class Cut:
-        """A wire that says so; nothing is encoded in a simulation."""
+        """A codec that says so; nothing is encoded in a simulation."""
 
-        @staticmethod
-        def bytes_of(dense, settings):
-            return dense // settings["by"]
+        linear, rounds, name = True, 1, "cut"
 
-    monkeypatch.setitem(WIRES, "cut", Cut())
-    wires = Wire("cut", {"by": 1}), Wire("topk", {"fraction": 0.1}), None, Wire("cut", {"by": 4})
+        def __init__(self, by):
+            self.by = by
+
+        def bytes_of(self, size, itemsize=4):
+            return size * itemsize // self.by
+
+    monkeypatch.setitem(WIRES, "cut", Cut)
+    monkeypatch.setitem(SETTINGS, "cut", {"via": Setting("word", "reduce", words=("reduce",))})
+    wires = Wire("cut", {"by": 1}), None, None, Wire("cut", {"by": 4})
     dense = [
         transfer("grad", range(1), after=GRAD, before=STEP, phases=[0], link="net", wire=wire)
         for wire in wires

@@ -16,7 +16,7 @@ from offbeat.profile import Profile
 from offbeat.sim import Votes
 from offbeat.strategies import Gossip, Served, Strategy, methods
 from offbeat.strategies.base import require_choice
-from offbeat.strategies.texts import create_from_texts, pairs, strategy
+from offbeat.strategies.texts import create_from_texts, pairs, parts, strategy
 
 if TYPE_CHECKING:  # imported by the commands that need it
     from offbeat.run.compare import Contestant
@@ -29,7 +29,7 @@ def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
     """
     from offbeat.run.compare import Contestant
 
-    items = [item.strip().split(":") for item in names.split(",")]
+    items = [parts(item) for item in names.split(",")]
     chosen = [name for name, *_ in items]
     for name in chosen:
         require_choice("strategy", name, methods())

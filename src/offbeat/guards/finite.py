@@ -50,6 +50,11 @@ class FiniteGuard:
     def active(self) -> bool:
         return self._policy != "ignore" and self._world_size > 1
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether ranks with values that are not finite do not count."""
+        return self._policy == "skip"
+
     def run(self, transfer: Transfer, tensor: Tensor, collectives: Collectives) -> list[int]:
         """Do the transfer's collective; ranks whose values were not finite, the same on every
         rank, if the result is to be refused (`raise`) or was mended (`skip`)."""

@@ -5,17 +5,17 @@ arrays the context hands out - NumPy in the interpreter, torch in the runtime - 
 once. The rule `local`, the user's own optimizer, is the context's.
 """
 
-from offbeat.numerics.base import SETTINGS, Context, Rule, Setting, VoteRule, WireRule, takes
+from offbeat.numerics.base import SETTINGS, Context, Rule, Setting, VoteRule, takes
 from offbeat.numerics.blend import blend
 from offbeat.numerics.change import changed, measure
 from offbeat.numerics.clip import clip, clip_early
 from offbeat.numerics.close import close
+from offbeat.numerics.codecs import WIRES, Codec
 from offbeat.numerics.delta import delta
 from offbeat.numerics.moves import add, clear, copy, scale, swap
 from offbeat.numerics.optimizer import local, reset
 from offbeat.numerics.outer import outer
 from offbeat.numerics.select import select
-from offbeat.numerics.topk import topk
 
 RULES: dict[str, Rule] = {
     rule.__name__: rule
@@ -25,17 +25,16 @@ RULES: dict[str, Rule] = {
     )
 }
 VOTES: dict[str, VoteRule] = {rule.__name__: rule for rule in (changed,)}
-WIRES: dict[str, WireRule] = {rule.__name__: rule for rule in (topk,)}
 
 __all__ = [
     "RULES",
     "SETTINGS",
     "VOTES",
     "WIRES",
+    "Codec",
     "Context",
     "Rule",
     "Setting",
     "VoteRule",
-    "WireRule",
     "takes",
 ]

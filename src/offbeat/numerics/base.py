@@ -69,8 +69,6 @@ class Context(Protocol):
 Rule = Callable[[Context, Apply], None]
 VoteRule = Callable[[Context, Vote, range], bool]
 """This worker's say; the range is the buckets that the vote is about."""
-WireRule = Callable[[Any, dict[str, Any]], Any]
-"""What arrives of one array that is sent, with the wire's settings; a new array."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Setting:
     """What a plan may say to a rule: the name of a buffer, a number, one per rank, or a word.
 
     Without a default it must be given. A buffer may have to be of one kind; a number must lie
-    within `least` and `most`, a word be one of `words`.
+    within `least` and `most` (with `above`, not be `least` itself), a word be one of `words`.
     """
 
     what: Literal["buffer", "number", "count", "numbers", "word"]
@@ -87,6 +85,7 @@ class Setting:
     least: float = float("-inf")
     most: float = float("inf")
     words: tuple[str, ...] = ()
+    above: bool = False
 
 
 SETTINGS: dict[str, dict[str, Setting]] = {}

@@ -19,7 +19,7 @@ from random import Random
 
 import numpy as np
 
-from offbeat.numerics import SETTINGS, VOTES, WIRES, Context, VoteRule
+from offbeat.numerics import SETTINGS, VOTES, Context, VoteRule
 from offbeat.plan.interpreter import Array, ConflictError, Interpreter, Model
 from offbeat.plan.model import Apply, Plan, Vote
 from offbeat.plan.phases import Phases
@@ -170,7 +170,7 @@ class _Run:
             model,
             self.ranks,
             votes={name: _says(rule, say) for name, rule in VOTES.items()},
-            wires=dict.fromkeys(WIRES, lambda array, _: array),
+            exact=True,
             flushing=flushing,
         )
         if say >= MIXED:

@@ -18,7 +18,7 @@ def deferred(plan: Plan) -> Plan | None:
     """
     updates = {a.at.point for a in plan.applies if a.rule == "local"}
     others = {a.rule for a in plan.applies if a.rule != "local"}
-    if plan.votes or plan.source is not None or plan.buffers or len(updates) != 1:
+    if plan.votes or plan.source is not None or _further(plan) or len(updates) != 1:
         return None
     [point] = updates
     if point == "grad" and others <= {"reset"} and not _averages_gradients(plan):
@@ -31,6 +31,13 @@ def deferred(plan: Plan) -> Plan | None:
     at = END if halves else STEP  # a second half can only leave when the first is there
     applies = tuple(replace(a, at=at) if a.rule == "local" else a for a in plan.applies)
     return replace(plan, transfers=tuple(map(move, plan.transfers)), applies=applies)
+
+
+def _further(plan: Plan) -> bool:
+    """Whether it has buffers beside those of its wires."""
+    wires = [t.wire for t in plan.transfers if t.wire is not None]
+    own = {name for wire in wires for name in (wire.error, wire.anchor)}
+    return any(buffer.name not in own for buffer in plan.buffers)
 
 
 def _averages_gradients(plan: Plan) -> bool:

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.numerics import RULES, VOTES, WIRES, Rule, VoteRule, WireRule
-from offbeat.plan.model import Apply, Payload, Plan, Transfer, Vote, base_link
+from offbeat.numerics import RULES, VOTES, Rule, VoteRule
+from offbeat.numerics.codecs import Exact, codec, way
+from offbeat.plan.model import Apply, Payload, Plan, Transfer, Vote, Wire, base_link
 from offbeat.plan.program import Program, Step, coalesced, moment_at
 
 Array = NDArray[np.float64]
@@ -273,7 +274,8 @@ class Worker:
 class Interpreter:
     """All workers of a job; `run` advances them together.
 
-    `votes`, `rules` and `wires` override what the names in the plan stand for. `flushing` are
+    `votes` and `rules` override what the names in the plan stand for; `exact`: wires lose nothing.
+    `flushing` are
     ranks that finish early, after every iteration, what the next forward waits for (as an
     evaluation or a checkpoint makes them).
     """
@@ -283,7 +285,7 @@ class Interpreter:
     ranks: int
     votes: Mapping[str, VoteRule] = field(default_factory=lambda: VOTES)
     rules: Mapping[str, Rule] = field(default_factory=lambda: RULES)
-    wires: Mapping[str, WireRule] = field(default_factory=lambda: WIRES)
+    exact: bool = False
     flushing: Collection[int] = ()
 
     def __post_init__(self) -> None:
@@ -446,14 +448,11 @@ class Interpreter:
         if t.in_place:
             w.flying[payload.buffer][copy][span] = self._number(message)
         given = array.copy()
-        if t.wire is None:
-            return given
-        if t.wire.error is not None:
-            given += w.view(t.wire.error, span)
-        sent = self.wires[t.wire.name](given, dict(t.wire.args))
-        if t.wire.error is not None:
-            w.view(t.wire.error, span)[...] = given - sent
-        return sent
+        if t.wire is not None and t.wire.anchor is not None:
+            anchor = w.physical(t.wire.anchor, 0)
+            given -= w.view(t.wire.anchor, span)
+            w.flying[t.wire.anchor][anchor][span] = self._number(message)
+        return given
 
     def _number(self, message: _Message) -> int:
         """Its number from 1 on, for marks of what is in flight."""
@@ -469,7 +468,9 @@ class Interpreter:
         queues = [self._queues[message.transfer.link, rank] for rank in message.ranks]
         if not message.ready or any(not q or q[0] is not message for q in queues):
             return
-        message.result = None if message.passed else _result(message)
+        if not message.passed:
+            wire = message.transfer.wire
+            message.result = _result(message) if wire is None else self._decoded(message, wire)
         message.given.clear()
         message.done = True
         self._happened += 1
@@ -478,6 +479,28 @@ class Interpreter:
         for queue in queues:
             if queue:
                 self._pump(queue[0])
+
+    def _decoded(self, message: _Message, wire: Wire) -> Array:
+        """What arrives over a wire. Errors of earlier messages are added in the link's order."""
+        t, givers = (
+            message.transfer,
+            message.ranks[: 1 if message.transfer.verb == "send" else None],
+        )
+        workers = [self.workers[rank] for rank in givers]
+        given, errors = [message.given[rank] for rank in givers], []
+        if wire.error is not None:
+            errors = [w.buffers[wire.error][0][w.slice_of(t.payload)] for w in workers]
+            given = [x + e for x, e in zip(given, errors, strict=True)]
+        settings = dict(wire.args)
+        used = Exact() if self.exact else codec(wire.name, settings)
+        memories = None
+        if errors or used.linear:
+            memories = [w.memory.setdefault(memory_of(t), {}) for w in workers]
+        via = "gather" if self.exact else way(wire.name, settings)
+        mean, lost = used.average(given, via, message.iteration, memories)
+        for error, own in zip(errors, lost, strict=False):
+            error[...] = own
+        return mean
 
     def _wait(self, w: Worker, message: _Message) -> Waits:
         t = message.transfer
@@ -503,6 +526,11 @@ class Interpreter:
             shard = result[own]
             result = np.full_like(result, np.nan)
             result[own] = shard
+        if t.wire is not None and t.wire.anchor is not None:
+            anchor = w.physical(t.wire.anchor, 0)
+            w.flying[t.wire.anchor][anchor][span] = 0
+            result = w.buffers[t.wire.anchor][anchor][span] + result
+            w.buffers[t.wire.anchor][anchor][span] = result
         w.buffers[buffer][copy][span] = result
 
     def _stuck(self, w: Worker, message: _Message) -> ConflictError:
@@ -542,6 +570,11 @@ def _shard(size: int, ranks: tuple[int, ...], rank: int) -> slice:
     """A tensor of n elements is cut into K shards of ceil(n / K), the last ones shorter."""
     each, k = -(-size // len(ranks)), ranks.index(rank)
     return slice(min(size, k * each), min(size, (k + 1) * each))
+
+
+def memory_of(t: Transfer) -> str:
+    """Under which name a rank keeps what the codec of a transfer remembers."""
+    return f"wire of {t.id}"
 
 
 def _stop(step: Step, forwards: int) -> int:

@@ -98,12 +98,15 @@ class Payload:
 class Wire:
     """What goes over the link instead of the payload: a codec by name, with its settings.
 
-    `error` names a buffer that keeps what encoding lost and adds it to the next message.
+    `error` names a buffer that keeps what encoding lost and adds it to the next message. With an
+    `anchor`, a buffer that is equal on all ranks, the difference to it is encoded; it moves by the
+    mean of what was decoded, and is then what arrives.
     """
 
     name: str
     args: Args = ()
     error: str | None = None
+    anchor: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "args", _pairs(self.args))

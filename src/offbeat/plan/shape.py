@@ -16,6 +16,7 @@ from offbeat.plan.model import (
     Plan,
     Transfer,
     Vote,
+    Wire,
     base_link,
 )
 from offbeat.plan.phases import Phases
@@ -41,6 +42,7 @@ def faults(plan: Plan, profile: Profile | None = None) -> Iterator[Fault]:
         yield words, ()
     yield from _halves(plan)
     yield from _twice(plan)
+    yield from _errors(plan)
 
 
 def _name(rule: Rule) -> str:
@@ -137,7 +139,8 @@ def _run_of(run: range, plan: Plan) -> bool:
 
 def _transfer(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
     payload, known = t.payload, plan.all_buffers
-    for buffer in (payload.buffer, t.into, t.wire.error if t.wire else None):
+    wire = t.wire
+    for buffer in (payload.buffer, t.into, *((wire.error, wire.anchor) if wire else ())):
         if buffer is not None:
             yield from _known("buffer", buffer, name, known)
     if not 0 <= payload.part < payload.part + payload.width <= payload.parts:
@@ -157,6 +160,7 @@ def _transfer(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> It
         yield from _known("wire", t.wire.name, name, WIRES)
         yield from _settings(t.wire.name, t.wire.args, name, plan, profile)
         yield from _error(t, name, plan)
+        yield from _anchor(t, t.wire, name, plan)
         if t.verb not in ("all_reduce", "send"):
             yield f"{name} cannot be encoded as {t.wire.name}: only all_reduce and send can"
     if t.verb == "send":
@@ -194,6 +198,53 @@ def _error(t: Transfer, name: str, plan: Plan) -> Iterator[str]:
         yield f"error ({error!r}) of {name} must be a buffer of its own"
     elif given.kind != kind or given.copies > 1:
         yield f"error ({error!r}) of {name} must be a buffer like {kind} that has one copy"
+
+
+def _anchor(t: Transfer, wire: Wire, name: str, plan: Plan) -> Iterator[str]:
+    """What changes are counted from begins as the parameters, on all ranks alike."""
+    known, linear = plan.all_buffers, wire.name in WIRES and WIRES[wire.name].linear
+    if t.verb == "send" and (wire.anchor is not None or linear):
+        yield f"{name} cannot be encoded as {wire.name}, or with an anchor: only all_reduce can"
+    if t.payload.buffer == "state":
+        yield f"{name} cannot be encoded: only gradients and parameters can"
+    if wire.anchor is None or wire.anchor not in known or t.payload.buffer not in known:
+        return
+    anchor = known[wire.anchor]
+    taken = (*BUILT_IN, t.payload.buffer, t.into, wire.error)
+    if wire.anchor in taken or anchor.start != "param" or anchor.copies > 1:
+        yield (
+            f"anchor ({wire.anchor!r}) of {name} must be a buffer of its own that starts as the "
+            "parameters and has one copy"
+        )
+    elif base_link(t.link) in plan.groups:
+        yield (
+            f"anchor ({wire.anchor!r}) of {name} must be left out: it is the same on all ranks, "
+            f"and {base_link(t.link)!r} spans groups of them"
+        )
+    elif known[t.payload.buffer].kind != "param":
+        yield f"anchor ({wire.anchor!r}) of {name} must be left out: only parameters have one"
+
+
+def _errors(plan: Plan) -> Iterator[Fault]:
+    """Messages of two links have no order, so they must not share what encoding has lost."""
+    wired = [t for t in plan.transfers if t.wire is not None and t.wire.error is not None]
+    for i, one in enumerate(wired):
+        for other in wired[:i]:
+            shared = one.wire.error == other.wire.error and one.link != other.link  # type: ignore[union-attr]
+            if shared and _overlap(one, other):
+                words = f"{one.id} and {other.id} share an error buffer; give each link its own"
+                yield words, (one, other)
+                return
+
+
+def _overlap(one: Transfer, other: Transfer) -> bool:
+    """Whether the payloads of two transfers have a bucket, or a slice of it, in common."""
+    a, b = one.payload, other.payload
+    if not set(a.buckets) & set(b.buckets):
+        return False
+    return a.part * b.parts < (b.part + b.width) * a.parts and (
+        b.part * a.parts < (a.part + a.width) * b.parts
+    )
 
 
 def _apply(apply: Apply, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
@@ -259,6 +310,8 @@ def _setting(
             yield f"{what} must be {profile.world_size} numbers, one per rank"
     elif setting.what == "count" and not isinstance(value, int):
         yield f"{what} must be a whole number"
+    elif setting.above and value == setting.least:
+        yield f"{what} must be above {setting.least:g}"
     elif not _number(value) or not setting.least <= value <= setting.most:
         yield f"{what} must be a number from {setting.least:g} to {setting.most:g}"
 

@@ -174,6 +174,7 @@ def _transfer_to_dict(t: Transfer) -> dict[str, Any]:
     wire = None
     if t.wire is not None:
         wire = {"name": t.wire.name, "args": dict(t.wire.args), "error": t.wire.error}
+        wire |= _compact(t.wire, "anchor")
     optional = {
         "verb": None if t.verb == "all_reduce" else t.verb,
         "ranks": None if t.ranks is None else list(t.ranks),
@@ -206,7 +207,7 @@ def _transfer_from_dict(data: Mapping[str, Any]) -> Transfer:
         verb=_one_of("verb", data.get("verb", "all_reduce"), VERBS),
         ranks=_ranks(data),  # type: ignore[arg-type]
         into=data.get("into"),
-        wire=Wire(wire["name"], wire["args"], wire["error"]) if wire else None,
+        wire=Wire(**wire) if wire else None,
         when=data.get("when"),
         ago=int(data.get("ago", 0)),
     )

@@ -3,10 +3,19 @@
 from offbeat.profile.model import (
     SIMULTANEOUS_SPEED,
     Bucket,
+    CodecSpeed,
     Contention,
     GradientNoise,
     Link,
     Profile,
 )
 
-__all__ = ["SIMULTANEOUS_SPEED", "Bucket", "Contention", "GradientNoise", "Link", "Profile"]
+__all__ = [
+    "SIMULTANEOUS_SPEED",
+    "Bucket",
+    "CodecSpeed",
+    "Contention",
+    "GradientNoise",
+    "Link",
+    "Profile",
+]

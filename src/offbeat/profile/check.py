@@ -24,6 +24,10 @@ def validate(profile: Profile) -> None:
         _validate_link(link)
     for contention in profile.contention:
         _validate_contention(contention, [link.name for link in profile.links])
+    _unique("codec", [codec.name for codec in profile.codecs])
+    for codec in profile.codecs:
+        for name in ("encode_s_per_byte", "decode_s_per_byte"):
+            _number(f"{name} of codec {codec.name!r}", getattr(codec, name))
     for bucket in profile.buckets:
         _validate_bucket(bucket, {link.name for link in profile.links})
     for name in ("update_s", "other_s", "step_s", "jitter", "pace"):

@@ -147,6 +147,15 @@ class GradientNoise:
     scale_free: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class CodecSpeed:
+    """What one core takes for a codec, by its name, per byte of the numbers."""
+
+    name: str
+    encode_s_per_byte: float
+    decode_s_per_byte: float
+
+
 Seconds = Any  # a float, or an array of them: one per message
 
 SIMULTANEOUS_SPEED = 2 / 3  # two messages at once on one link: 4/3 of its rate (ASC-WFBP)
@@ -165,7 +174,8 @@ class Profile:
     `model` is a fingerprint of the model, empty when unknown. `contention` lists what links lose
     while they run together; other pairs lose nothing, two channels of one link a third each.
     With a `pace` the times are those of emulated hosts, each so many times slower than one core of
-    the machine that was measured; 0: times are the machine's own.
+    the machine that was measured; 0: times are the machine's own. `codecs`: those that were
+    measured; of others encoding takes no time.
     """
 
     buckets: tuple[Bucket, ...]
@@ -181,6 +191,7 @@ class Profile:
     contention: tuple[Contention, ...] = ()
     noise: GradientNoise | None = None
     pace: float = 0.0
+    codecs: tuple[CodecSpeed, ...] = ()
 
     def __post_init__(self) -> None:
         validate(self)
@@ -421,6 +432,8 @@ class Profile:
             data["contention"] = [_compact(contention) for contention in self.contention]
         if self.noise is not None:
             data["noise"] = _compact(self.noise)
+        if self.codecs:
+            data["codecs"] = [_compact(codec) for codec in self.codecs]
         return data
 
     @classmethod
@@ -454,6 +467,7 @@ class Profile:
             ),
             noise=_record(GradientNoise, "noise", data["noise"]) if data.get("noise") else None,
             pace=data.get("pace", 0.0),
+            codecs=tuple(_record(CodecSpeed, "codec", c) for c in data.get("codecs", ())),
         )
 
     def save(self, path: str | Path) -> None:

@@ -38,7 +38,12 @@ class Adopted:
         self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat)
         self.context = StorageContext(rank, self.flat, self.gradients, engine.state, self.updates)
         self.messages = Messages(
-            self.program, self.flat, engine.state, engine.links, engine.waiting
+            self.program,
+            self.flat,
+            engine.state,
+            engine.links,
+            engine.waiting,
+            self.context.memory,
         )
         channel = engine.links.get(vote_channel(next(iter(engine.links))))
         self.votes = Votes(channel, engine.waiting, self.flat, rank, world_size)
@@ -117,7 +122,7 @@ class Adopted:
         """Send a message, unless a vote has said no."""
         message = now.messages[index]
         if self.votes.goes(message.transfer, now.planned):
-            self.messages.release(message)
+            self.messages.release(message, now.planned)
         else:
             now.spared_bytes += self.messages.size(message.transfer)
             self.messages.pass_over(message)

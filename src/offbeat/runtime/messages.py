@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from offbeat.numerics import WIRES
 from offbeat.plan import Transfer
 from offbeat.plan.program import Program
+from offbeat.runtime.coding import Coding
 from offbeat.runtime.waiting import Waiting
 from offbeat.storage.flat import Flat
 from offbeat.storage.optimizer_state import StateStore
@@ -30,9 +31,11 @@ class Messages:
         state: StateStore,
         links: Mapping[str, Link],
         waiting: Waiting,
+        memory: dict[str, Any],
     ):
         self._program, self._flat, self._state = program, flat, state
         self._links, self._waiting = links, waiting
+        self.coding = Coding(program.plan, flat, memory)
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         # By transfer, where they are always the same: its link and views.
         self._fixed: dict[int, tuple[Link, tuple[Tensor, ...]]] = {}
@@ -42,18 +45,23 @@ class Messages:
     def enqueue(self, planned: int, number: int) -> list[Message]:
         """The messages of one iteration at their places on the links; receivers are ready."""
         messages = []
+        self.coding.begin()
         for t in self._program.transfers(planned):
             message = self._links[t.link].enqueue(t, number)
             messages.append(message)
             if t.ranks is not None and t.ranks[1] == self._program.rank:
                 payload, copy = t.payload, self._flat.physical(t.target)
+                if t.wire is not None:
+                    coded = self.coding.receiver(t, copy)
+                    self._links[t.link].release(message, (), coded)
+                    continue
                 like = self._flat.carried(payload, copy, into=t.target)
                 landing = [torch.empty_like(x) for x in like]
                 self._links[t.link].release(message, landing)
         return messages
 
-    def release(self, message: Message) -> None:
-        """Send what the storage holds now."""
+    def release(self, message: Message, planned: int) -> None:
+        """Send what the storage holds now; `planned` is the iteration's number in the plan."""
         t = message.transfer
         if (fixed := self._fixed.get(id(t))) is not None:
             fixed[0].release(message, fixed[1])
@@ -64,6 +72,10 @@ class Messages:
             given: Sequence[Tensor] = [x[payload.slice_of(x.numel())] for x in tensors]
         else:
             copy = self._flat.physical(payload.buffer, payload.age)
+            if t.wire is not None:
+                self._copies[id(message)] = copy
+                self._links[t.link].release(message, (), self.coding.coded(t, copy, planned))
+                return
             key = (id(t), copy)
             if key not in self._views:
                 self._views[key] = self._flat.carried(payload, copy)
@@ -72,7 +84,7 @@ class Messages:
                 self._fixed[id(t)] = self._links[t.link], given
             if not t.in_place:
                 self._copies[id(message)] = copy
-                given = self._encoded(t, copy) if t.wire else [x.clone() for x in given]
+                given = [x.clone() for x in given]
         self._links[t.link].release(message, given)
 
     def let_go(self) -> None:
@@ -114,6 +126,9 @@ class Messages:
                 whole = sum(self._state.bytes_of(b) for b in run)
                 part = t.payload.slice_of(whole)
                 self._sizes[id(t)] = part.stop - part.start
+            elif t.wire is not None:
+                ranks = self._links[t.link].collectives.size
+                self._sizes[id(t)] = self.coding.bytes_of(t, ranks)
             else:
                 carried = self._flat.carried(t.payload, self._flat.physical(t.payload.buffer))
                 self._sizes[id(t)] = sum(x.nbytes for x in carried)
@@ -135,7 +150,7 @@ class Messages:
             for target, result in zip(targets, message.tensors, strict=True):
                 target.copy_(result)
         else:
-            self._decoded(t, self._flat.apart(t.payload, copy, buffer), message.tensors)
+            self.coding.put(t, copy, buffer, message.tensors)
 
     def _target(self, t: Transfer, message: Message) -> tuple[str, int]:
         """Buffer and copy of a staged message: its own, or where it was taken from."""
@@ -143,40 +158,3 @@ class Messages:
         if t.into or taken is None:
             return t.target, self._flat.physical(t.target)
         return t.target, taken
-
-    def _encoded(self, t: Transfer, copy: int) -> list[Tensor]:
-        """What the wire lets through, as one tensor per dtype and device. What stands behind the
-        numbers is sent as it is."""
-        assert t.wire is not None
-        settings, wire, sent = dict(t.wire.args), WIRES[t.wire.name], []
-        given = self._flat.apart(t.payload, copy, t.payload.buffer)
-        lost = None
-        if t.wire.error is not None:
-            error = t.wire.error
-            lost = self._flat.apart(t.payload, self._flat.physical(error), error)
-        for i, (numbers, behind) in enumerate(given):
-            whole = torch.cat(numbers)
-            if lost is not None:
-                whole += torch.cat(lost[i][0])
-            encoded = wire(whole, settings)
-            if lost is not None:
-                _spread(whole - encoded, lost[i][0])
-            sent.append(torch.cat([encoded, *behind]))
-        return sent
-
-    def _decoded(
-        self,
-        t: Transfer,
-        targets: Sequence[tuple[list[Tensor], list[Tensor]]],
-        results: Sequence[Tensor],
-    ) -> None:
-        for (numbers, behind), result in zip(targets, results, strict=True):
-            _spread(result, [*numbers, *behind])
-
-
-def _spread(flat: Tensor, over: Sequence[Tensor]) -> None:
-    """Copy one tensor's elements into several, in order."""
-    at = 0
-    for target in over:
-        target.copy_(flat[at : at + target.numel()])
-        at += target.numel()

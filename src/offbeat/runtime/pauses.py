@@ -53,6 +53,7 @@ class Pauses:
         self.flush()
         run = self._engine.run
         run.reloaded = True
+        run.messages.coding.forget()
         if run.windows.late or run.lands_late or self._engine.plan.source is not None:
             self.pause()
             run.windows.discard()

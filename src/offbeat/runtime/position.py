@@ -47,6 +47,7 @@ def restore(engine: Engine, state: Mapping[str, Any]) -> None:
         run.flat.fill(name, contents)
     if state["gradients"] is not None:
         run.gradients.restore(state["gradients"])
+    run.messages.coding.restored()
     run.windows.resumed()
     run.context.memory.update(state["memory"])
     run.votes.outcomes.update(state["votes"])

@@ -188,7 +188,9 @@ def _spans(
         half = t.verb in ("reduce_scatter", "all_gather")
         kind = t.verb if half else buffers[t.payload.buffer].kind
         start, end = at(message.start), at(message.end)
-        size = sum(x.numel() * x.element_size() for x in message.tensors) // (2 if half else 1)
+        size = message.sent_bytes
+        if size is None:
+            size = sum(x.numel() * x.element_size() for x in message.tensors) // (1 + half)
         carries = _carries(plan, done, t)
         yield Span(rank, t.link, kind, done.number, start, end, run, size, carries, t.ranks)
 

@@ -20,6 +20,7 @@ from offbeat.guards.parameters import ParameterWatch
 from offbeat.guards.replicas import ReplicaGuard
 from offbeat.guards.stepping import Stepping
 from offbeat.guards.untouched import Untouched
+from offbeat.measuring.coding import codec_speeds
 from offbeat.measuring.divergence import Sample
 from offbeat.measuring.links import measure_cluster, worthwhile_bytes
 from offbeat.measuring.observe import Observer, observing_plan
@@ -134,6 +135,7 @@ class FlatSession(Session):
     def _guard_links(self) -> None:
         for link in self._cluster.links.values():
             link.guard = self._finite.run if self._finite.active else None
+            link.leaves_out = self._finite.leaves_out
 
     def run_from(self, profile: Profile, observed: int = 0, habits: Habits | None = None) -> None:
         """Plan from a profile that all ranks share, check, agree on the plan, adopt it.
@@ -327,6 +329,9 @@ class FlatSession(Session):
         self._parameters.attach(flat.parameters)
         links, contention = measure_cluster(self._cluster, flat, emulated=self._emulated)
         profile = observer.profile(specs, flat, links, contention, control, how.model)
+        if not self._emulated:
+            speeds = codec_speeds(self._cluster.where, self._cluster.device)
+            profile = replace(profile, codecs=speeds)
         self.engine.hold(Compute())
         if how.pace is not None and not self._emulated:
             profile = self._paced(profile, how.pace)

@@ -288,7 +288,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.inner.state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: Any) -> None:  # type: ignore[override]
         if self._sealed:
             self._session.flush()
             self.inner.state = state

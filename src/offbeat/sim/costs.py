@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.numerics import WIRES
 from offbeat.plan import Apply, Payload, Plan, Transfer
 from offbeat.plan.program import spread, work_before
 from offbeat.profile import Profile
 from offbeat.sim.ranks import Ranks
+from offbeat.sim.wires import Encoded, kind_of
 
 Seconds = NDArray[np.float64]
 
@@ -73,43 +72,42 @@ class Costs:
         """Seconds of a message alone on its link, between some ranks or all of them."""
         key = id(t), ranks[0] if ranks else -1
         if key not in self._message_s:
-            seconds = self.profile.message_s(self.on_wire(t), t.link, t.verb)
+            payload, encoded = self._on_link(t)
+            seconds = (
+                self.profile.message_s(payload, t.link, t.verb)
+                if encoded is None
+                else encoded.seconds(t.link)
+            )
             self._message_s[key] = seconds / self._ranks.link_rate(t.link, ranks)
         return self._message_s[key]
 
     def sending_s(self, t: Transfer) -> float:
         """What the compute of a rank that sends a message loses to it."""
         if id(t) not in self._sending_s:
-            self._sending_s[id(t)] = self.profile.sending_s(self.on_wire(t), t.link, t.verb)
+            payload, encoded = self._on_link(t)
+            self._sending_s[id(t)] = (
+                self.profile.sending_s(payload, t.link, t.verb)
+                if encoded is None
+                else encoded.sending_s(t.link)
+            )
         return self._sending_s[id(t)]
 
     def message_bytes(self, t: Transfer) -> int:
         """Bytes of a message; half of them for a reduce_scatter or all_gather, so that a pair of
         them counts as one all-reduce."""
         if id(t) not in self._bytes:
-            size = self.profile.bytes_of(self.on_wire(t))
+            payload, encoded = self._on_link(t)
+            size = self.profile.bytes_of(payload) if encoded is None else encoded.bytes
             half = t.verb in ("reduce_scatter", "all_gather")
             self._bytes[id(t)] = size // 2 if half else size
         return self._bytes[id(t)]
 
-    def on_wire(self, t: Transfer) -> Payload:
-        """What goes over the link, as a payload that the profile knows: of one of the three
-        kinds, and as large as the wire says. Wires that do not say are dense."""
-        payload, kind = t.payload, self._buffers[t.payload.buffer].kind
-        if payload.buffer != kind:
-            payload = replace(payload, buffer=kind)
+    def _on_link(self, t: Transfer) -> tuple[Payload, Encoded | None]:
+        """A message as a payload of one of the kinds that the profile knows, and over its wire."""
+        payload = kind_of(t.payload, self._buffers[t.payload.buffer].kind)
         if t.wire is None:
-            return payload
-        says = getattr(WIRES.get(t.wire.name), "bytes_of", None)
-        dense = self.profile.bytes_of(payload)
-        if says is None or not dense:
-            return payload
-        return replace(
-            payload,
-            part=payload.part * dense,
-            parts=payload.parts * dense,
-            width=payload.width * says(dense, dict(t.wire.args)),
-        )
+            return payload, None
+        return payload, Encoded(self.profile, payload, t.wire, t.verb)
 
     @property
     def vote_s(self) -> float:

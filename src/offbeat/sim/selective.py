@@ -113,7 +113,7 @@ def _prediction(
     return Prediction(
         strategy=str(strategy),
         iteration_s=iteration_s,
-        bound_s=strategy.bound_s(profile),
+        bound_s=strategy.bound_s(strategy.costed(profile)),
         exposed_s=max(iteration_s - float(compute_s.mean()), 0.0),
         idle_s={link: max(iteration_s - busy_s, 0.0)},
         busy_s={link: busy_s},

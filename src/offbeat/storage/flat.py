@@ -109,14 +109,17 @@ class Flat:
     # ---- named buffers ----------------------------------------------------------------------
 
     def adopt(self, buffers: Mapping[str, Buffer]) -> None:
-        """Have these buffers, new ones at their start, and no others; gradients stay."""
+        """Have these buffers, new ones at their start, and no others. Gradients stay, and what once
+        was a copy of the parameters, as replicas may differ by now."""
         for name in set(self._stores) - set(buffers):
             del self._stores[name], self._newest[name]
         for name, buffer in buffers.items():
             if buffer.kind == "state" or (name == "grad" and not self._stores["grad"]):
                 continue
             kept: list[Store] = []
-            if name in BUILT_IN:  # what is there stays, the newest copy first
+            if name in self._stores and (
+                name in BUILT_IN or buffer.start == "param"
+            ):  # what is there stays, the newest copy first
                 first = self._newest[name]
                 kept = (self._stores[name][first:] + self._stores[name][:first])[: buffer.copies]
             made = [self._made(buffer) for _ in range(buffer.copies - len(kept))]
@@ -188,12 +191,13 @@ class Flat:
     def apart(
         self, payload: Payload, copy: int, buffer: str
     ) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """The same by dtype and device, as views of numbers, and of what stands behind them."""
+        """The same by dtype and device, as views of numbers, and of what stands behind them:
+        running statistics behind parameters."""
         found: dict[Key, tuple[list[Tensor], list[Tensor]]] = {}
         last = payload.part + payload.width == payload.parts
         for b in payload.buckets:
             (whole,) = self.tensors(buffer, range(b, b + 1), copy)
-            numbers = whole.numel() - self._behind(buffer, b)
+            numbers = sum(p.numel() for p in self.buckets[b].parameters)
             pieces = found.setdefault(self.keys[b], ([], []))
             pieces[0].append(whole[payload.slice_of(numbers)])
             if last:

@@ -79,6 +79,9 @@ class HandedOver:
     def show(self, run: range, copy: int) -> None:
         """They are shown already."""
 
+    def show_zero(self) -> None:
+        """There are always some to show."""
+
     def conceal(self) -> None:
         """There is nothing to hide: all of them are this iteration's."""
 

@@ -8,13 +8,14 @@ from typing import ClassVar
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.solve import simultaneous_fusion
-from offbeat.strategies.base import Strategy, require_count
+from offbeat.strategies.base import require_count
 from offbeat.strategies.wfbp import gradients_when_ready, message_seconds
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)
-class ASCWFBP(Strategy):
+class ASCWFBP(Wired):
     """WFBP that sends a second message beside the first instead of after it.
 
     Messages take the channels of the default link in turn. A bucket joins the message before it

@@ -36,7 +36,17 @@ class Strategy(ABC):
 
     def plan(self, profile: Profile) -> Plan:
         """Plan of the whole job, with its bound; equal inputs give equal plans."""
-        return dataclasses.replace(self.schedule(profile), bound_s=self.bound_s(profile))
+        facts = self.costed(profile)
+        plan = dataclasses.replace(self.schedule(facts), bound_s=self.bound_s(facts))
+        return self.encoded(plan, profile)
+
+    def costed(self, profile: Profile) -> Profile:
+        """The profile by which `schedule` and `bound_s` go: with what messages take."""
+        return profile
+
+    def encoded(self, plan: Plan, profile: Profile) -> Plan:
+        """The plan with what its messages become on the link."""
+        return plan
 
     @abstractmethod
     def schedule(self, profile: Profile) -> Plan:

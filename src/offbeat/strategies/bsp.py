@@ -7,12 +7,13 @@ from typing import ClassVar
 
 from offbeat.plan import Moment, Plan, Transfer, local, transfer
 from offbeat.profile import Profile
-from offbeat.strategies.base import Strategy, synchronous_bound_s
+from offbeat.strategies.base import synchronous_bound_s
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)
-class BSP(Strategy):
+class BSP(Wired):
     """Bulk-synchronous SGD (S-SGD): one all-reduce of all gradients after backward."""
 
     name: ClassVar[str] = "bsp"

@@ -16,13 +16,14 @@ from offbeat.strategies.slices import (
     forward_plan,
     sizes_to_try,
 )
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, synchronous
 
 TUNED = "use None to have it tuned"
 
 
 @dataclass(frozen=True)
-class ByteScheduler(Strategy):
+class ByteScheduler(Wired):
     """Slices of gradients, those first whose next forward comes first.
 
     While less than a credit is in flight, the ready slice nearest the input side is sent. The next

@@ -11,17 +11,18 @@ from typing import Any, ClassVar, Literal
 from offbeat.plan import Apply, Buffer, Fact, Merge, Moment, Phases, Plan, Transfer, local
 from offbeat.profile import GradientNoise, Profile
 from offbeat.solve import deft, preserver
-from offbeat.strategies.base import Monitor, Strategy, require_count
+from offbeat.strategies.base import Monitor, require_count
 from offbeat.strategies.deft_search import Choice, Search, Sized, ready_s_of
 from offbeat.strategies.messages import Messages, NoWindowError
 from offbeat.strategies.wfbp import WFBP, gradients_when_ready_s
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, closing, merged, synchronous
 
 RETRIES = 10
 
 
 @dataclass(frozen=True)
-class DeFT(Strategy):
+class DeFT(Wired):
     """Gradients are sent in whichever later forward or backward has room for them (knapsacks).
 
     What has not been sent when an iteration ends is merged with the next gradients; an update is
@@ -141,7 +142,8 @@ class DeFT(Strategy):
         return max(local_s + profile.update_s / self.most_merged, 1 / rate / self.most_merged)
 
     def monitor(self) -> Monitor | None:
-        return Monitor(WFBP()) if self.preserver else None
+        fallback = WFBP(wire=self.wire, error_feedback=self.error_feedback)
+        return Monitor(fallback) if self.preserver else None
 
     def _counted(self, profile: Profile, forward: int, backward: int) -> Choice:
         links = [profile.default_link.name]

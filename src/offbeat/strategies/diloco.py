@@ -15,13 +15,14 @@ from offbeat.strategies.dreamddp import DreamDDP
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
 from offbeat.strategies.outer import OuterSGD, equations_of, outer_of, with_outer
 from offbeat.strategies.partial_sync import Average, Piece, layer_times, partial_plan
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, delayed, layer_sets, partial
 
 STEADY = OuterSGD()
 
 
 @dataclass(frozen=True)
-class DiLoCo(Strategy):
+class DiLoCo(Wired):
     """Every worker trains alone; an outer optimizer steps on what the average of `period` steps
     has changed, and all go on from there.
 

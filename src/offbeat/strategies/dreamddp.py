@@ -27,6 +27,7 @@ from offbeat.strategies.partial_sync import (
     sets_facts,
     whole,
 )
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Clip, Equations, delayed, layer_sets, partial
 
 Solver = Callable[[list[float], list[float], int], solve.Sets]
@@ -41,7 +42,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class DreamDDP(Strategy):
+class DreamDDP(Wired):
     """Sets of layers are averaged under backward, one set per iteration, chosen to fit there.
 
     By default the solver takes the better one of contiguous and of any sets, or all layers in one

@@ -7,16 +7,17 @@ from typing import ClassVar
 
 from offbeat.plan import Apply, Moment, Phases, Plan, local, transfer
 from offbeat.profile import Profile
-from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
+from offbeat.strategies.base import StatePolicy, periodic_bound_s, require_count
 from offbeat.strategies.bsp import all_gradients
 from offbeat.strategies.outer import COMMON, OuterSGD, equations_of, outer_of, with_outer
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, local_sgd
 
 EVERY_ITERATION = "use BSP() to synchronize in every iteration"
 
 
 @dataclass(frozen=True)
-class LocalSGD(Strategy):
+class LocalSGD(Wired):
     """Average parameters after every `period` local steps (FLSGD)."""
 
     period: int = 5

@@ -9,11 +9,12 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
 from offbeat.strategies.slices import Update, by_priority, forward_plan
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)
-class P3(Strategy):
+class P3(Wired):
     """Small slices of gradients, one in flight, those first whose next forward comes first.
 
     The next forward of a bucket waits only for its own slices and comes right after its optimizer

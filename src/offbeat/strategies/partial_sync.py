@@ -13,13 +13,14 @@ from offbeat.solve import Sets, equal_number
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.strategies.local_sgd import EVERY_ITERATION
 from offbeat.strategies.outer import OuterSGD, equations_of, outer_of, with_outer
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, layer_sets, partial
 
 Average = Literal["after_update", "before_update"]
 
 
 @dataclass(frozen=True)
-class PartialSync(Strategy):
+class PartialSync(Wired):
     """Equal-number partition (PLSGD-ENP): ceil(L / period) layers per iteration, in order.
 
     `average="before_update"` averages the parameters in backward and applies the local step at

@@ -30,13 +30,14 @@ from offbeat.strategies.base import (
     synchronous_bound_s,
 )
 from offbeat.strategies.partial_sync import kinds_of, layer_times
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Changes, Equations, selective
 
 STEP, END = Moment("step"), Moment("end")
 
 
 @dataclass(frozen=True)
-class SelSync(Strategy):
+class SelSync(Wired):
     """Selective synchronization: all average if the gradient of any worker has changed by `delta`.
 
     The change is the relative one of the squared gradient norm from one iteration to the next,

@@ -41,7 +41,7 @@ UNIONS = (Union, UnionType)
 def parse(text: str) -> Strategy:
     """A strategy of its name and settings, as in `dreamddp:period=8:average=before_update`;
     ValueError if there is none."""
-    name, *settings = text.strip().split(":")
+    name, *settings = parts(text)
     return strategy(name, settings)
 
 
@@ -53,6 +53,18 @@ def text_of(strategy: Strategy) -> str:
         if getattr(strategy, field.name) != field.default
     ]
     return ":".join([strategy.name, *changed])
+
+
+def parts(text: str) -> list[str]:
+    """Name and settings of such a text, also where a value has a colon, as in wire=topk:0.01."""
+    name, *rest = text.strip().split(":")
+    found: list[str] = []
+    for part in rest:
+        if found and "=" not in part:
+            found[-1] += f":{part}"
+        else:
+            found.append(part)
+    return [name, *found]
 
 
 def parse_value(setting: str, text: str, hint: Any) -> Any:

@@ -20,13 +20,14 @@ from offbeat.strategies.slices import (
     sizes_to_try,
     slice_of,
 )
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, synchronous
 
 MOST_EVALUATIONS = 5000  # of whole orders
 
 
 @dataclass(frozen=True)
-class USByte(Strategy):
+class USByte(Wired):
     """Unequal messages, each to end when the next gradient is ready.
 
     Buckets fall into unit blocks. During backward the bucket nearest the input sends as many of its

@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 from offbeat.plan import Moment, Payload, Plan, channel, local, transfer
 from offbeat.profile import Profile
 from offbeat.solve import MessageSeconds, cap_fusion, greedy_fusion, no_fusion, optimal_fusion
-from offbeat.strategies.base import Strategy, synchronous_bound_s
+from offbeat.strategies.base import synchronous_bound_s
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, synchronous
 
 Fusion = tuple[range, ...]
@@ -20,7 +21,7 @@ DDP_FIRST_CAP_BYTES = MIB
 
 
 @dataclass(frozen=True)
-class WFBP(Strategy):
+class WFBP(Wired):
     """Gradients leave as soon as they exist, first in first out; the step waits for all."""
 
     fusion: Literal["none", "ddp", "mg-wfbp", "optimal"] = "optimal"

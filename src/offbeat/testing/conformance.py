@@ -39,7 +39,7 @@ def plan_is_sound(strategy: Strategy, profile: Profile) -> None:
     problems = check(plan, profile)
     assert not problems, f"{strategy}: {problems[0]}"
     assert plan.strategy == strategy.name, f"{strategy} signs its plan as {plan.strategy!r}"
-    bound_s = strategy.bound_s(profile)
+    bound_s = strategy.bound_s(strategy.costed(profile))
     assert 0 <= bound_s < float("inf"), f"{strategy}: bound_s ({bound_s}) must be a time"
     assert plan.bound_s == bound_s, f"{strategy}: the plan's bound is not the strategy's"
 

@@ -129,7 +129,13 @@ def _collectives(
         if rank == target:
             tensor.copy_(result)
 
-    return Collectives({verb: combined(verb) for verb in VERBS if verb != "send"}, send)  # type: ignore[arg-type,misc]
+    def exchange(tensor: Tensor) -> None:
+        given = meeting.meet(rank, tensor.clone(), dict)
+        own = mine.index(rank)
+        tensor.copy_(torch.cat([shards(given[r], len(mine))[own] for r in mine]))
+
+    by_verb = {verb: combined(verb) for verb in VERBS if verb != "send"}
+    return Collectives(by_verb, send, exchange, mine.index(rank), len(mine))  # type: ignore[arg-type]
 
 
 def _mean(given: dict[int, Tensor]) -> Tensor:

@@ -79,8 +79,8 @@ class _Layer(nn.Module):
         return y + (0.5 * a * (self.w - c) ** 2).sum()
 
 
-def interpreted(plan: Plan, task: Quadratic, seed: int | None = None) -> list[list[Array]]:
-    """The weights that every forward has seen, by rank, in the interpreter."""
+def model_of(task: Quadratic) -> Model:
+    """The task as the interpreter trains it."""
     start, a, c = task.numbers
     offsets = np.concatenate([[0], np.cumsum(task.sizes)])
 
@@ -93,9 +93,13 @@ def interpreted(plan: Plan, task: Quadratic, seed: int | None = None) -> list[li
         momentum[...] = MOMENTUM * momentum + (gradients + task.decay * weights)
         weights -= RATE * momentum
 
+    return Model(task.sizes, start, gradient, optimizer)
+
+
+def interpreted(plan: Plan, task: Quadratic, seed: int | None = None) -> list[list[Array]]:
+    """The weights that every forward has seen, by rank, in the interpreter."""
     found: list[list[Array]] = [[] for _ in range(task.ranks)]
-    model = Model(task.sizes, start, gradient, optimizer)
-    Interpreter(plan, model, task.ranks).run(
+    Interpreter(plan, model_of(task), task.ranks).run(
         task.iterations,
         seed=seed,
         after=lambda worker, _: found[worker.rank].append(worker.seen.copy()),

@@ -12,6 +12,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from offbeat.numerics import WIRES
 from offbeat.plan import (
     Apply,
     Buffer,
@@ -30,6 +31,10 @@ from offbeat.plan.windows import Windows
 
 STEP, END = Moment("step"), Moment("end")
 GRAD = Buffer("grad", "grad")
+CODECS: tuple[tuple[Any, ...], ...] = (
+    *(("bf16",), ("fp16",), ("int8",), ("int4",), ("sign",), ("topk", ("fraction", 0.5))),
+    *(("randomk", ("fraction", 0.5)), ("powersgd", ("rank", 1))),
+)
 
 
 def random_plan(rng: Random, *, broken: float = 0.5) -> Plan:
@@ -111,12 +116,26 @@ class _Draft:
             if into is None and middle is not None and rng.random() < 0.25:
                 second = replace(one, verb="all_gather", after=middle, link=self.link())
                 self.transfers += [replace(one, verb="reduce_scatter", before=middle), second]
-            elif buffer == "grad" and rng.random() < 0.15:
-                self.buffers["residual"] = Buffer("residual", "grad")
-                wire = Wire("topk", (("fraction", 0.5),), rng.choice((None, "residual")))
-                self.transfers.append(replace(one, wire=wire))
+            elif buffer in ("grad", "param", "snapshot") and rng.random() < 0.25:
+                self.transfers.append(replace(one, wire=self._wire(buffer)))
             else:
                 self.transfers.append(one)
+
+    def _wire(self, buffer: str) -> Wire:
+        """Any codec, with what it needs for gradients or for parameters."""
+        rng, gradients = self.rng, buffer == "grad"
+        codec = rng.choice(CODECS if gradients else [c for c in CODECS if c[0] != "sign"])
+        args = dict(codec[1:])
+        if not WIRES[codec[0]].linear:
+            args["via"] = rng.choice(("gather", "scatter"))
+        name = "residual" if gradients else "residual of param"
+        error = rng.choice((None, name))
+        if error is not None:
+            self.buffers[name] = Buffer(name, "grad" if gradients else "param")
+        if gradients:
+            return Wire(codec[0], tuple(args.items()), error)
+        self.buffers["origin"] = Buffer("origin", start="param")
+        return Wire(codec[0], tuple(args.items()), error, "origin")
 
     def _halfway(self, after: Moment, before: Moment) -> Moment | None:
         """A moment of the release's own iteration between the two."""

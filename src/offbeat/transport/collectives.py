@@ -23,10 +23,17 @@ Collective = Callable[[Tensor], None]
 @dataclass(frozen=True)
 class Collectives:
     """In-place operations of one group by verb, and `send(tensor, source, target)` between two
-    of its ranks, which both call."""
+    of its ranks, which both call.
+
+    `exchange`: shard k goes to rank k of the group; afterwards shard k is what rank k has sent.
+    `rank` is the own one within the group, `size` the group's.
+    """
 
     by_verb: Mapping[Verb, Collective]
     send: Callable[[Tensor, int, int], None]
+    exchange: Collective = lambda _: None
+    rank: int = 0
+    size: int = 1
 
 
 # torch 2.13 renames them and warns about the old names.
@@ -54,16 +61,17 @@ def collectives(
         "reduce_scatter": halves.reduce_scatter,
         "all_gather": halves.all_gather,
     }
-    direct = sending(group, timeout_s)
+    direct, exchange = sending(group, timeout_s), halves.exchange
+    rank, size = group.rank(), group.size()
     if backend != "gloo" or device.type != "cuda":
-        return Collectives(by_verb, direct)
+        return Collectives(by_verb, direct, exchange, rank, size)
     buffers = Scratch(pinned=True)
 
     def send(tensor: Tensor, source: int, target: int) -> None:
         staged(lambda host: direct(host, source, target), buffers)(tensor)
 
     by_verb = {verb: staged(operation, buffers) for verb, operation in by_verb.items()}
-    return Collectives(by_verb, send)
+    return Collectives(by_verb, send, staged(exchange, buffers), rank, size)
 
 
 def sending(group: dist.ProcessGroup, timeout_s: float) -> Callable[[Tensor, int, int], None]:
@@ -155,13 +163,22 @@ class Ring:
                 parts[(self._rank - step - 1) % self._size],
             )
 
-    def _pass_on(self, given: Tensor, taken: Tensor) -> None:
-        """Send to the next rank what the rank before sends us; empty shards stay where they are."""
+    def exchange(self, tensor: Tensor) -> None:
+        """Every shard goes straight to its rank: in step s to the s-th from here on."""
+        parts = shards(tensor.data, self._size)
+        own = [part.clone() for part in parts]
+        for step in range(1, self._size):
+            to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
+            self._pass_on(own[to], parts[source], step)
+
+    def _pass_on(self, given: Tensor, taken: Tensor, step: int = 1) -> None:
+        """Send to the next rank, or one further on, what the one as far before sends us; empty
+        shards stay where they are."""
         works: list[Any] = []
         if taken.numel():
-            works.append(self._group.recv([taken], (self._rank - 1) % self._size, 0))
+            works.append(self._group.recv([taken], (self._rank - step) % self._size, 0))
         if given.numel():
-            works.append(self._group.send([given], (self._rank + 1) % self._size, 0))
+            works.append(self._group.send([given], (self._rank + step) % self._size, 0))
         for work in works:
             work.wait(self._timeout)
 
@@ -194,6 +211,11 @@ class Native:
         _all_gather(whole, own, group=self._group)
         if whole is not tensor:
             tensor.copy_(whole[: tensor.numel()])
+
+    def exchange(self, tensor: Tensor) -> None:
+        """Shards must be even."""
+        given = tensor.data.clone()
+        dist.all_to_all_single(tensor.data, given, group=self._group)
 
     def _padded(self, tensor: Tensor) -> Tensor:
         """The tensor itself if its shards are even, else scratch memory that has room for them."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from offbeat.transport.device import Device, Mark
 
 Guard = Callable[["Transfer", Tensor, "Mapping[Verb, Collective]"], list[int]]
+Coded = Callable[..., "tuple[Sequence[Tensor], Sequence[int], int]"]
+"""Encodes, sends and decodes a message: what arrives, ranks whose values were not finite, bytes."""
 THREAD_PREFIX = "offbeat-link-"
 
 
@@ -26,8 +28,8 @@ class Message:
     """
 
     __slots__ = (
-        "_arrived", "culprits", "end", "error", "iteration", "order", "passed", "released", "start",
-        "tensors", "transfer",
+        "_arrived", "coded", "culprits", "end", "error", "iteration", "order", "passed", "released",
+        "sent_bytes", "start", "tensors", "transfer",
     )  # fmt: skip
 
     def __init__(self, transfer: Transfer, iteration: int, order: int):
@@ -35,6 +37,8 @@ class Message:
         self.iteration = iteration
         self.order = order
         self.tensors: Sequence[Tensor] = ()
+        self.coded: Coded | None = None  # what goes round in place of the tensors
+        self.sent_bytes: int | None = None  # of codes; None: those of the tensors
         self.passed = False
         self.released: Mark | None = None
         self.start: Mark | None = None
@@ -77,6 +81,7 @@ class Link:
         self.collectives = collectives
         # Goes round a transfer's collective; returns ranks whose values were not finite.
         self.guard: Guard | None = None
+        self.leaves_out = False  # of codes: whether ranks with values not finite count not
         self._device = device
         self._released: SimpleQueue[Message | None] = SimpleQueue()
         self._next_order = 0
@@ -91,9 +96,11 @@ class Link:
         self._next_order += 1
         return message
 
-    def release(self, message: Message, tensors: Sequence[Tensor]) -> None:
+    def release(
+        self, message: Message, tensors: Sequence[Tensor], coded: Coded | None = None
+    ) -> None:
         """Let a message of these tensors start as soon as everything before it was issued."""
-        message.tensors = tensors
+        message.tensors, message.coded = tensors, coded
         message.released = self._device.mark()
         self._released.put(message)
 
@@ -131,6 +138,11 @@ class Link:
 
     def _send(self, message: Message) -> None:
         t, act = message.transfer, self.collectives
+        if message.coded is not None:
+            message.tensors, message.culprits, sent = message.coded(act, leaves_out=self.leaves_out)
+            message.sent_bytes = sent
+            self.bytes_sent += sent
+            return
         halves = t.verb in ("reduce_scatter", "all_gather")
         for tensor in message.tensors:
             by_verb: Mapping[Verb, Collective] = act.by_verb

@@ -1,0 +1,181 @@
+"""Coding: what the wires of a plan take from the storage, and where what arrives is put."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.numerics.codecs import codec, way
+from offbeat.plan import Plan, Transfer, Wire
+from offbeat.plan.interpreter import memory_of
+from offbeat.storage.checksum import checksum
+from offbeat.storage.flat import Flat
+from offbeat.transport.codes.average import Part, Settings, average, handed_over, send
+from offbeat.transport.collectives import Collectives
+
+Views = list[tuple[list[Tensor], list[Tensor]]]
+
+
+class Coding:
+    """The wires of one plan on one rank.
+
+    Numbers are copied when a message is released, as differences to its anchor. On the link's
+    thread errors are added, and the sum is encoded, sent and decoded. What arrives is put in
+    its place when it is due, also into the anchor.
+    """
+
+    def __init__(self, plan: Plan, flat: Flat, memory: dict[str, Any]) -> None:
+        self._flat, self._memory = flat, memory
+        wires = [t.wire for t in plan.transfers if t.wire is not None]
+        self._anchors = sorted({wire.anchor for wire in wires if wire.anchor is not None})
+        self._errors = sorted({wire.error for wire in wires if wire.error is not None})
+        self._names = {memory_of(t) for t in plan.transfers if t.wire is not None}
+        self._origin: int | None = None
+        self._stale = False
+
+    def forget(self) -> None:
+        """Other weights are about to be loaded: changes are counted from these."""
+        self._stale = True
+
+    def restored(self) -> None:
+        """Buffers are as they were saved."""
+        self._stale, self._origin = False, None
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        if not self._stale:
+            return
+        self.restored()
+        (params,) = self._flat.contents("param")
+        for name in self._anchors:
+            self._flat.fill(name, [params])
+        for name in self._errors:
+            for tensor in self._flat.contents(name)[0]:
+                tensor.data.zero_()
+        for name in self._names:
+            self._memory.pop(name, None)
+
+    def coded(self, t: Transfer, copy: int, planned: int) -> Coded:
+        """A message of what the storage holds now."""
+        assert t.wire is not None
+        parts = []
+        anchors = None if t.wire.anchor is None else self._views(t, t.wire.anchor)
+        memory = self._memory.setdefault(memory_of(t), {})
+        for i, (numbers, behind) in enumerate(self._flat.apart(t.payload, copy, t.payload.buffer)):
+            whole = wide(torch.cat(numbers))
+            if anchors is not None:
+                _each(whole, anchors[i][0], Tensor.sub_)
+            plain = torch.cat(behind) if behind else numbers[0].new_empty(0)
+            parts.append(Part(whole, plain, memory.setdefault(str(i), {})))
+        errors = self._views(t, t.wire.error) if t.wire.error is not None else None
+        return Coded(
+            t, parts, errors, replace(_settings(t.wire), iteration=planned, origin=self._begun())
+        )
+
+    def receiver(self, t: Transfer, copy: int) -> Coded:
+        """Room for a message that another rank sends."""
+        assert t.wire is not None
+        views = self._flat.apart(t.payload, copy, t.target)
+        parts = [
+            Part(wide(torch.cat(numbers)), torch.cat([numbers[0][:0], *behind]), {})
+            for numbers, behind in views
+        ]
+        return Coded(t, parts, None, _settings(t.wire), gives=False)
+
+    def put(self, t: Transfer, copy: int, buffer: str, tensors: Sequence[Tensor]) -> None:
+        """What has arrived, in its place."""
+        assert t.wire is not None
+        targets = self._flat.apart(t.payload, copy, buffer)
+        anchors = None if t.wire.anchor is None else self._views(t, t.wire.anchor)
+        for i, (numbers, behind) in enumerate(targets):
+            mean, plain = tensors[2 * i : 2 * i + 2]
+            if anchors is None:
+                _each(mean, numbers, lambda x, target: target.copy_(x))
+            else:
+                _each(mean, anchors[i][0], lambda x, anchor: anchor.add_(x))
+                for target, anchor in zip(numbers, anchors[i][0], strict=True):
+                    target.copy_(anchor)
+            _each(plain, behind, lambda x, target: target.copy_(x))
+
+    def bytes_of(self, t: Transfer, ranks: int) -> int:
+        """Bytes of a message between so many ranks."""
+        assert t.wire is not None
+        used, via, total = codec(t.wire.name, dict(t.wire.args)), _settings(t.wire).via, 0
+        copy = self._flat.physical(t.payload.buffer)
+        for numbers, behind in self._flat.apart(t.payload, copy, t.payload.buffer):
+            size, itemsize = sum(x.numel() for x in numbers), max(numbers[0].itemsize, 4)
+            plain = sum(x.nbytes for x in behind)
+            total += handed_over(used, via, size, itemsize, plain, ranks)
+        return total
+
+    def _views(self, t: Transfer, buffer: str) -> Views:
+        return self._flat.apart(t.payload, self._flat.physical(buffer), buffer)
+
+    def _begun(self) -> int:
+        """A fingerprint of what changes were first counted from; running statistics may differ."""
+        if self._origin is None:
+            run = range(len(self._flat.buckets))
+            found = (x for name in self._anchors for x in self._flat.parameters_of(name, run))
+            self._origin = checksum(*found) >> 1
+        return self._origin
+
+
+@dataclass
+class Coded:
+    """One message, and how it goes round."""
+
+    transfer: Transfer
+    parts: list[Part]
+    errors: Views | None
+    settings: Settings
+    gives: bool = True
+
+    def __call__(
+        self, act: Collectives, *, leaves_out: bool
+    ) -> tuple[Sequence[Tensor], Sequence[int], int]:
+        """What arrives, ranks whose values were not finite, bytes. Errors are kept only when all
+        of that is here."""
+        how, sent, bad = replace(self.settings, leaves_out=leaves_out), 0, list[int]()
+        for i, part in enumerate(self.parts):
+            if self.errors is not None:
+                _each(part.numbers, self.errors[i][0], Tensor.add_)
+            ranks = self.transfer.ranks
+            outcome = (
+                average(part, how, act)
+                if ranks is None
+                else send(part, how, act, ranks, gives=self.gives)
+            )
+            sent += outcome.bytes
+            bad += outcome.bad
+        own = act.rank in bad if leaves_out else bool(bad)
+        if self.errors is not None and not own:
+            for part, views in zip(self.parts, self.errors, strict=True):
+                _each(part.numbers, views[0], lambda x, error: error.copy_(x))
+        arrived: list[Tensor] = []
+        for part in self.parts:
+            assert part.mean is not None
+            arrived += [part.mean, part.plain]
+        return arrived, sorted(set(bad)), sent
+
+
+def wide(x: Tensor) -> Tensor:
+    """Numbers of 16 bits as float32: what codecs work on."""
+    return x.float() if x.itemsize < 4 else x
+
+
+def _settings(wire: Wire) -> Settings:
+    args = dict(wire.args)
+    used = codec(wire.name, args)
+    return Settings(used, way(wire.name, args), 0, keeps=wire.error is not None)
+
+
+def _each(flat: Tensor, over: Sequence[Tensor], act: Any) -> None:
+    """Act on pieces of a tensor and on several others, in order."""
+    at = 0
+    for other in over:
+        act(flat[at : at + other.numel()], other)
+        at += other.numel()

@@ -1,0 +1,251 @@
+"""Averages of codes: one message encoded, sent round, and decoded, on the thread of its link.
+
+What a message has taken from the storage stays as it was until every rank's codes are here. So a
+rank that dies in between takes nothing along: those that are left have their errors, anchors and
+parameters of before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.numerics.codecs import Codec, PowerSGD, RandomK
+from offbeat.numerics.codecs.base import shards
+from offbeat.numerics.codecs.powersgd import matrix
+from offbeat.transport.codes.codes import code
+from offbeat.transport.codes.rows import Rows, read_heads, write_head
+from offbeat.transport.collectives import Collectives
+
+Memory = MutableMapping[str, Any]
+
+
+@dataclass
+class Part:
+    """What a message carries of one dtype and device.
+
+    `numbers` are those to be encoded, errors of earlier messages included; `plain` travels as it
+    is. Afterwards `mean` is what arrives of the numbers, and `numbers` what was lost.
+    """
+
+    numbers: Tensor
+    plain: Tensor
+    memory: Memory
+    mean: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a message is averaged. `keeps`: errors are kept; `leaves_out`: a rank whose values are
+    not finite does not count, else the mean becomes NaN. `origin` must be that of all ranks."""
+
+    codec: Codec
+    via: str
+    iteration: int
+    keeps: bool
+    leaves_out: bool = False
+    origin: int = 0
+
+
+@dataclass
+class Outcome:
+    """Of one part: who had values that are not finite, and the bytes of an all-reduce that would
+    have put as many on the link."""
+
+    bad: Sequence[int]
+    bytes: int
+
+
+class OriginError(RuntimeError):
+    """The ranks count changes from different parameters."""
+
+    def __init__(self, origins: Sequence[int]) -> None:
+        odd = [rank for rank, origin in enumerate(origins) if origin != origins[0]]
+        super().__init__(
+            f"rank {odd[0]} counts the changes of its parameters from others than rank 0: weights "
+            "were loaded on some ranks only; load the same weights on every rank"
+        )
+
+
+def average(part: Part, how: Settings, act: Collectives) -> Outcome:
+    """Average one part over all ranks of a group."""
+    bad = not (_finite(part.numbers) and _finite(part.plain))
+    if bad:
+        part.numbers.zero_()
+        part.plain = torch.zeros_like(part.plain)
+    by_way: dict[str, Callable[[Part, Settings, Collectives, bool], Outcome]] = {
+        "gather": _gathered,
+        "scatter": _scattered,
+        "reduce": _reduced,
+    }
+    outcome = by_way[how.via](part, how, act, bad)
+    assert part.mean is not None
+    factor = _of_the_rest(outcome.bad, how, act.size)
+    if factor != 1:
+        part.plain = part.plain * factor
+        if how.via != "scatter" or math.isnan(factor):
+            part.mean *= factor
+    return outcome
+
+
+def send(
+    part: Part, how: Settings, act: Collectives, ranks: tuple[int, int], *, gives: bool
+) -> Outcome:
+    """From one rank to another, who has a part of the same size; `gives`: this rank is the one."""
+    size, dtype = part.numbers.numel(), part.numbers.dtype
+    rows = Rows(how.codec.bytes_of(size, dtype.itemsize), part.plain.nbytes)
+    row = rows.make(1, part.numbers.device)
+    if gives:
+        code(how.codec).encode(part.numbers, rows.codes(row[0]))
+        rows.plain(row[0], part.plain.dtype).copy_(part.plain)
+    act.send(row[0], *ranks)
+    part.mean = torch.zeros_like(part.numbers)
+    code(how.codec).add(rows.codes(row[0]), part.mean)
+    part.plain = rows.plain(row[0], part.plain.dtype)
+    return Outcome([], row.nbytes)
+
+
+def _of_the_rest(bad: Sequence[int], how: Settings, size: int) -> float:
+    """What makes the mean over all ranks that over the ranks with finite values, or NaN of it."""
+    if not bad:
+        return 1.0
+    return size / (size - len(bad)) if how.leaves_out and len(bad) < size else math.nan
+
+
+def _gathered(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
+    """All codes to all ranks; the sum goes in the order of the ranks, so it is the same on all."""
+    x, codes = part.numbers, code(how.codec)
+    rows = Rows(how.codec.bytes_of(x.numel(), x.dtype.itemsize), part.plain.nbytes)
+    table = rows.make(act.size, x.device)
+    own = table[act.rank]
+    write_head(own, bad, how.origin)
+    codes.encode(x, rows.codes(own))
+    rows.plain(own, part.plain.dtype).copy_(part.plain)
+    act.by_verb["all_gather"](table.view(-1))
+    found = _heard(table)
+    mean = torch.zeros_like(x)
+    for row in table:
+        codes.add(rows.codes(row), mean)
+    part.mean = mean.div_(act.size)
+    part.plain = _mean_of(table, rows, part.plain)
+    return Outcome(found, table.nbytes // 2)
+
+
+def _scattered(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
+    """Every shard's codes to its owner, who sends the mean round, encoded once more."""
+    x, codes, size = part.numbers, code(how.codec), act.size
+    cuts = shards(x.numel(), size, how.codec.grain)
+    most = cuts[0].stop - cuts[0].start if x.numel() else 0
+    code_bytes = [how.codec.bytes_of(c.stop - c.start, x.dtype.itemsize) for c in cuts]
+    rows = Rows(how.codec.bytes_of(most, x.dtype.itemsize))
+    table = rows.make(size, x.device)
+    for cut, count, row in zip(cuts, code_bytes, table, strict=True):
+        write_head(row, bad, how.origin)
+        codes.encode(x[cut], rows.codes(row)[:count])
+    act.exchange(table.view(-1))
+    found = _heard(table)
+    mine, count = cuts[act.rank], code_bytes[act.rank]
+    shard = x.new_zeros(mine.stop - mine.start)
+    for row in table:
+        codes.add(rows.codes(row)[:count], shard)
+    shard.div_(size)
+    if not math.isnan(factor := _of_the_rest(found, how, size)):
+        shard *= factor
+    if how.keeps and "mean" in part.memory:
+        shard += part.memory["mean"]
+    full = Rows(rows.code_bytes, part.plain.nbytes)
+    second = full.make(size, x.device)
+    codes.encode(shard, full.codes(second[act.rank])[:count])
+    full.plain(second[act.rank], part.plain.dtype).copy_(part.plain)
+    act.by_verb["all_gather"](second.view(-1))
+    mean = torch.zeros_like(x)
+    for cut, count, row in zip(cuts, code_bytes, second, strict=True):
+        codes.add(full.codes(row)[:count], mean[cut])
+    if how.keeps and not found:
+        part.memory["mean"] = shard
+    part.mean = mean
+    part.plain = _mean_of(second, full, part.plain)
+    return Outcome(found, (table.nbytes + second.nbytes) // 2)
+
+
+def _reduced(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
+    """Linear codes are averaged as they are. Flags and what is not encoded go with them."""
+    x, codec = part.numbers, how.codec
+    flags = x.new_zeros(act.size)
+    flags[act.rank] = float(bad)
+    tail = part.plain.to(x.dtype)
+    mean, sent = torch.zeros_like(x), 0
+
+    def averaged(values: Tensor, *more: Tensor) -> list[Tensor]:
+        nonlocal sent
+        whole = torch.cat([values.reshape(-1), *more])
+        act.by_verb["all_reduce"](whole)
+        sent += whole.nbytes
+        return list(whole.split([values.numel(), *(m.numel() for m in more)]))
+
+    if isinstance(codec, RandomK):
+        places = torch.from_numpy(codec.places(x.numel(), how.iteration)).to(x.device)
+        values, flags, tail = averaged(x[places], flags, tail)
+        x[places] = 0
+        mean[places] = values
+    else:
+        assert isinstance(codec, PowerSGD)
+        if codec.dense(x.numel()):
+            mean, flags, tail = averaged(x, flags, tail)
+            x.zero_()
+        else:
+            shape = matrix(x.numel())
+            whole = torch.nn.functional.pad(x, (0, math.prod(shape) - x.numel())).view(shape)
+            q = part.memory.get("q")
+            q = x.new_tensor(codec.start(x.numel())) if q is None else q
+            p, flags, tail = averaged(whole @ q, flags, tail)
+            p = torch.linalg.qr(p.view(shape[0], -1)).Q
+            own = whole.T @ p
+            (q,) = averaged(own)
+            q = q.view_as(own)
+            if not bool(flags.any()):
+                part.memory["q"] = q
+            whole = torch.addmm(whole, p, own.T, alpha=-1)
+            part.numbers = whole.view(-1)[: x.numel()]
+            mean = (p @ q.T).view(-1)[: x.numel()]
+    part.mean, part.plain = mean, tail.to(part.plain.dtype)
+    return Outcome([rank for rank, share in enumerate(flags.tolist()) if share > 0], sent)
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether all elements are; one sum, and a second look where that has overflowed."""
+    return math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
+
+
+def _heard(table: Tensor) -> list[int]:
+    """Ranks whose values were not finite; RuntimeError if anchors are not the same."""
+    bad, origins = read_heads(table)
+    if any(origin != origins[0] for origin in origins):
+        raise OriginError(origins)
+    return bad
+
+
+def _mean_of(table: Tensor, rows: Rows, like: Tensor) -> Tensor:
+    """The mean of what is not encoded, summed up in the order of the ranks."""
+    total = torch.zeros_like(like)
+    for row in table:
+        total += rows.plain(row, like.dtype)
+    return total.div_(len(table))
+
+
+def handed_over(
+    codec: Codec, via: str, size: int, itemsize: int, plain_bytes: int, ranks: int
+) -> int:
+    """Bytes of an all-reduce that puts as many on the link as a message of so many elements."""
+    if via == "gather":
+        return ranks * Rows(codec.bytes_of(size, itemsize), plain_bytes).bytes // 2
+    if via == "scatter":
+        first = shards(size, ranks, codec.grain)[0]
+        most = codec.bytes_of(first.stop - first.start, itemsize)
+        return ranks * (Rows(most).bytes + Rows(most, plain_bytes).bytes) // 2
+    return codec.bytes_of(size, itemsize) + plain_bytes + ranks * itemsize

@@ -1,0 +1,51 @@
+"""What a codec does to tensors: the same as its rule in `numerics/codecs`, in few passes.
+
+Tensors are flat and worked on in pieces that stay in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offbeat.numerics.codecs.base import BLOCK, LEAST_SCALE
+
+PIECE = 1 << 16  # elements, whole blocks
+
+
+class Code(Protocol):
+    """A codec for tensors of float32 or float64. Codes are tensors of bytes."""
+
+    def encode(self, x: Tensor, codes: Tensor) -> None:
+        """Write the codes of x; x becomes what they have lost."""
+        ...
+
+    def add(self, codes: Tensor, out: Tensor) -> None:
+        """Add what is decoded of codes."""
+        ...
+
+
+def pieces(size: int) -> Iterator[slice]:
+    """Slices that cover so many elements."""
+    for start in range(0, size, PIECE):
+        yield slice(start, min(start + PIECE, size))
+
+
+def in_blocks(x: Tensor) -> Tensor:
+    """A flat tensor as rows of 256: itself, or a copy whose last row is filled up with zeros."""
+    rest = -x.numel() % BLOCK
+    return (x if not rest else torch.nn.functional.pad(x, (0, rest))).view(-1, BLOCK)
+
+
+def inverse_of(scales: Tensor) -> Tensor:
+    """1 over each scale; 0 for 0."""
+    return torch.where(scales > 0, scales.reciprocal(), 0.0)
+
+
+def usable(scales: Tensor) -> Tensor:
+    """As bf16, zero in place of those that are too small to divide by."""
+    halves = scales.bfloat16()
+    return halves.masked_fill_(halves < LEAST_SCALE, 0.0)

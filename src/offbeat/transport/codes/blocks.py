@@ -1,0 +1,160 @@
+"""int8, int4 and sign on tensors: blocks of 256 with one scale each.
+
+Codes are those of all blocks, then their scales.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from offbeat.numerics.codecs import int4, int8
+from offbeat.numerics.codecs.base import BLOCK
+from offbeat.transport.codes.base import PIECE, in_blocks, inverse_of, pieces, usable
+
+HALF = BLOCK // 2
+
+
+class Blocks(ABC):
+    """Numbers of a few bits, times a scale per block. `width`: bytes of a block's numbers."""
+
+    width: int
+
+    def __init__(self) -> None:
+        self._scratch: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+    def _room(self, like: Tensor, which: int = 0, columns: int = BLOCK) -> Tensor:
+        """Memory of a piece's shape, the same for all pieces: new memory would cost page faults."""
+        key = which, like.dtype, like.device
+        if key not in self._scratch:
+            self._scratch[key] = torch.empty(PIECE, dtype=like.dtype, device=like.device)
+        return self._scratch[key][: len(like) * columns].view(-1, columns)
+
+    def encode(self, x: Tensor, codes: Tensor) -> None:
+        numbers, scales = self._parts(codes)
+        for piece in pieces(x.numel()):
+            given = x[piece]
+            rows = in_blocks(given)
+            own = slice(piece.start // BLOCK, piece.start // BLOCK + rows.shape[0])
+            self._encode(rows, given.numel(), numbers[own], scales[own])
+            if rows.data_ptr() != given.data_ptr():
+                given.copy_(rows.view(-1)[: given.numel()])
+
+    def add(self, codes: Tensor, out: Tensor) -> None:
+        numbers, scales = self._parts(codes)
+        for piece in pieces(out.numel()):
+            to = out[piece]
+            rows = in_blocks(to)
+            own = slice(piece.start // BLOCK, piece.start // BLOCK + rows.shape[0])
+            self._add(rows, numbers[own], scales[own].to(out.dtype).unsqueeze(1))
+            if rows.data_ptr() != to.data_ptr():
+                to.copy_(rows.view(-1)[: to.numel()])
+
+    def _parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers by block, and scales."""
+        count = codes.numel() // (self.width + 2)
+        numbers = codes[: count * self.width].view(count, self.width)
+        return numbers, codes[count * self.width :].view(torch.bfloat16)
+
+    @abstractmethod
+    def _encode(self, rows: Tensor, size: int, numbers: Tensor, scales: Tensor) -> None:
+        """Of blocks with so many elements; they become what is lost."""
+
+    @abstractmethod
+    def _add(self, rows: Tensor, numbers: Tensor, scales: Tensor) -> None:
+        """Add what is decoded, by block."""
+
+
+class Multiples(Blocks):
+    """Whole multiples of the scale, to the nearest."""
+
+    most: int
+
+    def _encode(self, rows: Tensor, size: int, numbers: Tensor, scales: Tensor) -> None:
+        # Of a row abs and amax are much faster than a norm, or than amax and amin. What rounding a
+        # scale to bf16 changes (2^-9) takes no multiple beyond the most.
+        work = self._room(rows)
+        scales.copy_(usable(torch.abs(rows, out=work).amax(1) / self.most))
+        exact = scales.to(rows.dtype).unsqueeze(1)
+        torch.mul(rows, inverse_of(exact), out=work).round_()
+        rows.addcmul_(work, exact, value=-1)
+        self._pack(work, numbers)
+
+    @abstractmethod
+    def _pack(self, multiples: Tensor, numbers: Tensor) -> None:
+        """Multiples as bytes."""
+
+
+class Eight(Multiples):
+    """A byte per number."""
+
+    width, most = BLOCK, int8.MOST
+
+    def _pack(self, multiples: Tensor, numbers: Tensor) -> None:
+        numbers.view(torch.int8).copy_(multiples)
+
+    def _add(self, rows: Tensor, numbers: Tensor, scales: Tensor) -> None:
+        rows.addcmul_(self._room(rows).copy_(numbers.view(torch.int8)), scales)
+
+
+class Four(Multiples):
+    """Half a byte per number: those of a block with those of another one of the same piece, half a
+    piece further on. What is left, one block at most, has number i with number i + 128."""
+
+    width, most = HALF, int4.MOST
+
+    def _pack(self, multiples: Tensor, numbers: Tensor) -> None:
+        for low, high, codes, _ in self._pairs(multiples, numbers):
+            # a + 16 b, from -119 to 119. Sums of small whole numbers are exact, floats are faster
+            # than shifts of bytes, and signed bytes are made of them faster than unsigned ones.
+            codes.copy_(low.add_(high, alpha=16))
+
+    def _add(self, rows: Tensor, numbers: Tensor, scales: Tensor) -> None:
+        for low, high, codes, (a, b) in self._pairs(rows, numbers, scales):
+            both = self._room(low, 0, codes.shape[1]).copy_(codes)
+            sixteenths = torch.mul(both, 1 / 16, out=self._room(low, 1, codes.shape[1])).round_()
+            high.addcmul_(sixteenths, b)
+            low.addcmul_(both.sub_(sixteenths, alpha=16), a)
+
+    @staticmethod
+    def _pairs(
+        rows: Tensor, numbers: Tensor, scales: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]]:
+        """Numbers that share bytes, these as signed ones, and their scales."""
+        half, bytes_ = len(rows) // 2, numbers.view(torch.int8)
+        whole = 2 * half
+        scales = rows if scales is None else scales
+        if half:
+            codes = bytes_[:whole].view(half, BLOCK)
+            yield rows[:half], rows[half:whole], codes, (scales[:half], scales[half:whole])
+        if whole < len(rows):
+            rest, codes = rows[whole:], bytes_[whole:]
+            yield rest[:, :HALF], rest[:, HALF:], codes, (scales[whole:],) * 2
+
+
+class One(Blocks):
+    """A bit per number, set for those that are not negative; number i of a block with i + 32."""
+
+    width = BLOCK // 8
+
+    def _encode(self, rows: Tensor, size: int, numbers: Tensor, scales: Tensor) -> None:
+        means = torch.abs(rows, out=self._room(rows)).sum(1) / BLOCK
+        if rest := size % BLOCK:
+            means[-1] *= BLOCK / rest
+        scales.copy_(means)
+        bits = (rows >= 0).view(torch.uint8)
+        work = self._room(rows)
+        numbers.copy_(bits[:, : self.width])
+        for k in range(1, 8):
+            numbers.bitwise_or_(bits[:, k * self.width : (k + 1) * self.width] << k)
+        exact = scales.to(rows.dtype).unsqueeze(1)
+        rows.addcmul_(work.copy_(bits), 2 * exact, value=-1).add_(exact)
+
+    def _add(self, rows: Tensor, numbers: Tensor, scales: Tensor) -> None:
+        bits = self._room(rows)
+        for k in range(8):
+            bits[:, k * self.width : (k + 1) * self.width] = (numbers >> k) & 1
+        rows.addcmul_(bits, 2 * scales).sub_(scales)

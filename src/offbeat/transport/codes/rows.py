@@ -1,0 +1,57 @@
+"""Rows: what one rank says in one message, as bytes: a head, codes, and what is not encoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNED = 16  # bytes: every part of a row may be viewed as numbers
+HEAD_BYTES = ALIGNED
+BAD, ORIGIN = 0, 8  # places in the head: whether values were not finite; what anchors began as
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of equal length: so many bytes of codes, then so many as they are."""
+
+    code_bytes: int
+    plain_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return HEAD_BYTES + aligned(self.code_bytes) + aligned(self.plain_bytes)
+
+    def make(self, count: int, where: torch.device) -> Tensor:
+        """So many empty rows."""
+        rows = torch.empty((count, self.bytes), dtype=torch.uint8, device=where)
+        rows[:, :HEAD_BYTES] = 0
+        return rows
+
+    def codes(self, row: Tensor) -> Tensor:
+        """The codes of one row."""
+        return row[HEAD_BYTES : HEAD_BYTES + self.code_bytes]
+
+    def plain(self, row: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is not encoded of one row."""
+        start = HEAD_BYTES + aligned(self.code_bytes)
+        return row[start : start + self.plain_bytes].view(dtype)
+
+
+def aligned(size: int) -> int:
+    """Bytes that so many take in a row."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def write_head(row: Tensor, bad: bool, origin: int) -> None:
+    """Say what all ranks must know of a message beside its numbers."""
+    row[BAD] = int(bad)
+    row[ORIGIN:HEAD_BYTES].view(torch.int64).fill_(origin)
+
+
+def read_heads(rows: Tensor) -> tuple[list[int], list[int]]:
+    """Ranks whose values were not finite, and every rank's origin."""
+    heads = rows[:, :HEAD_BYTES].contiguous()
+    bad = [rank for rank, flag in enumerate(heads[:, BAD].tolist()) if flag]
+    return bad, heads[:, ORIGIN:].contiguous().view(torch.int64).view(-1).tolist()

@@ -1,0 +1,36 @@
+"""topk on tensors: values, then places."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offbeat.numerics.codecs import TopK
+from offbeat.numerics.codecs.topk import PLACE_BYTES, kept
+
+
+class Largest:
+    """The largest entries."""
+
+    def __init__(self, codec: TopK) -> None:
+        self._fraction = codec.fraction
+
+    def encode(self, x: Tensor, codes: Tensor) -> None:
+        count = kept(x.numel(), self._fraction)
+        if count == 0:
+            return
+        places = x.abs().topk(count, sorted=False).indices
+        values, where = self._parts(codes, x.dtype)
+        values.copy_(x[places])
+        where.copy_(places)
+        x[places] = 0
+
+    def add(self, codes: Tensor, out: Tensor) -> None:
+        values, where = self._parts(codes, out.dtype)
+        out.index_add_(0, where, values)
+
+    @staticmethod
+    def _parts(codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        count = codes.numel() // (dtype.itemsize + PLACE_BYTES)
+        edge = count * dtype.itemsize
+        return codes[:edge].view(dtype), codes[edge:].view(torch.int32)

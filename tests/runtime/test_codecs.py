@@ -1,0 +1,439 @@
+"""Codecs: on tensors as by their rules, averaged by ranks, within plans, through failures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from offbeat.cli.texts import contestants
+from offbeat.numerics.codecs import WIRES, codec, way
+from offbeat.plan.check import check
+from offbeat.plan.interpreter import Interpreter
+from offbeat.profile import Bucket, CodecSpeed, Link, Profile
+from offbeat.runtime.coding import Coded, Coding
+from offbeat.sim import predict_plan
+from offbeat.storage.flat import Flat
+from offbeat.storage.layout import BucketSpec
+from offbeat.strategies import (
+    ASCWFBP,
+    BSP,
+    P3,
+    WFBP,
+    ByteScheduler,
+    DeFT,
+    DiLoCo,
+    DreamDDP,
+    LocalSGD,
+    PartialSync,
+    SelSync,
+)
+from offbeat.strategies.texts import parse
+from offbeat.testing.memory import memory_links, run_ranks
+from offbeat.testing.quadratic import MOMENTUM, RATE, Net, Quadratic, interpreted, model_of, ran
+from offbeat.transport.codes.average import OriginError, Part, Settings, average, handed_over
+from offbeat.transport.codes.codes import code
+
+ARGS = {"topk": {"fraction": 0.1}, "randomk": {"fraction": 0.1}, "powersgd": {"rank": 2}}
+PLAIN = [name for name in WIRES if not WIRES[name].linear]
+SIZES = (300, 7, 513)
+
+
+def of(name):
+    return codec(name, ARGS.get(name, {}))
+
+
+def profile_of(sizes=SIZES, ranks=2, **more):
+    buckets = [Bucket(f"b{i}", 0.01, 0.02, 4 * n) for i, n in enumerate(sizes)]
+    links = (Link("net", 1e-3, 1e5), Link("aux", 1e-3, 1e5))
+    return Profile(tuple(buckets), links, ranks, update_s=0.001, **more)
+
+
+# ---- on tensors -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 70_001])
+def test_tensors_are_encoded_as_the_rule_says(name, size):
+    used, x = of(name), torch.randn(size, dtype=torch.float64) * 10
+    x[0] = 0
+    lost, found = x.clone(), torch.zeros_like(x)
+    codes = torch.empty(used.bytes_of(size, 8), dtype=torch.uint8)
+    code(used).encode(lost, codes)
+    code(used).add(codes, found)
+    np.testing.assert_allclose(found.numpy(), used.arrives(x.numpy()), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(lost.numpy(), (x - found).numpy(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "worst"), [("bf16", 2**-8), ("fp16", 2**-10), ("int8", 1 / 250)])
+def test_what_is_lost_is_small(name, worst):
+    x = np.random.default_rng(0).normal(size=1000)
+    assert np.abs(of(name).arrives(x) - x).max() <= worst * np.abs(x).max()
+
+
+def test_what_codes_take():
+    sizes = {name: of(name).bytes_of(1024) for name in WIRES}
+    assert sizes["bf16"] == sizes["fp16"] == 2048
+    assert (sizes["int8"], sizes["int4"], sizes["sign"]) == (1024 + 8, 512 + 8, 128 + 8)
+    assert (sizes["topk"], sizes["randomk"]) == (102 * 8, 102 * 4)
+    assert sizes["powersgd"] == (32 + 32) * 2 * 4
+
+
+def test_values_that_a_format_cannot_hold_are_kept_for_later():
+    x = np.array([1e6, 1.0, -1e6])
+    assert of("fp16").arrives(x).tolist() == [65504.0, 1.0, -65504.0]
+    tiny = np.full(3, 1e-38)
+    assert of("int4").arrives(tiny).tolist() == [0.0] * 3
+
+
+def test_places_of_randomk_are_drawn_anew_and_alike():
+    used = of("randomk")
+    first, again, other = used.places(100, 3), used.places(100, 3), used.places(100, 4)
+    assert first.tolist() == again.tolist() != other.tolist()
+    assert len(set(first.tolist())) == 10
+    assert sorted(first // 10) == list(range(10))
+
+
+def test_powersgd_finds_what_has_few_directions():
+    rng = np.random.default_rng(1)
+    low = (rng.normal(size=(20, 2)) @ rng.normal(size=(2, 20))).reshape(-1)
+    memory = [{}]
+    found, (lost,) = of("powersgd").average([low], memories=memory)
+    np.testing.assert_allclose(found, low, atol=1e-9)
+    np.testing.assert_allclose(lost, 0, atol=1e-9)
+    assert memory[0]["q"].shape == (20, 2)
+
+
+# ---- averages -------------------------------------------------------------------------------
+
+
+def averaged(name, via, given, rounds=2):
+    """By rank: what arrived in the last round, what was lost; and by the rules."""
+    ranks, used = len(given), of(name)
+
+    def life(world, rank):
+        [link] = memory_links(world, rank, ["net"]).values()
+        memory, numbers = {}, torch.from_numpy(given[rank].copy())
+        try:
+            for i in range(rounds):
+                plain = torch.full((3,), float(rank), dtype=torch.float64)
+                part = Part(numbers.clone(), plain, memory)
+                outcome = average(part, Settings(used, via, i, keeps=True), link.collectives)
+        finally:
+            link.close()
+        assert outcome.bytes == handed_over(used, via, len(given[0]), 8, 24, ranks)
+        assert part.plain.tolist() == [(ranks - 1) / 2] * 3
+        return part.mean.numpy(), part.numbers.numpy()
+
+    found = run_ranks(ranks, life)
+    memories = [{} for _ in given]
+    for i in range(rounds):
+        mean, lost = used.average(given, via, i, memories)
+    return found, mean, lost
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "via"),
+    [(n, v) for n in WIRES for v in (("reduce",) if n not in PLAIN else ("gather", "scatter"))],
+)
+def test_ranks_average_as_the_rule_says(name, via, ranks):
+    rng = np.random.default_rng(2)
+    given = [rng.normal(size=1000) for _ in range(ranks)]
+    found, mean, lost = averaged(name, via, given)
+    for rank, (arrived, own) in enumerate(found):
+        np.testing.assert_allclose(arrived, mean, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(own, lost[rank], rtol=0, atol=1e-12)
+        assert arrived.tobytes() == found[0][0].tobytes()
+
+
+@pytest.mark.parametrize("via", ["gather", "scatter", "reduce"])
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_a_rank_without_finite_values(via, leaves_out):
+    used = of("randomk" if via == "reduce" else "bf16")
+
+    def life(world, rank):
+        [link] = memory_links(world, rank, ["net"]).values()
+        x = torch.full((64,), float("nan") if rank == 1 else 2.0)
+        part = Part(x, x[:0], {})
+        try:
+            how = Settings(used, via, 0, keeps=True, leaves_out=leaves_out)
+            bad = average(part, how, link.collectives).bad
+        finally:
+            link.close()
+        return list(bad), part.mean[part.mean != 0].unique().tolist()
+
+    for bad, mean in run_ranks(3, life):
+        assert bad == [1]
+        assert mean == [2.0] if leaves_out else all(m != m for m in mean)
+
+
+def test_anchors_of_different_origin_are_an_error():
+    def life(world, rank):
+        [link] = memory_links(world, rank, ["net"]).values()
+        part = Part(torch.ones(4), torch.empty(0), {})
+        try:
+            with pytest.raises(OriginError, match="rank 1"):
+                average(
+                    part, Settings(of("int8"), "gather", 0, True, origin=rank), link.collectives
+                )
+        finally:
+            link.close()
+
+    run_ranks(2, life)
+
+
+# ---- within plans ---------------------------------------------------------------------------
+
+STRATEGIES = [
+    BSP(wire="int8"),
+    WFBP(wire="int4", fusion="none"),
+    WFBP(wire="powersgd:2"),
+    ASCWFBP(wire="topk:0.1"),
+    P3(wire="sign"),
+    ByteScheduler(wire="bf16"),
+    DeFT(wire="int4", forward=1, backward=1),
+    LocalSGD(period=2, wire="int4", warmup=1),
+    LocalSGD(period=2, wire="randomk:0.2", state="averaged"),
+    PartialSync(period=2, wire="fp16"),
+    SelSync(wire="int8", max_period=2),
+    SelSync(wire="int4", scope="layer", max_period=2),
+    DreamDDP(period=3, wire="int4"),
+    DreamDDP(period=3, wire="int4", split=True),
+    DreamDDP(period=3, wire="int8", due="forward"),
+    DreamDDP(period=3, wire="int8", due="delayed", delay=2),
+    DreamDDP(period=3, wire="int4", average="before_update", error_feedback=False),
+    LocalSGD(period=2, wire="int4", outer="0.7/0.5"),
+    DreamDDP(period=3, wire="int4", due="delayed", delay=2, outer="0.7/0.5"),
+    DiLoCo(period=3, wire="int8", fragments=2, delay=1, alpha=0.5),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_plans_compute_what_the_interpreter_computes_and_replicas_stay_equal(strategy):
+    ranks = 3
+    plan = strategy.plan(profile_of(ranks=ranks))
+    assert check(plan) == []
+    assert any(t.wire is not None for t in plan.transfers)
+    task = Quadratic(SIZES, ranks, plan.prologue + 3 * plan.period + 2)
+    found = np.array(ran(plan, task))
+    np.testing.assert_allclose(found, interpreted(plan, task), rtol=0, atol=1e-12)
+    moved = [t.payload.buffer for t in plan.transfers]
+    if set(moved) == {"grad"}:
+        assert all(one.tobytes() == found[0].tobytes() for one in found[1:])
+    elif all(t.after.point == "step" and t.payload.buckets == range(3) for t in plan.transfers):
+        after = plan.prologue + 2 * plan.period
+        assert all(one[after].tobytes() == found[0][after].tobytes() for one in found[1:])
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if getattr(s, "outer", None)], ids=str)
+def test_outer_steps_move_the_anchor_of_all_ranks_alike(strategy):
+    plan = strategy.plan(profile_of(ranks=3))
+    task = Quadratic(SIZES, 3, plan.prologue + 3 * plan.period)
+    run = Interpreter(plan, model_of(task), 3)
+    run.run(task.iterations)
+    anchors = [worker.buffers["anchor"][0] for worker in run.workers]
+    assert all(anchor.tobytes() == anchors[0].tobytes() for anchor in anchors)
+    assert not np.array_equal(anchors[0], model_of(task).start)
+
+
+@pytest.mark.parametrize("make", [BSP, lambda **k: LocalSGD(period=2, **k)])
+def test_a_wire_with_enough_bits_is_no_wire(make):
+    task = Quadratic(SIZES, 2, 7)
+    plain, wired = (
+        np.array(ran(make(**more).plan(profile_of()), task)) for more in ({}, {"wire": "topk:1"})
+    )
+    np.testing.assert_allclose(wired, plain, rtol=0, atol=1e-12)
+
+
+def quantized(x):
+    """4 bits, written down once more: blocks of 256, scales of 16 bits."""
+    out = np.zeros_like(x)
+    for a in range(0, len(x), 256):
+        block = torch.from_numpy(x[a : a + 256])
+        scale = float((block.abs().max() / 7).to(torch.bfloat16))
+        for i, value in enumerate(block.tolist()):
+            out[a + i] = round(value * (1 / scale)) * scale if scale else 0.0
+    return out
+
+
+@pytest.mark.parametrize(("ranks", "via"), [(2, "gather"), (3, "scatter")])
+def test_local_sgd_equals_its_equations(ranks, via):
+    """e + w - anchor is sent as Q(e + w - anchor), and e what that has lost; anchor += mean; w =
+    anchor. With shards rank k sends Q(mean + f) of the k-th, and f is what that has lost."""
+    period, task = 2, Quadratic(SIZES, ranks, 9)
+    plan = LocalSGD(period=period, wire="int4").plan(profile_of(ranks=ranks))
+    assert {t.wire.arg("via") for t in plan.transfers} == {via}
+    later = np.zeros(sum(SIZES))
+    start, a, c = task.numbers
+    anchor, errors = start.copy(), [np.zeros_like(start) for _ in range(ranks)]
+    w, v = [start.copy() for _ in range(ranks)], [np.zeros_like(start) for _ in range(ranks)]
+    expected = []
+    for i in range(task.iterations):
+        expected.append([x.copy() for x in w])
+        for r in range(ranks):
+            v[r] = MOMENTUM * v[r] + a[r] * (w[r] - c[r, i]) + task.decay * w[r]
+            w[r] = w[r] - RATE * v[r]
+        if i % period == period - 1:
+            given = [w[r] - anchor + errors[r] for r in range(ranks)]
+            sent = [quantized(x) for x in given]
+            errors = [x - y for x, y in zip(given, sent, strict=True)]
+            mean = sum(sent) / ranks
+            if via == "scatter":
+                mean = mean + later
+                whole = np.concatenate([quantized(mean[:512]), quantized(mean[512:])])
+                later, mean = mean - whole, whole
+            anchor = anchor + mean
+            w = [anchor.copy() for _ in range(ranks)]
+    found = np.array(ran(plan, task)).swapaxes(0, 1)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+# ---- failures -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("via", ["gather", "scatter"])
+def test_a_message_that_fails_takes_nothing_along(via):
+    """Errors are kept when the codes of all ranks are here, and not before."""
+    from dataclasses import replace
+
+    from offbeat.transport.collectives import Collectives
+
+    def die(_):
+        raise RuntimeError("connection closed by peer")
+
+    act = Collectives({"all_gather": die}, lambda *_: None, exchange=die, rank=0, size=2)
+    error = torch.ones(300)
+    part = Part(torch.randn(300), torch.empty(0), {})
+    coded = Coded(None, [part], [([error], [])], Settings(of("int4"), via, 0, keeps=True))
+    coded.transfer = replace(LocalSGD(period=2).plan(profile_of()).transfers[0])
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        coded(act, leaves_out=False)
+    assert error.tolist() == [1.0] * 300
+    assert part.memory == {}
+    assert part.mean is None
+
+
+def test_changes_are_counted_from_weights_that_were_loaded():
+    plan = LocalSGD(period=2, wire="int4").plan(profile_of())
+    net = Net(np.zeros(sum(SIZES)), SIZES)
+    flat = Flat(net, [BucketSpec(f"b{b}", (f"layers.{b}.w",)) for b in range(3)])
+    flat.adopt(plan.all_buffers)
+    coding = Coding(plan, flat, {})
+    [[residual]], [[anchor]] = flat.contents("residual"), flat.contents("anchor")
+    residual.fill_(1.0)
+    coding.begin()
+    assert residual.sum() > 0
+    coding.forget()
+    for p in net.parameters():
+        p.data.fill_(3.0)
+    coding.begin()
+    assert anchor.unique().tolist() == [3.0]
+    assert residual.unique().tolist() == [0.0]
+
+
+def test_an_anchor_outlives_another_plan_with_one():
+    """Replicas may differ by then, so it must not be copied from them anew."""
+    plan = LocalSGD(period=2, wire="int4").plan(profile_of())
+    net = Net(np.zeros(sum(SIZES)), SIZES)
+    flat = Flat(net, [BucketSpec(f"b{b}", (f"layers.{b}.w",)) for b in range(3)])
+    flat.adopt(plan.all_buffers)
+    for p in net.parameters():
+        p.data.fill_(3.0)
+    flat.adopt(DreamDDP(period=2, wire="int4").plan(profile_of()).all_buffers)
+    assert flat.contents("anchor")[0][0].unique().tolist() == [0.0]
+
+
+# ---- plans and their costs ------------------------------------------------------------------
+
+
+def test_parameters_have_an_anchor_and_errors_and_gradients_have_errors():
+    plan = DreamDDP(period=2, wire="int4").plan(profile_of())
+    buffers = {b.name: (b.kind, b.start, b.kept) for b in plan.buffers}
+    assert buffers == {"residual": ("param", "zero", True), "anchor": ("param", "param", True)}
+    plan = WFBP(wire="int4").plan(profile_of())
+    assert {b.name: b.kind for b in plan.buffers} == {"residual_grad": "grad"}
+    assert LocalSGD(period=2, wire="int4", error_feedback=False).plan(profile_of()).fact("wire")
+
+
+def test_no_wire_is_the_plan_of_before():
+    assert DreamDDP(wire="none").plan(profile_of()) == DreamDDP().plan(profile_of())
+
+
+def test_few_ranks_gather_and_many_scatter():
+    def via(ranks):
+        plan = BSP(wire="int4").plan(profile_of((400_000,), ranks))
+        return plan.transfers[0].wire.arg("via")
+
+    assert via(2) == "gather"
+    assert via(16) == "scatter"
+
+
+def test_messages_cost_what_their_codes_take():
+    profile = profile_of((256 * 1000,))
+    plain, wired = (predict_plan(s.plan(profile), profile) for s in (BSP(), BSP(wire="int4")))
+    assert plain.bytes_per_iteration["net"] == 256 * 1000 * 4
+    assert wired.bytes_per_iteration["net"] == 130 * 1000
+    outside_s = 0.01 + 0.02 + 0.001
+    assert plain.iteration_s == pytest.approx(outside_s + 1e-3 + 10.24)
+    assert wired.iteration_s == pytest.approx(outside_s + 1e-3 + 1.3)
+    slow = profile_of((256 * 1000,), codecs=(CodecSpeed("int4", 1e-6, 1e-6),))
+    later = predict_plan(BSP(wire="int4").plan(slow), slow)
+    assert later.iteration_s == pytest.approx(wired.iteration_s + 3 * 1.024)
+
+
+def test_planners_know_what_codes_take():
+    """The bound is that of messages that are as short, and so are the sets."""
+    profile = profile_of((20_000,) * 6)
+    plain, wired = (s.plan(profile) for s in (DreamDDP(period=4), DreamDDP(period=4, wire="int4")))
+    assert wired.bound_s < plain.bound_s / 2
+    assert predict_plan(wired, profile).iteration_s < predict_plan(plain, profile).iteration_s / 2
+    assert predict_plan(wired, profile).iteration_s >= wired.bound_s * (1 - 1e-9)
+
+
+def test_what_is_sent_as_it_is_is_said():
+    bucket = Bucket("b", 0.01, 0.02, 4000, buffer_bytes=80, state_bytes=8000)
+    profile = Profile((bucket,), (Link("net", 1e-3, 1e6),), 2)
+    plan = LocalSGD(period=2, wire="int4", state="averaged").plan(profile)
+    assert plan.fact("uncompressed") == ["running statistics", "optimizer state"]
+    assert [t.wire is None for t in plan.transfers] == [False, True]
+
+
+def test_text():
+    strategy = parse("dreamddp:period=10:wire=topk:0.01:error_feedback=false")
+    assert strategy == DreamDDP(period=10, wire="topk:0.01", error_feedback=False)
+    [contestant] = contestants("dreamddp:period=10:wire=topk:0.01", [])
+    assert contestant.strategy == DreamDDP(period=10, wire="topk:0.01")
+    assert parse("dreamddp:period=10:wire=int4") == DreamDDP(period=10, wire="int4")
+
+
+@pytest.mark.parametrize(
+    ("wire", "words"),
+    [
+        ("int5", "int4"),
+        ("topk:0", "fraction"),
+        ("topk:1.5", "fraction"),
+        ("topk", "topk:0.01"),
+        ("powersgd:0", "rank"),
+        ("powersgd:x", "rank"),
+        ("int4:3", "no settings"),
+    ],
+)
+def test_wires_that_cannot_be(wire, words):
+    with pytest.raises(ValueError, match=words):
+        WFBP(wire=wire)
+
+
+def test_a_rank_above_the_matrix():
+    with pytest.raises(ValueError, match=r"rank \(40\)"):
+        WFBP(wire="powersgd:40").plan(profile_of())
+
+
+def test_one_bit_without_error_feedback_warns():
+    with pytest.warns(UserWarning, match="error_feedback"):
+        WFBP(wire="sign", error_feedback=False)
+
+
+def test_a_lone_rank_encodes_nothing():
+    assert all(t.wire is None for t in WFBP(wire="int4").plan(profile_of(ranks=1)).transfers)
+    assert way("int4", {}) == "gather"
