@@ -217,7 +217,10 @@ def begins_anew(strategy: Strategy) -> tuple[str, list[Tensor]]:
     what was said, and the weights in the end."""
     said, weights = "", list[Tensor]()
     for fails in (True, False):
-        model, optimizer = build(0.0)
+        torch.manual_seed(0)
+        ends = nn.Linear(5, 6), nn.Linear(6, 3)
+        model = nn.Sequential(ends[0], nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), ends[1]).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options = {"observe": 1, "min_bucket_bytes": 1, "timeout_s": 30}
         mine, steps = offbeat.prepare(model, optimizer, strategy, **options)
         try:

@@ -172,7 +172,7 @@ def test_names_the_worker_that_died(placement: Placement, n: int, victim: int) -
         if outcome.rank != victim:
             assert outcome.kind == "RuntimeError"
             named = re.search(r"Rank (\d+) \(\S+\) has died", outcome.error)
-            assert named is not None
+            assert named is not None, outcome.error
             assert int(named[1]) == victim
 
 

@@ -226,7 +226,8 @@ def test_killed_peer_while_a_forward_waits() -> None:
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.kind == "RuntimeError", outcome.error
         where = re.match(
-            r"rank \d: grad of bucket \d on link 'net' in iteration [34] failed", outcome.error
+            r"rank \d: grad of bucket \d on link 'net' in iteration [34] (failed|will not arrive)",
+            outcome.error,
         )
         assert where, outcome.error
         assert "forward" in outcome.traceback

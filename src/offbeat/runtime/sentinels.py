@@ -51,7 +51,9 @@ class Sentinels:
 
     def begin(self) -> None:
         """A new iteration."""
-        self._left, self._watching, self._task = self.held, False, NO_TASK
+        self._left, self._watching = self.held, False
+        if self.broken:
+            self._task = NO_TASK
         self.again()
 
     def again(self) -> None:
