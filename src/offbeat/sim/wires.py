@@ -19,7 +19,8 @@ class Encoded:
     """One payload of a profile over a wire."""
 
     def __init__(self, profile: Profile, payload: Payload, wire: Wire, verb: Verb) -> None:
-        self._profile, self._payload, self._verb = profile, payload, verb
+        self._profile, self._payload = profile, payload
+        self._verb: Verb = verb
         args, kind = dict(wire.args), payload.buffer
         self._codec, self._way = codec(wire.name, args), way(wire.name, args)
         self._dense = profile.bytes_of(payload)
@@ -48,7 +49,7 @@ class Encoded:
         """Of the message alone on its link."""
         if not self._dense:
             return 0.0
-        verb = self._verb
+        verb: Verb = self._verb
         size = self.code_bytes
         if self._way == "gather" and verb != "send":
             verb, size = "all_gather", self._profile.world_size * size
