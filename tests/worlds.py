@@ -95,52 +95,6 @@ def watch_world(
             pipe.close()
 
 
-class Standing:
-    """Ranks that stay, with their process group, for one call after another: cheaper than a world
-    for each, and for functions that leave nothing behind. Whatever fails is the end of them."""
-
-    def __init__(self, world_size: int):
-        ctx, port = _context(), free_port()
-        self._processes, self._pipes = [], {}
-        for rank in range(world_size):
-            here, there = ctx.Pipe()
-            environment = variables(rank, world_size, port)
-            # A daemon, which ends with the tests at the latest.
-            process = ctx.Process(target=_stand, args=(there, environment), daemon=True)
-            process.start()
-            there.close()
-            self._processes.append(process)
-            self._pipes[rank] = here
-
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """As `run_world`."""
-        for pipe in self._pipes.values():
-            pipe.send((function, args))
-        reports = _collect(self._pipes, set(), time.monotonic(), timeout_s)
-        if len(reports) < len(self._pipes) or any("kind" in told for told, _ in reports.values()):
-            self.close()
-            outcomes = [_outcome(n, p, reports.get(n)) for n, p in enumerate(self._processes)]
-            raise WorldError("\n".join(_words(o) for o in outcomes))
-        return [reports[rank][0]["result"] for rank in self._pipes]
-
-    def close(self) -> None:
-        for process, pipe in zip(self._processes, self._pipes.values(), strict=True):
-            process.kill()
-            process.join()
-            pipe.close()
-
-
-_standing: dict[int, Standing] = {}
-
-
-def run_standing(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """As `run_world`, in ranks that stay for the next call."""
-    world = _standing.pop(world_size, None) or Standing(world_size)
-    results = world.run(function, *args)
-    _standing[world_size] = world  # a failure comes not so far
-    return results
-
-
 @cache
 def _context() -> Any:
     """A forkserver that imports torch once, which takes seconds; it is ready on return."""
@@ -207,26 +161,6 @@ def free_port() -> int:
             return port
 
 
-def _report(function: Callable[..., Any], args: Any) -> dict[str, Any]:
-    try:
-        return {"result": function(*args)}
-    except BaseException as error:
-        text = "".join(traceback.format_exception(error))
-        return {"kind": type(error).__name__, "error": str(error), "traceback": text}
-
-
-def _stand(pipe: Connection, variables: dict[str, str]) -> None:
-    """Body of one process that stays."""
-    import torch
-
-    os.environ.update(variables)
-    torch.set_num_threads(1)
-    with contextlib.suppress(EOFError):
-        while True:
-            function, args = pipe.recv()
-            pipe.send_bytes(pickle.dumps(_report(function, args)))
-
-
 def _rank(
     pipe: Connection, variables: dict[str, str], function: Callable[..., Any], args: Any
 ) -> None:
@@ -236,7 +170,11 @@ def _rank(
 
     os.environ.update(variables)
     torch.set_num_threads(1)
-    report = _report(function, args)
+    try:
+        report: dict[str, Any] = {"result": function(*args)}
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        report = {"kind": type(error).__name__, "error": str(error), "traceback": text}
     pipe.send_bytes(pickle.dumps(report))  # plain pickles: torch would share memory that goes
     pipe.close()
     if "error" in report:

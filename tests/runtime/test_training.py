@@ -15,7 +15,7 @@ from merging_support import Merging
 from models import Case, Loop, build_model, profile_of
 from reference.training import Replica, bsp, local_sgd, partial_sync, passes, replicas
 from workers import Trained
-from worlds import run_standing, run_world, watch_world
+from worlds import run_world, watch_world
 
 from offbeat import (
     BSP,
@@ -58,7 +58,7 @@ def check(
     strategy: Strategy, loop: Loop, case: Case = CASE, reference: Loop | None = None, **options: Any
 ) -> list[Trained]:
     """Train two ranks so and compare them with the reference; returns what they have."""
-    ranks = run_standing(workers.train_with, 2, case, strategy, range(ITERATIONS), loop, options)
+    ranks = run_world(workers.train_with, 2, case, strategy, range(ITERATIONS), loop, options)
     world = replicas(case, 2, reference or loop)
     observed = options.get("observe", 0)
     bsp(world, range(observed))
