@@ -94,6 +94,7 @@ def given(page: str) -> dict[str, Any]:
     return {
         "README.md": _of_readme,
         "checkpoints.md": _of_checkpoints,
+        "codecs.md": _of_readme,
         "data.md": _of_data,
         "failures.md": _of_readme,
         "metrics.md": _of_readme,

@@ -121,7 +121,11 @@ def test_a_model_compiled_as_a_whole_is_warned_about() -> None:
     ("what", "text"),
     [
         ("strategy", "the strategy must be the same on all ranks: rank 0 has local-sgd"),
-        ("settings", "rank 2 has local-sgd {'period': 5, 'warmup': 0, 'state': 'local'}; start"),
+        (
+            "settings",
+            "rank 2 has local-sgd {'wire': 'none', 'error_feedback': True, 'period': 5, "
+            "'warmup': 0, 'state': 'local', 'outer': None}; start",
+        ),
         (
             "observe",
             "rank 2 has observe=3, min_bucket_bytes=None, profile=none",

@@ -205,7 +205,8 @@ def test_a_deferred_plan_updates_at_the_step(name: str) -> None:
     plan = STRATEGIES[name]().plan(profile)
     put_off = deferred(plan)
     early = {a.at.point for a in plan.applies if a.rule == "local"} & {"grad", "forward"}
-    assert (put_off is not None) == bool(early and plan.source is None)
+    outer = any(a.rule == "outer" for a in plan.applies)  # has moments of its own
+    assert (put_off is not None) == bool(early and plan.source is None and not outer)
     if put_off is not None:
         assert not problems(put_off, profile)
         assert [t.payload for t in put_off.transfers] == [t.payload for t in plan.transfers]
