@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from offbeat.plan import Apply, Buffer, Moment, Plan, Vote, Wire, channel, local, transfer
+from offbeat.plan import Apply, Buffer, Moment, Plan, Vote, channel, local, transfer
 from offbeat.profile import Bucket, Contention, Link, Profile
 
 SECONDS = st.integers(0, 12).map(lambda n: n / 8)  # many ties, and exact sums
@@ -150,7 +150,6 @@ def _transfers(draw, base, profile, phases, merging, sends):
         parts=parts,
         age=draw(st.integers(0, 1)) if merging and buffer == "grad" else 0,
         into={"grad": "landing", "param": "snapshot"}.get(buffer) if draw(st.booleans()) else None,
-        wire=Wire("topk", {"fraction": 0.5}) if draw(st.integers(0, 4)) == 0 else None,
         **when,
     )
     if sends and profile.world_size > 1 and draw(st.booleans()):
