@@ -16,7 +16,7 @@ from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -181,7 +181,7 @@ def prepare(
         cluster.close()
         raise
     session.strategy = str(strategy)
-    _open[model], cluster.served = cluster, isinstance(strategy, Served)
+    _prepared[model], cluster.served = ref(cluster), isinstance(strategy, Served)
     cluster.leave = partial(_leave, session, cluster)
     atexit.register(cluster.leave)
     meter = _meter(metrics, samples, session, model, cluster, crew)
@@ -307,13 +307,25 @@ def _positive(name: str, value: float) -> float:
     return float(value)
 
 
-_open: WeakKeyDictionary[nn.Module, Cluster] = WeakKeyDictionary()  # models and their sessions
+# Models and their sessions, which lead back to the model: a strong value would keep both for ever.
+_prepared: WeakKeyDictionary[nn.Module, ref[Cluster]] = WeakKeyDictionary()
+
+
+def _still_open() -> list[Cluster]:
+    """The clusters of models that were prepared and not closed."""
+    found = (known() for known in _prepared.values())
+    return [cluster for cluster in found if cluster is not None and not cluster.closed]
+
+
+def _is_open(model: nn.Module) -> bool:
+    known = _prepared.get(model)
+    return known is not None and any(cluster is known() for cluster in _still_open())
 
 
 def _require_unprepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, Optimizer):
         raise ValueError("the optimizer is prepared already; call prepare once")
-    if isinstance(model, Model) or (model in _open and not _open[model].closed):
+    if isinstance(model, Model) or _is_open(model):
         raise ValueError(
             "the model is prepared already; call prepare once, or model.close() before"
         )
@@ -332,7 +344,7 @@ def _require_unwrapped(model: nn.Module) -> None:
 
 
 def _require_idle_servers() -> None:
-    if any(cluster.served and not cluster.closed for cluster in _open.values()):
+    if any(cluster.served for cluster in _still_open()):
         raise ValueError(
             "another model is prepared with servers, which serve that one alone; train both as one "
             "module with one optimizer, or use strategies without servers"
@@ -340,8 +352,7 @@ def _require_idle_servers() -> None:
 
 
 def _require_one_model(job: Job) -> None:
-    others = any(not cluster.closed for cluster in _open.values())
-    if others and (job.record_dir or job.stop_after_profile):
+    if _still_open() and (job.record_dir or job.stop_after_profile):
         raise ValueError(
             "a second model cannot be prepared in a process that `offbeat run`, `compare` or "
             "`profile` has started: profile and record are of one model. Train both as one module "
