@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from offbeat.plan import Apply, Buffer, Moment, Plan, Vote, channel, local, transfer
-from offbeat.profile import Bucket, Contention, Link, Profile
+from offbeat.plan import Apply, Buffer, Moment, Plan, Vote, Wire, channel, local, transfer
+from offbeat.profile import Bucket, CodecSpeed, Contention, Link, Profile
 
 SECONDS = st.integers(0, 12).map(lambda n: n / 8)  # many ties, and exact sums
 SHARES = st.sampled_from([0.5, 1.0, 1.0, 1.5, 3.0])
@@ -51,6 +51,7 @@ def profiles(
         step_s=draw(SECONDS) if contention else 0.0,
         rank_scale=tuple(draw(SHARES) for _ in range(world_size)) if uneven else (),
         contention=draw(contentions(names)) if contention else (),
+        codecs=(CodecSpeed("topk", draw(SECONDS), draw(SECONDS)),) if draw(st.booleans()) else (),
     )
 
 
@@ -150,6 +151,7 @@ def _transfers(draw, base, profile, phases, merging, sends):
         parts=parts,
         age=draw(st.integers(0, 1)) if merging and buffer == "grad" else 0,
         into={"grad": "landing", "param": "snapshot"}.get(buffer) if draw(st.booleans()) else None,
+        wire=Wire("topk", {"fraction": 0.5}) if draw(st.integers(0, 4)) == 0 else None,
         **when,
     )
     if sends and profile.world_size > 1 and draw(st.booleans()):

@@ -279,13 +279,65 @@ def parts(plan: Plan, t: Transfer, world_size: int) -> Sequence[tuple[int, ...]]
 
 def message_s(t: Transfer, plan: Plan, profile: Profile) -> float:
     """Seconds of a message; its buffer counts like the parameters, gradients or state."""
+    if t.wire is not None:
+        return wired_s(t, plan, profile)[0]
     payload = replace(t.payload, buffer=plan.all_buffers[t.payload.buffer].kind)
     return profile.message_s(payload, t.link, t.verb)
+
+
+def wired_s(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float]:
+    """Seconds of a message as its largest half, 4 bytes and a place of 4 for each number; then
+    what it takes from the compute of who sends it. Averages are gathered: every rank receives the
+    codes of all. Running statistics travel as they are, behind the last parameters."""
+    link, kind = profile.link(t.link), plan.all_buffers[t.payload.buffer].kind
+    latency_s, transfer_s, size, plain = 0.0, 0.0, 0, 0
+    for b in t.payload.buckets:
+        bucket = profile.buckets[b]
+        own = bucket.state_bytes if kind == "state" else bucket.size_bytes
+        more = bucket.buffer_bytes if kind == "param" else 0
+        given = bucket.communication_s.get(link.name)
+        if own + more == 0 and (given is None or kind == "state"):
+            continue
+        if given is None or (own + more and not bucket.size_bytes):
+            first, rest = link.latency_s, (own + more) / link.bytes_per_s
+        else:
+            first = min(link.latency_s, given)
+            rest = (given - first) * ((own + more) / bucket.size_bytes if own + more else 1)
+        latency_s, transfer_s = max(latency_s, first), transfer_s + rest
+        size, plain = size + own, plain + more
+    part, parts, width = t.payload.part, t.payload.parts, t.payload.width
+    numbers = size * (part + width) // parts - size * part // parts
+    whole, plain = size + plain, plain if part + width == parts else 0
+    if not numbers + plain:
+        return 0.0, 0.0
+    entries = -(-numbers // 4)
+    codes = (max(entries // 2, 1) * 8 if entries else 0) + plain
+    speed = next((s for s in profile.codecs if s.name == t.wire.name), None)
+    encode_s = speed.encode_s_per_byte * numbers if speed else 0.0
+    decode_s = speed.decode_s_per_byte * numbers if speed else 0.0
+    ranks = profile.world_size
+    cpu_s = link.cpu_s_per_message
+    if t.verb == "send":
+        sent = codes
+        sent_s = link.seconds(latency_s, transfer_s * sent / whole, sent, "send", ranks)
+        cpu_s = (cpu_s + link.cpu_s_per_byte * sent) / 2 if sent else 0.0
+        busy_s = cpu_s + encode_s
+        sent_s += encode_s + decode_s
+    else:
+        sent = ranks * codes
+        sent_s = link.seconds(latency_s, transfer_s * sent / whole, sent, "all_gather", ranks)
+        cpu_s += link.cpu_s_per_byte * (sent // 2)
+        busy_s = (cpu_s if sent // 2 else 0.0) + encode_s + ranks * decode_s
+        sent_s += encode_s + ranks * decode_s
+    takes_time = link.cpu_s_per_message or link.cpu_s_per_byte
+    return sent_s, busy_s if takes_time else 0.0
 
 
 def sending_s(t: Transfer, plan: Plan, profile: Profile) -> float:
     """Processor time of a message, by its link's two numbers; halves of an all-reduce and sends
     do half of its work."""
+    if t.wire is not None:
+        return wired_s(t, plan, profile)[1]
     link = profile.link(t.link)
     payload = replace(t.payload, buffer=plan.all_buffers[t.payload.buffer].kind)
     size = profile.bytes_of(payload)

@@ -23,15 +23,13 @@ class Encoded:
         self._verb: Verb = verb
         args, kind = dict(wire.args), payload.buffer
         self._codec, self._way = codec(wire.name, args), way(wire.name, args)
-        self._dense = profile.bytes_of(payload)
+        self._whole = profile.bytes_of(replace(payload, part=0, parts=1, width=1))
         buffers = sum(profile.buckets[b].buffer_bytes for b in payload.buckets)
+        buffers = buffers if kind == "param" else 0
+        held = payload.slice_of(self._whole - buffers)
+        self._numbers = held.stop - held.start
         last = payload.part + payload.width == payload.parts
-        self._plain = buffers if kind == "param" and last else 0
-        self._numbers = max(self._dense - self._plain, 0)
-        if kind == "param" and payload.parts > 1:  # running statistics go with the last slice
-            sizes = sum(profile.buckets[b].size_bytes for b in payload.buckets)
-            held = payload.slice_of(sizes)
-            self._numbers = held.stop - held.start
+        self._plain = buffers if last else 0  # running statistics go with the last slice
 
     @property
     def code_bytes(self) -> int:
@@ -47,7 +45,7 @@ class Encoded:
 
     def seconds(self, link: str) -> float:
         """Of the message alone on its link."""
-        if not self._dense:
+        if not self._numbers + self._plain:
             return 0.0
         verb: Verb = self._verb
         size = self.code_bytes
@@ -55,32 +53,36 @@ class Encoded:
             verb, size = "all_gather", self._profile.world_size * size
         sent_s = self._profile.message_s(self._holding(size), link, verb)
         more_s = (self._codec.rounds - 1) * self._profile.link(link).latency_s
-        return sent_s + more_s + self.coding_s
+        return sent_s + more_s + self._coding_s("send" if verb == "send" else self._way)
 
     def sending_s(self, link: str) -> float:
         """Processor time that compute lacks."""
         facts = self._profile.link(link)
         if not (facts.cpu_s_per_message or facts.cpu_s_per_byte):
             return 0.0
-        return self._profile.sending_s(self._holding(self.bytes), link) + self.coding_s
+        if self._verb == "send":  # its sender encodes, and who receives it decodes
+            sent_s = self._profile.sending_s(self._holding(self.bytes), link, "send")
+            return sent_s + self._coding_s("encode")
+        sent_s = self._profile.sending_s(self._holding(self.bytes), link)
+        return sent_s + self._coding_s(self._way)
 
-    @property
-    def coding_s(self) -> float:
-        """Encoding and decoding on one rank."""
-        return coding_s_per_byte(self._profile, self._codec, self._way) * self._numbers
+    def _coding_s(self, via: str) -> float:
+        return coding_s_per_byte(self._profile, self._codec, via) * self._numbers
 
     def _holding(self, size: int) -> Payload:
         """The payload, as large as so many bytes."""
-        p, dense = self._payload, max(self._dense, 1)
-        return replace(p, part=0, parts=p.parts * dense, width=max(p.width * size, 1))
+        return replace(self._payload, part=0, parts=max(self._whole, 1), width=max(size, 1))
 
 
 def coding_s_per_byte(profile: Profile, used: Codec, via: str) -> float:
-    """Seconds of encoding and decoding per byte of the numbers, on every rank."""
+    """Seconds of encoding and decoding per byte of the numbers, on every rank: of an average by
+    `way`, of a "send" on its two ranks together, or of an "encode" alone."""
     speed = next((s for s in profile.codecs if s.name == used.name), None)
     if speed is None:
         return 0.0
     encode_s, decode_s = speed.encode_s_per_byte, speed.decode_s_per_byte
+    if via == "encode":
+        return encode_s
     if via == "gather":
         return encode_s + profile.world_size * decode_s
     if via == "scatter":
