@@ -85,9 +85,7 @@ def exact(one: Curve, at: Fraction, after: bool) -> Fraction:
 @example(curve([Stage(0.3, 1.0, 1), Stage(0.0, 0.3, 1)], 1.0), 6)
 def test_equals_exact_arithmetic_where_anybody_turns(one, workers):
     period = decimal(one.at_s[-1])
-    turns = {
-        (decimal(t) + period * k / workers) % period for t in one.at_s for k in range(workers)
-    }
+    turns = {(decimal(t) + period * k / workers) % period for t in one.at_s for k in range(workers)}
     most = max(
         sum(exact(one, t + period * k / workers, after) for k in range(workers)) / workers
         for t in turns

@@ -38,6 +38,11 @@ def test_outer_optimizers_have_a_text(text, outer):
     assert parse(f"local-sgd:outer={text}") == LocalSGD(outer=outer)
 
 
+def test_a_text_that_is_none():
+    with pytest.raises(ValueError, match=r"outer \('abc'\) must be LR/MOMENTUM .* such as 0.8/0.3"):
+        OuterSGD.parse("abc")
+
+
 @pytest.mark.parametrize(
     "strategy",
     [

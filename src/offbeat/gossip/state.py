@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from offbeat.gossip.chunks import Wire
-from offbeat.numerics.mixing import exchange, follow, jump, mix, pieces
+from offbeat.numerics.mixing import exchange, follow, jump, mix
+from offbeat.numerics.pieces import pieces
 
 
 @dataclass(frozen=True)

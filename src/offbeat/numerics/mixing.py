@@ -11,10 +11,9 @@ mixing. AD-PSGD (Lian et al., ICML 2018) is the same without x~ and with eta = 0
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
-PIECE = 1 << 16  # elements that are worked on at once, so that they stay in the cache
+from offbeat.numerics.pieces import pieces
 
 
 def mix(x: Any, tilde: Any, eta: float, dt: float) -> None:
@@ -54,9 +53,3 @@ def follow(tilde: Any, x: Any, before: Any) -> None:
     for piece in pieces(len(x)):
         other = tilde[piece]
         other += x[piece] - before[piece]
-
-
-def pieces(size: int) -> Iterator[slice]:
-    """Slices that cover so many elements."""
-    for start in range(0, size, PIECE):
-        yield slice(start, min(start + PIECE, size))

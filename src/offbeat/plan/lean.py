@@ -11,7 +11,7 @@ from offbeat.plan.program import Step
 
 # Rules that leave gradients alone unless their settings name them; of others nothing is known.
 _ELSEWHERE = frozenset(
-    {"local", "reset", "add", "copy", "clear", "scale", "swap", "delta", "outer"}
+    {"local", "reset", "add", "copy", "clear", "scale", "swap", "delta", "blend", "outer"}
 )
 
 

@@ -45,7 +45,13 @@ class OuterSGD:
         """Of `LR/MOMENTUM` or `LR/MOMENTUM/plain`; ValueError of anything else."""
         numbers, plain = text.removesuffix(f"/{PLAIN}"), text.endswith(f"/{PLAIN}")
         rate, _, momentum = numbers.partition("/")
-        return cls(float(rate), float(momentum), nesterov=not plain)
+        try:
+            lr, beta = float(rate), float(momentum)
+        except ValueError:
+            raise ValueError(
+                f"outer ({text!r}) must be LR/MOMENTUM or LR/MOMENTUM/{PLAIN}, such as 0.8/0.3"
+            ) from None
+        return cls(lr, beta, nesterov=not plain)
 
     def __str__(self) -> str:
         return f"{self.lr:g}/{self.momentum:g}" + ("" if self.nesterov else f"/{PLAIN}")

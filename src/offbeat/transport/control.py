@@ -72,7 +72,9 @@ class Control:
         except RuntimeError as error:
             missing = [rank for rank in ranks if not store.check([rank])]
             store.delete_key(str(self.rank))
-            raise RuntimeError(f"rank {', '.join(missing)} did not") from error
+            raise RuntimeError(
+                f"rank {', '.join(missing)} did not within {self.timeout_s:g} s"
+            ) from error
 
     def close(self, failure: BaseException | None = None) -> None:
         """This rank leaves the others, as it should, or after a failure that is its own."""

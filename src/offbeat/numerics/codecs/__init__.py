@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from offbeat.numerics.base import SETTINGS, Setting
-from offbeat.numerics.codecs.base import Codec, Exact, Memory, settings_of
+from offbeat.numerics.codecs.base import Codec, Exact, Memory
 from offbeat.numerics.codecs.bf16 import BF16
 from offbeat.numerics.codecs.fp16 import FP16
 from offbeat.numerics.codecs.int4 import Int4
@@ -58,6 +58,5 @@ __all__ = [
     "Sign",
     "TopK",
     "codec",
-    "settings_of",
     "way",
 ]

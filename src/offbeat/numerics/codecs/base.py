@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -129,8 +129,3 @@ def to_bf16(x: Array) -> Array:
     bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
     kept = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
     return kept.astype(np.uint32).view(np.float32).astype(np.float64)
-
-
-def settings_of(codec: Codec) -> dict[str, Any]:
-    """Its settings by name."""
-    return {f.name: getattr(codec, f.name) for f in fields(codec)}

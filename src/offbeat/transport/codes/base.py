@@ -5,15 +5,12 @@ Tensors are flat and worked on in pieces that stay in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from offbeat.numerics.codecs.base import BLOCK, LEAST_SCALE
-
-PIECE = 1 << 16  # elements, whole blocks
 
 
 class Code(Protocol):
@@ -26,12 +23,6 @@ class Code(Protocol):
     def add(self, codes: Tensor, out: Tensor) -> None:
         """Add what is decoded of codes."""
         ...
-
-
-def pieces(size: int) -> Iterator[slice]:
-    """Slices that cover so many elements."""
-    for start in range(0, size, PIECE):
-        yield slice(start, min(start + PIECE, size))
 
 
 def in_blocks(x: Tensor) -> Tensor:

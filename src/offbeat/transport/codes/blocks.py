@@ -13,7 +13,8 @@ from torch import Tensor
 
 from offbeat.numerics.codecs import int4, int8
 from offbeat.numerics.codecs.base import BLOCK
-from offbeat.transport.codes.base import PIECE, in_blocks, inverse_of, pieces, usable
+from offbeat.numerics.pieces import PIECE, pieces
+from offbeat.transport.codes.base import in_blocks, inverse_of, usable
 
 HALF = BLOCK // 2
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from offbeat.numerics.codecs.fp16 import LARGEST
-from offbeat.transport.codes.base import pieces
+from offbeat.numerics.pieces import pieces
 
 
 class Halves:
