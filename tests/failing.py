@@ -256,18 +256,23 @@ def differentiate_in_evaluation(strategy: Strategy) -> bool:
     return ends[0] == ends[1]
 
 
-def memory_after_close() -> list[bool]:
-    """Whether the session and the flat storage are gone once nothing refers to them."""
-    model, optimizer = build(CASE)
-    model, optimizer = offbeat.prepare(model, optimizer, BSP(), profile=profile_of(CASE, 1))
-    for t in range(2):
-        iterate(model, optimizer, t)
-    session = weakref.ref(model._session)
-    parameter = weakref.ref(next(iter(model.parameters())))
-    model.close()
-    del model, optimizer
-    gc.collect()
-    return [session() is None, parameter() is None]
+def left_after_close(strategies: Sequence[Strategy]) -> list[tuple[int, int]]:
+    """By strategy: how many sessions and parameters are left once nothing refers to the model, and
+    how many threads more than after the first."""
+    threads: list[int] = []
+    kept: list[Any] = []
+    found = []
+    for strategy in strategies:
+        model, optimizer = offbeat.prepare(*build(CASE), strategy, observe=1)
+        for t in range(4):
+            iterate(model, optimizer, t)
+        kept += [weakref.ref(model._session), weakref.ref(next(iter(model.parameters())))]
+        model.close()
+        del model, optimizer
+        gc.collect()
+        threads.append(sum(1 for _ in Path("/proc/self/task").iterdir()))
+        found.append((sum(one() is not None for one in kept), threads[-1] - threads[0]))
+    return found
 
 
 def looks() -> dict[str, Any]:

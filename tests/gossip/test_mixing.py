@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from offbeat.numerics import mixing
+from offbeat.numerics.pieces import PIECE
 
-SIZE = mixing.PIECE + 7  # more than one piece
+SIZE = PIECE + 7  # more than one piece
 
 
 def arrays(kind: str, count: int) -> list[Any]:
