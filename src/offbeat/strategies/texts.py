@@ -60,6 +60,12 @@ def parts(text: str) -> list[str]:
     name, *rest = text.strip().split(":")
     found: list[str] = []
     for part in rest:
+        first, comma, second = part.partition(",")
+        if comma and "=" in second:
+            raise ValueError(
+                f"settings of a strategy ({part!r}) must have ':' between them, as in "
+                f"{name}:{first}:{second}"
+            )
         if found and "=" not in part:
             found[-1] += f":{part}"
         else:

@@ -1,0 +1,242 @@
+"""Seconds and bytes until DDP's loss: codecs, outer steps and delayed averages, beside torch's own.
+
+    python benchmarks/front.py times [--tasks digits,gpt] [--hosts 4,8] [--rates 10,25,100]
+                               [--repetitions 1] [--out times.json]
+    python benchmarks/front.py losses [--tasks ...] [--hosts ...] [--seeds 3] [--out losses.json]
+    python benchmarks/front.py tables [--svg FILE]
+
+`times`: seconds and bytes per iteration in the lab. Messages, codecs and hosts' links are real; of
+compute a host only takes the time, 30 ms for forward and backward, as two cores cannot compute for
+eight hosts. All contestants run one after another in one launch. `losses`: the same contestants
+train the real model, without a lab; held-out loss of the mean of all replicas every 10 iterations.
+`tables`: iterations until DDP's loss times seconds per iteration. Everything is kept in files, and
+a second start goes on from there. `times` needs a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from front_worker import PERIOD, TASKS, TORCH
+from threads import layout, remembered
+
+from offbeat import sim
+from offbeat.lab import Cluster, Lab, launch
+from offbeat.lab.netns import NoLab
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.storage.layout import nbytes
+from offbeat.strategies import DDP
+from offbeat.strategies.texts import parse
+
+FORWARD_S, BACKWARD_S = 0.01, 0.02
+WIRES = ("bf16", "fp16", "int8", "int4", "sign", "topk:0.01", "randomk:0.01", "powersgd:4")
+LENGTHS = {"digits": 240, "gpt": 320}  # iterations that are trained
+AIMS = {"digits": 120, "gpt": 160}  # DDP's loss after so many is the aim
+COUNTED = {True: 4, False: 20}  # iterations whose time is taken, of every one's averages or not
+
+
+def contestants() -> Iterator[str]:
+    """Labels: torch's own by name, ours by their text."""
+    yield from TORCH
+    for name in (f"local-sgd:period={PERIOD}", f"dreamddp:period={PERIOD}"):
+        yield name
+        for wire in WIRES:
+            yield f"{name}:wire={wire}"
+    for wire in ("", ":wire=int4"):
+        yield f"dreamddp:period={PERIOD}:due=delayed{wire}"
+        yield f"diloco:period={PERIOD}{wire}"
+        yield f"diloco:period={PERIOD}:fragments=3:delay=2:alpha=0.5{wire}"
+
+
+def buckets_of(task: str) -> tuple[Bucket, ...]:
+    """The model's buckets; the time of forward and backward is shared out by size."""
+    model = TASKS[task].model()
+    parameters = dict(model.named_parameters())
+    specs = layout(model)
+    sizes = [sum(nbytes(parameters[name]) for name in spec.parameters) for spec in specs]
+    return tuple(
+        Bucket(
+            spec.name,
+            FORWARD_S * size / sum(sizes),
+            BACKWARD_S * size / sum(sizes),
+            size,
+            tensors=spec.parameters + spec.buffers,
+        )
+        for spec, size in zip(specs, sizes, strict=True)
+    )
+
+
+def started(
+    lab: AbstractContextManager[Any], job: Mapping[str, Any], chosen: list[str]
+) -> tuple[dict[str, Any], Profile | None]:
+    """What the ranks have found, and the profile if they measured one; exits if they fail."""
+    every = {label: COUNTED[label.startswith("ddp")] for label in chosen}
+    if job["what"] == "losses":
+        every = dict.fromkeys(chosen, LENGTHS[job["task"]])
+    with tempfile.TemporaryDirectory() as folder, lab as ready:
+        buckets = buckets_of(job["task"])
+        layers = [asdict(bucket) | {"tensors": ()} for bucket in buckets]
+        whole = {**job, "folder": folder, "layers": layers, "contestants": every}
+        if job["what"] == "losses":
+            Profile(buckets, (Link("net", 1e-3, 2e6),), job["hosts"]).save(Path(folder, "given"))
+            whole["profile"] = str(Path(folder, "given"))
+        Path(folder, "job.json").write_text(json.dumps(whole))
+        worker = str(Path(__file__).with_name("front_worker.py"))
+        argv = [sys.executable, worker, str(Path(folder, "job.json"))]
+        result = launch(ready, argv, log_dir=Path(folder, "logs"), timeout_s=1800)
+        if result.problem:
+            sys.exit(result.problem)
+        found = json.loads(Path(folder, "found.json").read_text())
+        measured = Path(folder, "profile.json")
+        return found, Profile.load(measured) if measured.exists() else None
+
+
+def times(task: str, hosts: int, rate: int, chosen: list[str]) -> dict[str, Any]:
+    """By contestant: seconds and bytes per iteration, and predicted seconds where we predict."""
+    text = f'hosts = {hosts}\n[[links]]\nname = "net"\nrate = "{rate}mbit"\n'
+    job = {"what": "times", "task": task, "hosts": hosts}
+    found, profile = started(Lab(Cluster.from_toml(text), "front"), job, chosen)
+    assert profile is not None
+    for label, row in found.items():
+        if label == "ddp" or label not in TORCH:
+            strategy = DDP() if label == "ddp" else parse(label)
+            row["predicted_s"] = sim.predict(strategy, profile).iteration_s
+    return found
+
+
+def losses(task: str, hosts: int, seed: int, chosen: list[str]) -> dict[str, Any]:
+    """By contestant: (iteration, held-out loss) every few iterations."""
+    job = {"what": "losses", "task": task, "hosts": hosts, "seed": seed}
+    return started(NoLab(Cluster.simple(hosts)), job, chosen)[0]
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+def reached(curve: list[list[float]], aim: float) -> float | None:
+    """The iteration at which a loss is reached, between two looks; None if it never is."""
+    before = None
+    for at, loss in curve:
+        if loss <= aim:
+            if before is None:
+                return at
+            earlier, higher = before
+            return earlier + (at - earlier) * (higher - aim) / (higher - loss)
+        before = at, loss
+    return None
+
+
+def aim_of(curve: list[list[float]], task: str) -> float:
+    return dict(map(tuple, curve))[AIMS[task]]
+
+
+def spread(values: list[float], form: str) -> str:
+    if len(values) == 1:
+        return f"{values[0]:{form}}"
+    return f"{median(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def rows(options: argparse.Namespace, task: str, hosts: int) -> Iterator[dict[str, Any]]:
+    """One per contestant: iterations to the aim by seed, and by rate seconds and bytes."""
+    known = [json.loads(path.read_text()) for path in (options.losses, options.times)]
+    curves = [v for k, v in known[0].items() if k.startswith(f"{task}, {hosts} hosts, ")]
+    for label in contestants():
+        needed = [reached(c[label], aim_of(c["ddp"], task)) for c in curves]
+        last = [c[label][-1][1] for c in curves]
+        row: dict[str, Any] = {"label": label, "needed": needed, "last": last, "rates": {}}
+        for rate in map(int, options.rates.split(",")):
+            start = f"{task}, {hosts} hosts, {rate} Mbit/s, "
+            runs = [v[label] for k, v in known[1].items() if k.startswith(start)]
+            if runs:
+                row["rates"][rate] = runs
+        yield row
+
+
+def tables(options: argparse.Namespace) -> None:
+    for task in options.tasks.split(","):
+        for hosts in map(int, options.hosts.split(",")):
+            table(options, task, hosts)
+
+
+def table(options: argparse.Namespace, task: str, hosts: int) -> None:
+    """Markdown for one task and number of hosts."""
+    found = list(rows(options, task, hosts))
+    rates = [int(rate) for rate in options.rates.split(",") if int(rate) in found[0]["rates"]]
+    print(f"\n**{task}, {hosts} hosts**\n")
+    heads = ["", "iterations", "last loss", "KB per iteration"]
+    heads += [f"{rate} Mbit/s: ms, predicted, s to DDP's loss" for rate in rates]
+    print("|", " | ".join(heads), "|\n" + "|---" * len(heads) + "|")
+    errors = []
+    for row in found:
+        needed = [n for n in row["needed"] if n is not None]
+        never = len(row["needed"]) - len(needed)
+        counts = spread(needed, ".0f") if needed else ""
+        cells = [row["label"], counts + (f" (never: {never})" if never else "")]
+        cells.append(spread(row["last"], ".3f"))
+        sent = [run["sent_bytes"] / 1e3 for runs in row["rates"].values() for run in runs]
+        cells.append(f"{median(sent):.0f}" if sent else "")
+        for rate in rates:
+            runs = row["rates"][rate]
+            each_s = median(run["iteration_s"] for run in runs)
+            cell = spread([1e3 * run["iteration_s"] for run in runs], ".1f")
+            if "predicted_s" in runs[0]:
+                off = median(run["predicted_s"] / run["iteration_s"] - 1 for run in runs)
+                errors.append((abs(off), row["label"], rate))
+                cell += f", {off:+.1%}"
+            whole = not never and bool(needed)
+            cells.append(cell + (f", **{each_s * median(needed):.1f} s**" if whole else ", never"))
+        print("|", " | ".join(cells), "|")
+    if errors:
+        middle = median(error for error, *_ in errors)
+        print(
+            f"\nprediction off by {middle:.1%} (median), {max(errors)[0]:.1%} ({max(errors)[1:]})"
+        )
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("times", "losses", "tables"))
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--hosts", default="4,8")
+    parser.add_argument("--rates", default="10,25,100", help="Mbit/s")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--only", help="contestants whose label contains this")
+    parser.add_argument("--times", type=Path, default=Path("front-times.json"))
+    parser.add_argument("--losses", type=Path, default=Path("front-losses.json"))
+    options = parser.parse_args()
+    if options.what == "tables":
+        tables(options)
+        return
+    chosen = [label for label in contestants() if options.only is None or options.only in label]
+    numbers = range(options.seeds if options.what == "losses" else options.repetitions)
+    for n in numbers:  # whole rounds, so that a part of them says something
+        for task in options.tasks.split(","):
+            for hosts in map(int, options.hosts.split(",")):
+                if options.what == "losses":
+                    key, run = f"{task}, {hosts} hosts, seed {n}", partial(losses, task, hosts, n)
+                    remembered(options.losses, key, partial(run, chosen))
+                    continue
+                for rate in map(int, options.rates.split(",")):
+                    key = f"{task}, {hosts} hosts, {rate} Mbit/s, {n}"
+                    run = partial(times, task, hosts, rate, chosen[:: -1 if n % 2 else 1])
+                    remembered(options.times, key, run)
+
+
+if __name__ == "__main__":
+    main()

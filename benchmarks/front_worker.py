@@ -1,0 +1,191 @@
+"""One rank of `front.py`: the contestants, one after another in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contest import counted
+from tasks import GPT, Task, digits_task
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from offbeat.lab.emulate import EmulatedModel
+from offbeat.profile import Bucket, Profile
+from offbeat.strategies.texts import parse
+
+TASKS = {"digits": digits_task(800), "gpt": GPT}
+TORCH = ("ddp", "ddp fp16", "ddp powersgd", "post-local-sgd")
+PERIOD, WARM = 10, 10  # iterations between averages; before PowerSGD begins
+EVERY = 10  # iterations between two looks at the held-out data
+SKIP = 3  # iterations of torch's contestants that do not count when time is taken
+OBSERVED = 5
+
+
+class Contestant:
+    """A model and its optimizer as one of the contestants trains them; `used` computes."""
+
+    def __init__(
+        self, label: str, model: nn.Module, optimizer: torch.optim.Optimizer, profile: Profile
+    ) -> None:
+        self.model, self.used, self.optimizer = model, model, optimizer
+        if label not in TORCH:
+            self.used, self.optimizer = offbeat.prepare(
+                model, optimizer, parse(label), profile=profile, min_bucket_bytes=1
+            )
+        elif label == "post-local-sgd":
+            for parameter in model.parameters():
+                dist.broadcast(parameter.data, 0)
+            averager = PeriodicModelAverager(period=PERIOD, warmup_steps=0)
+            self.optimizer = PostLocalSGDOptimizer(optimizer, averager)
+        else:
+            # PowerSGD's later messages leave in no order that all ranks share, but for one bucket.
+            cap_mb = 1000 if label == "ddp powersgd" else None
+            self.used = ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+            if label == "ddp fp16":
+                ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            elif label == "ddp powersgd":
+                state = powerSGD_hook.PowerSGDState(
+                    None, matrix_approximation_rank=4, start_powerSGD_iter=WARM
+                )
+                ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def close(self) -> None:
+        if self.used is not self.model and not isinstance(self.used, DistributedDataParallel):
+            self.used.consolidate()  # pending averages land now, not beside the next contestant's
+            self.used.close()
+
+
+def sent_bytes() -> int:
+    """What this host has sent on its links since it is there."""
+    rows = [line.split(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+    return sum(int(rest.split()[8]) for name, rest in rows if name.strip() != "lo")
+
+
+def timed(label: str, layers: list[Bucket], profile: Profile, iterations: int) -> dict[str, Any]:
+    """When each iteration that counts ended on the slowest rank, and what a rank sent in it."""
+    model = EmulatedModel(layers)
+    if label in TORCH:  # with the sides that PowerSGD compresses
+        for part in model.modules():
+            if isinstance(getattr(part, "weight", None), nn.Parameter):
+                part.weight = nn.Parameter(squarest(part.weight.detach()))
+        first, count = SKIP + (WARM if "powersgd" in label else 0), iterations
+        if label == "post-local-sgd":
+            count = math.ceil(iterations / PERIOD) * PERIOD
+        chosen = range(first, first + count)
+    else:
+        chosen = counted(parse(label).plan(profile), iterations)
+    mine = Contestant(label, model, torch.optim.SGD(model.parameters(), lr=0.05), profile)
+    inputs = torch.full((1,), float(dist.get_rank()))
+    dist.barrier()
+    ends_s, sent = [], []
+    for _ in range(chosen.stop):
+        loss = mine.used(inputs)
+        mine.optimizer.zero_grad()
+        loss.backward()
+        mine.optimizer.step()
+        ends_s.append(time.perf_counter())
+        sent.append(sent_bytes())
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, ends_s)
+    mine.close()
+    ends = [max(each) for each in zip(*everyone, strict=True)]
+    before, last = chosen.start - 1, chosen.stop - 1
+    return {
+        "iteration_s": (ends[last] - ends[before]) / len(chosen),
+        "sent_bytes": (sent[last] - sent[before]) / len(chosen),
+        "iterations": len(chosen),
+    }
+
+
+def squarest(flat: Tensor) -> Tensor:
+    """The same numbers as a matrix that is as square as can be."""
+    rows = next(n for n in range(math.isqrt(flat.numel()), 0, -1) if flat.numel() % n == 0)
+    return flat.view(rows, -1)
+
+
+def learned(
+    label: str, task: Task, profile: Profile, seed: int, iterations: int
+) -> list[tuple[int, float]]:
+    """Held-out loss of the mean of all replicas, every few iterations."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(seed)
+    model, judge = task.model(), task.model()
+    batches = task.batches(seed, size, rank)
+    mine = Contestant(label, model, task.optimizer(model), profile)
+    rates = [group["lr"] for group in mine.optimizer.param_groups]
+    losses = []
+    for step in range(iterations):
+        for group, lr in zip(mine.optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr * min(1.0, (step + 1) / task.warmup)
+        mine.optimizer.zero_grad()
+        task.loss(mine.used, next(batches)).backward()
+        mine.optimizer.step()
+        if (step + 1) % EVERY == 0:
+            loss = look(task, model, judge)
+            if rank == 0:
+                losses.append((step + 1, loss))
+    mine.close()
+    return losses
+
+
+def look(task: Task, model: nn.Module, judge: nn.Module) -> float:
+    """Held-out loss of the mean of all replicas; changes nothing. Messages may be under way."""
+    numbers = [value for value in model.state_dict().values() if value.is_floating_point()]
+    flat = torch.cat([value.detach().flatten() for value in numbers])
+    dist.all_reduce(flat)
+    parts = (flat / dist.get_world_size()).split([value.numel() for value in numbers])
+    if dist.get_rank():
+        return 0.0
+    state = judge.state_dict()
+    names = [name for name, value in state.items() if value.is_floating_point()]
+    judge.load_state_dict(
+        state | {n: part.view_as(state[n]) for n, part in zip(names, parts, strict=True)}
+    )
+    judge.eval()
+    return task.held_out_loss(judge)
+
+
+def main(job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    layers = [Bucket(**layer) for layer in job["layers"]]
+    found: dict[str, Any] = {}
+    if job["what"] == "times":
+        path = Path(job["folder"], "profile.json")
+        model = EmulatedModel(layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, optimizer = offbeat.prepare(
+            model, optimizer, offbeat.BSP(), profile=path, observe=OBSERVED, min_bucket_bytes=1
+        )
+        for _ in range(OBSERVED + 2):
+            optimizer.zero_grad()
+            model(torch.ones(1)).backward()
+            optimizer.step()
+        model.consolidate()
+        model.close()
+        profile = Profile.load(path)
+        for label, iterations in job["contestants"].items():
+            found[label] = timed(label, layers, profile, iterations)
+    else:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        profile = Profile.load(job["profile"])
+        for label, iterations in job["contestants"].items():
+            task = TASKS[job["task"]]
+            found[label] = learned(label, task, profile, job["seed"], iterations)
+    if dist.get_rank() == 0:
+        Path(job["folder"], "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
