@@ -112,6 +112,12 @@ def test_texts_are_read_again(strategy):
     assert parse(text_of(strategy)) == strategy
 
 
+def test_settings_are_not_separated_by_commas():
+    words = r"'period=4,wire=int4'\) must have ':' .* dreamddp:period=4:wire=int4"
+    with pytest.raises(ValueError, match=words):
+        parse("dreamddp:period=4,wire=int4")
+
+
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "profile.json"
     slow().save(path)
