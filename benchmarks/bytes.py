@@ -1,86 +1,80 @@
 """Fewer bytes: steps per second and loss with codecs, against messages of numbers.
 
-    python benchmarks/bytes.py [--hosts 2] [--rates 100] [--periods 10,25] [--wires none,int4]
-                               [--steps 200] [--repeat 3] [--ddp] [--codecs] [--json FILE]
+    python benchmarks/bytes.py [--rates 100,1000,none] [--periods 10,25] [--wires none,int4]
+                               [--steps 200] [--seeds 5] [--only ddp] [--codecs] [--json FILE]
 
 The digits network of the examples with 800 hidden units (.85 million parameters, 3.4 MB) on 16
-pictures per step and rank, one rank per host, as fast as the processors are. Contestants take
-turns; medians over repetitions, with least and most. `--codecs` measures instead what codecs take
-by themselves, on one core. Needs the lab and a quiet machine.
+pictures per step and rank, two hosts, as fast as the processors are; "none" is the loopback.
+Torch's own: DDP, its hooks for fp16 and PowerSGD, PostLocalSGD. Per seed one launch in which all
+contestants take turns, every second launch the other way round; 25 steps of warm-up. Medians, with
+least and most. `--codecs` measures instead what codecs take by themselves, on one core, and what
+share of a step that is. Needs the lab and a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+from front import launched, spread
+from front_worker import TORCH
+from threads import remembered
+from torch import nn
 
-from offbeat.lab import Cluster
+from offbeat import sim
+from offbeat.lab import Cluster, Lab
+from offbeat.lab.netns import NoLab
 from offbeat.numerics.codecs import WIRES, codec
-from offbeat.report import load, summarize
-from offbeat.run.compare import Comparison, Contestant, Setup, compare
-from offbeat.strategies import DDP, DreamDDP, LocalSGD
+from offbeat.strategies import DDP
+from offbeat.strategies.texts import parse
 from offbeat.transport.codes.codes import code
 
-SCRIPT = str(Path(__file__).parent.parent / "examples" / "digits.py")
+HOSTS = 2
 ARGS = {"topk": {"fraction": 0.01}}
 
 
-def contestants(periods: list[int], wires: list[str], ddp: bool) -> tuple[Contestant, ...]:
-    """Local SGD, DreamDDP and delayed averages, by period and codec, perhaps after DDP."""
-    found = [Contestant("ddp", DDP())] if ddp else []
+def contestants(periods: list[str], wires: list[str]) -> Iterator[str]:
+    """Torch's own; local SGD, DreamDDP and delayed averages by period and codec."""
+    yield from TORCH
     for period in periods:
         for wire in wires:
-            label = f"{period} {wire}"
-            found += [
-                Contestant(f"local-sgd {label}", LocalSGD(period, wire=wire)),
-                Contestant(f"dreamddp {label}", DreamDDP(period, wire=wire)),
-            ]
-            if wire != "none":
-                late = DreamDDP(period, due="delayed", wire=wire)
-                found.append(Contestant(f"delayed {label}", late))
-    return tuple(found)
+            for name in ("local-sgd:", "dreamddp:", "dreamddp:due=delayed:"):
+                yield f"{name}period={period}:wire={wire}"
 
 
-def measure(rate: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    """By contestant: steps per second, least and most of the repetitions, predicted, loss."""
-    cluster = Cluster.from_toml(
-        f'hosts = {options.hosts}\n[[links]]\nname = "net"\nrate = "{rate}mbit"\n'
-    )
-    script = (SCRIPT, "--steps", str(options.steps), "--width", "800", "--batch", "16")
-    setup = Setup(script, cluster, pace="none")
-    chosen = contestants(
-        [int(p) for p in options.periods.split(",")], options.wires.split(","), options.ddp
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = compare(Comparison(setup, chosen, options.repeat), Path(folder, "run"))
-        if outcome.failures:
-            sys.exit("; ".join(outcome.failures))
-        rows = summarize(load(Path(folder, "run")))
-    print(f"\n### {options.hosts} hosts, {rate} Mbit/s\n")
-    print("| strategy | steps/s | least, most | predicted | MB sent per step | loss |")
-    print("|---|---|---|---|---|---|")
-    found = {}
-    for row in rows:
-        assert row.iteration_s is not None
-        spread = row.spread_s
-        each = (1 / spread[1], 1 / spread[0]) if spread else (1 / row.iteration_s,) * 2
-        predicted = 1 / row.predicted_s if row.predicted_s else float("nan")
-        sent = (row.sent_bytes or 0) / 1e6
-        loss = float("nan") if row.final_loss is None else row.final_loss
-        found[row.label] = [1 / row.iteration_s, each[0], each[1], predicted, sent, loss]
-        print(
-            f"| {row.label} | {1 / row.iteration_s:.1f} | {each[0]:.1f}, {each[1]:.1f} | "
-            f"{predicted:.1f} | {sent:.3f} | {loss:.3f} |"
-        )
-    sys.stdout.flush()
+def race(rate: str, seed: int, steps: int, chosen: list[str]) -> dict[str, Any]:
+    """By contestant: seconds and bytes per iteration, losses, predicted seconds if we predict."""
+    text = f'hosts = {HOSTS}\n[[links]]\nname = "net"\nrate = "{rate}mbit"\n'
+    lab = NoLab(Cluster.simple(HOSTS)) if rate == "none" else Lab(Cluster.from_toml(text), "bytes")
+    job = {"what": "race", "seed": seed, "contestants": dict.fromkeys(chosen, steps)}
+    found, profile = launched(lab, job)
+    assert profile is not None
+    for label, row in found.items():
+        if label == "ddp" or label not in TORCH:
+            strategy = DDP() if label == "ddp" else parse(label)
+            row["predicted_s"] = sim.predict(strategy, profile).iteration_s
     return found
+
+
+def table(rate: str, runs: list[dict[str, Any]], chosen: list[str]) -> None:
+    """Markdown of one rate, over the seeds."""
+    print(f"\n### {HOSTS} hosts, {rate} Mbit/s, {len(runs)} seeds\n")
+    print("| strategy | steps/s | predicted | KB sent per step | loss | held-out loss |")
+    print("|---|---|---|---|---|---|")
+    for label in chosen:
+        rows = [run[label] for run in runs]
+        cells = [label, spread([1 / row["iteration_s"] for row in rows], ".1f")]
+        off = [row["iteration_s"] / row["predicted_s"] - 1 for row in rows if "predicted_s" in row]
+        cells.append(f"{median(off):+.1%}" if off else "")
+        cells.append(f"{median(row['sent_bytes'] for row in rows) / 1e3:.0f}")
+        cells += [spread([row[what] for row in rows], ".3f") for what in ("loss", "held out")]
+        print("|", " | ".join(cells), "|", flush=True)
 
 
 def codecs() -> None:
@@ -90,42 +84,81 @@ def codecs() -> None:
     for name, cls in WIRES.items():
         if cls.linear:
             continue
-        used = codec(name, ARGS.get(name, {}))
         for size in (860_000, 10_000_000):
-            x, out = torch.randn(size), torch.zeros(size)
-            codes = torch.empty(used.bytes_of(size), dtype=torch.uint8)
-            encode_s, decode_s = [], []
-            for _ in range(15):
-                given = x.clone()
-                begin = time.thread_time()
-                code(used).encode(given, codes)
-                middle = time.thread_time()
-                code(used).add(codes, out)
-                encode_s.append(middle - begin)
-                decode_s.append(time.thread_time() - middle)
-            a, b = median(encode_s), median(decode_s)
-            rates = [x.nbytes / s / 1e9 for s in (a, b, a + b)]
+            a, b = (median(times) for times in coded(name, size, 15))
+            rates = [4 * size / s / 1e9 for s in (a, b, a + b)]
             print(f"| {name} | {size:,} | " + " | ".join(f"{r:.2f}" for r in rates) + " |")
 
 
+def coded(name: str, size: int, repeats: int) -> tuple[list[float], list[float]]:
+    """Seconds of one core to encode, and to decode, so many numbers."""
+    used = codec(name, ARGS.get(name, {}))
+    x, out = torch.randn(size), torch.zeros(size)
+    codes = torch.empty(used.bytes_of(size), dtype=torch.uint8)
+    encode_s, decode_s = [], []
+    for _ in range(repeats):
+        given = x.clone()
+        begin = time.thread_time()
+        code(used).encode(given, codes)
+        middle = time.thread_time()
+        code(used).add(codes, out)
+        encode_s.append(middle - begin)
+        decode_s.append(time.thread_time() - middle)
+    return encode_s, decode_s
+
+
+def shares() -> None:
+    """Encoding and decoding of all parameters, as shares of a step of a model of so many."""
+    torch.set_num_threads(1)
+    print("| parameters | a step | codec | once per step | every 10 |\n|---|---|---|---|---|")
+    for width, layers in ((576, 2), (768, 14)):
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        optimizer = torch.optim.AdamW(model.parameters())
+        x, steps_s = torch.randn(4, 128, width), []
+        for _ in range(5):
+            begin = time.thread_time()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            steps_s.append(time.thread_time() - begin)
+        step_s, size = median(steps_s), sum(p.numel() for p in model.parameters())
+        del model, optimizer
+        for name, cls in WIRES.items():
+            if cls.linear:
+                continue
+            encode_s, decode_s = (median(times) for times in coded(name, size, 3))
+            whole_s = encode_s + HOSTS * decode_s
+            cells = f"{whole_s / step_s:.1%} | {whole_s / step_s / 10:.2%}"
+            print(f"| {size / 1e6:.0f} M | {step_s * 1e3:.0f} ms | {name} | {cells} |", flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rates", default="100")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rates", default="100,1000,none", help="Mbit/s")
     parser.add_argument("--periods", default="10,25")
     parser.add_argument("--wires", default="none,int4")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--ddp", action="store_true")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", help="contestants whose label contains this")
     parser.add_argument("--codecs", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, default=Path("bytes.json"))
     options = parser.parse_args()
     if options.codecs:
         codecs()
+        shares()
         return
-    found = {rate: measure(rate, options) for rate in options.rates.split(",")}
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+    every = contestants(options.periods.split(","), options.wires.split(","))
+    chosen = [label for label in every if options.only is None or options.only in label]
+    for rate in options.rates.split(","):
+        runs = []
+        for seed in range(options.seeds):
+            turns = chosen[:: -1 if seed % 2 else 1]
+            run = partial(race, rate, seed, options.steps, turns)
+            runs.append(remembered(options.json, f"{rate} Mbit/s, seed {seed}", run))
+        table(rate, runs, chosen)
 
 
 if __name__ == "__main__":

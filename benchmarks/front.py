@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from front_worker import PERIOD, TASKS, TORCH
+from front_worker import ADVISED, PERIOD, TASKS, TORCH, text_in
 from threads import layout, remembered
 
 from offbeat import sim
@@ -76,23 +76,15 @@ def buckets_of(task: str) -> tuple[Bucket, ...]:
     )
 
 
-def started(
-    lab: AbstractContextManager[Any], job: Mapping[str, Any], chosen: list[str]
+def launched(
+    lab: AbstractContextManager[Any], job: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Profile | None]:
-    """What the ranks have found, and the profile if they measured one; exits if they fail."""
-    every = {label: COUNTED[label.startswith("ddp")] for label in chosen}
-    if job["what"] == "losses":
-        every = dict.fromkeys(chosen, LENGTHS[job["task"]])
+    """What the ranks of `front_worker.py` have found, and the profile if they measured one; exits
+    if they fail."""
     with tempfile.TemporaryDirectory() as folder, lab as ready:
-        buckets = buckets_of(job["task"])
-        layers = [asdict(bucket) | {"tensors": ()} for bucket in buckets]
-        whole = {**job, "folder": folder, "layers": layers, "contestants": every}
-        if job["what"] == "losses":
-            Profile(buckets, (Link("net", 1e-3, 2e6),), job["hosts"]).save(Path(folder, "given"))
-            whole["profile"] = str(Path(folder, "given"))
-        Path(folder, "job.json").write_text(json.dumps(whole))
-        worker = str(Path(__file__).with_name("front_worker.py"))
-        argv = [sys.executable, worker, str(Path(folder, "job.json"))]
+        path = Path(folder, "job.json")
+        path.write_text(json.dumps({"layers": [], **job, "folder": folder}))
+        argv = [sys.executable, str(Path(__file__).with_name("front_worker.py")), str(path)]
         result = launch(ready, argv, log_dir=Path(folder, "logs"), timeout_s=1800)
         if result.problem:
             sys.exit(result.problem)
@@ -104,20 +96,31 @@ def started(
 def times(task: str, hosts: int, rate: int, chosen: list[str]) -> dict[str, Any]:
     """By contestant: seconds and bytes per iteration, and predicted seconds where we predict."""
     text = f'hosts = {hosts}\n[[links]]\nname = "net"\nrate = "{rate}mbit"\n'
-    job = {"what": "times", "task": task, "hosts": hosts}
-    found, profile = started(Lab(Cluster.from_toml(text), "front"), job, chosen)
+    job = {
+        "what": "times",
+        "layers": [asdict(bucket) | {"tensors": ()} for bucket in buckets_of(task)],
+        "contestants": {label: COUNTED[label.startswith("ddp")] for label in chosen},
+    }
+    found, profile = launched(Lab(Cluster.from_toml(text), "front"), job)
     assert profile is not None
     for label, row in found.items():
         if label == "ddp" or label not in TORCH:
-            strategy = DDP() if label == "ddp" else parse(label)
+            strategy = DDP() if label == "ddp" else parse(text_in(label))
             row["predicted_s"] = sim.predict(strategy, profile).iteration_s
     return found
 
 
 def losses(task: str, hosts: int, seed: int, chosen: list[str]) -> dict[str, Any]:
     """By contestant: (iteration, held-out loss) every few iterations."""
-    job = {"what": "losses", "task": task, "hosts": hosts, "seed": seed}
-    return started(NoLab(Cluster.simple(hosts)), job, chosen)[0]
+    given = Profile(buckets_of(task), (Link("net", 1e-3, 2e6),), hosts)
+    job = {
+        "what": "losses",
+        "task": task,
+        "seed": seed,
+        "profile": given.to_dict(),
+        "contestants": dict.fromkeys(chosen, LENGTHS[task]),
+    }
+    return launched(NoLab(Cluster.simple(hosts)), job)[0]
 
 
 # ---- tables -------------------------------------------------------------------------------------
@@ -137,7 +140,7 @@ def reached(curve: list[list[float]], aim: float) -> float | None:
 
 
 def aim_of(curve: list[list[float]], task: str) -> float:
-    return dict(map(tuple, curve))[AIMS[task]]
+    return next(loss for at, loss in curve if at == AIMS[task])
 
 
 def spread(values: list[float], form: str) -> str:
@@ -196,11 +199,31 @@ def table(options: argparse.Namespace, task: str, hosts: int) -> None:
             whole = not never and bool(needed)
             cells.append(cell + (f", **{each_s * median(needed):.1f} s**" if whole else ", never"))
         print("|", " | ".join(cells), "|")
+    for rate in rates:
+        print(advice_in_words(options, task, hosts, rate))
     if errors:
         middle = median(error for error, *_ in errors)
         print(
             f"\nprediction off by {middle:.1%} (median), {max(errors)[0]:.1%} ({max(errors)[1:]})"
         )
+
+
+def advice_in_words(options: argparse.Namespace, task: str, hosts: int, rate: int) -> str:
+    """The advised strategies against the best of those that are as fresh: averages every ten."""
+    known = json.loads(options.times.read_text())
+    start = f"{task}, {hosts} hosts, {rate} Mbit/s, "
+    for key, found in known.items():
+        if key.startswith(start):
+            late = ("due=delayed", "delay=", *(name for name in TORCH if name != "ddp"))
+            fresh = {k: v["iteration_s"] for k, v in found.items() if not any(w in k for w in late)}
+            best = min(fresh, key=lambda label: fresh[label])
+            shares = [
+                f"{label} {row['iteration_s'] / fresh[best]:.3f}"
+                for label, row in found.items()
+                if label.startswith(ADVISED)
+            ]
+            return f"\n{rate} Mbit/s, of the best measured ({best}): {', '.join(shares)}"
+    return ""
 
 
 # ---- the command --------------------------------------------------------------------------------

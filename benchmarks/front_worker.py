@@ -1,4 +1,4 @@
-"""One rank of `front.py`: the contestants, one after another in one process."""
+"""One rank of `front.py` and `bytes.py`: the contestants, one after another in one process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from contest import counted
 from tasks import GPT, Task, digits_task
+from threads import LEAST_BYTES
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -20,9 +22,11 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
+from offbeat.advice import advise
 from offbeat.lab.emulate import EmulatedModel
 from offbeat.profile import Bucket, Profile
-from offbeat.strategies.texts import parse
+from offbeat.runtime.wrap import Model
+from offbeat.strategies.texts import parse, text_of
 
 TASKS = {"digits": digits_task(800), "gpt": GPT}
 TORCH = ("ddp", "ddp fp16", "ddp powersgd", "post-local-sgd")
@@ -30,6 +34,8 @@ PERIOD, WARM = 10, 10  # iterations between averages; before PowerSGD begins
 EVERY = 10  # iterations between two looks at the held-out data
 SKIP = 3  # iterations of torch's contestants that do not count when time is taken
 OBSERVED = 5
+ADVISED, ADVISED_COUNT = "advised", 20
+RACE_WARM = 25  # iterations before time is taken of a race
 
 
 class Contestant:
@@ -38,10 +44,11 @@ class Contestant:
     def __init__(
         self, label: str, model: nn.Module, optimizer: torch.optim.Optimizer, profile: Profile
     ) -> None:
-        self.model, self.used, self.optimizer = model, model, optimizer
+        self.model, self.optimizer = model, optimizer
+        self.used: Any = model
         if label not in TORCH:
             self.used, self.optimizer = offbeat.prepare(
-                model, optimizer, parse(label), profile=profile, min_bucket_bytes=1
+                model, optimizer, parse(text_in(label)), profile=profile, min_bucket_bytes=1
             )
         elif label == "post-local-sgd":
             for parameter in model.parameters():
@@ -61,7 +68,7 @@ class Contestant:
                 ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def close(self) -> None:
-        if self.used is not self.model and not isinstance(self.used, DistributedDataParallel):
+        if isinstance(self.used, Model):
             self.used.consolidate()  # pending averages land now, not beside the next contestant's
             self.used.close()
 
@@ -72,19 +79,36 @@ def sent_bytes() -> int:
     return sum(int(rest.split()[8]) for name, rest in rows if name.strip() != "lo")
 
 
+def advised(profile: Profile) -> dict[str, int]:
+    """The advised strategy and those to compare it with, and the iterations that count of each."""
+    texts: list[Any] = [None]
+    if dist.get_rank() == 0:
+        advice = advise(profile)
+        first = [option for option in advice.compared if option != advice.chosen]
+        texts = [[text_of(option.strategy) for option in (advice.chosen, *first)]]
+    dist.broadcast_object_list(texts)
+    return {f"{ADVISED} {n}: {text}": ADVISED_COUNT for n, text in enumerate(texts[0], 1)}
+
+
+def text_in(label: str) -> str:
+    """The strategy's text in a label."""
+    return label.split(": ", 1)[1] if label.startswith(ADVISED) else label
+
+
 def timed(label: str, layers: list[Bucket], profile: Profile, iterations: int) -> dict[str, Any]:
     """When each iteration that counts ended on the slowest rank, and what a rank sent in it."""
     model = EmulatedModel(layers)
     if label in TORCH:  # with the sides that PowerSGD compresses
         for part in model.modules():
-            if isinstance(getattr(part, "weight", None), nn.Parameter):
-                part.weight = nn.Parameter(squarest(part.weight.detach()))
+            weight = getattr(part, "weight", None)
+            if isinstance(weight, nn.Parameter):
+                part.weight = nn.Parameter(squarest(weight.detach()))
         first, count = SKIP + (WARM if "powersgd" in label else 0), iterations
         if label == "post-local-sgd":
             count = math.ceil(iterations / PERIOD) * PERIOD
         chosen = range(first, first + count)
     else:
-        chosen = counted(parse(label).plan(profile), iterations)
+        chosen = counted(parse(text_in(label)).plan(profile), iterations)
     mine = Contestant(label, model, torch.optim.SGD(model.parameters(), lr=0.05), profile)
     inputs = torch.full((1,), float(dist.get_rank()))
     dist.barrier()
@@ -139,6 +163,40 @@ def learned(
     return losses
 
 
+def raced(label: str, task: Task, profile: Profile, seed: int, iterations: int) -> dict[str, float]:
+    """Seconds and bytes per iteration as fast as the processors are, after a warm-up; losses of the
+    last iterations on all ranks, and of the held-out data on the mean of the replicas."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(seed)
+    model, judge = task.model(), task.model()
+    batches = task.batches(seed, size, rank)
+    mine = Contestant(label, model, task.optimizer(model), profile)
+    losses = []
+    dist.barrier()
+    begin_s, before = 0.0, 0
+    for step in range(RACE_WARM + iterations):
+        if step == RACE_WARM:
+            begin_s, before = time.perf_counter(), sent_bytes()
+        mine.optimizer.zero_grad()
+        loss = task.loss(mine.used, next(batches))
+        loss.backward()
+        mine.optimizer.step()
+        losses.append(loss.detach())
+    took_s = torch.tensor((time.perf_counter() - begin_s) / iterations, dtype=torch.float64)
+    sent = (sent_bytes() - before) / iterations
+    dist.all_reduce(took_s, dist.ReduceOp.MAX)
+    last = torch.stack(losses[-EVERY * 2 :]).mean()
+    dist.all_reduce(last)
+    held_out = look(task, model, judge)
+    mine.close()
+    return {
+        "iteration_s": took_s.item(),
+        "sent_bytes": sent,
+        "loss": last.item() / size,
+        "held out": held_out,
+    }
+
+
 def look(task: Task, model: nn.Module, judge: nn.Module) -> float:
     """Held-out loss of the mean of all replicas; changes nothing. Messages may be under way."""
     numbers = [value for value in model.state_dict().values() if value.is_floating_point()]
@@ -156,30 +214,47 @@ def look(task: Task, model: nn.Module, judge: nn.Module) -> float:
     return task.held_out_loss(judge)
 
 
+def profiled(
+    model: nn.Module, compute: Callable[[nn.Module], Tensor], path: Path, least_bytes: int
+) -> Profile:
+    """What plain BSP measures in a few iterations."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer = offbeat.prepare(
+        model,
+        optimizer,
+        offbeat.BSP(),
+        profile=path,
+        observe=OBSERVED,
+        min_bucket_bytes=least_bytes,
+    )
+    for _ in range(OBSERVED + 2):
+        optimizer.zero_grad()
+        compute(model).backward()
+        optimizer.step()
+    model.consolidate()
+    model.close()
+    return Profile.load(path)
+
+
 def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     layers = [Bucket(**layer) for layer in job["layers"]]
+    path = Path(job["folder"], "profile.json")
     found: dict[str, Any] = {}
     if job["what"] == "times":
-        path = Path(job["folder"], "profile.json")
-        model = EmulatedModel(layers)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        model, optimizer = offbeat.prepare(
-            model, optimizer, offbeat.BSP(), profile=path, observe=OBSERVED, min_bucket_bytes=1
-        )
-        for _ in range(OBSERVED + 2):
-            optimizer.zero_grad()
-            model(torch.ones(1)).backward()
-            optimizer.step()
-        model.consolidate()
-        model.close()
-        profile = Profile.load(path)
-        for label, iterations in job["contestants"].items():
+        profile = profiled(EmulatedModel(layers), lambda m: m(torch.ones(1)), path, 1)
+        chosen = job["contestants"] | advised(profile)
+        for label, iterations in chosen.items():
             found[label] = timed(label, layers, profile, iterations)
+    elif job["what"] == "race":
+        task = digits_task(800, batch=16)
+        batches = task.batches(0, 1, 0)
+        profile = profiled(task.model(), lambda m: task.loss(m, next(batches)), path, LEAST_BYTES)
+        for label, iterations in job["contestants"].items():
+            found[label] = raced(label, task, profile, job["seed"], iterations)
     else:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        profile = Profile.load(job["profile"])
+        dist.init_process_group("gloo")
+        profile = Profile.from_dict(job["profile"])
         for label, iterations in job["contestants"].items():
             task = TASKS[job["task"]]
             found[label] = learned(label, task, profile, job["seed"], iterations)

@@ -62,12 +62,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), RATE, MOMENTUM, weight_decay=DECAY)
 
 
-def picture_batches(seed: int, ranks: int, rank: int) -> Iterator[Batch]:
+def picture_batches(seed: int, ranks: int, rank: int, batch: int = PICTURES) -> Iterator[Batch]:
     """Random images of this rank's part, for ever."""
     images, labels = (whole.chunk(ranks)[rank] for whole in pictures()[:2])
     rng = torch.Generator().manual_seed(seed * ranks + rank)
     while True:
-        chosen = torch.randint(len(images), (PICTURES,), generator=rng)
+        chosen = torch.randint(len(images), (batch,), generator=rng)
         yield images[chosen], labels[chosen]
 
 
@@ -117,12 +117,12 @@ def text_loss(model: nn.Module, batch: Batch) -> Tensor:
 # ---- tasks ----------------------------------------------------------------------------------
 
 
-def digits_task(width: int) -> Task:
+def digits_task(width: int, batch: int = PICTURES) -> Task:
     """The digits example."""
     return Task(
         partial(network, width),
         sgd,
-        picture_batches,
+        partial(picture_batches, batch=batch),
         picture_loss,
         lambda: [pictures()[2:]],
         warmup=1,
