@@ -40,8 +40,8 @@ from offbeat.strategies.texts import parse
 
 FORWARD_S, BACKWARD_S = 0.01, 0.02
 WIRES = ("bf16", "fp16", "int8", "int4", "sign", "topk:0.01", "randomk:0.01", "powersgd:4")
-LENGTHS = {"digits": 240, "gpt": 320}  # iterations that are trained
-AIMS = {"digits": 120, "gpt": 160}  # DDP's loss after so many is the aim
+LENGTHS = {"digits": 240, "gpt": 240}  # iterations that are trained
+AIMS = {"digits": 120, "gpt": 120}  # DDP's loss after so many is the aim
 COUNTED = {True: 4, False: 20}  # iterations whose time is taken, of every one's averages or not
 
 
@@ -185,7 +185,7 @@ def table(options: argparse.Namespace, task: str, hosts: int) -> None:
         never = len(row["needed"]) - len(needed)
         counts = spread(needed, ".0f") if needed else ""
         cells = [row["label"], counts + (f" (never: {never})" if never else "")]
-        cells.append(spread(row["last"], ".3f"))
+        cells.append(spread(row["last"], ".3f") if row["last"] else "")
         sent = [run["sent_bytes"] / 1e3 for runs in row["rates"].values() for run in runs]
         cells.append(f"{median(sent):.0f}" if sent else "")
         for rate in rates:

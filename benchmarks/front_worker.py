@@ -7,13 +7,15 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from contest import counted
-from tasks import GPT, Task, digits_task
+from tasks import GPT, Task, digits_task, text_batches
 from threads import LEAST_BYTES
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -28,7 +30,10 @@ from offbeat.profile import Bucket, Profile
 from offbeat.runtime.wrap import Model
 from offbeat.strategies.texts import parse, text_of
 
-TASKS = {"digits": digits_task(800), "gpt": GPT}
+TASKS = {
+    "digits": digits_task(800, batch=16),
+    "gpt": replace(GPT, batches=partial(text_batches, batch=4)),
+}
 TORCH = ("ddp", "ddp fp16", "ddp powersgd", "post-local-sgd")
 PERIOD, WARM = 10, 10  # iterations between averages; before PowerSGD begins
 EVERY = 10  # iterations between two looks at the held-out data
@@ -247,7 +252,7 @@ def main(job: dict[str, Any]) -> None:
         for label, iterations in chosen.items():
             found[label] = timed(label, layers, profile, iterations)
     elif job["what"] == "race":
-        task = digits_task(800, batch=16)
+        task = TASKS["digits"]
         batches = task.batches(0, 1, 0)
         profile = profiled(task.model(), lambda m: task.loss(m, next(batches)), path, LEAST_BYTES)
         for label, iterations in job["contestants"].items():

@@ -96,12 +96,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=ADAM_RATE, betas=BETAS)
 
 
-def text_batches(seed: int, ranks: int, rank: int) -> Iterator[Batch]:
+def text_batches(seed: int, ranks: int, rank: int, batch: int = SEQUENCES) -> Iterator[Batch]:
     """Random windows of this rank's part, for ever."""
     mine = text()[0].chunk(ranks)[rank]
     rng = torch.Generator().manual_seed(seed * ranks + rank)
     while True:
-        yield gpt.batch_of(mine, SEQUENCES, CONTEXT, rng)
+        yield gpt.batch_of(mine, batch, CONTEXT, rng)
 
 
 def held_out_text() -> list[Batch]:
