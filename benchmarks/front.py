@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from front_picture import picture
 from front_worker import ADVISED, PERIOD, TASKS, TORCH, text_in
 from threads import layout, remembered
 
@@ -166,9 +167,27 @@ def rows(options: argparse.Namespace, task: str, hosts: int) -> Iterator[dict[st
 
 
 def tables(options: argparse.Namespace) -> None:
+    panels = {}
     for task in options.tasks.split(","):
         for hosts in map(int, options.hosts.split(",")):
+            found = [row for row in rows(options, task, hosts) if row["rates"] and row["last"]]
             table(options, task, hosts)
+            panels[f"{task}, {hosts} hosts: held-out loss after {LENGTHS[task]} iterations"] = {
+                short(row["label"]): (sent_by(row), median(row["last"])) for row in found
+            }
+    if options.svg:
+        ours = [short(label) for label in contestants() if label not in TORCH]
+        options.svg.write_text(picture(panels, ours))
+
+
+def short(label: str) -> str:
+    """Without the period, which all share."""
+    return label.replace(f"period={PERIOD}", "").replace("::", ":").rstrip(":")
+
+
+def sent_by(row: Mapping[str, Any]) -> float:
+    """Bytes of a rank and iteration, at whatever rate."""
+    return median(run["sent_bytes"] for runs in row["rates"].values() for run in runs)
 
 
 def table(options: argparse.Namespace, task: str, hosts: int) -> None:
@@ -186,8 +205,7 @@ def table(options: argparse.Namespace, task: str, hosts: int) -> None:
         counts = spread(needed, ".0f") if needed else ""
         cells = [row["label"], counts + (f" (never: {never})" if never else "")]
         cells.append(spread(row["last"], ".3f") if row["last"] else "")
-        sent = [run["sent_bytes"] / 1e3 for runs in row["rates"].values() for run in runs]
-        cells.append(f"{median(sent):.0f}" if sent else "")
+        cells.append(f"{sent_by(row) / 1e3:.1f}" if row["rates"] else "")
         for rate in rates:
             runs = row["rates"][rate]
             each_s = median(run["iteration_s"] for run in runs)
@@ -208,14 +226,21 @@ def table(options: argparse.Namespace, task: str, hosts: int) -> None:
         )
 
 
+def is_advisable(label: str) -> bool:
+    """Whether advice may name it: averages every ten at most, codecs that lose little."""
+    if label.startswith(ADVISED) or label == "ddp":
+        return True
+    words = ("due=delayed", "delay=", "sign", "topk", "randomk", "powersgd")
+    return label not in TORCH and not any(word in label for word in words)
+
+
 def advice_in_words(options: argparse.Namespace, task: str, hosts: int, rate: int) -> str:
     """The advised strategies against the best of those that are as fresh: averages every ten."""
     known = json.loads(options.times.read_text())
     start = f"{task}, {hosts} hosts, {rate} Mbit/s, "
     for key, found in known.items():
         if key.startswith(start):
-            late = ("due=delayed", "delay=", *(name for name in TORCH if name != "ddp"))
-            fresh = {k: v["iteration_s"] for k, v in found.items() if not any(w in k for w in late)}
+            fresh = {k: v["iteration_s"] for k, v in found.items() if is_advisable(k)}
             best = min(fresh, key=lambda label: fresh[label])
             shares = [
                 f"{label} {row['iteration_s'] / fresh[best]:.3f}"
@@ -241,6 +266,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--only", help="contestants whose label contains this")
     parser.add_argument("--times", type=Path, default=Path("front-times.json"))
+    parser.add_argument("--svg", type=Path, help="where `tables` draws loss against bytes")
     parser.add_argument("--losses", type=Path, default=Path("front-losses.json"))
     options = parser.parse_args()
     if options.what == "tables":

@@ -1,0 +1,84 @@
+"""The picture of `front.py`: loss against bytes, one panel per model and number of hosts."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 430, 300, 52, 34, 14, 40
+STYLE = (
+    "text{font:11px sans-serif;fill:#6b7280}.title{font-weight:600;font-size:12px}"
+    "line,.front{stroke:#9ca3af;fill:none}.front{stroke-dasharray:4 3}"
+    ".ours{fill:#2563eb}.torch{fill:#d97706}"
+)
+Point = tuple[float, float]  # bytes per iteration, loss
+
+
+def picture(panels: Mapping[str, Mapping[str, Point]], ours: Sequence[str]) -> str:
+    """An SVG, two panels in a row; `ours`: labels that are not torch's."""
+    parts = []
+    for n, (title, points) in enumerate(panels.items()):
+        x, y = n % 2 * WIDTH, n // 2 * HEIGHT
+        parts.append(f'<g transform="translate({x} {y})">{panel(title, points, ours)}</g>')
+    rows = -(-len(panels) // 2)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {rows * HEIGHT}">'
+        f"<style>{STYLE}</style>{''.join(parts)}</svg>\n"
+    )
+
+
+def panel(title: str, points: Mapping[str, Point], ours: Sequence[str]) -> str:
+    """Dots; those that nobody beats in both are joined and named, and torch's are named."""
+    xs = [math.log10(sent) for sent, _ in points.values()]
+    ys = [loss for _, loss in points.values()]
+    low, high = math.floor(min(xs)), math.ceil(max(xs))
+    least, most = min(ys) - 0.05 * (max(ys) - min(ys)), max(ys) + 0.05 * (max(ys) - min(ys))
+
+    def at(point: Point) -> Point:
+        x = (math.log10(point[0]) - low) / (high - low)
+        y = (point[1] - least) / (most - least or 1)
+        return LEFT + x * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM)
+
+    parts = [f'<text class="title" x="{LEFT}" y="16">{html.escape(title)}</text>']
+    for power in range(low, high + 1):
+        x = at((10.0**power, least))[0]
+        parts.append(f'<line x1="{x:.0f}" x2="{x:.0f}" y1="{HEIGHT - BOTTOM}" y2="{TOP}"/>')
+        size = f"{10 ** (power - 3):g} KB" if power < 6 else f"{10 ** (power - 6):g} MB"
+        parts.append(f'<text x="{x - 14:.0f}" y="{HEIGHT - 24}">{size}</text>')
+    for k in range(5):
+        loss = least + k / 4 * (most - least)
+        y = at((10.0**low, loss))[1]
+        parts.append(f'<text x="4" y="{y + 4:.0f}">{loss:.3f}</text>')
+    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 8}">sent per rank and iteration</text>')
+    front = best(points)
+    course = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(points[label]) for label in front))
+    parts.append(f'<polyline class="front" points="{course}"/>')
+    taken: list[Point] = []
+    for label, point in sorted(points.items(), key=lambda item: item[1][1]):
+        (x, y), kind = at(point), "ours" if label in ours else "torch"
+        title = f"{label}: {point[0] / 1e3:.1f} KB, {point[1]:.3f}"
+        parts.append(
+            f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{html.escape(title)}'
+            "</title></circle>"
+        )
+        if label in front or kind == "torch":
+            right = x < WIDTH - 150
+            while any(abs(y - b) < 11 and abs(x - a) < 130 for a, b in taken):
+                y -= 11
+            taken.append((x, y))
+            anchor = "start" if right else "end"
+            parts.append(
+                f'<text x="{x + (7 if right else -7):.0f}" y="{y + 4:.0f}" text-anchor="{anchor}">'
+                f"{html.escape(label)}</text>"
+            )
+    return "".join(parts)
+
+
+def best(points: Mapping[str, Point]) -> list[str]:
+    """Those that nobody beats in bytes and in loss, by bytes."""
+    found: list[str] = []
+    for label, (_, loss) in sorted(points.items(), key=lambda item: item[1]):
+        if not found or loss < points[found[-1]][1]:
+            found.append(label)
+    return found
