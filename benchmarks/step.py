@@ -1,9 +1,10 @@
 """What an iteration costs beyond a plain loop, between two synchronizations.
 
     python benchmarks/step.py [--cases mb,tiny,gpt] [--rounds 15] [--seconds 1]
+    torchrun --nproc-per-node 2 benchmarks/step.py ...
 
 A world of one, one thread. Processor time of the process, so that other load on the machine does
-not count. Contestants take turns at every iteration. Ratios are of the medians of rounds, and of
+not count. Under torchrun so many ranks on the loopback, and time is the clock's. Contestants take turns at every iteration. Ratios are of the medians of rounds, and of
 the fastest quarter of all iterations, which other load disturbs least. A second plain loop shows
 the noise.
 """
@@ -11,6 +12,7 @@ the noise.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from statistics import median, quantiles
@@ -75,6 +77,7 @@ def contestant(case: str, name: str, warm: int) -> Callable[[], float]:
     model, x = CASES[case][1]()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
     calm = None
+    clock = time.process_time if dist.get_world_size() == 1 else time.perf_counter
     if name.startswith("DDP"):
         model = nn.parallel.DistributedDataParallel(model)
         calm = model.no_sync
@@ -87,13 +90,13 @@ def contestant(case: str, name: str, warm: int) -> Callable[[], float]:
         optimizer.step()
 
     def timed() -> float:
-        begun = time.process_time()
+        begun = clock()
         if calm is None:
             iterate()
         else:
             with calm():
                 iterate()
-        return time.process_time() - begun
+        return clock() - begun
 
     for _ in range(warm):
         timed()
@@ -109,11 +112,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="of a contestant in a round")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    print("| model | loop | ms | of plain | fastest quarter |\n|---|---|---|---|---|")
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    say = print if dist.get_rank() == 0 else lambda *_, **__: None
+    say("| model | loop | ms | of plain | fastest quarter |\n|---|---|---|---|---|")
     for case in args.cases.split(","):
         loops = {name: contestant(case, name, args.warm) for name in args.loops.split(";")}
-        count = max(2, round(args.seconds / median(loops["plain"]() for _ in range(3))))
+        counts = torch.tensor([args.seconds / median(loops["plain"]() for _ in range(3))])
+        dist.all_reduce(counts, dist.ReduceOp.MIN)
+        count = max(2, round(counts.item()))
         times: dict[str, list[float]] = {name: [] for name in loops}
         for _ in range(args.rounds * count):
             for name, timed in loops.items():
@@ -123,7 +132,7 @@ def main() -> None:
             ratios = [s / p for s, p in zip(rounds[name], rounds["plain"], strict=True)]
             low, middle, high = quantiles(ratios, n=4)
             fastest = quantiles(seconds, n=4)[0] / quantiles(times["plain"], n=4)[0]
-            print(
+            say(
                 f"| {CASES[case][0]} | {name} | {1000 * median(seconds):.2f} | "
                 f"{middle:.3f} [{low:.3f}, {high:.3f}] | {fastest:.3f} |",
                 flush=True,
