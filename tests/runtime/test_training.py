@@ -22,6 +22,7 @@ from offbeat import (
     DDP,
     WFBP,
     ByteScheduler,
+    DiLoCo,
     DreamDDP,
     LocalSGD,
     PartialSync,
@@ -337,7 +338,8 @@ def test_two_links() -> None:
 
 def test_shapes_that_are_easy_to_get_wrong() -> None:
     """Scalars, empty parameters, channels_last, sliced and transposed tensors."""
-    for strategy in (EAGER, AFTER, LocalSGD(period=2, state="averaged")):
+    wired = LocalSGD(period=2, wire="int8"), DiLoCo(period=3, fragments=2, delay=1)
+    for strategy in (EAGER, AFTER, LocalSGD(period=2, state="averaged"), *wired):
         ranks = run_world(oddities.train_odd_shapes, 2, strategy)
         assert ranks[0]["bits"] == ranks[1]["bits"]
         for rank in ranks:

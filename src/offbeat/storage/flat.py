@@ -174,9 +174,14 @@ class Flat:
         found, copy = [], self.physical(buffer)
         for b in run:
             count = sum(p.numel() for p in self.buckets[b].parameters)
-            (whole,) = self.tensors(buffer, range(b, b + 1), copy)
-            found.append(whole[:count])
+            found.append(self._bucket(buffer, b, copy)[:count])
         return found
+
+    def _bucket(self, buffer: str, b: int, copy: int) -> Tensor:
+        """One copy of a buffer of one bucket, also of one without elements."""
+        column = 2 if self._kinds[buffer] == "grad" else 0
+        start, stop = self._spans[b][column : column + 2]
+        return self._stores[buffer][copy][self.keys[b]].data[start:stop]
 
     def carried(self, payload: Payload, copy: int, into: str | None = None) -> tuple[Tensor, ...]:
         """What a message carries of one copy of its buffer (or of another buffer, alike). What
@@ -196,7 +201,7 @@ class Flat:
         found: dict[Key, tuple[list[Tensor], list[Tensor]]] = {}
         last = payload.part + payload.width == payload.parts
         for b in payload.buckets:
-            (whole,) = self.tensors(buffer, range(b, b + 1), copy)
+            whole = self._bucket(buffer, b, copy)
             numbers = sum(p.numel() for p in self.buckets[b].parameters)
             pieces = found.setdefault(self.keys[b], ([], []))
             pieces[0].append(whole[payload.slice_of(numbers)])
