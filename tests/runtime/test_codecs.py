@@ -36,6 +36,7 @@ from offbeat.transport.codes.codes import code
 
 ARGS = {"topk": {"fraction": 0.1}, "randomk": {"fraction": 0.1}, "powersgd": {"rank": 2}}
 PLAIN = [name for name in WIRES if not WIRES[name].linear]
+LINEAR = [name for name in WIRES if WIRES[name].linear]
 SIZES = (300, 7, 513)
 
 
@@ -168,14 +169,55 @@ def test_a_rank_without_finite_values(via, leaves_out):
         assert mean == [2.0] if leaves_out else all(m != m for m in mean)
 
 
-def test_anchors_of_different_origin_are_an_error():
+@pytest.mark.parametrize(
+    ("name", "via", "value"),
+    [
+        ("int8", "gather", 1e300),
+        ("bf16", "scatter", 1e39),
+        ("sign", "gather", 1e300),
+        ("sign", "scatter", 1e300),
+        ("powersgd", "reduce", 1e307),
+    ],
+)
+def test_finite_values_that_codes_or_sums_cannot_hold(name, via, value):
+    """All ranks are told, and what codecs keep for later is what it was."""
+    used = of(name)
+
+    def life(world, rank):
+        [link] = memory_links(world, rank, ["net"]).values()
+        memory, outcomes = {}, []
+        error = torch.zeros(512, dtype=torch.float64)
+        transfer = LocalSGD(period=2).plan(profile_of()).transfers[0]
+        try:
+            for each in (1.0, value):
+                x = torch.full((512,), each, dtype=torch.float64)
+                kept, remembered = error.clone(), {k: v.clone() for k, v in memory.items()}
+                part = Part(x, x[:0], memory)
+                how = Settings(used, via, 0, keeps=True)
+                coded = Coded(transfer, [part], [([error], [])], how)
+                outcomes.append(coded(link.collectives, leaves_out=False)[1])
+        finally:
+            link.close()
+        assert torch.equal(error, kept)
+        assert memory.keys() == remembered.keys()
+        assert all(torch.equal(memory[k], remembered[k]) for k in memory)
+        return [list(bad) for bad in outcomes]
+
+    assert run_ranks(2, life) == [[[], [0, 1]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "via"), [("int8", "gather"), ("int8", "scatter"), *((n, "reduce") for n in LINEAR)]
+)
+@pytest.mark.parametrize("origins", [(0, 1), (1 << 62, 0), (5 << 40, 5 << 40 | 1 << 21)])
+def test_anchors_of_different_origin_are_an_error(name, via, origins):
     def life(world, rank):
         [link] = memory_links(world, rank, ["net"]).values()
         part = Part(torch.ones(4), torch.empty(0), {})
         try:
             with pytest.raises(OriginError, match="rank 1"):
                 average(
-                    part, Settings(of("int8"), "gather", 0, True, origin=rank), link.collectives
+                    part, Settings(of(name), via, 0, True, origin=origins[rank]), link.collectives
                 )
         finally:
             link.close()
@@ -417,6 +459,7 @@ def test_text():
         ("powersgd:0", "rank"),
         ("powersgd:x", "rank"),
         ("int4:3", "no settings"),
+        ("int4:", "no settings"),
     ],
 )
 def test_wires_that_cannot_be(wire, words):
@@ -424,9 +467,17 @@ def test_wires_that_cannot_be(wire, words):
         WFBP(wire=wire)
 
 
-def test_a_rank_above_the_matrix():
-    with pytest.raises(ValueError, match=r"rank \(40\)"):
-        WFBP(wire="powersgd:40").plan(profile_of())
+@pytest.mark.parametrize("rank", [15, 40])
+def test_a_rank_whose_factors_are_no_smaller_than_the_matrix(rank):
+    """820 numbers are 29 rows of 29, and 58 x 14 = 812."""
+    with pytest.raises(ValueError, match=rf"rank \({rank}\).* below 14.14.* 29 x 29"):
+        BSP(wire=f"powersgd:{rank}").plan(profile_of())
+    assert BSP(wire="powersgd:14").plan(profile_of()).fact("wire")
+
+
+def test_error_feedback_is_a_yes_or_a_no():
+    with pytest.raises(ValueError, match=r"error_feedback \('no'\)"):
+        WFBP(wire="int4", error_feedback="no")
 
 
 def test_one_bit_without_error_feedback_warns():

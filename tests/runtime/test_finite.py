@@ -164,6 +164,16 @@ def test_a_skipped_replica_takes_over_the_others_weights() -> None:
         assert torch.equal(value, second["weights"][name])
 
 
-def test_ignored_values_spread() -> None:
-    for rank in run_world(support.spoil, 2, WFBP(), "ignore", "gradient", 4):
+@pytest.mark.parametrize("wire", ["int8", "sign", "randomk:0.5", "powersgd:1"])
+def test_codes_hide_no_values(wire: str) -> None:
+    """They cannot hold them; so a rank says that it had some."""
+    strategy = WFBP(wire=wire)
+    for rank in run_world(support.spoil, 2, strategy, "raise", "gradient", 4):
+        assert rank["iteration"] == support.WHEN
+        assert "rank 1 brought values that are not finite" in rank["words"]
+
+
+@pytest.mark.parametrize("wire", ["none", "int8", "randomk:0.5"])
+def test_ignored_values_spread(wire: str) -> None:
+    for rank in run_world(support.spoil, 2, WFBP(wire=wire), "ignore", "gradient", 4):
         assert not torch.isfinite(rank["weights"]["4.weight"]).any()

@@ -32,6 +32,7 @@ class Wired(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         used = codec_of(self.wire)
+        require_choice("error_feedback", self.error_feedback, (True, False))
         if isinstance(used, Sign) and not self.error_feedback:
             warnings.warn(
                 f"wire ({self.wire!r}) without error_feedback loses all but one bit of every "
@@ -143,10 +144,12 @@ def _require_smaller(wire: Wire, transfers: Iterable[Transfer], profile: Profile
         return
     sizes = [profile.payload_bytes("grad", t.payload.buckets) // t.payload.parts for t in transfers]
     most = max(sizes, default=0) // ELEMENT_BYTES
-    if used.rank >= min(matrix(most)):
+    if used.dense(most):
+        sides = matrix(most)
         raise ValueError(
-            f"rank ({used.rank}) of wire 'powersgd' must be below the sides of the largest matrix, "
-            f"{' x '.join(map(str, matrix(most)))}; use a smaller rank, or wire='none'"
+            f"rank ({used.rank}) of wire 'powersgd' must be below {most / sum(sides):.4g}: the "
+            f"largest message is a matrix of {sides[0]} x {sides[1]}, and factors of a higher "
+            "rank are no smaller; use a smaller rank, or wire='none'"
         )
 
 
@@ -183,10 +186,10 @@ def codec_of(text: str) -> Codec | None:
 
 def arguments(text: str) -> dict[str, Any]:
     """The settings of a codec from its text; ValueError for those that cannot be."""
-    name, _, value = text.partition(":")
+    name, colon, value = text.partition(":")
     settings = WIRES[name].settings if name in WIRES else {}
     if not settings:
-        if value:
+        if colon:
             raise ValueError(f"wire ({text!r}) must be {name!r}, which has no settings")
         return {}
     [(key, setting)] = settings.items()

@@ -139,7 +139,9 @@ class Link:
     def _send(self, message: Message) -> None:
         t, act = message.transfer, self.collectives
         if message.coded is not None:
-            message.tensors, message.culprits, sent = message.coded(act, leaves_out=self.leaves_out)
+            message.tensors, culprits, sent = message.coded(act, leaves_out=self.leaves_out)
+            if self.guard is not None:
+                message.culprits = culprits
             message.sent_bytes = sent
             self.bytes_sent += sent
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from offbeat.transport.codes.rows import Rows, read_heads, write_head
 from offbeat.transport.collectives import Collectives
 
 Memory = MutableMapping[str, Any]
+
+HEAD = 4  # of each rank, in an all-reduce: whether its values were bad, 63 bits of its origin
 
 
 @dataclass
@@ -54,8 +56,8 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """Of one part: who had values that are not finite, and the bytes of an all-reduce that would
-    have put as many on the link."""
+    """Of one part: who had values that are not finite (all ranks, if only the mean is not), and the
+    bytes of an all-reduce that would have put as many on the link."""
 
     bad: Sequence[int]
     bytes: int
@@ -64,7 +66,7 @@ class Outcome:
 class OriginError(RuntimeError):
     """The ranks count changes from different parameters."""
 
-    def __init__(self, origins: Sequence[int]) -> None:
+    def __init__(self, origins: Sequence[Any]) -> None:
         odd = [rank for rank, origin in enumerate(origins) if origin != origins[0]]
         super().__init__(
             f"rank {odd[0]} counts the changes of its parameters from others than rank 0: weights "
@@ -83,8 +85,14 @@ def average(part: Part, how: Settings, act: Collectives) -> Outcome:
         "scatter": _scattered,
         "reduce": _reduced,
     }
+    memory = dict(part.memory)
     outcome = by_way[how.via](part, how, act, bad)
     assert part.mean is not None
+    if not outcome.bad and not _finite(part.mean):
+        # Too large to be encoded or added up. All ranks see it; what is lost of it is not kept.
+        part.memory.clear()
+        part.memory.update(memory)
+        return replace(outcome, bad=range(act.size))
     factor = _of_the_rest(outcome.bad, how, act.size)
     if factor != 1:
         part.plain = part.plain * factor
@@ -176,14 +184,14 @@ def _scattered(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcom
 def _reduced(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
     """Linear codes are averaged as they are. Flags and what is not encoded go with them."""
     x, codec = part.numbers, how.codec
-    flags = x.new_zeros(act.size)
-    flags[act.rank] = float(bad)
+    flags = x.new_zeros(act.size, HEAD)
+    flags[act.rank] = x.new_tensor([bad, *(how.origin >> 21 * k & 0x1FFFFF for k in range(3))])
     tail = part.plain.to(x.dtype)
     mean, sent = torch.zeros_like(x), 0
 
     def averaged(values: Tensor, *more: Tensor) -> list[Tensor]:
         nonlocal sent
-        whole = torch.cat([values.reshape(-1), *more])
+        whole = torch.cat([values.reshape(-1), *(m.view(-1) for m in more)])
         act.by_verb["all_reduce"](whole)
         sent += whole.nbytes
         return list(whole.split([values.numel(), *(m.numel() for m in more)]))
@@ -208,13 +216,16 @@ def _reduced(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
             own = whole.T @ p
             (q,) = averaged(own)
             q = q.view_as(own)
-            if not bool(flags.any()):
+            if not bool(flags.view(-1, HEAD)[:, 0].any()):
                 part.memory["q"] = q
             whole = torch.addmm(whole, p, own.T, alpha=-1)
             part.numbers = whole.view(-1)[: x.numel()]
             mean = (p @ q.T).view(-1)[: x.numel()]
     part.mean, part.plain = mean, tail.to(part.plain.dtype)
-    return Outcome([rank for rank, share in enumerate(flags.tolist()) if share > 0], sent)
+    told = flags.view(-1, HEAD)
+    bad_ones = [rank for rank, share in enumerate(told[:, 0].tolist()) if share > 0]
+    _require_same([tuple(origin) for origin in told[:, 1:].tolist()])
+    return Outcome(bad_ones, sent)
 
 
 def _finite(x: Tensor) -> bool:
@@ -225,9 +236,14 @@ def _finite(x: Tensor) -> bool:
 def _heard(table: Tensor) -> list[int]:
     """Ranks whose values were not finite; RuntimeError if anchors are not the same."""
     bad, origins = read_heads(table)
+    _require_same(origins)
+    return bad
+
+
+def _require_same(origins: Sequence[Any]) -> None:
+    """OriginError unless the ranks' origins are the same, or what became of them in an average."""
     if any(origin != origins[0] for origin in origins):
         raise OriginError(origins)
-    return bad
 
 
 def _mean_of(table: Tensor, rows: Rows, like: Tensor) -> Tensor:
@@ -248,4 +264,4 @@ def handed_over(
         first = shards(size, ranks, codec.grain)[0]
         most = codec.bytes_of(first.stop - first.start, itemsize)
         return ranks * (Rows(most).bytes + Rows(most, plain_bytes).bytes) // 2
-    return codec.bytes_of(size, itemsize) + plain_bytes + ranks * itemsize
+    return codec.bytes_of(size, itemsize) + plain_bytes + HEAD * ranks * itemsize
