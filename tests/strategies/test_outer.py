@@ -44,6 +44,19 @@ def test_a_text_that_is_none():
 
 
 @pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: OuterSGD(nesterov="no"), "nesterov"),
+        (lambda: DiLoCo(outer={"lr": 1, "beta": 0.5}), r"outer .*beta"),
+        (lambda: DiLoCo(delay=1, alpha="0.5"), "alpha"),
+    ],
+)
+def test_settings_that_cannot_be(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
     "strategy",
     [
         LocalSGD(period=3),

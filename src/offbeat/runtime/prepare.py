@@ -130,6 +130,11 @@ def prepare(
     require_policy(on_nonfinite)
     if metrics is not None and not isinstance(metrics, Metrics):
         metrics = Metrics(metrics)
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"optimizer ({type(optimizer).__name__}) must be one torch.optim.Optimizer; have one "
+            "with a parameter group each in place of several"
+        )
     _require_unprepared(model, optimizer)
     _require_idle_servers()
     _require_one_model(job)

@@ -13,7 +13,7 @@ from offbeat.strategies import dreamddp_due as later
 from offbeat.strategies.base import Strategy, periodic_bound_s, require_count
 from offbeat.strategies.dreamddp import DreamDDP
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
-from offbeat.strategies.outer import OuterSGD, equations_of, outer_of, with_outer
+from offbeat.strategies.outer import OuterSGD, equations_of, number, outer_of, with_outer
 from offbeat.strategies.partial_sync import Average, Piece, layer_times, partial_plan
 from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, delayed, layer_sets, partial
@@ -73,9 +73,9 @@ class DiLoCo(Wired):
                     f"fragments ({self.fragments}) must be at most the period ({self.period}), as "
                     "each has an iteration of its own; use fewer, or None"
                 )
-        if self.alpha is not None and not 0 <= self.alpha < 1:
+        if self.alpha is not None and not (number(self.alpha) and 0 <= self.alpha < 1):
             raise ValueError(
-                f"alpha ({self.alpha}) must be at least 0 and below 1: with 1 nothing would land"
+                f"alpha ({self.alpha!r}) must be at least 0 and below 1: with 1 nothing would land"
             )
         if self.alpha is not None and self.delay == 0:
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from offbeat.plan import Apply, Buffer, Fact, Phases, Plan
@@ -30,15 +30,17 @@ class OuterSGD:
     nesterov: bool = True
 
     def __post_init__(self) -> None:
-        if not _number(self.lr) or not 0 < self.lr < float("inf"):
+        if not number(self.lr) or not 0 < self.lr < float("inf"):
             raise ValueError(
                 f"lr ({self.lr!r}) of outer must be a number above 0; 1 goes on from the average"
             )
-        if not _number(self.momentum) or not 0 <= self.momentum < 1:
+        if not number(self.momentum) or not 0 <= self.momentum < 1:
             raise ValueError(
                 f"momentum ({self.momentum!r}) of outer must be at least 0 and below 1: with 1 "
                 "or more its steps never become smaller"
             )
+        if not isinstance(self.nesterov, bool):
+            raise ValueError(f"nesterov ({self.nesterov!r}) of outer must be True or False")
 
     @classmethod
     def parse(cls, text: str) -> OuterSGD:
@@ -61,7 +63,7 @@ def outer_of(given: Any) -> OuterSGD | None:
     """What a setting `outer` stands for: an OuterSGD, its text, its settings by name, or None."""
     if given is None or isinstance(given, OuterSGD):
         return given
-    if isinstance(given, Mapping):
+    if isinstance(given, Mapping) and set(given) <= {field.name for field in fields(OuterSGD)}:
         return OuterSGD(**given)
     if isinstance(given, str):
         return OuterSGD.parse(given)
@@ -142,5 +144,6 @@ def _behind_prologue(plan: Plan) -> Plan:
     )
 
 
-def _number(value: Any) -> bool:
+def number(value: Any) -> bool:
+    """Whether it is one; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
