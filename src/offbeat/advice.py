@@ -95,7 +95,7 @@ def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
         least_s = min(least_s, option.update_s)
     chosen = _gentlest(found, AS_GOOD)
     ranked = sorted(found, key=lambda option: (option.update_s, option.gentleness))
-    return Advice(tuple(ranked), chosen, _compared(found, chosen), tuple(_notes(profile)))
+    return Advice(tuple(ranked), chosen, _compared(found, chosen), tuple(_notes(profile, found)))
 
 
 def candidates(max_staleness: int) -> Iterator[Strategy]:
@@ -197,7 +197,12 @@ def _compared(found: list[Option], chosen: Option) -> tuple[Option, ...]:
     return tuple(sorted(list(picked)[:MOST_COMPARED], key=lambda option: option.gentleness))
 
 
-def _notes(profile: Profile) -> Iterator[str]:
+def _notes(profile: Profile, found: Iterable[Option]) -> Iterator[str]:
+    if not profile.codecs and any(option.change == "lossy" for option in found):
+        yield (
+            "the profile has no speeds of codecs, so encoding counts as free; measure the model "
+            "again with `offbeat profile`"
+        )
     scales = sorted(profile.rank_scale)
     if scales and scales[-1] > UNEVEN * scales[len(scales) // 2]:
         yield (

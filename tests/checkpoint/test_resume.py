@@ -46,6 +46,14 @@ TRIALS: dict[str, list[jobs.Trial]] = {
         jobs.Trial(offbeat.DiLoCo(period=2), jobs.CASE, 5),
         jobs.Trial(offbeat.DiLoCo(period=3, fragments=2, delay=2, alpha=0.5), jobs.CASE, 6),
     ],
+    "wires": [
+        jobs.Trial(offbeat.WFBP(wire="int4"), jobs.CASE, 3),
+        jobs.Trial(offbeat.WFBP(wire="powersgd:1"), MLP, 3),
+        jobs.Trial(offbeat.LocalSGD(period=2, wire="topk:0.1"), ADAM, 5),
+        jobs.Trial(offbeat.LocalSGD(period=2, wire="randomk:0.1", state="averaged"), ADAM, 5),
+        jobs.Trial(offbeat.DreamDDP(period=3, due="delayed", delay=2, wire="int8"), jobs.CASE, 6),
+        jobs.Trial(offbeat.DiLoCo(period=3, fragments=2, delay=2, wire="sign"), jobs.CASE, 6),
+    ],
     "votes": [
         jobs.Trial(offbeat.SelSync(delta=0.2), jobs.CASE, 5),
         jobs.Trial(offbeat.SelSync(delta=0.2, scope="layer"), MLP, 5),
