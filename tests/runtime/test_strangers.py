@@ -12,7 +12,7 @@ from torch import nn
 from worlds import run_world
 
 import offbeat
-from offbeat import P3, WFBP, Cyclic, DeFT, LocalSGD, Strategy
+from offbeat import P3, WFBP, Cyclic, DeFT, DiLoCo, LocalSGD, Strategy
 
 EVERY = LocalSGD(period=1)  # without momentum the mean of weights is that of gradients
 
@@ -77,11 +77,12 @@ def test_begun_anew_after_a_failure() -> None:
 
 
 def test_loading_on_one_rank_alone() -> None:
-    """Not an abort of the process, as different messages would be."""
-    cases = [(strangers.loads_on_one_rank, DeFT(forward=1, backward=2))]
+    """Neither an abort of the process, as of different messages, nor replicas that stay apart."""
+    strategies = (DeFT(forward=1, backward=2), DiLoCo(period=2, fragments=1))
+    cases = [(strangers.loads_on_one_rank, strategy) for strategy in strategies]
     first, second = run_world(strangers.outcomes, 2, cases, 0.0, 4.0)
-    assert "load them on all ranks" in first[0]
-    assert "Error" in second[0]
+    assert all("load them on all ranks" in said for said in first)
+    assert all("Error" in said for said in second)
 
 
 def test_saving_on_one_rank_alone(tmp_path: Path) -> None:

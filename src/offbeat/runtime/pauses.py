@@ -49,7 +49,7 @@ class Pauses:
     def discard(self) -> bool:
         """Other weights are about to be loaded: forget gradients that were added up and averages
         that have not landed, and begin the plan anew. Its buffers start again with what is loaded.
-        Whether the plan begins anew: then all ranks must load."""
+        Whether all ranks must load: where the plan begins anew, or ranks step from one average."""
         self.flush()
         run = self._engine.run
         run.reloaded = True
@@ -60,7 +60,7 @@ class Pauses:
             run.discard_landings()
             self._begin_anew()
             return True
-        return False
+        return any(apply.rule == "outer" for apply in self._engine.plan.applies)
 
     def drain(self) -> None:
         """Between iterations: also apply gradients that are not yet due, forget averages that have
