@@ -1,21 +1,24 @@
 """Advice: how near the first choice is to the best that can be simulated, over many profiles.
 
     python benchmarks/advice.py [--profiles 200] [--max-staleness 6] [--first 0]
+                                [--measured FILE ...]
 
 Profiles are made up: 3 to 12 layers of unequal size, messages a twentieth to ten times the
-compute, three latencies, some with jitter. The best is the fastest of everything that computes
-the same as DDP and of all periods and delays that are allowed. Nothing is measured.
+compute, three latencies, some with jitter, codecs of .5 to 2 GB/s; or they are those of files. The
+best is the fastest of everything that computes the same as DDP and of all periods and delays that
+are allowed, without a codec and with those that advice knows. All of it is simulated.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
+from pathlib import Path
 from random import Random
 from statistics import fmean
 
-from offbeat.advice import Option, advise, tried
-from offbeat.profile import Bucket, Link, Profile
+from offbeat.advice import WIRES, Option, advise, tried, with_settings
+from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.strategies import STRATEGIES, DeFT, DreamDDP, LocalSGD, Strategy
 
 JITTERS = (0.0, 0.0, 0.0, 0.1)
@@ -36,6 +39,10 @@ def profile_of(seed: int) -> Profile:
         world_size=rng.choice((2, 4, 8)),
         update_s=rng.uniform(0.02, 0.2) * compute_s,
         jitter=rng.choice(JITTERS),
+        codecs=tuple(
+            CodecSpeed(wire, 1e-9 * rng.uniform(0.5, 2), 1e-9 * rng.uniform(0.2, 1))
+            for wire in WIRES
+        ),
     )
 
 
@@ -46,7 +53,8 @@ def everything(max_staleness: int) -> list[Strategy]:
         found += [LocalSGD(period), DreamDDP(period), DreamDDP(period, due="forward")]
         delays = range(1, min(period, max_staleness + 2 - period))
         found += [DreamDDP(period, due="delayed", delay=delay) for delay in delays]
-    return found
+    wired = [one for one in found if "wire" in one.settings()]
+    return found + [with_settings(one, wire=wire) for one in wired for wire in WIRES]
 
 
 def best(profile: Profile, max_staleness: int) -> tuple[float, Strategy]:
@@ -60,12 +68,15 @@ def main() -> None:
     parser.add_argument("--profiles", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--max-staleness", type=int, default=6)
+    parser.add_argument(
+        "--measured", type=Path, nargs="+", help="profiles, instead of made-up ones"
+    )
     options = parser.parse_args()
     behind: list[float] = []
     chosen: Counter[str] = Counter()
     options_of: list[Option] = []
-    for seed in range(options.first, options.first + options.profiles):
-        profile = profile_of(seed)
+    for seed in options.measured or range(options.first, options.first + options.profiles):
+        profile = Profile.load(seed) if isinstance(seed, Path) else profile_of(seed)
         advice = advise(profile, max_staleness=options.max_staleness)
         best_s, strategy = best(profile, options.max_staleness)
         behind.append(advice.chosen.update_s / best_s)

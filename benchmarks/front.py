@@ -94,8 +94,9 @@ def launched(
         return found, Profile.load(measured) if measured.exists() else None
 
 
-def times(task: str, hosts: int, rate: int, chosen: list[str]) -> dict[str, Any]:
-    """By contestant: seconds and bytes per iteration, and predicted seconds where we predict."""
+def times(task: str, hosts: int, rate: int, chosen: list[str], keep: Path) -> dict[str, Any]:
+    """By contestant: seconds and bytes per iteration, and predicted seconds where we predict; the
+    measured profile is kept in a folder."""
     text = f'hosts = {hosts}\n[[links]]\nname = "net"\nrate = "{rate}mbit"\n'
     job = {
         "what": "times",
@@ -104,6 +105,8 @@ def times(task: str, hosts: int, rate: int, chosen: list[str]) -> dict[str, Any]
     }
     found, profile = launched(Lab(Cluster.from_toml(text), "front"), job)
     assert profile is not None
+    keep.mkdir(exist_ok=True)
+    profile.save(keep / f"{task}-{hosts}-{rate}.json")
     for label, row in found.items():
         if label == "ddp" or label not in TORCH:
             strategy = DDP() if label == "ddp" else parse(text_in(label))
@@ -283,7 +286,9 @@ def main() -> None:
                     continue
                 for rate in map(int, options.rates.split(",")):
                     key = f"{task}, {hosts} hosts, {rate} Mbit/s, {n}"
-                    run = partial(times, task, hosts, rate, chosen[:: -1 if n % 2 else 1])
+                    turns = chosen[:: -1 if n % 2 else 1]
+                    keep = options.times.with_suffix(".profiles")
+                    run = partial(times, task, hosts, rate, turns, keep)
                     remembered(options.times, key, run)
 
 
