@@ -86,7 +86,7 @@ def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
     found: list[Option] = []
     least_s = math.inf
     for candidate in candidates(max_staleness):
-        if candidate.bound_s(profile) >= least_s * (1 - LEAST_GAIN):
+        if candidate.bound_s(candidate.costed(profile)) >= least_s * (1 - LEAST_GAIN):
             continue
         option = tried(candidate, profile)
         if option is None or option.staleness > max_staleness:
