@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from offbeat.cli.texts import contestants
+from offbeat.measuring import coding as measuring
 from offbeat.numerics.codecs import WIRES, codec, way
+from offbeat.plan import Moment, Plan, Wire, local, transfer
 from offbeat.plan.check import check
 from offbeat.plan.interpreter import Interpreter
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
@@ -29,10 +31,12 @@ from offbeat.strategies import (
     SelSync,
 )
 from offbeat.strategies.texts import parse
+from offbeat.strategies.wired import with_wire
 from offbeat.testing.memory import memory_links, run_ranks
 from offbeat.testing.quadratic import MOMENTUM, RATE, Net, Quadratic, interpreted, model_of, ran
 from offbeat.transport.codes.average import OriginError, Part, Settings, average, handed_over
 from offbeat.transport.codes.codes import code
+from offbeat.transport.device import CPU
 
 ARGS = {"topk": {"fraction": 0.1}, "randomk": {"fraction": 0.1}, "powersgd": {"rank": 2}}
 PLAIN = [name for name in WIRES if not WIRES[name].linear]
@@ -156,17 +160,18 @@ def test_a_rank_without_finite_values(via, leaves_out):
     def life(world, rank):
         [link] = memory_links(world, rank, ["net"]).values()
         x = torch.full((64,), float("nan") if rank == 1 else 2.0)
-        part = Part(x, x[:0], {})
+        part = Part(x, torch.full((3,), 4.0), {})
         try:
             how = Settings(used, via, 0, keeps=True, leaves_out=leaves_out)
             bad = average(part, how, link.collectives).bad
         finally:
             link.close()
-        return list(bad), part.mean[part.mean != 0].unique().tolist()
+        return list(bad), part.mean[part.mean != 0].unique().tolist(), part.plain.tolist()
 
-    for bad, mean in run_ranks(3, life):
+    for bad, mean, plain in run_ranks(3, life):
         assert bad == [1]
         assert mean == [2.0] if leaves_out else all(m != m for m in mean)
+        assert plain == [4.0] * 3 if leaves_out else all(x != x for x in plain)
 
 
 @pytest.mark.parametrize(
@@ -398,6 +403,32 @@ def test_parameters_have_an_anchor_and_errors_and_gradients_have_errors():
     assert LocalSGD(period=2, wire="int4", error_feedback=False).plan(profile_of()).fact("wire")
 
 
+def test_each_link_has_errors_of_its_own_where_two_carry_a_bucket():
+    """Their messages have no order; a link that carries other buckets needs no room of its own."""
+
+    def residuals(links):
+        moves = [
+            transfer(
+                "grad",
+                range(b, b + 1),
+                after=Moment("grad", b),
+                before=Moment("step"),
+                phases=(phase,),
+                link=link,
+            )
+            for (b, phase), link in links.items()
+        ]
+        plan = Plan("both", 2, tuple(moves), (local(2, Moment("step"), range(2)),), period=2)
+        wired = with_wire(plan, Wire("int8"), profile_of((300, 300)))
+        assert check(wired) == []
+        return {t.wire.error for t in wired.transfers}
+
+    apart = {(0, 0): "net", (0, 1): "net", (1, 0): "aux", (1, 1): "aux"}
+    assert residuals(apart) == {"residual_grad"}
+    both = {(0, 0): "net", (0, 1): "aux", (1, 0): "aux", (1, 1): "net"}
+    assert residuals(both) == {"residual_grad of net", "residual_grad of aux"}
+
+
 def test_no_wire_is_the_plan_of_before():
     assert DreamDDP(wire="none").plan(profile_of()) == DreamDDP().plan(profile_of())
 
@@ -422,6 +453,17 @@ def test_messages_cost_what_their_codes_take():
     slow = profile_of((256 * 1000,), codecs=(CodecSpeed("int4", 1e-6, 1e-6),))
     later = predict_plan(BSP(wire="int4").plan(slow), slow)
     assert later.iteration_s == pytest.approx(wired.iteration_s + 3 * 1.024)
+
+
+def test_speeds_are_seconds_per_byte_of_the_numbers(monkeypatch):
+    """Those of float32 that go in, not of the codes; linear codecs do both in one."""
+    monkeypatch.setattr(measuring, "_seconds", lambda *_: 2.0)
+    speeds = measuring.codec_speeds(torch.device("cpu"), CPU())
+    assert [speed.name for speed in speeds] == [*WIRES]
+    each = 2.0 / (4 * measuring.ELEMENTS)
+    for speed in speeds:
+        assert speed.encode_s_per_byte == each
+        assert speed.decode_s_per_byte == (each if speed.name in PLAIN else 0.0)
 
 
 def test_planners_know_what_codes_take():

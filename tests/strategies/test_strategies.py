@@ -350,6 +350,21 @@ def test_slices_reach_the_closed_form():
     )
 
 
+@pytest.mark.parametrize(("ratio", "gains"), [(1.2, False), (0.9, True)])
+def test_slices_that_are_not_asked_for_must_gain_two_percent(ratio, gains):
+    """`ratio`: a period's messages over its backwards."""
+    layers = tuple(Bucket(f"h.{i}", 0.005, 0.010, 400_000) for i in range(8))
+    rate = 8 * 400_000 / (ratio * 2 * 8 * 0.010)
+    profile = Profile(layers, (Link("net", 1e-3, rate),), world_size=4)
+    whole_s, split_s = (
+        seconds_of(DreamDDP(period=2, split=split), profile) for split in (False, True)
+    )
+    assert split_s < whole_s * (0.98 if gains else 0.99)
+    assert (split_s < whole_s * 0.98) == gains
+    chosen = DreamDDP(period=2).plan(profile)
+    assert any(t.payload.parts > 1 for t in chosen.transfers) == gains
+
+
 def fast_link(profile, times):
     link = profile.links[0]
     return replace(profile, links=(replace(link, bytes_per_s=link.bytes_per_s * times),))
