@@ -117,6 +117,24 @@ def merging():
     return Profile(buckets, (Link("net", 1e-3, 1e5),), 2, update_s=0.001)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "change", "staleness"),
+    [
+        (WFBP(), "same numbers", 0),
+        (WFBP(wire="int8"), "lossy", 0),
+        (LocalSGD(5), "averaged", 4),
+        (DreamDDP(5), "averaged", 4),
+        (DreamDDP(5, due="delayed", delay=2), "late", 6),
+        (DreamDDP(5, due="delayed", delay=2, wire="int4"), "lossy", 6),
+    ],
+    ids=str,
+)
+def test_what_options_do_to_the_mathematics(strategy, change, staleness):
+    """The last bucket of a period is averaged period - 1 iterations later, and lands later yet."""
+    option = tried(strategy, slow())
+    assert (option.change, option.staleness) == (change, staleness)
+
+
 def test_merged_updates_are_fewer_and_as_late_as_their_oldest_gradient():
     option, plan = tried(MERGING, merging()), MERGING.plan(merging())
     merges = plan.fact("merges")

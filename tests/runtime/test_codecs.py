@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import nan
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +12,13 @@ import torch
 from offbeat.cli.texts import contestants
 from offbeat.measuring import coding as measuring
 from offbeat.numerics.codecs import WIRES, codec, way
-from offbeat.plan import Moment, Plan, Wire, local, transfer
+from offbeat.plan import Moment, Payload, Plan, Wire, local, transfer
 from offbeat.plan.check import check
-from offbeat.plan.interpreter import Interpreter
+from offbeat.plan.interpreter import Interpreter, memory_of
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.runtime.coding import Coded, Coding
 from offbeat.sim import predict_plan
+from offbeat.sim.wires import Encoded, costed
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec
 from offbeat.strategies import (
@@ -89,6 +93,14 @@ def test_values_that_a_format_cannot_hold_are_kept_for_later():
     assert of("fp16").arrives(x).tolist() == [65504.0, 1.0, -65504.0]
     tiny = np.full(3, 1e-38)
     assert of("int4").arrives(tiny).tolist() == [0.0] * 3
+    for name, numbers in (("fp16", x), ("int4", tiny), ("int8", tiny)):
+        given = torch.from_numpy(numbers).float()
+        lost, found = given.clone(), torch.zeros_like(given)
+        codes = torch.empty(of(name).bytes_of(3), dtype=torch.uint8)
+        code(of(name)).encode(lost, codes)
+        code(of(name)).add(codes, found)
+        assert found.tolist() == of(name).arrives(numbers).tolist()
+        assert lost.tolist() == (given - found).tolist()
 
 
 def test_places_of_randomk_are_drawn_anew_and_alike():
@@ -152,10 +164,14 @@ def test_ranks_average_as_the_rule_says(name, via, ranks):
         assert arrived.tobytes() == found[0][0].tobytes()
 
 
-@pytest.mark.parametrize("via", ["gather", "scatter", "reduce"])
+@pytest.mark.parametrize(
+    ("name", "via"),
+    [("bf16", "gather"), ("bf16", "scatter"), ("randomk", "reduce"), ("powersgd", "reduce")],
+)
 @pytest.mark.parametrize("leaves_out", [False, True])
-def test_a_rank_without_finite_values(via, leaves_out):
-    used = of("randomk" if via == "reduce" else "bf16")
+def test_a_rank_without_finite_values(name, via, leaves_out):
+    """It does not count, or the mean is NaN; of such a message nothing is kept."""
+    used = of(name)
 
     def life(world, rank):
         [link] = memory_links(world, rank, ["net"]).values()
@@ -166,12 +182,28 @@ def test_a_rank_without_finite_values(via, leaves_out):
             bad = average(part, how, link.collectives).bad
         finally:
             link.close()
+        assert part.memory == {}
         return list(bad), part.mean[part.mean != 0].unique().tolist(), part.plain.tolist()
 
     for bad, mean, plain in run_ranks(3, life):
         assert bad == [1]
-        assert mean == [2.0] if leaves_out else all(m != m for m in mean)
+        assert mean == pytest.approx([2.0 if leaves_out else nan] * len(mean), nan_ok=True)
         assert plain == [4.0] * 3 if leaves_out else all(x != x for x in plain)
+
+
+def test_values_whose_sum_overflows_are_finite():
+    def life(world, rank):
+        [link] = memory_links(world, rank, ["net"]).values()
+        large = torch.full((8,), 3e38)
+        part = Part(large.clone(), large, {})
+        try:
+            outcome = average(part, Settings(of("int8"), "gather", 0, keeps=True), link.collectives)
+        finally:
+            link.close()
+        assert outcome.bad == []
+        torch.testing.assert_close(part.mean, large, rtol=1e-2, atol=0)
+
+    run_ranks(1, life)
 
 
 @pytest.mark.parametrize(
@@ -279,9 +311,12 @@ def test_outer_steps_move_the_anchor_of_all_ranks_alike(strategy):
     task = Quadratic(SIZES, 3, plan.prologue + 3 * plan.period)
     run = Interpreter(plan, model_of(task), 3)
     run.run(task.iterations)
-    anchors = [worker.buffers["anchor"][0] for worker in run.workers]
+    anchor = next(t.wire.anchor for t in plan.transfers)
+    anchors = [worker.buffers[anchor][0] for worker in run.workers]
     assert all(anchor.tobytes() == anchors[0].tobytes() for anchor in anchors)
     assert not np.array_equal(anchors[0], model_of(task).start)
+    # Changes are counted from where the outer step has led to, not from the average before it.
+    np.testing.assert_array_equal(run.workers[0].buffers["common"][0], anchors[0])
 
 
 @pytest.mark.parametrize("make", [BSP, lambda **k: LocalSGD(period=2, **k)])
@@ -342,8 +377,6 @@ def test_local_sgd_equals_its_equations(ranks, via):
 @pytest.mark.parametrize("via", ["gather", "scatter"])
 def test_a_message_that_fails_takes_nothing_along(via):
     """Errors are kept when the codes of all ranks are here, and not before."""
-    from dataclasses import replace
-
     from offbeat.transport.collectives import Collectives
 
     def die(_):
@@ -366,17 +399,48 @@ def test_changes_are_counted_from_weights_that_were_loaded():
     net = Net(np.zeros(sum(SIZES)), SIZES)
     flat = Flat(net, [BucketSpec(f"b{b}", (f"layers.{b}.w",)) for b in range(3)])
     flat.adopt(plan.all_buffers)
-    coding = Coding(plan, flat, {})
+    remembered = {memory_of(t): {"0": {"mean": 1.0}} for t in plan.transfers}
+    memory = {**remembered, "of another rule": 1}
+    coding = Coding(plan, flat, memory)
     [[residual]], [[anchor]] = flat.contents("residual"), flat.contents("anchor")
     residual.fill_(1.0)
     coding.begin()
     assert residual.sum() > 0
+    assert memory.keys() >= remembered.keys()
     coding.forget()
     for p in net.parameters():
         p.data.fill_(3.0)
     coding.begin()
     assert anchor.unique().tolist() == [3.0]
     assert residual.unique().tolist() == [0.0]
+    assert memory == {"of another rule": 1}
+
+
+@pytest.mark.parametrize("via", ["gather", "scatter"])
+def test_what_a_message_would_take_is_known_before_it_is_sent(via):
+    """Of codes and of running statistics, which are sent as they are."""
+    plan = LocalSGD(period=2, wire="int4").plan(profile_of((42,)))
+    wire = replace(plan.transfers[0].wire, args={"via": via})
+    sent = replace(plan.transfers[0], wire=wire)
+    plan = replace(plan, transfers=(sent,))
+
+    def life(world, rank):
+        [link] = memory_links(world, rank, ["net"]).values()
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
+        names = tuple(name for name, _ in model.named_parameters())
+        flat = Flat(model, [BucketSpec("b", names, ("1.running_mean", "1.running_var"))])
+        flat.adopt(plan.all_buffers)
+        coding = Coding(plan, flat, {})
+        coding.begin()
+        try:
+            coded = coding.coded(sent, flat.physical("param"), 0)
+            assert sum(part.plain.nbytes for part in coded.parts) == 2 * 5 * 4
+            return coded(link.collectives, leaves_out=False)[2], coding.bytes_of(sent, 2)
+        finally:
+            link.close()
+
+    for took, known in run_ranks(2, life):
+        assert took == known
 
 
 def test_an_anchor_outlives_another_plan_with_one():
@@ -429,6 +493,16 @@ def test_each_link_has_errors_of_its_own_where_two_carry_a_bucket():
     assert residuals(both) == {"residual_grad of net", "residual_grad of aux"}
 
 
+def test_what_wires_keep_is_counted_in():
+    everything = 4 * sum(SIZES)
+    made = [
+        DreamDDP(period=3, due="delayed", wire=wire, error_feedback=feedback).plan(profile_of())
+        for wire, feedback in (("none", True), ("int4", False), ("int4", True))
+    ]
+    extra = [plan.fact("memory_bytes") - made[0].fact("memory_bytes") for plan in made]
+    assert extra == [0, everything, 2 * everything]  # anchor, residual
+
+
 def test_no_wire_is_the_plan_of_before():
     assert DreamDDP(wire="none").plan(profile_of()) == DreamDDP().plan(profile_of())
 
@@ -453,6 +527,28 @@ def test_messages_cost_what_their_codes_take():
     slow = profile_of((256 * 1000,), codecs=(CodecSpeed("int4", 1e-6, 1e-6),))
     later = predict_plan(BSP(wire="int4").plan(slow), slow)
     assert later.iteration_s == pytest.approx(wired.iteration_s + 3 * 1.024)
+
+
+FLOORS = ((1000, 0.01), (100_000, 0.05))
+
+
+@pytest.mark.parametrize("via", ["gather", "scatter"])
+@pytest.mark.parametrize(
+    ("link", "codecs"),
+    [
+        (Link("net", 1e-3, 1e6), (CodecSpeed("int8", 1e-7, 2e-7),)),
+        (Link("net", 1e-3, 1e9, small=FLOORS), ()),
+    ],
+)
+def test_planners_are_told_what_messages_take(via, link, codecs):
+    """The links that they plan with take as long as the wire, also where a floor was measured."""
+    profile = replace(profile_of((20_000, 20_000), 4), links=(link,), codecs=codecs)
+    wire = Wire("int8", {"via": via})
+    for run in (range(1), range(2)):
+        payload = Payload("grad", run)
+        told_s = costed(profile, wire).message_s(payload, "net")
+        takes_s = Encoded(profile, payload, wire, "all_reduce").seconds("net")
+        assert told_s == pytest.approx(takes_s, rel=5e-3)  # blocks are filled up
 
 
 def test_speeds_are_seconds_per_byte_of_the_numbers(monkeypatch):

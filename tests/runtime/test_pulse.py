@@ -201,6 +201,23 @@ def test_who_failed_and_has_begun_anew(ranks: tuple[Store, list[Pulse]]) -> None
     assert pulses[3].culprits(waited_s=0.0) == []
 
 
+def test_how_a_rank_did_before_does_not_count_for_who_has_begun_anew(
+    ranks: tuple[Store, list[Pulse]],
+) -> None:
+    """Nothing is known yet of one that has not come as far."""
+    _, pulses = ranks
+    pulses[1].say(GAVE_UP, "gave up in backward")
+    until(lambda: pulses[3].over)
+    pulses[3].enter()
+    until(lambda: not pulses[3].over)
+    assert str(pulses[3].heard[1]) == pulse.SCRIPT
+    pulses[1].enter()
+    pulses[1].words = "in forward"
+    until(lambda: pulses[3].heard[1].words == "in forward")
+    for one in (pulses[1], pulses[3]):
+        one.exit()
+
+
 def test_what_others_have_found_counts(ranks: tuple[Store, list[Pulse]]) -> None:
     """Rank 0 saw it first, and leaves with the store."""
     store, pulses = ranks
