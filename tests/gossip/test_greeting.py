@@ -49,4 +49,6 @@ def test_what_a_worker_has_proved_proves_no_server() -> None:
     for mine, theirs in ((one, other), (other, one)):
         mac = secrets.proof(b"secret", b"worker", mine, theirs)
         assert not secrets.is_servers(b"secret", one, other, mac)
-    assert secrets.is_servers(b"secret", one, other, secrets.proof(b"secret", b"server", one, other))
+    assert secrets.is_servers(
+        b"secret", one, other, secrets.proof(b"secret", b"server", one, other)
+    )

@@ -18,7 +18,7 @@ from offbeat.plan.interpreter import Interpreter, memory_of
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.runtime.coding import Coded, Coding
 from offbeat.sim import predict_plan
-from offbeat.sim.wires import Encoded, costed
+from offbeat.sim.wires import Encoded, coding_s_per_byte, costed
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec
 from offbeat.strategies import (
@@ -416,6 +416,34 @@ def test_changes_are_counted_from_weights_that_were_loaded():
     assert memory == {"of another rule": 1}
 
 
+def test_ranks_tell_what_their_changes_are_counted_from():
+    """The same on all that begin alike, and on no others."""
+    plan = LocalSGD(period=2, wire="int4").plan(profile_of())
+
+    def origin(value):
+        net = Net(np.full(sum(SIZES), value), SIZES)
+        flat = Flat(net, [BucketSpec(f"b{b}", (f"layers.{b}.w",)) for b in range(3)])
+        flat.adopt(plan.all_buffers)
+        coding = Coding(plan, flat, {})
+        coding.begin()
+        first = coding.coded(plan.transfers[0], flat.physical("param"), 0).settings.origin
+        flat.contents("anchor")[0][0].add_(1.0)  # where training has led to since
+        assert coding.coded(plan.transfers[0], flat.physical("param"), 0).settings.origin == first
+        return first
+
+    assert origin(0.0) == origin(0.0) != origin(1.0)
+
+
+def test_numbers_of_16_bits_are_encoded_as_float32():
+    plan = BSP(wire="int4").plan(profile_of((42,)))
+    model = torch.nn.Linear(6, 7, bias=False).bfloat16()
+    flat = Flat(model, [BucketSpec("b", ("weight",))])
+    flat.adopt(plan.all_buffers)
+    coding = Coding(plan, flat, {})
+    [part] = coding.coded(plan.transfers[0], flat.physical("grad"), 0).parts
+    assert part.numbers.dtype == torch.float32
+
+
 @pytest.mark.parametrize("via", ["gather", "scatter"])
 def test_what_a_message_would_take_is_known_before_it_is_sent(via):
     """Of codes and of running statistics, which are sent as they are."""
@@ -529,26 +557,54 @@ def test_messages_cost_what_their_codes_take():
     assert later.iteration_s == pytest.approx(wired.iteration_s + 3 * 1.024)
 
 
-FLOORS = ((1000, 0.01), (100_000, 0.05))
+INT8 = [Wire("int8", {"via": via}) for via in ("gather", "scatter")]
+RANK2 = Wire("powersgd", {"rank": 2})
+SLOW, SPEED = Link("net", 1e-3, 1e6), {"encode_s_per_byte": 1e-7, "decode_s_per_byte": 2e-7}
+FLOOR = Link("net", 1e-3, 1e9, small=((1000, 0.01), (100_000, 0.05)))
+HALF = replace(SLOW, halves={"all_gather": (4e-4, 3e6)})
 
 
-@pytest.mark.parametrize("via", ["gather", "scatter"])
 @pytest.mark.parametrize(
-    ("link", "codecs"),
+    ("wire", "link", "given"),
     [
-        (Link("net", 1e-3, 1e6), (CodecSpeed("int8", 1e-7, 2e-7),)),
-        (Link("net", 1e-3, 1e9, small=FLOORS), ()),
+        *((wire, SLOW, {}) for wire in (*INT8, RANK2)),
+        *((wire, FLOOR, {}) for wire in INT8),
+        *((wire, link, {"net": 0.2}) for wire in (*INT8, RANK2) for link in (SLOW, HALF)),
     ],
 )
-def test_planners_are_told_what_messages_take(via, link, codecs):
-    """The links that they plan with take as long as the wire, also where a floor was measured."""
-    profile = replace(profile_of((20_000, 20_000), 4), links=(link,), codecs=codecs)
-    wire = Wire("int8", {"via": via})
-    for run in (range(1), range(2)):
+def test_planners_are_told_what_messages_take(wire, link, given):
+    """The links that they plan with take as long as the wire: also where a floor, a half of an
+    all-reduce or a bucket was measured."""
+    codecs = () if link is FLOOR else (CodecSpeed(wire.name, **SPEED),)
+    buckets = (Bucket("b", 0.01, 0.02, 80_000, given),) * 2
+    profile = Profile(buckets, (link,), 4, codecs=codecs)
+    for run in (range(1), range(2)) if wire is not RANK2 else (range(1),):
         payload = Payload("grad", run)
         told_s = costed(profile, wire).message_s(payload, "net")
         takes_s = Encoded(profile, payload, wire, "all_reduce").seconds("net")
         assert told_s == pytest.approx(takes_s, rel=5e-3)  # blocks are filled up
+
+
+def test_what_wires_add_to_a_message():
+    """Another latency for another round; encoding and decoding, as often as codes go round."""
+    profile = profile_of((20_000,), 4, codecs=(CodecSpeed("int8", 1e-6, 1e-9),))
+    seconds = Encoded(profile, Payload("grad", range(1)), RANK2, "all_reduce").seconds("net")
+    assert seconds == pytest.approx(2e-3 + (142 + 141) * 2 * 4 / 1e5)
+    speeds = {
+        way: coding_s_per_byte(profile, of("int8"), way)
+        for way in ("gather", "scatter", "reduce", "send", "encode")
+    }
+    assert speeds == pytest.approx(
+        {
+            "gather": 1e-6 + 4e-9,
+            "scatter": 1.25e-6 + 2e-9,  # a share of the mean is encoded again
+            "reduce": 1e-6 + 1e-9,
+            "send": 1e-6 + 1e-9,
+            "encode": 1e-6,
+        },
+        rel=1e-9,
+    )
+    assert coding_s_per_byte(profile, of("int4"), "gather") == 0
 
 
 def test_speeds_are_seconds_per_byte_of_the_numbers(monkeypatch):

@@ -127,6 +127,17 @@ def test_gradients_that_are_there_already_do_not_count() -> None:
     assert [what for what, *_ in listener.told] == ["begins", "ends"] * 2
 
 
+def test_gradients_that_share_a_version_counter_are_complete_at_the_end() -> None:
+    """Views of one tensor: what is written to one of them looks new in all."""
+    model, listener, hooks = prepared(0, few=True)
+    parameters = [*model.parameters()]
+    whole = torch.zeros(sum(p.numel() for p in parameters))
+    for p, part in zip(parameters, whole.split([p.numel() for p in parameters]), strict=True):
+        p.grad = part.view_as(p)
+    iterate(model, hooks)
+    assert [fresh for what, _, fresh in listener.told if what == "ready"] == [12] * 4
+
+
 def test_there_are_no_hooks_where_nothing_is_expected() -> None:
     model, listener, hooks = prepared(0, few=True)
     hooks.begin()

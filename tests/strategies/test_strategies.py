@@ -426,6 +426,20 @@ def test_what_is_filled_is_not_filled_again():
     assert any(later.with_fill(SETTING, choice._replace(fill=((), ()))).fill)
 
 
+def test_what_is_due_at_the_next_forward_is_filled_where_that_costs_nothing():
+    """More bytes may fit in time, and take processor time from compute."""
+    layers = tuple(Bucket(f"h.{i}", 0.005, 0.010, 40_000) for i in range(3))
+    profile = Profile(layers, (Link("net", 1e-4, 4e6, cpu_s_per_byte=1e-9),), world_size=4)
+    without, chosen, filled = (
+        DreamDDP(3, due="forward", fill=fill, split=False) for fill in (False, "auto", True)
+    )
+    assert len(filled.plan(profile).transfers) > len(without.plan(profile).transfers)
+    assert seconds_of(filled, profile) > seconds_of(without, profile) * (1 + 1e-6)
+    assert chosen.plan(profile).transfers == without.plan(profile).transfers
+    free = replace(profile, links=(replace(profile.links[0], cpu_s_per_byte=0.0),))
+    assert chosen.plan(free).transfers == filled.plan(free).transfers
+
+
 def test_slices_go_in_turn():
     pieces = later.cut_into(frozenset({0, 2}), SETTING)
     assert [(p.buckets[0], p.part) for p in pieces[:5]] == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
