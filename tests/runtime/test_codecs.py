@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from math import nan
 
@@ -451,10 +452,11 @@ def test_what_a_message_would_take_is_known_before_it_is_sent(via):
     wire = replace(plan.transfers[0].wire, args={"via": via})
     sent = replace(plan.transfers[0], wire=wire)
     plan = replace(plan, transfers=(sent,))
+    alike = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
 
     def life(world, rank):
         [link] = memory_links(world, rank, ["net"]).values()
-        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
+        model = deepcopy(alike)
         names = tuple(name for name, _ in model.named_parameters())
         flat = Flat(model, [BucketSpec("b", names, ("1.running_mean", "1.running_var"))])
         flat.adopt(plan.all_buffers)
