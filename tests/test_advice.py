@@ -6,11 +6,12 @@ from random import Random
 
 import pytest
 
-from offbeat.advice import CHANGES, WIRES, advise, in_words, periods, with_settings
+from offbeat import advice as advising
+from offbeat.advice import CHANGES, WIRES, advise, in_words, periods, tried, with_settings
 from offbeat.cli import commands as cli
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.sim import predict
-from offbeat.strategies import DDP, WFBP, DreamDDP, LocalSGD, create
+from offbeat.strategies import DDP, WFBP, DeFT, DreamDDP, LocalSGD, create
 from offbeat.strategies.texts import parse, text_of
 
 STALENESS = 4
@@ -108,6 +109,51 @@ def test_uneven_ranks_are_noted():
     profile = replace(slow(), world_size=4, rank_scale=(1.0, 1.0, 1.0, 2.0))
     assert any("gossip" in note for note in advise(profile, max_staleness=1).notes)
     assert not any("gossip" in note for note in advise(slow(), max_staleness=1).notes)
+
+
+MERGING = DeFT(forward=0, backward=1)
+
+
+def merging():
+    """MERGING merges three iterations there: one bucket leaves per backward, of three."""
+    buckets = tuple(Bucket(f"b{i}", 0.01, 0.02, 1000) for i in range(3))
+    return Profile(buckets, (Link("net", 1e-3, 1e5),), 2, update_s=0.001)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "change", "staleness"),
+    [
+        (WFBP(), "same numbers", 0),
+        (WFBP(wire="int8"), "lossy", 0),
+        (LocalSGD(5), "averaged", 4),
+        (DreamDDP(5), "averaged", 4),
+        (DreamDDP(5, due="delayed", delay=2), "late", 6),
+        (DreamDDP(5, due="delayed", delay=2, wire="int4"), "lossy", 6),
+    ],
+    ids=str,
+)
+def test_what_options_do_to_the_mathematics(strategy, change, staleness):
+    """The last bucket of a period is averaged period - 1 iterations later, and lands later yet."""
+    option = tried(strategy, slow())
+    assert (option.change, option.staleness) == (change, staleness)
+
+
+def test_merged_updates_are_fewer_and_as_late_as_their_oldest_gradient():
+    option, plan = tried(MERGING, merging()), MERGING.plan(merging())
+    merges = plan.fact("merges")
+    assert max(merges) > 1
+    assert option.update_s == pytest.approx(option.iteration_s * sum(merges) / len(merges))
+    # The gradients of one window are applied when the next one closes.
+    pairs = zip(merges, [*merges[1:], merges[0]], strict=True)
+    assert (option.change, option.staleness) == ("late", max(a + b - 1 for a, b in pairs))
+
+
+def test_what_is_staler_than_allowed_is_no_option(monkeypatch):
+    monkeypatch.setattr(advising, "candidates", lambda _: iter((DDP(), MERGING)))
+    stale = tried(MERGING, merging()).staleness
+    for allowed, listed in ((stale, True), (stale - 1, False)):
+        options = advise(merging(), max_staleness=allowed).options
+        assert (MERGING in [option.strategy for option in options]) == listed
 
 
 def test_periods_end_with_the_longest():

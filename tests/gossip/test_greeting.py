@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from offbeat.transport import secret as secrets
 from offbeat.transport.greeting import Greeting, GreetingError
 
 
@@ -40,3 +41,14 @@ def test_who_does_not_is_refused(asker: bytes) -> None:
 def test_a_byte_that_was_changed_is_noticed(spoil: int) -> None:
     with pytest.raises(GreetingError):
         talk(Greeting(b"secret", asks=True), Greeting(b"secret", asks=False), spoil)
+
+
+def test_what_a_worker_has_proved_proves_no_server() -> None:
+    """Or else what somebody says could be said back to him, whatever the order of the nonces."""
+    one, other = secrets.nonce(), secrets.nonce()
+    for mine, theirs in ((one, other), (other, one)):
+        mac = secrets.proof(b"secret", b"worker", mine, theirs)
+        assert not secrets.is_servers(b"secret", one, other, mac)
+    assert secrets.is_servers(
+        b"secret", one, other, secrets.proof(b"secret", b"server", one, other)
+    )

@@ -88,9 +88,11 @@ def test_events_in_their_order(snapshot: bool, mixed: bool) -> None:
     assert_same(y, j)
 
 
-def test_a_gradient_sees_one_point_and_the_exchange_counts() -> None:
+@pytest.mark.parametrize("momentum", [True, False])
+def test_a_gradient_sees_one_point_and_the_exchange_counts(momentum: bool) -> None:
     """The weights of a forward stay; the update is made of what gossip has left meanwhile."""
-    (a, b), (i, j), (x, _) = states(MOMENTUM)
+    constants = MOMENTUM if momentum else AVERAGING
+    (a, b), (i, j), (x, _) = states(constants, momentum=momentum)
     a.refresh()
     seen = x.clone()
     exchange(a, b, 1.0, Wire([x], chunk_bytes=32))

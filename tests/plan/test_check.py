@@ -7,9 +7,9 @@ from plan.families import FAMILIES, deft_plan, diloco_plan, fedavg_plan, selsync
 
 from offbeat.numerics import WIRES
 from offbeat.plan import Apply, Buffer, Moment, Phases, Plan, Vote, Wire, local, transfer
-from offbeat.plan.check import check, raise_if_wrong
+from offbeat.plan.check import check, raise_if_wrong, slices_of
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.strategies import BSP, DeFT, LocalSGD
+from offbeat.strategies import BSP, DeFT, DiLoCo, LocalSGD
 
 PROFILE = Profile(
     (Bucket("a", 1.0, 2.0, 8), Bucket("b", 0.5, 1.0, 4)), (Link("net", 0.5, 4.0),), world_size=2
@@ -151,6 +151,11 @@ NAMES = {
         "grad[0:2] into sum@net must go into a buffer of the same shape that has one copy",
         [0],
     ),
+    "state into itself": (
+        plan_of(ALL_GRADIENTS, move("state", 0, 2, STEP, END, into="state")),
+        "state[0:2] into state@net must go into a buffer of the same shape that has one copy",
+        [1],
+    ),
     "rule": (
         plan_of(ALL_GRADIENTS, applies=[LOCAL, apply("locale", STEP)]),
         "rule 'locale' of locale[0:2] must be one of add, blend, clear, clip, clip_early, close, "
@@ -251,6 +256,21 @@ NAMES = {
         "error ('residual') of grad[0:1]@net must be a buffer like grad that has one copy",
         [0],
     ),
+    "error with copies": (
+        replace(topk_plan(), buffers=(Buffer("residual", "grad", copies=2),)),
+        "error ('residual') of grad[0:1]@net must be a buffer like grad that has one copy",
+        [0],
+    ),
+    "anchor on a channel of groups": (
+        plan_of(
+            move("param", 0, 2, STEP, END, link="net#1", wire=Wire("int8", anchor="anchor")),
+            buffers=(Buffer("anchor", start="param"),),
+            groups={"net": ((0, 1), (2, 3))},
+        ),
+        "anchor ('anchor') of param[0:2]@net#1 must be left out: it is the same on all ranks, and "
+        "'net' spans groups of them",
+        [0],
+    ),
     "a half alone": (
         plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, verb="reduce_scatter")),
         "reduce_scatter grad[0:2]@net must come with its other half, all_gather, in the same "
@@ -320,6 +340,15 @@ NAMES = {
             selsync_plan(),
             period=2,
             transfers=(move("param", 0, 3, STEP, END, (0, 1), when="sync"),),
+        ),
+        "param[0:3]@net depends on the vote 'sync' in phases in which there is none",
+        [0],
+    ),
+    "vote of the iteration before at other times": (
+        replace(
+            selsync_plan(),
+            period=2,
+            transfers=(move("param", 0, 3, STEP, END, when="sync", ago=1),),
         ),
         "param[0:3]@net depends on the vote 'sync' in phases in which there is none",
         [0],
@@ -419,6 +448,16 @@ DOES = {
         "state[0:2]@net is in flight between its release forward and its deadline end while "
         "local[0:2] uses state of bucket 0",
         [1, 2],
+    ),
+    "anchor in flight": (
+        plan_of(
+            move("param", 0, 2, STEP, NEXT, wire=Wire("int8", anchor="anchor")),
+            applies=[LOCAL, apply("copy", END, args={"source": "param", "target": "anchor"})],
+            buffers=(Buffer("anchor", start="param"),),
+        ),
+        "param[0:2]@net is in flight between its release step and its deadline forward(1)+1 while "
+        "copy[0:2] uses anchor of bucket 0",
+        [0, 2],
     ),
     "averaged twice": (
         plan_of(ALL_GRADIENTS, replace(SECOND, link="aux", before=END)),
@@ -755,8 +794,9 @@ def test_a_rank_that_evaluates_would_train_other_weights():
     assert check(replace(plan, transfers=(ALL_GRADIENTS, late))) == []
 
 
-def test_any_rank_may_be_the_one_that_evaluates():
-    """As above, but only rank 1 has something to do early."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_rank_may_be_the_one_that_evaluates(rank):
+    """As above, but only one rank has something to do early."""
     end, next_ = ({"source": a, "target": b} for a, b in (("param", "c"), ("c", "a")))
     plan = plan_of(
         ALL_GRADIENTS,
@@ -764,7 +804,7 @@ def test_any_rank_may_be_the_one_that_evaluates():
         applies=[
             LOCAL,
             apply("copy", END, args=end),
-            apply("copy", Moment("forward", 0, 1), ranks=(1,), args=next_),
+            apply("copy", Moment("forward", 0, 1), ranks=(rank,), args=next_),
             apply("outer", STEP),
         ],
         buffers=(
@@ -806,6 +846,11 @@ def test_a_plan_and_a_profile():
     )
     lonely = plan_of(ALL_GRADIENTS, applies=[LOCAL, apply("reset", END, ranks=(2,))])
     assert first(lonely, PROFILE).message == "reset[0:2] names a rank beyond 0..1"
+    for numbers in ((1.0,), (1.0, 1.0, 1.0)):
+        shares = apply("scale", STEP, args={"buffer": "param", "by": numbers})
+        assert first(plan_of(ALL_GRADIENTS, applies=[LOCAL, shares]), PROFILE).message == (
+            f"by ({numbers}) of scale[0:2] must be 2 numbers, one per rank"
+        )
     grouped = plan_of(ALL_GRADIENTS, groups={"net": ((0, 1), (2, 3))})
     assert first(grouped, PROFILE).message == (
         "groups of link 'net' must hold each of the ranks 0..1 once"
@@ -819,6 +864,19 @@ def test_groups_that_never_meet_drift_apart():
     )
     channels = plan_of(replace(ALL_GRADIENTS, link="net#1"), groups={"net": ((0, 1), (2, 3))})
     assert first(channels).message == first(grouped).message
+
+
+@pytest.mark.parametrize(("share", "apart"), [(0.0, False), (0.99, False), (1.0, True)])
+def test_averages_that_are_not_blended_in_at_all(share, apart):
+    """Any share of the average brings replicas together in the end; none never does."""
+    plan = DiLoCo(period=3, fragments=2, delay=1, alpha=0.5).plan(PROFILE)
+    assert any(one.rule == "blend" for one in plan.applies)
+    blended = [
+        replace(one, args={"share": share}) if one.rule == "blend" else one for one in plan.applies
+    ]
+    problems = check(replace(plan, applies=tuple(blended)))
+    assert bool(problems) == apart
+    assert not apart or "its replicas drift apart" in problems[0].message
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,)])
@@ -918,6 +976,46 @@ def test_long_periods_cost_nothing():
         applies=(local(3, Moment("forward", lag=1), range(period)),),
     )
     assert check(gradients) == []
+
+
+def test_gradients_may_be_two_windows_old():
+    """Sent while the next window is open, applied in the one after that."""
+    sent = move("grad", 0, 2, Moment("forward"), Moment("step", lag=1), age=1)
+    closed = apply("close", END)
+
+    def late(age):
+        buffers = (Buffer("grad", "grad", copies=3),)
+        return plan_of(sent, applies=[local(2, STEP, [0], age=age), closed], buffers=buffers)
+
+    assert check(late(2)) == []
+    assert "is in flight" in first(late(1)).message
+
+
+def test_slices_of_a_bucket_may_share_what_was_lost():
+    """Each has a part of the buffer, so links need no order; with more in common they would."""
+
+    def shared(part):
+        wire = Wire("int8", error="residual")
+        more = {"wire": wire, "parts": 3}
+        return plan_of(
+            move("grad", 0, 1, Moment("grad", 0), STEP, part=0, width=2, **more),
+            move("grad", 0, 1, Moment("grad", 0), STEP, part=part, width=1, link="aux", **more),
+            SECOND,
+            buffers=(Buffer("residual", "grad"),),
+        )
+
+    assert check(shared(2)) == []
+    assert "share an error buffer; give each link its own" in first(shared(1)).message
+
+
+def test_halves_are_cut_into_a_piece_for_each_of_two_ranks():
+    """So that whoever lacks the other's half is found out."""
+    halves = [
+        move("grad", 0, 2, Moment("grad", 1), STEP, verb="reduce_scatter"),
+        move("grad", 0, 2, STEP, END, verb="all_gather"),
+    ]
+    assert slices_of(plan_of(*halves, applies=[local(2, END, [0])])) == [2, 2]
+    assert slices_of(plan_of(ALL_GRADIENTS)) == [1, 1]
 
 
 def test_every_slice_counts():

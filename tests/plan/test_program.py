@@ -196,6 +196,11 @@ def test_different_rules_do_not_become_one():
         for b in range(2)
     ]
     assert len(places(Plan("two", 2, (), tuple(votes)), 0)) == 2
+    ages = [
+        Apply("reset", range(b, b + 1), Moment("grad", b), Phases([0]), None, "a", ago=b)
+        for b in range(2)
+    ]
+    assert len(places(Plan("two", 2, (), tuple(ages)), 0)) == 2
 
 
 # ---- windows --------------------------------------------------------------------------------

@@ -317,18 +317,19 @@ def wired_s(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float]:
     decode_s = speed.decode_s_per_byte * numbers if speed else 0.0
     ranks = profile.world_size
     cpu_s = link.cpu_s_per_message
+    free = not latency_s and not transfer_s  # measured to take no time
     if t.verb == "send":
         sent = codes
         sent_s = link.seconds(latency_s, transfer_s * sent / whole, sent, "send", ranks)
         cpu_s = (cpu_s + link.cpu_s_per_byte * sent) / 2 if sent else 0.0
         busy_s = cpu_s + encode_s
-        sent_s += encode_s + decode_s
+        sent_s = (0.0 if free else sent_s) + encode_s + decode_s
     else:
         sent = ranks * codes
         sent_s = link.seconds(latency_s, transfer_s * sent / whole, sent, "all_gather", ranks)
         cpu_s += link.cpu_s_per_byte * (sent // 2)
         busy_s = (cpu_s if sent // 2 else 0.0) + encode_s + ranks * decode_s
-        sent_s += encode_s + ranks * decode_s
+        sent_s = (0.0 if free else sent_s) + encode_s + ranks * decode_s
     takes_time = link.cpu_s_per_message or link.cpu_s_per_byte
     return sent_s, busy_s if takes_time else 0.0
 

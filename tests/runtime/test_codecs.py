@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
+from math import nan
+
 import numpy as np
 import pytest
 import torch
 
 from offbeat.cli.texts import contestants
+from offbeat.measuring import coding as measuring
 from offbeat.numerics.codecs import WIRES, codec, way
+from offbeat.plan import Moment, Payload, Plan, Wire, local, transfer
 from offbeat.plan.check import check
-from offbeat.plan.interpreter import Interpreter
+from offbeat.plan.interpreter import Interpreter, memory_of
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.runtime.coding import Coded, Coding
 from offbeat.sim import predict_plan
+from offbeat.sim.wires import Encoded, coding_s_per_byte, costed
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec
 from offbeat.strategies import (
@@ -29,10 +36,12 @@ from offbeat.strategies import (
     SelSync,
 )
 from offbeat.strategies.texts import parse
+from offbeat.strategies.wired import with_wire
 from offbeat.testing.memory import memory_links, run_ranks
 from offbeat.testing.quadratic import MOMENTUM, RATE, Net, Quadratic, interpreted, model_of, ran
 from offbeat.transport.codes.average import OriginError, Part, Settings, average, handed_over
 from offbeat.transport.codes.codes import code
+from offbeat.transport.device import CPU
 
 ARGS = {"topk": {"fraction": 0.1}, "randomk": {"fraction": 0.1}, "powersgd": {"rank": 2}}
 PLAIN = [name for name in WIRES if not WIRES[name].linear]
@@ -85,6 +94,14 @@ def test_values_that_a_format_cannot_hold_are_kept_for_later():
     assert of("fp16").arrives(x).tolist() == [65504.0, 1.0, -65504.0]
     tiny = np.full(3, 1e-38)
     assert of("int4").arrives(tiny).tolist() == [0.0] * 3
+    for name, numbers in (("fp16", x), ("int4", tiny), ("int8", tiny)):
+        given = torch.from_numpy(numbers).float()
+        lost, found = given.clone(), torch.zeros_like(given)
+        codes = torch.empty(of(name).bytes_of(3), dtype=torch.uint8)
+        code(of(name)).encode(lost, codes)
+        code(of(name)).add(codes, found)
+        assert found.tolist() == of(name).arrives(numbers).tolist()
+        assert lost.tolist() == (given - found).tolist()
 
 
 def test_places_of_randomk_are_drawn_anew_and_alike():
@@ -148,25 +165,46 @@ def test_ranks_average_as_the_rule_says(name, via, ranks):
         assert arrived.tobytes() == found[0][0].tobytes()
 
 
-@pytest.mark.parametrize("via", ["gather", "scatter", "reduce"])
+@pytest.mark.parametrize(
+    ("name", "via"),
+    [("bf16", "gather"), ("bf16", "scatter"), ("randomk", "reduce"), ("powersgd", "reduce")],
+)
 @pytest.mark.parametrize("leaves_out", [False, True])
-def test_a_rank_without_finite_values(via, leaves_out):
-    used = of("randomk" if via == "reduce" else "bf16")
+def test_a_rank_without_finite_values(name, via, leaves_out):
+    """It does not count, or the mean is NaN; of such a message nothing is kept."""
+    used = of(name)
 
     def life(world, rank):
         [link] = memory_links(world, rank, ["net"]).values()
         x = torch.full((64,), float("nan") if rank == 1 else 2.0)
-        part = Part(x, x[:0], {})
+        part = Part(x, torch.full((3,), 4.0), {})
         try:
             how = Settings(used, via, 0, keeps=True, leaves_out=leaves_out)
             bad = average(part, how, link.collectives).bad
         finally:
             link.close()
-        return list(bad), part.mean[part.mean != 0].unique().tolist()
+        assert part.memory == {}
+        return list(bad), part.mean[part.mean != 0].unique().tolist(), part.plain.tolist()
 
-    for bad, mean in run_ranks(3, life):
+    for bad, mean, plain in run_ranks(3, life):
         assert bad == [1]
-        assert mean == [2.0] if leaves_out else all(m != m for m in mean)
+        assert mean == pytest.approx([2.0 if leaves_out else nan] * len(mean), nan_ok=True)
+        assert plain == [4.0] * 3 if leaves_out else all(x != x for x in plain)
+
+
+def test_values_whose_sum_overflows_are_finite():
+    def life(world, rank):
+        [link] = memory_links(world, rank, ["net"]).values()
+        large = torch.full((8,), 3e38)
+        part = Part(large.clone(), large, {})
+        try:
+            outcome = average(part, Settings(of("int8"), "gather", 0, keeps=True), link.collectives)
+        finally:
+            link.close()
+        assert outcome.bad == []
+        torch.testing.assert_close(part.mean, large, rtol=1e-2, atol=0)
+
+    run_ranks(1, life)
 
 
 @pytest.mark.parametrize(
@@ -274,9 +312,12 @@ def test_outer_steps_move_the_anchor_of_all_ranks_alike(strategy):
     task = Quadratic(SIZES, 3, plan.prologue + 3 * plan.period)
     run = Interpreter(plan, model_of(task), 3)
     run.run(task.iterations)
-    anchors = [worker.buffers["anchor"][0] for worker in run.workers]
+    anchor = next(t.wire.anchor for t in plan.transfers)
+    anchors = [worker.buffers[anchor][0] for worker in run.workers]
     assert all(anchor.tobytes() == anchors[0].tobytes() for anchor in anchors)
     assert not np.array_equal(anchors[0], model_of(task).start)
+    # Changes are counted from where the outer step has led to, not from the average before it.
+    np.testing.assert_array_equal(run.workers[0].buffers["common"][0], anchors[0])
 
 
 @pytest.mark.parametrize("make", [BSP, lambda **k: LocalSGD(period=2, **k)])
@@ -337,8 +378,6 @@ def test_local_sgd_equals_its_equations(ranks, via):
 @pytest.mark.parametrize("via", ["gather", "scatter"])
 def test_a_message_that_fails_takes_nothing_along(via):
     """Errors are kept when the codes of all ranks are here, and not before."""
-    from dataclasses import replace
-
     from offbeat.transport.collectives import Collectives
 
     def die(_):
@@ -361,17 +400,77 @@ def test_changes_are_counted_from_weights_that_were_loaded():
     net = Net(np.zeros(sum(SIZES)), SIZES)
     flat = Flat(net, [BucketSpec(f"b{b}", (f"layers.{b}.w",)) for b in range(3)])
     flat.adopt(plan.all_buffers)
-    coding = Coding(plan, flat, {})
+    remembered = {memory_of(t): {"0": {"mean": 1.0}} for t in plan.transfers}
+    memory = {**remembered, "of another rule": 1}
+    coding = Coding(plan, flat, memory)
     [[residual]], [[anchor]] = flat.contents("residual"), flat.contents("anchor")
     residual.fill_(1.0)
     coding.begin()
     assert residual.sum() > 0
+    assert memory.keys() >= remembered.keys()
     coding.forget()
     for p in net.parameters():
         p.data.fill_(3.0)
     coding.begin()
     assert anchor.unique().tolist() == [3.0]
     assert residual.unique().tolist() == [0.0]
+    assert memory == {"of another rule": 1}
+
+
+def test_ranks_tell_what_their_changes_are_counted_from():
+    """The same on all that begin alike, and on no others."""
+    plan = LocalSGD(period=2, wire="int4").plan(profile_of())
+
+    def origin(value):
+        net = Net(np.full(sum(SIZES), value), SIZES)
+        flat = Flat(net, [BucketSpec(f"b{b}", (f"layers.{b}.w",)) for b in range(3)])
+        flat.adopt(plan.all_buffers)
+        coding = Coding(plan, flat, {})
+        coding.begin()
+        first = coding.coded(plan.transfers[0], flat.physical("param"), 0).settings.origin
+        flat.contents("anchor")[0][0].add_(1.0)  # where training has led to since
+        assert coding.coded(plan.transfers[0], flat.physical("param"), 0).settings.origin == first
+        return first
+
+    assert origin(0.0) == origin(0.0) != origin(1.0)
+
+
+def test_numbers_of_16_bits_are_encoded_as_float32():
+    plan = BSP(wire="int4").plan(profile_of((42,)))
+    model = torch.nn.Linear(6, 7, bias=False).bfloat16()
+    flat = Flat(model, [BucketSpec("b", ("weight",))])
+    flat.adopt(plan.all_buffers)
+    coding = Coding(plan, flat, {})
+    [part] = coding.coded(plan.transfers[0], flat.physical("grad"), 0).parts
+    assert part.numbers.dtype == torch.float32
+
+
+@pytest.mark.parametrize("via", ["gather", "scatter"])
+def test_what_a_message_would_take_is_known_before_it_is_sent(via):
+    """Of codes and of running statistics, which are sent as they are."""
+    plan = LocalSGD(period=2, wire="int4").plan(profile_of((42,)))
+    wire = replace(plan.transfers[0].wire, args={"via": via})
+    sent = replace(plan.transfers[0], wire=wire)
+    plan = replace(plan, transfers=(sent,))
+    alike = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
+
+    def life(world, rank):
+        [link] = memory_links(world, rank, ["net"]).values()
+        model = deepcopy(alike)
+        names = tuple(name for name, _ in model.named_parameters())
+        flat = Flat(model, [BucketSpec("b", names, ("1.running_mean", "1.running_var"))])
+        flat.adopt(plan.all_buffers)
+        coding = Coding(plan, flat, {})
+        coding.begin()
+        try:
+            coded = coding.coded(sent, flat.physical("param"), 0)
+            assert sum(part.plain.nbytes for part in coded.parts) == 2 * 5 * 4
+            return coded(link.collectives, leaves_out=False)[2], coding.bytes_of(sent, 2)
+        finally:
+            link.close()
+
+    for took, known in run_ranks(2, life):
+        assert took == known
 
 
 def test_an_anchor_outlives_another_plan_with_one():
@@ -398,6 +497,42 @@ def test_parameters_have_an_anchor_and_errors_and_gradients_have_errors():
     assert LocalSGD(period=2, wire="int4", error_feedback=False).plan(profile_of()).fact("wire")
 
 
+def test_each_link_has_errors_of_its_own_where_two_carry_a_bucket():
+    """Their messages have no order; a link that carries other buckets needs no room of its own."""
+
+    def residuals(links):
+        moves = [
+            transfer(
+                "grad",
+                range(b, b + 1),
+                after=Moment("grad", b),
+                before=Moment("step"),
+                phases=(phase,),
+                link=link,
+            )
+            for (b, phase), link in links.items()
+        ]
+        plan = Plan("both", 2, tuple(moves), (local(2, Moment("step"), range(2)),), period=2)
+        wired = with_wire(plan, Wire("int8"), profile_of((300, 300)))
+        assert check(wired) == []
+        return {t.wire.error for t in wired.transfers}
+
+    apart = {(0, 0): "net", (0, 1): "net", (1, 0): "aux", (1, 1): "aux"}
+    assert residuals(apart) == {"residual_grad"}
+    both = {(0, 0): "net", (0, 1): "aux", (1, 0): "aux", (1, 1): "net"}
+    assert residuals(both) == {"residual_grad of net", "residual_grad of aux"}
+
+
+def test_what_wires_keep_is_counted_in():
+    everything = 4 * sum(SIZES)
+    made = [
+        DreamDDP(period=3, due="delayed", wire=wire, error_feedback=feedback).plan(profile_of())
+        for wire, feedback in (("none", True), ("int4", False), ("int4", True))
+    ]
+    extra = [plan.fact("memory_bytes") - made[0].fact("memory_bytes") for plan in made]
+    assert extra == [0, everything, 2 * everything]  # anchor, residual
+
+
 def test_no_wire_is_the_plan_of_before():
     assert DreamDDP(wire="none").plan(profile_of()) == DreamDDP().plan(profile_of())
 
@@ -422,6 +557,67 @@ def test_messages_cost_what_their_codes_take():
     slow = profile_of((256 * 1000,), codecs=(CodecSpeed("int4", 1e-6, 1e-6),))
     later = predict_plan(BSP(wire="int4").plan(slow), slow)
     assert later.iteration_s == pytest.approx(wired.iteration_s + 3 * 1.024)
+
+
+INT8 = [Wire("int8", {"via": via}) for via in ("gather", "scatter")]
+RANK2 = Wire("powersgd", {"rank": 2})
+SLOW, SPEED = Link("net", 1e-3, 1e6), {"encode_s_per_byte": 1e-7, "decode_s_per_byte": 2e-7}
+FLOOR = Link("net", 1e-3, 1e9, small=((1000, 0.01), (100_000, 0.05)))
+HALF = replace(SLOW, halves={"all_gather": (4e-4, 3e6)})
+
+
+@pytest.mark.parametrize(
+    ("wire", "link", "given"),
+    [
+        *((wire, SLOW, {}) for wire in (*INT8, RANK2)),
+        *((wire, FLOOR, {}) for wire in INT8),
+        *((wire, link, {"net": 0.2}) for wire in (*INT8, RANK2) for link in (SLOW, HALF)),
+    ],
+)
+def test_planners_are_told_what_messages_take(wire, link, given):
+    """The links that they plan with take as long as the wire: also where a floor, a half of an
+    all-reduce or a bucket was measured."""
+    codecs = () if link is FLOOR else (CodecSpeed(wire.name, **SPEED),)
+    buckets = (Bucket("b", 0.01, 0.02, 80_000, given),) * 2
+    profile = Profile(buckets, (link,), 4, codecs=codecs)
+    for run in (range(1), range(2)) if wire is not RANK2 else (range(1),):
+        payload = Payload("grad", run)
+        told_s = costed(profile, wire).message_s(payload, "net")
+        takes_s = Encoded(profile, payload, wire, "all_reduce").seconds("net")
+        assert told_s == pytest.approx(takes_s, rel=5e-3)  # blocks are filled up
+
+
+def test_what_wires_add_to_a_message():
+    """Another latency for another round; encoding and decoding, as often as codes go round."""
+    profile = profile_of((20_000,), 4, codecs=(CodecSpeed("int8", 1e-6, 1e-9),))
+    seconds = Encoded(profile, Payload("grad", range(1)), RANK2, "all_reduce").seconds("net")
+    assert seconds == pytest.approx(2e-3 + (142 + 141) * 2 * 4 / 1e5)
+    speeds = {
+        way: coding_s_per_byte(profile, of("int8"), way)
+        for way in ("gather", "scatter", "reduce", "send", "encode")
+    }
+    assert speeds == pytest.approx(
+        {
+            "gather": 1e-6 + 4e-9,
+            "scatter": 1.25e-6 + 2e-9,  # a share of the mean is encoded again
+            "reduce": 1e-6 + 1e-9,
+            "send": 1e-6 + 1e-9,
+            "encode": 1e-6,
+        },
+        rel=1e-9,
+    )
+    assert coding_s_per_byte(profile, of("int4"), "gather") == 0
+
+
+def test_speeds_are_seconds_per_byte_of_the_numbers(monkeypatch):
+    """Those of float32 that go in, not of the codes; linear codecs do both in one."""
+    monkeypatch.setattr(measuring, "_seconds", lambda *_: 2.0)
+    speeds = measuring.codec_speeds(torch.device("cpu"), CPU())
+    assert [speed.name for speed in speeds] == [*WIRES]
+    each = 2.0 / (4 * measuring.ELEMENTS)
+    for speed in speeds:
+        assert speed.encode_s_per_byte == each
+        assert speed.decode_s_per_byte == (each if speed.name in PLAIN else 0.0)
 
 
 def test_planners_know_what_codes_take():

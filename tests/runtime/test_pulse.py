@@ -129,6 +129,32 @@ def test_who_gave_up_is_not_the_cause(ranks: tuple[Store, list[Pulse]]) -> None:
     assert pulses[3].culprits(waited_s=0.0) == [2]
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("x"), {FAILED}),
+        (RuntimeError("shapes do not match"), {FAILED}),
+        (RuntimeError("Connection closed by peer"), {GAVE_UP, TOLD}),
+    ],
+)
+def test_a_broken_connection_is_a_consequence(
+    ranks: tuple[Store, list[Pulse]],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    said: set[str],
+) -> None:
+    """Of a process that ends with an exception: only a failure of its own is the cause."""
+    _, pulses = ranks
+    mine, say, found = pulses[0], pulses[0].say, set[str]()
+    monkeypatch.setattr(mine, "say", lambda state, *rest: (found.add(state), say(state, *rest)))
+    monkeypatch.setattr(pulse, "_pulses", [(None, mine)])
+    monkeypatch.setattr(pulse, "_hook", lambda *_: None)
+    pulse._failing(type(error), error, None)
+    assert found == said
+    until(lambda: pulses[3].over)
+    assert (0 in pulses[3].culprits(waited_s=0.0)) == (FAILED in said)
+
+
 def test_who_has_left(ranks: tuple[Store, list[Pulse]]) -> None:
     _, pulses = ranks
     pulses[1].iteration = 5
@@ -173,6 +199,23 @@ def test_who_failed_and_has_begun_anew(ranks: tuple[Store, list[Pulse]]) -> None
     until(lambda: {pulses[3].heard[rank].state for rank in (1, 2)} == {RUNS})
     assert not pulses[3].over
     assert pulses[3].culprits(waited_s=0.0) == []
+
+
+def test_how_a_rank_did_before_does_not_count_for_who_has_begun_anew(
+    ranks: tuple[Store, list[Pulse]],
+) -> None:
+    """Nothing is known yet of one that has not come as far."""
+    _, pulses = ranks
+    pulses[1].say(GAVE_UP, "gave up in backward")
+    until(lambda: pulses[3].over)
+    pulses[3].enter()
+    until(lambda: not pulses[3].over)
+    assert str(pulses[3].heard[1]) == pulse.SCRIPT
+    pulses[1].enter()
+    pulses[1].words = "in forward"
+    until(lambda: pulses[3].heard[1].words == "in forward")
+    for one in (pulses[1], pulses[3]):
+        one.exit()
 
 
 def test_what_others_have_found_counts(ranks: tuple[Store, list[Pulse]]) -> None:

@@ -127,6 +127,17 @@ def test_gradients_that_are_there_already_do_not_count() -> None:
     assert [what for what, *_ in listener.told] == ["begins", "ends"] * 2
 
 
+def test_gradients_that_share_a_version_counter_are_complete_at_the_end() -> None:
+    """Views of one tensor: what is written to one of them looks new in all."""
+    model, listener, hooks = prepared(0, few=True)
+    parameters = [*model.parameters()]
+    whole = torch.zeros(sum(p.numel() for p in parameters))
+    for p, part in zip(parameters, whole.split([p.numel() for p in parameters]), strict=True):
+        p.grad = part.view_as(p)
+    iterate(model, hooks)
+    assert [fresh for what, _, fresh in listener.told if what == "ready"] == [12] * 4
+
+
 def test_there_are_no_hooks_where_nothing_is_expected() -> None:
     model, listener, hooks = prepared(0, few=True)
     hooks.begin()
@@ -142,17 +153,19 @@ def test_there_are_no_hooks_where_nothing_is_expected() -> None:
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-@pytest.mark.parametrize("added", [False, True])
-def test_a_derivative_of_something_else_is_no_backward(added: bool) -> None:
+@pytest.mark.parametrize("before", ["nothing", "added", "zeroed"])
+def test_a_derivative_of_something_else_is_no_backward(before: str) -> None:
     model, listener, hooks = prepared(0, few=True)
     hooks.begin()
     hooks.expect([])
-    if added:
+    if before != "nothing":
         hooks.accumulating = True
         output = model(torch.ones(2, 3))
         hooks.watch(output)
         output.sum().backward()
         hooks.accumulating = False
+    if before == "zeroed":
+        hooks._gradients.zero_grad(set_to_none=False)
     x = torch.ones(2, 3, requires_grad=True)
     output = model(x)
     hooks.watch(output)
@@ -174,6 +187,29 @@ def test_a_backward_without_a_forward_that_was_watched_is_found_by_a_sentinel() 
     ]
     hooks.begin()
     assert hooks.unnoticed()
+
+
+def test_a_backward_that_raises_is_broken_until_the_next_iteration() -> None:
+    def fail(_: Tensor) -> None:
+        raise ValueError("oh")
+
+    model, listener, hooks = prepared(0, few=True)
+    hooks.begin()
+    hooks.expect(range(4))
+    handle = model.layers[0].weight.register_hook(fail)
+    output = model(torch.ones(2, 3))
+    hooks.watch(output)
+    with pytest.raises(ValueError, match="oh"):
+        output.sum().backward()
+    assert hooks.broken
+    hooks.begin()
+    assert not hooks.broken
+    handle.remove()
+    for p in model.parameters():
+        p.grad = None
+    listener.told.clear()
+    iterate(model, hooks)
+    assert [what for what, *_ in listener.told] == ["begins", *["ready"] * 4, "ends"]
 
 
 def test_a_backward_within_another_is_refused_where_buckets_leave_early() -> None:

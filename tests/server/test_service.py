@@ -307,6 +307,12 @@ def test_snapshots_are_whole_and_go_on(tmp_path: Path) -> None:
             assert service._snapshots.clocks() == [4, 6]
             service._snapshots.restore(service.store, 6)
         assert bool((again.held() == -6).all())
+        client = again.client(0)
+        for _ in range(2):
+            again.push(client, 1.0)
+        client.close()
+        again.end()
+        assert [service._snapshots.clocks() for service in again.services] == [[6, 8]] * 2
     with job(20, 1, 1, directory=tmp_path) as other:
         snapshots = other.services[0]._snapshots
         assert snapshots is not None

@@ -40,9 +40,10 @@ def test_idle_stretches_take_as_long_as_their_iterations(scale):
         assert prediction.busy_s["net"] == pytest.approx(message_s / period)
         assert prediction.bytes_per_iteration["net"] == pytest.approx(12 / period)
         assert len(prediction.window) == period
-    plan = LocalSGD(period=LONG + 100, warmup=3).plan(PROFILE)
-    enumerated = predict_plan(plan, PROFILE, ranks=ranks, iterations=3 + 4 * plan.period)
-    same(predict_plan(plan, PROFILE, ranks=ranks), enumerated)
+    alike = LocalSGD(period=LONG + 100, warmup=3).plan(PROFILE)
+    for plan in (alike, replace(alike, groups={"net": ((0, 1, 2),)})):
+        enumerated = predict_plan(plan, PROFILE, ranks=ranks, iterations=3 + 4 * plan.period)
+        same(predict_plan(plan, PROFILE, ranks=ranks), enumerated)
 
 
 def busy(period, lag=0):

@@ -403,3 +403,11 @@ def test_bound_is_communication_of_the_most_that_is_merged():
 def test_settings_that_make_no_sense(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+def test_its_fallback_sends_what_it_sends():
+    """A run that falls back to WFBP stays as lossy as it was."""
+    wired = DeFT(wire="int8", error_feedback=False).monitor()
+    assert wired.fallback == WFBP(wire="int8", error_feedback=False)
+    assert DeFT().monitor().fallback == WFBP()
+    assert DeFT(preserver=False).monitor() is None

@@ -350,6 +350,21 @@ def test_slices_reach_the_closed_form():
     )
 
 
+@pytest.mark.parametrize(("ratio", "gains"), [(1.2, False), (0.9, True)])
+def test_slices_that_are_not_asked_for_must_gain_two_percent(ratio, gains):
+    """`ratio`: a period's messages over its backwards."""
+    layers = tuple(Bucket(f"h.{i}", 0.005, 0.010, 400_000) for i in range(8))
+    rate = 8 * 400_000 / (ratio * 2 * 8 * 0.010)
+    profile = Profile(layers, (Link("net", 1e-3, rate),), world_size=4)
+    whole_s, split_s = (
+        seconds_of(DreamDDP(period=2, split=split), profile) for split in (False, True)
+    )
+    assert split_s < whole_s * (0.98 if gains else 0.99)
+    assert (split_s < whole_s * 0.98) == gains
+    chosen = DreamDDP(period=2).plan(profile)
+    assert any(t.payload.parts > 1 for t in chosen.transfers) == gains
+
+
 def fast_link(profile, times):
     link = profile.links[0]
     return replace(profile, links=(replace(link, bytes_per_s=link.bytes_per_s * times),))
@@ -409,6 +424,20 @@ def test_what_is_filled_is_not_filled_again():
     choice = later.Choice(whole(7), ((0, 1, 2, 3, 4), (5, 6, 0)), ((), (0,)), 0.0)
     assert later.with_fill(SETTING, choice) == choice
     assert any(later.with_fill(SETTING, choice._replace(fill=((), ()))).fill)
+
+
+def test_what_is_due_at_the_next_forward_is_filled_where_that_costs_nothing():
+    """More bytes may fit in time, and take processor time from compute."""
+    layers = tuple(Bucket(f"h.{i}", 0.005, 0.010, 40_000) for i in range(3))
+    profile = Profile(layers, (Link("net", 1e-4, 4e6, cpu_s_per_byte=1e-9),), world_size=4)
+    without, chosen, filled = (
+        DreamDDP(3, due="forward", fill=fill, split=False) for fill in (False, "auto", True)
+    )
+    assert len(filled.plan(profile).transfers) > len(without.plan(profile).transfers)
+    assert seconds_of(filled, profile) > seconds_of(without, profile) * (1 + 1e-6)
+    assert chosen.plan(profile).transfers == without.plan(profile).transfers
+    free = replace(profile, links=(replace(profile.links[0], cpu_s_per_byte=0.0),))
+    assert chosen.plan(free).transfers == filled.plan(free).transfers
 
 
 def test_slices_go_in_turn():

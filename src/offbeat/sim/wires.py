@@ -96,18 +96,22 @@ def costed(profile: Profile, wire: Wire) -> Profile:
     numbers, those of the buckets count."""
     used, via = codec(wire.name, dict(wire.args)), way(wire.name, dict(wire.args))
     links = [_costed(profile, link, used, via) for link in profile.links]
-    latency = {link.name: link.latency_s for link in profile.links}
-    rates = {
-        old.name: old.bytes_per_s / new.bytes_per_s
-        for old, new in zip(profile.links, links, strict=True)
-    }
+    both = {old.name: (old, new) for old, new in zip(profile.links, links, strict=True)}
+    coding_s = coding_s_per_byte(profile, used, via)
 
-    def given_s(name: str, seconds: float) -> float:
-        least = min(latency[name], seconds)
-        return least + (seconds - least) * rates[name]
+    def given_s(name: str, seconds: float, size_bytes: int) -> float:
+        """Of a measured bucket: what it takes beyond its latency shrinks as its bytes do."""
+        old, new = both[name]
+        least_s = min(old.latency_s, seconds)
+        first_s = max(least_s + new.latency_s - old.latency_s, 0.0)
+        shrunk = old.bytes_per_s * (1 / new.bytes_per_s - coding_s)
+        return first_s + (seconds - least_s) * shrunk + coding_s * size_bytes
 
     buckets = tuple(
-        replace(b, communication_s={n: given_s(n, s) for n, s in b.communication_s.items()})
+        replace(
+            b,
+            communication_s={n: given_s(n, s, b.size_bytes) for n, s in b.communication_s.items()},
+        )
         for b in profile.buckets
     )
     return replace(profile, links=tuple(links), buckets=buckets)
