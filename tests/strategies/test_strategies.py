@@ -163,7 +163,7 @@ WIRED = [
     DreamDDP(wire="bf16", due="delayed"),
     SelSync(wire="randomk:0.1", scope="layer"),
     DeAR(wire="int8", update="at_step"),
-    FedAvg(wire="powersgd:1", fraction=0.5, state="averaged"),
+    FedAvg(wire="randomk:0.1", fraction=0.5, state="averaged"),
     Cyclic(wire="int4", stages=1),
     Cyclic(wire="topk:0.01", stages=1, rule="v1", error_feedback=False),
 ]

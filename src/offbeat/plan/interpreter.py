@@ -492,10 +492,11 @@ class Interpreter:
         if wire.error is not None:
             errors = [w.buffers[wire.error][0][w.slice_of(t.payload)] for w in workers]
             given = [x + e for x, e in zip(given, errors, strict=True)]
+        there: list[Array] = []  # what a receiver has
         if t.tracked:
             assert wire.anchor is not None
-            there = workers[0].buffers[wire.anchor][0][workers[0].slice_of(t.payload)]
-            given = [given[0] - there]
+            there = [workers[0].buffers[wire.anchor][0][workers[0].slice_of(t.payload)]]
+            given = [given[0] - there[0]]
         settings = dict(wire.args)
         used = Exact() if self.exact else codec(wire.name, settings)
         memories = None
@@ -505,8 +506,8 @@ class Interpreter:
         mean, lost = used.average(given, via, message.iteration, memories)
         for error, own in zip(errors, lost, strict=False):
             error[...] = own
-        if t.tracked:
-            there += mean
+        for array in there:
+            array += mean
         return mean
 
     def _wait(self, w: Worker, message: _Message) -> Waits:

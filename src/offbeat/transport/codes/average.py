@@ -118,7 +118,7 @@ def send(
     part.mean = torch.full_like(part.numbers, math.nan if found else 0.0)
     if not found:
         code(how.codec).add(rows.codes(row[0]), part.mean)
-    bad = not _finite(part.mean)  # also what was too large to be encoded
+    bad = bool(found) or not _finite(part.mean)  # also what was too large to be encoded
     part.plain = rows.plain(row[0], part.plain.dtype)
     return Outcome([ranks[0]] if bad else [], row.nbytes)
 
