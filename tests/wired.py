@@ -73,7 +73,8 @@ def train(strategies: Sequence[Strategy]) -> list[dict[str, Any]]:
 def loaded(strategy: Strategy, odd: int) -> str:
     """All load weights in the middle, one rank others: what becomes of it, in words."""
     model, optimizer = build()
-    model, optimizer = offbeat.prepare(model, optimizer, strategy, observe=1, timeout_s=20.0)
+    how: dict[str, Any] = {"observe": 1, "min_bucket_bytes": 1, "timeout_s": 20.0}
+    model, optimizer = offbeat.prepare(model, optimizer, strategy, **how)
     for t in range(8):
         if t == 4:
             model.consolidate()

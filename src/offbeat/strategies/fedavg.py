@@ -116,7 +116,7 @@ class FedAvg(Wired):
         applies: list[Apply] = []
         for start, stop in pairwise([0, *sorted(set(steps))]):
             applies += _updates(everything, range(start, stop), steps)
-        if self.fraction < 1 or len(set(samples)) > 1 or uneven:
+        if workers > 1 and (self.fraction < 1 or len(set(samples)) > 1 or uneven):
             shared = {"samples": samples, "fraction": float(self.fraction), "seed": self.seed}
             for kind in kinds:
                 args = tuple({"buffer": kind, **shared}.items())
