@@ -400,6 +400,7 @@ TOGETHER = {  # settings that need each other
     "backward": {"forward": 2},
     "delay": {"due": "delayed"},
     "alpha": {"delay": 2},
+    "wire": {"update": "at_step"},
     "epoch_share": {"steps_per_epoch": 8},
     "steps_per_epoch": {"epoch_share": 0.5},
 }

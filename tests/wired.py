@@ -46,7 +46,7 @@ def train(strategies: Sequence[Strategy]) -> list[dict[str, Any]]:
             hashes, losses = [], []
             for t in range(2 + ITERATIONS):
                 if t == 2:
-                    before = model._session.traffic()["net"]
+                    before = sum(model._session.traffic().values())
                 optimizer.zero_grad()
                 loss = loss_of(model, t)
                 loss.backward()
@@ -54,17 +54,41 @@ def train(strategies: Sequence[Strategy]) -> list[dict[str, Any]]:
                 losses.append(loss.item())
                 hashes.append(bits(model))
             session = model._session
+            statistics, sent = model.state_dict()["1.running_mean"].clone(), session.traffic()
+            model.consolidate()
             found.append(
                 {
                     "hashes": hashes[2:],
+                    "consolidated": bits(model),
                     "losses": losses,
-                    "statistics": model.state_dict()["1.running_mean"],
-                    "bytes": session.traffic()["net"] - before,
+                    "statistics": statistics,
+                    "bytes": sum(sent.values()) - before,
                     "wires": [t.wire for t in session.plan.transfers],
                     "codecs": sorted(c.name for c in session.profile.codecs),
                 }
             )
     return found
+
+
+def loaded(strategy: Strategy, odd: int) -> str:
+    """All load weights in the middle, one rank others: what becomes of it, in words."""
+    model, optimizer = build()
+    how: dict[str, Any] = {"observe": 1, "min_bucket_bytes": 1, "timeout_s": 20.0}
+    model, optimizer = offbeat.prepare(model, optimizer, strategy, **how)
+    for t in range(8):
+        if t == 4:
+            model.consolidate()
+            weights = {k: v.clone() for k, v in model.state_dict().items()}
+            if rank() == odd:
+                weights["0.weight"] += 1
+            model.load_state_dict(weights)
+        try:
+            optimizer.zero_grad()
+            loss_of(model, t).backward()
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+    return "trained on"
 
 
 def killed_between(strategy: Strategy, doomed: int) -> tuple[str, list[bool]]:

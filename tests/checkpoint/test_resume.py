@@ -63,6 +63,12 @@ TRIALS: dict[str, list[jobs.Trial]] = {
         jobs.Trial(offbeat.Cyclic(), jobs.CASE, 4),
         jobs.Trial(offbeat.Cyclic(rule="v1"), MLP, 4),
     ],
+    "codes": [
+        jobs.Trial(offbeat.DreamDDP(period=2, due="delayed", wire="int4"), MLP, 4),
+        jobs.Trial(offbeat.FedAvg(local_steps=(1, 2), fraction=0.5, wire="int4"), MLP, 5),
+        jobs.Trial(offbeat.Cyclic(wire="int4"), jobs.CASE, 4),
+        jobs.Trial(offbeat.Cyclic(rule="v1", wire="topk:0.1"), MLP, 4),
+    ],
 }
 
 

@@ -155,15 +155,17 @@ BAD = [
     (lambda: trainer_of(TIED, TIED), "stage 2 shares the parameter 'weight'"),
     (lambda: trainer_of(nn.Linear(4, 4), nn.BatchNorm1d(4)), "stage 2 has batch normalization"),
     (coupled, "Together .*cannot step stage by stage"),
+    (lambda: trainer_of(nn.Linear(4, 4), wire="int4"), r"wire \('int4'\) is for messages between"),
     (lambda: trainer_of(nn.Linear(4, 4)).step([]), r"batches \(0\) must be as many"),
 ]
 
 
-def trainer_of(*stages: nn.Module) -> Interleaved:
+def trainer_of(*stages: nn.Module, wire: str = "none") -> Interleaved:
     parameters = {p for stage in stages for p in stage.parameters()} or {
         nn.Parameter(torch.ones(1))
     }
-    return Interleaved(stages, torch.optim.SGD(parameters, lr=0.1), nn.functional.mse_loss)
+    optimizer, strategy = torch.optim.SGD(parameters, lr=0.1), Cyclic(wire=wire)
+    return Interleaved(stages, optimizer, nn.functional.mse_loss, strategy)
 
 
 @pytest.mark.parametrize(("act", "words"), BAD, ids=[words for _, words in BAD])

@@ -24,6 +24,12 @@ def move(kind, start, stop, after, before, phases=(0,), link="net", **more):
     )
 
 
+def handed(wire, buffer="grad", ranks=(1, 0), link="net"):
+    """A message over a wire to one rank."""
+    after = Moment("grad", 1) if buffer == "grad" else STEP
+    return move(buffer, 0, 2, after, END, link=link, verb="send", ranks=ranks, wire=wire)
+
+
 def plan_of(*transfers, applies=None, **more):
     applies = (
         [local(2, STEP, range(more.get("prologue", 0) + more.get("period", 1)))]
@@ -241,6 +247,44 @@ NAMES = {
         ),
         "reduce_scatter grad[0:2]@net cannot be encoded as topk: only all_reduce and send can",
         [0],
+    ),
+    "codes of a send that must be summed up": (
+        plan_of(handed(Wire("randomk", {"fraction": 0.5}))),
+        "send grad[0:2] 1->0@net cannot be encoded as randomk: only all_reduce can",
+        [0],
+    ),
+    "codes of a send in shards": (
+        plan_of(handed(Wire("int4", {"via": "scatter"}))),
+        "via ('scatter') of send grad[0:2] 1->0@net must be left out: it goes to one rank",
+        [0],
+    ),
+    "errors twice": (
+        plan_of(
+            handed(Wire("int4", {}, "lost", "there"), "param"),
+            buffers=(Buffer("lost"), Buffer("there", start="param")),
+        ),
+        "error ('lost') of send param[0:2] 1->0@net must be left out: what is lost stays in the "
+        "difference to its anchor",
+        [0],
+    ),
+    "what a receiver has, by two links": (
+        plan_of(
+            handed(Wire("int4", anchor="there"), "param"),
+            handed(Wire("int4", anchor="there"), "param", link="net#1"),
+            buffers=(Buffer("there", start="param"),),
+        ),
+        "send param[0:2] 1->0@net and send param[0:2] 1->0@net#1 share an anchor; give each link "
+        "its own",
+        [0, 1],
+    ),
+    "what a receiver has, and what all have": (
+        plan_of(
+            handed(Wire("int4", anchor="there"), "param"),
+            move("param", 0, 2, STEP, END, wire=Wire("int4", anchor="there")),
+            buffers=(Buffer("there", start="param"),),
+        ),
+        "send param[0:2] 1->0@net and param[0:2]@net share an anchor; give each link its own",
+        [0, 1],
     ),
     "error in the payload": (
         plan_of(
@@ -768,6 +812,24 @@ def test_what_plans_do(plan, message, at_fault):
     if at_fault is not None:
         marked = [i for i, rule in enumerate(rules(plan)) if rule in problem.rules]
         assert marked == at_fault
+
+
+def test_what_one_receiver_has_is_not_what_another_has():
+    """Rank 0 steps with all gradients, and what it sends to two others is counted from one copy."""
+    up = [move("grad", 0, 2, Moment("grad", 1), STEP)]
+    wires = [Wire("int4", anchor=name) for name in ("there", "there too")]
+    buffers = tuple(Buffer(wire.anchor, start="param") for wire in wires)
+    steps = [
+        apply("local", STEP, ranks=(0,)),
+        apply("clear", END, ranks=(1, 2), args={"buffer": "grad"}),
+    ]
+
+    def plan(*chosen):
+        down = [handed(w, "param", (0, r)) for r, w in enumerate(chosen, 1)]
+        return plan_of(*up, *down, applies=steps, buffers=buffers)
+
+    assert check(plan(*wires)) == []
+    assert "drift apart" in first(plan(wires[0], wires[0])).message
 
 
 def test_a_rank_that_evaluates_would_train_other_weights():

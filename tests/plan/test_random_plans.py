@@ -92,6 +92,10 @@ def test_they_cover_everything():
     assert {bool(t.wire.anchor) for t in transfers if t.wire} == {True, False}
     assert {t.wire.name for t in transfers if t.wire} == set(WIRES)
     assert {t.wire.arg("via") for t in transfers if t.wire} == {"gather", "scatter", None}
+    handed = {
+        (t.payload.buffer, bool(t.wire.error)) for t in transfers if t.verb == "send" and t.wire
+    }
+    assert handed == {("grad", True), ("grad", False), ("param", False)}
     assert any(t.when for t in transfers)
     assert any(a.when for a in applies)
     assert any(a.ranks for a in applies)

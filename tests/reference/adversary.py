@@ -269,7 +269,7 @@ class Machine:
             f.released[rank] = view
             return
         given = view.copy()
-        if t.wire is not None and t.wire.anchor is not None:
+        if t.wire is not None and t.wire.anchor is not None and t.verb != "send":
             given = given - self.store[rank][t.wire.anchor][0][at]
         if t.into is None and t.verb != "send":
             f.inputs[rank] = given
@@ -335,6 +335,8 @@ class Machine:
             given = [
                 x + self.store[r][wire.error][0][at] for x, r in zip(given, ranks, strict=True)
             ]
+        if t.verb == "send" and wire.anchor is not None:
+            given = [given[0] - self.store[ranks[0]][wire.anchor][0][at]]
         if wire.name == "topk" and way(wire.name, args) == "gather":
             arrived = [_largest(x, args["fraction"]) for x in given]
             mean, lost = (
@@ -349,6 +351,8 @@ class Machine:
         if wire.error is not None:
             for r, own in zip(ranks, lost, strict=True):
                 self.store[r][wire.error][0][at] = own
+        if t.verb == "send" and wire.anchor is not None:
+            self.store[ranks[0]][wire.anchor][0][at] += mean
         return mean
 
     def _share(self, f: Flight, rank: int) -> Array:
@@ -373,7 +377,9 @@ class Machine:
         if self._in_place(t):
             return
         given, result = f.released.get(rank), self._share(f, rank)
-        if t.wire is not None and t.wire.anchor is not None:
+        if t.verb == "send" and t.wire is not None and t.wire.anchor is not None:
+            result = self.store[rank][t.into or t.payload.buffer][0][self._slice(t)] + result
+        elif t.wire is not None and t.wire.anchor is not None:
             anchor = self.store[rank][t.wire.anchor][0]
             anchor[self._slice(t)] += result
             result = anchor[self._slice(t)]

@@ -13,6 +13,7 @@ import torch
 from offbeat.cli.texts import contestants
 from offbeat.measuring import coding as measuring
 from offbeat.numerics.codecs import WIRES, codec, way
+from offbeat.numerics.select import drawn
 from offbeat.plan import Moment, Payload, Plan, Wire, local, transfer
 from offbeat.plan.check import check
 from offbeat.plan.interpreter import Interpreter, memory_of
@@ -28,9 +29,12 @@ from offbeat.strategies import (
     P3,
     WFBP,
     ByteScheduler,
+    Cyclic,
+    DeAR,
     DeFT,
     DiLoCo,
     DreamDDP,
+    FedAvg,
     LocalSGD,
     PartialSync,
     SelSync,
@@ -39,7 +43,14 @@ from offbeat.strategies.texts import parse
 from offbeat.strategies.wired import with_wire
 from offbeat.testing.memory import memory_links, run_ranks
 from offbeat.testing.quadratic import MOMENTUM, RATE, Net, Quadratic, interpreted, model_of, ran
-from offbeat.transport.codes.average import OriginError, Part, Settings, average, handed_over
+from offbeat.transport.codes.average import (
+    OriginError,
+    Part,
+    Settings,
+    average,
+    handed_over,
+    send,
+)
 from offbeat.transport.codes.codes import code
 from offbeat.transport.device import CPU
 
@@ -286,6 +297,16 @@ STRATEGIES = [
     LocalSGD(period=2, wire="int4", outer="0.7/0.5"),
     DreamDDP(period=3, wire="int4", due="delayed", delay=2, outer="0.7/0.5"),
     DiLoCo(period=3, wire="int8", fragments=2, delay=1, alpha=0.5),
+    DeAR(wire="int4", update="at_step"),
+    FedAvg(local_steps=2, wire="int4"),
+    FedAvg(local_steps=2, wire="int8", fraction=0.67, samples=(1, 2, 3), state="averaged"),
+    FedAvg(local_steps=(1, 2, 3), wire="topk:0.1", seed=1),
+    Cyclic(wire="int8"),
+    Cyclic(wire="int4", rule="v1"),
+    Cyclic(wire="sign", start="skip", clip=0.5),
+    Cyclic(wire="bf16", stages=1, stagger="paper"),
+    Cyclic(wire="fp16", table=((0, 0, 0), (0, 1, 0), (1, 0, 1)), error_feedback=False),
+    Cyclic(wire="topk:0.1", rule="random"),
 ]
 
 
@@ -295,7 +316,7 @@ def test_plans_compute_what_the_interpreter_computes_and_replicas_stay_equal(str
     plan = strategy.plan(profile_of(ranks=ranks))
     assert check(plan) == []
     assert any(t.wire is not None for t in plan.transfers)
-    task = Quadratic(SIZES, ranks, plan.prologue + 3 * plan.period + 2)
+    task = Quadratic(SIZES, ranks, plan.prologue + min(3 * plan.period, 20) + 2)
     found = np.array(ran(plan, task))
     np.testing.assert_allclose(found, interpreted(plan, task), rtol=0, atol=1e-12)
     moved = [t.payload.buffer for t in plan.transfers]
@@ -320,7 +341,16 @@ def test_outer_steps_move_the_anchor_of_all_ranks_alike(strategy):
     np.testing.assert_array_equal(run.workers[0].buffers["common"][0], anchors[0])
 
 
-@pytest.mark.parametrize("make", [BSP, lambda **k: LocalSGD(period=2, **k)])
+ENOUGH = [
+    BSP,
+    lambda **k: LocalSGD(period=2, **k),
+    lambda **k: FedAvg(local_steps=2, fraction=0.5, samples=(1, 3), **k),
+    Cyclic,
+    lambda **k: Cyclic(rule="v1", stages=1, **k),
+]
+
+
+@pytest.mark.parametrize("make", ENOUGH)
 def test_a_wire_with_enough_bits_is_no_wire(make):
     task = Quadratic(SIZES, 2, 7)
     plain, wired = (
@@ -370,6 +400,91 @@ def test_local_sgd_equals_its_equations(ranks, via):
             w = [anchor.copy() for _ in range(ranks)]
     found = np.array(ran(plan, task)).swapaxes(0, 1)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_fedavg_equals_its_equations(feedback):
+    """share (w - anchor) + e is sent, of who is not drawn e alone; anchor += mean; w = anchor."""
+    samples, task = (1.0, 3.0), Quadratic(SIZES, 2, 9)
+    more = {"fraction": 0.5, "samples": samples, "seed": 5}
+    plan = FedAvg(local_steps=2, wire="int4", error_feedback=feedback, **more).plan(profile_of())
+    start, a, c = task.numbers
+    anchor, errors = start.copy(), [np.zeros_like(start) for _ in range(2)]
+    w, v = [start.copy() for _ in range(2)], [np.zeros_like(start) for _ in range(2)]
+    expected, chosen = [], set()
+    for i in range(task.iterations):
+        expected.append([x.copy() for x in w])
+        for r in range(2):
+            v[r] = MOMENTUM * v[r] + a[r] * (w[r] - c[r, i]) + task.decay * w[r]
+            w[r] = w[r] - RATE * v[r]
+        if i % 2:
+            weights = drawn(samples, 0.5, 5, i // 2)
+            chosen.add(tuple(weights))
+            share = [2 * weight / sum(weights) for weight in weights]
+            given = [share[r] * (w[r] - anchor) + errors[r] for r in range(2)]
+            sent = [quantized(x) for x in given]
+            if feedback:
+                errors = [x - y for x, y in zip(given, sent, strict=True)]
+            anchor = anchor + sum(sent) / 2
+            w = [anchor.copy() for _ in range(2)]
+    assert len(chosen) == 2
+    found = np.array(ran(plan, task)).swapaxes(0, 1)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", [Cyclic(wire="int4"), Cyclic(wire="int4", rule="v1")], ids=str)
+@pytest.mark.parametrize("feedback", [True, False])
+def test_cyclic_equals_its_equations(strategy, feedback):
+    """Worker i sends Q(g_i + sum + e) and e is what that has lost; whoever sends a version w of a
+    stage sends Q(w - u), where u is what the next one has, which becomes u + Q(w - u)."""
+    ranks, task = 3, Quadratic(SIZES, 3, 9)
+    strategy = replace(strategy, error_feedback=feedback)
+    plan = strategy.plan(profile_of(ranks=ranks))
+    assert plan.fact("stages") == [[0, 1], [1, 2], [2, 3]]
+    start, a, c = task.numbers
+    edges = np.cumsum([0, *SIZES])
+    stages = [slice(edges[g], edges[g + 1]) for g in range(3)]
+    w, v, errors = start.copy(), np.zeros_like(start), np.zeros((3, len(start)))
+    newest, before = ([start.copy() for _ in range(ranks)] for _ in range(2))  # what each has
+    expected = []
+    for t in range(task.iterations):
+        seen = [x.copy() for x in newest]
+        for place, rank in enumerate((1, 2, 0), 1):
+            for g, stage in enumerate(stages):
+                if strategy.rule == "v1" or g >= place:
+                    seen[rank][stage] = before[rank][stage]
+        expected.append(seen)
+        total = np.zeros_like(start)
+        for stage in stages:
+            arrived = 0.0
+            for rank in (1, 2):
+                gradient = a[rank, stage] * (seen[rank][stage] - c[rank, t, stage])
+                given = gradient + arrived + errors[rank, stage]
+                arrived = quantized(given)
+                if feedback:
+                    errors[rank, stage] = given - arrived
+            total[stage] = arrived + a[0, stage] * (seen[0][stage] - c[0, t, stage])
+        v = MOMENTUM * v + total / 3 + task.decay * w
+        w = w - RATE * v
+        before, newest = newest, [w.copy(), newest[1].copy(), newest[2].copy()]
+        for g, stage in enumerate(stages):
+            # Who needs a version first has it first: under v2 rank 2 where only it can use it.
+            first, second = (2, 1) if strategy.rule == "v2" and g == 1 else (1, 2)
+            for source, rank in ((0, first), (first, second)):
+                newest[rank][stage] += quantized(newest[source][stage] - newest[rank][stage])
+    found = np.array(ran(plan, task)).swapaxes(0, 1)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_who_sends_parameters_knows_to_the_bit_what_the_next_one_has():
+    plan = Cyclic(wire="int4", stages=1, rule="v1").plan(profile_of(ranks=3))
+    task = Quadratic(SIZES, 3, 9)
+    sent = [t.ranks for t in plan.transfers if t.payload.buffer == "param"]
+    assert set(sent) == {(0, 1), (1, 2)}
+    run = Interpreter(plan, model_of(task), 3)
+    run.run(task.iterations)
+    anchor, received = run.workers[1].buffers["anchor"][0], run.workers[2].buffers["param"][0]
+    assert anchor.tobytes() == received.tobytes() != run.workers[0].buffers["param"][0].tobytes()
 
 
 # ---- failures -------------------------------------------------------------------------------
@@ -473,6 +588,65 @@ def test_what_a_message_would_take_is_known_before_it_is_sent(via):
         assert took == known
 
 
+def test_receivers_have_what_all_have_after_consolidate():
+    """What each receiver has is known anew; what was lost of sums is still owed."""
+    plan = Cyclic(wire="int4").plan(profile_of(ranks=3))
+    net = Net(np.zeros(sum(SIZES)), SIZES)
+    flat = Flat(net, [BucketSpec(f"b{b}", (f"layers.{b}.w",)) for b in range(3)])
+    flat.adopt(plan.all_buffers)
+    coding = Coding(plan, flat, {})
+    [[residual]], [[anchor]] = flat.contents("residual_grad"), flat.contents("anchor")
+    residual.fill_(1.0)
+    for p in net.parameters():
+        p.data.fill_(3.0)
+    coding.begin()
+    assert anchor.unique().tolist() == [0.0]
+    coding.unite()
+    coding.begin()
+    assert anchor.unique().tolist() == [3.0]
+    assert residual.unique().tolist() == [1.0]
+
+
+def sent(give, take):
+    """What two ranks make of one message from rank 0 to rank 1: parts, ranks with bad values."""
+
+    def life(world, rank):
+        [link] = memory_links(world, rank, ["net"]).values()
+        part, how = (give, take)[rank]
+        try:
+            return send(part, how, link.collectives, (0, 1), gives=rank == 0).bad, part
+        finally:
+            link.close()
+
+    return run_ranks(2, life)
+
+
+def part_of(x):
+    return Part(x, torch.ones(2), {})
+
+
+def test_a_message_for_one_rank():
+    x, how = torch.randn(600), Settings(of("int4"), "gather", 0, True, origin=7)
+    (bad, mine), (also, theirs) = sent((part_of(x.clone()), how), (part_of(torch.zeros(600)), how))
+    assert (bad, also) == ([], [])
+    assert mine.mean.tolist() == theirs.mean.tolist()
+    assert theirs.plain.tolist() == [1.0, 1.0]
+    np.testing.assert_allclose(mine.numbers + mine.mean, x, atol=1e-6)
+
+
+def test_a_message_for_one_rank_with_values_that_are_not_finite():
+    x, how = torch.full((600,), float("inf")), Settings(of("fp16"), "gather", 0, True)
+    for bad, part in sent((part_of(x), how), (part_of(torch.zeros(600)), how)):
+        assert bad == [0]
+        assert part.mean.isnan().all()
+
+
+def test_a_message_for_one_rank_that_has_loaded_other_weights():
+    how = Settings(of("int4"), "gather", 0, True, origin=7)
+    with pytest.raises(OriginError, match="rank 1 counts the changes of its parameters"):
+        sent((part_of(torch.ones(4)), how), (part_of(torch.ones(4)), replace(how, origin=8)))
+
+
 def test_an_anchor_outlives_another_plan_with_one():
     """Replicas may differ by then, so it must not be copied from them anew."""
     plan = LocalSGD(period=2, wire="int4").plan(profile_of())
@@ -533,7 +707,39 @@ def test_what_wires_keep_is_counted_in():
     assert extra == [0, everything, 2 * everything]  # anchor, residual
 
 
+def test_cyclic_sends_sums_with_errors_and_parameters_as_what_the_next_one_lacks():
+    plan = Cyclic(wire="int4", stagger="paper").plan(profile_of(ranks=3))
+    wires = {(t.payload.buffer, t.wire and (t.wire.error, t.wire.anchor)) for t in plan.transfers}
+    turn, *others = sorted(wires, key=str)[::-1]
+    assert turn == ("sum", None)  # a word
+    assert others == [("param", (None, "anchor")), ("grad", ("residual_grad", None))]
+    assert plan.fact("wire") == "int4 by send"
+    assert plan.fact("uncompressed") is None
+    random = Cyclic(wire="int4", rule="random").plan(profile_of(ranks=3))
+    assert random.fact("uncompressed") == ["parameters"]
+    plain = Cyclic().plan(profile_of((30_000,) * 3, ranks=3))
+    wired = Cyclic(wire="int4").plan(profile_of((30_000,) * 3, ranks=3))
+    first, second = (
+        predict_plan(p, profile_of((30_000,) * 3, ranks=3)).bytes_per_iteration
+        for p in (plain, wired)
+    )
+    assert sum(second.values()) < sum(first.values()) / 7
+
+
+@pytest.mark.parametrize("wire", ["randomk:0.1", "powersgd:2"])
+def test_what_must_be_summed_up_cannot_be_handed_on(wire):
+    with pytest.raises(ValueError, match="can only be all-reduced, and cyclic sends"):
+        Cyclic(wire=wire)
+
+
+def test_halves_have_no_codes():
+    with pytest.raises(ValueError, match=r"update='at_step', or WFBP\(wire='int8'\)"):
+        DeAR(wire="int8")
+
+
 def test_no_wire_is_the_plan_of_before():
+    assert Cyclic(wire="none").plan(profile_of()) == Cyclic().plan(profile_of())
+    assert FedAvg(wire="none").plan(profile_of()) == FedAvg().plan(profile_of())
     assert DreamDDP(wire="none").plan(profile_of()) == DreamDDP().plan(profile_of())
 
 

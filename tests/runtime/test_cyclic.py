@@ -27,6 +27,7 @@ RULES = (
     Cyclic(stagger="paper"),
     Cyclic(stages=1),
     Cyclic(clip=0.05),
+    Cyclic(wire="topk:1"),  # loses nothing
 )
 
 
@@ -192,7 +193,8 @@ ANEW = 4
 
 
 def test_begins_anew_after_consolidate_and_rank_0_always_has_the_newest() -> None:
-    case, strategies = Case(optimizer="nesterov"), (Cyclic(), Cyclic(rule="v1"))
+    case = Case(optimizer="nesterov")
+    strategies = (Cyclic(), Cyclic(rule="v1"), Cyclic(wire="topk:1"))
     ranks = run_world(interrupted, 3, case, strategies)
     for n, strategy in enumerate(s for s in strategies for _ in range(2)):
         expected, _ = equations(case, strategy, 3, ANEW)
@@ -263,14 +265,14 @@ def test_a_worker_that_dies_is_named_by_its_neighbours() -> None:
     assert any("rank 2" in words.split(" on link")[0] for words in said)
 
 
-def spoilt(culprit: int) -> tuple[str, bool]:
+def spoilt(culprit: int, strategy: Cyclic) -> tuple[str, bool]:
     """What this rank says after the culprit's loss becomes NaN in the third iteration, and whether
     its weights are finite."""
     dist.init_process_group("gloo")
     case, rank, words = Case(), dist.get_rank(), "nothing"
     model = build_model(case)
     optimizer, profile = build_optimizer(case, model), profile_of(case, dist.get_world_size())
-    m, o = offbeat.prepare(model, optimizer, Cyclic(), profile=profile, timeout_s=5)
+    m, o = offbeat.prepare(model, optimizer, strategy, profile=profile, timeout_s=5)
     try:
         for i in range(5):
             o.zero_grad()
@@ -282,12 +284,15 @@ def spoilt(culprit: int) -> tuple[str, bool]:
     return words, all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize(("ranks", "culprit", "knows"), [(2, 0, 0), (3, 2, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "culprit", "knows", "strategy"),
+    [(2, 0, 0, Cyclic()), (3, 2, 0, Cyclic()), (3, 2, 0, Cyclic(wire="fp16"))],
+)
 def test_a_gradient_that_is_not_finite_reaches_nobodys_weights(
-    ranks: int, culprit: int, knows: int
+    ranks: int, culprit: int, knows: int, strategy: Cyclic
 ) -> None:
     """Sums go from 1 to 2 to 0, and whoever is handed a spoilt one knows who has spoilt it."""
-    outcomes = watch_world(spoilt, ranks, culprit, timeout_s=30)
+    outcomes = watch_world(spoilt, ranks, culprit, strategy, timeout_s=30)
     results = [outcome.result for outcome in outcomes]
     assert all(finite and words != "nothing" for words, finite in results)
     assert results[knows][0].startswith(f"rank {culprit} brought values that are not finite")

@@ -6,7 +6,7 @@ import numpy as np
 import wired
 from worlds import run_world, watch_world
 
-from offbeat import WFBP, DreamDDP, LocalSGD, SelSync
+from offbeat import WFBP, Cyclic, DreamDDP, FedAvg, LocalSGD, SelSync
 from offbeat.numerics.codecs import WIRES
 
 STRATEGIES = (
@@ -16,6 +16,13 @@ STRATEGIES = (
     LocalSGD(period=2, wire="powersgd:2"),
     SelSync(delta=0, wire="bf16"),
     DreamDDP(period=1, wire="int8"),
+    FedAvg(local_steps=1, fraction=0.67, samples=(1, 2, 1), wire="int8"),
+)
+HANDED = (
+    Cyclic(),
+    Cyclic(wire="int4"),
+    Cyclic(rule="v1", wire="int8", stages=1),
+    Cyclic(wire="topk:0.1"),
 )
 
 
@@ -34,6 +41,25 @@ def test_replicas_are_equal_after_every_average_and_few_bytes_are_sent():
     plain, int4, topk, *_ = (found["bytes"] for found in first)
     assert int4 < plain / 5
     assert topk < plain / 4
+
+
+def test_what_is_handed_on_takes_few_bytes_and_learns():
+    ranks = run_world(wired.train, 3, HANDED)
+    for strategy, *found in zip(HANDED, *ranks, strict=True):
+        assert all(other["consolidated"] == found[0]["consolidated"] for other in found)
+        assert all(f["hashes"][-1] != found[0]["hashes"][-1] for f in found[1:]), str(strategy)
+        assert np.mean(found[0]["losses"][-3:]) < np.mean(found[0]["losses"][:3]), str(strategy)
+    plain, int4, int8, topk = (sum(rank[i]["bytes"] for rank in ranks) for i in range(4))
+    assert int4 < plain / 5
+    assert int8 < plain / 3
+    assert topk < plain / 4
+
+
+def test_weights_that_are_loaded_on_some_ranks_only_are_noticed():
+    outcomes = watch_world(wired.loaded, 3, Cyclic(wire="int4"), 1)
+    said = [outcome.result or outcome.traceback for outcome in outcomes]
+    assert "trained on" not in said
+    assert any("weights were loaded on some ranks only" in words for words in said), said
 
 
 def test_a_rank_killed_between_encoding_and_sending_takes_nothing_along():

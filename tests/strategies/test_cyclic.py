@@ -3,7 +3,7 @@
 import pytest
 
 from offbeat.plan import Moment
-from offbeat.profile import Bucket, Link, Profile
+from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.sim import predict_plan
 from offbeat.strategies import Cyclic
 
@@ -50,3 +50,19 @@ def test_the_bound_counts_messages_by_what_they_take():
         world_size=2,
     )
     assert Cyclic().bound_s(free) == 4.0
+
+
+@pytest.mark.parametrize("wire", ["int4", "topk:0.1"])
+@pytest.mark.parametrize("coding_s", [0.0, 1e-6])
+@pytest.mark.parametrize("bytes_per_s", [1e4, 1e6])
+def test_the_bound_is_that_of_codes(wire, coding_s, bytes_per_s):
+    speed = CodecSpeed(wire.partition(":")[0], coding_s, coding_s)
+    buckets = tuple(Bucket(f"b{i}", 0.2, 0.4, 4 * 256 * 10 * (i + 1)) for i in range(4))
+    link = Link("net", 1e-3, bytes_per_s, cpu_s_per_message=1e-4, cpu_s_per_byte=1e-8)
+    profile = Profile(buckets, (link,), 4, update_s=0.1, codecs=(speed,))
+    plain, wired = (s.plan(profile) for s in (Cyclic(), Cyclic(wire=wire)))
+    assert wired.bound_s <= plain.bound_s
+    prediction = predict_plan(wired, profile)
+    assert prediction.iteration_s >= wired.bound_s * (1 - 1e-9)
+    if bytes_per_s < 1e5:
+        assert prediction.iteration_s < predict_plan(plain, profile).iteration_s / 2

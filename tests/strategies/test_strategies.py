@@ -23,6 +23,8 @@ from offbeat.strategies import (
     DDP,
     STRATEGIES,
     WFBP,
+    Cyclic,
+    DeAR,
     DiLoCo,
     DreamDDP,
     FedAvg,
@@ -128,8 +130,13 @@ def test_golden_of_streaming_fragments():
     golden("diloco-streaming", DiLoCo(period=6, fragments=3, delay=2, alpha=0.5))
 
 
-def test_golden_of_a_wire():
-    golden("dreamddp-int4", DreamDDP(wire="int4"))
+@pytest.mark.parametrize(
+    "strategy",
+    [DreamDDP(wire="int4"), Cyclic(wire="int4"), FedAvg(wire="int4", fraction=0.5)],
+    ids=str,
+)
+def test_golden_of_a_wire(strategy):
+    golden(f"{strategy.name}-int4", strategy)
 
 
 def golden(name, strategy):
@@ -155,6 +162,10 @@ WIRED = [
     DreamDDP(wire="sign", split=True),
     DreamDDP(wire="bf16", due="delayed"),
     SelSync(wire="randomk:0.1", scope="layer"),
+    DeAR(wire="int8", update="at_step"),
+    FedAvg(wire="randomk:0.1", fraction=0.5, state="averaged"),
+    Cyclic(wire="int4", stages=1),
+    Cyclic(wire="topk:0.01", stages=1, rule="v1", error_feedback=False),
 ]
 
 

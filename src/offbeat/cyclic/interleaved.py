@@ -31,6 +31,7 @@ from offbeat.runtime.stepper import BucketStepper, Settings
 from offbeat.solve.timetable import Message, Placement, Timetable, What, Work
 from offbeat.storage.coupling import couples
 from offbeat.strategies.cyclic import Cyclic
+from offbeat.strategies.wired import NONE
 
 Batch = tuple[Tensor, Any]
 Loss = Callable[[Tensor, Any], Tensor]
@@ -87,6 +88,11 @@ class Interleaved:
             raise ValueError(f"{coupled}, so it cannot step stage by stage; use another optimizer")
         self.table = Timetable(placement, len(stages))
         strategy = strategy or Cyclic()
+        if strategy.wire != NONE:
+            raise ValueError(
+                f"wire ({strategy.wire!r}) is for messages between workers of prepare(); here "
+                "stages travel as they are: leave it out"
+            )
         skipped = int(strategy.start == "skip")
         self._versions = Versions(self.table, strategy.rules(len(stages)), skipped)
         self._clip, self._loss, self._optimizer = strategy.clip, loss, optimizer

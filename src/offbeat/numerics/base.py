@@ -75,8 +75,9 @@ VoteRule = Callable[[Context, Vote, range], bool]
 class Setting:
     """What a plan may say to a rule: the name of a buffer, a number, one per rank, or a word.
 
-    Without a default it must be given. A buffer may have to be of one kind; a number must lie
-    within `least` and `most` (with `above`, not be `least` itself), a word be one of `words`.
+    Without a default it must be given, unless it is `optional`. A buffer may have to be of one
+    kind; a number must lie within `least` and `most` (with `above`, not be `least` itself), a word
+    be one of `words`.
     """
 
     what: Literal["buffer", "number", "count", "numbers", "word"]
@@ -86,6 +87,7 @@ class Setting:
     most: float = float("inf")
     words: tuple[str, ...] = ()
     above: bool = False
+    optional: bool = False
 
 
 SETTINGS: dict[str, dict[str, Setting]] = {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
+from typing import Any
 
 from offbeat.numerics.base import Context, Setting, takes
 from offbeat.plan import Apply
@@ -14,12 +15,15 @@ from offbeat.plan import Apply
     samples=Setting("numbers"),
     fraction=Setting("number", 1.0, least=0, most=1),
     seed=Setting("count", 0),
+    anchor=Setting("buffer", kind="param", optional=True),
 )
 def select(context: Context, apply: Apply) -> None:
     """`buffer *= K n_r / sum(n)` over the workers drawn, 0 on the others.
 
     The mean over all workers is then the average of those drawn, weighted by their `samples`. A
-    share `fraction` of the workers is drawn anew each time, the same on every rank.
+    share `fraction` of the workers is drawn anew each time, the same on every rank. With an
+    `anchor`, which is equal on all of them, it is the change against it that is multiplied: the
+    mean is the same, and small changes stay small. Running statistics are multiplied in any case.
     Source: McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017.
     """
     buffer = apply.arg("buffer")
@@ -28,11 +32,22 @@ def select(context: Context, apply: Apply) -> None:
     samples: Sequence[float] = apply.arg("samples")
     weights = drawn(samples, apply.arg("fraction", 1.0), apply.arg("seed", 0), done)
     share = len(samples) * weights[context.rank] / sum(weights)
+    for w, anchor in _anchored(context, apply):
+        w -= anchor
     for array in context.write(buffer, apply.buckets):
         if share:
             array *= share
         else:  # also where it is not finite
             array[...] = 0
+    for w, anchor in _anchored(context, apply):
+        w += anchor
+
+
+def _anchored(context: Context, apply: Apply) -> Iterator[tuple[Any, Any]]:
+    """Parameters and what changes are counted from; nothing without an anchor."""
+    names = apply.arg("buffer"), apply.arg("anchor")
+    if names[1] is not None:
+        yield from zip(*(context.parameters(name, apply.buckets) for name in names), strict=True)
 
 
 def drawn(samples: Sequence[float], fraction: float, seed: int, done: int) -> list[float]:

@@ -448,7 +448,7 @@ class Interpreter:
         if t.in_place:
             w.flying[payload.buffer][copy][span] = self._number(message)
         given = array.copy()
-        if t.wire is not None and t.wire.anchor is not None:
+        if t.wire is not None and t.wire.anchor is not None and not t.tracked:
             anchor = w.physical(t.wire.anchor, 0)
             given -= w.view(t.wire.anchor, span)
             w.flying[t.wire.anchor][anchor][span] = self._number(message)
@@ -481,7 +481,8 @@ class Interpreter:
                 self._pump(queue[0])
 
     def _decoded(self, message: _Message, wire: Wire) -> Array:
-        """What arrives over a wire. Errors of earlier messages are added in the link's order."""
+        """What arrives over a wire. Errors of earlier messages are added in the link's order, and
+        what a receiver has is known in that order."""
         t, givers = (
             message.transfer,
             message.ranks[: 1 if message.transfer.verb == "send" else None],
@@ -491,6 +492,11 @@ class Interpreter:
         if wire.error is not None:
             errors = [w.buffers[wire.error][0][w.slice_of(t.payload)] for w in workers]
             given = [x + e for x, e in zip(given, errors, strict=True)]
+        there: list[Array] = []  # what a receiver has
+        if t.tracked:
+            assert wire.anchor is not None
+            there = [workers[0].buffers[wire.anchor][0][workers[0].slice_of(t.payload)]]
+            given = [given[0] - there[0]]
         settings = dict(wire.args)
         used = Exact() if self.exact else codec(wire.name, settings)
         memories = None
@@ -500,6 +506,8 @@ class Interpreter:
         mean, lost = used.average(given, via, message.iteration, memories)
         for error, own in zip(errors, lost, strict=False):
             error[...] = own
+        for array in there:
+            array += mean
         return mean
 
     def _wait(self, w: Worker, message: _Message) -> Waits:
@@ -526,7 +534,9 @@ class Interpreter:
             shard = result[own]
             result = np.full_like(result, np.nan)
             result[own] = shard
-        if t.wire is not None and t.wire.anchor is not None:
+        if t.tracked:
+            result = w.buffers[buffer][copy][span] + result
+        elif t.wire is not None and t.wire.anchor is not None:
             anchor = w.physical(t.wire.anchor, 0)
             w.flying[t.wire.anchor][anchor][span] = 0
             result = w.buffers[t.wire.anchor][anchor][span] + result

@@ -100,7 +100,8 @@ class Wire:
 
     `error` names a buffer that keeps what encoding lost and adds it to the next message. With an
     `anchor`, a buffer that is equal on all ranks, the difference to it is encoded; it moves by the
-    mean of what was decoded, and is then what arrives.
+    mean of what was decoded, and is then what arrives. The anchor of a send is the sender's alone:
+    what the receiver has. Both move by what was decoded, so what is lost stays in the difference.
     """
 
     name: str
@@ -148,6 +149,11 @@ class Transfer:
     def target(self) -> str:
         """The buffer that receives the result."""
         return self.into or self.payload.buffer
+
+    @property
+    def tracked(self) -> bool:
+        """Whether it sends what the receiver's copy lacks, by the sender's anchor."""
+        return self.verb == "send" and self.wire is not None and self.wire.anchor is not None
 
     @property
     def in_place(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 from offbeat.numerics import RULES, SETTINGS, VOTES, WIRES, Setting
@@ -203,8 +203,15 @@ def _error(t: Transfer, name: str, plan: Plan) -> Iterator[str]:
 def _anchor(t: Transfer, wire: Wire, name: str, plan: Plan) -> Iterator[str]:
     """What changes are counted from begins as the parameters, on all ranks alike."""
     known, linear = plan.all_buffers, wire.name in WIRES and WIRES[wire.name].linear
-    if t.verb == "send" and (wire.anchor is not None or linear):
-        yield f"{name} cannot be encoded as {wire.name}, or with an anchor: only all_reduce can"
+    if t.verb == "send" and linear:
+        yield f"{name} cannot be encoded as {wire.name}: only all_reduce can"
+    elif t.verb == "send" and wire.arg("via", "gather") != "gather":
+        yield f"via ({wire.arg('via')!r}) of {name} must be left out: it goes to one rank"
+    if t.tracked and wire.error is not None:
+        yield (
+            f"error ({wire.error!r}) of {name} must be left out: what is lost stays in the "
+            "difference to its anchor"
+        )
     if t.payload.buffer == "state":
         yield f"{name} cannot be encoded: only gradients and parameters can"
     if wire.anchor is None or wire.anchor not in known or t.payload.buffer not in known:
@@ -216,7 +223,7 @@ def _anchor(t: Transfer, wire: Wire, name: str, plan: Plan) -> Iterator[str]:
             f"anchor ({wire.anchor!r}) of {name} must be a buffer of its own that starts as the "
             "parameters and has one copy"
         )
-    elif base_link(t.link) in plan.groups:
+    elif base_link(t.link) in plan.groups and not t.tracked:
         yield (
             f"anchor ({wire.anchor!r}) of {name} must be left out: it is the same on all ranks, "
             f"and {base_link(t.link)!r} spans groups of them"
@@ -226,15 +233,35 @@ def _anchor(t: Transfer, wire: Wire, name: str, plan: Plan) -> Iterator[str]:
 
 
 def _errors(plan: Plan) -> Iterator[Fault]:
-    """Messages of two links have no order, so they must not share what encoding has lost."""
-    wired = [t for t in plan.transfers if t.wire is not None and t.wire.error is not None]
-    for i, one in enumerate(wired):
-        for other in wired[:i]:
-            shared = one.wire.error == other.wire.error and one.link != other.link  # type: ignore[union-attr]
-            if shared and _overlap(one, other):
-                words = f"{one.id} and {other.id} share an error buffer; give each link its own"
-                yield words, (one, other)
-                return
+    """Messages of two links have no order, so they must not share what encoding has lost; nor an
+    anchor, if that is of what others have."""
+    wired = [t for t in plan.transfers if t.wire is not None and (t.wire.error or t.wire.anchor)]
+    for one, other in combinations(wired, 2):
+        what = _shared(one, other)
+        if what is not None and _overlap(one, other) and _meet(one, other):
+            words = f"{one.id} and {other.id} share an {what}; give each link its own"
+            yield words, (one, other)
+            return
+
+
+def _shared(one: Transfer, other: Transfer) -> str | None:
+    """What two messages that have no order must not share, in words."""
+    a, b = one.wire, other.wire
+    assert a is not None
+    assert b is not None
+    if a.anchor is not None and a.anchor == b.anchor and one.tracked != other.tracked:
+        return "anchor"
+    if one.link == other.link:
+        return None
+    if a.error is not None and a.error == b.error:
+        return "error buffer"
+    return "anchor" if one.tracked and other.tracked and a.anchor == b.anchor else None
+
+
+def _meet(one: Transfer, other: Transfer) -> bool:
+    """Whether some rank encodes for both."""
+    senders = [t.ranks and t.ranks[0] for t in (one, other)]
+    return None in senders or senders[0] == senders[1]
 
 
 def _overlap(one: Transfer, other: Transfer) -> bool:
@@ -277,7 +304,8 @@ def _settings(
     for key, setting in allowed.items():
         value = given.get(key, setting.default)
         if value is None:
-            yield f"{key} of {name} must be given"
+            if not setting.optional:
+                yield f"{key} of {name} must be given"
         else:
             what = f"{key} ({value!r}) of {name}"
             yield from _setting(what, value, setting, plan, profile, buffers)

@@ -15,9 +15,11 @@ from offbeat.plan.interpreter import memory_of
 from offbeat.storage.checksum import checksum
 from offbeat.storage.flat import Flat
 from offbeat.transport.codes.average import Part, Settings, average, handed_over, send
+from offbeat.transport.codes.rows import Rows
 from offbeat.transport.collectives import Collectives
 
 Views = list[tuple[list[Tensor], list[Tensor]]]
+ORIGIN = "origin of changes"  # its fingerprint, among what a rank keeps
 
 
 class Coding:
@@ -25,7 +27,8 @@ class Coding:
 
     Numbers are copied when a message is released, as differences to its anchor. On the link's
     thread errors are added, and the sum is encoded, sent and decoded. What arrives is put in
-    its place when it is due, also into the anchor.
+    its place when it is due, also into the anchor. The anchor of a send is what its receiver has:
+    on the link's thread the difference to it is taken, and what was decoded added to it.
     """
 
     def __init__(self, plan: Plan, flat: Flat, memory: dict[str, Any]) -> None:
@@ -33,30 +36,41 @@ class Coding:
         wires = [t.wire for t in plan.transfers if t.wire is not None]
         self._anchors = sorted({wire.anchor for wire in wires if wire.anchor is not None})
         self._errors = sorted({wire.error for wire in wires if wire.error is not None})
+        self._tracked = any(t.tracked for t in plan.transfers)
         self._names = {memory_of(t) for t in plan.transfers if t.wire is not None}
-        self._origin: int | None = None
-        self._stale = False
+        self._stale = self._united = False
 
     def forget(self) -> None:
         """Other weights are about to be loaded: changes are counted from these."""
         self._stale = True
 
+    def unite(self) -> None:
+        """All ranks are about to have the same parameters, receivers as well."""
+        self._united = self._tracked
+
     def restored(self) -> None:
         """Buffers are as they were saved."""
-        self._stale, self._origin = False, None
+        self._stale = self._united = False
+
+    @property
+    def outdated(self) -> bool:
+        """Whether changes are counted from weights that were replaced."""
+        return self._stale or self._united
 
     def begin(self) -> None:
         """An iteration begins."""
-        if not self._stale:
+        if not self.outdated:
             return
+        stale = self._stale
         self.restored()
+        self._memory.pop(ORIGIN, None)
         (params,) = self._flat.contents("param")
         for name in self._anchors:
             self._flat.fill(name, [params])
-        for name in self._errors:
+        for name in self._errors if stale else ():
             for tensor in self._flat.contents(name)[0]:
                 tensor.data.zero_()
-        for name in self._names:
+        for name in self._names if stale else ():
             self._memory.pop(name, None)
 
     def coded(self, t: Transfer, copy: int, planned: int) -> Coded:
@@ -67,14 +81,14 @@ class Coding:
         memory = self._memory.setdefault(memory_of(t), {})
         for i, (numbers, behind) in enumerate(self._flat.apart(t.payload, copy, t.payload.buffer)):
             whole = wide(torch.cat(numbers))
-            if anchors is not None:
+            if anchors is not None and not t.tracked:
                 _each(whole, anchors[i][0], Tensor.sub_)
             plain = torch.cat(behind) if behind else numbers[0].new_empty(0)
             parts.append(Part(whole, plain, memory.setdefault(str(i), {})))
         errors = self._views(t, t.wire.error) if t.wire.error is not None else None
-        return Coded(
-            t, parts, errors, replace(_settings(t.wire), iteration=planned, origin=self._begun())
-        )
+        there = anchors if t.tracked else None
+        how = replace(_settings(t.wire), iteration=planned, origin=self._begun())
+        return Coded(t, parts, errors, how, there)
 
     def receiver(self, t: Transfer, copy: int) -> Coded:
         """Room for a message that another rank sends."""
@@ -84,7 +98,8 @@ class Coding:
             Part(wide(torch.cat(numbers)), torch.cat([numbers[0][:0], *behind]), {})
             for numbers, behind in views
         ]
-        return Coded(t, parts, None, _settings(t.wire), gives=False)
+        how = replace(_settings(t.wire), origin=self._begun())
+        return Coded(t, parts, None, how, gives=False)
 
     def put(self, t: Transfer, copy: int, buffer: str, tensors: Sequence[Tensor]) -> None:
         """What has arrived, in its place."""
@@ -93,7 +108,9 @@ class Coding:
         anchors = None if t.wire.anchor is None else self._views(t, t.wire.anchor)
         for i, (numbers, behind) in enumerate(targets):
             mean, plain = tensors[2 * i : 2 * i + 2]
-            if anchors is None:
+            if t.tracked:
+                _each(mean, numbers, lambda x, target: target.add_(x))
+            elif anchors is None:
                 _each(mean, numbers, lambda x, target: target.copy_(x))
             else:
                 _each(mean, anchors[i][0], lambda x, anchor: anchor.add_(x))
@@ -109,7 +126,10 @@ class Coding:
         for numbers, behind in self._flat.apart(t.payload, copy, t.payload.buffer):
             size, itemsize = sum(x.numel() for x in numbers), max(numbers[0].itemsize, 4)
             plain = sum(x.nbytes for x in behind)
-            total += handed_over(used, via, size, itemsize, plain, ranks)
+            if t.verb == "send":
+                total += Rows(used.bytes_of(size, itemsize), plain).bytes
+            else:
+                total += handed_over(used, via, size, itemsize, plain, ranks)
         return total
 
     def _views(self, t: Transfer, buffer: str) -> Views:
@@ -117,11 +137,11 @@ class Coding:
 
     def _begun(self) -> int:
         """A fingerprint of what changes were first counted from; running statistics may differ."""
-        if self._origin is None:
+        if ORIGIN not in self._memory:
             run = range(len(self._flat.buckets))
             found = (x for name in self._anchors for x in self._flat.parameters_of(name, run))
-            self._origin = checksum(*found) >> 1
-        return self._origin
+            self._memory[ORIGIN] = checksum(*found) >> 1
+        return self._memory[ORIGIN]
 
 
 @dataclass
@@ -132,6 +152,7 @@ class Coded:
     parts: list[Part]
     errors: Views | None
     settings: Settings
+    there: Views | None = None  # of a send: what the receiver has
     gives: bool = True
 
     def __call__(
@@ -143,6 +164,8 @@ class Coded:
         for i, part in enumerate(self.parts):
             if self.errors is not None:
                 _each(part.numbers, self.errors[i][0], Tensor.add_)
+            if self.there is not None:
+                _each(part.numbers, self.there[i][0], Tensor.sub_)
             ranks = self.transfer.ranks
             outcome = (
                 average(part, how, act)
@@ -155,10 +178,16 @@ class Coded:
         if self.errors is not None and not own:
             for part, views in zip(self.parts, self.errors, strict=True):
                 _each(part.numbers, views[0], lambda x, error: error.copy_(x))
+        if self.there is not None and not own:
+            for part, views in zip(self.parts, self.there, strict=True):
+                _each(part.mean, views[0], lambda x, there: there.add_(x))
         arrived: list[Tensor] = []
         for part in self.parts:
             assert part.mean is not None
             arrived += [part.mean, part.plain]
+        t = self.transfer
+        if t.ranks is not None and t.payload.buffer != "grad":
+            bad = []  # as without a wire: who has made such parameters is known before
         return arrived, sorted(set(bad)), sent
 
 

@@ -41,11 +41,12 @@ class Messages:
         self._fixed: dict[int, tuple[Link, tuple[Tensor, ...]]] = {}
         self._sizes: dict[int, int] = {}  # by transfer
         self._copies: dict[int, int] = {}  # by message: the copy of the buffer that it took
+        self._sent: list[Message] = []  # codes for one rank: errors and anchors move when they go
 
     def enqueue(self, planned: int, number: int) -> list[Message]:
         """The messages of one iteration at their places on the links; receivers are ready."""
         messages = []
-        self.coding.begin()
+        self.renew()
         for t in self._program.transfers(planned):
             message = self._links[t.link].enqueue(t, number)
             messages.append(message)
@@ -73,7 +74,10 @@ class Messages:
         else:
             copy = self._flat.physical(payload.buffer, payload.age)
             if t.wire is not None:
-                self._copies[id(message)] = copy
+                if t.verb == "send":
+                    self._sent = [*(m for m in self._sent if not m.done), message]
+                else:
+                    self._copies[id(message)] = copy
                 self._links[t.link].release(message, (), self.coding.coded(t, copy, planned))
                 return
             key = (id(t), copy)
@@ -83,9 +87,23 @@ class Messages:
             if t.in_place and self._flat.copies(payload.buffer) == 1:
                 self._fixed[id(t)] = self._links[t.link], given
             if not t.in_place:
-                self._copies[id(message)] = copy
+                if t.verb != "send":
+                    self._copies[id(message)] = copy
                 given = [x.clone() for x in given]
         self._links[t.link].release(message, given)
+
+    def settle(self) -> None:
+        """Wait until all codes that this rank has for one other have gone. Other ranks must have
+        begun the same iterations."""
+        for message in self._sent:
+            self._waiting.wait(message, self._flat)
+        self._sent.clear()
+
+    def renew(self) -> None:
+        """Where weights were replaced, count changes from what they are now."""
+        if self.coding.outdated:
+            self.settle()
+            self.coding.begin()
 
     def let_go(self) -> None:
         """Hold no views of the storage."""

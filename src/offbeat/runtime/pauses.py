@@ -77,6 +77,7 @@ class Pauses:
             self._begin_anew()
         elif self._engine.plan.source is not None:  # other ranks are about to get its parameters
             self._begin_anew()
+            self._engine.run.messages.coding.unite()
 
     def _begin_anew(self) -> None:
         self._engine.start = self._engine.iteration

@@ -27,6 +27,8 @@ def capture(engine: Engine) -> State:
             "the next forward in training mode"
         )
     engine.pauses.flush()
+    engine.run.messages.settle()
+    engine.run.messages.renew()
     run, planned = engine.run, engine.planned
     recent = [i for i in run.iterations.values() if i.planned >= planned - run.program.lag]
     return {

@@ -90,11 +90,13 @@ def coding_s_per_byte(profile: Profile, used: Codec, via: str) -> float:
     return encode_s + decode_s
 
 
-def costed(profile: Profile, wire: Wire) -> Profile:
+def costed(profile: Profile, wire: Wire, *, sends: bool = False) -> Profile:
     """The profile of links over which messages take as long as they do over a wire: what planners
     that know nothing of wires plan with. Of codecs whose bytes are not in proportion to the
-    numbers, those of the buckets count."""
-    used, via = codec(wire.name, dict(wire.args)), way(wire.name, dict(wire.args))
+    numbers, those of the buckets count. Either averages are right, or what is sent from rank to
+    rank."""
+    used = codec(wire.name, dict(wire.args))
+    via = "send" if sends else way(wire.name, dict(wire.args))
     links = [_costed(profile, link, used, via) for link in profile.links]
     both = {old.name: (old, new) for old, new in zip(profile.links, links, strict=True)}
     coding_s = coding_s_per_byte(profile, used, via)
@@ -121,7 +123,10 @@ def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     sizes = [b.size_bytes for b in profile.buckets if b.size_bytes]
     codes = sum(used.bytes_of(-(-size // ELEMENT_BYTES)) for size in sizes)
     share = codes / max(sum(sizes), 1)
-    coding_s = coding_s_per_byte(profile, used, via)
+    coding_s = busy_s = coding_s_per_byte(profile, used, via)
+    if via == "send":  # a send takes a share of what an all-reduce would
+        coding_s *= profile.sent_per_s(link.name) / link.bytes_per_s
+        busy_s = 2 * coding_s_per_byte(profile, used, "encode")
     latency_s, rate, fewer = link.latency_s, link.bytes_per_s, 1.0
     if via == "gather":
         latency_s, rate = link.halves.get("all_gather", (latency_s, 2 * rate))
@@ -138,7 +143,7 @@ def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
         bytes_per_s=1 / max(share / rate + coding_s, 1e-30),
         small=tuple(sorted(small.items())),
         halves={},
-        cpu_s_per_byte=link.cpu_s_per_byte * share * fewer + coding_s * takes_time,
+        cpu_s_per_byte=link.cpu_s_per_byte * share * fewer + busy_s * takes_time,
     )
 
 

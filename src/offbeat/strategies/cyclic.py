@@ -23,7 +23,8 @@ from offbeat.plan import (
 from offbeat.profile import Profile
 from offbeat.sim import predict_plan
 from offbeat.solve.stages import cut
-from offbeat.strategies.base import Strategy, require_choice, require_count
+from offbeat.strategies.base import require_choice, require_count
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, cyclic
 
 END = Moment("end")
@@ -38,7 +39,7 @@ Table = tuple[tuple[bool, ...], ...]  # by worker (1, 2, ..) and stage (from the
 
 
 @dataclass(frozen=True)
-class Cyclic(Strategy):
+class Cyclic(Wired):
     """Workers one after the other; sums of gradients and parameters go from hand to hand.
 
     The model is cut into N stages, and worker i lags behind worker i-1. Each adds its gradient
@@ -80,6 +81,7 @@ class Cyclic(Strategy):
 
     name: ClassVar[str] = "cyclic"
     synchronous: ClassVar[bool] = False
+    sends: ClassVar[bool] = True
     citation: ClassVar[str] = "Fournier and Oyallon, Cyclic Data Parallelism, 2024, Eq. 5 to 7"
 
     def __post_init__(self) -> None:

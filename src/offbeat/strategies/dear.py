@@ -12,11 +12,12 @@ from offbeat.profile import Profile
 from offbeat.solve import Fusion, cap_fusion
 from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
 from offbeat.strategies.slices import Update, compute_of
+from offbeat.strategies.wired import NONE, Wired
 from offbeat.testing.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)
-class DeAR(Strategy):
+class DeAR(Wired):
     """Reduce-scatter under backward, all-gather under the next forward.
 
     Groups of neighbouring buckets are reduce-scattered as soon as their gradients exist; the
@@ -26,7 +27,7 @@ class DeAR(Strategy):
     The paper launches a group's all-gather when the forward reaches the group before; here all of
     them are queued at the step. That is never later, and no rank's forward is needed for another
     to finish its updates (to evaluate or to save, say). With `update="at_step"` groups are
-    all-reduced under backward instead.
+    all-reduced under backward instead; only those may travel as codes (`wire`).
     """
 
     fusion_bytes: int | None = None
@@ -47,6 +48,11 @@ class DeAR(Strategy):
         if self.fusion_bytes is not None:
             require_count(
                 "fusion_bytes", self.fusion_bytes, remedy="use 1 to fuse nothing, None to tune it"
+            )
+        if self.wire != NONE and self.update == "on_arrival":
+            raise ValueError(
+                f"wire ({self.wire!r}) needs whole averages, and dear sends them in halves; use "
+                f"update='at_step', or WFBP(wire={self.wire!r})"
             )
 
     def schedule(self, profile: Profile) -> Plan:

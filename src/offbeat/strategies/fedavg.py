@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 from offbeat.numerics.select import drawn
 from offbeat.plan import Apply, Fact, Moment, Phases, Plan, local, transfer
 from offbeat.profile import Profile
-from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
+from offbeat.strategies.base import StatePolicy, periodic_bound_s, require_count
 from offbeat.strategies.partial_sync import kinds_of
+from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, federated
 
 LOCAL_STEPS = 5
@@ -20,7 +21,7 @@ STEP, END = Moment("step"), Moment("end")
 
 
 @dataclass(frozen=True)
-class FedAvg(Strategy):
+class FedAvg(Wired):
     """Average a fraction of the workers after every round of local steps; all receive the average.
 
     The workers are drawn anew in each round, and weighted by their samples. Where their data differ
@@ -115,7 +116,7 @@ class FedAvg(Strategy):
         applies: list[Apply] = []
         for start, stop in pairwise([0, *sorted(set(steps))]):
             applies += _updates(everything, range(start, stop), steps)
-        if self.fraction < 1 or len(set(samples)) > 1 or uneven:
+        if workers > 1 and (self.fraction < 1 or len(set(samples)) > 1 or uneven):
             shared = {"samples": samples, "fraction": float(self.fraction), "seed": self.seed}
             for kind in kinds:
                 args = tuple({"buffer": kind, **shared}.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from offbeat.numerics import SETTINGS, WIRES
 from offbeat.numerics.codecs import Codec, PowerSGD, Sign, codec
@@ -21,7 +21,8 @@ ANCHOR = "anchor"
 
 @dataclass(frozen=True)
 class Wired(Strategy):
-    """A strategy that averages gradients or parameters in collectives."""
+    """A strategy that averages gradients or parameters in collectives, or `sends` them from rank to
+    rank."""
 
     wire: str = field(default=NONE, kw_only=True)
     """What travels in place of gradients, or of the change of parameters since their last average:
@@ -29,10 +30,17 @@ class Wired(Strategy):
     error_feedback: bool = field(default=True, kw_only=True)
     """Whether what a codec has lost is kept and added to the next message."""
 
+    sends: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         used = codec_of(self.wire)
         require_choice("error_feedback", self.error_feedback, (True, False))
+        if self.sends and used is not None and used.linear:
+            raise ValueError(
+                f"wire ({self.wire!r}) can only be all-reduced, and {self.name} sends from rank to "
+                "rank; use int4, or topk:0.01 for fewer bytes"
+            )
         if isinstance(used, Sign) and not self.error_feedback:
             warnings.warn(
                 f"wire ({self.wire!r}) without error_feedback loses all but one bit of every "
@@ -42,7 +50,7 @@ class Wired(Strategy):
 
     def costed(self, profile: Profile) -> Profile:
         wire = self._wire(profile)
-        return profile if wire is None else costed(profile, wire)
+        return profile if wire is None else costed(profile, wire, sends=self.sends)
 
     def encoded(self, plan: Plan, profile: Profile) -> Plan:
         wire = self._wire(profile)
@@ -56,16 +64,19 @@ class Wired(Strategy):
         if used is None or profile.world_size == 1:
             return None
         wire = Wire(used.name, tuple(arguments(self.wire).items()))
+        if self.sends:
+            return wire
         bucket = max(range(len(profile.buckets)), key=lambda b: profile.buckets[b].size_bytes)
         largest = Payload("grad", range(bucket, bucket + 1))
         return fastest(largest, wire, profile, profile.default_link.name)
 
 
 def with_wire(plan: Plan, wire: Wire, profile: Profile, *, error_feedback: bool = True) -> Plan:
-    """The plan with every all-reduce of gradients or parameters over a wire.
+    """The plan with every all-reduce and send of gradients or parameters over a wire.
 
     Parameters travel as their change against an anchor. Optimizer state, halves of all-reduces and
-    sends stay as they are. ValueError for a codec that no message is large enough for.
+    parameters that a rank gets now from one, now from another stay as they are. ValueError for a
+    codec that no message is large enough for.
     """
     buffers: dict[str, Buffer] = {}
     transfers = tuple(
@@ -92,6 +103,8 @@ def _wired(
     error_feedback: bool,
 ) -> Transfer:
     kind = plan.all_buffers[t.payload.buffer].kind
+    if t.verb == "send":
+        return _sent(t, wire, plan, buffers, error_feedback)
     if t.verb != "all_reduce" or kind == "state":
         return t
     found = fastest(kind_of(t.payload, kind), wire, profile, t.link)
@@ -106,10 +119,46 @@ def _wired(
     return replace(t, wire=found)
 
 
+def _sent(
+    t: Transfer, wire: Wire, plan: Plan, buffers: dict[str, Buffer], error_feedback: bool
+) -> Transfer:
+    """A send over a wire: its sender keeps what is lost of gradients, and knows which parameters
+    the receiver has."""
+    if t.payload.buffer == "param" and _one_to_one(t, plan):
+        buffers[ANCHOR] = Buffer(ANCHOR, start="param")
+        return replace(t, wire=replace(wire, anchor=ANCHOR))
+    if t.payload.buffer != "grad":
+        return t
+    if error_feedback:
+        name = "residual_grad"
+        buffers[name] = Buffer(name, "grad")
+        wire = replace(wire, error=name)
+    return replace(t, wire=wire)
+
+
+def _one_to_one(t: Transfer, plan: Plan) -> bool:
+    """Whether its sender hands these parameters to nobody else, and its receiver gets them from
+    nobody else."""
+    assert t.ranks is not None
+    others = [
+        o.ranks
+        for o in plan.transfers
+        if o.ranks is not None
+        and o.ranks != t.ranks
+        and o.payload.buffer == t.payload.buffer
+        and set(o.payload.buckets) & set(t.payload.buckets)
+    ]
+    return not any(o[0] == t.ranks[0] or o[1] == t.ranks[1] for o in others)
+
+
 def _followed(plan: Plan, transfers: Iterable[Transfer]) -> Iterator[Apply]:
-    """An outer optimizer moves what was averaged, on all ranks alike, and so the anchor, too."""
+    """An outer optimizer moves what was averaged, on all ranks alike, and so the anchor, too. What
+    has a weight in an average are changes against the anchor."""
     anchor = next((t.wire.anchor for t in transfers if t.wire is not None and t.wire.anchor), None)
     for apply in plan.applies:
+        if apply.rule == "select" and apply.arg("buffer") == "param" and anchor is not None:
+            yield replace(apply, args={**dict(apply.args), "anchor": anchor})  # type: ignore[arg-type]
+            continue
         yield apply
         if apply.rule == "outer" and anchor is not None:
             args = {"source": apply.arg("buffer", "param"), "target": anchor}
@@ -164,13 +213,15 @@ def _larger(
 
 
 def _facts(wire: Wire, transfers: Iterable[Transfer], profile: Profile) -> list[Fact]:
-    ways = sorted({t.wire.arg("via") for t in transfers if t.wire is not None})
+    ways = sorted({t.wire.arg("via", t.verb) for t in transfers if t.wire is not None})
     facts = [Fact("wire", f"{wire.name} by {' and '.join(ways)}", "codec, and how codes go round")]
     plain = []
     if any(b.buffer_bytes for b in profile.buckets):
         plain.append("running statistics")
     if any(t.wire is None and t.payload.buffer == "state" for t in transfers):
         plain.append("optimizer state")
+    if any(t.wire is None and t.payload.buffer == "param" for t in transfers):
+        plain.append("parameters")
     if plain:
         facts.append(Fact("uncompressed", plain, "what is sent as it is"))
     return facts

@@ -137,6 +137,21 @@ class _Draft:
         self.buffers["origin"] = Buffer("origin", start="param")
         return Wire(codec[0], tuple(args.items()), error, "origin")
 
+    def handed(self, kind: str, target: int) -> Wire | None:
+        """Perhaps a wire for what is sent to one rank: gradients, or what its parameters lack."""
+        rng = self.rng
+        if rng.random() < 0.5:
+            return None
+        codec = rng.choice([c for c in CODECS if not WIRES[c[0]].linear])
+        if kind == "param":
+            name = f"there{target}"
+            self.buffers[name] = Buffer(name, start="param")
+            return Wire(codec[0], codec[1:], anchor=name)
+        name = rng.choice((None, "residual"))
+        if name is not None:
+            self.buffers[name] = Buffer(name, "grad")
+        return Wire(codec[0], codec[1:], name)
+
     def _halfway(self, after: Moment, before: Moment) -> Moment | None:
         """A moment of the release's own iteration between the two."""
         last = END if before.lag else before
@@ -396,13 +411,12 @@ def _root(rng: Random) -> Plan:
             d.buffers[f"from{r}"] = Buffer(f"from{r}", "grad")
             up = Payload("grad", one)
             sent = Transfer(up, ready, STEP, everything, "net", "send", (r, 0), into=f"from{r}")
-            d.transfers.append(sent)
+            d.transfers.append(replace(sent, wire=d.handed("grad", 0)))
             add = _apply("add", one, STEP, everything, (0,), source=f"from{r}", target="grad")
             d.applies.append(add)
             down = Payload("param", one)
-            d.transfers.append(
-                Transfer(down, STEP, next_, everything, channel("net", 1), "send", (0, r))
-            )
+            back = Transfer(down, STEP, next_, everything, channel("net", 1), "send", (0, r))
+            d.transfers.append(replace(back, wire=d.handed("param", r)))
     d.applies.append(_apply("local", range(n), STEP, everything, (0,), scale=1 / workers))
     others = tuple(range(1, workers))
     d.applies.append(_apply("clear", range(n), END, everything, others, buffer="grad"))
@@ -431,15 +445,13 @@ def _stagger(rng: Random) -> Plan:
                 d.applies.append(add)
             if r < n - 1:
                 grads, params = Payload("grad", one), Payload("param", one)
-                d.transfers.append(
-                    Transfer(grads, ready, ready, everything, "net", "send", (r, r + 1), "sum")
-                )
+                up = Transfer(grads, ready, ready, everything, "net", "send", (r, r + 1), "sum")
+                d.transfers.append(replace(up, wire=d.handed("grad", r + 1)))
                 d.applies.append(_apply("clear", one, END, everything, (r,), buffer="grad"))
                 next_ = Moment("forward", b, 1 if b <= r else 2)
-                ranks = (n - 1, r)
-                d.transfers.append(
-                    Transfer(params, ready, next_, everything, channel("net", 1), "send", ranks)
-                )
+                ranks, link = (n - 1, r), channel("net", 1)
+                down = Transfer(params, ready, next_, everything, link, "send", ranks)
+                d.transfers.append(replace(down, wire=d.handed("param", r)))
         if late:
             d.applies += [
                 _apply("swap", one, ready, everything, last, a="older", b="param"),

@@ -66,11 +66,10 @@ class Outcome:
 class OriginError(RuntimeError):
     """The ranks count changes from different parameters."""
 
-    def __init__(self, origins: Sequence[Any]) -> None:
-        odd = [rank for rank, origin in enumerate(origins) if origin != origins[0]]
+    def __init__(self, odd: int, rank: int) -> None:
         super().__init__(
-            f"rank {odd[0]} counts the changes of its parameters from others than rank 0: weights "
-            "were loaded on some ranks only; load the same weights on every rank"
+            f"rank {odd} counts the changes of its parameters from others than rank {rank}: "
+            "weights were loaded on some ranks only; load the same weights on every rank"
         )
 
 
@@ -109,13 +108,19 @@ def send(
     rows = Rows(how.codec.bytes_of(size, dtype.itemsize), part.plain.nbytes)
     row = rows.make(1, part.numbers.device)
     if gives:
+        write_head(row[0], not (_finite(part.numbers) and _finite(part.plain)), how.origin)
         code(how.codec).encode(part.numbers, rows.codes(row[0]))
         rows.plain(row[0], part.plain.dtype).copy_(part.plain)
     act.send(row[0], *ranks)
-    part.mean = torch.zeros_like(part.numbers)
-    code(how.codec).add(rows.codes(row[0]), part.mean)
+    found, [origin] = read_heads(row)
+    if origin != how.origin:
+        raise OriginError(ranks[1], ranks[0])
+    part.mean = torch.full_like(part.numbers, math.nan if found else 0.0)
+    if not found:
+        code(how.codec).add(rows.codes(row[0]), part.mean)
+    bad = bool(found) or not _finite(part.mean)  # also what was too large to be encoded
     part.plain = rows.plain(row[0], part.plain.dtype)
-    return Outcome([], row.nbytes)
+    return Outcome([ranks[0]] if bad else [], row.nbytes)
 
 
 def _of_the_rest(bad: Sequence[int], how: Settings, size: int) -> float:
@@ -242,8 +247,9 @@ def _heard(table: Tensor) -> list[int]:
 
 def _require_same(origins: Sequence[Any]) -> None:
     """OriginError unless the ranks' origins are the same, or what became of them in an average."""
-    if any(origin != origins[0] for origin in origins):
-        raise OriginError(origins)
+    odd = next((rank for rank, origin in enumerate(origins) if origin != origins[0]), None)
+    if odd is not None:
+        raise OriginError(odd, 0)
 
 
 def _mean_of(table: Tensor, rows: Rows, like: Tensor) -> Tensor:
