@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from offbeat.numerics.clip import clip_early
+from offbeat.numerics.clip import clip, clip_early
 from offbeat.plan import Apply, Moment, Phases
 
 
@@ -29,3 +29,19 @@ def test_after_a_norm_that_is_not_finite_as_in_the_first_iteration() -> None:
             factors.append(context.scale.call_args.args[2])
     first, later = (1 / 3, 1 / 5), (1 / 5, 1 / 5)
     assert factors == pytest.approx([*first, *later, *first, *later, *first], rel=1e-6)
+
+
+@pytest.mark.parametrize("rule", [clip, clip_early])
+def test_gradients_within_the_norm_stay_as_they_are(rule: Any) -> None:
+    """None is made longer."""
+    kept: dict[str, Any] = {}
+    context = Mock(recall=kept.get, keep=kept.__setitem__)
+    args = {"buffer": "grad", "norm": 1.0}
+    apply = Apply(rule.__name__, range(1), Moment("grad"), Phases((0,)), args=args)  # type: ignore[arg-type]
+    context.squared_norm.return_value = 0.25
+    rule(context, apply)
+    context.scale.assert_not_called()
+    kept.clear()
+    context.squared_norm.return_value = 4.0
+    rule(context, apply)
+    context.scale.assert_called_once_with("grad", range(1), pytest.approx(0.5, rel=1e-5))
