@@ -27,7 +27,7 @@ from offbeat.strategies.partial_sync import (
     sets_facts,
     whole,
 )
-from offbeat.strategies.wired import Wired
+from offbeat.strategies.wired import NONE, Wired
 from offbeat.testing.equations import Clip, Equations, delayed, layer_sets, partial
 
 Solver = Callable[[list[float], list[float], int], solve.Sets]
@@ -70,7 +70,7 @@ class DreamDDP(Wired):
     iteration."""
     fill: Literal["auto", True, False] = "auto"
     """Whether iterations average further layers of the output side where that costs no time;
-    `auto`: unless jitter makes it slower."""
+    `auto`: unless jitter makes it slower, or a codec (`wire`) is there to send less."""
     split: Literal["auto", True, False] = "auto"
     """Whether layers are cut into one slice per iteration; `auto`: where that saves at least 2
     %."""
@@ -144,6 +144,8 @@ class DreamDDP(Wired):
                 )
 
     def schedule(self, profile: Profile) -> Plan:
+        if self.fill == "auto" and self.wire != NONE:
+            return replace(self, fill=False).schedule(profile)
         if self.outer is not None:
             plain = replace(self, outer=None, fill=False, split=False)
             return with_outer(plain.schedule(profile), self.outer, profile)
