@@ -56,9 +56,8 @@ class Worker:
             self.state.midpoint()
             between(2)
             sums, _, workers = self.gossip.meet([self.flat.clone()])
-            self.state.put([sums[0] / workers], t)
             between(3)
-            self.gossip.meet(nothing)
+            self.state.put(self.gossip.alike([sums[0] / workers]), t)
 
 
 @contextmanager

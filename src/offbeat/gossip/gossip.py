@@ -35,6 +35,7 @@ from offbeat.gossip.peers import NOTHING, Listener, Peers
 from offbeat.gossip.state import Mixing
 from offbeat.gossip.state import State as Shared
 from offbeat.gossip.view import Known, State, View
+from offbeat.storage.checksum import checksum
 from offbeat.storage.flat import memory_of
 from offbeat.transport.frames import Frame, Header, WireError, pack
 
@@ -170,6 +171,38 @@ class Gossip(Listener):
         self._wait(lambda: bool(found), lambda: f"all workers to meet: {self._missing()}")
         *sums, workers = found[0].result
         return sums, found[0].largest, int(workers)
+
+    def alike(self, means: Sequence[Tensor]) -> list[Tensor]:
+        """Wait for all workers: these means, which each has from the last meeting, with the same
+        bits at all of them. Who has other ones than the others takes theirs; if those that are
+        there have several, the mean is taken once more."""
+        while True:
+            number, mine = self._meetings.held[USER] - 1, _words(checksum(*means))
+            (said,), _, workers = self.meet([torch.cat([mine, mine * mine])])
+            words, squares = said.view(2, -1)
+            if bool((words * words != workers * squares).any()):
+                sums, _, workers = self.meet(means)
+                means = [total / workers for total in sums]
+            elif torch.equal(words, workers * mine):
+                return list(means)
+            else:
+                return self._again(number, means, words / workers)
+
+    def _again(self, number: int, means: Sequence[Tensor], words: Tensor) -> list[Tensor]:
+        """The means of a meeting, of which these are the words of the checksum."""
+        found: list[list[Tensor]] = []
+
+        def take(meeting: Meeting) -> bool:
+            *sums, workers = meeting.result
+            theirs = [total / int(workers) for total in sums]
+            same = torch.equal(_words(checksum(*theirs)), words)
+            found.extend([theirs] if same else [])
+            return same
+
+        like = [*means, torch.ones(1)]
+        self._do(lambda: self._meetings.again(number, like, take))
+        self._wait(lambda: bool(found), lambda: "the others' result of a meeting")
+        return found[0]
 
     def _begin_meeting(
         self, brought: list[Tensor], largest: float, then: Callable[[Meeting], None]
@@ -663,6 +696,12 @@ class Gossip(Listener):
         # No two workers give the same id, though they may not know of each other's guests.
         guest = workers[-1] + 1 + (self.me - workers[-1] - 1) % count
         return guest, sorted([self.me, *self._peers.present()])
+
+
+def _words(checksum: int) -> Tensor:
+    """Four numbers below 2^16: sums of their squares over a thousand workers are exact."""
+    words = [checksum >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
+    return torch.tensor(words, dtype=torch.float64)
 
 
 def _listed(workers: Any) -> str:
