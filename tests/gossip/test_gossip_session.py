@@ -44,6 +44,8 @@ def assert_same(found: list[Gossiped]) -> None:
     [
         (Case("conv", "nesterov", "step"), A2CiD2(rate=4.0)),
         (Case("mlp", "adam", "none", torch.float32), ADPSGD("complete", rate=4.0, wire="bf16")),
+        (Case("conv", "nesterov", "step"), A2CiD2(rate=4.0, wire="int8")),
+        (Case("mlp", "adam", "none", torch.float32), ADPSGD("complete", rate=4.0, wire="int4")),
     ],
     ids=str,
 )
