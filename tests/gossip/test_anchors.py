@@ -207,12 +207,17 @@ def test_who_has_other_anchors_sends_everything() -> None:
     assert meet(ends, 0, 1) == one.wire.plain_bytes
 
 
-def test_numbers_that_are_not_finite_do_not_stay_in_anchors() -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_numbers_that_are_not_finite_arrive_and_do_not_stay_in_anchors(
+    codec: Codec, value: float
+) -> None:
     flats = some(2)
-    ends = [End(x, Int8()) for x in flats]
+    ends = [End(x, codec) for x in flats]
     meet(ends, 0, 1)
-    flats[0][3] = float("nan")
+    flats[0][3] = value
     meet(ends, 0, 1)
+    assert not flats[1][3].isfinite()
     assert ends[0].exchanges.anchored(1) == NEVER
     for x, again in zip(flats, some(2), strict=True):
         x.copy_(again)

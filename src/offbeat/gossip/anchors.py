@@ -12,6 +12,7 @@ worker's, as pairs of neighbours meet at times of their own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +48,9 @@ def encode(wire: Wire, number: int, x: list[Tensor], anchors: list[Tensor], code
     assert wire.codec is not None
     chunk = wire.chunks[number]
     one, anchor = x[chunk.flat][chunk.span], anchors[chunk.flat][chunk.span]
-    code(wire.codec).encode(one - anchor, codes)
+    # Infinity becomes NaN, which no codec cuts off: the partner shall not take it for a number.
+    change = (one - anchor).nan_to_num_(math.nan, math.nan, math.nan)
+    code(wire.codec).encode(change, codes)
     decode(wire, number, x, anchors, codes)
 
 
