@@ -15,7 +15,7 @@ from offbeat.gossip.chunks import Wire
 from offbeat.gossip.exchange import Exchanges
 from offbeat.gossip.state import AVERAGING, Mixing, State
 from offbeat.solve.graphs import constants, edge_rates, topology
-from offbeat.strategies import A2CiD2
+from offbeat.strategies.wired import codec_of
 
 SIZE, SPREAD = 2048, 0.1
 WIRES = ("none", "bf16", "fp16", "int8", "int4", "sign", "topk:0.1", "topk:0.01")
@@ -33,9 +33,10 @@ def course(
     rates = edge_rates(topology("ring", workers), 1.0)
     known = constants(rates, workers)
     mixing = Mixing(known.eta, known.alpha, known.alpha_tilde) if momentum else AVERAGING
-    strategy, states, ends, found = A2CiD2(wire=wire), [], [], []
+    codec = None if wire in ("none", "bf16") else codec_of(wire)
+    states, ends, found = [], [], []
     for flat in x:
-        wired = Wire([flat], "bf16" if wire == "bf16" else "none", codec=strategy.codec)
+        wired = Wire([flat], "bf16" if wire == "bf16" else "none", codec=codec)
         states.append(State([flat], wired, mixing, momentum=momentum))
         ends.append(Exchanges(states[-1], wired))
     for count in range(exchanges + 1):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 from typing import Any
 
 import networkx as nx
@@ -17,11 +16,11 @@ from offbeat.gossip.anchors import NEVER
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.exchange import Exchange, Exchanges
 from offbeat.gossip.state import AVERAGING, Mixing, State
-from offbeat.numerics.codecs import FP16, Codec, Int4, Int8, Sign, TopK
+from offbeat.numerics.codecs import FP16, Codec, Int4, Int8
 from offbeat.solve.graphs import constants, edge_rates, topology
 
 SIZE = 700  # blocks that are not whole
-CODECS = [FP16(), Int8(), Int4(), Sign(), TopK(0.1)]
+CODECS = [FP16(), Int8(), Int4()]
 
 
 class End:
@@ -153,14 +152,6 @@ def test_workers_agree_as_fast_as_without_a_codec(
     for one, other in zip(exact, found, strict=True):
         assert other < 3 * one + 1e-5
     assert found[-1] < 1e-4 * found[0]
-
-
-@pytest.mark.parametrize("codec", [Sign(), TopK(0.01)], ids=lambda codec: codec.name)
-def test_coarse_codes_agree_more_slowly(codec: Codec) -> None:
-    for momentum in (True, False):
-        course, off, _ = distances(codec, momentum=momentum)
-        assert off < 3e-6
-        assert all(later < earlier for earlier, later in pairwise(course))
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from offbeat.numerics.codecs import BF16, Codec
+from offbeat.numerics.codecs import BF16, FP16, Codec, Int4, Int8
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.strategies.base import Strategy
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from offbeat.sim.prediction import Prediction
     from offbeat.sim.ranks import Ranks
 
+
+FINE = BF16, FP16, Int8, Int4
+"""Codecs that lose little of every number."""
 
 AS_IN = "must be the name of one, edges as in '0-1,1-2', pairs of workers, or a graph of networkx"
 
@@ -38,7 +41,7 @@ class Gossip(Strategy):
     once (`live`)."""
     wire: str = "none"
     """What travels: parameters as they are (`none`), rounded (`bf16`; workers agree no better than
-    to that precision), or codes of their change: `fp16`, `int8`, `int4`, `sign`, `topk:0.01`."""
+    to that precision), or codes of their change: `fp16`, `int8`, `int4`."""
     silent_s: float = 10.0
     """A neighbour that cannot be reached for so many seconds is given up."""
     on_partition: Literal["raise", "continue"] = "raise"
@@ -60,10 +63,10 @@ class Gossip(Strategy):
             ):
                 raise ValueError(f"{name} ({value!r}) must be a finite number above 0")
         used = codec_of(self.wire)
-        if used is not None and (used.linear or used.rounds > 1):
+        if used is not None and not isinstance(used, FINE):
             raise ValueError(
-                f"wire ({self.wire!r}) needs averages of all workers at once, and gossip has none; "
-                "use wire='int4', or 'topk:0.01'"
+                f"wire ({self.wire!r}) must be none, {', '.join(cls.name for cls in FINE)}: gossip "
+                "may amplify what coarser codes lose until workers go apart; use wire='int4'"
             )
         if not isinstance(self.topology, str):
             object.__setattr__(self, "topology", _in_words(self.topology))
