@@ -66,6 +66,8 @@ def course(
         for exchange, end in zip(begun, (one, other), strict=True):
             exchange.confirmed = True
             end.over()
+    for state in states:
+        state.settle(t)
     off = (torch.stack(x).double().mean(0) - expected).abs().max()
     return found, float(off), sent / (exchanges + 1) / (4 * SIZE)
 

@@ -99,10 +99,11 @@ def test_exchanges_are_predicted_with_their_wire() -> None:
         sent = found.bytes_per_iteration["net"]
         return each[0][4], min(end - start for _, _, start, end, _ in each), sent
 
+    byte_s = exchanged("none")[1] / 4000
     for wire, size in (("none", 4000), ("bf16", 2000), ("int8", 1032), ("int4", 520)):
         found, seconds, sent = exchanged(wire)
         assert found == size
         assert sent == pytest.approx(size)
-        assert seconds == pytest.approx(size / 1e5)
+        assert seconds == pytest.approx(size * byte_s)
     slow = (CodecSpeed("int4", 1e-6, 2e-6),)
-    assert exchanged("int4", slow)[1] == pytest.approx(0.0052 + 4000 * 5e-6)
+    assert exchanged("int4", slow)[1] == pytest.approx(520 * byte_s + 4000 * 5e-6)
