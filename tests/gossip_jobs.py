@@ -20,6 +20,7 @@ from offbeat.gossip.gossip import Gossip, Settings
 from offbeat.gossip.joining import ask
 from offbeat.gossip.peers import door
 from offbeat.gossip.state import AVERAGING, State
+from offbeat.numerics.codecs import Codec
 
 SECRET = b"a secret of the tests"
 SIZE = 50  # four chunks
@@ -56,9 +57,8 @@ class Worker:
             self.state.midpoint()
             between(2)
             sums, _, workers = self.gossip.meet([self.flat.clone()])
-            self.state.put([sums[0] / workers], t)
             between(3)
-            self.gossip.meet(nothing)
+            self.state.put(self.gossip.alike([sums[0] / workers]), t)
 
 
 @contextmanager
@@ -67,6 +67,7 @@ def job(
     flats: list[Tensor],
     *,
     form: WireForm = "none",
+    codec: Codec | None = None,
     chunk_bytes: int = 64,
     snapshot: bool = True,
     secret: Callable[[int], bytes] = lambda _: SECRET,
@@ -81,7 +82,7 @@ def job(
     workers = []
     for n, flat in enumerate(flats):
         made = Settings(graph, layout=layout(n), **settings)
-        wire, clock = Wire([flat], form, chunk_bytes), Clock()
+        wire, clock = Wire([flat], form, chunk_bytes, codec), Clock()
         state = State([flat], wire, AVERAGING, snapshot=snapshot, momentum=made.momentum)
         gossip = Gossip(
             n,
@@ -119,6 +120,7 @@ def come(
     secret: bytes = SECRET,
     layout: str = "",
     chunk_bytes: int = 64,
+    codec: Codec | None = None,
     **settings: Any,
 ) -> Worker:
     """One more worker, which asks one of these for a place; among `workers` from then on."""
@@ -126,7 +128,8 @@ def come(
     strategy = settings.get("strategy", "")
     about = {"layout": layout, "strategy": strategy, "id": worker}
     welcome = ask(workers[through].gossip._door[:2], secret, about, settings["timeout_s"])
-    place, clock, wire = welcome.place, Clock(welcome.ahead_s), Wire([flat], "none", chunk_bytes)
+    place, clock = welcome.place, Clock(welcome.ahead_s)
+    wire = Wire([flat], "none", chunk_bytes, codec)
     clock.line = place.line
     state, entrance = State([flat], wire, AVERAGING), door("127.0.0.1", 16)
     began = welcome.luggage.view(flat.dtype)

@@ -12,7 +12,7 @@ import torch
 from gossip_jobs import Worker, cut, flats, job, kill, stall, together, until, warm
 
 from offbeat.gossip.kinds import Kind
-from offbeat.gossip.meetings import OWN
+from offbeat.gossip.meetings import OWN, USER
 from offbeat.gossip.state import AVERAGING
 from offbeat.gossip.view import State
 
@@ -346,6 +346,43 @@ def test_who_is_thought_dead_in_a_consolidation_takes_its_result(
         x[1].add_(1.0)
         assert together([worker.consolidate for worker in workers]) == [None] * 4
         assert all(torch.equal(x[0], one) for one in x)
+
+
+def test_who_makes_a_result_when_the_others_have_another_takes_theirs() -> None:
+    """The root has everybody's numbers, and stands still. So the others make a result without it;
+    when it comes back it makes its own."""
+    x = flats(4)
+    with job(nx.complete_graph(4), x, silent_s=0.5) as workers:
+        root, made = workers[0].gossip, []
+
+        def wait(n: int) -> None:
+            if n == 2:
+                until(lambda: {peer for peer, _ in root._meetings._early} == {1, 2, 3})
+                stall(workers[0], 2.0)
+            if n == 3:
+                made.append(root._meetings._results[USER][2].result[-1].item())
+
+        acts = [worker.consolidate for worker in workers]
+        acts[0] = lambda: workers[0].consolidate(wait)
+        assert together(acts) == [None] * 4
+        assert made == [4.0]
+        assert workers[1].gossip._meetings._results[USER][2].result[-1] == 3.0
+        assert all(torch.equal(x[0], one) for one in x)
+
+
+def test_several_results_become_one() -> None:
+    x = flats(4)
+    theirs = [x[0], x[0], x[2], x[3]]
+    with job(nx.cycle_graph(4), x) as workers:
+        alike: list[torch.Tensor] = [x[0]] * 4
+
+        def end(n: int) -> None:
+            with workers[n].gossip.together():
+                (alike[n],) = workers[n].gossip.alike([theirs[n]])
+
+        assert together([lambda n=n: end(n) for n in range(4)]) == [None] * 4
+    assert all(torch.equal(alike[0], one) for one in alike)
+    torch.testing.assert_close(alike[0], torch.stack(theirs).mean(0))
 
 
 def test_who_was_out_of_reach_for_whole_consolidations_goes_on_with_the_others() -> None:

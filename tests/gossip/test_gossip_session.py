@@ -44,6 +44,8 @@ def assert_same(found: list[Gossiped]) -> None:
     [
         (Case("conv", "nesterov", "step"), A2CiD2(rate=4.0)),
         (Case("mlp", "adam", "none", torch.float32), ADPSGD("complete", rate=4.0, wire="bf16")),
+        (Case("conv", "nesterov", "step"), A2CiD2(rate=4.0, wire="int8")),
+        (Case("mlp", "adam", "none", torch.float32), ADPSGD("complete", rate=4.0, wire="int4")),
     ],
     ids=str,
 )
@@ -127,8 +129,9 @@ def test_a_thin_link_is_found() -> None:
         assert (rates[i][j] < 4e6) == ((i, j) == (0, 3))
 
 
-def test_survivors_go_on_and_end_alike() -> None:
-    strategy = A2CiD2("complete", rate=4.0, silent_s=0.5)
+@pytest.mark.parametrize("wire", ["none", "int4"])
+def test_survivors_go_on_and_end_alike(wire: str) -> None:
+    strategy = A2CiD2("complete", rate=4.0, silent_s=0.5, wire=wire)
     outcomes = watch_world(
         gossip, 4, Case("mlp", "sgd"), strategy, 8, 2, 2, doomed=[2], timeout_s=40
     )

@@ -254,7 +254,8 @@ from torch import nn
 torch.manual_seed(int(sys.argv[1]))
 model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 optimizer = torch.optim.SGD(model.parameters(), lr=.01, momentum=.9)
-model, optimizer = offbeat.prepare(model, optimizer, offbeat.A2CiD2("complete"), timeout_s=40)
+strategy = offbeat.A2CiD2("complete", wire=WIRE)
+model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=40)
 gossip = model._session._gossip
 momentum = optimizer.state_dict()["state"]
 if gossip.me == 2:
@@ -272,10 +273,11 @@ model.close()
 """
 
 
-def test_a_script_joins_by_the_command_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wire", ["none", "int8"])
+def test_a_script_joins_by_the_command_line(wire: str, tmp_path: Path) -> None:
     """Two ranks and one that comes later, in processes of their own: all end alike."""
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.replace("WIRE", repr(wire)))
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     env = {**os.environ, "OFFBEAT_SECRET": "of a test", "OMP_NUM_THREADS": "1"}

@@ -11,7 +11,7 @@ import pytest
 
 from offbeat import A2CiD2, Profile, sim
 from offbeat.cli import main
-from offbeat.profile import Bucket, Link
+from offbeat.profile import Bucket, CodecSpeed, Link
 from offbeat.sim.ranks import Ranks
 from offbeat.strategies import create, methods
 
@@ -23,6 +23,9 @@ from offbeat.strategies import create, methods
         ({"rate": -1.0}, r"rate \(-1.0\)"),
         ({"silent_s": float("inf")}, "silent_s"),
         ({"weights": "lively"}, "did you mean 'live'"),
+        ({"wire": "int3"}, r"wire \('int3'\) must be one of none, bf16"),
+        ({"wire": "powersgd:4"}, "must be none, bf16, fp16, int8, int4: gossip may amplify"),
+        ({"wire": "topk:0.01"}, "go apart; use wire='int4'"),
         ({"topology": ""}, "topology"),
         ({"topology": 3}, r"topology \(3\) must be the name of one, edges as in"),
         ({"topology": [(0, "b")]}, "must be the name of one"),
@@ -85,3 +88,22 @@ def test_simulate_and_plan_on_the_command_line(
     assert json.loads(capsys.readouterr().out)["iteration_s"] == pytest.approx(0.6)
     assert main(["plan", *common]) == 2
     assert "no plan" in capsys.readouterr().err
+
+
+def test_exchanges_are_predicted_with_their_wire() -> None:
+    """Bytes of each, and what encoding takes of its time."""
+
+    def exchanged(wire: str, codecs: tuple[CodecSpeed, ...] = ()) -> tuple[int, float, float]:
+        found = sim.predict(A2CiD2(wire=wire), replace(PROFILE, codecs=codecs))
+        each = found.trace.notes["gossip"]["exchanges"]
+        sent = found.bytes_per_iteration["net"]
+        return each[0][4], min(end - start for _, _, start, end, _ in each), sent
+
+    byte_s = exchanged("none")[1] / 4000
+    for wire, size in (("none", 4000), ("bf16", 2000), ("int8", 1032), ("int4", 520)):
+        found, seconds, sent = exchanged(wire)
+        assert found == size
+        assert sent == pytest.approx(size)
+        assert seconds == pytest.approx(size * byte_s)
+    slow = (CodecSpeed("int4", 1e-6, 2e-6),)
+    assert exchanged("int4", slow)[1] == pytest.approx(520 * byte_s + 4000 * 5e-6)

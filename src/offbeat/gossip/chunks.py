@@ -9,12 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from offbeat.numerics.codecs import Codec
 from offbeat.storage.flat import memory_of
 
 CHUNK_BYTES = 512 << 10
 
 WireForm = Literal["none", "bf16"]
-"""What numbers travel as: themselves, or rounded to bfloat16."""
+"""What numbers travel as, where no codec makes codes of them: themselves, or rounded to
+bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,23 @@ class Chunk:
 
 
 class Wire:
-    """How flat tensors travel: their chunks, and buffers on the host."""
+    """How flat tensors travel: their chunks, and buffers on the host. With a codec, codes of their
+    change do, which are made of numbers of 32 bits at least."""
 
     def __init__(
-        self, flats: Sequence[Tensor], form: WireForm = "none", chunk_bytes: int = CHUNK_BYTES
+        self,
+        flats: Sequence[Tensor],
+        form: WireForm = "none",
+        chunk_bytes: int = CHUNK_BYTES,
+        codec: Codec | None = None,
     ):
-        self.dtypes = [_dtype(flat, form) for flat in flats]
+        self.codec = codec
+        self.dtypes = [_wide(flat) if codec else _dtype(flat, form) for flat in flats]
+        grain = codec.grain if codec else 1
         self.sizes = [flat.numel() for flat in flats]
         self.chunks: list[Chunk] = []
         for number, (dtype, size) in enumerate(zip(self.dtypes, self.sizes, strict=True)):
-            step = max(1, chunk_bytes // dtype.itemsize)
+            step = max(1, chunk_bytes // dtype.itemsize // grain) * grain
             self.chunks += [
                 Chunk(number, start, min(start + step, size)) for start in range(0, size, step)
             ]
@@ -57,10 +66,32 @@ class Wire:
         chunk = self.chunks[number]
         return memory_of(buffers[chunk.flat][chunk.span])
 
+    def codes(self) -> list[Tensor]:
+        """New buffers for the codes of each chunk."""
+        return [
+            torch.empty(self._code_bytes(chunk), dtype=torch.uint8, device="cpu")
+            for chunk in self.chunks
+        ]
+
     @property
     def bytes(self) -> int:
-        """Of all chunks."""
+        """Of all chunks, as they usually travel."""
+        if self.codec is None:
+            return self.plain_bytes
+        return sum(self._code_bytes(chunk) for chunk in self.chunks)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Of all chunks, if they are not encoded."""
         return sum(n * dtype.itemsize for n, dtype in zip(self.sizes, self.dtypes, strict=True))
+
+    def _code_bytes(self, chunk: Chunk) -> int:
+        assert self.codec is not None
+        return self.codec.bytes_of(chunk.stop - chunk.start, self.dtypes[chunk.flat].itemsize)
+
+
+def _wide(flat: Tensor) -> torch.dtype:
+    return flat.dtype if flat.dtype.itemsize > 2 else torch.float32
 
 
 def _dtype(flat: Tensor, form: WireForm) -> torch.dtype:

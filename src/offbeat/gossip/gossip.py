@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from offbeat.gossip.agreement import Agreement, planned
+from offbeat.gossip.anchors import NEVER
 from offbeat.gossip.chunks import CHUNK_BYTES, Wire
 from offbeat.gossip.clock import DRIFT, Clock
 from offbeat.gossip.counts import Counts, Exchanged
@@ -35,6 +36,7 @@ from offbeat.gossip.peers import NOTHING, Listener, Peers
 from offbeat.gossip.state import Mixing
 from offbeat.gossip.state import State as Shared
 from offbeat.gossip.view import Known, State, View
+from offbeat.storage.checksum import checksum
 from offbeat.storage.flat import memory_of
 from offbeat.transport.frames import Frame, Header, WireError, pack
 
@@ -102,7 +104,7 @@ class Gossip(Listener):
         self._random = random.Random(f"{settings.seed} {me}")
         self._rates: dict[int, float] = {}  # exchanges per unit on the edge to a neighbour
         self._next: float | None = None  # label of the next wish
-        self._accepted: dict[int, tuple[float, int]] = {}  # label and number
+        self._accepted: dict[int, tuple[float, int, bool]] = {}  # label, number, whether coded
         self._down_s = dict.fromkeys(around, time.monotonic())  # since when they are not there
         self._never_came = set(around)
         self._meetings = Meetings(self.view, self._peers, place.held if place else None)
@@ -170,6 +172,38 @@ class Gossip(Listener):
         self._wait(lambda: bool(found), lambda: f"all workers to meet: {self._missing()}")
         *sums, workers = found[0].result
         return sums, found[0].largest, int(workers)
+
+    def alike(self, means: Sequence[Tensor]) -> list[Tensor]:
+        """Wait for all workers: these means, which each has from the last meeting, with the same
+        bits at all of them. Who has other ones than the others takes theirs; if those that are
+        there have several, the mean is taken once more."""
+        while True:
+            number, mine = self._meetings.held[USER] - 1, _words(checksum(*means))
+            (said,), _, workers = self.meet([torch.cat([mine, mine * mine])])
+            words, squares = said.view(2, -1)
+            if bool((words * words != workers * squares).any()):
+                sums, _, workers = self.meet(means)
+                means = [total / workers for total in sums]
+            elif torch.equal(words, workers * mine):
+                return list(means)
+            else:
+                return self._again(number, means, words / workers)
+
+    def _again(self, number: int, means: Sequence[Tensor], words: Tensor) -> list[Tensor]:
+        """The means of a meeting, of which these are the words of the checksum."""
+        found: list[list[Tensor]] = []
+
+        def take(meeting: Meeting) -> bool:
+            *sums, workers = meeting.result
+            theirs = [total / int(workers) for total in sums]
+            same = torch.equal(_words(checksum(*theirs)), words)
+            found.extend([theirs] if same else [])
+            return same
+
+        like = [*means, torch.ones(1)]
+        self._do(lambda: self._meetings.again(number, like, take))
+        self._wait(lambda: bool(found), lambda: "the others' result of a meeting")
+        return found[0]
 
     def _begin_meeting(
         self, brought: list[Tensor], largest: float, then: Callable[[Meeting], None]
@@ -323,23 +357,28 @@ class Gossip(Listener):
         for act in acts:
             if isinstance(act, Begin):
                 if act.accepted:
-                    t, number = self._accepted.pop(act.partner)
-                    self._begin(act.partner, number, t, self._shared.mixing_at(t))
+                    t, number, coded = self._accepted.pop(act.partner)
+                    self._begin(act.partner, number, t, self._shared.mixing_at(t), coded=coded)
                 continue
             about: dict[str, Any] = {}
             if act.word is Word.ASK:
-                about["meta"] = {"t": self.clock.now()}
+                about["meta"] = {
+                    "t": self.clock.now(),
+                    "anchored": self._exchanges.anchored(act.to),
+                }
             elif act.word is Word.YES:
-                t, about["clock"] = self._accepted[act.to]
+                t, about["clock"], coded = self._accepted[act.to]
                 mixing = self._shared.mixing_at(t)
-                about["meta"] = {"t": t, "alpha": mixing.alpha, "alpha_tilde": mixing.alpha_tilde}
+                alphas = {"alpha": mixing.alpha, "alpha_tilde": mixing.alpha_tilde}
+                about["meta"] = {"t": t, "coded": coded, **alphas}
             self._peers.send(act.to, KINDS[act.word], **about)
 
     def _word(self, peer: int, frame: Frame[Kind]) -> None:
         word, meta = WORDS[frame.header.kind], frame.meta
         if word is Word.ASK:
             t = max(finite(meta.get("t")), self.clock.now())
-            self._accepted[peer] = t, self._exchanges.next_number(peer)
+            coded = meta.get("anchored") == self._exchanges.anchored(peer) != NEVER
+            self._accepted[peer] = t, self._exchanges.next_number(peer), coded
         try:
             acts = self._pairing.hear(peer, word)
         except ValueError as error:
@@ -348,16 +387,16 @@ class Gossip(Listener):
         if word is Word.YES:
             alphas = [finite(meta.get(name)) for name in ("alpha", "alpha_tilde")]
             mixing = Mixing(0.0, *alphas)  # eta is everybody's, by labels
-            self._begin(peer, frame.header.clock, finite(meta.get("t")), mixing)
+            coded = meta.get("coded") is True
+            if coded and self._exchanges.anchored(peer) == NEVER:
+                raise WireError("an exchange of codes needs anchors")
+            self._begin(peer, frame.header.clock, finite(meta.get("t")), mixing, coded=coded)
 
-    def _begin(self, partner: int, number: int, t: float, mixing: Mixing) -> None:
-        one = self._exchanges.begin(partner, number, t, mixing)
-        one.began_s = time.perf_counter()
-        wire = self._exchanges.wire
-        for chunk in range(len(wire.chunks)):
-            self._peers.send(
-                partner, Kind.CHUNK, wire.memory(one.mine, chunk), shard=chunk, clock=number
-            )
+    def _begin(self, partner: int, number: int, t: float, mixing: Mixing, *, coded: bool) -> None:
+        exchanges = self._exchanges
+        exchanges.begin(partner, number, t, mixing, coded=coded).began_s = time.perf_counter()
+        for chunk in range(len(exchanges.wire.chunks)):
+            self._peers.send(partner, Kind.CHUNK, exchanges.sent(chunk), shard=chunk, clock=number)
 
     def _chunk(self, peer: int, frame: Frame[Kind]) -> None:
         if self._exchanges.arrived():
@@ -374,9 +413,10 @@ class Gossip(Listener):
 
     def _end(self) -> None:
         one = self._exchanges.now
+        size = self._exchanges.bytes if one else 0
         if one is None or not self._exchanges.over():
             return
-        ended_s, size = time.perf_counter(), self._exchanges.wire.bytes
+        ended_s = time.perf_counter()
         self.counts.add(Exchanged(one.partner, one.number, one.began_s, ended_s, size))
         self._act(self._pairing.done())
 
@@ -439,7 +479,7 @@ class Gossip(Listener):
             expected = one and (one.partner, one.number, one.arrived)
             if one is None or expected != (peer, header.clock, header.shard):
                 raise WireError(f"chunk {header.shard} is not expected now")
-            return None, self._exchanges.wire.memory(one.theirs, header.shard)
+            return None, self._exchanges.room(header.shard)
         if header.kind in (Kind.UP, Kind.DOWN):
             if header.body_bytes > CHUNK_BYTES:
                 raise WireError(f"body ({header.body_bytes} bytes) is too large")
@@ -467,6 +507,7 @@ class Gossip(Listener):
             self._meetings.forgotten(frame)
         elif kind is Kind.BYE:
             self._peers.forget(peer)
+            self._exchanges.release(peer)
             self._tell(self.view.change(peer, State.LEFT, self.clock.now()))
             self._choose()
             raise ConnectionResetError("it has left")  # which it waits for
@@ -522,6 +563,7 @@ class Gossip(Listener):
                 f"worker {peer} could not be reached for {self._settings.silent_s:g} s; the "
                 "others go on without it"
             )
+            self._exchanges.release(peer)
             self._tell(self.view.change(peer, State.GONE, self.clock.now()))
         if late:
             self._choose()
@@ -663,6 +705,12 @@ class Gossip(Listener):
         # No two workers give the same id, though they may not know of each other's guests.
         guest = workers[-1] + 1 + (self.me - workers[-1] - 1) % count
         return guest, sorted([self.me, *self._peers.present()])
+
+
+def _words(checksum: int) -> Tensor:
+    """Four numbers below 2^16: sums of their squares over a thousand workers are exact."""
+    words = [checksum >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
+    return torch.tensor(words, dtype=torch.float64)
 
 
 def _listed(workers: Any) -> str:

@@ -13,10 +13,10 @@ class Kind(IntEnum):
     """What a frame says. `clock`: the number of an exchange or of a meeting."""
 
     HELLO = 1  # meta: layout, life, door, whole (the last exchange with you), known (edges), held
-    ASK = 2  # shall we exchange? meta: t
-    YES = 3  # from now on; meta: t, alpha, alpha_tilde
+    ASK = 2  # shall we exchange? meta: t, anchored (the exchange that has left anchors here)
+    YES = 3  # from now on; meta: t, alpha, alpha_tilde, coded (whether the anchors are the same)
     BUSY = 4  # not now; I shall ask you
-    CHUNK = 5  # x of the exchange's time; shard: which chunk
+    CHUNK = 5  # x of the exchange's time, or its codes; shard: which chunk
     WHOLE = 6  # all chunks have arrived
     BEAT = 7  # I am alive
     VIEW = 8  # meta: known, edges that have changed; held, counts of meetings

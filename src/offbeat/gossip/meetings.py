@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from offbeat.gossip.kinds import Kind, finite
 from offbeat.gossip.meeting import Meeting, Out
 from offbeat.gossip.peers import Peers
-from offbeat.gossip.view import View
+from offbeat.gossip.view import Place, View
 from offbeat.transport.frames import Frame, WireError
 
 USER, OWN = 1, 0  # channels: what the worker waits for, and what gossip agrees on by itself
@@ -29,6 +29,16 @@ class _Round:
     then: Callable[[Meeting], None]
 
 
+@dataclass
+class _Again:
+    """A result that this worker has, but others have another one: what they tell it."""
+
+    number: int
+    numbers: Sequence[Tensor]
+    then: Callable[[Meeting], bool]  # whether it is the one
+    told: dict[int, Meeting] = field(default_factory=dict)  # by neighbour
+
+
 class Meetings:
     """Every member begins as many meetings on a channel as the others, in the same order.
 
@@ -36,6 +46,10 @@ class Meetings:
     does not take part again, but tells it. So there is one result: another one would need the
     numbers of everybody who is left. Members that leave by themselves must not do so before all
     have it.
+
+    Only those that were out of reach of each other can come to different results: who has one and
+    stands still counts as dead, and the others make another one without it. So whoever needs the
+    same bits compares them afterwards, and takes the others' result `again`.
 
     The others do not wait for a worker that seems to be dead. If it lives and comes back, it asks
     for the results that it has missed. If it was not `together` with the others at all, it goes on
@@ -48,6 +62,7 @@ class Meetings:
         self._results: dict[int, dict[int, Meeting]] = {USER: {}, OWN: {}}  # of the last ones
         self._ahead: dict[int, int] = {}  # by neighbour: how many of the worker's it has held
         self._first: int | None = None  # of a series, from its begin to its end
+        self._again: _Again | None = None
         # What is sent only when the view has been the same for a moment: news come in bursts.
         self._later: list[tuple[int, int, Out]] = []
         self._quiet_at: float | None = None
@@ -138,6 +153,7 @@ class Meetings:
             self.held[USER] = first  # it went on without this worker
         self._ahead[peer] = held
         self._ask()
+        self._ask_again(peer)
 
     def answer(self, peer: int, frame: Frame[Kind]) -> None:
         """A neighbour asks for a result."""
@@ -148,10 +164,39 @@ class Meetings:
         for out in meeting.outcome([peer]) if meeting else ():
             self._put(channel, number, out, RESULT)
 
+    def again(
+        self, number: int, numbers: Sequence[Tensor], then: Callable[[Meeting], bool]
+    ) -> None:
+        """What neighbours have as the result of an earlier meeting of the worker's, of numbers like
+        these, until `then` says that it is the one."""
+        self._again = _Again(number, numbers, then)
+        for peer in self._peers.present():
+            self._ask_again(peer)
+
+    def _ask_again(self, peer: int) -> None:
+        if self._again is not None:
+            self._again.told[peer] = meeting = Meeting(self._again.numbers, 0.0)
+            list(meeting.start(Place(peer, (), RESULT, 2)))
+            self._peers.send(peer, Kind.MISSED, clock=2 * self._again.number + USER)
+
+    def _take_again(self, again: _Again, peer: int, frame: Frame[Kind]) -> None:
+        meeting = again.told.get(peer)
+        if meeting is None or frame.header.shard != meeting.results or meeting.done:
+            return
+        try:
+            body = meeting.numbers(frame.header.shard, frame.body)
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        list(meeting.down(frame.header.shard, body, finite(frame.meta.get("largest"))))
+        if meeting.done and again.then(meeting):
+            self._results[USER][again.number] = meeting
+            self._again = None
+
     def forgotten(self, frame: Frame[Kind]) -> None:
         """There is no result any more. RuntimeError if this worker waits for it."""
         number, channel = divmod(frame.header.clock, 2)
-        if channel in self._rounds and number == self.held[channel]:
+        again = self._again is not None and (number, channel) == (self._again.number, USER)
+        if again or (channel in self._rounds and number == self.held[channel]):
             raise RuntimeError(
                 "the others have taken this worker for dead, and have consolidated without it more "
                 "than once; begin it anew with `offbeat join`, or raise silent_s"
@@ -176,6 +221,9 @@ class Meetings:
         """A neighbour's chunk has arrived. WireError if it cannot be."""
         held, channel = divmod(frame.header.clock, 2)
         now, told = self._rounds.get(channel), frame.meta.get("digest")
+        again = self._again
+        if again is not None and (held, channel, told) == (again.number, USER, RESULT):
+            self._take_again(again, peer, frame)
         if held < self.held[channel]:
             return
         if now is None or held > self.held[channel]:

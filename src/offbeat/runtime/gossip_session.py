@@ -156,12 +156,12 @@ class GossipSession(Session):
         buffers = [b for b in self._model.buffers() if b.numel()]
         numbers = [*map(_summand, self._flats), *(b.detach().cpu().double() for b in buffers)]
         sums, _, workers = gossip.meet([n.reshape(-1) for n in numbers])
-        means = [total / workers for total in sums]
+        # Nobody leaves before all have it, the same bits.
+        means = gossip.alike([total / workers for total in sums])
         self._state.put(means[: len(self._flats)], t)
         for buffer, mean in zip(buffers, means[len(self._flats) :], strict=True):
             exact = mean if buffer.is_floating_point() else mean.round()
             buffer.copy_(exact.view(buffer.shape))
-        gossip.meet(nothing)  # nobody leaves before all have it
 
     def close(self) -> None:
         if self._cluster.closed:

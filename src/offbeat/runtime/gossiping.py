@@ -35,6 +35,8 @@ from offbeat.transport.control import Control
 from offbeat.transport.secret import VARIABLE as SECRET
 from offbeat.transport.secret import own_secret
 
+MANY = 4  # neighbours, more than which a worker says what anchors take
+
 
 @dataclass(frozen=True)
 class Gossiping:
@@ -120,7 +122,8 @@ class _Own:
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._fingerprint, self._cluster = fingerprint, cluster
         self.flats = flatten([p for p in model.parameters() if p.requires_grad])
-        self._wire = Wire(self.flats, strategy.wire)
+        form = "bf16" if strategy.wire == "bf16" else "none"
+        self._wire = Wire(self.flats, form, codec=strategy.codec)
         self.state = State(
             self.flats,
             self._wire,
@@ -169,12 +172,26 @@ class _Own:
             place=place,
             luggage=self._pack,
         )
+        most = max(sorted(graph), key=graph.degree)  # one worker says it for all
+        if place or me == most:
+            self._say_memory(len(place.near if place else graph.adj[me]))
         try:
             gossip.connect()
         except BaseException:
             gossip.close()
             raise
         return Gossiping(self.flats, self.state, clock, gossip)
+
+    def _say_memory(self, neighbours: int) -> None:
+        """Where anchors take much, which they do on dense graphs."""
+        if self._wire.codec is not None and neighbours > MANY:
+            most = 2 * neighbours * self._wire.plain_bytes
+            words = (
+                f"wire={self._strategy.wire} keeps two copies of the parameters for each of "
+                f"{neighbours} neighbours: {most / 1e6:.4g} MB; a topology with fewer edges needs "
+                "less"
+            )
+            print(f"offbeat: {words}", file=sys.stderr, flush=True)
 
     def come(self, address: tuple[str, int], worker: int | None) -> Gossiping:
         """Take a place in a job that runs, with the state of the worker at this address."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.profile import Profile
-from offbeat.sim.meetings import meetings
+from offbeat.sim.meetings import meetings, message_bytes
 from offbeat.sim.prediction import RANDOM_ITERATIONS, Prediction
 from offbeat.sim.ranks import Ranks
 from offbeat.sim.served import compute_seconds, server_of
@@ -39,7 +39,7 @@ def predict_apart(
     ends_s = compute_s.cumsum(axis=0)
     iteration_s = float(ends_s[-1].max()) / count
     server = server_of(profile, 1)
-    size_bytes = sum(bucket.size_bytes for bucket in profile.buckets)
+    size_bytes = message_bytes(strategy, profile)
     busy_s = min(strategy.rate * size_bytes / server.rate, iteration_s)
     link = profile.default_link.name
     return Prediction(

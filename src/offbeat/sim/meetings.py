@@ -13,6 +13,7 @@ from offbeat.profile import Profile
 from offbeat.sim.gossip import Network, Timeline, Workers, simulate
 from offbeat.sim.ranks import Ranks
 from offbeat.sim.served import Server, server_of
+from offbeat.sim.wires import ELEMENT_BYTES
 from offbeat.solve.graphs import edge_rates, topology
 from offbeat.solve.measured import measured
 
@@ -29,11 +30,11 @@ def meetings(strategy: Gossip, profile: Profile, ranks: Ranks, seed: int = 0) ->
 
     ValueError if the topology does not fit the workers.
     """
-    size_bytes, server = _message_bytes(strategy, profile), server_of(profile, 1, ranks)
+    size_bytes, server = message_bytes(strategy, profile), server_of(profile, 1, ranks)
     timeline = simulate(
         edge_rates(_graph(strategy, server, size_bytes), strategy.rate),
         _workers(profile, ranks),
-        Network(size_bytes, server.caps, delay_s=server.latency_s),
+        Network(size_bytes, server.caps, delay_s=server.latency_s + _coding_s(strategy, profile)),
         units=UNITS,
         gradients=MOST_GRADIENTS,
         seed=seed,
@@ -57,10 +58,24 @@ def _graph(strategy: Gossip, server: Server, size_bytes: int) -> nx.Graph:
     return measured(rates, delays, size_bytes, momentum=strategy.momentum, even=True).graph
 
 
-def _message_bytes(strategy: Gossip, profile: Profile) -> int:
-    """The profile's sizes are taken for those of float32."""
-    total = sum(bucket.size_bytes for bucket in profile.buckets)
+def message_bytes(strategy: Gossip, profile: Profile) -> int:
+    """What an exchange sends each way, but for the first one of an edge, which has no codes yet.
+    The profile's sizes are taken for those of float32."""
+    total, codec = sum(bucket.size_bytes for bucket in profile.buckets), strategy.codec
+    if codec is not None:
+        return codec.bytes_of(math.ceil(total / ELEMENT_BYTES))
     return math.ceil(total / 2) if strategy.wire == "bf16" else total
+
+
+def _coding_s(strategy: Gossip, profile: Profile) -> float:
+    """Of an exchange: each end encodes its own, and decodes both, as its partner does."""
+    speed = next(
+        (s for s in profile.codecs if strategy.codec and s.name == strategy.codec.name), None
+    )
+    if speed is None:
+        return 0.0
+    total = sum(bucket.size_bytes for bucket in profile.buckets)
+    return total * (speed.encode_s_per_byte + 2 * speed.decode_s_per_byte)
 
 
 def _said(timeline: Timeline, size_bytes: int) -> dict[str, Any]:

@@ -6,15 +6,20 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from offbeat.numerics.codecs import BF16, FP16, Codec, Int4, Int8
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.wired import codec_of
 
 if TYPE_CHECKING:
     from offbeat.sim.outcomes import Votes
     from offbeat.sim.prediction import Prediction
     from offbeat.sim.ranks import Ranks
 
+
+FINE = BF16, FP16, Int8, Int4
+"""Codecs that lose little of every number."""
 
 AS_IN = "must be the name of one, edges as in '0-1,1-2', pairs of workers, or a graph of networkx"
 
@@ -34,8 +39,9 @@ class Gossip(Strategy):
     weights: Literal["snapshot", "live"] = "snapshot"
     """Whether forward and backward see one point (`snapshot`), or exchanges change the weights at
     once (`live`)."""
-    wire: Literal["none", "bf16"] = "none"
-    """`bf16` sends half the bytes of float32; workers agree no better than to that precision."""
+    wire: str = "none"
+    """What travels: parameters as they are (`none`), rounded (`bf16`; workers agree no better than
+    to that precision), or codes of their change: `fp16`, `int8`, `int4`."""
     silent_s: float = 10.0
     """A neighbour that cannot be reached for so many seconds is given up."""
     on_partition: Literal["raise", "continue"] = "raise"
@@ -56,10 +62,21 @@ class Gossip(Strategy):
                 or not (0 < value < math.inf)
             ):
                 raise ValueError(f"{name} ({value!r}) must be a finite number above 0")
+        used = codec_of(self.wire)
+        if used is not None and not isinstance(used, FINE):
+            raise ValueError(
+                f"wire ({self.wire!r}) must be none, {', '.join(cls.name for cls in FINE)}: gossip "
+                "may amplify what coarser codes lose until workers go apart; use wire='int4'"
+            )
         if not isinstance(self.topology, str):
             object.__setattr__(self, "topology", _in_words(self.topology))
         if not self.topology:
             raise ValueError(f"topology ({self.topology!r}) {AS_IN}")
+
+    @property
+    def codec(self) -> Codec | None:
+        """What makes codes of changes; None: parameters travel, as they are or rounded."""
+        return None if self.wire == BF16.name else codec_of(self.wire)
 
     def schedule(self, profile: Profile) -> Plan:
         raise ValueError(
