@@ -180,6 +180,7 @@ class Coded:
                 _each(part.numbers, views[0], lambda x, error: error.copy_(x))
         if self.there is not None and not own:
             for part, views in zip(self.parts, self.there, strict=True):
+                assert part.mean is not None
                 _each(part.mean, views[0], lambda x, there: there.add_(x))
         arrived: list[Tensor] = []
         for part in self.parts:
