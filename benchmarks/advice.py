@@ -19,7 +19,7 @@ from statistics import fmean
 
 from offbeat.advice import WIRES, Option, advise, tried, with_settings
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
-from offbeat.strategies import STRATEGIES, DeFT, DreamDDP, LocalSGD, Strategy
+from offbeat.strategies import STRATEGIES, WFBP, DeFT, DreamDDP, LocalSGD, Strategy
 
 JITTERS = (0.0, 0.0, 0.0, 0.1)
 LATENCIES_S = (1e-4, 1e-3, 2e-2)
@@ -53,7 +53,7 @@ def everything(max_staleness: int) -> list[Strategy]:
         found += [LocalSGD(period), DreamDDP(period), DreamDDP(period, due="forward")]
         delays = range(1, min(period, max_staleness + 2 - period))
         found += [DreamDDP(period, due="delayed", delay=delay) for delay in delays]
-    wired = [one for one in found if "wire" in one.settings()]
+    wired = [one for one in found if isinstance(one, (WFBP, LocalSGD, DreamDDP))]
     return found + [with_settings(one, wire=wire) for one in wired for wire in WIRES]
 
 

@@ -44,7 +44,7 @@ def best_s(profile):
         tried += [LocalSGD(period), DreamDDP(period), DreamDDP(period, due="forward")]
         delays = range(1, min(period, STALENESS + 2 - period))
         tried += [DreamDDP(period, due="delayed", delay=delay) for delay in delays]
-    wired = [one for one in tried if "wire" in one.settings()]
+    wired = [one for one in tried if isinstance(one, (WFBP, LocalSGD, DreamDDP))]
     tried += [with_settings(one, wire=wire) for one in wired for wire in WIRES]
     return min(predict(strategy, profile).iteration_s for strategy in tried)
 
