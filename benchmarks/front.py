@@ -175,9 +175,11 @@ def tables(options: argparse.Namespace) -> None:
         for hosts in map(int, options.hosts.split(",")):
             found = [row for row in rows(options, task, hosts) if row["rates"] and row["last"]]
             table(options, task, hosts)
-            panels[f"{task}, {hosts} hosts: held-out loss after {LENGTHS[task]} iterations"] = {
-                short(row["label"]): (sent_by(row), median(row["last"])) for row in found
-            }
+            title = f"{task}, {hosts} hosts: held-out loss after {LENGTHS[task]} iterations"
+            if found:
+                panels[title] = {
+                    short(row["label"]): (sent_by(row), median(row["last"])) for row in found
+                }
     if options.svg:
         ours = [short(label) for label in contestants() if label not in TORCH]
         options.svg.write_text(picture(panels, ours))

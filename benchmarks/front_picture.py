@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 430, 300, 52, 34, 14, 40
+LETTER = 5.7  # width
+HIGHEST = 1.25  # of the least loss: what is above is drawn at the top
 STYLE = (
     "text{font:11px sans-serif;fill:#6b7280}.title{font-weight:600;font-size:12px}"
     "line,.front{stroke:#9ca3af;fill:none}.front{stroke-dasharray:4 3}"
@@ -29,15 +31,16 @@ def picture(panels: Mapping[str, Mapping[str, Point]], ours: Sequence[str]) -> s
 
 
 def panel(title: str, points: Mapping[str, Point], ours: Sequence[str]) -> str:
-    """Dots; those that nobody beats in both are joined and named, and torch's are named."""
+    """Dots; those that nobody beats in both are joined and named, and torch's are named. Worse ones
+    than `HIGHEST` are at the upper edge, without a name."""
     xs = [math.log10(sent) for sent, _ in points.values()]
     ys = [loss for _, loss in points.values()]
     low, high = math.floor(min(xs)), math.ceil(max(xs))
-    least, most = min(ys) - 0.05 * (max(ys) - min(ys)), max(ys) + 0.05 * (max(ys) - min(ys))
+    least, most = 0.98 * min(ys), min(1.02 * max(ys), HIGHEST * min(ys))
 
     def at(point: Point) -> Point:
         x = (math.log10(point[0]) - low) / (high - low)
-        y = (point[1] - least) / (most - least or 1)
+        y = (min(point[1], most) - least) / (most - least or 1)
         return LEFT + x * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM)
 
     parts = [f'<text class="title" x="{LEFT}" y="16">{html.escape(title)}</text>']
@@ -54,7 +57,7 @@ def panel(title: str, points: Mapping[str, Point], ours: Sequence[str]) -> str:
     front = best(points)
     course = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(points[label]) for label in front))
     parts.append(f'<polyline class="front" points="{course}"/>')
-    taken: list[Point] = []
+    taken: list[tuple[float, float, float]] = []  # left, right, height of words
     for label, point in sorted(points.items(), key=lambda item: item[1][1]):
         (x, y), kind = at(point), "ours" if label in ours else "torch"
         title = f"{label}: {point[0] / 1e3:.1f} KB, {point[1]:.3f}"
@@ -62,16 +65,13 @@ def panel(title: str, points: Mapping[str, Point], ours: Sequence[str]) -> str:
             f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{html.escape(title)}'
             "</title></circle>"
         )
-        if label in front or kind == "torch":
-            right = x < WIDTH - 150
-            while any(abs(y - b) < 11 and abs(x - a) < 130 for a, b in taken):
+        if point[1] < most and (label in front or kind == "torch"):
+            width = LETTER * len(label)
+            left = x + 7 if x + 7 + width < WIDTH else x - 7 - width
+            while any(left < b and a < left + width and abs(y - h) < 11 for a, b, h in taken):
                 y -= 11
-            taken.append((x, y))
-            anchor = "start" if right else "end"
-            parts.append(
-                f'<text x="{x + (7 if right else -7):.0f}" y="{y + 4:.0f}" text-anchor="{anchor}">'
-                f"{html.escape(label)}</text>"
-            )
+            taken.append((left, left + width, y))
+            parts.append(f'<text x="{left:.0f}" y="{y + 4:.0f}">{html.escape(label)}</text>')
     return "".join(parts)
 
 
