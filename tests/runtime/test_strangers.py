@@ -80,7 +80,7 @@ def test_loading_on_one_rank_alone() -> None:
     """Neither an abort of the process, as of different messages, nor replicas that stay apart."""
     strategies = (DeFT(forward=1, backward=2), DiLoCo(period=2, fragments=1))
     cases = [(strangers.loads_on_one_rank, strategy) for strategy in strategies]
-    first, second = run_world(strangers.outcomes, 2, cases, 0.0, 4.0)
+    first, second = run_world(strangers.outcomes, 2, cases, 0.0, 3.0)
     assert all("load them on all ranks" in said for said in first)
     assert all("Error" in said for said in second)
 
