@@ -60,11 +60,11 @@ class Encoded:
         facts = self._profile.link(link)
         if not (facts.cpu_s_per_message or facts.cpu_s_per_byte):
             return 0.0
-        if self._verb == "send":  # its sender encodes, and who receives it decodes
-            sent_s = self._profile.sending_s(self._holding(self.bytes), link, "send")
-            return sent_s + self._coding_s("encode")
-        sent_s = self._profile.sending_s(self._holding(self.bytes), link)
-        return sent_s + self._coding_s(self._way)
+        verb: Verb = "send" if self._verb == "send" else "all_reduce"
+        size = self.bytes
+        sent_s = self._profile.sending_s(self._holding(size), link, verb) if size else 0.0
+        # The sender of a send encodes, and who receives it decodes.
+        return sent_s + self._coding_s("encode" if verb == "send" else self._way)
 
     def _coding_s(self, via: str) -> float:
         return coding_s_per_byte(self._profile, self._codec, via) * self._numbers
