@@ -121,8 +121,10 @@ def costed(profile: Profile, wire: Wire, *, sends: bool = False) -> Profile:
 
 def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     sizes = [b.size_bytes for b in profile.buckets if b.size_bytes]
+    if not sizes:  # nothing is sent, so nothing is encoded
+        return link
     codes = sum(used.bytes_of(-(-size // ELEMENT_BYTES)) for size in sizes)
-    share = codes / max(sum(sizes), 1)
+    share = codes / sum(sizes)
     coding_s = busy_s = coding_s_per_byte(profile, used, via)
     if via == "send":  # a send takes a share of what an all-reduce would
         coding_s *= profile.sent_per_s(link.name) / link.bytes_per_s
