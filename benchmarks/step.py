@@ -36,14 +36,14 @@ LOOPS = [
 
 
 class GPT(nn.Module):
-    """Tokens in, logits out: 12 layers of width 576, 49 M parameters."""
+    """Tokens in, logits out; by default 49 M parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = 512, width: int = 576, heads: int = 8, layers: int = 12):
         super().__init__()
-        self.embed = nn.Embedding(512, 576)
-        layer = nn.TransformerEncoderLayer(576, 8, 2304, 0.0, batch_first=True)
-        self.body = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
-        self.head = nn.Linear(576, 512)
+        self.embed = nn.Embedding(words, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, words)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(self.embed(x)))

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import torch
+from step import GPT
 from torch import nn
 
 import offbeat
@@ -26,24 +27,13 @@ import offbeat
 CONTESTANTS = ["plain", "bsp", "wfbp", "local-sgd:period=10", "dreamddp:period=10"]
 
 
-class Net(nn.Module):
-    """Tokens in, logits out: 8 layers of width 320."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(256, 320)
-        layer = nn.TransformerEncoderLayer(320, 5, 1280, 0.0, batch_first=True)
-        self.body = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
-        self.head = nn.Linear(320, 256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(self.embed(x)))
+SIZES = {"words": 256, "width": 320, "heads": 5, "layers": 8}
 
 
 def contestant(name: str) -> Callable[[], None]:
     """One iteration of the usual loop."""
     torch.manual_seed(0)
-    model: nn.Module = Net()
+    model: nn.Module = GPT(**SIZES)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if name != "plain":
         model, optimizer = offbeat.prepare(model, optimizer, name, observe=3)
@@ -78,7 +68,7 @@ def main() -> None:
     if args.memory:
         print(json.dumps(memory(args.memory)))
         return
-    print(f"{sum(p.numel() for p in Net().parameters()) / 1e6:.1f} M parameters")
+    print(f"{sum(p.numel() for p in GPT(**SIZES).parameters()) / 1e6:.1f} M parameters")
     loops = {name: contestant(name) for name in CONTESTANTS}
     times: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(args.rounds):

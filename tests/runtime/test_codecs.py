@@ -890,3 +890,22 @@ def test_one_bit_without_error_feedback_warns():
 def test_a_lone_rank_encodes_nothing():
     assert all(t.wire is None for t in WFBP(wire="int4").plan(profile_of(ranks=1)).transfers)
     assert way("int4", {}) == "gather"
+
+
+def test_an_empty_part_takes_no_time():
+    """Of one byte, the first half."""
+    link = Link("net", 1e-3, 1e6, cpu_s_per_message=0.5, cpu_s_per_byte=0.5)
+    profile = Profile((Bucket("b", 0.0, 0.0, 1),), (link,), 2)
+    halves = [
+        Encoded(profile, Payload("grad", range(1), n, 2), Wire("topk", {"fraction": 0.5}), verb)
+        for n in (0, 1)
+        for verb in ("all_reduce", "send")
+    ]
+    assert [one.sending_s("net") > 0 for one in halves] == [False, False, True, True]
+    assert [one.seconds("net") > 0 for one in halves] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_without_bytes_links_are_as_they_were(sends):
+    profile = Profile((Bucket("b", 0.1, 0.1, 0),), (Link("net", 1e-3, 1e6),), 2)
+    assert costed(profile, Wire("int4"), sends=sends).links == profile.links

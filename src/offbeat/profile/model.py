@@ -296,6 +296,11 @@ class Profile:
             latency_s, transfer_s * share, size_bytes, verb, self.world_size
         )
 
+    def codec_speed(self, name: str) -> CodecSpeed:
+        """What a codec takes; nothing if it was not measured."""
+        found = (speed for speed in self.codecs if speed.name == name)
+        return next(found, CodecSpeed(name, 0.0, 0.0))
+
     def sent_per_s(self, link: str) -> float:
         """Bytes per second that one rank sends to another."""
         facts, one = self.link(link), 1 << 30

@@ -324,7 +324,8 @@ def _still_open() -> list[Cluster]:
 
 def _is_open(model: nn.Module) -> bool:
     known = _prepared.get(model)
-    return known is not None and any(cluster is known() for cluster in _still_open())
+    cluster = None if known is None else known()
+    return cluster is not None and not cluster.closed
 
 
 def _require_unprepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

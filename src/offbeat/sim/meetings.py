@@ -69,11 +69,9 @@ def message_bytes(strategy: Gossip, profile: Profile) -> int:
 
 def _coding_s(strategy: Gossip, profile: Profile) -> float:
     """Of an exchange: each end encodes its own, and decodes both, as its partner does."""
-    speed = next(
-        (s for s in profile.codecs if strategy.codec and s.name == strategy.codec.name), None
-    )
-    if speed is None:
+    if strategy.codec is None:
         return 0.0
+    speed = profile.codec_speed(strategy.codec.name)
     total = sum(bucket.size_bytes for bucket in profile.buckets)
     return total * (speed.encode_s_per_byte + 2 * speed.decode_s_per_byte)
 

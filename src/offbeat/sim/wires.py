@@ -71,15 +71,13 @@ class Encoded:
 
     def _holding(self, size: int) -> Payload:
         """The payload, as large as so many bytes."""
-        return replace(self._payload, part=0, parts=max(self._whole, 1), width=max(size, 1))
+        return replace(self._payload, part=0, parts=self._whole, width=size)
 
 
 def coding_s_per_byte(profile: Profile, used: Codec, via: str) -> float:
     """Seconds of encoding and decoding per byte of the numbers, on every rank: of an average by
     `way`, of a "send" on its two ranks together, or of an "encode" alone."""
-    speed = next((s for s in profile.codecs if s.name == used.name), None)
-    if speed is None:
-        return 0.0
+    speed = profile.codec_speed(used.name)
     encode_s, decode_s = speed.encode_s_per_byte, speed.decode_s_per_byte
     if via == "encode":
         return encode_s
