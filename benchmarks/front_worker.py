@@ -26,11 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from offbeat.advice import advise
 from offbeat.lab.emulate import EmulatedModel
-from offbeat.measuring.coding import codec_speeds
 from offbeat.profile import Bucket, Profile
 from offbeat.runtime.wrap import Model
 from offbeat.strategies.texts import parse, text_of
-from offbeat.transport.device import CPU
 
 TASKS = {
     "digits": digits_task(800, batch=16),
@@ -243,16 +241,6 @@ def profiled(
     return Profile.load(path)
 
 
-def with_codecs(profile: Profile, path: Path) -> Profile:
-    """With the speeds of codecs on one core, which emulated compute leaves out."""
-    speeds: list[Any] = [codec_speeds(torch.device("cpu"), CPU())]
-    dist.broadcast_object_list(speeds)
-    profile = replace(profile, codecs=speeds[0])
-    if dist.get_rank() == 0:
-        profile.save(path)
-    return profile
-
-
 def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     layers = [Bucket(**layer) for layer in job["layers"]]
@@ -260,7 +248,6 @@ def main(job: dict[str, Any]) -> None:
     found: dict[str, Any] = {}
     if job["what"] == "times":
         profile = profiled(EmulatedModel(layers), lambda m: m(torch.ones(1)), path, 1)
-        profile = with_codecs(profile, path)
         chosen = job["contestants"] | advised(profile)
         for label, iterations in chosen.items():
             found[label] = timed(label, layers, profile, iterations)

@@ -12,6 +12,10 @@ SHARES = st.sampled_from([0.5, 1.0, 1.0, 1.5, 3.0])
 SPEEDS = st.sampled_from([0.5, 0.75, 1.0])
 BUFFERS = (Buffer("landing", "grad"), Buffer("snapshot"))
 
+WIRES = st.sampled_from(
+    [*(Wire("topk", {"fraction": 0.5, "via": via}) for via in ("gather", "scatter")), *[None] * 6]
+)
+
 
 @st.composite
 def profiles(
@@ -51,7 +55,7 @@ def profiles(
         step_s=draw(SECONDS) if contention else 0.0,
         rank_scale=tuple(draw(SHARES) for _ in range(world_size)) if uneven else (),
         contention=draw(contentions(names)) if contention else (),
-        codecs=(CodecSpeed("topk", draw(SECONDS), draw(SECONDS)),) if draw(st.booleans()) else (),
+        codecs=(CodecSpeed("topk", *(draw(SECONDS) for _ in range(5))),) * draw(st.integers(0, 1)),
     )
 
 
@@ -151,7 +155,7 @@ def _transfers(draw, base, profile, phases, merging, sends):
         parts=parts,
         age=draw(st.integers(0, 1)) if merging and buffer == "grad" else 0,
         into={"grad": "landing", "param": "snapshot"}.get(buffer) if draw(st.booleans()) else None,
-        wire=Wire("topk", {"fraction": 0.5}) if draw(st.integers(0, 4)) == 0 else None,
+        wire=draw(WIRES),
         **when,
     )
     if sends and profile.world_size > 1 and draw(st.booleans()):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from offbeat.numerics.codecs import way
 from offbeat.plan import Apply, Moment, Plan, Transfer, Vote, base_link
 from offbeat.profile import Profile
 
@@ -288,7 +289,8 @@ def message_s(t: Transfer, plan: Plan, profile: Profile) -> float:
 def wired_s(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float]:
     """Seconds of a message as its largest half, 4 bytes and a place of 4 for each number; then
     what it takes from the compute of who sends it. Averages are gathered: every rank receives the
-    codes of all. Running statistics travel as they are, behind the last parameters."""
+    codes of all; or scattered: every rank receives those of its shard from all, and then those of
+    all shards' means. Running statistics travel as they are, behind the last parameters."""
     link, kind = profile.link(t.link), plan.all_buffers[t.payload.buffer].kind
     latency_s, transfer_s, size, plain = 0.0, 0.0, 0, 0
     for b in t.payload.buckets:
@@ -311,27 +313,40 @@ def wired_s(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float]:
     if not numbers + plain:
         return 0.0, 0.0
     entries = -(-numbers // 4)
-    codes = (max(entries // 2, 1) * 8 if entries else 0) + plain
+    codes = max(entries // 2, 1) * 8 if entries else 0
     speed = next((s for s in profile.codecs if s.name == t.wire.name), None)
-    encode_s = speed.encode_s_per_byte * numbers if speed else 0.0
-    decode_s = speed.decode_s_per_byte * numbers if speed else 0.0
-    ranks = profile.world_size
-    cpu_s = link.cpu_s_per_message
+    ranks, cpu_s = profile.world_size, link.cpu_s_per_message
     free = not latency_s and not transfer_s  # measured to take no time
+
+    def coding_s(messages: int, encoded: list[float], decoded: list[float]) -> float:
+        """Pieces, each a share of the numbers."""
+        if speed is None or not numbers:
+            return 0.0
+        seconds = messages * speed.s_per_message
+        seconds += sum(speed.encode_s_per_piece + speed.encode_s_per_byte * x for x in encoded)
+        return seconds + sum(
+            speed.decode_s_per_piece + speed.decode_s_per_byte * x for x in decoded
+        )
+
+    def gathered_s(sent: int) -> float:
+        return link.seconds(latency_s, transfer_s * sent / whole, sent, "all_gather", ranks)
+
     if t.verb == "send":
-        sent = codes
+        sent, coded_s = codes + plain, coding_s(1, [numbers], [numbers])
         sent_s = link.seconds(latency_s, transfer_s * sent / whole, sent, "send", ranks)
         cpu_s = (cpu_s + link.cpu_s_per_byte * sent) / 2 if sent else 0.0
-        busy_s = cpu_s + encode_s
-        sent_s = (0.0 if free else sent_s) + encode_s + decode_s
+        busy_s = cpu_s + coding_s(1, [numbers], [])
     else:
-        sent = ranks * codes
-        sent_s = link.seconds(latency_s, transfer_s * sent / whole, sent, "all_gather", ranks)
-        cpu_s += link.cpu_s_per_byte * (sent // 2)
-        busy_s = (cpu_s if sent // 2 else 0.0) + encode_s + ranks * decode_s
-        sent_s = (0.0 if free else sent_s) + encode_s + ranks * decode_s
+        if way(t.wire.name, dict(t.wire.args)) == "gather":
+            rounds, coded_s = [ranks * (codes + plain)], coding_s(1, [numbers], [numbers] * ranks)
+        else:
+            shard = numbers / ranks
+            rounds = [codes, codes + ranks * plain]
+            coded_s = coding_s(2, [shard] * (ranks + 1), [shard] * 2 * ranks)
+        sent, sent_s = sum(rounds) // 2, sum(map(gathered_s, rounds))
+        busy_s = (cpu_s + link.cpu_s_per_byte * sent if sent else 0.0) + coded_s
     takes_time = link.cpu_s_per_message or link.cpu_s_per_byte
-    return sent_s, busy_s if takes_time else 0.0
+    return (0.0 if free else sent_s) + coded_s, busy_s if takes_time else 0.0
 
 
 def sending_s(t: Transfer, plan: Plan, profile: Profile) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
-from statistics import median
+from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -24,8 +25,8 @@ from offbeat.transport.device import Device
 # What all measuring before a plan may take: seconds, and model sizes of payload per rank.
 BUDGET_S, BUDGET_SIZES = 3.0, 20.0
 # At most these parts of it; those of links are shared by all of them.
-LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.42, 0.15, 0.13
-SENDING, VOTE = 0.05, 0.1
+LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.36, 0.15, 0.13
+SMALL_HALVES, SENDING, VOTE = 0.06, 0.05, 0.1
 
 MIN_BUCKET_BYTES = 64 * 1024
 SMALL_BYTES = 4096
@@ -34,7 +35,8 @@ LEAST_BYTES = 64  # of the largest size of a line
 SMALL_SIZES = tuple(SMALL_BYTES << i for i in range(6))  # to 128 KiB: slices that P3 would send
 MOST_REPEATS, LEAST_REPEATS = 9, 3  # of one size
 SERIES = 3  # messages of each size of a line
-LARGE = 5  # so many times the least message's time tell the rate
+LARGE = 5  # so many times the least message's time tell the rate alone
+TELLING = 2  # so many times it tell the rate with others
 LARGER = 16  # so many times the bytes of what does not tell it
 HALF_VERBS: tuple[Verb, ...] = ("reduce_scatter", "all_gather")
 Points = list[tuple[int, float]]  # (bytes, seconds), ascending
@@ -127,6 +129,16 @@ def measure_link(
     curve = explore(probe, mean, total, budget.share(EXPLORING * part))
     small = measure_small(probe, mean, total, curve, budget.share(SMALL * part))
     vote_s = measure_vote(probe, mean, curve, budget.share(VOTE * part))
+    small_halves = {
+        verb: measure_small(
+            probe,
+            verbs[verb],
+            total,
+            halved(curve),
+            budget.share(SMALL_HALVES / len(HALF_VERBS) * part),
+        )
+        for verb in HALF_VERBS
+    }
     lines = budget.share((LINE + HALVES) * part)
     share = lines.share(LINE / (LINE + HALVES))
     series = measure_series(probe, mean, smallest, total, curve, share)
@@ -136,16 +148,21 @@ def measure_link(
         small = least_times(sorted((dict(line) | dict(small)).items()))
         line = least_times([line[-1], *larger])
     halves: dict[str, tuple[float, float]] = {}
-    curve = [(size, seconds / 2) for size, seconds in line]
     for verb in HALF_VERBS:
         share = lines.share(HALVES / (LINE + HALVES) / len(HALF_VERBS))
-        points = typical(measure_series(probe, verbs[verb], smallest, total, curve, share))
+        points = typical(measure_series(probe, verbs[verb], smallest, total, halved(line), share))
         if points:
-            fit = fit_link(name, points)
+            fit = fit_link(name, telling(points, small_halves[verb]))
             halves[verb] = (fit.latency_s, fit.bytes_per_s)
     jitter = spread_of([seconds for _, seconds in series])
-    fit = fit_link(name, line)
-    return replace(fit, small=tuple(small), halves=halves, jitter=jitter, vote_s=vote_s)
+    return replace(
+        fit_link(name, telling(line, small)),
+        small=tuple(small),
+        halves=halves,
+        small_halves={verb: tuple(points) for verb, points in small_halves.items() if points},
+        jitter=jitter,
+        vote_s=vote_s,
+    )
 
 
 def explore(probe: Prober, collective: Collective, most: int, budget: Budget) -> Points:
@@ -189,9 +206,11 @@ def least_times(points: Points) -> Points:
 def measure_small(
     probe: Prober, collective: Collective, total: int, curve: Points, budget: Budget
 ) -> Points:
-    """Median seconds of `SMALL_SIZES`, never falling, as far as the budget goes.
+    """Mean seconds of `SMALL_SIZES`, never falling, as far as the budget goes.
 
-    Each gets an equal part of the seconds and bytes, within 3 to 9 repetitions.
+    Each gets an equal part of the seconds and bytes, within 3 to 9 repetitions. The longest of them
+    does not count. The others do: of small messages some take several times as long as most, as
+    processes have to be woken, and in training as many will.
     """
     sizes = [size for size in SMALL_SIZES if size <= total]
     points: Points = []
@@ -202,8 +221,20 @@ def measure_small(
         if budget.times(seconds, size) < repeats + 1:
             break
         _, *times = timed(probe, collective, [size] * (repeats + 1), budget)
-        points.append((size, median(times)))
-    return least_times(points)
+        points.append((size, fmean(sorted(times)[:-1])))
+    return never_falling(points)
+
+
+def never_falling(points: Points) -> Points:
+    """The same, except that neighbours that fall have their mean (isotonic regression)."""
+    runs: list[list[Any]] = []  # sizes, and their seconds
+    for size, seconds in points:
+        runs.append([[size], seconds])
+        while len(runs) > 1 and runs[-2][1] > runs[-1][1]:
+            (low, low_s), (high, high_s) = runs[-2:]
+            together = (len(low) * low_s + len(high) * high_s) / (len(low) + len(high))
+            runs[-2:] = [[low + high, together]]
+    return [(size, seconds) for sizes, seconds in runs for size in sizes]
 
 
 def measure_vote(
@@ -267,6 +298,19 @@ def measure_larger(
         (seconds,) = timed(probe, collective, [size], budget)
         found.append((size, seconds))
     return found
+
+
+def halved(points: Points) -> Points:
+    """What half an all-reduce takes, roughly."""
+    return [(size, seconds / 2) for size, seconds in points]
+
+
+def telling(line: Points, small: Points) -> Points:
+    """Of both the points that tell the rate, as they take longer than the least by far; or the
+    line, if these are too few. What delays small messages, and comes and goes, does not tip it."""
+    both = sorted((dict(small) | dict(line)).items())
+    found = [point for point in both if point[1] >= TELLING * both[0][1]]
+    return found if len(found) > 1 else line
 
 
 def typical(series: Series) -> Points:

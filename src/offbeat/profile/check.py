@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from offbeat.plan import CHANNEL
 
 if TYPE_CHECKING:
     from offbeat.profile import Bucket, Contention, Link, Profile
+
+HALVES = ("reduce_scatter", "all_gather")
 
 
 def validate(profile: Profile) -> None:
@@ -26,8 +29,9 @@ def validate(profile: Profile) -> None:
         _validate_contention(contention, [link.name for link in profile.links])
     _unique("codec", [codec.name for codec in profile.codecs])
     for codec in profile.codecs:
-        for name in ("encode_s_per_byte", "decode_s_per_byte"):
-            _number(f"{name} of codec {codec.name!r}", getattr(codec, name))
+        for name, seconds in asdict(codec).items():
+            if name != "name":
+                _number(f"{name} of codec {codec.name!r}", seconds)
     for bucket in profile.buckets:
         _validate_bucket(bucket, {link.name for link in profile.links})
     for name in ("update_s", "other_s", "step_s", "jitter", "pace"):
@@ -51,20 +55,30 @@ def _validate_link(link: Link) -> None:
         _number(f"{name} of link {link.name!r}", getattr(link, name))
     if link.vote_s is not None:
         _number(f"vote_s of link {link.name!r}", link.vote_s)
-    for size, seconds in link.small:
-        _number(f"bytes of a small message on link {link.name!r}", size)
-        _number(f"seconds of a small message on link {link.name!r}", seconds)
-    sizes = [size for size, _ in link.small]
-    if sizes != sorted(set(sizes)):
-        raise ValueError(f"small messages of link {link.name!r} ({sizes}) must be in order of size")
+    _validate_small("a small message", link.name, link.small)
+    for verb, small in link.small_halves.items():
+        if verb not in HALVES:
+            raise ValueError(
+                f"small_halves[{verb!r}] of link {link.name!r} must be {' or '.join(HALVES)}"
+            )
+        _validate_small(f"a small {verb}", link.name, small)
     for verb, pair in link.halves.items():
-        if verb not in ("reduce_scatter", "all_gather") or len(pair) != 2:
+        if verb not in HALVES or len(pair) != 2:
             raise ValueError(
                 f"halves[{verb!r}] of link {link.name!r} must be reduce_scatter or all_gather "
                 "with its latency_s and bytes_per_s"
             )
         _number(f"latency of {verb} of link {link.name!r}", pair[0])
         _number(f"rate of {verb} of link {link.name!r}", pair[1], positive=True)
+
+
+def _validate_small(what: str, link: str, points: Sequence[tuple[int, float]]) -> None:
+    for size, seconds in points:
+        _number(f"bytes of {what} on link {link!r}", size)
+        _number(f"seconds of {what} on link {link!r}", seconds)
+    sizes = [size for size, _ in points]
+    if sizes != sorted(set(sizes)):
+        raise ValueError(f"small messages of link {link!r} ({sizes}) must be in order of size")
 
 
 def _validate_contention(contention: Contention, links: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from itertools import cycle, islice
 
 from offbeat.profile.model import Bucket, Link, Profile
 
+Points = tuple[tuple[int, float], ...]
 PAYLOAD = 0.94  # of a link's rate arrives as payload of large all-reduces (25 to 200 Mbit/s, gloo)
 
 
@@ -61,15 +62,21 @@ def _link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Link:
     if rate_bps is not None:
         rate = PAYLOAD * rate_bps / 8 / passes(count)
     faster = rate / link.bytes_per_s
-    small = (
-        (size, max(seconds - size / link.bytes_per_s, 0.0) * steps + size / rate)
-        for size, seconds in link.small
-    )
+
+    def scaled(small: Points, before: float) -> Points:
+        least = ((size, max(seconds - size / before, 0.0)) for size, seconds in small)
+        return tuple((size, seconds * steps + size / before / faster) for size, seconds in least)
+
+    half = 2 * link.bytes_per_s
     return replace(
         link,
         latency_s=link.latency_s * steps,
         bytes_per_s=rate,
-        small=tuple(small),
+        small=scaled(link.small, link.bytes_per_s),
+        small_halves={
+            verb: scaled(small, link.halves.get(verb, (0.0, half))[1])
+            for verb, small in link.small_halves.items()
+        },
         halves={verb: (least * steps, r * faster) for verb, (least, r) in link.halves.items()},
         cpu_s_per_message=link.cpu_s_per_message * steps,
         vote_s=None if link.vote_s is None else link.vote_s * steps,

@@ -56,8 +56,8 @@ class Link:
     `small` are measured (bytes, seconds) of smaller messages, ascending: they take longer than the
     line through the larger ones says (on TCP with gloo up to some 40 KB a constant time).
     `fit_error` is the fit's mean relative error; None when it was not fitted here. `halves` says
-    (latency_s, bytes_per_s) of reduce_scatter and all_gather. A half without an entry counts as
-    the latency of an all-reduce and half the rest of its time.
+    (latency_s, bytes_per_s) of reduce_scatter and all_gather, `small_halves` what small ones take.
+    A half without an entry counts as the latency of an all-reduce and half the rest of its time.
 
     `cpu_s_per_message` and `cpu_s_per_byte` are the processor time that a rank spends on sending
     and that its own compute lacks; 0 where a device computes beside the processor.
@@ -75,6 +75,7 @@ class Link:
     cpu_s_per_byte: float = 0.0
     jitter: float = 0.0
     vote_s: float | None = None
+    small_halves: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
     def seconds(
         self,
@@ -90,7 +91,7 @@ class Link:
         A send that was not measured is one step of the all-reduce, if that is a ring of so many
         `ranks`: it has 2(K-1) of them, of one K-th of the bytes each.
         """
-        least_s = self._least_s(size_bytes)
+        least_s = _curve(self.small_halves.get(verb) or self.small, size_bytes)
         if verb == "send":
             steps = 2 * max(ranks - 1, 1)
             sent_s, rate = self.halves.get("send", (self.latency_s / steps, 0.0))
@@ -100,22 +101,10 @@ class Link:
         elif verb != "all_reduce":
             half_s, rate = self.halves.get(verb, (self.latency_s, 2 * self.bytes_per_s))
             latency_s, transfer_s = half_s, transfer_s * (self.bytes_per_s / rate)
-            least_s = least_s / 2
+            least_s = least_s if self.small_halves.get(verb) else least_s / 2
         line_s = latency_s + transfer_s
         return (
             np.maximum(least_s, line_s) if isinstance(line_s, np.ndarray) else max(least_s, line_s)
-        )
-
-    def _least_s(self, size_bytes: Seconds) -> Seconds:
-        """The measured times as a curve that never falls: flat below and above them, so that it
-        ends where the line overtakes it."""
-        if not self.small:
-            return 0.0
-        sizes, times_s = _never_falling(self.small)
-        if isinstance(size_bytes, np.ndarray):
-            return np.interp(size_bytes, sizes, times_s)
-        return (
-            float(np.interp(size_bytes, sizes, times_s)) if size_bytes < sizes[-1] else times_s[-1]
         )
 
 
@@ -149,11 +138,15 @@ class GradientNoise:
 
 @dataclass(frozen=True, slots=True)
 class CodecSpeed:
-    """What one core takes for a codec, by its name, per byte of the numbers."""
+    """What a codec takes, by its name, on all ranks at once: per byte of the numbers, per piece
+    that is encoded or decoded, and what else a message takes once."""
 
     name: str
     encode_s_per_byte: float
     decode_s_per_byte: float
+    encode_s_per_piece: float = 0.0
+    decode_s_per_piece: float = 0.0
+    s_per_message: float = 0.0
 
 
 Seconds = Any  # a float, or an array of them: one per message
@@ -525,6 +518,17 @@ def _alone(bucket: Bucket, link: Link, kind: Kind) -> tuple[float, float, int]:
     return latency, (given - latency) * share, size
 
 
+def _curve(small: tuple[tuple[int, float], ...], size_bytes: Seconds) -> Seconds:
+    """Measured times as a curve that never falls: flat below and above them, so that it ends where
+    the line overtakes it."""
+    if not small:
+        return 0.0
+    sizes, times_s = _never_falling(small)
+    if isinstance(size_bytes, np.ndarray):
+        return np.interp(size_bytes, sizes, times_s)
+    return float(np.interp(size_bytes, sizes, times_s)) if size_bytes < sizes[-1] else times_s[-1]
+
+
 @lru_cache(maxsize=64)
 def _never_falling(small: tuple[tuple[int, float], ...]) -> tuple[list[float], list[float]]:
     """Sizes and times of measured messages, no time below that of a smaller message."""
@@ -562,4 +566,6 @@ def _record(cls: type, what: str, data: Any) -> Any:
 
 
 def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _tuples(one) for name, one in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

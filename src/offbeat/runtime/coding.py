@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from offbeat.storage.checksum import checksum
 from offbeat.storage.flat import Flat
 from offbeat.transport.codes.average import Part, Settings, average, handed_over, send
 from offbeat.transport.codes.rows import Rows
+from offbeat.transport.codes.spares import Spares
 from offbeat.transport.collectives import Collectives
 
 Views = list[tuple[list[Tensor], list[Tensor]]]
@@ -39,6 +40,7 @@ class Coding:
         self._tracked = any(t.tracked for t in plan.transfers)
         self._names = {memory_of(t) for t in plan.transfers if t.wire is not None}
         self._stale = self._united = False
+        self._spares = Spares()
 
     def forget(self) -> None:
         """Other weights are about to be loaded: changes are counted from these."""
@@ -80,26 +82,39 @@ class Coding:
         anchors = None if t.wire.anchor is None else self._views(t, t.wire.anchor)
         memory = self._memory.setdefault(memory_of(t), {})
         for i, (numbers, behind) in enumerate(self._flat.apart(t.payload, copy, t.payload.buffer)):
-            whole = wide(torch.cat(numbers))
-            if anchors is not None and not t.tracked:
-                _each(whole, anchors[i][0], Tensor.sub_)
+            whole = self._room(numbers)
+            if anchors is None or t.tracked:
+                _each(whole, numbers, Tensor.copy_)
+            else:
+                _subtracted(whole, numbers, anchors[i][0])
             plain = torch.cat(behind) if behind else numbers[0].new_empty(0)
             parts.append(Part(whole, plain, memory.setdefault(str(i), {})))
         errors = self._views(t, t.wire.error) if t.wire.error is not None else None
         there = anchors if t.tracked else None
         how = replace(_settings(t.wire), iteration=planned, origin=self._begun())
-        return Coded(t, parts, errors, how, there)
+        return Coded(t, parts, errors, how, there, spares=self._spares)
 
     def receiver(self, t: Transfer, copy: int) -> Coded:
         """Room for a message that another rank sends."""
         assert t.wire is not None
         views = self._flat.apart(t.payload, copy, t.target)
         parts = [
-            Part(wide(torch.cat(numbers)), torch.cat([numbers[0][:0], *behind]), {})
+            Part(self._room(numbers), torch.cat([numbers[0][:0], *behind]), {})
             for numbers, behind in views
         ]
         how = replace(_settings(t.wire), origin=self._begun())
-        return Coded(t, parts, None, how, gives=False)
+        return Coded(t, parts, None, how, gives=False, spares=self._spares)
+
+    def _room(self, numbers: Sequence[Tensor]) -> Tensor:
+        """For all of them; for numbers of 16 bits as float32, which is what codecs work on."""
+        dtype = torch.float32 if numbers[0].itemsize < 4 else numbers[0].dtype
+        size = sum(x.numel() for x in numbers)
+        return self._spares.take(size, dtype, numbers[0].device)
+
+    def give_back(self, tensors: Sequence[Tensor]) -> None:
+        """What has arrived was put in its place, and nobody looks at it any more."""
+        for mean in tensors[::2]:
+            self._spares.give(mean)
 
     def put(self, t: Transfer, copy: int, buffer: str, tensors: Sequence[Tensor]) -> None:
         """What has arrived, in its place."""
@@ -154,6 +169,7 @@ class Coded:
     settings: Settings
     there: Views | None = None  # of a send: what the receiver has
     gives: bool = True
+    spares: Spares = field(default_factory=Spares)
 
     def __call__(
         self, act: Collectives, *, leaves_out: bool
@@ -161,6 +177,9 @@ class Coded:
         """What arrives, ranks whose values were not finite, bytes. Errors are kept only when all
         of that is here."""
         how, sent, bad = replace(self.settings, leaves_out=leaves_out), 0, list[int]()
+        taken = [part.numbers for part in self.parts]
+        for x, part in zip(taken, self.parts, strict=True):
+            part.mean = self.spares.take(x.numel(), x.dtype, x.device)
         for i, part in enumerate(self.parts):
             if self.errors is not None:
                 _each(part.numbers, self.errors[i][0], Tensor.add_)
@@ -186,21 +205,30 @@ class Coded:
         for part in self.parts:
             assert part.mean is not None
             arrived += [part.mean, part.plain]
+        for x in taken:
+            self.spares.give(x)
         t = self.transfer
         if t.ranks is not None and t.payload.buffer != "grad":
             bad = []  # as without a wire: who has made such parameters is known before
         return arrived, sorted(set(bad)), sent
 
 
-def wide(x: Tensor) -> Tensor:
-    """Numbers of 16 bits as float32: what codecs work on."""
-    return x.float() if x.itemsize < 4 else x
-
-
 def _settings(wire: Wire) -> Settings:
     args = dict(wire.args)
     used = codec(wire.name, args)
     return Settings(used, way(wire.name, args), 0, keeps=wire.error is not None)
+
+
+def _subtracted(flat: Tensor, over: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Differences of pieces laid end to end, in one pass unless dtypes differ."""
+    at = 0
+    for one, other in zip(over, others, strict=True):
+        to = flat[at : at + one.numel()]
+        if one.dtype == other.dtype == flat.dtype:
+            torch.sub(one.detach(), other.detach(), out=to)
+        else:
+            to.copy_(one).sub_(other)
+        at += one.numel()
 
 
 def _each(flat: Tensor, over: Sequence[Tensor], act: Any) -> None:

@@ -20,7 +20,7 @@ from offbeat.guards.parameters import ParameterWatch
 from offbeat.guards.replicas import ReplicaGuard
 from offbeat.guards.stepping import Stepping
 from offbeat.guards.untouched import Untouched
-from offbeat.measuring.coding import codec_speeds
+from offbeat.measuring.coding import measure_codecs
 from offbeat.measuring.divergence import Sample
 from offbeat.measuring.links import measure_cluster, worthwhile_bytes
 from offbeat.measuring.observe import Observer, observing_plan
@@ -329,9 +329,7 @@ class FlatSession(Session):
         self._parameters.attach(flat.parameters)
         links, contention = measure_cluster(self._cluster, flat, emulated=self._emulated)
         profile = observer.profile(specs, flat, links, contention, control, how.model)
-        if not self._emulated:
-            speeds = codec_speeds(self._cluster.where, self._cluster.device)
-            profile = replace(profile, codecs=speeds)
+        profile = measure_codecs(self._cluster, profile)
         self.engine.hold(Compute())
         if how.pace is not None and not self._emulated:
             profile = self._paced(profile, how.pace)

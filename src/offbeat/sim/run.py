@@ -55,9 +55,10 @@ def job_of(
     horizon = iterations
     if together:
         # What shares the time of the last messages must run, too: until each rank is past their
-        # deadlines, and in turn past those of what shares the time of these.
+        # deadlines, and in turn past those of what shares the time of these. Some ranks may be
+        # ahead of others.
         lag = max(t.before.lag for t in plan.transfers)
-        horizon += lag * (1 if plan.uniform else profile.world_size)
+        horizon += lag if plan.uniform else (lag + 1) * profile.world_size
     return Job(
         plan,
         profile,

@@ -6,6 +6,7 @@ processor time from compute, so do they.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from offbeat.numerics.codecs import Codec, codec, way
@@ -32,28 +33,40 @@ class Encoded:
         self._plain = buffers if last else 0  # running statistics go with the last slice
 
     @property
-    def code_bytes(self) -> int:
-        """Bytes of one rank's codes, and of what is not encoded."""
-        return self._codec.bytes_of(-(-self._numbers // ELEMENT_BYTES)) + self._plain
-
-    @property
     def bytes(self) -> int:
         """Bytes of the all-reduce that puts as many on the link."""
-        if self._way == "gather" and self._verb != "send":
-            return self._profile.world_size * self.code_bytes // 2
-        return self.code_bytes
+        if self._verb == "send" or self._way == "reduce":
+            return self._codes + self._plain
+        return sum(self._rounds) // 2
+
+    @property
+    def _codes(self) -> int:
+        """Bytes of one rank's."""
+        return self._codec.bytes_of(-(-self._numbers // ELEMENT_BYTES))
+
+    @property
+    def _rounds(self) -> list[int]:
+        """Bytes of the all-gathers that it goes round in; an exchange is as good as one. What is
+        not encoded goes with the last, whole from each rank."""
+        ranks = self._profile.world_size
+        if self._way == "gather":
+            return [ranks * (self._codes + self._plain)]
+        return [self._codes, self._codes + ranks * self._plain]
 
     def seconds(self, link: str) -> float:
         """Of the message alone on its link."""
         if not self._numbers + self._plain:
             return 0.0
-        verb: Verb = self._verb
-        size = self.code_bytes
-        if self._way == "gather" and verb != "send":
-            verb, size = "all_gather", self._profile.world_size * size
-        sent_s = self._profile.message_s(self._holding(size), link, verb)
-        more_s = (self._codec.rounds - 1) * self._profile.link(link).latency_s
-        return sent_s + more_s + self._coding_s("send" if verb == "send" else self._way)
+        return self._sent_s(link) + self._coding_s("send" if self._verb == "send" else self._way)
+
+    def _sent_s(self, link: str) -> float:
+        profile, verb = self._profile, self._verb
+        if verb != "send" and self._way != "reduce":
+            return sum(
+                profile.message_s(self._holding(size), link, "all_gather") for size in self._rounds
+            )
+        more_s = (self._codec.rounds - 1) * profile.link(link).latency_s
+        return profile.message_s(self._holding(self.bytes), link, verb) + more_s
 
     def sending_s(self, link: str) -> float:
         """Processor time that compute lacks."""
@@ -67,25 +80,27 @@ class Encoded:
         return sent_s + self._coding_s("encode" if verb == "send" else self._way)
 
     def _coding_s(self, via: str) -> float:
-        return coding_s_per_byte(self._profile, self._codec, via) * self._numbers
+        per_message_s, per_byte_s = coding_s(self._profile, self._codec, via)
+        return per_message_s * bool(self._numbers) + per_byte_s * self._numbers
 
     def _holding(self, size: int) -> Payload:
         """The payload, as large as so many bytes."""
         return replace(self._payload, part=0, parts=self._whole, width=size)
 
 
-def coding_s_per_byte(profile: Profile, used: Codec, via: str) -> float:
-    """Seconds of encoding and decoding per byte of the numbers, on every rank: of an average by
-    `way`, of a "send" on its two ranks together, or of an "encode" alone."""
-    speed = profile.codec_speed(used.name)
-    encode_s, decode_s = speed.encode_s_per_byte, speed.decode_s_per_byte
-    if via == "encode":
-        return encode_s
-    if via == "gather":
-        return encode_s + profile.world_size * decode_s
-    if via == "scatter":
-        return encode_s * (1 + 1 / profile.world_size) + 2 * decode_s
-    return encode_s + decode_s
+def coding_s(profile: Profile, used: Codec, via: str) -> tuple[float, float]:
+    """Seconds of encoding and decoding per message, and per byte of the numbers, on every rank: of
+    an average by `way`, of a "send" on its two ranks together, or of an "encode" alone."""
+    speed, ranks = profile.codec_speed(used.name), profile.world_size
+    # Messages, pieces encoded and decoded, and how often all numbers are encoded and decoded.
+    messages, encoded, decoded, often, often_decoded = {
+        "encode": (1, 1, 0, 1.0, 0),
+        "gather": (1, 1, ranks, 1.0, ranks),
+        "scatter": (2, ranks + 1, 2 * ranks, 1 + 1 / ranks, 2),
+    }.get(via, (1, 1, 1, 1.0, 1))
+    pieces_s = encoded * speed.encode_s_per_piece + decoded * speed.decode_s_per_piece
+    per_byte_s = often * speed.encode_s_per_byte + often_decoded * speed.decode_s_per_byte
+    return messages * speed.s_per_message + pieces_s, per_byte_s
 
 
 def costed(profile: Profile, wire: Wire, *, sends: bool = False) -> Profile:
@@ -97,15 +112,15 @@ def costed(profile: Profile, wire: Wire, *, sends: bool = False) -> Profile:
     via = "send" if sends else way(wire.name, dict(wire.args))
     links = [_costed(profile, link, used, via) for link in profile.links]
     both = {old.name: (old, new) for old, new in zip(profile.links, links, strict=True)}
-    coding_s = coding_s_per_byte(profile, used, via)
+    _, per_byte_s = coding_s(profile, used, via)
 
     def given_s(name: str, seconds: float, size_bytes: int) -> float:
         """Of a measured bucket: what it takes beyond its latency shrinks as its bytes do."""
         old, new = both[name]
         least_s = min(old.latency_s, seconds)
         first_s = max(least_s + new.latency_s - old.latency_s, 0.0)
-        shrunk = old.bytes_per_s * (1 / new.bytes_per_s - coding_s)
-        return first_s + (seconds - least_s) * shrunk + coding_s * size_bytes
+        shrunk = old.bytes_per_s * (1 / new.bytes_per_s - per_byte_s)
+        return first_s + (seconds - least_s) * shrunk + per_byte_s * size_bytes
 
     buckets = tuple(
         replace(
@@ -123,26 +138,35 @@ def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
         return link
     codes = sum(used.bytes_of(-(-size // ELEMENT_BYTES)) for size in sizes)
     share = codes / sum(sizes)
-    coding_s = busy_s = coding_s_per_byte(profile, used, via)
+    first_s, per_byte_s = busy_first_s, busy_s = coding_s(profile, used, via)
     if via == "send":  # a send takes a share of what an all-reduce would
-        coding_s *= profile.sent_per_s(link.name) / link.bytes_per_s
-        busy_s = 2 * coding_s_per_byte(profile, used, "encode")
+        first_s *= 2 * max(profile.world_size - 1, 1)
+        per_byte_s *= profile.sent_per_s(link.name) / link.bytes_per_s
+        busy_first_s, busy_s = (2 * s for s in coding_s(profile, used, "encode"))
     latency_s, rate, fewer = link.latency_s, link.bytes_per_s, 1.0
-    if via == "gather":
+    small: Iterable[tuple[int, float]] = link.small
+    if via in ("gather", "scatter"):
         latency_s, rate = link.halves.get("all_gather", (latency_s, 2 * rate))
+        small = link.small_halves.get("all_gather") or [(size, s / 2) for size, s in small]
+    if via == "gather":
         share, fewer = share * profile.world_size, 0.5
-    latency_s += (used.rounds - 1) * link.latency_s
+    rounds = 2 if via == "scatter" else 1
     takes_time = bool(link.cpu_s_per_message or link.cpu_s_per_byte)
-    small: dict[int, float] = {}
-    for size, seconds in link.small:
-        dense = round(size / share) if share else size
-        small[dense] = max(small.get(dense, 0.0), seconds * fewer)
+    floor: dict[int, float] = {}
+    least = [(round(size / share) if share else size, seconds) for size, seconds in small]
+    if least and sum(sizes) > least[-1][0]:
+        least.append((sum(sizes), least[-1][1]))  # more is encoded of what is larger
+    for size, seconds in least:
+        least_s = rounds * seconds + first_s + per_byte_s * size
+        floor[size] = max(floor.get(size, 0.0), least_s)
     return replace(
         link,
-        latency_s=latency_s,
-        bytes_per_s=1 / max(share / rate + coding_s, 1e-30),
-        small=tuple(sorted(small.items())),
+        latency_s=rounds * latency_s + (used.rounds - 1) * link.latency_s + first_s,
+        bytes_per_s=1 / max(rounds * share / rate + per_byte_s, 1e-30),
+        small=tuple(sorted(floor.items())),
         halves={},
+        small_halves={},
+        cpu_s_per_message=link.cpu_s_per_message + busy_first_s * takes_time,
         cpu_s_per_byte=link.cpu_s_per_byte * share * fewer + busy_s * takes_time,
     )
 

@@ -32,13 +32,18 @@ class Part:
     """What a message carries of one dtype and device.
 
     `numbers` are those to be encoded, errors of earlier messages included; `plain` travels as it
-    is. Afterwards `mean` is what arrives of the numbers, and `numbers` what was lost.
+    is. Afterwards `mean` is what arrives of the numbers, in the memory that it was before, and
+    `numbers` what was lost.
     """
 
     numbers: Tensor
     plain: Tensor
     memory: Memory
     mean: Tensor | None = None
+
+    def zeros(self) -> Tensor:
+        """Room for the mean."""
+        return torch.zeros_like(self.numbers) if self.mean is None else self.mean.zero_()
 
 
 @dataclass(frozen=True)
@@ -115,11 +120,13 @@ def send(
     found, [origin] = read_heads(row)
     if origin != how.origin:
         raise OriginError(ranks[1], ranks[0])
-    part.mean = torch.full_like(part.numbers, math.nan if found else 0.0)
-    if not found:
+    part.mean = part.zeros()
+    if found:
+        part.mean.fill_(math.nan)
+    else:
         code(how.codec).add(rows.codes(row[0]), part.mean)
     bad = bool(found) or not _finite(part.mean)  # also what was too large to be encoded
-    part.plain = rows.plain(row[0], part.plain.dtype)
+    part.plain = rows.plain(row[0], part.plain.dtype).clone()
     return Outcome([ranks[0]] if bad else [], row.nbytes)
 
 
@@ -141,7 +148,7 @@ def _gathered(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome
     rows.plain(own, part.plain.dtype).copy_(part.plain)
     act.by_verb["all_gather"](table.view(-1))
     found = _heard(table)
-    mean = torch.zeros_like(x)
+    mean = part.zeros()
     for row in table:
         codes.add(rows.codes(row), mean)
     part.mean = mean.div_(act.size)
@@ -161,7 +168,7 @@ def _scattered(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcom
         write_head(row, bad, how.origin)
         codes.encode(x[cut], rows.codes(row)[:count])
     act.exchange(table.view(-1))
-    found = _heard(table)
+    found, sent = _heard(table), table.nbytes
     mine, count = cuts[act.rank], code_bytes[act.rank]
     shard = x.new_zeros(mine.stop - mine.start)
     for row in table:
@@ -172,18 +179,18 @@ def _scattered(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcom
     if how.keeps and "mean" in part.memory:
         shard += part.memory["mean"]
     full = Rows(rows.code_bytes, part.plain.nbytes)
-    second = full.make(size, x.device)
+    second = full.make(size, x.device)  # where the table was
     codes.encode(shard, full.codes(second[act.rank])[:count])
     full.plain(second[act.rank], part.plain.dtype).copy_(part.plain)
     act.by_verb["all_gather"](second.view(-1))
-    mean = torch.zeros_like(x)
+    mean = part.zeros()
     for cut, count, row in zip(cuts, code_bytes, second, strict=True):
         codes.add(full.codes(row)[:count], mean[cut])
     if how.keeps and not found:
         part.memory["mean"] = shard
     part.mean = mean
     part.plain = _mean_of(second, full, part.plain)
-    return Outcome(found, (table.nbytes + second.nbytes) // 2)
+    return Outcome(found, (sent + second.nbytes) // 2)
 
 
 def _reduced(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
@@ -192,7 +199,7 @@ def _reduced(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
     flags = x.new_zeros(act.size, HEAD)
     flags[act.rank] = x.new_tensor([bad, *(how.origin >> 21 * k & 0x1FFFFF for k in range(3))])
     tail = part.plain.to(x.dtype)
-    mean, sent = torch.zeros_like(x), 0
+    sent = 0
 
     def averaged(values: Tensor, *more: Tensor) -> list[Tensor]:
         nonlocal sent
@@ -205,6 +212,7 @@ def _reduced(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
         places = torch.from_numpy(codec.places(x.numel(), how.iteration)).to(x.device)
         values, flags, tail = averaged(x[places], flags, tail)
         x[places] = 0
+        mean = part.zeros()
         mean[places] = values
     else:
         assert isinstance(codec, PowerSGD)

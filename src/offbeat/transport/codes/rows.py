@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from offbeat.transport.collectives import Scratch
 
 ALIGNED = 16  # bytes: every part of a row may be viewed as numbers
 HEAD_BYTES = ALIGNED
@@ -24,8 +27,9 @@ class Rows:
         return HEAD_BYTES + aligned(self.code_bytes) + aligned(self.plain_bytes)
 
     def make(self, count: int, where: torch.device) -> Tensor:
-        """So many empty rows."""
-        rows = torch.empty((count, self.bytes), dtype=torch.uint8, device=where)
+        """So many empty rows, in memory of this thread that the next ones will have."""
+        like = torch.empty(0, dtype=torch.uint8, device=where)
+        rows = _scratch().like(like, count * self.bytes).view(count, self.bytes)
         rows[:, :HEAD_BYTES] = 0
         return rows
 
@@ -37,6 +41,16 @@ class Rows:
         """What is not encoded of one row."""
         start = HEAD_BYTES + aligned(self.code_bytes)
         return row[start : start + self.plain_bytes].view(dtype)
+
+
+_mine = threading.local()
+
+
+def _scratch() -> Scratch:
+    """This thread's."""
+    if not hasattr(_mine, "scratch"):
+        _mine.scratch = Scratch()
+    return _mine.scratch
 
 
 def aligned(size: int) -> int:
