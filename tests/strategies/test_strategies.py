@@ -639,3 +639,25 @@ def test_settings_are_values(strategy):
 def test_settings_that_make_no_sense(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+@settings(max_examples=30, deadline=None)
+@given(profile=random_timelines.profiles(most_buckets=6))
+def test_delayed_averages_travel_together_where_that_takes_no_longer(profile):
+    """The plan of whole buckets with even loads is no faster."""
+    strategy = DreamDDP(period=3, due="delayed")
+    setting = later.Setting("dreamddp", profile, 3, "after_update", "local")
+    message_s = [piece.seconds(profile, "local") for piece in whole(len(profile.buckets))]
+    even = later.Late(whole(len(profile.buckets)), later.even_loads(message_s, 3))
+    limit_s = later.steady_s(later.delayed_plan(setting, 1, even), profile)
+    assert later.steady_s(strategy.schedule(profile), profile) <= limit_s * (1 + 1e-9)
+
+
+def test_hidden_averages_are_one_message():
+    bucket = Bucket("b", 0.1, 0.2, 1000)
+    profile = Profile((bucket,) * 6, (Link("net", 1e-3, 1e6),), 2)
+    [message] = DreamDDP(period=3, due="delayed").plan(profile).transfers
+    assert message.payload.buckets == range(6)
+    slow = replace(profile, links=(Link("net", 1e-3, 2500.0),))
+    runs = [t.payload.buckets for t in DreamDDP(period=3, due="delayed").plan(slow).transfers]
+    assert runs == [range(3), range(3, 6)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import ClassVar
 
 from offbeat import solve
@@ -14,7 +13,7 @@ from offbeat.strategies.base import Strategy, periodic_bound_s, require_count
 from offbeat.strategies.dreamddp import DreamDDP
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
 from offbeat.strategies.outer import OuterSGD, equations_of, number, outer_of, with_outer
-from offbeat.strategies.partial_sync import Average, Piece, layer_times, partial_plan
+from offbeat.strategies.partial_sync import Average, layer_times, partial_plan, whole
 from offbeat.strategies.wired import Wired
 from offbeat.testing.equations import Equations, delayed, layer_sets, partial
 
@@ -100,31 +99,27 @@ class DiLoCo(Wired):
             return sets.schedule(profile)
         if self.fragments == 1 and not self.delay:
             return LocalSGD(self.period).schedule(profile)
-        pieces, sets = self._fragments(profile)
         if self.delay:
             setting = later.Setting(self.name, profile, self.period, self.average, "local")
-            return later.delayed_plan(setting, self.delay, later.Late(pieces, sets))
+            return later.delayed_plan(setting, self.delay, self._fragments(profile))
         none: solve.Sets = ((),) * self.period
+        pieces, sets = self._fragments(profile)
         return partial_plan(self.name, profile, sets, none, self.average, "local", pieces)
 
-    def _fragments(self, profile: Profile) -> tuple[list[Piece], solve.Sets]:
-        """DreamDDP's sets for so many iterations, spread over the period; with a delay, of equal
-        load. Neighbouring buckets of a fragment that waits for the step travel together."""
+    def _fragments(self, profile: Profile) -> later.Late:
+        """DreamDDP's sets for so many iterations, spread over the period; with a delay, neighbours
+        that travel together."""
         assert self.fragments is not None
         times = layer_times(profile, self.average, "local")
-        sets = () if self.delay else solve.best(*times, self.fragments)
-        if not sets or not all(sets):  # less than it takes to hide: as even as can be
+        if self.delay:
+            return later.neighbours(times[1], self.fragments, self.period)
+        sets = solve.best(*times, self.fragments)
+        if not all(sets):  # less than it takes to hide: as even as can be
             sets = later.even_loads(times[1], self.fragments)
-        alone = [[range(i, i + 1) for i in members] for members in sets]
-        runs = [_runs(members) for members in sets] if self.delay else alone
-        pieces = [Piece(run) for fragment in runs for run in fragment]
         spread: list[tuple[int, ...]] = [()] * self.period
-        first = 0
-        for n, fragment in enumerate(runs):
-            when = (n + 1) * self.period // self.fragments - 1
-            spread[when] = tuple(range(first, first + len(fragment)))
-            first += len(fragment)
-        return pieces, tuple(spread)
+        for n, members in enumerate(sets):
+            spread[(n + 1) * self.period // self.fragments - 1] = members
+        return later.Late(whole(len(profile.buckets)), tuple(spread))
 
     def at_step(self) -> Strategy | None:
         early = self.average == "after_update" and not self.delay and self.fragments != 1
@@ -144,13 +139,3 @@ class DiLoCo(Wired):
             setting = later.Setting(self.name, profile, self.period, self.average, "local")
             return later.delayed_bound_s(setting)
         return periodic_bound_s(profile, self.period, fused=True)
-
-
-def _runs(members: tuple[int, ...]) -> list[range]:
-    """Neighbouring ones together."""
-    if not members:
-        return []
-    gaps = [(a + 1, b) for a, b in pairwise(members) if b > a + 1]
-    starts = [members[0], *(start for _, start in gaps)]
-    stops = [*(stop for stop, _ in gaps), members[-1] + 1]
-    return [range(*run) for run in zip(starts, stops, strict=True)]

@@ -230,7 +230,7 @@ class DreamDDP(Wired):
         return [frozenset(range(size - last, size)) for last in sorted(some) if last <= size]
 
     def _delayed(self, profile: Profile) -> Plan:
-        """Sets of whole buckets, or all of them at once where that is faster."""
+        """Runs of neighbours, or other sets of whole buckets where that is faster."""
         setting, size = self._setting(profile), len(profile.buckets)
         times = layer_times(profile, self.average, self.state)
         choice = later.Late(whole(size), _SOLVERS[self.solver](*times, self.period))

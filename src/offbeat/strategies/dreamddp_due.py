@@ -17,6 +17,7 @@ from offbeat.profile import Profile
 from offbeat.sim import simulate
 from offbeat.solve import Sets
 from offbeat.solve.due import Cycle, Orders, due_sets, filled, greedy
+from offbeat.solve.stages import cut
 from offbeat.strategies.base import StatePolicy
 from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.partial_sync import Average, Piece, kinds_of, sets_facts, whole
@@ -273,25 +274,39 @@ class Late(NamedTuple):
 def delayed_choice(
     setting: Setting, delay: int, starts: Iterable[Late], *, simulated: bool
 ) -> Late:
-    """What leaves little to wait for: loads as even as they come, some `starts`, and what a few
-    moves from the heaviest set make of the best; all compared by simulation."""
+    """What leaves little to wait for, in few messages: neighbours that travel together, in as few
+    runs as take no longer; whole buckets, loads as even as they come; some `starts`, and what a
+    few moves from the heaviest set make of even loads; all compared by simulation."""
     pieces = whole(setting.buckets)
     message_s = [piece.seconds(setting.profile, setting.state) for piece in pieces]
-    best = Late(pieces, even_loads(message_s, setting.period))
+    most = min(setting.period, setting.buckets)
     if not simulated:
-        return best
+        return neighbours(message_s, most, setting.period)
 
     def seconds(choice: Late) -> float:
         return steady_s(delayed_plan(setting, delay, choice), setting.profile)
 
-    best_s, least_s = seconds(best), _compute_s(setting)
-    moved = (Late(pieces, sets) for sets in _moves(best.sets, message_s))
-    for choice in chain(starts, moved):
+    counts = sorted({2**n for n in range(most.bit_length()) if 2**n <= most} | {most})
+    together = (neighbours(message_s, count, setting.period) for count in counts)
+    even = Late(pieces, even_loads(message_s, setting.period))
+    moved = (Late(pieces, sets) for sets in _moves(even.sets, message_s))
+    best, best_s, least_s = even, float("inf"), _compute_s(setting)
+    for choice in chain(together, [even], starts, moved):
         if best_s <= least_s * (1 + ROUNDING):
             break
         if (found_s := seconds(choice)) < best_s * (1 - ROUNDING):
             best_s, best = found_s, choice
     return best
+
+
+def neighbours(message_s: Sequence[float], count: int, period: int) -> Late:
+    """So many runs of neighbouring buckets, as even as can be, each one message, spread over the
+    period."""
+    runs = cut(message_s, count)
+    sets: list[tuple[int, ...]] = [()] * period
+    for n in range(count):
+        sets[(n + 1) * period // count - 1] = (n,)
+    return Late([Piece(run) for run in runs], tuple(sets))
 
 
 def even_loads(message_s: Sequence[float], period: int) -> Sets:
