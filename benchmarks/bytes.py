@@ -4,7 +4,8 @@
                                [--steps 200] [--seeds 5] [--only ddp] [--codecs] [--json FILE]
 
 The digits network of the examples with 800 hidden units (.85 million parameters, 3.4 MB) on 16
-pictures per step and rank, two hosts, as fast as the processors are; "none" is the loopback.
+pictures per step and rank, two hosts, as fast as the processors are, each rank with all its threads
+on one of its own; "none" is the loopback.
 Torch's own: DDP, its hooks for fp16 and PowerSGD, PostLocalSGD. Per seed one launch in which all
 contestants take turns, every second launch the other way round; 25 steps of warm-up. Medians, with
 least and most. `--codecs` measures instead what codecs take by themselves, on one core, and what
