@@ -35,38 +35,35 @@ class Encoded:
     @property
     def bytes(self) -> int:
         """Bytes of the all-reduce that puts as many on the link."""
-        if self._verb == "send" or self._way == "reduce":
-            return self._codes + self._plain
-        return sum(self._rounds) // 2
+        whole = sum(self._rounds)
+        return whole // 2 if self._gathers else whole
 
     @property
-    def _codes(self) -> int:
-        """Bytes of one rank's."""
-        return self._codec.bytes_of(-(-self._numbers // ELEMENT_BYTES))
+    def _gathers(self) -> bool:
+        return self._verb != "send" and self._way != "reduce"
 
     @property
     def _rounds(self) -> list[int]:
-        """Bytes of the all-gathers that it goes round in; an exchange is as good as one. What is
-        not encoded goes with the last, whole from each rank."""
-        ranks = self._profile.world_size
-        if self._way == "gather":
-            return [ranks * (self._codes + self._plain)]
-        return [self._codes, self._codes + ranks * self._plain]
+        """Bytes of the messages that it goes round in: of all-gathers, where an exchange is as good
+        as one, and what is not encoded goes with the last, whole from each rank; else as it is."""
+        ranks, plain = self._profile.world_size, self._plain
+        codes = self._codec.bytes_of(-(-self._numbers // ELEMENT_BYTES))
+        if not self._gathers:
+            count = 1 if self._verb == "send" else self._codec.rounds
+            return [codes // count + plain, *[codes // count] * (count - 1)]
+        return (
+            [ranks * (codes + plain)] if self._way == "gather" else [codes, codes + ranks * plain]
+        )
 
     def seconds(self, link: str) -> float:
         """Of the message alone on its link."""
         if not self._numbers + self._plain:
             return 0.0
-        return self._sent_s(link) + self._coding_s("send" if self._verb == "send" else self._way)
-
-    def _sent_s(self, link: str) -> float:
-        profile, verb = self._profile, self._verb
-        if verb != "send" and self._way != "reduce":
-            return sum(
-                profile.message_s(self._holding(size), link, "all_gather") for size in self._rounds
-            )
-        more_s = (self._codec.rounds - 1) * profile.link(link).latency_s
-        return profile.message_s(self._holding(self.bytes), link, verb) + more_s
+        verb: Verb = "all_gather" if self._gathers else self._verb
+        sent_s = sum(
+            self._profile.message_s(self._holding(size), link, verb) for size in self._rounds
+        )
+        return sent_s + self._coding_s("send" if self._verb == "send" else self._way)
 
     def sending_s(self, link: str) -> float:
         """Processor time that compute lacks."""
@@ -74,8 +71,10 @@ class Encoded:
         if not (facts.cpu_s_per_message or facts.cpu_s_per_byte):
             return 0.0
         verb: Verb = "send" if self._verb == "send" else "all_reduce"
-        size = self.bytes
-        sent_s = self._profile.sending_s(self._holding(size), link, verb) if size else 0.0
+        sizes = [self.bytes] if self._gathers else self._rounds
+        sent_s = sum(
+            self._profile.sending_s(self._holding(size), link, verb) for size in sizes if size
+        )
         # The sender of a send encodes, and who receives it decodes.
         return sent_s + self._coding_s("encode" if verb == "send" else self._way)
 
@@ -143,17 +142,21 @@ def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
         first_s *= 2 * max(profile.world_size - 1, 1)
         per_byte_s *= profile.sent_per_s(link.name) / link.bytes_per_s
         busy_first_s, busy_s = (2 * s for s in coding_s(profile, used, "encode"))
-    latency_s, rate, fewer = link.latency_s, link.bytes_per_s, 1.0
+    latency_s, rate = link.latency_s, link.bytes_per_s
     small: Iterable[tuple[int, float]] = link.small
     if via in ("gather", "scatter"):
         latency_s, rate = link.halves.get("all_gather", (latency_s, 2 * rate))
         small = link.small_halves.get("all_gather") or [(size, s / 2) for size, s in small]
-    if via == "gather":
-        share, fewer = share * profile.world_size, 0.5
-    rounds = 2 if via == "scatter" else 1
+    # Rounds, the bytes of one over those of the numbers, and of the all-reduce that is as good.
+    rounds, each, alike = {
+        "gather": (1, share * profile.world_size, share * profile.world_size / 2),
+        "scatter": (2, share, share),
+        "reduce": (used.rounds, share / used.rounds, share),
+    }.get(via, (1, share, share))
+    messages = 1 if via == "scatter" else rounds
     takes_time = bool(link.cpu_s_per_message or link.cpu_s_per_byte)
     floor: dict[int, float] = {}
-    least = [(round(size / share) if share else size, seconds) for size, seconds in small]
+    least = [(round(size / each) if each else size, seconds) for size, seconds in small]
     if least and sum(sizes) > least[-1][0]:
         least.append((sum(sizes), least[-1][1]))  # more is encoded of what is larger
     for size, seconds in least:
@@ -161,13 +164,13 @@ def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
         floor[size] = max(floor.get(size, 0.0), least_s)
     return replace(
         link,
-        latency_s=rounds * latency_s + (used.rounds - 1) * link.latency_s + first_s,
-        bytes_per_s=1 / max(rounds * share / rate + per_byte_s, 1e-30),
+        latency_s=rounds * latency_s + first_s,
+        bytes_per_s=1 / max(rounds * each / rate + per_byte_s, 1e-30),
         small=tuple(sorted(floor.items())),
         halves={},
         small_halves={},
-        cpu_s_per_message=link.cpu_s_per_message + busy_first_s * takes_time,
-        cpu_s_per_byte=link.cpu_s_per_byte * share * fewer + busy_s * takes_time,
+        cpu_s_per_message=link.cpu_s_per_message * messages + busy_first_s * takes_time,
+        cpu_s_per_byte=link.cpu_s_per_byte * alike + busy_s * takes_time,
     )
 
 
