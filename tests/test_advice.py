@@ -59,6 +59,17 @@ def test_codecs_that_were_not_measured_are_said_to_count_as_free():
     assert not any("codecs" in note for note in measured.notes)
 
 
+@pytest.mark.parametrize(
+    ("message_s", "period", "delay"), [(0.2, 2, 1), (0.29, 3, 2), (0.4, 3, 2), (0.55, 5, 4)]
+)
+def test_what_only_just_hides_messages_is_not_chosen(message_s, period, delay):
+    """An iteration computes for .3 s. Two of them hide .2 s with room, and .29 s only just."""
+    profile = Profile((Bucket("b", 0.1, 0.2, 1000),), (Link("net", message_s, 1e12),), 2)
+    chosen = advise(profile).chosen
+    assert chosen.strategy == DreamDDP(period, due="delayed", delay=delay)
+    assert chosen.iteration_s == pytest.approx(0.3)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_the_first_choice_is_nearly_the_fastest(seed):
     profile = profile_of(seed)

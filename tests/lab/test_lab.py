@@ -164,7 +164,9 @@ def test_the_kernel_s_default_congestion_control_is_recorded():
 
 @pytest.mark.usefixtures("namespaces")
 def test_an_unknown_congestion_control_is_refused_in_words():
-    with pytest.raises(LabError, match=r"congestion_control \('nosuch'\) is refused .* it has: "):
+    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    words = rf"congestion_control \('nosuch'\) is refused .* it has: {', '.join(known)}, and modules"
+    with pytest.raises(LabError, match=words):
         check_support(Cluster(hosts=4, congestion_control="nosuch"))
 
 

@@ -23,7 +23,7 @@ from offbeat.run.job import current_links
 from offbeat.runtime.prepare import _specs
 from offbeat.transport import interfaces
 from offbeat.transport.cluster import Cluster, connect
-from offbeat.transport.collectives import Native, collectives, shards
+from offbeat.transport.collectives import AT_ONCE_BYTES, Native, collectives, shards
 from offbeat.transport.control import new_group
 from offbeat.transport.device import CPU
 from offbeat.transport.interfaces import LinkSpec, ipv4_of, parse_link, unreachable
@@ -107,7 +107,21 @@ def run_alone() -> bool:
     return torch.equal(tensor, torch.arange(3.0))
 
 
-def wait_for_a_silent_rank(limit_s: float) -> float:
+def run_exchange(elements: list[int]) -> list[list[float]]:
+    """By size: the shards' values after an exchange, where rank r had 10 r + k in shard k."""
+    rank, world_size = join()
+    group = collectives(new_group("gloo", 30.0), "gloo", HOST, 30.0)
+    found = []
+    for size in elements:
+        x = torch.zeros(size)
+        for k, shard in enumerate(shards(x, world_size)):
+            shard.fill_(10.0 * rank + k)
+        group.exchange(x)
+        found.append([v for shard in shards(x, world_size) for v in shard.unique().tolist()])
+    return found
+
+
+def wait_for_a_silent_rank(limit_s: float, verb: Verb) -> float:
     """Seconds until a half gives up on the last rank, which never takes part."""
     rank, world_size = join()
     halves = collectives(new_group("gloo", limit_s), "gloo", HOST, limit_s)
@@ -117,7 +131,7 @@ def wait_for_a_silent_rank(limit_s: float) -> float:
         return limit_s
     start = time.monotonic()
     try:
-        halves.by_verb["reduce_scatter"](torch.ones(100))
+        halves.by_verb[verb](torch.ones(100))
     except RuntimeError:
         return time.monotonic() - start
     return 0.0
@@ -213,10 +227,18 @@ def test_alone_nothing_happens() -> None:
     assert run_world(run_alone, 1) == [True]
 
 
-def test_a_half_gives_up_after_its_timeout() -> None:
-    outcomes = watch_world(wait_for_a_silent_rank, 3, 1.0)
+@pytest.mark.parametrize("verb", ["reduce_scatter", "all_gather"])
+def test_a_half_gives_up_after_its_timeout(verb: Verb) -> None:
+    outcomes = watch_world(wait_for_a_silent_rank, 3, 1.0, verb)
     for outcome in outcomes[:2]:
         assert 0 < outcome.result < 2.5
+
+
+def test_an_exchange_hands_every_rank_its_shards() -> None:
+    """At once and, of larger shards, one rank after the other."""
+    elements = [3, 3 * AT_ONCE_BYTES // 4, 3 * AT_ONCE_BYTES // 4 + 3, 99_999]
+    for rank, found in enumerate(run_world(run_exchange, 3, elements)):
+        assert found == [[10.0 * source + rank for source in range(3)]] * len(elements)
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 6, 7, 12])

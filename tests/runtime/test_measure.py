@@ -4,6 +4,7 @@ a link of arithmetic."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from worlds import run_world
 
+from offbeat.measuring.coding import measure_codecs
 from offbeat.measuring.contention import COUNT, RUNS, _rate, load_bytes
 from offbeat.measuring.links import (
     BUDGET_S,
@@ -29,9 +31,10 @@ from offbeat.measuring.links import (
     worthwhile_bytes,
 )
 from offbeat.measuring.probe import Budget, Probe
-from offbeat.profile import Link
+from offbeat.numerics.codecs import WIRES
+from offbeat.profile import Bucket, Link, Profile
 from offbeat.runtime.session import build_flat
-from offbeat.transport.cluster import connect
+from offbeat.transport.cluster import Cluster, connect
 from offbeat.transport.collectives import Ring
 from offbeat.transport.device import CPU
 from offbeat.transport.interfaces import LinkSpec
@@ -51,8 +54,22 @@ def measured(names: list[str], dtype: torch.dtype) -> tuple[Any, Any, dict[str, 
     worthwhile_bytes(next(iter(cluster.groups.values())), flat, CPU())
     links, contention = measure_cluster(cluster, flat)
     sent = {name: link.bytes_sent for name, link in cluster.links.items()}
+    models = sum(sizes) / sum(p.nbytes for p in model.parameters())
+    check_codecs(cluster, links)
     assert cluster.close()
-    return links, contention, sent, sum(sizes) / sum(p.nbytes for p in model.parameters())
+    return links, contention, sent, models
+
+
+def check_codecs(cluster: Cluster, links: tuple[Link, ...]) -> None:
+    """All ranks have the same speeds; what messages take in a group is part of them."""
+    bucket, ranks = Bucket("all", 1e-3, 1e-3, 1 << 16), cluster.control.world_size
+    profile = Profile((bucket,), links, ranks)
+    found = measure_codecs(cluster, profile)
+    assert [speed.name for speed in found.codecs] == [*WIRES]
+    assert cluster.control.gather(found.to_dict()) == [found.to_dict()] * ranks
+    free = tuple(Link(link.name, 0.0, 1e12) for link in links)
+    slower = measure_codecs(cluster, replace(profile, links=free))
+    assert ranks == 1 or min(speed.s_per_message for speed in slower.codecs) > 0
 
 
 def count_bytes() -> list[int]:

@@ -87,7 +87,7 @@ def default_congestion_control(chosen: str) -> str:
 
 def available_congestion_control() -> str:
     """Names of those that are loaded."""
-    path = Path("/proc/sys/net/ipv4/tcpavailable_congestion_control")
+    path = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
     return ", ".join(path.read_text().split()) if path.exists() else "unknown"
 
 

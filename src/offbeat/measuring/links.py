@@ -306,11 +306,13 @@ def halved(points: Points) -> Points:
 
 
 def telling(line: Points, small: Points) -> Points:
-    """Of both the points that tell the rate, as they take longer than the least by far; or the
-    line, if these are too few. What delays small messages, and comes and goes, does not tip it."""
+    """Of both the points that tell the rate, as they take longer than the smallest by far; or the
+    two largest of the line, if these are too few. In a fit by relative errors the many small ones
+    would tip it."""
     both = sorted((dict(small) | dict(line)).items())
-    found = [point for point in both if point[1] >= TELLING * both[0][1]]
-    return found if len(found) > 1 else line
+    least_s = max((s for size, s in both if size <= SMALL_BYTES), default=both[0][1])
+    found = [point for point in both if point[1] >= TELLING * least_s]
+    return found if len(found) > 1 else line[-2:]
 
 
 def typical(series: Series) -> Points:

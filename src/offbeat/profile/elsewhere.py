@@ -51,6 +51,30 @@ def elsewhere(
     )
 
 
+def with_slower_links(profile: Profile, times: float) -> Profile:
+    """The profile whose messages take so many times as long; coding takes what it takes."""
+
+    def slower(small: Points) -> Points:
+        return tuple((size, seconds * times) for size, seconds in small)
+
+    links = tuple(
+        replace(
+            link,
+            latency_s=link.latency_s * times,
+            bytes_per_s=link.bytes_per_s / times,
+            small=slower(link.small),
+            halves={verb: (s * times, rate / times) for verb, (s, rate) in link.halves.items()},
+            small_halves={verb: slower(small) for verb, small in link.small_halves.items()},
+        )
+        for link in profile.links
+    )
+    buckets = tuple(
+        replace(b, communication_s={name: s * times for name, s in b.communication_s.items()})
+        for b in profile.buckets
+    )
+    return replace(profile, links=links, buckets=buckets)
+
+
 def passes(ranks: int) -> float:
     """How often a rank sends every byte of an all-reduce."""
     return 2 * (ranks - 1) / ranks

@@ -27,7 +27,8 @@ class Collectives:
     """In-place operations of one group by verb, and `send(tensor, source, target)` between two
     of its ranks, which both call.
 
-    `exchange`: shard k goes to rank k of the group; afterwards shard k is what rank k has sent.
+    `exchange`, of even shards: shard k goes to rank k of the group; afterwards shard k is what
+    rank k has sent.
     `rank` is the own one within the group, `size` the group's.
     """
 
