@@ -240,9 +240,10 @@ def is_advisable(label: str) -> bool:
 
 
 def advice_in_words(options: argparse.Namespace, task: str, hosts: int, rate: int) -> str:
-    """The advised strategies against the best of those that are as fresh: averages every ten."""
+    """The advised strategies of each launch against the best of those that are as fresh: averages
+    every ten."""
     known = json.loads(options.times.read_text())
-    start = f"{task}, {hosts} hosts, {rate} Mbit/s, "
+    start, lines = f"{task}, {hosts} hosts, {rate} Mbit/s, ", []
     for key, found in known.items():
         if key.startswith(start):
             fresh = {k: v["iteration_s"] for k, v in found.items() if is_advisable(k)}
@@ -252,8 +253,8 @@ def advice_in_words(options: argparse.Namespace, task: str, hosts: int, rate: in
                 for label, row in found.items()
                 if label.startswith(ADVISED)
             ]
-            return f"\n{rate} Mbit/s, of the best measured ({best}): {', '.join(shares)}"
-    return ""
+            lines.append(f"{rate} Mbit/s, of the best measured ({best}): {', '.join(shares)}")
+    return "\n".join(lines)
 
 
 # ---- the command --------------------------------------------------------------------------------

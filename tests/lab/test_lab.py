@@ -165,7 +165,8 @@ def test_the_kernel_s_default_congestion_control_is_recorded():
 @pytest.mark.usefixtures("namespaces")
 def test_an_unknown_congestion_control_is_refused_in_words():
     known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
-    words = rf"congestion_control \('nosuch'\) is refused .* it has: {', '.join(known)}, and modules"
+    names = ", ".join(known)
+    words = rf"congestion_control \('nosuch'\) is refused .* it has: {names}, and modules"
     with pytest.raises(LabError, match=words):
         check_support(Cluster(hosts=4, congestion_control="nosuch"))
 

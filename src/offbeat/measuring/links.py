@@ -37,6 +37,7 @@ MOST_REPEATS, LEAST_REPEATS = 9, 3  # of one size
 SERIES = 3  # messages of each size of a line
 LARGE = 5  # so many times the least message's time tell the rate alone
 TELLING = 2  # so many times it tell the rate with others
+COMPARABLE = 4  # so many times smaller, messages of halves tell no rate: all-reduces tell it better
 LARGER = 16  # so many times the bytes of what does not tell it
 HALF_VERBS: tuple[Verb, ...] = ("reduce_scatter", "all_gather")
 Points = list[tuple[int, float]]  # (bytes, seconds), ascending
@@ -151,7 +152,7 @@ def measure_link(
     for verb in HALF_VERBS:
         share = lines.share(HALVES / (LINE + HALVES) / len(HALF_VERBS))
         points = typical(measure_series(probe, verbs[verb], smallest, total, halved(line), share))
-        if points:
+        if points and points[-1][0] * COMPARABLE >= line[-1][0]:
             fit = fit_link(name, telling(points, small_halves[verb]))
             halves[verb] = (fit.latency_s, fit.bytes_per_s)
     jitter = spread_of([seconds for _, seconds in series])

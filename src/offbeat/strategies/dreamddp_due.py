@@ -25,6 +25,7 @@ from offbeat.strategies.partial_sync import Average, Piece, kinds_of, sets_facts
 CLIMBED = 2  # of the ways to cut buckets into slices, so many are looked at closely
 MOST_CLIMBED = 400  # pieces; of more the greedy sets have to do
 MOVES = 24  # sets of a delayed plan that are tried by simulation
+WORTH_MORE = 0.005  # what other sets, of more messages mostly, must save of a delayed plan
 ROUNDING = 1e-9
 
 
@@ -292,9 +293,9 @@ def delayed_choice(
     moved = (Late(pieces, sets) for sets in _moves(even.sets, message_s))
     best, best_s, least_s = even, float("inf"), _compute_s(setting)
     for choice in chain(together, [even], starts, moved):
-        if best_s <= least_s * (1 + ROUNDING):
+        if best_s <= least_s * (1 + WORTH_MORE):
             break
-        if (found_s := seconds(choice)) < best_s * (1 - ROUNDING):
+        if (found_s := seconds(choice)) < best_s * (1 - WORTH_MORE):
             best_s, best = found_s, choice
     return best
 
