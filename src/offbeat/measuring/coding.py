@@ -28,7 +28,7 @@ ALONE = Collectives({"all_reduce": lambda _: None, "all_gather": lambda _: None}
 
 
 def measure_codecs(cluster: Cluster, profile: Profile) -> Profile:
-    """The profile with the speeds of all codecs, rank 0's; a third of a second. All ranks must call
+    """The profile with the speeds of all codecs, rank 0's; less than a second. All ranks must call
     it at once: if they share processors, all of them encode at once in training, too."""
     control = cluster.control
     mine = codec_speeds(cluster.where, cluster.device)
