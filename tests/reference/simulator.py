@@ -319,13 +319,13 @@ def wired_s(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float]:
     free = not latency_s and not transfer_s  # measured to take no time
 
     def coding_s(messages: int, encoded: list[float], decoded: list[float]) -> float:
-        """Pieces, each a share of the numbers."""
+        """Passes, each over as many bytes of numbers."""
         if speed is None or not numbers:
             return 0.0
         seconds = messages * speed.s_per_message
-        seconds += sum(speed.encode_s_per_piece + speed.encode_s_per_byte * x for x in encoded)
+        seconds += sum(speed.encode_s_per_pass + speed.encode_s_per_byte * x for x in encoded)
         return seconds + sum(
-            speed.decode_s_per_piece + speed.decode_s_per_byte * x for x in decoded
+            speed.decode_s_per_pass + speed.decode_s_per_byte * x for x in decoded
         )
 
     def gathered_s(sent: int) -> float:
@@ -338,11 +338,11 @@ def wired_s(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float]:
         busy_s = cpu_s + coding_s(1, [numbers], [])
     else:
         if way(t.wire.name, dict(t.wire.args)) == "gather":
-            rounds, coded_s = [ranks * (codes + plain)], coding_s(1, [numbers], [numbers] * ranks)
+            rounds, coded_s = [ranks * (codes + plain)], coding_s(1, [numbers], [numbers * ranks])
         else:
             shard = numbers / ranks
             rounds = [codes, codes + ranks * plain]
-            coded_s = coding_s(2, [shard] * (ranks + 1), [shard] * 2 * ranks)
+            coded_s = coding_s(2, [numbers, shard], [numbers, numbers])
         sent, sent_s = sum(rounds) // 2, sum(map(gathered_s, rounds))
         busy_s = (cpu_s + link.cpu_s_per_byte * sent if sent else 0.0) + coded_s
     takes_time = link.cpu_s_per_message or link.cpu_s_per_byte

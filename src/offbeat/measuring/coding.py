@@ -81,9 +81,9 @@ def _speed(used: Codec, where: torch.device, clock: Clock) -> tuple[float, ...]:
     per_byte_s = (large_decode_s - decode_s) / (many - few)
     # What else is done with the numbers counts with encoding.
     other_s = (large_all_s - all_s) / (many - few) - per_byte_s
-    pieces_s = max(encode_s - few * other_s, 0.0), max(decode_s - few * per_byte_s, 0.0)
-    rest_s = all_s - few * (other_s + per_byte_s) - sum(pieces_s)
-    return other_s, per_byte_s, *pieces_s, rest_s
+    passes_s = max(encode_s - few * other_s, 0.0), max(decode_s - few * per_byte_s, 0.0)
+    rest_s = all_s - few * (other_s + per_byte_s) - sum(passes_s)
+    return other_s, per_byte_s, *passes_s, rest_s
 
 
 def _taken(used: Codec, x: torch.Tensor, clock: Clock) -> tuple[float, float, float]:

@@ -138,14 +138,14 @@ class GradientNoise:
 
 @dataclass(frozen=True, slots=True)
 class CodecSpeed:
-    """What a codec takes, by its name, on all ranks at once: per byte of the numbers, per piece
-    that is encoded or decoded, and what else a message takes once."""
+    """What a codec takes, by its name, on all ranks at once: per byte of the numbers, per pass
+    that encodes or decodes, and what else a message takes once."""
 
     name: str
     encode_s_per_byte: float
     decode_s_per_byte: float
-    encode_s_per_piece: float = 0.0
-    decode_s_per_piece: float = 0.0
+    encode_s_per_pass: float = 0.0
+    decode_s_per_pass: float = 0.0
     s_per_message: float = 0.0
 
 

@@ -73,9 +73,9 @@ def _coding_s(strategy: Gossip, profile: Profile) -> float:
         return 0.0
     speed = profile.codec_speed(strategy.codec.name)
     total = sum(bucket.size_bytes for bucket in profile.buckets)
-    pieces_s = speed.encode_s_per_piece + 2 * speed.decode_s_per_piece
+    passes_s = speed.encode_s_per_pass + 2 * speed.decode_s_per_pass
     per_byte_s = speed.encode_s_per_byte + 2 * speed.decode_s_per_byte
-    return pieces_s + total * per_byte_s
+    return passes_s + total * per_byte_s
 
 
 def _said(timeline: Timeline, size_bytes: int) -> dict[str, Any]:

@@ -91,15 +91,17 @@ def coding_s(profile: Profile, used: Codec, via: str) -> tuple[float, float]:
     """Seconds of encoding and decoding per message, and per byte of the numbers, on every rank: of
     an average by `way`, of a "send" on its two ranks together, or of an "encode" alone."""
     speed, ranks = profile.codec_speed(used.name), profile.world_size
-    # Messages, pieces encoded and decoded, and how often all numbers are encoded and decoded.
-    messages, encoded, decoded, often, often_decoded = {
-        "encode": (1, 1, 0, 1.0, 0),
-        "gather": (1, 1, ranks, 1.0, ranks),
-        "scatter": (2, ranks + 1, 2 * ranks, 1 + 1 / ranks, 2),
-    }.get(via, (1, 1, 1, 1.0, 1))
-    pieces_s = encoded * speed.encode_s_per_piece + decoded * speed.decode_s_per_piece
+    # Passes of encoding and decoding, and how often all numbers are encoded and decoded. A pass
+    # takes the codes of all ranks, or the shards for them, at once.
+    encoded, decoded, often, often_decoded = {
+        "encode": (1, 0, 1.0, 0),
+        "gather": (1, 1, 1.0, ranks),
+        "scatter": (2, 2, 1 + 1 / ranks, 2),
+    }.get(via, (1, 1, 1.0, 1))
+    messages = encoded
+    passes_s = encoded * speed.encode_s_per_pass + decoded * speed.decode_s_per_pass
     per_byte_s = often * speed.encode_s_per_byte + often_decoded * speed.decode_s_per_byte
-    return messages * speed.s_per_message + pieces_s, per_byte_s
+    return messages * speed.s_per_message + passes_s, per_byte_s
 
 
 def costed(profile: Profile, wire: Wire, *, sends: bool = False) -> Profile:

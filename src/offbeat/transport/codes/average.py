@@ -8,7 +8,7 @@ parameters of before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,8 +149,7 @@ def _gathered(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome
     act.by_verb["all_gather"](table.view(-1))
     found = _heard(table)
     mean = part.zeros()
-    for row in table:
-        codes.add(rows.codes(row), mean)
+    codes.add_all(rows.codes(table), mean)
     part.mean = mean.div_(act.size)
     part.plain = _mean_of(table, rows, part.plain)
     return Outcome(found, table.nbytes // 2)
@@ -160,19 +159,18 @@ def _scattered(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcom
     """Every shard's codes to its owner, who sends the mean round, encoded once more."""
     x, codes, size = part.numbers, code(how.codec), act.size
     cuts = shards(x.numel(), size, how.codec.grain)
-    most = cuts[0].stop - cuts[0].start if x.numel() else 0
     code_bytes = [how.codec.bytes_of(c.stop - c.start, x.dtype.itemsize) for c in cuts]
-    rows = Rows(how.codec.bytes_of(most, x.dtype.itemsize))
+    rows = Rows(code_bytes[0])
     table = rows.make(size, x.device)
-    for cut, count, row in zip(cuts, code_bytes, table, strict=True):
-        write_head(row, bad, how.origin)
-        codes.encode(x[cut], rows.codes(row)[:count])
+    write_head(table, bad, how.origin)
+    for first, shards_of_x in _tables(x, cuts):
+        given = table[first : first + len(shards_of_x)]
+        codes.encode(shards_of_x, rows.codes(given, code_bytes[first]))
     act.exchange(table.view(-1))
     found, sent = _heard(table), table.nbytes
     mine, count = cuts[act.rank], code_bytes[act.rank]
     shard = x.new_zeros(mine.stop - mine.start)
-    for row in table:
-        codes.add(rows.codes(row)[:count], shard)
+    codes.add_all(rows.codes(table, count), shard)
     shard.div_(size)
     if not math.isnan(factor := _of_the_rest(found, how, size)):
         shard *= factor
@@ -180,17 +178,27 @@ def _scattered(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcom
         shard += part.memory["mean"]
     full = Rows(rows.code_bytes, part.plain.nbytes)
     second = full.make(size, x.device)  # where the table was
-    codes.encode(shard, full.codes(second[act.rank])[:count])
+    codes.encode(shard, full.codes(second[act.rank], count))
     full.plain(second[act.rank], part.plain.dtype).copy_(part.plain)
     act.by_verb["all_gather"](second.view(-1))
     mean = part.zeros()
-    for cut, count, row in zip(cuts, code_bytes, second, strict=True):
-        codes.add(full.codes(row)[:count], mean[cut])
+    for first, shards_of_mean in _tables(mean, cuts):
+        taken = second[first : first + len(shards_of_mean)]
+        codes.add(full.codes(taken, code_bytes[first]), shards_of_mean)
     if how.keeps and not found:
         part.memory["mean"] = shard
     part.mean = mean
     part.plain = _mean_of(second, full, part.plain)
     return Outcome(found, (sent + second.nbytes) // 2)
+
+
+def _tables(x: Tensor, cuts: Sequence[slice]) -> Iterator[tuple[int, Tensor]]:
+    """Shards as tables of those of one length, each with the rank of its first one."""
+    lengths = [cut.stop - cut.start for cut in cuts]
+    for length in sorted({*lengths} - {0}, reverse=True):
+        first, count = lengths.index(length), lengths.count(length)
+        start = cuts[first].start
+        yield first, x[start : start + count * length].view(count, length)
 
 
 def _reduced(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
@@ -243,7 +251,7 @@ def _reduced(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
 
 def _finite(x: Tensor) -> bool:
     """Whether all elements are; one sum, and a second look where that has overflowed."""
-    return math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
+    return not x.numel() or math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
 
 
 def _heard(table: Tensor) -> list[int]:
@@ -263,7 +271,7 @@ def _require_same(origins: Sequence[Any]) -> None:
 def _mean_of(table: Tensor, rows: Rows, like: Tensor) -> Tensor:
     """The mean of what is not encoded, summed up in the order of the ranks."""
     total = torch.zeros_like(like)
-    for row in table:
+    for row in table if like.numel() else ():
         total += rows.plain(row, like.dtype)
     return total.div_(len(table))
 

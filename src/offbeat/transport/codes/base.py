@@ -14,21 +14,28 @@ from offbeat.numerics.codecs.base import BLOCK, LEAST_SCALE
 
 
 class Code(Protocol):
-    """A codec for tensors of float32 or float64. Codes are tensors of bytes."""
+    """A codec for tensors of float32 or float64. Codes are tensors of bytes.
+
+    Tensors are flat. A table is several of the same length, one in each row.
+    """
 
     def encode(self, x: Tensor, codes: Tensor) -> None:
-        """Write the codes of x; x becomes what they have lost."""
+        """Write the codes of a tensor, or row by row of a table; x becomes what they have lost."""
         ...
 
     def add(self, codes: Tensor, out: Tensor) -> None:
-        """Add what is decoded of codes."""
+        """Add what is decoded of codes, or row by row of a table of codes to one of numbers."""
+        ...
+
+    def add_all(self, codes: Tensor, out: Tensor) -> None:
+        """Add what is decoded of each row of a table to one tensor, in the order of the rows."""
         ...
 
 
 def in_blocks(x: Tensor) -> Tensor:
-    """A flat tensor as rows of 256: itself, or a copy whose last row is filled up with zeros."""
-    rest = -x.numel() % BLOCK
-    return (x if not rest else torch.nn.functional.pad(x, (0, rest))).view(-1, BLOCK)
+    """Tensors as rows of 256: as they are, or a copy whose last rows are filled up with zeros."""
+    rest = -x.shape[-1] % BLOCK
+    return (torch.nn.functional.pad(x, (0, rest)) if rest else x).unflatten(-1, (-1, BLOCK))
 
 
 def inverse_of(scales: Tensor) -> Tensor:

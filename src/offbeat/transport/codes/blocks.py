@@ -27,38 +27,54 @@ class Blocks(ABC):
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
-    def _room(self, like: Tensor, which: int = 0, columns: int = BLOCK) -> Tensor:
+    def _room(self, like: Tensor, which: int = 0) -> Tensor:
         """Memory of a piece's shape, the same for all pieces: new memory would cost page faults."""
         key = which, like.dtype, like.device
         if key not in self._scratch:
             self._scratch[key] = torch.empty(PIECE, dtype=like.dtype, device=like.device)
-        return self._scratch[key][: len(like) * columns].view(-1, columns)
+        return self._scratch[key][: like.numel()].view(like.shape)
 
     def encode(self, x: Tensor, codes: Tensor) -> None:
+        if x.dim() > 1 and not _at_once(x):
+            for one, to in zip(x, codes, strict=True):
+                self.encode(one, to)
+            return
         numbers, scales = self._parts(codes)
-        for piece in pieces(x.numel()):
-            given = x[piece]
+        for piece, own in _pieces(x.shape[-1]):
+            given = x[..., piece]
             rows = in_blocks(given)
-            own = slice(piece.start // BLOCK, piece.start // BLOCK + rows.shape[0])
-            self._encode(rows, given.numel(), numbers[own], scales[own])
-            if rows.data_ptr() != given.data_ptr():
-                given.copy_(rows.view(-1)[: given.numel()])
+            self._encode(rows, given.shape[-1], numbers[..., own, :], scales[..., own])
+            _give_back(rows, given)
 
     def add(self, codes: Tensor, out: Tensor) -> None:
+        if out.dim() > 1 and not _at_once(out):
+            for one, to in zip(codes, out, strict=True):
+                self.add(one, to)
+            return
         numbers, scales = self._parts(codes)
-        for piece in pieces(out.numel()):
-            to = out[piece]
+        for piece, own in _pieces(out.shape[-1]):
+            to = out[..., piece]
             rows = in_blocks(to)
-            own = slice(piece.start // BLOCK, piece.start // BLOCK + rows.shape[0])
-            self._add(rows, numbers[own], scales[own].to(out.dtype).unsqueeze(1))
-            if rows.data_ptr() != to.data_ptr():
-                to.copy_(rows.view(-1)[: to.numel()])
+            self._add(rows, numbers[..., own, :], scales[..., own].to(out.dtype).unsqueeze(-1))
+            _give_back(rows, to)
+
+    def add_all(self, codes: Tensor, out: Tensor) -> None:
+        each = out.expand(len(codes), -1)
+        if not _at_once(each):
+            for row in codes:
+                self.add(row, out)
+            return
+        arrived = self._room(each, 2).zero_()
+        self.add(codes, arrived)
+        for one in arrived:
+            out += one
 
     def _parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers by block, and scales."""
-        count = codes.numel() // (self.width + 2)
-        numbers = codes[: count * self.width].view(count, self.width)
-        return numbers, codes[count * self.width :].view(torch.bfloat16)
+        count = codes.shape[-1] // (self.width + 2)
+        edge = count * self.width
+        numbers = codes[..., :edge].unflatten(-1, (count, self.width))
+        return numbers, codes[..., edge:].view(torch.bfloat16)
 
     @abstractmethod
     def _encode(self, rows: Tensor, size: int, numbers: Tensor, scales: Tensor) -> None:
@@ -67,6 +83,23 @@ class Blocks(ABC):
     @abstractmethod
     def _add(self, rows: Tensor, numbers: Tensor, scales: Tensor) -> None:
         """Add what is decoded, by block."""
+
+
+def _at_once(x: Tensor) -> bool:
+    """Whether all rows of a table, filled up to whole blocks, are one piece."""
+    return len(x) * -(-x.shape[-1] // BLOCK) * BLOCK <= PIECE
+
+
+def _pieces(size: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of so many elements, and of their blocks."""
+    for piece in pieces(size):
+        yield piece, slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
+
+
+def _give_back(rows: Tensor, given: Tensor) -> None:
+    """What became of the blocks, if these are a copy."""
+    if rows.data_ptr() != given.data_ptr():
+        given.copy_(rows.flatten(-2)[..., : given.shape[-1]])
 
 
 class Multiples(Blocks):
@@ -78,8 +111,8 @@ class Multiples(Blocks):
         # Of a row abs and amax are much faster than a norm, or than amax and amin. What rounding a
         # scale to bf16 changes (2^-9) takes no multiple beyond the most.
         work = self._room(rows)
-        scales.copy_(usable(torch.abs(rows, out=work).amax(1) / self.most))
-        exact = scales.to(rows.dtype).unsqueeze(1)
+        scales.copy_(usable(torch.abs(rows, out=work).amax(-1) / self.most))
+        exact = scales.to(rows.dtype).unsqueeze(-1)
         torch.mul(rows, inverse_of(exact), out=work).round_()
         rows.addcmul_(work, exact, value=-1)
         self._pack(work, numbers)
@@ -115,8 +148,8 @@ class Four(Multiples):
 
     def _add(self, rows: Tensor, numbers: Tensor, scales: Tensor) -> None:
         for low, high, codes, (a, b) in self._pairs(rows, numbers, scales):
-            both = self._room(low, 0, codes.shape[1]).copy_(codes)
-            sixteenths = torch.mul(both, 1 / 16, out=self._room(low, 1, codes.shape[1])).round_()
+            both = self._room(low).copy_(codes)
+            sixteenths = torch.mul(both, 1 / 16, out=self._room(low, 1)).round_()
             high.addcmul_(sixteenths, b)
             low.addcmul_(both.sub_(sixteenths, alpha=16), a)
 
@@ -125,15 +158,16 @@ class Four(Multiples):
         rows: Tensor, numbers: Tensor, scales: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]]:
         """Numbers that share bytes, these as signed ones, and their scales."""
-        half, bytes_ = len(rows) // 2, numbers.view(torch.int8)
-        whole = 2 * half
+        count, bytes_ = rows.shape[-2], numbers.view(torch.int8)
+        half, whole = count // 2, count // 2 * 2
         scales = rows if scales is None else scales
         if half:
-            codes = bytes_[:whole].view(half, BLOCK)
-            yield rows[:half], rows[half:whole], codes, (scales[:half], scales[half:whole])
-        if whole < len(rows):
-            rest, codes = rows[whole:], bytes_[whole:]
-            yield rest[:, :HALF], rest[:, HALF:], codes, (scales[whole:],) * 2
+            codes = bytes_[..., :whole, :].view(*rows.shape[:-2], half, BLOCK)
+            pair = scales[..., :half, :], scales[..., half:whole, :]
+            yield rows[..., :half, :], rows[..., half:whole, :], codes, pair
+        if whole < count:
+            rest, codes = rows[..., whole:, :], bytes_[..., whole:, :]
+            yield rest[..., :HALF], rest[..., HALF:], codes, (scales[..., whole:, :],) * 2
 
 
 class One(Blocks):
@@ -142,20 +176,20 @@ class One(Blocks):
     width = BLOCK // 8
 
     def _encode(self, rows: Tensor, size: int, numbers: Tensor, scales: Tensor) -> None:
-        means = torch.abs(rows, out=self._room(rows)).sum(1) / BLOCK
+        means = torch.abs(rows, out=self._room(rows)).sum(-1) / BLOCK
         if rest := size % BLOCK:
-            means[-1] *= BLOCK / rest
+            means[..., -1] *= BLOCK / rest
         scales.copy_(means)
         bits = (rows >= 0).view(torch.uint8)
         work = self._room(rows)
-        numbers.copy_(bits[:, : self.width])
+        numbers.copy_(bits[..., : self.width])
         for k in range(1, 8):
-            numbers.bitwise_or_(bits[:, k * self.width : (k + 1) * self.width] << k)
-        exact = scales.to(rows.dtype).unsqueeze(1)
+            numbers.bitwise_or_(bits[..., k * self.width : (k + 1) * self.width] << k)
+        exact = scales.to(rows.dtype).unsqueeze(-1)
         rows.addcmul_(work.copy_(bits), 2 * exact, value=-1).add_(exact)
 
     def _add(self, rows: Tensor, numbers: Tensor, scales: Tensor) -> None:
         bits = self._room(rows)
         for k in range(8):
-            bits[:, k * self.width : (k + 1) * self.width] = (numbers >> k) & 1
+            bits[..., k * self.width : (k + 1) * self.width] = (numbers >> k) & 1
         rows.addcmul_(bits, 2 * scales).sub_(scales)

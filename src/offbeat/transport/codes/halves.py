@@ -17,8 +17,8 @@ class Halves:
 
     def encode(self, x: Tensor, codes: Tensor) -> None:
         halves = codes.view(self._dtype)
-        for piece in pieces(x.numel()):
-            one, to = x[piece], halves[piece]
+        for piece in pieces(x.shape[-1]):
+            one, to = x[..., piece], halves[..., piece]
             if self._dtype == torch.float16:
                 to.copy_(one.clamp(-LARGEST, LARGEST))
             else:
@@ -27,5 +27,9 @@ class Halves:
 
     def add(self, codes: Tensor, out: Tensor) -> None:
         halves = codes.view(self._dtype)
-        for piece in pieces(out.numel()):
-            out[piece].add_(halves[piece])
+        for piece in pieces(out.shape[-1]):
+            out[..., piece].add_(halves[..., piece])
+
+    def add_all(self, codes: Tensor, out: Tensor) -> None:
+        for row in codes:
+            self.add(row, out)

@@ -12,7 +12,7 @@ from offbeat.transport.collectives import Scratch
 
 ALIGNED = 16  # bytes: every part of a row may be viewed as numbers
 HEAD_BYTES = ALIGNED
-BAD, ORIGIN = 0, 8  # places in the head: whether values were not finite; what anchors began as
+BAD, ORIGIN = 0, 1  # of the head's two integers: were values not finite; what anchors began as
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,11 @@ class Rows:
     def make(self, count: int, where: torch.device) -> Tensor:
         """So many empty rows, in memory of this thread that the next ones will have."""
         like = torch.empty(0, dtype=torch.uint8, device=where)
-        rows = _scratch().like(like, count * self.bytes).view(count, self.bytes)
-        rows[:, :HEAD_BYTES] = 0
-        return rows
+        return _scratch().like(like, count * self.bytes).view(count, self.bytes)
 
-    def codes(self, row: Tensor) -> Tensor:
-        """The codes of one row."""
-        return row[HEAD_BYTES : HEAD_BYTES + self.code_bytes]
+    def codes(self, rows: Tensor, size: int | None = None) -> Tensor:
+        """The codes of one row or of several: of so many bytes, if they are fewer."""
+        return rows[..., HEAD_BYTES : HEAD_BYTES + (self.code_bytes if size is None else size)]
 
     def plain(self, row: Tensor, dtype: torch.dtype) -> Tensor:
         """What is not encoded of one row."""
@@ -58,14 +56,14 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def write_head(row: Tensor, bad: bool, origin: int) -> None:
-    """Say what all ranks must know of a message beside its numbers."""
-    row[BAD] = int(bad)
-    row[ORIGIN:HEAD_BYTES].view(torch.int64).fill_(origin)
+def write_head(rows: Tensor, bad: bool, origin: int) -> None:
+    """Say what all ranks must know of a message beside its numbers, in one row or in several."""
+    heads = rows[..., :HEAD_BYTES].view(torch.int64)
+    heads[..., BAD] = int(bad)
+    heads[..., ORIGIN] = origin
 
 
 def read_heads(rows: Tensor) -> tuple[list[int], list[int]]:
     """Ranks whose values were not finite, and every rank's origin."""
-    heads = rows[:, :HEAD_BYTES].contiguous()
-    bad = [rank for rank, flag in enumerate(heads[:, BAD].tolist()) if flag]
-    return bad, heads[:, ORIGIN:].contiguous().view(torch.int64).view(-1).tolist()
+    heads = rows[:, :HEAD_BYTES].view(torch.int64).tolist()
+    return [rank for rank, head in enumerate(heads) if head[BAD]], [head[ORIGIN] for head in heads]

@@ -16,21 +16,25 @@ class Largest:
         self._fraction = codec.fraction
 
     def encode(self, x: Tensor, codes: Tensor) -> None:
-        count = kept(x.numel(), self._fraction)
+        count = kept(x.shape[-1], self._fraction)
         if count == 0:
             return
         places = x.abs().topk(count, sorted=False).indices
         values, where = self._parts(codes, x.dtype)
-        values.copy_(x[places])
+        values.copy_(x.gather(-1, places))
         where.copy_(places)
-        x[places] = 0
+        x.scatter_(-1, places, 0.0)
 
     def add(self, codes: Tensor, out: Tensor) -> None:
         values, where = self._parts(codes, out.dtype)
-        out.index_add_(0, where, values)
+        out.scatter_add_(-1, where.long(), values)
+
+    def add_all(self, codes: Tensor, out: Tensor) -> None:
+        values, where = self._parts(codes, out.dtype)
+        out.index_add_(0, where.flatten(), values.flatten())
 
     @staticmethod
     def _parts(codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        count = codes.numel() // (dtype.itemsize + PLACE_BYTES)
+        count = codes.shape[-1] // (dtype.itemsize + PLACE_BYTES)
         edge = count * dtype.itemsize
-        return codes[:edge].view(dtype), codes[edge:].view(torch.int32)
+        return codes[..., :edge].view(dtype), codes[..., edge:].view(torch.int32)
