@@ -324,9 +324,7 @@ def wired_s(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float]:
             return 0.0
         seconds = messages * speed.s_per_message
         seconds += sum(speed.encode_s_per_pass + speed.encode_s_per_byte * x for x in encoded)
-        return seconds + sum(
-            speed.decode_s_per_pass + speed.decode_s_per_byte * x for x in decoded
-        )
+        return seconds + sum(speed.decode_s_per_pass + speed.decode_s_per_byte * x for x in decoded)
 
     def gathered_s(sent: int) -> float:
         return link.seconds(latency_s, transfer_s * sent / whole, sent, "all_gather", ranks)
