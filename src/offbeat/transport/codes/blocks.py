@@ -60,14 +60,19 @@ class Blocks(ABC):
 
     def add_all(self, codes: Tensor, out: Tensor) -> None:
         each = out.expand(len(codes), -1)
-        if not _at_once(each):
-            for row in codes:
-                self.add(row, out)
+        if _at_once(each):
+            arrived = self._room(each, 2).zero_()
+            self.add(codes, arrived)
+            for one in arrived:
+                out += one
             return
-        arrived = self._room(each, 2).zero_()
-        self.add(codes, arrived)
-        for one in arrived:
-            out += one
+        numbers, scales = self._parts(codes)
+        for piece, own in _pieces(len(out)):
+            to = out[piece]
+            rows = in_blocks(to)
+            for one, its in zip(numbers[:, own], scales[:, own], strict=True):
+                self._add(rows, one, its.to(out.dtype).unsqueeze(-1))
+            _give_back(rows, to)
 
     def _parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers by block, and scales."""

@@ -31,5 +31,6 @@ class Halves:
             out[..., piece].add_(halves[..., piece])
 
     def add_all(self, codes: Tensor, out: Tensor) -> None:
-        for row in codes:
-            self.add(row, out)
+        for piece in pieces(len(out)):
+            for row in codes.view(self._dtype):
+                out[piece].add_(row[piece])
