@@ -6,6 +6,7 @@
 The digits network of the examples with 800 hidden units (.85 million parameters, 3.4 MB) on 16
 pictures per step and rank, two hosts, as fast as the processors are, each rank with all its threads
 on one of its own; "none" is the loopback.
+"of alone" is the share of what a rank does without any averages, in the same launch.
 Torch's own: DDP, its hooks for fp16 and PowerSGD, PostLocalSGD. Per seed one launch in which all
 contestants take turns, every second launch the other way round; 25 steps of warm-up. Medians, with
 least and most. `--codecs` measures instead what codecs take by themselves, on one core, and what
@@ -37,12 +38,14 @@ from offbeat.strategies.texts import parse
 from offbeat.transport.codes.codes import code
 
 HOSTS = 2
+ALONE = "local-sgd:period=10000"  # no averages: what the processors can do
 LATER = "dreamddp:due=delayed:delay=6:"  # a message may take as long as six iterations
 ARGS = {"topk": {"fraction": 0.01}}
 
 
 def contestants(periods: list[str], wires: list[str]) -> Iterator[str]:
     """Torch's own; local SGD, DreamDDP and delayed averages by period and codec."""
+    yield ALONE
     yield from TORCH
     for period in periods:
         for wire in wires:
@@ -67,11 +70,13 @@ def race(rate: str, seed: int, steps: int, chosen: list[str]) -> dict[str, Any]:
 def table(rate: str, runs: list[dict[str, Any]], chosen: list[str]) -> None:
     """Markdown of one rate, over the seeds."""
     print(f"\n### {HOSTS} hosts, {rate} Mbit/s, {len(runs)} seeds\n")
-    print("| strategy | steps/s | predicted | KB sent per step | loss | held-out loss |")
-    print("|---|---|---|---|---|---|")
+    print("| strategy | steps/s | of alone | predicted | KB sent per step | loss | held-out loss |")
+    print("|---|---|---|---|---|---|---|")
     for label in chosen:
         rows = [run[label] for run in runs]
         cells = [label, spread([1 / row["iteration_s"] for row in rows], ".1f")]
+        shares = [run[ALONE]["iteration_s"] / run[label]["iteration_s"] for run in runs]
+        cells.append(spread(shares, ".2f"))
         off = [row["predicted_s"] / row["iteration_s"] - 1 for row in rows if "predicted_s" in row]
         cells.append(f"{median(off):+.1%}" if off else "")
         cells.append(f"{median(row['sent_bytes'] for row in rows) / 1e3:.0f}")
@@ -153,7 +158,7 @@ def main() -> None:
         shares()
         return
     every = contestants(options.periods.split(","), options.wires.split(","))
-    chosen = [label for label in every if options.only is None or options.only in label]
+    chosen = [label for label in every if label == ALONE or (options.only or "") in label]
     for rate in options.rates.split(","):
         runs = []
         for seed in range(options.seeds):

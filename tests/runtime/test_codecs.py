@@ -828,6 +828,16 @@ def test_planners_are_told_what_messages_take(wire, link, given):
         assert told_s == pytest.approx(takes_s, rel=5e-3)  # blocks are filled up
 
 
+@pytest.mark.parametrize("link", [SLOW, FLOOR])
+def test_planners_are_told_what_sends_take(link):
+    profile = profile_of((20_000,) * 2, 4, codecs=(CodecSpeed("int8", *SPEED),))
+    profile = replace(profile, links=(link,))
+    wire, payload = Wire("int8", {}), Payload("grad", range(2))
+    told_s = costed(profile, wire, sends=True).message_s(payload, "net", "send")
+    takes_s = Encoded(profile, payload, wire, "send").seconds("net")
+    assert told_s == pytest.approx(takes_s, rel=5e-3)
+
+
 def test_what_wires_add_to_a_message():
     """Another latency for another round; encoding and decoding, as often as codes go round."""
     profile = profile_of((20_000,), 4, codecs=(CodecSpeed("int8", 1e-6, 1e-9),))

@@ -91,17 +91,15 @@ def coding_s(profile: Profile, used: Codec, via: str) -> tuple[float, float]:
     """Seconds of encoding and decoding per message, and per byte of the numbers, on every rank: of
     an average by `way`, of a "send" on its two ranks together, or of an "encode" alone."""
     speed, ranks = profile.codec_speed(used.name), profile.world_size
-    # Passes of encoding and decoding, and how often all numbers are encoded and decoded. A pass
-    # takes the codes of all ranks, or the shards for them, at once.
-    encoded, decoded, often, often_decoded = {
-        "encode": (1, 0, 1.0, 0),
-        "gather": (1, 1, 1.0, ranks),
-        "scatter": (2, 2, 1 + 1 / ranks, 2),
-    }.get(via, (1, 1, 1.0, 1))
-    messages = encoded
-    passes_s = encoded * speed.encode_s_per_pass + decoded * speed.decode_s_per_pass
-    per_byte_s = often * speed.encode_s_per_byte + often_decoded * speed.decode_s_per_byte
-    return messages * speed.s_per_message + passes_s, per_byte_s
+    rounds = 2 if via == "scatter" else 1
+    # How often all numbers are encoded and decoded. A pass takes the codes of all ranks, or the
+    # shards for them, at once.
+    encoded = 1 + 1 / ranks if via == "scatter" else 1
+    decoded = {"encode": 0, "gather": ranks, "scatter": 2}.get(via, 1)
+    decodes_s = speed.decode_s_per_pass if decoded else 0.0
+    per_round_s = speed.s_per_message + speed.encode_s_per_pass + decodes_s
+    per_byte_s = encoded * speed.encode_s_per_byte + decoded * speed.decode_s_per_byte
+    return rounds * per_round_s, per_byte_s
 
 
 def costed(profile: Profile, wire: Wire, *, sends: bool = False) -> Profile:
@@ -140,8 +138,10 @@ def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     codes = sum(used.bytes_of(-(-size // ELEMENT_BYTES)) for size in sizes)
     share = codes / sum(sizes)
     first_s, per_byte_s = busy_first_s, busy_s = coding_s(profile, used, via)
+    least_per_byte_s = per_byte_s
     if via == "send":  # a send takes a share of what an all-reduce would
-        first_s *= 2 * max(profile.world_size - 1, 1)
+        steps = 2 * max(profile.world_size - 1, 1)
+        first_s, least_per_byte_s = steps * first_s, steps * per_byte_s
         per_byte_s *= profile.sent_per_s(link.name) / link.bytes_per_s
         busy_first_s, busy_s = (2 * s for s in coding_s(profile, used, "encode"))
     latency_s, rate = link.latency_s, link.bytes_per_s
@@ -149,12 +149,10 @@ def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     if via in ("gather", "scatter"):
         latency_s, rate = link.halves.get("all_gather", (latency_s, 2 * rate))
         small = link.small_halves.get("all_gather") or [(size, s / 2) for size, s in small]
-    # Rounds, the bytes of one over those of the numbers, and of the all-reduce that is as good.
-    rounds, each, alike = {
-        "gather": (1, share * profile.world_size, share * profile.world_size / 2),
-        "scatter": (2, share, share),
-        "reduce": (used.rounds, share / used.rounds, share),
-    }.get(via, (1, share, share))
+    rounds = {"scatter": 2, "reduce": used.rounds}.get(via, 1)
+    # The bytes of one round over those of the numbers, and of the all-reduce that is as good.
+    each = {"gather": share * profile.world_size, "scatter": share}.get(via, share / rounds)
+    alike = rounds * each / (2 if via in ("gather", "scatter") else 1)
     messages = 1 if via == "scatter" else rounds
     takes_time = bool(link.cpu_s_per_message or link.cpu_s_per_byte)
     floor: dict[int, float] = {}
@@ -162,7 +160,7 @@ def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     if least and sum(sizes) > least[-1][0]:
         least.append((sum(sizes), least[-1][1]))  # more is encoded of what is larger
     for size, seconds in least:
-        least_s = rounds * seconds + first_s + per_byte_s * size
+        least_s = rounds * seconds + first_s + least_per_byte_s * size
         floor[size] = max(floor.get(size, 0.0), least_s)
     return replace(
         link,
