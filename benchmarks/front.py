@@ -57,6 +57,7 @@ def contestants() -> Iterator[str]:
         yield f"dreamddp:period={PERIOD}:due=delayed{wire}"
         yield f"diloco:period={PERIOD}{wire}"
         yield f"diloco:period={PERIOD}:fragments=3:delay=2:alpha=0.5{wire}"
+    yield "dreamddp:period=2:due=delayed:wire=int4"  # with few bytes averages may come often
 
 
 def buckets_of(task: str) -> tuple[Bucket, ...]:
@@ -154,16 +155,19 @@ def spread(values: list[float], form: str) -> str:
 
 
 def rows(options: argparse.Namespace, task: str, hosts: int) -> Iterator[dict[str, Any]]:
-    """One per contestant: iterations to the aim by seed, and by rate seconds and bytes."""
+    """One per contestant: iterations to the aim by seed, and by rate seconds and bytes, of the runs
+    that it took part in."""
     known = [json.loads(path.read_text()) for path in (options.losses, options.times)]
     curves = [v for k, v in known[0].items() if k.startswith(f"{task}, {hosts} hosts, ")]
     for label in contestants():
-        needed = [reached(c[label], aim_of(c["ddp"], task)) for c in curves]
-        last = [c[label][-1][1] for c in curves]
+        own = [c for c in curves if label in c]
+        needed = [reached(c[label], aim_of(c["ddp"], task)) for c in own]
+        last = [c[label][-1][1] for c in own]
         row: dict[str, Any] = {"label": label, "needed": needed, "last": last, "rates": {}}
         for rate in map(int, options.rates.split(",")):
             start = f"{task}, {hosts} hosts, {rate} Mbit/s, "
-            runs = [v[label] for k, v in known[1].items() if k.startswith(start)]
+            found = [v for k, v in known[1].items() if k.startswith(start)]
+            runs = [v[label] for v in found if label in v]
             if runs:
                 row["rates"][rate] = runs
         yield row
@@ -197,7 +201,7 @@ def sent_by(row: Mapping[str, Any]) -> float:
 
 def table(options: argparse.Namespace, task: str, hosts: int) -> None:
     """Markdown for one task and number of hosts."""
-    found = list(rows(options, task, hosts))
+    found = [row for row in rows(options, task, hosts) if row["rates"] or row["last"]]
     rates = [int(rate) for rate in options.rates.split(",") if int(rate) in found[0]["rates"]]
     print(f"\n**{task}, {hosts} hosts**\n")
     heads = ["", "iterations", "last loss", "KB per iteration"]
@@ -212,7 +216,9 @@ def table(options: argparse.Namespace, task: str, hosts: int) -> None:
         cells.append(spread(row["last"], ".3f") if row["last"] else "")
         cells.append(f"{sent_by(row) / 1e3:.1f}" if row["rates"] else "")
         for rate in rates:
-            runs = row["rates"][rate]
+            if not (runs := row["rates"].get(rate)):
+                cells.append("")
+                continue
             each_s = median(run["iteration_s"] for run in runs)
             cell = spread([1e3 * run["iteration_s"] for run in runs], ".1f")
             if "predicted_s" in runs[0]:
