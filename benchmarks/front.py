@@ -190,8 +190,10 @@ def tables(options: argparse.Namespace) -> None:
 
 
 def short(label: str) -> str:
-    """Without the period, which all share."""
-    return label.replace(f"period={PERIOD}", "").replace("::", ":").rstrip(":")
+    """Without the period that all but one share, and without names of parameters."""
+    for words, fewer in ((f"period={PERIOD}", ""), ("due=", ""), ("wire=", ""), ("::", ":")):
+        label = label.replace(words, fewer)
+    return label.rstrip(":")
 
 
 def sent_by(row: Mapping[str, Any]) -> float:
