@@ -838,6 +838,17 @@ def test_planners_are_told_what_sends_take(link):
     assert told_s == pytest.approx(takes_s, rel=5e-3)
 
 
+@pytest.mark.parametrize("wire", [*INT8, RANK2])
+def test_planners_are_told_what_messages_take_from_compute(wire):
+    link = replace(SLOW, cpu_s_per_message=0.3, cpu_s_per_byte=1e-5)
+    codecs = (CodecSpeed(wire.name, *SPEED),)
+    profile = Profile((Bucket("b", 0.01, 0.02, 80_000),), (link,), 4, codecs=codecs)
+    payload = Payload("grad", range(1))
+    told_s = costed(profile, wire).sending_s(payload, "net")
+    takes_s = Encoded(profile, payload, wire, "all_reduce").sending_s("net")
+    assert told_s == pytest.approx(takes_s, rel=5e-3)
+
+
 def test_what_wires_add_to_a_message():
     """Another latency for another round; encoding and decoding, as often as codes go round."""
     profile = profile_of((20_000,), 4, codecs=(CodecSpeed("int8", 1e-6, 1e-9),))
