@@ -18,9 +18,11 @@ from worlds import run_world
 from offbeat.measuring.coding import measure_codecs
 from offbeat.measuring.contention import COUNT, RUNS, _rate, load_bytes
 from offbeat.measuring.links import (
+    BUDGET_MODELS,
     BUDGET_S,
     BUDGET_SIZES,
     LAYOUT,
+    MOST_S,
     TOGETHER,
     explore,
     fit_link,
@@ -205,7 +207,7 @@ LINKS = {
 
 @pytest.mark.parametrize("total", MODELS)
 @pytest.mark.parametrize("name", LINKS)
-def test_measuring_costs_three_seconds_and_twenty_models(name: str, total: int) -> None:
+def test_measuring_keeps_to_its_budget(name: str, total: int) -> None:
     probe = Arithmetic(*LINKS[name])
     whole = Budget(BUDGET_S, BUDGET_SIZES * total)
     explore(probe, MEAN, max(total // 4, 4096), whole.share(LAYOUT))
@@ -213,7 +215,8 @@ def test_measuring_costs_three_seconds_and_twenty_models(name: str, total: int) 
     share = whole.share(TOGETHER)
     load = load_bytes(link, 1, share)
     together_s = RUNS * COUNT * (probe.seconds(load) if load else 0)
-    assert probe.clock + together_s <= BUDGET_S
+    most_s = max(BUDGET_S, min(MOST_S, BUDGET_MODELS * 1.1 * probe.seconds(total)))
+    assert probe.clock + together_s <= most_s
     assert sum(probe.sent) + RUNS * COUNT * load <= BUDGET_SIZES * total
     assert link.vote_s in (None, pytest.approx(probe.seconds(16), rel=1e-9))
     assert link.vote_s is not None or probe.seconds(16) > 0.1

@@ -22,8 +22,11 @@ from offbeat.transport.cluster import Cluster
 from offbeat.transport.collectives import Collective, averaging
 from offbeat.transport.device import Device
 
-# What all measuring before a plan may take: seconds, and model sizes of payload per rank.
+# What all measuring before a plan may take: seconds, and model sizes of payload per rank. Where the
+# model itself takes long, so many times as long as it does, up to a limit: small messages hardly
+# tell what large ones take.
 BUDGET_S, BUDGET_SIZES = 3.0, 20.0
+BUDGET_MODELS, MOST_S = 4, 10.0
 # At most these parts of it; those of links are shared by all of them.
 LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.36, 0.15, 0.13
 SMALL_HALVES, SENDING, VOTE = 0.06, 0.05, 0.1
@@ -64,9 +67,10 @@ def measure_cluster(
     and of their halves; what small messages take, and what all take from compute, unless that is
     emulated; and what links lose while both carry messages.
 
-    With `worthwhile_bytes` it takes `BUDGET_S` seconds and `BUDGET_SIZES` model sizes; halves and
-    contention are left out where that is too little. Every rank must call it, and opens a second
-    channel of the first link.
+    With `worthwhile_bytes` it takes `BUDGET_S` seconds, or `BUDGET_MODELS` times what an all-reduce
+    of the model takes up to `MOST_S`, and `BUDGET_SIZES` model sizes; halves and contention are
+    left out where that is too little. Every rank must call it, and opens a second channel of the
+    first link.
     """
     like = flat.everything()[0]
     smallest, total = min(_sizes(flat)), sum(_sizes(flat))
@@ -128,6 +132,7 @@ def measure_link(
     """
     mean = verbs["all_reduce"]
     curve = explore(probe, mean, total, budget.share(EXPLORING * part))
+    budget.allow(min(MOST_S, BUDGET_MODELS * expected_s(curve, total)))
     small = measure_small(probe, mean, total, curve, budget.share(SMALL * part))
     vote_s = measure_vote(probe, mean, curve, budget.share(VOTE * part))
     small_halves = {

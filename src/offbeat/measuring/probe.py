@@ -97,6 +97,12 @@ class Budget:
             self,
         )
 
+    def allow(self, seconds: float) -> None:
+        """So many seconds in all, if they are more than they were."""
+        more_s = max(0.0, seconds - self._whole_s)
+        self.seconds += more_s
+        self._whole_s += more_s
+
     def pay(self, seconds: float, size_bytes: float) -> None:
         """Take what has been spent."""
         self.seconds -= seconds
