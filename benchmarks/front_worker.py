@@ -40,7 +40,7 @@ TORCH = ("ddp", "ddp fp16", "ddp powersgd", "post-local-sgd")
 PERIOD, WARM = 10, 10  # iterations between averages; before PowerSGD begins
 EVERY = 10  # iterations between two looks at the held-out data
 SKIP = 3  # iterations of torch's contestants that do not count when time is taken
-OBSERVED = 5
+OBSERVED = 12
 ADVISED, ADVISED_COUNT = "advised", 20
 RACE_WARM = 25  # iterations before time is taken of a race
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from worlds import run_world
 
 from offbeat.measuring.coding import measure_codecs
 from offbeat.measuring.contention import COUNT, RUNS, _rate, load_bytes
+from offbeat.measuring.jitter import are_alike
 from offbeat.measuring.links import (
     BUDGET_MODELS,
     BUDGET_S,
@@ -280,3 +282,26 @@ def test_agreements_are_added_up_until_they_are_paid(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(probe, "now", lambda: next(seconds))
     assert [probe.agree([float(n)]) for n in range(2)] == [[[0.0]], [[1.0]]]
     assert probe.agreement_s == 3.0
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+
+
+def test_like_ranks_seldom_seem_to_differ_and_slow_ones_always_do() -> None:
+    rng = np.random.default_rng(0)
+
+    def seem_alike(scale: list[float]) -> float:
+        """Share of clusters whose ranks seem alike, after 5 iterations with a jitter of 5 %."""
+        found = []
+        for _ in range(400):
+            seconds = np.array(scale)[:, None] * (1 + 0.05 * rng.standard_normal((len(scale), 5)))
+            means = seconds.mean(axis=1)
+            spreads = [float(s) for s in seconds.std(axis=1, ddof=1) / means]
+            found.append(are_alike((means / means.mean()).tolist(), spreads, 5))
+        return float(np.mean(found))
+
+    for ranks in (2, 8):
+        assert seem_alike([1.0] * ranks) == pytest.approx(0.95, abs=0.04)
+        assert seem_alike([1.25] + [1.0] * (ranks - 1)) < 0.02
+    assert are_alike([0.995, 1.005], [0.0, 0.0], 5)
+    assert not are_alike([0.98, 1.02], [0.0, 0.0], 5)

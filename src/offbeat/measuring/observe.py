@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 
 import numpy as np
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from offbeat.measuring.calls import call_s
 from offbeat.measuring.forward_memory import ForwardMemory
-from offbeat.measuring.jitter import jitter_of, of_ranks
+from offbeat.measuring.jitter import are_alike, jitter_of, of_ranks
 from offbeat.measuring.loss import LossTap
 from offbeat.measuring.noise import NoiseMeter, Seen, noise_of
 from offbeat.plan import Moment, Plan, local, transfer
@@ -27,7 +27,6 @@ from offbeat.transport.control import Control
 from offbeat.transport.device import Device, Mark
 
 OTHER, UPDATE = "other", "update"
-ALIKE = 1.02  # ranks whose compute times differ by less count as alike
 
 
 def observing_plan(buckets: int, link: str) -> Plan:
@@ -53,8 +52,8 @@ class _Times:
     other: float = 0.0
 
     @property
-    def total(self) -> float:
-        return sum(self.backward.values()) + sum(self.forward.values()) + self.update
+    def compute(self) -> float:
+        return sum(self.backward.values()) + sum(self.forward.values())
 
 
 class Observer:
@@ -153,7 +152,7 @@ class Observer:
         mine = self._per_bucket(specs)
         everyone = np.array(control.gather(mine))  # rank x (forward per bucket, backward.., 2)
         mean = everyone.mean(axis=0)
-        jitter = jitter_of([times.total for times in self._times[1:]])
+        jitter = jitter_of([times.compute + times.update for times in self._times[1:]])
         self._turns.step_begins()
         step_s = call_s(self._engine.optimizer, self._device)
         self._turns.stepped()
@@ -161,9 +160,10 @@ class Observer:
         jitter, rank_jitter = of_ranks(jitters)
         kept = self._kept(specs, control)
         count = len(specs)
-        compute = everyone[:, :-1].sum(axis=1)
+        compute = everyone[:, : 2 * count].sum(axis=1)
         scale = compute / compute.mean()
-        alike = scale.max() / scale.min() < ALIKE
+        spreads = control.gather(jitter_of([times.compute for times in self._times[1:]]))
+        alike = are_alike(scale.tolist(), spreads, len(self._times) - 1)
         buckets = tuple(
             Bucket(
                 name=spec.name,
@@ -210,18 +210,19 @@ class Observer:
         return [round(fmean(sizes)) for sizes in zip(*known, strict=True)] or [0] * len(specs)
 
     def _per_bucket(self, specs: Sequence[BucketSpec]) -> list[float]:
-        """Forward and backward seconds per bucket, update and other, of the middle iterations:
-        the first (allocations) and then the fastest and slowest are left out."""
-        kept = sorted(self._times[1:] or self._times, key=lambda t: t.total)
+        """Forward and backward seconds per bucket of the middle iterations: the first (allocations)
+        and then the fastest and slowest are left out. Update and other: medians."""
+        times = self._times[1:] or self._times
+        kept = sorted(times, key=lambda t: t.compute)
         kept = kept[1:-1] if len(kept) > 2 else kept
         home, modules = _homes(specs)
         forward, backward = [0.0] * len(specs), [0.0] * len(specs)
-        for times in kept:
-            for module, seconds in times.forward.items():
+        for one in kept:
+            for module, seconds in one.forward.items():
                 forward[modules.get(module, len(specs) - 1)] += seconds / len(kept)
-            for name, seconds in times.backward.items():
+            for name, seconds in one.backward.items():
                 backward[home[name]] += seconds / len(kept)
-        update, other = fmean(t.update for t in kept), fmean(t.other for t in kept)
+        update, other = median(t.update for t in times), median(t.other for t in times)
         return [max(0.0, s) for s in (*forward, *backward, update, other)]
 
 
