@@ -20,6 +20,7 @@ from offbeat.plan import VERBS, Verb
 Collective = Callable[[Tensor], None]
 
 AT_ONCE_BYTES = 8 << 10  # shards up to this go to all ranks at once
+ASKED_BYTES = 64 << 10  # shards from this on go to who has asked for them
 
 
 @dataclass(frozen=True)
@@ -149,13 +150,17 @@ class Ring:
     and torch's reduce_scatter (1.6 bytes on the wire per byte), 83 to 105 ms with all_to_all (0.8)
     and 70 ms with this ring (0.8). With 8 hosts there, shards of up to 4 KiB took 8 to 12 ms in a
     ring and 4 ms at once; of 16 KiB 9 and 11 ms, as messages of several senders get into each
-    other's way.
+    other's way. Large shards do so, too, where ranks are not in step: in an exchange, and where an
+    all-gather follows one. So they are sent when the receiver has all that was sent before: of
+    what the link can carry an exchange and an all-gather with 4 hosts at 25 Mbit/s then had .94 to
+    .98, and .85 to .96 without, in shards of .1 to .4 MB.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float):
         self._group, self._rank, self._size = group, group.rank(), group.size()
         self._timeout = timedelta(seconds=timeout_s)
         self._scratch = Scratch()
+        self._word = torch.zeros(2, dtype=torch.uint8)
 
     def reduce_scatter(self, tensor: Tensor) -> None:
         """Every shard collects what it lacks on its way round, and ends at its owner."""
@@ -178,6 +183,7 @@ class Ring:
             self._pass_on(
                 parts[(self._rank - step) % self._size],
                 parts[(self._rank - step - 1) % self._size],
+                asked=step == 0 and parts[0].nbytes >= ASKED_BYTES,
             )
 
     def exchange(self, tensor: Tensor) -> None:
@@ -189,7 +195,8 @@ class Ring:
             return
         for step in range(1, self._size):
             to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
-            self._pass_on(own[to], parts[source], step)
+            asked = parts[0].nbytes >= ASKED_BYTES
+            self._pass_on(own[to], parts[source], step, asked=asked)
 
     def _spread(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
         """Send one tensor to each other rank, and take one of each, all at once."""
@@ -200,8 +207,14 @@ class Ring:
         for work in works:
             work.wait(self._timeout)
 
-    def _pass_on(self, given: Tensor, taken: Tensor, step: int = 1) -> None:
-        """Send to the next rank, or one further on, what the one as far before sends us."""
+    def _pass_on(self, given: Tensor, taken: Tensor, step: int = 1, *, asked: bool = False) -> None:
+        """Send to the next rank, or one further on, what the one as far before sends us; when that
+        is `asked`, once the receiver waits for it."""
+        if asked:
+            heard, said = self._word[:1], self._word[1:]
+            back = self._passing(said[: taken.numel()], heard[: given.numel()], -step)
+            for work in back:
+                work.wait(self._timeout)
         for work in self._passing(given, taken, step):
             work.wait(self._timeout)
 
