@@ -227,8 +227,9 @@ def table(options: argparse.Namespace, task: str, hosts: int) -> None:
                 off = median(run["predicted_s"] / run["iteration_s"] - 1 for run in runs)
                 errors.append((abs(off), row["label"], rate))
                 cell += f", {off:+.1%}"
-            whole = not never and bool(needed)
-            cells.append(cell + (f", **{each_s * median(needed):.1f} s**" if whole else ", never"))
+            if row["needed"]:
+                cell += ", never" if never else f", **{each_s * median(needed):.1f} s**"
+            cells.append(cell)
         print("|", " | ".join(cells), "|")
     for rate in rates:
         print(advice_in_words(options, task, hosts, rate))

@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,7 +24,14 @@ from offbeat.run.job import current_links
 from offbeat.runtime.prepare import _specs
 from offbeat.transport import interfaces
 from offbeat.transport.cluster import Cluster, connect
-from offbeat.transport.collectives import AT_ONCE_BYTES, Native, collectives, shards
+from offbeat.transport.collectives import (
+    ASKED_BYTES,
+    AT_ONCE_BYTES,
+    Native,
+    Ring,
+    collectives,
+    shards,
+)
 from offbeat.transport.control import new_group
 from offbeat.transport.device import CPU
 from offbeat.transport.interfaces import LinkSpec, ipv4_of, parse_link, unreachable
@@ -236,9 +244,47 @@ def test_a_half_gives_up_after_its_timeout(verb: Verb) -> None:
 
 def test_an_exchange_hands_every_rank_its_shards() -> None:
     """At once and, of larger shards, one rank after the other."""
-    elements = [3, 3 * AT_ONCE_BYTES // 4, 3 * AT_ONCE_BYTES // 4 + 3, 99_999]
+    edges = [3 * AT_ONCE_BYTES // 4, 3 * ASKED_BYTES // 4]
+    elements = [3, edges[0], edges[0] + 3, edges[1] - 3, edges[1], 99_999]
     for rank, found in enumerate(run_world(run_exchange, 3, elements)):
         assert found == [[10.0 * source + rank for source in range(3)]] * len(elements)
+
+
+class Noted:
+    """A group of three that notes what its rank 0 sends, takes and waits for."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[str, int, int]] = []
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 3
+
+    def recv(self, tensors: list[Tensor], peer: int, _tag: int) -> Any:
+        return SimpleNamespace(wait=lambda _: self.notes.append(("has", tensors[0].nbytes, peer)))
+
+    def send(self, tensors: list[Tensor], peer: int, _tag: int) -> Any:
+        self.notes.append(("sends", tensors[0].nbytes, peer))
+        return SimpleNamespace(wait=lambda _: None)
+
+
+@pytest.mark.parametrize("shard", [ASKED_BYTES - 4, ASKED_BYTES])
+def test_large_shards_are_sent_to_who_has_asked(shard: int) -> None:
+    """In every step of an exchange, and before an all-gather begins."""
+
+    def step(to: int, *, asked: bool) -> list[tuple[str, int, int]]:
+        words = [("sends", 1, 3 - to), ("has", 1, to)] if asked else []
+        return [*words, ("sends", shard, to), ("has", shard, 3 - to)]
+
+    asked, group = shard == ASKED_BYTES, Noted()
+    ring = Ring(cast("Any", group), 1.0)
+    ring.exchange(torch.zeros(3 * shard // 4))
+    assert group.notes == step(1, asked=asked) + step(2, asked=asked)
+    group.notes.clear()
+    ring.all_gather(torch.zeros(3 * shard // 4))
+    assert group.notes == step(1, asked=asked) + step(1, asked=False)
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 6, 7, 12])

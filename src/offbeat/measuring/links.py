@@ -25,11 +25,11 @@ from offbeat.transport.device import Device
 # What all measuring before a plan may take: seconds, and model sizes of payload per rank. Where the
 # model itself takes long, so many times as long as it does, up to a limit: small messages hardly
 # tell what large ones take.
-BUDGET_S, BUDGET_SIZES = 3.0, 20.0
+BUDGET_S, BUDGET_SIZES = 4.0, 20.0
 BUDGET_MODELS, MOST_S = 4, 10.0
 # At most these parts of it; those of links are shared by all of them.
-LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.07, 0.1, 0.36, 0.15, 0.13
-SMALL_HALVES, SENDING, VOTE = 0.06, 0.05, 0.1
+LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.05, 0.08, 0.27, 0.22, 0.1
+SMALL_HALVES, SENDING, VOTE = 0.15, 0.04, 0.07
 
 MIN_BUCKET_BYTES = 64 * 1024
 SMALL_BYTES = 4096
