@@ -258,9 +258,8 @@ def differentiate_in_evaluation(strategy: Strategy) -> bool:
 
 def left_after_close(strategies: Sequence[Strategy]) -> list[tuple[int, int]]:
     """By strategy: how many sessions and parameters are left once nothing refers to the model, and
-    how many threads a closed model has more than there are after the first one."""
-    least = 0
-    gc.disable()  # connections end by themselves
+    how many threads more than after the first."""
+    threads: list[int] = []
     kept: list[Any] = []
     found = []
     for strategy in strategies:
@@ -269,11 +268,10 @@ def left_after_close(strategies: Sequence[Strategy]) -> list[tuple[int, int]]:
             iterate(model, optimizer, t)
         kept += [weakref.ref(model._session), weakref.ref(next(iter(model.parameters())))]
         model.close()
-        threads = sum(1 for _ in Path("/proc/self/task").iterdir())
         del model, optimizer
         gc.collect()
-        least = least or sum(1 for _ in Path("/proc/self/task").iterdir())
-        found.append((sum(one() is not None for one in kept), threads - least))
+        threads.append(sum(1 for _ in Path("/proc/self/task").iterdir()))
+        found.append((sum(one() is not None for one in kept), threads[-1] - threads[0]))
     return found
 
 

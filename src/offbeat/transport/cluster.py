@@ -108,18 +108,7 @@ class Cluster:
         for group in (*self.groups.values(), self.control.group):
             with suppress(ValueError):  # the script may have destroyed all of them
                 dist.destroy_process_group(group)
-        if failure is None:
-            self._let_go()
         return True
-
-    def _let_go(self) -> None:
-        """End the connections now. They end with the last one who holds their group, which takes a
-        quarter of a second: later, Python's collector would stop somebody else's training for it.
-        After a failure they are left alone, as their end waits for messages that never arrive."""
-        for link in self.links.values():
-            link.let_go()
-        self.groups.clear()
-        self.control.let_go()
 
 
 def connect(

@@ -39,14 +39,6 @@ class Collectives:
     rank: int = 0
     size: int = 1
 
-    def closed(self) -> Collectives:
-        """Those of nothing, as large as this one."""
-
-        def send(_tensor: Tensor, _source: int, _target: int) -> None:
-            raise RuntimeError("the link is closed")
-
-        return Collectives({}, send, rank=self.rank, size=self.size)
-
 
 # torch 2.13 renames them and warns about the old names.
 _reduce_scatter: Callable[..., Any] = (

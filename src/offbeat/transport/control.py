@@ -82,10 +82,6 @@ class Control:
             words = None if failure is None else f"failed with {type(failure).__name__}: {failure}"
             self._pulse.exit(words)
 
-    def let_go(self) -> None:
-        """Hold the group no longer."""
-        del self.group
-
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, by rank: what JSON can hold, and tuples. RuntimeError naming who is
         missing on timeout, ValueError on every rank for what cannot be said."""

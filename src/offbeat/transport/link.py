@@ -115,10 +115,6 @@ class Link:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def let_go(self) -> None:
-        """Hold the group no longer; how many ranks it had is still known."""
-        self.collectives = self.collectives.closed()
-
     def _issue(self) -> None:
         waiting: dict[int, Message] = {}
         expected = 0
