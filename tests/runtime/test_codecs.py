@@ -13,7 +13,9 @@ import torch
 
 from offbeat.cli.texts import contestants
 from offbeat.measuring import coding as measuring
+from offbeat.numerics import pieces
 from offbeat.numerics.codecs import WIRES, codec, way
+from offbeat.numerics.pieces import PIECE
 from offbeat.numerics.select import drawn
 from offbeat.plan import Moment, Payload, Plan, Wire, local, transfer
 from offbeat.plan.check import check
@@ -44,6 +46,7 @@ from offbeat.strategies.texts import parse
 from offbeat.strategies.wired import with_wire
 from offbeat.testing.memory import memory_links, run_ranks
 from offbeat.testing.quadratic import MOMENTUM, RATE, Net, Quadratic, interpreted, model_of, ran
+from offbeat.transport.codes import blocks, fused
 from offbeat.transport.codes.average import (
     OriginError,
     Part,
@@ -113,6 +116,63 @@ def test_tables_are_encoded_as_their_rows_are(name, count, size):
         assert torch.equal(row, lost[i])
         assert torch.equal(alone, found[i])
     torch.testing.assert_close(total, by_row, rtol=0, atol=1e-12)
+
+
+def there_and_back(name, shape):
+    """What is left of some numbers, their codes, and what is decoded of them."""
+    drawn, width = torch.Generator().manual_seed(0), shape[-1]
+    x, found, total = (torch.randn(s, generator=drawn) for s in (shape, shape, shape[-1:]))
+    codes = torch.empty(*shape[:-1], of(name).bytes_of(width), dtype=torch.uint8)
+    code(of(name)).encode(x, codes)
+    code(of(name)).add(codes, found)
+    code(of(name)).add_all(codes.view(-1, codes.shape[-1]), total)
+    return x, codes, found, total
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("shape", [(3 * PIECE,), (2 * PIECE + 257,), (3, PIECE + 300), (2, 5)])
+def test_passes_over_several_pieces_change_no_bit(name, shape, monkeypatch):
+    """A GPU takes more at once than a host does."""
+    on_host = there_and_back(name, shape)
+    for module in (pieces, blocks):
+        monkeypatch.setattr(module, "at_once", lambda _: pieces.ON_GPU)
+    assert all(map(torch.equal, there_and_back(name, shape), on_host))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_compiled_passes_change_no_bit(monkeypatch):
+    """With the compiler for the host in place of the one for GPUs."""
+    plain, compiled = there_and_back("int4", (2 * PIECE,)), set()
+
+    def compile_it(work, **options):
+        compiled.add(work.__name__)
+        return compiler(work, **options)
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_it)
+    for module in (pieces, blocks):
+        monkeypatch.setattr(module, "at_once", lambda _: pieces.ON_GPU)
+    monkeypatch.setattr(fused, "worth_it", lambda _: True)
+    assert all(map(torch.equal, there_and_back("int4", (2 * PIECE,)), plain))
+    assert compiled == {"_scale", "_encode", "_add"}
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
+    monkeypatch.setattr(fused, "worth_it", lambda _: True)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
+    seen = []
+
+    def broken(*_):
+        raise RuntimeError("no compiler")
+
+    @fused.fused
+    def work(_, x):
+        seen.append(x)
+
+    with pytest.warns(UserWarning, match="no compiler"):
+        work(None, 1)
+    work(None, 2)
+    assert seen == [1, 2]
 
 
 @pytest.mark.parametrize(("name", "worst"), [("bf16", 2**-8), ("fp16", 2**-10), ("int8", 1 / 250)])

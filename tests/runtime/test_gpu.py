@@ -10,10 +10,12 @@ from comparing import assert_close
 from worlds import run_world
 
 from offbeat import BSP, DDP, WFBP, LocalSGD, PartialSync, Strategy
+from offbeat.numerics.codecs import codec
 from offbeat.plan import VERBS, Moment, transfer
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec
 from offbeat.transport.cluster import connect
+from offbeat.transport.codes.codes import code
 from offbeat.transport.collectives import collectives, shards
 from offbeat.transport.device import device_of
 from offbeat.transport.interfaces import LinkSpec
@@ -60,6 +62,20 @@ def test_compiled_kernels_find_parameters_aligned() -> None:
         assert p.untyped_storage().nbytes() < p.nbytes + 16
     compiled = torch.compile(model)(torch.ones(2, 7, device="cuda"))
     assert_close(compiled, expected, "compiled", 1e-5)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "int4", "sign"])
+def test_codes_mean_the_same_on_a_gpu_and_on_the_host(wire: str) -> None:
+    """Bit for bit; large enough to be compiled."""
+    used = codec(wire, {})
+    x = torch.randn(2, (1 << 21) + 300, device="cuda")
+    lost, codes = x.clone(), torch.empty(2, used.bytes_of(x.shape[-1]), dtype=torch.uint8).cuda()
+    code(used).encode(lost, codes)
+    on_gpu, on_host = torch.zeros_like(x[0]), torch.zeros(x.shape[-1])
+    code(used).add_all(codes, on_gpu)
+    code(used).add_all(codes.cpu(), on_host)
+    assert torch.equal(on_gpu.cpu(), on_host)
+    assert_close(on_gpu + lost.sum(0), x.sum(0), wire, 1e-5)
 
 
 def test_profile_is_measured_with_events() -> None:

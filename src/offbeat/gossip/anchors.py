@@ -68,7 +68,7 @@ def followed(mine: list[Tensor], theirs: list[Tensor], alpha: float) -> bool:
     never leave the anchors again."""
     finite = True
     for one, other in zip(mine, theirs, strict=True):
-        for piece in pieces(len(one)):
+        for piece in pieces(one):
             moved = (one[piece] - other[piece]) * alpha
             one[piece] -= moved
             other[piece] += moved

@@ -231,7 +231,7 @@ class State:
             sign = -1.0 if undo else 1.0
             since = self._course.mixed(t, self.t)
             a, a_tilde = jump(mixing.alpha, mixing.alpha_tilde, 1.0, since)
-            for piece in pieces(chunk.stop - chunk.start):
+            for piece in pieces(x):
                 m = _number(mine[chunk.flat][chunk.span][piece]) - _number(
                     theirs[chunk.flat][chunk.span][piece]
                 )

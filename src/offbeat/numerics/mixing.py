@@ -22,7 +22,7 @@ def mix(x: Any, tilde: Any, eta: float, dt: float) -> None:
     share = -math.expm1(-2 * eta * dt) / 2
     if share == 0:
         return
-    for piece in pieces(len(x)):
+    for piece in pieces(x):
         one, other = x[piece], tilde[piece]
         moved = (one - other) * share
         one -= moved
@@ -40,7 +40,7 @@ def exchange(x: Any, tilde: Any | None, m: Any, factors: tuple[float, float]) ->
     """`x -= a m; x~ -= a~ m` with what the exchange found, m = x - x of the partner; without x~
     only the first."""
     a, a_tilde = factors
-    for piece in pieces(len(x)):
+    for piece in pieces(x):
         one, found = x[piece], m[piece]
         one -= a * found
         if tilde is not None:
@@ -50,6 +50,6 @@ def exchange(x: Any, tilde: Any | None, m: Any, factors: tuple[float, float]) ->
 
 def follow(tilde: Any, x: Any, before: Any) -> None:
     """A gradient event on x~, after the optimizer has made x of `before`: `x~ += x - before`."""
-    for piece in pieces(len(x)):
+    for piece in pieces(x):
         other = tilde[piece]
         other += x[piece] - before[piece]

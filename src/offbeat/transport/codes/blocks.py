@@ -13,8 +13,9 @@ from torch import Tensor
 
 from offbeat.numerics.codecs import int4, int8
 from offbeat.numerics.codecs.base import BLOCK
-from offbeat.numerics.pieces import PIECE, pieces
+from offbeat.numerics.pieces import PIECE, at_once, pieces
 from offbeat.transport.codes.base import in_blocks, inverse_of, usable
+from offbeat.transport.codes.fused import fused
 
 HALF = BLOCK // 2
 
@@ -29,6 +30,8 @@ class Blocks(ABC):
 
     def _room(self, like: Tensor, which: int = 0) -> Tensor:
         """Memory of a piece's shape, the same for all pieces: new memory would cost page faults."""
+        if like.numel() > PIECE:
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
         key = which, like.dtype, like.device
         if key not in self._scratch:
             self._scratch[key] = torch.empty(PIECE, dtype=like.dtype, device=like.device)
@@ -39,11 +42,10 @@ class Blocks(ABC):
             for one, to in zip(x, codes, strict=True):
                 self.encode(one, to)
             return
-        numbers, scales = self._parts(codes)
-        for piece, own in _pieces(x.shape[-1]):
-            given = x[..., piece]
+        for given, numbers, scales in _passes(x, *self._parts(codes)):
             rows = in_blocks(given)
-            self._encode(rows, given.shape[-1], numbers[..., own, :], scales[..., own])
+            self._scale(rows, given.shape[-1], scales)
+            self._encode(rows, numbers, _as_factors(scales, rows))
             _give_back(rows, given)
 
     def add(self, codes: Tensor, out: Tensor) -> None:
@@ -51,11 +53,9 @@ class Blocks(ABC):
             for one, to in zip(codes, out, strict=True):
                 self.add(one, to)
             return
-        numbers, scales = self._parts(codes)
-        for piece, own in _pieces(out.shape[-1]):
-            to = out[..., piece]
+        for to, numbers, scales in _passes(out, *self._parts(codes)):
             rows = in_blocks(to)
-            self._add(rows, numbers[..., own, :], scales[..., own].to(out.dtype).unsqueeze(-1))
+            self._add(rows, numbers, _as_factors(scales, rows))
             _give_back(rows, to)
 
     def add_all(self, codes: Tensor, out: Tensor) -> None:
@@ -66,12 +66,10 @@ class Blocks(ABC):
             for one in arrived:
                 out += one
             return
-        numbers, scales = self._parts(codes)
-        for piece, own in _pieces(len(out)):
-            to = out[piece]
+        for to, numbers, scales in _passes(out, *self._parts(codes)):
             rows = in_blocks(to)
-            for one, its in zip(numbers[:, own], scales[:, own], strict=True):
-                self._add(rows, one, its.to(out.dtype).unsqueeze(-1))
+            for one, its in zip(numbers, scales, strict=True):
+                self._add(rows, one, _as_factors(its, rows))
             _give_back(rows, to)
 
     def _parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,24 +79,47 @@ class Blocks(ABC):
         numbers = codes[..., :edge].unflatten(-1, (count, self.width))
         return numbers, codes[..., edge:].view(torch.bfloat16)
 
-    @abstractmethod
-    def _encode(self, rows: Tensor, size: int, numbers: Tensor, scales: Tensor) -> None:
-        """Of blocks with so many elements; they become what is lost."""
+    # What may be compiled ends where scales are rounded to bf16: compilers leave out conversions
+    # there and back. Nor may two of its tensors share memory.
 
     @abstractmethod
-    def _add(self, rows: Tensor, numbers: Tensor, scales: Tensor) -> None:
+    def _scale(self, rows: Tensor, size: int, scales: Tensor) -> None:
+        """Of blocks with so many elements."""
+
+    @abstractmethod
+    def _encode(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
+        """Of blocks, by their scales; they become what is lost."""
+
+    @abstractmethod
+    def _add(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
         """Add what is decoded, by block."""
 
 
 def _at_once(x: Tensor) -> bool:
-    """Whether all rows of a table, filled up to whole blocks, are one piece."""
-    return len(x) * -(-x.shape[-1] // BLOCK) * BLOCK <= PIECE
+    """Whether one pass takes all rows of a table, filled up to whole blocks."""
+    return len(x) * -(-x.shape[-1] // BLOCK) * BLOCK <= at_once(x)
 
 
-def _pieces(size: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of so many elements, and of their blocks."""
-    for piece in pieces(size):
-        yield piece, slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
+def _passes(x: Tensor, numbers: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Elements, numbers and scales that one pass takes: a piece, or several as a table of them.
+    Codes are laid out by pieces, so they do not depend on how many a pass takes."""
+    blocks = PIECE // BLOCK
+    for cut in pieces(x):
+        edge = cut.start + (cut.stop - cut.start) // PIECE * PIECE
+        for a, b in ((cut.start, edge), (edge, cut.stop)):
+            if a == b:
+                continue
+            own = slice(a // BLOCK, -(-b // BLOCK))
+            one, its, scale = x[..., a:b], numbers[..., own, :], scales[..., own]
+            if b - a > PIECE:
+                one, scale = one.unflatten(-1, (-1, PIECE)), scale.unflatten(-1, (-1, blocks))
+                its = its.unflatten(-2, (-1, blocks))
+            yield one, its, scale
+
+
+def _as_factors(scales: Tensor, rows: Tensor) -> Tensor:
+    """Scales as they arrive, one for each row."""
+    return scales.to(rows.dtype).unsqueeze(-1)
 
 
 def _give_back(rows: Tensor, given: Tensor) -> None:
@@ -112,14 +133,16 @@ class Multiples(Blocks):
 
     most: int
 
-    def _encode(self, rows: Tensor, size: int, numbers: Tensor, scales: Tensor) -> None:
+    @fused
+    def _scale(self, rows: Tensor, size: int, scales: Tensor) -> None:
         # Of a row abs and amax are much faster than a norm, or than amax and amin. What rounding a
         # scale to bf16 changes (2^-9) takes no multiple beyond the most.
-        work = self._room(rows)
-        scales.copy_(usable(torch.abs(rows, out=work).amax(-1) / self.most))
-        exact = scales.to(rows.dtype).unsqueeze(-1)
-        torch.mul(rows, inverse_of(exact), out=work).round_()
-        rows.addcmul_(work, exact, value=-1)
+        scales.copy_(usable(torch.abs(rows, out=self._room(rows)).amax(-1) / self.most))
+
+    @fused
+    def _encode(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
+        work = torch.mul(rows, inverse_of(factors), out=self._room(rows)).round_()
+        rows.addcmul_(work, factors, value=-1)
         self._pack(work, numbers)
 
     @abstractmethod
@@ -135,8 +158,9 @@ class Eight(Multiples):
     def _pack(self, multiples: Tensor, numbers: Tensor) -> None:
         numbers.view(torch.int8).copy_(multiples)
 
-    def _add(self, rows: Tensor, numbers: Tensor, scales: Tensor) -> None:
-        rows.addcmul_(self._room(rows).copy_(numbers.view(torch.int8)), scales)
+    @fused
+    def _add(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
+        rows.addcmul_(self._room(rows).copy_(numbers.view(torch.int8)), factors)
 
 
 class Four(Multiples):
@@ -151,8 +175,9 @@ class Four(Multiples):
             # than shifts of bytes, and signed bytes are made of them faster than unsigned ones.
             codes.copy_(low.add_(high, alpha=16))
 
-    def _add(self, rows: Tensor, numbers: Tensor, scales: Tensor) -> None:
-        for low, high, codes, (a, b) in self._pairs(rows, numbers, scales):
+    @fused
+    def _add(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
+        for low, high, codes, (a, b) in self._pairs(rows, numbers, factors):
             both = self._room(low).copy_(codes)
             sixteenths = torch.mul(both, 1 / 16, out=self._room(low, 1)).round_()
             high.addcmul_(sixteenths, b)
@@ -180,21 +205,26 @@ class One(Blocks):
 
     width = BLOCK // 8
 
-    def _encode(self, rows: Tensor, size: int, numbers: Tensor, scales: Tensor) -> None:
+    def _scale(self, rows: Tensor, size: int, scales: Tensor) -> None:
         means = torch.abs(rows, out=self._room(rows)).sum(-1) / BLOCK
         if rest := size % BLOCK:
             means[..., -1] *= BLOCK / rest
         scales.copy_(means)
+
+    @fused
+    def _encode(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
         bits = (rows >= 0).view(torch.uint8)
         work = self._room(rows)
         numbers.copy_(bits[..., : self.width])
         for k in range(1, 8):
             numbers.bitwise_or_(bits[..., k * self.width : (k + 1) * self.width] << k)
-        exact = scales.to(rows.dtype).unsqueeze(-1)
-        rows.addcmul_(work.copy_(bits), 2 * exact, value=-1).add_(exact)
+        rows.addcmul_(work.copy_(bits), 2 * factors, value=-1).add_(factors)
 
-    def _add(self, rows: Tensor, numbers: Tensor, scales: Tensor) -> None:
-        bits = self._room(rows)
+    @fused
+    def _add(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
+        # Plus or minus one times a scale, added in one operation: two would be rounded twice, and
+        # differently where arrived codes are decoded before they are added up.
+        signs, bits = self._room(rows), numbers.view(torch.int8)
         for k in range(8):
-            bits[..., k * self.width : (k + 1) * self.width] = (numbers >> k) & 1
-        rows.addcmul_(bits, 2 * scales).sub_(scales)
+            signs[..., k * self.width : (k + 1) * self.width] = (bits >> k & 1) * 2 - 1
+        rows.addcmul_(signs, factors)

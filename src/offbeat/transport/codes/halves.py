@@ -17,7 +17,7 @@ class Halves:
 
     def encode(self, x: Tensor, codes: Tensor) -> None:
         halves = codes.view(self._dtype)
-        for piece in pieces(x.shape[-1]):
+        for piece in pieces(x):
             one, to = x[..., piece], halves[..., piece]
             if self._dtype == torch.float16:
                 to.copy_(one.clamp(-LARGEST, LARGEST))
@@ -27,10 +27,10 @@ class Halves:
 
     def add(self, codes: Tensor, out: Tensor) -> None:
         halves = codes.view(self._dtype)
-        for piece in pieces(out.shape[-1]):
+        for piece in pieces(out):
             out[..., piece].add_(halves[..., piece])
 
     def add_all(self, codes: Tensor, out: Tensor) -> None:
-        for piece in pieces(len(out)):
+        for piece in pieces(out):
             for row in codes.view(self._dtype):
                 out[piece].add_(row[piece])

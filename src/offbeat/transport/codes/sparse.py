@@ -30,8 +30,10 @@ class Largest:
         out.scatter_add_(-1, where.long(), values)
 
     def add_all(self, codes: Tensor, out: Tensor) -> None:
-        values, where = self._parts(codes, out.dtype)
-        out.index_add_(0, where.flatten(), values.flatten())
+        # In one call several rows could add to the same place: in no fixed order on a GPU, so the
+        # ranks' sums would differ in their last bits.
+        for row in codes:
+            self.add(row, out)
 
     @staticmethod
     def _parts(codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
