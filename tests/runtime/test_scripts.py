@@ -326,3 +326,5 @@ def test_reads_of_gradients_are_heard_only_meanwhile_and_only_of_these() -> None
     assert watched.weight.grad is not None
     assert not calls
     assert "grad" not in vars(torch.nn.Parameter)
+    Looks([], lambda: None).open()
+    assert "grad" not in vars(torch.nn.Parameter)  # every read would take longer, for nothing

@@ -25,6 +25,8 @@ class Looks:
 
     def open(self) -> None:
         """From now on."""
+        if not self._ids:
+            return
         if not self._open:
             nn.Parameter.grad = property(_read, _write, _delete)  # type: ignore[assignment]
         self._open.update(dict.fromkeys(self._ids, self._act))
