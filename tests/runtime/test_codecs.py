@@ -6,6 +6,7 @@ import time
 from copy import deepcopy
 from dataclasses import replace
 from math import nan
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,6 +138,12 @@ def test_passes_over_several_pieces_change_no_bit(name, shape, monkeypatch):
     for module in (pieces, blocks):
         monkeypatch.setattr(module, "at_once", lambda _: pieces.ON_GPU)
     assert all(map(torch.equal, there_and_back(name, shape), on_host))
+
+
+def test_a_gpu_takes_more_at_once():
+    """There a launch costs more than a cache saves, and memory for temporaries has a limit."""
+    given = SimpleNamespace(shape=(3, pieces.ON_GPU + 1), is_cpu=False)
+    assert [cut.stop - cut.start for cut in pieces.pieces(given)] == [pieces.ON_GPU, 1]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own

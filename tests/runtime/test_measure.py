@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,8 @@ from offbeat.measuring.links import (
 from offbeat.measuring.probe import Budget, Probe
 from offbeat.numerics.codecs import WIRES
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.runtime.session import build_flat
+from offbeat.runtime.session import Observer, build_flat
+from offbeat.storage.layout import BucketSpec
 from offbeat.transport.cluster import Cluster, connect
 from offbeat.transport.collectives import Ring
 from offbeat.transport.device import CPU
@@ -207,6 +209,24 @@ LINKS = {
 }
 
 
+def test_a_budget_that_is_raised_has_larger_shares() -> None:
+    budget = Budget(4.0, 100.0)
+    budget.pay(1.0, 10.0)
+    budget.allow(10.0)
+    assert (budget.seconds, budget.share(0.5).seconds) == (9.0, 5.0)
+    budget.allow(8.0)
+    assert (budget.seconds, budget.share(0.5).seconds) == (9.0, 5.0)
+
+
+def test_one_late_update_does_not_count() -> None:
+    """Neither where all other iterations are alike, nor beside one in which compute was slow."""
+    observer = object.__new__(Observer)
+    usual = {"forward": {"a": 1.0}, "backward": {"a": 2.0}, "update": 0.5, "other": 0.25}
+    late = [{}, {"update": 9.0}, {"other": 8.0}, {"forward": {"a": 7.0}, "compute": 9.0}, {}, {}]
+    observer._times = [SimpleNamespace(**({"compute": 3.0} | usual | one)) for one in late]
+    assert observer._per_bucket([BucketSpec("a", ("a",))]) == [1.0, 2.0, 0.5, 0.25]
+
+
 @pytest.mark.parametrize("total", MODELS)
 @pytest.mark.parametrize("name", LINKS)
 def test_measuring_keeps_to_its_budget(name: str, total: int) -> None:
@@ -230,6 +250,13 @@ def test_measuring_keeps_to_its_budget(name: str, total: int) -> None:
     for latency_s, bytes_per_s in link.halves.values():
         line = latency_s + total / bytes_per_s
         assert line == pytest.approx(probe.seconds(total) / 2, rel=0.02)
+
+
+def test_where_a_model_takes_seconds_its_halves_are_measured_all_the_same() -> None:
+    probe, total = Arithmetic(0.002, 1.7e6), 3_468_288
+    link = measure_link("net", probe, VERBS, total // 20, total, Budget(BUDGET_S, 20.0 * total))
+    assert sorted(link.halves) == ["all_gather", "reduce_scatter"]
+    assert BUDGET_S < probe.clock <= MOST_S
 
 
 def test_where_a_delay_hides_the_rate_large_messages_tell_it() -> None:
