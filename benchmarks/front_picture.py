@@ -6,8 +6,8 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 430, 300, 52, 34, 14, 40
-LETTER = 5.7  # width
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 430, 300, 52, 34, 24, 40
+LETTER, LINE = 6.1, 11  # width, height
 HIGHEST = 1.25  # of the least loss: what is above is drawn at the top
 STYLE = (
     "text{font:11px sans-serif;fill:#6b7280}.title{font-weight:600;font-size:12px}"
@@ -31,8 +31,9 @@ def picture(panels: Mapping[str, Mapping[str, Point]], ours: Sequence[str]) -> s
 
 
 def panel(title: str, points: Mapping[str, Point], ours: Sequence[str]) -> str:
-    """Dots; those that nobody beats in both are joined and named, and torch's are named. Worse ones
-    than `HIGHEST` are at the upper edge, without a name."""
+    """Dots, whose names appear under the pointer. Those that nobody beats in both are joined. They
+    and torch's are named beside the dot, too, where there is room. Worse ones than `HIGHEST` are at
+    the upper edge, without a name."""
     xs = [math.log10(sent) for sent, _ in points.values()]
     ys = [loss for _, loss in points.values()]
     low, high = math.floor(min(xs)), math.ceil(max(xs))
@@ -58,20 +59,24 @@ def panel(title: str, points: Mapping[str, Point], ours: Sequence[str]) -> str:
     course = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(points[label]) for label in front))
     parts.append(f'<polyline class="front" points="{course}"/>')
     taken: list[tuple[float, float, float]] = []  # left, right, height of words
-    for label, point in sorted(points.items(), key=lambda item: item[1][1]):
+    for label, point in sorted(points.items(), key=lambda item: (item[0] in ours, item[1][1])):
         (x, y), kind = at(point), "ours" if label in ours else "torch"
         title = f"{label}: {point[0] / 1e3:.1f} KB, {point[1]:.3f}"
         parts.append(
             f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{html.escape(title)}'
             "</title></circle>"
         )
-        if point[1] < most and (label in front or kind == "torch"):
-            width = LETTER * len(label)
-            left = x + 7 if x + 7 + width < WIDTH else x - 7 - width
-            while any(left < b and a < left + width and abs(y - h) < 11 for a, b, h in taken):
-                y -= 11
-            taken.append((left, left + width, y))
-            parts.append(f'<text x="{left:.0f}" y="{y + 4:.0f}">{html.escape(label)}</text>')
+        if point[1] >= most or (label not in front and kind == "ours"):
+            continue
+        width = LETTER * len(label)
+        left = x + 7 if x + 7 + width < WIDTH else x - 7 - width
+        for height in (y, y - LINE, y + LINE):
+            near = [words for words in taken if abs(height - words[2]) < LINE]
+            if not any(left < end and begin < left + width for begin, end, _ in near):
+                taken.append((left, left + width, height))
+                name = html.escape(label)
+                parts.append(f'<text x="{left:.0f}" y="{height + 4:.0f}">{name}</text>')
+                break
     return "".join(parts)
 
 
