@@ -103,6 +103,9 @@ def _at_once(x: Tensor) -> bool:
 def _passes(x: Tensor, numbers: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Elements, numbers and scales that one pass takes: a piece, or several as a table of them.
     Codes are laid out by pieces, so they do not depend on how many a pass takes."""
+    if x.shape[-1] <= PIECE:
+        yield x, numbers, scales
+        return
     blocks = PIECE // BLOCK
     for cut in pieces(x):
         edge = cut.start + (cut.stop - cut.start) // PIECE * PIECE
@@ -224,7 +227,7 @@ class One(Blocks):
     def _add(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
         # Plus or minus one times a scale, added in one operation: two would be rounded twice, and
         # differently where arrived codes are decoded before they are added up.
-        signs, bits = self._room(rows), numbers.view(torch.int8)
-        for k in range(8):
-            signs[..., k * self.width : (k + 1) * self.width] = (bits >> k & 1) * 2 - 1
+        places = torch.arange(8, dtype=torch.int8, device=numbers.device).unsqueeze(-1)
+        bits = (numbers.view(torch.int8).unsqueeze(-2) >> places).bitwise_and_(1)
+        signs = self._room(rows).copy_(bits.mul_(2).sub_(1).view(rows.shape))
         rows.addcmul_(signs, factors)
