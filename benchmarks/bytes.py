@@ -1,6 +1,6 @@
 """Fewer bytes: steps per second and loss with codecs, against messages of numbers.
 
-    python benchmarks/bytes.py [--rates 100,1000,none] [--periods 10,25] [--wires none,int4]
+    python benchmarks/bytes.py [--rates 100,1000,none] [--periods 10,25] [--wires none,int4,sign]
                                [--steps 200] [--seeds 5] [--only ddp] [--codecs] [--json FILE]
 
 The digits network of the examples with 800 hidden units (.85 million parameters, 3.4 MB) on 16
@@ -146,7 +146,7 @@ def main() -> None:
     )
     parser.add_argument("--rates", default="100,1000,none", help="Mbit/s")
     parser.add_argument("--periods", default="10,25")
-    parser.add_argument("--wires", default="none,int4")
+    parser.add_argument("--wires", default="none,int4,sign")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", help="contestants whose label contains this")
