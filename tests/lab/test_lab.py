@@ -286,7 +286,7 @@ def test_no_lab_says_loudly_that_it_is_unshaped():
 
 @pytest.mark.parametrize("rate_bps", [1_000, 1_000_000, 200_000_000, 250_000_000, 32_000_000_000])
 def test_a_shaper_holds_more_than_a_packet_and_queues_more_than_it_lets_through(rate_bps):
-    assert burst_bytes(rate_bps) == max(16 * 1024, rate_bps // 4000)  # 2 ms
+    assert burst_bytes(rate_bps) == max(2 * 1514, rate_bps // 4000)  # two frames, 2 ms
     assert queue_bytes(rate_bps) >= burst_bytes(rate_bps) + 128 * 1024
     # With 66 bytes of headers for each packet of 1448 a hand-over still fits into a burst.
     segments = segments_bytes(rate_bps)
