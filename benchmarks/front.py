@@ -43,7 +43,7 @@ FORWARD_S, BACKWARD_S = 0.01, 0.02
 WIRES = ("bf16", "fp16", "int8", "int4", "sign", "topk:0.01", "randomk:0.01", "powersgd:4")
 LENGTHS = {"digits": 240, "gpt": 240}  # iterations that are trained
 AIMS = {"digits": 120, "gpt": 120}  # DDP's loss after so many is the aim
-COUNTED = {True: 4, False: 20}  # iterations whose time is taken, of every one's averages or not
+COUNTED = {True: 4, False: 40}  # iterations whose time is taken, of every one's averages or not
 
 
 def contestants() -> Iterator[str]:
