@@ -66,7 +66,7 @@ def _meet(control: Control) -> dist.ProcessGroup:
         raise RuntimeError(
             f"rank {control.rank} waited {control.timeout_s:g} s in offbeat.save or offbeat.load "
             f"for the other ranks: {error}. Every rank must call it, not rank 0 alone, in the same "
-            f"place of the loop. {control.behind()}"
+            f"place of the loop. {control.report_failure()}"
         ) from error
 
 

@@ -86,7 +86,7 @@ class Exchange:
                     works.pop(0)
         except RuntimeError as error:
             self._hang_up()
-            why = self.control.behind(waited_s=time.monotonic() - begun_s)
+            why = self.control.report_failure(waited_s=time.monotonic() - begun_s)
             raise RuntimeError(
                 f"rank {self.control.rank}: {words} did not get through: {error}. {why} Start all "
                 f"again from the last checkpoint, or raise timeout_s ({self._timeout_s:g} s) if a "

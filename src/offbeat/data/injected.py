@@ -83,7 +83,7 @@ class Injected:
         """This rank's batches, as long as every rank has one of the same kind."""
         expected = self.injection.batch_size(self.batch, control.world_size)
         for own in _then_none(self.loader):
-            control.publish(self._iteration)
+            control.set_iteration(self._iteration)
             if not self._alike(own, control) or own is None:
                 return
             if (count := samples_of(leaves(own))) != expected:
@@ -127,8 +127,8 @@ class Injected:
     def _lost(self, error: Exception, control: Control) -> RuntimeError:
         return RuntimeError(
             f"rank {control.rank}: injection in iteration {self._iteration}: "
-            f"{error.__cause__ or error}. {control.behind(self._iteration)} Restart the missing "
-            f"ranks, or raise timeout_s ({self._timeout_s:g} s) if they are only slow."
+            f"{error.__cause__ or error}. {control.report_failure(self._iteration)} Restart the "
+            f"missing ranks, or raise timeout_s ({self._timeout_s:g} s) if they are only slow."
         )
 
 

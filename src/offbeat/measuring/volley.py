@@ -39,6 +39,6 @@ def land(cluster: Cluster, messages: Volley) -> None:
             if not arrived or message.error is not None:
                 raise RuntimeError(
                     f"link {name!r} failed while it was measured: {message.error}. "
-                    f"{cluster.control.behind()}"
+                    f"{cluster.control.report_failure()}"
                 )
             cluster.links[name].bytes_sent -= sum(t.nbytes for t in message.tensors)

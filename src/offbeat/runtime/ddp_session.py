@@ -83,7 +83,7 @@ class DDPSession(Session):
             if self._pace is not None:
                 self._pace.updated_whole()
         marks.stepped = marks.end = mark()
-        self._cluster.control.publish(self._iteration + 1)
+        self._cluster.control.set_iteration(self._iteration + 1)
         if self._recorder:
             self._recorder.stepped(self._iteration)
             self._recorder.iteration(Iteration(self._iteration, marks, []))
@@ -98,7 +98,7 @@ class DDPSession(Session):
 
     def consolidate(self, repairing: bool) -> None:
         self._cluster.require_open()
-        self._cluster.control.doing("in consolidate")
+        self._cluster.control.set_activity("in consolidate")
         if repairing:
             repair(self._model, self._optimizer, self._cluster)
         else:

@@ -34,8 +34,8 @@ from offbeat.storage.memory import give_back
 from offbeat.storage.optimizer_state import StateStore
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device
+from offbeat.transport.heartbeat import IN_SCRIPT
 from offbeat.transport.link import Link
-from offbeat.transport.pulse import SCRIPT
 
 
 class Engine:
@@ -167,7 +167,7 @@ class Engine:
 
     def begin(self) -> None:
         """The time from here on belongs to the next iteration."""
-        self.control.doing(SCRIPT)
+        self.control.set_activity(IN_SCRIPT)
         ready = [None] * len(self.flat.buckets)
         self._marks = Timestamps(begin=self.device.mark(), ready=ready)
 
@@ -205,7 +205,7 @@ class Engine:
         elif self.backward_over:
             self.run.land(self.now)  # a second backward may follow before the step
         now, hooks = self.started(), self.run.forward_hooks
-        self.control.doing("in forward")
+        self.control.set_activity("in forward")
         if held_s := self.compute.begins(now.number, now.marks.begin):
             now.marks.begin += held_s
         if hooks is None:
@@ -223,7 +223,7 @@ class Engine:
         if self.now is None:
             return
         self.forward_needs(0)  # of modules that were not called this time
-        self.control.doing(SCRIPT)
+        self.control.set_activity(IN_SCRIPT)
         self.compute.forward(-1)
         if self.run.forward_hooks is not None:
             self.run.forward_hooks.forward_ended()
@@ -258,7 +258,7 @@ class Engine:
             else:
                 self._abandon(self.now, adding=True)
         self.started()
-        self.control.doing("in backward")
+        self.control.set_activity("in backward")
         if self.watched is not None:
             self.watched.backward()
         self.run.updates.in_backward = True
@@ -296,7 +296,7 @@ class Engine:
         self.run.updates.reveal(self.run.first_updates(update, now.planned))
         self.compute.step_begins()
         now.marks.waited = self.device.mark()
-        self.control.doing(SCRIPT)
+        self.control.set_activity(IN_SCRIPT)
         self._looks.open()
 
     def _reopen(self) -> None:
@@ -345,7 +345,7 @@ class Engine:
         now.over, self.now, self.backward_over = True, None, False
         self.reports.add(now)
         self.iteration += 1
-        self.control.publish(self.iteration)
+        self.control.set_iteration(self.iteration)
         self.reports.hand_on()
         self.begin()
 

@@ -521,7 +521,7 @@ class FlatSession(Session):
             raise RuntimeError(
                 f"weights were loaded on rank {control.rank}, and {self._strategy} begins anew "
                 "then; load them on all ranks in the same place, or on none, and evaluate others "
-                f"on copy.deepcopy(model): {error}. {control.behind()}"
+                f"on copy.deepcopy(model): {error}. {control.report_failure()}"
             ) from error
 
     def optimizer_reloaded(self) -> None:
@@ -529,7 +529,7 @@ class FlatSession(Session):
 
     def consolidate(self, repairing: bool) -> None:
         self._cluster.require_open()
-        self._cluster.control.doing("in consolidate")
+        self._cluster.control.set_activity("in consolidate")
         self._untouched.forget()
         self.engine.pauses.drain()
         if self.engine.plan.source is not None:

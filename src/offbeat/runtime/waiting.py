@@ -61,7 +61,7 @@ class Waiting:
         while not message.wait(LOOK_EVERY_S):
             if time.monotonic() - begun_s >= self._timeout_s:
                 self._fail(message, flat, f"has not arrived in {self._timeout_s:g} s")
-            if self._control.over:
+            if self._control.needs_abort:
                 self._fail(message, flat, "will not arrive: another rank has failed or given up")
 
     def _since(self, message: Message) -> float | None:
@@ -74,8 +74,8 @@ class Waiting:
         waited_s = self._since(message) or 0.0
         error = RuntimeError(
             f"rank {self._control.rank}: {_described(message, flat)} {what}. "
-            f"{self._control.behind(waited_s=waited_s)} Restart the missing ranks, or raise "
-            f"timeout_s ({self._timeout_s:g} s) if they are only slow."
+            f"{self._control.report_failure(waited_s=waited_s)} Restart the missing ranks, or "
+            f"raise timeout_s ({self._timeout_s:g} s) if they are only slow."
         )
         self._failure = error
         raise error from message.error

@@ -80,18 +80,18 @@ class MemoryControl:
     def agree(self, what: str, value: Any, remedy: str) -> None:
         assert len({str(v) for v in self.gather(value)}) == 1, what
 
-    def publish(self, iteration: int) -> None:
+    def set_iteration(self, iteration: int) -> None:
         pass
 
-    def doing(self, words: str) -> None:
+    def set_activity(self, activity: str) -> None:
         pass
 
     def waiting(self, words: object) -> AbstractContextManager[None]:
         return nullcontext()
 
-    over = False
+    needs_abort = False
 
-    def behind(self, waiting_in: int | None = None, waited_s: float = 0.0) -> str:
+    def report_failure(self, waiting_in: int | None = None, waited_s: float = 0.0) -> str:
         return ""
 
 

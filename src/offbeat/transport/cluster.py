@@ -79,7 +79,7 @@ class Cluster:
             interface = spec.interface or "any interface"
             raise RuntimeError(
                 f"link {name!r} ({spec.backend} on {interface}) could not be opened: {error}. "
-                f"{self.control.behind()}"
+                f"{self.control.report_failure()}"
             ) from error
         return group
 

@@ -15,7 +15,16 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from offbeat.transport import packed
-from offbeat.transport.pulse import GAVE_UP, TOLD, WAITS, Pulse, Words, pulse_of, text_of
+from offbeat.transport.heartbeat import (
+    ABORTED,
+    REPORTED,
+    WAITING,
+    Heartbeat,
+    LazyText,
+    RankStatus,
+    as_text,
+    process_heartbeat,
+)
 
 _met = 0  # how often this process has met all others
 SHOWN = 16  # ranks in a report
@@ -46,11 +55,11 @@ class Control:
                 "have ended, as a server does when all workers have closed their model"
             ) from error
         self.met = _met  # how often all ranks have met, this time included
-        self._pulse: Pulse | None = None
+        self._heartbeat: Heartbeat | None = None
         if self.world_size > 1:
             store = distributed_c10d._get_default_store()
-            self._pulse = pulse_of(store, self.rank, self.world_size)
-            self._pulse.enter(self.met)
+            self._heartbeat = process_heartbeat(store, self.rank, self.world_size)
+            self._heartbeat.add_user(self.met)
         self.hosts: list[str] = self.gather(socket.gethostname())
 
     def _count(self) -> None:
@@ -78,9 +87,9 @@ class Control:
 
     def close(self, failure: BaseException | None = None) -> None:
         """This rank leaves the others, as it should, or after a failure that is its own."""
-        if self._pulse is not None:
-            words = None if failure is None else f"failed with {type(failure).__name__}: {failure}"
-            self._pulse.exit(words)
+        if self._heartbeat is not None:
+            reason = None if failure is None else f"failed with {type(failure).__name__}: {failure}"
+            self._heartbeat.remove_user(reason)
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, by rank: what JSON can hold, and tuples. RuntimeError naming who is
@@ -114,82 +123,88 @@ class Control:
         """A part of the job's store, in which ranks leave things for each other."""
         return PrefixStore(f"offbeat/{name}", distributed_c10d._get_default_store())
 
-    # ---- who it was ---------------------------------------------------------------------------
+    # ---- heartbeat and failure report ---------------------------------------------------------
 
-    def publish(self, iteration: int) -> None:
-        """Let the others know this rank's progress, soon."""
-        if self._pulse is not None:
-            self._pulse.iteration = iteration
+    def set_iteration(self, iteration: int) -> None:
+        """Set the iteration of this rank, published with its next heartbeat."""
+        if self._heartbeat is not None:
+            self._heartbeat.iteration = iteration
 
-    def doing(self, words: str) -> None:
-        """Let the others know what this rank does now, soon: "in forward"."""
-        if self._pulse is not None:
-            self._pulse.words = words
+    def set_activity(self, activity: str) -> None:
+        """Set the activity of this rank ("in forward"), published with its next heartbeat."""
+        if self._heartbeat is not None:
+            self._heartbeat.activity = activity
 
     @contextmanager
-    def waiting(self, words: Words) -> Iterator[None]:
-        """What is done within waits for other ranks."""
-        pulse = self._pulse
-        if pulse is None:
+    def waiting(self, words: LazyText) -> Iterator[None]:
+        """Set the state of this rank to `WAITING` while the body waits for other ranks."""
+        heartbeat = self._heartbeat
+        if heartbeat is None:
             yield
             return
-        state, doing = pulse.state, pulse.words
-        pulse.state = WAITS
-        pulse.words = lambda: f"{text_of(doing)}, {text_of(words)}"
+        state, activity = heartbeat.state, heartbeat.activity
+        heartbeat.state = WAITING
+        heartbeat.activity = lambda: f"{as_text(activity)}, {as_text(words)}"
         try:
             yield
         finally:
-            if pulse.state == WAITS:
-                pulse.state, pulse.words = state, doing
+            if heartbeat.state == WAITING:
+                heartbeat.state, heartbeat.activity = state, activity
 
     @contextmanager
     def together(self, words: str) -> Iterator[None]:
-        """A collective of all ranks. What the backend raises says who it was, too."""
+        """Run a collective of all ranks in the body. An error of the backend names the suspects."""
         begun_s = time.monotonic()
         with self.waiting(words):
             try:
                 yield
             except RuntimeError as error:
-                why = self.behind(waited_s=time.monotonic() - begun_s)
+                why = self.report_failure(waited_s=time.monotonic() - begun_s)
                 raise RuntimeError(f"ranks could not agree, {words}: {error}. {why}") from error
 
     @property
-    def over(self) -> bool:
-        """Whether another rank has failed, or has given up: nobody need wait any longer."""
-        return self._pulse is not None and self._pulse.over
+    def needs_abort(self) -> bool:
+        """Whether this rank needs to stop waiting, because another rank has failed or aborted."""
+        return self._heartbeat is not None and self._heartbeat.detector.needs_abort
 
-    def behind(self, waiting_in: int | None = None, waited_s: float = 0.0) -> str:
-        """Words on who it was that this rank has waited for in vain, so long; and on what every
-        rank did last. A rank that gave up `waiting_in` an iteration says so first. Takes up to 3 s:
-        who has died just now is not silent yet."""
-        pulse = self._pulse
-        if pulse is None:
+    def report_failure(self, waiting_in: int | None = None, waited_s: float = 0.0) -> str:
+        """Return a report of the suspects and of the last status of every rank.
+
+        Publishes that this rank has aborted, waits for a heartbeat timeout so that a rank that has
+        just died becomes suspect (up to 3 s), and publishes the suspects.
+
+        Args:
+            waiting_in: iteration in which this rank has waited, if it was not published.
+            waited_s: seconds for which this rank has waited.
+        """
+        heartbeat = self._heartbeat
+        if heartbeat is None:
             return ""
         if waiting_in is not None:
-            pulse.iteration = waiting_in
-        gave_up = f"gave up {pulse.text}"
-        pulse.say(GAVE_UP, gave_up)
-        pulse.wait()
-        culprits = pulse.culprits(waited_s)
-        words = [f"Rank {self._at(rank)} {pulse.why(rank)}." for rank in culprits]
-        if pulse.lost_s is not None:
-            words.append(STORE_IS_SILENT)
-        elif not words:
-            words.append(NOBODY)
-        words.append(self._last_heard(pulse))
-        pulse.say(TOLD, gave_up, culprits)
-        pulse.stay(STAYS_S)
-        return " ".join(words)
+            heartbeat.iteration = waiting_in
+        reason, detector = f"gave up {as_text(heartbeat.activity)}", heartbeat.detector
+        heartbeat.publish(ABORTED, reason)
+        heartbeat.wait_for_failed_peers()
+        suspects = detector.suspects(waited_s)
+        parts = [f"Rank {self._at(rank)} {detector.describe_suspect(rank)}." for rank in suspects]
+        if detector.store_lost_s is not None:
+            parts.append(STORE_IS_SILENT)
+        elif not parts:
+            parts.append(NOBODY)
+        parts.append(self._last_heard(detector.statuses))
+        heartbeat.publish(REPORTED, reason, suspects)
+        heartbeat.keep_store_open(STAYS_S)
+        return " ".join(parts)
 
     def _at(self, rank: int) -> str:
         return f"{rank} ({self.hosts[rank] if hasattr(self, 'hosts') else '?'})"
 
-    def _last_heard(self, pulse: Pulse) -> str:
-        """Of ranks that say the same, only the first few."""
+    def _last_heard(self, statuses: Sequence[RankStatus]) -> str:
+        """Return the last status of the first `SHOWN` ranks."""
         now_s, shown = time.monotonic(), []
-        for rank, heard in enumerate(pulse.heard[:SHOWN]):
-            age_s = now_s - heard.beat_s
-            shown.append(f"rank {self._at(rank)}: {heard}, {age_s:.0f} s ago")
+        for rank, status in enumerate(statuses[:SHOWN]):
+            age_s = now_s - status.received_s
+            shown.append(f"rank {self._at(rank)}: {status}, {age_s:.0f} s ago")
         if self.world_size > SHOWN:
             shown.append(f"and {self.world_size - SHOWN} more")
         return "Last heard of: " + "; ".join(shown) + "."

@@ -1,0 +1,374 @@
+"""Heartbeat and failure detector: suspects and states that ranks derive from heartbeats."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from offbeat.transport import heartbeat, rendezvous
+from offbeat.transport.heartbeat import (
+    ABORTED,
+    FAILED,
+    LEFT,
+    REPORTED,
+    RUNNING,
+    WAITING,
+    Heartbeat,
+    RankStatus,
+)
+
+RANKS = 4
+
+
+class Store:
+    """Store in memory that can stop responding or break the connection."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.gone = False
+        self.responds = threading.Event()
+        self.responds.set()
+
+    def _respond(self) -> None:
+        self.responds.wait()
+        if self.gone:
+            raise RuntimeError("Broken pipe")
+
+    def set(self, key: str, value: str) -> None:
+        self._respond()
+        self.values[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self._respond()
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._respond()
+        return [self.values[key] for key in keys]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, list[Heartbeat]]]:
+    """Heartbeats of four ranks that have read each other; rank 3 is the observer."""
+    for name, seconds in {
+        "INTERVAL_S": 0.02,
+        "HEARTBEAT_TIMEOUT_S": 0.3,
+        "STORE_TIMEOUT_S": 0.1,
+    }.items():
+        monkeypatch.setattr(heartbeat, name, seconds)
+    monkeypatch.setattr(heartbeat, "MAX_READS_PER_S", 1e9)
+    store = Store()
+    heartbeats = [Heartbeat(store, rank, RANKS) for rank in range(RANKS)]
+    for one in heartbeats:
+        one.add_user()
+    until(
+        lambda: all(status.sequence > 0 for one in heartbeats for status in one.detector.statuses)
+    )
+    yield store, heartbeats
+    store.gone = True
+    store.responds.set()
+    for one in heartbeats:
+        one.stop()
+
+
+def until(true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def stop_thread(one: Heartbeat) -> None:
+    one._stopped.set()
+
+
+def test_update_ignores_a_known_sequence_number() -> None:
+    """A new iteration changes `changed_s`; a known sequence number changes nothing."""
+    status = RankStatus()
+    found = []
+    for now_s, sequence, iteration in [(1.0, 1, 5), (2.0, 2, 6), (3.0, 3, 6), (4.0, 3, 6)]:
+        status.update(now_s, sequence, [iteration, RUNNING, "in forward", []])
+        found.append((status.iteration, status.received_s, status.changed_s))
+    assert found == [(5, 1.0, 1.0), (6, 2.0, 2.0), (6, 3.0, 2.0), (6, 3.0, 2.0)]
+
+
+def test_waiting_ranks_are_not_suspects(ranks: tuple[Store, list[Heartbeat]]) -> None:
+    _, heartbeats = ranks
+    for one in heartbeats:
+        one.state = WAITING
+    time.sleep(0.5)
+    assert heartbeats[3].detector.suspects(waited_s=0.5) == []
+    assert not heartbeats[3].detector.needs_abort
+
+
+def test_silent_rank_is_suspect(ranks: tuple[Store, list[Heartbeat]]) -> None:
+    _, heartbeats = ranks
+    heartbeats[1].iteration, heartbeats[1].activity = 7, "in forward"
+    until(lambda: heartbeats[3].detector.statuses[1].iteration == 7)
+    stop_thread(heartbeats[1])
+    heartbeats[3].wait_for_failed_peers()
+    assert heartbeats[3].detector.suspects(waited_s=0.0) == [1]
+    assert (
+        heartbeats[3].detector.describe_suspect(1).endswith("last heard: iteration 7, in forward")
+    )
+
+
+def test_hanging_rank_is_suspect_and_waiting_ranks_are_not(
+    ranks: tuple[Store, list[Heartbeat]],
+) -> None:
+    _, heartbeats = ranks
+    heartbeats[0].state = heartbeats[1].state = heartbeats[3].state = WAITING
+    time.sleep(0.5)
+    assert heartbeats[3].detector.suspects(waited_s=0.6) == [2]
+    assert "keeps the others waiting: in its script" in heartbeats[3].detector.describe_suspect(2)
+    assert (
+        heartbeats[3].detector.suspects(waited_s=60.0) == []
+    )  # unchanged for less than half of waited_s
+
+
+def test_failed_rank_is_suspect(ranks: tuple[Store, list[Heartbeat]]) -> None:
+    _, heartbeats = ranks
+    heartbeats[0].publish(FAILED, "failed with KeyError: 'x'")
+    heartbeats[0].stop()  # its last heartbeat stays in the store
+    until(lambda: heartbeats[3].detector.needs_abort)
+    assert heartbeats[3].detector.suspects(waited_s=0.0) == [0]
+    assert heartbeats[3].detector.describe_suspect(0) == "failed with KeyError: 'x'"
+
+
+def test_aborted_rank_is_not_suspect(ranks: tuple[Store, list[Heartbeat]]) -> None:
+    _, heartbeats = ranks
+    heartbeats[0].publish(ABORTED, "gave up in backward")
+    stop_thread(heartbeats[0])
+    stop_thread(heartbeats[2])
+    heartbeats[3].wait_for_failed_peers()
+    assert heartbeats[3].detector.needs_abort
+    assert not heartbeats[0].detector.needs_abort  # a rank ignores its own state
+    assert heartbeats[3].detector.suspects(waited_s=0.0) == [2]
+
+
+@pytest.mark.parametrize(
+    ("error", "published"),
+    [
+        (KeyError("x"), {FAILED}),
+        (RuntimeError("shapes do not match"), {FAILED}),
+        (RuntimeError("Connection closed by peer"), {ABORTED, REPORTED}),
+    ],
+)
+def test_connection_error_publishes_aborted(
+    ranks: tuple[Store, list[Heartbeat]],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    published: set[str],
+) -> None:
+    """A process that ends with another exception publishes that it has failed."""
+    _, heartbeats = ranks
+    own, publish, found = heartbeats[0], heartbeats[0].publish, set[str]()
+    monkeypatch.setattr(
+        own, "publish", lambda state, *rest: (found.add(state), publish(state, *rest))
+    )
+    monkeypatch.setattr(heartbeat, "_heartbeats", [(None, own)])
+    monkeypatch.setattr(heartbeat, "_previous_excepthook", lambda *_: None)
+    heartbeat._on_uncaught_exception(type(error), error, None)
+    assert found == published
+    until(lambda: heartbeats[3].detector.needs_abort)
+    assert (0 in heartbeats[3].detector.suspects(waited_s=0.0)) == (FAILED in published)
+
+
+def test_rank_that_left_is_suspect_in_its_generation(ranks: tuple[Store, list[Heartbeat]]) -> None:
+    _, heartbeats = ranks
+    heartbeats[1].iteration = 5
+    heartbeats[1].remove_user()
+    until(lambda: heartbeats[3].detector.statuses[1].state == LEFT)
+    time.sleep(0.5)
+    assert heartbeats[3].detector.suspects(waited_s=0.1) == [1]
+    assert heartbeats[3].detector.describe_suspect(1) == "has left after iteration 5"
+    heartbeats[2].publish(FAILED, "failed")  # a failed rank takes precedence over one that left
+    until(lambda: heartbeats[3].detector.needs_abort)
+    assert heartbeats[3].detector.suspects(waited_s=0.1) == [2]
+    heartbeats[2].publish(RUNNING, "in its script")
+    heartbeats[1].add_user()  # next generation
+    time.sleep(0.1)
+    assert heartbeats[3].detector.statuses[1].state == LEFT  # rank 3 is in the previous generation
+    heartbeats[3].remove_user()
+    heartbeats[3].add_user()
+    until(lambda: heartbeats[3].detector.statuses[1].state == RUNNING)
+    assert heartbeats[3].detector.suspects(waited_s=60.0) == []
+    for rank in (1, 3):
+        heartbeats[rank].add_user()  # second user
+    heartbeats[1].remove_user()  # one of two users
+    sequence = heartbeats[3].detector.statuses[1].sequence
+    until(lambda: heartbeats[3].detector.statuses[1].sequence > sequence + 1)
+    assert heartbeats[3].detector.statuses[1].state == RUNNING
+
+
+def test_failure_is_visible_in_its_generation_only(ranks: tuple[Store, list[Heartbeat]]) -> None:
+    """Ranks in the same generation read the failure; ranks in the next generation do not."""
+    _, heartbeats = ranks
+    heartbeats[1].publish(REPORTED, "gave up", suspects=[2])
+    heartbeats[2].remove_user("failed with ValueError: x")
+    heartbeats[1].remove_user()
+    for rank in (1, 2):
+        heartbeats[rank].add_user()
+    until(lambda: heartbeats[3].detector.statuses[2].state == FAILED)
+    assert heartbeats[3].detector.needs_abort
+    assert heartbeats[3].detector.suspects(waited_s=0.0) == [2]
+    assert heartbeats[3].detector.describe_suspect(2) == "failed with ValueError: x"
+    heartbeats[3].remove_user()
+    heartbeats[3].add_user()
+    until(lambda: {heartbeats[3].detector.statuses[rank].state for rank in (1, 2)} == {RUNNING})
+    assert not heartbeats[3].detector.needs_abort
+    assert heartbeats[3].detector.suspects(waited_s=0.0) == []
+
+
+def test_status_of_an_earlier_generation_is_ignored(
+    ranks: tuple[Store, list[Heartbeat]],
+) -> None:
+    """A rank in an earlier generation has the initial status."""
+    _, heartbeats = ranks
+    heartbeats[1].publish(ABORTED, "gave up in backward")
+    until(lambda: heartbeats[3].detector.needs_abort)
+    heartbeats[3].add_user()
+    until(lambda: not heartbeats[3].detector.needs_abort)
+    assert str(heartbeats[3].detector.statuses[1]) == heartbeat.IN_SCRIPT
+    heartbeats[1].add_user()
+    heartbeats[1].activity = "in forward"
+    until(lambda: heartbeats[3].detector.statuses[1].activity == "in forward")
+    for one in (heartbeats[1], heartbeats[3]):
+        one.remove_user()
+
+
+def test_suspects_of_other_ranks_count(ranks: tuple[Store, list[Heartbeat]]) -> None:
+    """Rank 0 reports a suspect before its store is lost."""
+    store, heartbeats = ranks
+    stop_thread(heartbeats[2])
+    heartbeats[0].publish(REPORTED, "gave up", suspects=[2])
+    until(lambda: heartbeats[3].detector.statuses[0].state == REPORTED)
+    assert heartbeats[3].detector.needs_abort
+    heartbeats[2].publish(RUNNING, "in its script")  # it was stopped for some time
+    assert heartbeats[2].detector.suspects(waited_s=60.0) == []
+    store.gone = True
+    until(lambda: heartbeats[3].detector.store_lost_s is not None)
+    assert heartbeats[3].detector.suspects(waited_s=0.0) == [2]
+
+
+def test_rank_0_is_suspect_if_the_store_is_lost(ranks: tuple[Store, list[Heartbeat]]) -> None:
+    store, heartbeats = ranks
+    store.gone = True
+    until(lambda: heartbeats[3].detector.store_lost_s is not None)
+    time.sleep(0.5)  # all heartbeats time out, but only rank 0 is suspect
+    assert heartbeats[3].detector.suspects(waited_s=0.0) == [0]
+    assert heartbeats[0].detector.suspects(waited_s=0.0) == []  # a rank never suspects itself
+
+
+def test_start_of_store_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss starts with the failed request; a store that has responded is not lost."""
+    monkeypatch.setattr(heartbeat, "STORE_TIMEOUT_S", -1)
+    answers, lost = Heartbeat(Store(), 0, 1), Heartbeat(Store(), 0, 1)
+    answers._exchange_heartbeats()
+    assert answers.detector.store_lost_s is None
+    request_s = []
+
+    def fails(*_: str) -> None:
+        request_s.append(time.monotonic())
+        raise RuntimeError("Connection reset by peer")
+
+    lost._store.set = fails
+    lost._exchange_heartbeats()
+    assert lost.detector.store_lost_s is not None
+    assert lost.detector.store_lost_s <= request_s[0]
+
+
+def test_store_that_stops_responding(ranks: tuple[Store, list[Heartbeat]]) -> None:
+    store, heartbeats = ranks
+    store.responds.clear()
+    time.sleep(0.5)
+    start_s = time.monotonic()
+    heartbeats[3].publish(ABORTED, "gave up")
+    assert time.monotonic() - start_s < 1
+    assert heartbeats[3].detector.suspects(waited_s=0.0) == [0]
+
+
+def test_rank_0_keeps_its_store_open(
+    ranks: tuple[Store, list[Heartbeat]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the other ranks have reported, left or died."""
+    _, heartbeats = ranks
+    stop_thread(heartbeats[1])
+    heartbeats[2].publish(LEFT, "has left")
+    heartbeats[3].publish(ABORTED, "gave up")  # and still reads the store
+    report = threading.Timer(0.5, heartbeats[3].publish, (REPORTED, "gave up"))
+    report.start()
+    start_s = time.monotonic()
+    heartbeats[0].keep_store_open(10)
+    assert 0.4 < time.monotonic() - start_s < 5
+    heartbeats[3].state = RUNNING
+    start_s = time.monotonic()
+    heartbeats[1].keep_store_open(10)  # rank 1 hosts no store
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    heartbeats[0].keep_store_open(10)
+    assert time.monotonic() - start_s < 0.3
+
+
+def test_one_heartbeat_per_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "_heartbeats", [])
+    monkeypatch.setattr(heartbeat, "_install_exit_hooks", lambda: None)
+    store, other = HashStore(), HashStore()
+    first = heartbeat.process_heartbeat(store, 0, 1)
+    assert heartbeat.process_heartbeat(store, 0, 1) is first
+    assert heartbeat.process_heartbeat(other, 0, 1) is not first
+
+
+# ---- restarts -------------------------------------------------------------------------------
+
+
+def meet(store: HashStore, attempt: str, ranks: int = 3) -> list[str]:
+    """What every rank leaves and finds in its part of the store."""
+    found: list[str] = []
+
+    def come(rank: int) -> None:
+        part = rendezvous.fresh(store, rank, ranks, timeout_s=10)
+        assert not part.check([f"said/{rank}"])  # nobody was here before
+        part.set(f"said/{rank}", attempt)
+        until(lambda: part.check([f"said/{r}" for r in range(ranks)]))
+        found.extend(part.get(f"said/{r}").decode() for r in range(ranks))
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def test_every_attempt_has_a_part_of_the_store_of_its_own() -> None:
+    store = HashStore()
+    assert meet(store, "first") == ["first"] * 9
+    store.set("offbeat/here/1", "of one that has died since")
+    assert meet(store, "second") == ["second"] * 9
+
+
+def test_the_last_moment_is_not_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous.secrets, "token_hex", lambda _: "drawn")
+    store = HashStore()
+    store.set("offbeat/in/drawn/1", "")
+    rendezvous.fresh(store, 0, 2, timeout_s=-1)
+
+
+def test_a_store_may_be_stale_where_this_host_has_not_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Agents count for themselves."""
+    monkeypatch.setenv(rendezvous.RESTARTS_VARIABLE, "0")
+    assert rendezvous.may_be_stale()
+    monkeypatch.delenv(rendezvous.RESTARTS_VARIABLE)
+    assert not rendezvous.may_be_stale()
+
+
+@pytest.mark.parametrize(("rank", "words"), [(0, "rank 1, 2 have not"), (1, "rank 0 has not")])
+def test_who_does_not_come_is_named(rank: int, words: str) -> None:
+    with pytest.raises(TimeoutError, match=words):
+        rendezvous.fresh(HashStore(), rank, 3, timeout_s=0.2)
