@@ -44,6 +44,8 @@ def everything(directory: str) -> dict[str, Any]:
         accelerate_after,
         trainer_accumulates,
         lightning_accumulates,
+        trainer_smooths_labels,
+        lightning_saves_between_micro_batches,
         others,
     ]
     return {each.__name__: each(where / each.__name__) for each in done}
@@ -261,6 +263,84 @@ def lightning_accumulates(where: Path) -> dict[str, Any]:
         trainer.save_checkpoint(before)
     seen = summary([], language.model)
     return seen | plain("wfbp", SHUFFLED, accumulate=2)
+
+
+def trainer_smooths_labels(where: Path) -> dict[str, Any]:
+    """Weights after training with label smoothing, under offbeat and under DDP."""
+    import transformers
+    from tiny_llama import Counting, build
+
+    from offbeat.integrations.transformers import Trainer
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(where),
+        per_device_train_batch_size=BATCH,
+        max_steps=3,
+        label_smoothing_factor=0.1,
+        learning_rate=1e-2,
+        train_sampling_strategy="sequential",
+        save_strategy="no",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    described(where, "")
+    trainer = Trainer(model=build(), args=arguments, train_dataset=Counting(), strategy="wfbp")
+    trainer.train()
+    seen = {"weights": weights(trainer.model)}
+    unwrapped = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    seen["unwrapped"] = unwrapped is trainer.model
+    trainer.model_wrapped.close()
+    under_ddp = transformers.Trainer(model=build(), args=arguments, train_dataset=Counting())
+    under_ddp.train()
+    forget_accelerate()
+    return seen | {"ddp": weights(under_ddp.model)}
+
+
+def lightning_saves_between_micro_batches(where: Path) -> dict[str, Any]:
+    """The checkpoint that a callback saves while gradients accumulate, and this rank's weights
+    before it."""
+    import lightning
+    from tiny_llama import Counting, build
+    from torch.utils.data import DataLoader
+
+    from offbeat.integrations.lightning import OffbeatStrategy
+
+    class Language(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    seen: dict[str, Any] = {}
+
+    class Save(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.fit_loop.total_batch_idx == 2:  # the first of two micro-batches
+                seen["before"] = weights(module.model)
+                trainer.save_checkpoint(where / "middle.ckpt")
+
+    described(where, "model.")
+    trainer = lightning.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        devices=2,
+        strategy=OffbeatStrategy("local-sgd:period=100"),
+        accumulate_grad_batches=2,
+        callbacks=[Save()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Language(), DataLoader(Counting(), batch_size=BATCH))
+    saved = torch.load(where / "middle.ckpt", weights_only=False)["state_dict"]
+    return seen | {"saved": {name.removeprefix("model."): t for name, t in saved.items()}}
 
 
 def others(_: Path) -> dict[str, Any]:

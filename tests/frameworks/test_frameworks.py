@@ -94,6 +94,26 @@ def test_what_integrations_refuse(ranks: list[dict[str, Any]]) -> None:
         assert "distributed_type (DEEPSPEED) must be that of one process per device" in sharded
 
 
+def test_label_smoothing_gives_the_weights_of_ddp(ranks: list[dict[str, Any]]) -> None:
+    """The Trainer shifts labels for classes of causal language models only, so it must see the
+    class of the unwrapped model."""
+    for rank in ranks:
+        smoothed = rank["trainer_smooths_labels"]
+        assert smoothed["unwrapped"]
+        for name, weight in smoothed["weights"].items():
+            torch.testing.assert_close(weight, smoothed["ddp"][name], rtol=1e-5, atol=1e-6)
+
+
+def test_lightning_saves_the_mean_while_gradients_accumulate(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["lightning_saves_between_micro_batches"] for rank in ranks)
+    apart = 0.0
+    for name, weight in first["before"].items():
+        mean = (weight.double() + second["before"][name].double()) / 2
+        torch.testing.assert_close(first["saved"][name].double(), mean, rtol=1e-6, atol=1e-7)
+        apart = max(apart, float((weight - mean).abs().max()))
+    assert apart > 1e-3  # replicas differed
+
+
 def test_both_packages_of_lightning(ranks: list[dict[str, Any]]) -> None:
     assert all(rank["others"]["subclasses"] for rank in ranks)
 

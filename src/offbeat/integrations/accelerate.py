@@ -56,7 +56,7 @@ def prepare(
         models[0].to(accelerator.device)
     model, optimizer = offbeat.prepare(models[0], optimizers[0], strategy, **options)
     _autocast(accelerator, model)
-    _accumulate(accelerator)
+    _replace_methods(accelerator)
     given = [model if o is models[0] else optimizer if o is optimizers[0] else o for o in objects]
     # The optimizer's state is where its parameters are, and is not to be loaded again.
     placed = [False if o is optimizer else None for o in given]
@@ -66,7 +66,8 @@ def prepare(
 def adopt(
     accelerator: Accelerator, strategy: Strategy | str | None = None, **options: Unpack[Options]
 ) -> None:
-    """From now on `accelerator.prepare` is the function above."""
+    """Replace `accelerator.prepare` with `prepare`, bound to this strategy and these options."""
+    _replace_methods(accelerator)
     accelerator.prepare = partial(prepare, accelerator, strategy=strategy, **options)
 
 
@@ -82,13 +83,19 @@ def _autocast(accelerator: Accelerator, model: Model) -> None:
     model._is_accelerate_prepared = True
 
 
-def _accumulate(accelerator: Accelerator) -> None:
-    """`no_sync` of a prepared model is the model's own, in a lone process too."""
-    usual = accelerator.no_sync
+def _replace_methods(accelerator: Accelerator) -> None:
+    """Make `no_sync` and `unwrap_model` of an accelerator handle a prepared model as they handle
+    DDP. Scripts, the Trainer and PEFT test the class of the unwrapped model."""
+    if "unwrap_model" in vars(accelerator):
+        return
+    no_sync_of_ddp, unwrap_ddp = accelerator.no_sync, accelerator.unwrap_model
 
     @contextmanager
     def no_sync(model: nn.Module) -> Iterator[None]:
-        with model.no_sync() if isinstance(model, Model) else usual(model):
+        with model.no_sync() if isinstance(model, Model) else no_sync_of_ddp(model):
             yield
 
-    accelerator.no_sync = no_sync
+    def unwrap_model(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return unwrap_ddp(model.module if isinstance(model, Model) else model, *args, **kwargs)
+
+    accelerator.no_sync, accelerator.unwrap_model = no_sync, unwrap_model

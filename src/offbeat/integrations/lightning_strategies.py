@@ -29,7 +29,8 @@ class TrainerStrategy(Base):
     ):
         super().__init__(**kwargs)
         self._strategy, self._options = strategy, options or Options()
-        self._between = True  # iterations
+        self._between_iterations = True  # also while gradients only accumulate
+        self._accumulating = False
 
     def configure_ddp(self) -> None:
         """Nothing: offbeat wraps the model when its optimizer is there."""
@@ -48,21 +49,26 @@ class TrainerStrategy(Base):
         self.optimizers = [optimizer]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._between = False
+        self._between_iterations = self._accumulating
         return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
-        self._between = True
+        self._between_iterations = True
         return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with self.model.no_sync() if isinstance(self.model, Model) else nullcontext():
-            yield
+        self._accumulating = True
+        try:
+            with self.model.no_sync() if isinstance(self.model, Model) else nullcontext():
+                yield
+        finally:
+            self._accumulating = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of a checkpoint: the mean of all replicas."""
+        """Return the weights of a checkpoint, averaged over all replicas first. Between backward
+        and optimizer step they are this rank's own."""
         self._consolidate()
         return super().lightning_module_state_dict()
 
@@ -75,13 +81,13 @@ class TrainerStrategy(Base):
         super().teardown()
 
     def _consolidate(self) -> None:
-        if isinstance(self.model, Model) and self._between:
+        if isinstance(self.model, Model) and self._between_iterations:
             self.model.consolidate()
 
     def _leave(self) -> None:
         if isinstance(self.model, Model):
             self.model.close()
-            self.model, self._between = self.lightning_module, True
+            self.model, self._between_iterations = self.lightning_module, True
 
 
 class FabricStrategy(Base):
