@@ -211,7 +211,8 @@ def test_compare_runs_what_is_advised(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "_compare", lambda comparison, *_: asked.append(comparison) or 0)
     script = tmp_path / "train.py"
     script.write_text("")
-    argv = ["--lab", "none", "--profile", str(path), str(script)]
+    hosts = str(slow().world_size)
+    argv = ["--lab", "none", "--hosts", hosts, "--profile", str(path), str(script)]
     assert cli.main(["compare", "--strategies", "advised:max_staleness=2", *argv]) == 0
     advice = advise(slow(), max_staleness=2)
     ran = [contestant.strategy for contestant in asked[0].contestants]

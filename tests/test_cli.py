@@ -176,7 +176,10 @@ def test_a_profile_that_cannot_be_read(text, words, here, capsys):
         ("run --strategy wfpb train.py", "did you mean 'wfbp'?"),
         ("run --timeout 0 train.py", "--timeout (0) must be above 0"),
         ("run nothing.py --steps 3", "script ('nothing.py --steps 3') must begin with an existing"),
-        ("run --profile profile.json train.py", "world_size (16) of profile.json must be"),
+        (
+            "run --profile profile.json --hosts 1 train.py",
+            "world_size (16) of profile.json must be",
+        ),
         ("compare --repeat 0 train.py", "--repeat (0) must be at least 1"),
         ("compare --strategies ddp,dremddp train.py", "did you mean 'dreamddp'?"),
         ("compare --strategies ddp,ddp train.py", "contestant ('ddp') must be unique"),

@@ -107,12 +107,12 @@ def measured(
         yield (path if outcome.measured else None), outcome
 
 
-def contestants(path: Path, asked: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
+def contestants(profile: Profile, asked: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
     """What is advised for a profile; `asked` is "advised" or "advised:max_staleness=19"."""
     limit = pairs(asked.split(":")[1:])
     for name in limit:
         require_choice("setting of advised", name, ("max_staleness",))
     known = {name: parse_value(name, value, int) for name, value in limit.items()}
-    advice = advise(texts.load_profile(path), **known)
+    advice = advise(profile, **known)
     names = ",".join(text_of(option.strategy) for option in advice.compared)
     return texts.contestants(names, settings)

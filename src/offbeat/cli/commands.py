@@ -195,7 +195,7 @@ def compare(
 
     Example: offbeat compare --strategies ddp,ddp:bucket_cap_mb=1,dreamddp --repeat 3 train.py
     """
-    from offbeat.run.compare import Comparison
+    from offbeat.run.compare import Comparison, given_profile
 
     limits.at_least("--repeat", repeat, 1, "it is how often each contestant runs")
     setup = _setup(where, script, args)
@@ -207,7 +207,8 @@ def compare(
     with advising.measured(setup, profile, stderr=json_) as (path, outcome):
         if path is None:
             return _exit_code(outcome, "no profile was written")
-        chosen = advising.contestants(path, strategies, set_ or [])
+        facts = given_profile(setup, path).profile
+        chosen = advising.contestants(facts, strategies, set_ or [])
         return _compare(Comparison(setup, chosen, repeat, target_loss, path), out, json_)
 
 
@@ -553,12 +554,15 @@ def _show_run(run_dir: Path, page: Path, json_: bool, logs: str | None = None) -
         summary = json.loads((run_dir / "summary.json").read_text())
         _print(True, {"run_dir": str(run_dir), "report": str(page), **summary}, "")
         return
-    rows = reports.summarize(reports.load(run_dir))
+    run = reports.load(run_dir)
+    rows = reports.summarize(run)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print(table(rows))
     for row in rows:
         if row.split is not None and (text := in_words(row.split, row.label)):
             print(text)
+    if run.given is not None and run.given["computed"]:
+        print(f"predicted from a computed profile: {run.given['text']}")
     if logs is not None:
         print(f"what the script printed: {logs}")
     if len(rows) > 1:

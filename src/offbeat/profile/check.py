@@ -51,8 +51,10 @@ def _validate_link(link: Link) -> None:
         raise ValueError(f"link name ({link.name!r}) must not contain {CHANNEL!r}; rename it")
     _number(f"latency_s of link {link.name!r}", link.latency_s)
     _number(f"bytes_per_s of link {link.name!r}", link.bytes_per_s, positive=True)
-    for name in ("cpu_s_per_message", "cpu_s_per_byte", "jitter"):
+    for name in ("cpu_s_per_message", "cpu_s_per_byte", "jitter", "asked_latency_s", "asked_loss"):
         _number(f"{name} of link {link.name!r}", getattr(link, name))
+    if link.asked_rate_bps is not None:
+        _number(f"asked_rate_bps of link {link.name!r}", link.asked_rate_bps, positive=True)
     if link.vote_s is not None:
         _number(f"vote_s of link {link.name!r}", link.vote_s)
     _validate_small("a small message", link.name, link.small)

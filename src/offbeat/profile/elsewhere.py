@@ -6,7 +6,7 @@ N-th of the bytes. So the time of the bytes goes with 2 (N - 1) / N, latency wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
@@ -20,22 +20,27 @@ def elsewhere(
     profile: Profile,
     *,
     hosts: int | None = None,
-    rate_bps: float | None = None,
+    rate_bps: float | Mapping[str, float] | None = None,
     jitter: float | None = None,
 ) -> Profile:
-    """The profile on `hosts` ranks, all links at `rate_bps`, compute varying by `jitter`; None: as
-    measured. Ranks that differ are repeated in turn. ValueError for what cannot be scaled.
+    """The profile on `hosts` ranks, all links at `rate_bps` (or some, by name), compute varying by
+    `jitter`; None: as measured. Ranks that differ are repeated in turn. ValueError for what cannot
+    be scaled.
     """
     ranks = profile.world_size
     count = ranks if hosts is None else hosts
+    if isinstance(rate_bps, Mapping):
+        rates = dict(rate_bps)
+    else:
+        rates = {} if rate_bps is None else {link.name: rate_bps for link in profile.links}
     if jitter is not None:
         profile = replace(profile, jitter=jitter, rank_jitter=())
-    if count == ranks and rate_bps is None:
+    if count == ranks and not rates:
         return profile
     for name, value in (("hosts", count), ("world_size of the profile", ranks)):
         if value < 2:
             raise ValueError(f"{name} ({value}) must be at least 2; one rank alone sends nothing")
-    links = tuple(_link(link, ranks, count, rate_bps) for link in profile.links)
+    links = tuple(_link(link, ranks, count, rates.get(link.name)) for link in profile.links)
     pairs = dict(
         zip((link.name for link in links), zip(profile.links, links, strict=True), strict=True)
     )
@@ -80,6 +85,13 @@ def passes(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
+def network_rate_bps(link: Link, ranks: int) -> float:
+    """Rate of the network in bit/s: the recorded one, else what the ring's payload implies."""
+    if link.asked_rate_bps is not None:
+        return link.asked_rate_bps
+    return 8 * link.bytes_per_s * passes(ranks) / PAYLOAD
+
+
 def _link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Link:
     steps, more = (count - 1) / (ranks - 1), passes(count) / passes(ranks)
     rate = link.bytes_per_s / more
@@ -105,6 +117,7 @@ def _link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Link:
         cpu_s_per_message=link.cpu_s_per_message * steps,
         vote_s=None if link.vote_s is None else link.vote_s * steps,
         cpu_s_per_byte=link.cpu_s_per_byte * more,
+        asked_rate_bps=link.asked_rate_bps if rate_bps is None else rate_bps,
     )
 
 

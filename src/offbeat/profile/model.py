@@ -63,6 +63,9 @@ class Link:
     and that its own compute lacks; 0 where a device computes beside the processor.
     `jitter` is the relative standard deviation of the time of one message from one to the next.
     `vote_s`: what a message of one number per rank takes; None if that was not measured.
+    `asked_rate_bps`, `asked_latency_s` (one way) and `asked_loss` describe the network of the
+    measurement: the slowest rate, the longest delay and the greatest loss between two ranks. The
+    rate is None if it is not known; then the other two are not known either.
     """
 
     name: str
@@ -76,6 +79,9 @@ class Link:
     jitter: float = 0.0
     vote_s: float | None = None
     small_halves: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    asked_rate_bps: float | None = None
+    asked_latency_s: float = 0.0
+    asked_loss: float = 0.0
 
     def seconds(
         self,

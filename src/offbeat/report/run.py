@@ -139,7 +139,8 @@ class Run:
     """A run directory that was read; `skip` iterations are left out of every measured time.
 
     `probed` compares what was asked of the links with what was measured before the run; `changed`
-    is what the lab changed while ranks ran.
+    is what the lab changed while ranks ran. `given` describes a profile that was given instead of
+    measured: its file, and the quantities that were computed for this cluster.
     """
 
     path: Path
@@ -161,6 +162,7 @@ class Run:
     skip: int = 0
     profile: Profile | None = None
     problems: tuple[str, ...] = ()
+    given: Mapping[str, Any] | None = None
 
     @property
     def world_size(self) -> int:
@@ -229,6 +231,7 @@ def load(run_dir: str | Path) -> Run:
         skip=int(data.get("skip", 0)),
         profile=profile,
         problems=problems,
+        given=data.get("profile"),
     )
 
 

@@ -42,6 +42,7 @@ def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
         "winner": None if best is None else best.label,
         "sentence": sentence,
         "emulated": run.emulated,
+        "profile": run.given,
         "rows": [asdict(row) for row in rows],
         "problems": run.failures(),
     }

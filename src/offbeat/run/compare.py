@@ -24,6 +24,7 @@ from offbeat.measuring.processors import processors
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.report.run import PROBLEM
+from offbeat.run.network import Computed, compute_for, with_network
 from offbeat.run.progress import OnLine, Progress
 from offbeat.run.script import name_of, require_runnable
 from offbeat.sim import Votes
@@ -226,9 +227,11 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
     """
     progress = progress or Progress()
     _refuse_used(run_dir)
-    given = _given_profile(comparison)
+    path = comparison.profile
+    given = None if path is None else given_profile(comparison.setup, path)
     with comparison.setup.lab() as lab:
         record = _describe(comparison, lab) | {"probed": _probe(lab, progress)}
+        record["profile"] = None if given is None else given.record()
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_json(run_dir / "run.json", record)
         outcome = Outcome(run_dir)
@@ -236,7 +239,9 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
             progress.say(lab.note)
         progress.say(f"what the script prints goes to {logs_of(comparison, run_dir)}")
         try:
-            _run_all(comparison, lab, given, outcome, progress)
+            if given is not None:
+                progress.say(given.text)
+            _run_all(comparison, lab, given and given.profile, outcome, progress)
         except KeyboardInterrupt:
             outcome.interrupted = True
         except LabError as error:
@@ -246,6 +251,18 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
         _write_json(run_dir / "run.json", record)
         outcome.report = report.write(run_dir)
     return outcome
+
+
+def given_profile(setup: Setup, path: Path) -> Computed:
+    """A profile's file for the cluster of a setup; ValueError if it cannot be computed for it."""
+    return compute_for(
+        Profile.load(path),
+        setup.cluster,
+        setup.workers,
+        shaped=setup.shaped,
+        pace=setup.pace,
+        file=str(path),
+    )
 
 
 def logs_of(comparison: Comparison, run_dir: Path) -> str:
@@ -355,7 +372,9 @@ def _measure(
     if problem is None and not draft.exists():
         problem = f"{name_of(setup.script)} ended before a profile was measured; {MUST_PREPARE}"
     if problem is None:
-        Profile.load(draft).save(path)
+        found = Profile.load(draft)
+        found = with_network(found, setup.cluster, setup.workers) if setup.shaped else found
+        found.save(path)
     else:
         _fail(f"measuring the profile: {problem}", outcome, progress)
     return problem is None
@@ -549,27 +568,6 @@ def _launch(
 def _refuse_used(run_dir: Path) -> None:
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise ValueError(f"run directory ({run_dir}) must be new or empty; choose another --out")
-
-
-def _given_profile(comparison: Comparison) -> Profile | None:
-    if comparison.profile is None:
-        return None
-    profile = Profile.load(comparison.profile)
-    ranks = comparison.setup.workers
-    if profile.world_size != ranks:
-        raise ValueError(
-            f"world_size ({profile.world_size}) of {comparison.profile} must be the cluster's "
-            f"number of ranks ({ranks}); measure it again with `offbeat profile`"
-        )
-    pace = comparison.setup.pace
-    if isinstance(pace, (int, float)):
-        return profile.paced(pace)
-    if (pace == "auto" and not profile.pace) or (pace == "none" and profile.pace):
-        raise ValueError(
-            f"pace ({pace}) must be that of {comparison.profile} ({profile.pace:g}; 0 is none); "
-            "leave --pace out, or measure a profile with it"
-        )
-    return profile
 
 
 def _describe(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:

@@ -1,0 +1,132 @@
+"""A given profile on the cluster of a run: computed quantities, refusals, records."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from test_compare import SCRIPT
+
+from offbeat.cli import commands as cli
+from offbeat.lab import Cluster, NoLab
+from offbeat.measuring.processors import processors
+from offbeat.profile import Bucket, Link, Profile
+from offbeat.profile.elsewhere import PAYLOAD, elsewhere
+from offbeat.run import compare
+from offbeat.run.network import compute_for, with_network
+
+RATE = 200e6
+# A ring of 4 sends every byte 1.5 times.
+LINK = Link("net", 1e-3, PAYLOAD * RATE / 8 / 1.5)
+ESTIMATED = Profile(
+    tuple(Bucket(f"h.{i}", 0.001, 0.002, 10**5) for i in range(4)), (LINK,), world_size=4
+)
+KNOWN = with_network(ESTIMATED, Cluster.simple(4, RATE), 4)
+
+
+def computed(profile: Profile, cluster: Cluster, pace=None, *, shaped: bool = True, ranks: int = 0):
+    return compute_for(
+        profile, cluster, ranks or cluster.world_size, shaped=shaped, pace=pace, file="p.json"
+    )
+
+
+def test_a_profile_of_such_a_cluster_stays_as_measured():
+    assert computed(KNOWN, Cluster.simple(4, "200mbit")).quantities == ()
+    assert computed(KNOWN, Cluster.simple(4, "200mbit")).profile == KNOWN
+    # An estimated rate is not exact enough to contradict a close one.
+    there = computed(ESTIMATED, Cluster.simple(4, "250mbit"))
+    assert there.quantities == ()
+    assert there.profile.links[0].bytes_per_s == LINK.bytes_per_s
+
+
+@pytest.mark.parametrize("profile", [KNOWN, ESTIMATED], ids=["recorded", "estimated"])
+def test_another_rate_is_computed_and_stated(profile):
+    there = computed(profile, Cluster.simple(4, "10mbit"))
+    assert (
+        there.profile.links[0].bytes_per_s == elsewhere(profile, rate_bps=1e7).links[0].bytes_per_s
+    )
+    assert there.profile.links[0].asked_rate_bps == 1e7
+    ((what, was, here),) = there.quantities
+    assert (what, was.removeprefix("about "), here) == ("rate of net", "200mbit", "10mbit")
+    # A recorded rate contradicts a close one.
+    assert bool(computed(profile, Cluster.simple(4, "250mbit")).quantities) == (profile is KNOWN)
+
+
+def test_the_slowest_way_between_ranks_counts():
+    slow = Cluster.from_toml(
+        'hosts = 4\nrate = "200mbit"\n[[pairs]]\nhosts = [1, 2]\nrates = { net = "10mbit" }'
+    )
+    assert computed(KNOWN, slow).profile.links[0].asked_rate_bps == 1e7
+    server = Cluster.from_toml(
+        'hosts = 5\nrate = "200mbit"\n[[overrides]]\nhost = 4\nrates = { net = "10mbit" }'
+    )
+    assert computed(KNOWN, server, ranks=4).quantities == ()  # host 4 only serves
+
+
+def test_more_ranks_are_computed_at_a_pace_for_all_of_them():
+    there = computed(KNOWN.paced(2.0), Cluster.simple(8, "200mbit"))
+    assert there.profile.world_size == 8
+    assert there.profile.pace == 4.0
+    assert [what for what, *_ in there.quantities] == ["ranks", "pace"]
+    fewer = computed(KNOWN.paced(2.0), Cluster.simple(2, "200mbit"))
+    assert (fewer.profile.world_size, fewer.profile.pace) == (2, 2.0)
+    with pytest.raises(ValueError, match=r"pace \(0, none\) of p.json must be given"):
+        computed(KNOWN, Cluster.simple(4 * processors() + 4, "200mbit"))
+    assert computed(KNOWN, Cluster.simple(8, "200mbit"), 3.0).profile.pace == 3.0
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ('hosts = 4\nrate = "200mbit"\nlatency = "20ms"', r"latency of link 'net' \(0.02\)"),
+        ('hosts = 4\nrate = "200mbit"\nloss = "1%"', r"loss of link 'net' \(0.01\)"),
+        ("hosts = 4", r"rate of link 'net' \(unlimited\) must be a number"),
+        ('hosts = 1\nrate = "200mbit"', r"world_size \(4\) of p.json"),
+        ('hosts = 4\n[[links]]\nname = "lan"\nrate = "200mbit"', r"links \(net\) of p.json"),
+    ],
+)
+def test_what_no_formula_computes_is_refused(toml, words):
+    with pytest.raises(ValueError, match=words):
+        computed(KNOWN, Cluster.from_toml(toml))
+
+
+def test_a_delay_that_the_messages_cannot_have_had_is_refused():
+    far = Cluster.simple(4, "200mbit", latency="20ms")
+    with pytest.raises(ValueError, match=r"latency_s \(0.001\) .* at least 0.06 s"):
+        computed(ESTIMATED, far)
+    measured = replace(ESTIMATED, links=(replace(LINK, latency_s=0.13),))
+    assert computed(measured, far).quantities == ()
+
+
+def test_paced_hosts_of_other_speeds_are_refused():
+    uneven = Cluster.from_toml('hosts = 4\nrate = "200mbit"\n[[overrides]]\nhost = 0\nspeed = 0.5')
+    with pytest.raises(ValueError, match="speeds of the cluster's hosts must be those"):
+        computed(KNOWN.paced(2.0), uneven)
+    made = computed(KNOWN, uneven, 2.0).profile
+    assert made == KNOWN.paced(2.0, [0.5, 1, 1, 1], [0.0] * 4)
+    assert computed(made, uneven).quantities == ()
+
+
+def test_without_a_lab_nothing_is_compared():
+    there = computed(KNOWN, Cluster.simple(4), shaped=False)
+    assert (there.profile, there.quantities, there.compared) == (KNOWN, (), False)
+
+
+def test_a_run_predicts_for_its_own_network_and_records_it(tmp_path, monkeypatch, capsys):
+    """Measured at 200 Mbit/s on 4 hosts, run at 10 Mbit/s on 2; the lab is a stand-in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "Lab", lambda cluster, _: NoLab(cluster))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    KNOWN.save("p.json")
+    argv = ["run", "--profile", "p.json", "--hosts", "2", "--rate", "10mbit", "--out", "r"]
+    assert cli.main([*argv, "train.py"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("200mbit -> 10mbit") == 2  # before and after the run
+    given = json.loads((tmp_path / "r/summary.json").read_text())["profile"]
+    assert given["computed"] == [
+        {"quantity": "rate of net", "measured": "200mbit", "here": "10mbit"},
+        {"quantity": "ranks", "measured": "4", "here": "2"},
+    ]
+    there = Profile.load(tmp_path / "r/profile.json")
+    assert there == elsewhere(KNOWN, hosts=2, rate_bps=1e7)
