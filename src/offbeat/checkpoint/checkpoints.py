@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.checkpoint import randomness, shard
+from offbeat.checkpoint import shard
 from offbeat.checkpoint.folder import NAME, Folder
 from offbeat.checkpoint.frozen import Frozen, freeze
 from offbeat.checkpoint.saving import Company, Saver, Saving
 from offbeat.checkpoint.shard import Manifest
+from offbeat.storage import randomness
 
 if TYPE_CHECKING:
     from offbeat.runtime.wrap import Session

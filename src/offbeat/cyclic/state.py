@@ -11,6 +11,7 @@ from torch.utils.dlpack import from_dlpack
 
 from offbeat.cyclic.vectors import Shape
 from offbeat.storage.coupling import trial_copy
+from offbeat.storage.randomness import preserved
 
 ALIGNED = 16  # bytes
 _TRIAL = (2, 3)
@@ -100,7 +101,8 @@ class StageState:
         trial = nn.Parameter(torch.zeros(_TRIAL, dtype=p.dtype, device=shape.device))
         trial.grad = torch.zeros_like(trial)
         copy = trial_copy(self._optimizer, [{**group, "params": [trial]}])
-        copy.step()
+        with preserved({shape.device}):
+            copy.step()
         for name, value in copy.state[trial].items():
             if isinstance(value, (bool, int, float)):
                 self._add(p, name, type(value), torch.empty((), dtype=torch.float64))

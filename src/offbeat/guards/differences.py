@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from offbeat.plan import Plan
 from offbeat.storage.checksum import checksum
+from offbeat.storage.randomness import CPU, generator
 from offbeat.transport.cluster import Cluster
 from offbeat.transport.collectives import averaging
 from offbeat.transport.control import Control
@@ -121,11 +122,12 @@ def sketch(tensor: Tensor) -> list[float]:
     difference (Johnson-Lindenstrauss). The same signs on every rank, so that lists compare."""
     flat = tensor.detach().contiguous().view(-1)
     flat = (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).cpu()
-    random = torch.Generator().manual_seed(0)
+    random = generator()
     rows = -(-flat.numel() // _SIGNS)
     columns = _signs((_SIGNS, _PROJECTIONS), random)
     by_row = _signs((rows, _PROJECTIONS), random)
-    sums, square = torch.zeros(_PROJECTIONS, dtype=torch.float64), 0.0
+    sums = torch.zeros(_PROJECTIONS, dtype=torch.float64, device=CPU)
+    square = 0.0
     for i, row in enumerate(flat.split(_SIGNS)):
         exact = row.double()
         sums += (exact @ columns[: row.numel()]) * by_row[i]
@@ -134,7 +136,8 @@ def sketch(tensor: Tensor) -> list[float]:
 
 
 def _signs(shape: tuple[int, int], random: torch.Generator) -> Tensor:
-    return torch.randint(0, 2, shape, generator=random).double() * 2 - 1
+    signs = torch.randint(0, 2, shape, generator=random, dtype=torch.int64, device=CPU)
+    return signs.double() * 2 - 1
 
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:

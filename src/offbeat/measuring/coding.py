@@ -13,6 +13,7 @@ from offbeat.numerics.codecs import WIRES, Codec, codec
 from offbeat.plan import Payload, Wire
 from offbeat.profile import Bucket, CodecSpeed, Profile
 from offbeat.sim.wires import Encoded
+from offbeat.storage.randomness import generator, normal
 from offbeat.transport.cluster import Cluster
 from offbeat.transport.codes.average import Part, Settings, average
 from offbeat.transport.codes.codes import code
@@ -44,7 +45,7 @@ def _more_s(cluster: Cluster, profile: Profile) -> float:
     waits for the slowest rank. Of both ways to go round; the longest of some does not count."""
     name, found = profile.default_link.name, []
     small = replace(profile, buckets=(Bucket("numbers", 0.0, 0.0, 4 * FEW),))
-    used, x = codec("int4", {}), torch.randn(FEW, device=cluster.where)
+    used, x = codec("int4", {}), normal(FEW, generator()).to(cluster.where)
     for via, rounds in (("gather", 1), ("scatter", 2)):
         how, times = Settings(used, via, 0, keeps=True), []
         for _ in range(MESSAGES):
@@ -75,7 +76,7 @@ def codec_speeds(where: torch.device, device: Device) -> tuple[CodecSpeed, ...]:
 def _speed(used: Codec, where: torch.device, clock: Clock) -> tuple[float, ...]:
     """The seconds of a `CodecSpeed`, from a small and a large message of a rank alone."""
     small, large = (
-        (4 * n, *_taken(used, torch.randn(n, device=where), clock)) for n in (FEW, MANY)
+        (4 * n, *_taken(used, normal(n, generator()).to(where), clock)) for n in (FEW, MANY)
     )
     (few, encode_s, decode_s, all_s), (many, _, large_decode_s, large_all_s) = small, large
     per_byte_s = (large_decode_s - decode_s) / (many - few)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from offbeat.server.layout import Piece, in_order_of
 from offbeat.storage.coupling import couples, trial_copy
+from offbeat.storage.randomness import generator, normal, preserved
 from offbeat.transport.frames import WireError
 
 Settings = list[dict[str, Any]]
@@ -52,8 +53,8 @@ def _couples_elements(optimizer: torch.optim.Optimizer) -> str | None:
 
 def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], cut: bool) -> Tensor:
     """A made-up parameter after two steps, whole or as two flat pieces."""
-    random = torch.Generator().manual_seed(0)
-    value, gradient = (torch.randn(_SHAPE, generator=random).double() for _ in range(2))
+    random = generator()
+    value, gradient = (normal(_SHAPE, random).double() for _ in range(2))
     edges = [0, _CUT, value.numel()] if cut else [0, value.numel()]
     pieces: list[nn.Parameter] = []
     for start, stop in pairwise(edges):
@@ -65,8 +66,9 @@ def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], cut: bool)
     if isinstance(settings.get("lr"), (int, float, Tensor)):
         settings["lr"] = 0.1  # a warm-up may have it at 0
     trial = trial_copy(optimizer, [{**settings, "params": pieces}])
-    for _ in range(2):
-        trial.step()
+    with preserved():
+        for _ in range(2):
+            trial.step()
     return torch.cat([piece.detach().flatten() for piece in pieces])
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat.storage.randomness import CPU, generator, normal, preserved, seed_all
+
 Group = dict[str, Any]
 
 _SCALES = (1.0, 1e4)  # of gradients: clipping shows only above its threshold
@@ -57,7 +59,7 @@ def trial_copy(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> tor
 
 def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """A copy of the optimizer that steps one small stand-in per group."""
-    random = torch.Generator().manual_seed(0)
+    random = generator()
     groups = [_with(g, _stand_ins(g, 1, 1.0, random)) for g in optimizer.param_groups]
     return trial_copy(optimizer, [group for group in groups if group["params"]])
 
@@ -67,9 +69,14 @@ def delegates(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
 
 
+def devices_of(optimizer: torch.optim.Optimizer) -> set[torch.device]:
+    """Return the devices of the optimizer's parameters."""
+    return {p.device for group in optimizer.param_groups for p in group["params"]}
+
+
 def _stepped(optimizer: torch.optim.Optimizer, g: int, scale: float, *, alone: bool) -> Tensor:
     """A stand-in of group g after two steps, by itself or with stand-ins of all groups."""
-    random = torch.Generator().manual_seed(0)
+    random = generator()
     first = _stand_ins(optimizer.param_groups[g], 1, scale, random)
     groups = [_with(optimizer.param_groups[g], first)]
     if not alone:
@@ -80,11 +87,12 @@ def _stepped(optimizer: torch.optim.Optimizer, g: int, scale: float, *, alone: b
             if other != g
         ]
     trial = trial_copy(optimizer, [group for group in groups if group["params"]])
-    with torch.random.fork_rng():
+    devices = devices_of(trial)
+    with preserved(devices):
         for seed in range(2 if first else 0):
-            torch.manual_seed(seed)  # of optimizers that round at random
+            seed_all(seed, devices)  # of optimizers that round at random
             trial.step()
-    return first[0].detach() if first else torch.zeros(0)
+    return first[0].detach() if first else torch.zeros(0, device=CPU)
 
 
 def _stand_ins(
@@ -94,8 +102,8 @@ def _stand_ins(
     made: list[nn.Parameter] = []
     for like in group["params"][:1] * count:
         shape = [min(size, _LARGEST) for size in like.shape]
-        p = nn.Parameter(torch.randn(shape, generator=random).to(like))
-        p.grad = (scale * torch.randn(shape, generator=random)).to(like)
+        p = nn.Parameter(normal(shape, random).to(like))
+        p.grad = (scale * normal(shape, random)).to(like)
         made.append(p)
     return made
 

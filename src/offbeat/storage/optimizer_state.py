@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from offbeat.storage.coupling import delegates, trial_copy
 from offbeat.storage.flat import Flat, place_like
+from offbeat.storage.randomness import preserved
 
 Names = dict[str, torch.dtype]
 
@@ -104,7 +105,8 @@ def _tried_out(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Pa
     trial = nn.Parameter(torch.zeros(2, 3, dtype=p.dtype, device=p.device))
     trial.grad = torch.zeros_like(trial)
     copy = trial_copy(optimizer, [{**group, "params": [trial]}])
-    copy.step()
+    with preserved({p.device}):
+        copy.step()
     return _kept(copy.state[trial], trial)
 
 

@@ -1,0 +1,76 @@
+"""Random states: of Python, NumPy and torch, on the host and on the model's device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+CPU = torch.device("cpu")
+
+
+def captured(device: torch.device) -> dict[str, Any]:
+    """Return the random states of the process, and of one device if it is a GPU."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def restore(states: Mapping[str, Any], device: torch.device) -> None:
+    """Set the random states that `captured` has returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def normal(size: int | Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Return standard normal numbers in single precision on the host, from a generator of ours.
+
+    The result does not depend on the default dtype and device of the script, and the generators
+    of the script are not used.
+    """
+    shape = (size,) if isinstance(size, int) else size
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device=CPU)
+
+
+def generator() -> torch.Generator:
+    """Return a generator on the host with a fixed seed."""
+    return torch.Generator(CPU).manual_seed(0)
+
+
+@contextmanager
+def preserved(devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Restore the random states of the process and of these devices at the end of the block.
+
+    The user's optimizer may draw random numbers when a copy of it is tried. The training script
+    must draw the same numbers with and without the trial.
+    """
+    states = [(device, captured(device)) for device in {CPU, *devices}]
+    try:
+        yield
+    finally:
+        for device, state in states:
+            restore(state, device)
+
+
+def seed_all(seed: int, devices: Iterable[torch.device] = ()) -> None:
+    """Seed Python, NumPy, torch's generator of the host and those of these devices.
+
+    `torch.manual_seed` would also seed the GPUs that the script has not used yet.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)

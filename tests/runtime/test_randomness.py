@@ -1,0 +1,111 @@
+"""The script's random streams: nothing that offbeat does draws from them."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from worlds import run_world
+
+import offbeat
+from offbeat.measuring.calls import call_s
+from offbeat.server.optimizers import require_elementwise
+from offbeat.storage.coupling import couples
+from offbeat.storage.flat import Flat
+from offbeat.storage.layout import BucketSpec
+from offbeat.storage.optimizer_state import StateStore
+from offbeat.strategies import SERVED, STRATEGIES, create, methods
+from offbeat.transport.device import CPU
+
+OBSERVED, ITERATIONS = 2, 4
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dear": {"update": "at_step"},  # a checkpoint in mid-run reads gradients
+    "local-sgd": {"state": "averaged"},  # an optimizer is tried for the state that it keeps
+}
+
+
+def random_states() -> list[Any]:
+    """Of torch on the host and on every GPU, of Python and of NumPy."""
+    kind, numbers, *rest = np.random.get_state()
+    gpus = [state.tolist() for state in torch.cuda.get_rng_state_all()]
+    return [torch.get_rng_state().tolist(), gpus, random.getstate(), [kind, list(numbers), *rest]]
+
+
+def train_and_compare(names: list[str], folder: Path) -> dict[str, list[str]]:
+    """Per strategy what has changed a random state."""
+    return {name: changes(name, folder) for name in names}
+
+
+def changes(name: str, folder: Path) -> list[str]:
+    os.environ["OFFBEAT_SERVERS"] = "1" if name in SERVED else "0"
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    x = torch.ones(6, 5) * torch.arange(6)[:, None]
+    before, found = random_states(), list[str]()
+
+    def compare(what: str) -> None:
+        if random_states() != before:
+            found.append(what)
+
+    try:
+        model, optimizer = offbeat.prepare(
+            model,
+            optimizer,
+            create(name, SETTINGS.get(name)),
+            observe=OBSERVED,
+            min_bucket_bytes=1,
+            timeout_s=20.0,
+        )
+    except SystemExit:  # a server, when its workers have left
+        return found
+    compare("prepare")
+    for t in range(ITERATIONS):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        compare(f"iteration {t}")
+    if name in STRATEGIES and name != "ddp":
+        assert offbeat.save(folder / name, model, optimizer) is not None
+        compare("save")
+    model.consolidate()
+    compare("consolidate")
+    model.close()
+    compare("close")
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_strategy_leaves_the_random_states(world_size: int, tmp_path: Path) -> None:
+    """Servers need a third rank."""
+    names = [name for name in methods() if (name in SERVED) == (world_size == 3)]
+    for rank in run_world(train_and_compare, world_size, names, tmp_path, timeout_s=90.0):
+        assert rank == {name: [] for name in names}
+
+
+class Drawing(SGD):
+    """Draws from every stream in its step."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        torch.rand(1)
+        random.random()
+        np.random.rand()
+        super().step()
+
+
+def test_trials_of_an_optimizer_leave_the_random_states() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Drawing(model.parameters(), lr=0.1, momentum=0.9)
+    before = random_states()
+    assert couples(optimizer) is None
+    assert call_s(optimizer, CPU()) > 0
+    require_elementwise(optimizer, "clock")
+    flat = Flat(model, [BucketSpec("all", ("weight", "bias"))])
+    StateStore(optimizer, flat).tensors(range(1))
+    assert random_states() == before
