@@ -22,6 +22,7 @@ from offbeat.runtime import session
 from offbeat.runtime.wrap import Model, Optimizer
 
 STEPS = 5
+OBSERVED = 2  # of these, where a profile is measured
 TIMEOUT_S = 8.0
 ROWS = 4
 
@@ -42,12 +43,14 @@ STRATEGIES: dict[str, Strategy] = {
 @dataclass
 class Job:
     """A rank's place in a script. `strategy` None: torch's own DDP; `plainly`: the reference of
-    the strategy, which runs as it `ran`: strategies with the iterations from which on."""
+    the strategy, which runs as it `ran`: strategies with the iterations from which on.
+    `measured`: the profile is not given, the first iterations are observed."""
 
     strategy: Strategy | None
     plainly: bool = False
     ran: list[list[tuple[int, Strategy]]] = field(default_factory=list)
     find_unused: bool = False
+    measured: bool = False
     seen: list[float] = field(default_factory=list)
     modules: list[tuple[nn.Module, Any]] = field(default_factory=list)
     closing: list[Callable[[], None]] = field(default_factory=list)
@@ -71,7 +74,9 @@ class Job:
             return Model(model, reference), Optimizer(optimizer, reference)
         session.raise_if_wrong = checked  # type: ignore[assignment]
         options = {"timeout_s": TIMEOUT_S, "compare_every": 1, **options}
-        if self.strategy.planned and "observe" not in options:
+        if self.measured:
+            options.setdefault("observe", OBSERVED)
+        elif self.strategy.planned and "observe" not in options:
             options["profile"] = profile_of(model)
         mine, steps = offbeat.prepare(model, optimizer, self.strategy, **options)
         self.closing.append(mine.close)

@@ -66,12 +66,14 @@ def yardsticks(keys: Sequence[str]) -> dict[str, Left]:
     return {key: run(one, Job(None, find_unused=one.find_unused)) for key, one in wanted.items()}
 
 
-def judge(feature: Feature, name: str, yardstick: Left | None) -> Verdict:
+def judge(
+    feature: Feature, name: str, yardstick: Left | None, *, measured: bool = False
+) -> Verdict:
     """This rank's verdict, which takes the other rank's failures into account."""
     if name in feature.not_for:
         return Verdict(NOT_RUN)
     strategy = STRATEGIES[name]
-    mine = run(feature, Job(strategy, find_unused=feature.find_unused))
+    mine = run(feature, Job(strategy, find_unused=feature.find_unused, measured=measured))
     errors: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(errors, mine.error)
     if any(errors):
@@ -111,10 +113,12 @@ def difference(mine: Left, theirs: Left, tolerance: float) -> str:
     return ""
 
 
-def verdicts(name: str, keys: Sequence[str], by_ddp: list[dict[str, Left]]) -> dict[str, Verdict]:
+def verdicts(
+    name: str, keys: Sequence[str], by_ddp: list[dict[str, Left]], measured: bool = False
+) -> dict[str, Verdict]:
     """Of these scripts under one strategy, given every rank's yardsticks; to be called on every
     rank of a world."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     mine = by_ddp[dist.get_rank()]
-    return {key: judge(FEATURES[key], name, mine.get(key)) for key in keys}
+    return {key: judge(FEATURES[key], name, mine.get(key), measured=measured) for key in keys}

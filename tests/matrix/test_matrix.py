@@ -25,8 +25,9 @@ pytestmark = pytest.mark.xdist_group("matrix")  # all of them share what DDP lea
 # optimizers, and whoever looks at the model or changes it.
 QUARTER = (
     "plain", "clip_norm", "scaler_overflow", "accumulation", "two_losses", "dropped", "idle", "nan",
-    "batch_norm", "unused_by_one", "adamw", "clamped", "loaded", "unfrozen_later",
+    "batch_norm", "dropout", "unused_by_one", "adamw", "clamped", "loaded", "unfrozen_later",
 )  # fmt: skip
+MEASURED = ("dropout", "clip_norm", "accumulation")  # where a profile is measured
 REWRITING = os.environ.get("OFFBEAT_REWRITE_GOLDENS") == "1"
 WHOLE = REWRITING or os.environ.get("OFFBEAT_WHOLE_MATRIX") == "1"
 RUN = tuple(FEATURES) if WHOLE else QUARTER
@@ -50,6 +51,16 @@ def test_no_script_trains_otherwise_in_silence(name: str) -> None:
     assert not silent
     expected = LIKE_DDP if STRATEGIES[name].synchronous else LIKE_REFERENCE
     assert outcomes(name)["plain"].kind == expected
+
+
+@pytest.mark.parametrize("name", [name for name, s in STRATEGIES.items() if s.synchronous][1:])
+def test_measured_profiles_change_no_number(name: str) -> None:
+    """Without a given profile, for the strategies that compute what DDP computes."""
+    keys = RUN if WHOLE else MEASURED
+    first, second = run_world(verdicts, 2, name, keys, by_ddp(), True, timeout_s=200.0)
+    assert first == second
+    assert not {key: v.words for key, v in first.items() if v.kind == DIFFERENT}
+    assert all(first[key].kind == LIKE_DDP for key in MEASURED)
 
 
 def test_the_page() -> None:
