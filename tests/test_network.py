@@ -71,8 +71,9 @@ def test_more_ranks_are_computed_at_a_pace_for_all_of_them():
     assert [what for what, *_ in there.quantities] == ["ranks", "pace"]
     fewer = computed(KNOWN.paced(2.0), Cluster.simple(2, "200mbit"))
     assert (fewer.profile.world_size, fewer.profile.pace) == (2, 2.0)
-    with pytest.raises(ValueError, match=r"pace \(0, none\) of p.json must be given"):
-        computed(KNOWN, Cluster.simple(4 * processors() + 4, "200mbit"))
+    many = 4 * processors() + 4
+    assert computed(KNOWN, Cluster.simple(many, "200mbit")).record()["crowded"] == many
+    assert not computed(KNOWN.paced(2.0), Cluster.simple(many, "200mbit")).record()["crowded"]
     assert computed(KNOWN, Cluster.simple(8, "200mbit"), 3.0).profile.pace == 3.0
 
 

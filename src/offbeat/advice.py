@@ -103,11 +103,18 @@ def _considered(profile: Profile, max_staleness: int) -> list[Option]:
         if candidate.bound_s(candidate.costed(profile)) >= least_s * (1 - LEAST_GAIN):
             continue
         option = tried(candidate, profile)
-        if option is None or option.staleness > max_staleness:
+        if option is None or not _is_allowed(option, max_staleness):
             continue
         found.append(option)
         least_s = min(least_s, option.update_s)
     return found
+
+
+def _is_allowed(option: Option, max_staleness: int) -> bool:
+    """Without staleness only DDP's numbers are allowed, which no codec computes."""
+    if not max_staleness:
+        return option.change == CHANGES[0]
+    return option.staleness <= max_staleness
 
 
 def _robust(chosen: Option, found: list[Option], profile: Profile, max_staleness: int) -> Option:
@@ -129,10 +136,11 @@ def candidates(max_staleness: int) -> Iterator[Strategy]:
     `fedavg`), on servers or on a graph of neighbours."""
     exact = (DDP(), DDP(bucket_cap_mb="tuned"), WFBP(), BSP(), ASCWFBP(), DeAR(), P3())
     yield from (*exact, ByteScheduler(), USByte())
+    if not max_staleness:
+        return
     lossless = list(_averaging(max_staleness))
     yield from lossless
-    if max_staleness:
-        yield DeFT()
+    yield DeFT()
     for strategy in (WFBP(), *lossless):
         for wire in WIRES:
             if "wire" in (field.name for field in fields(strategy)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from offbeat.advice import Advice, Option, advise, in_words
 from offbeat.cli import texts
 from offbeat.cli.sweep import aligned
 from offbeat.profile import Profile
-from offbeat.profile.elsewhere import elsewhere
+from offbeat.profile.elsewhere import elsewhere, network_rate_bps
 from offbeat.strategies.base import require_choice
 from offbeat.strategies.texts import pairs, parse_value, text_of
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 SHOWN = 12  # options in the table; JSON has all
 MEGA = 1e6
+DEFAULT_LINK = "net"  # of a cluster without a file
 COLUMNS = ("", "ms per update", "MB", "stale", "mathematics")
 
 
@@ -32,7 +34,7 @@ def there(profile: Profile, rate: str | None, hosts: int | None) -> Profile:
     return elsewhere(profile, hosts=hosts, rate_bps=rate_bps)
 
 
-def text(advice: Advice, rate: str | None, hosts: int | None) -> str:
+def text(advice: Advice, command: str) -> str:
     """The fastest options, what each changes, and the command that compares some on the model."""
     shown = list(advice.options[:SHOWN])
     shown += [option for option in advice.compared if option not in shown]
@@ -43,7 +45,7 @@ def text(advice: Advice, rate: str | None, hosts: int | None) -> str:
     lines.append(f"advised: {text_of(advice.chosen.strategy)} ({in_words(advice.chosen)})")
     lines += [f"note: {note}" for note in advice.notes]
     lines.append("losses are not predicted; compare on your model:")
-    lines.append(f"  {_command(advice, rate, hosts)}")
+    lines.append(f"  {command}")
     return "\n".join(lines)
 
 
@@ -60,16 +62,36 @@ def _row(option: Option, advice: Advice) -> list[str]:
     return [name, *numbers, str(option.staleness), in_words(option)]
 
 
-def _command(advice: Advice, rate: str | None, hosts: int | None) -> str:
+def command(advice: Advice, profile: Profile, file: Path) -> str:
+    """The command that compares some options on the cluster of `profile`, with the profile of
+    `file`. `--hosts` and `--rate` describe one link without delay; anything else needs a file.
+    """
     names = ",".join(text_of(option.strategy) for option in advice.compared)
-    place = "" if hosts is None else f" --hosts {hosts}"
-    place += "" if rate is None else f" --rate {rate}"
-    return f"offbeat compare{place} --strategies {names} train.py"
+    place = _place(profile) or ["--cluster", "cluster.toml"]
+    argv = ["offbeat", "compare", *place, "--profile", str(file), "--strategies", names, "train.py"]
+    return shlex.join(argv)
 
 
-def to_dict(advice: Advice) -> dict[str, Any]:
+def _place(profile: Profile) -> list[str] | None:
+    from offbeat.lab.units import MAX_RATE_BPS, MIN_RATE_BPS, format_rate
+
+    link, hosts = profile.default_link, ["--hosts", str(profile.world_size)]
+    uneven = profile.pace and (profile.rank_scale or profile.rank_jitter or profile.jitter)
+    plain = link.name == DEFAULT_LINK and not link.asked_latency_s and not link.asked_loss
+    if len(profile.links) > 1 or uneven or not plain:
+        return None
+    if profile.world_size < 2:
+        return hosts
+    rate_bps = network_rate_bps(link, profile.world_size)
+    if not MIN_RATE_BPS <= rate_bps <= MAX_RATE_BPS:
+        return hosts
+    return [*hosts, "--rate", format_rate(round(float(f"{rate_bps:.3g}")))]
+
+
+def to_dict(advice: Advice, command: str) -> dict[str, Any]:
     """JSON-ready form."""
     return {
+        "command": command,
         "advised": text_of(advice.chosen.strategy),
         "compared": [text_of(option.strategy) for option in advice.compared],
         "notes": list(advice.notes),

@@ -359,7 +359,8 @@ def advise(
 
     facts = advising.there(texts.load_profile(profile), rate, hosts)
     advice = advised(facts, max_staleness=max_staleness)
-    _print(json_, advising.to_dict(advice), advising.text(advice, rate, hosts))
+    command = advising.command(advice, facts, profile)
+    _print(json_, advising.to_dict(advice, command), advising.text(advice, command))
     return 0
 
 

@@ -25,31 +25,42 @@ Pace = float | Literal["auto", "none"] | None
 class Computed:
     """A profile for the cluster of a run, and every quantity that was computed instead of measured:
     (quantity, measured value, value here). `compared` is False if the network of the run is not
-    known, as without a lab."""
+    known, as without a lab. `crowded`: number of ranks if they share fewer processors without a
+    pace, else 0."""
 
     profile: Profile
     quantities: tuple[tuple[str, str, str], ...] = ()
     compared: bool = True
+    crowded: int = 0
     file: str = field(default="", compare=False)
 
     @property
     def text(self) -> str:
-        """One line for the terminal."""
+        """One or two lines for the terminal."""
         if self.quantities:
             changed = ", ".join(f"{what} {was} -> {here}" for what, was, here in self.quantities)
-            return (
+            line = (
                 f"{self.file} was measured on another cluster; its numbers are computed for this "
                 f"one: {changed}"
             )
-        if not self.compared:
-            return f"{self.file} is used as it is: nothing is known of the network of this run"
-        return f"{self.file} was measured on such a cluster"
+        elif not self.compared:
+            line = f"{self.file} is used as it is: the network of this run is not known"
+        else:
+            line = f"{self.file} was measured on such a cluster"
+        if not self.crowded:
+            return line
+        return (
+            f"{line}\nwarning: {self.crowded} ranks share {processors()} processors, and the "
+            "profile has no pace; compute takes longer than predicted unless layers only sleep "
+            "(add --pace K)"
+        )
 
     def record(self) -> dict[str, Any]:
         """Plain data for the record of a run."""
         return {
             "file": self.file,
             "compared": self.compared,
+            "crowded": self.crowded,
             "computed": [
                 {"quantity": what, "measured": was, "here": here}
                 for what, was, here in self.quantities
@@ -108,9 +119,10 @@ def compute_for(
     made = elsewhere(profile, hosts=ranks, rate_bps=rates or None)
     if shaped:
         made = with_network(made, cluster, ranks)
-    made = _at_pace(made, before, cluster, pace, shaped, file, quantities)
+    made = _at_pace(made, before, cluster, pace, file, quantities)
     _require_speeds(made, cluster, file)
-    return Computed(made, tuple(quantities), shaped, file)
+    crowded = shaped and not made.pace and ranks > processors()
+    return Computed(made, tuple(quantities), shaped, ranks if crowded else 0, file)
 
 
 def worst_way(cluster: Cluster, hosts: Iterable[int], link: str) -> Way:
@@ -175,7 +187,6 @@ def _at_pace(
     before: int,
     cluster: Cluster,
     pace: Pace,
-    shaped: bool,
     file: str,
     quantities: list[tuple[str, str, str]],
 ) -> Profile:
@@ -189,19 +200,12 @@ def _at_pace(
             f"pace ({pace}) must be that of {file} ({profile.pace:g}; 0 is none); leave --pace "
             "out, or measure a profile with it"
         )
-    more, ranks = profile.world_size / before, profile.world_size
-    if more <= 1 or pace == "none":
+    more = profile.world_size / before
+    if more <= 1 or not profile.pace:
         return profile
-    if profile.pace:
-        slower = math.ceil(10 * profile.pace * more) / 10
-        quantities.append(("pace", f"{profile.pace:g}", f"{slower:g}"))
-        return profile.paced(slower)
-    if shaped and ranks > processors():
-        raise ValueError(
-            f"pace (0, none) of {file} must be given where {ranks} ranks share {processors()} "
-            "processors; add --pace K, or --pace none for a script whose layers only sleep"
-        )
-    return profile
+    slower = math.ceil(10 * profile.pace * more) / 10
+    quantities.append(("pace", f"{profile.pace:g}", f"{slower:g}"))
+    return profile.paced(slower)
 
 
 def _require_speeds(profile: Profile, cluster: Cluster, file: str) -> None:
