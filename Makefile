@@ -6,7 +6,7 @@ HOSTS ?= 4
 RATE ?= 25mbit
 STEPS ?= 12
 
-.PHONY: demo test docs lint clean
+.PHONY: demo test docs lint constraints clean
 
 demo: $(VENV)/installed
 	$(BIN)/offbeat compare --hosts $(HOSTS) --rate $(RATE) \
@@ -19,21 +19,29 @@ test: $(VENV)/installed-test
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-lint: $(VENV)/installed-test
-	$(BIN)/pip install -q -c constraints.txt ruff pyright
+lint: $(VENV)/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
-# torch goes in first, pinned: left to a range, pip takes the newest build with gigabytes of CUDA.
+# Pins for every Python and platform, with markers. The file also lists what CUDA builds of torch
+# need, so it serves as constraints (-c), never as requirements (-r). Pins that pyproject.toml still
+# allows stay; `make constraints UPGRADE=--upgrade` or UPGRADE="-P torch" renews all or one.
+constraints: $(VENV)/installed-dev
+	$(BIN)/uv pip compile -q --no-config --universal --python-version 3.11 --all-extras \
+	  --no-annotate --no-header $(UPGRADE) -o constraints.txt pyproject.toml
+
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "offbeat needs Python 3.11 or newer; choose one with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed

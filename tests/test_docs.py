@@ -80,6 +80,7 @@ def test_an_example_that_is_not_run_says_why():
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Built with warnings as errors: links, anchors and pages that are in no menu, too."""
+    pytest.importorskip("material", reason="needs mkdocs-material (extra docs)")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
@@ -115,6 +116,7 @@ def test_the_page_of_a_strategy(name, site):
 
 @pytest.fixture(scope="module")
 def hooks():
+    pytest.importorskip("mkdocs", reason="needs mkdocs (extra docs)")
     spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "_hooks.py")
     assert spec is not None
     assert spec.loader is not None
