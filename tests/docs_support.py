@@ -16,7 +16,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-FENCE = re.compile(r"(?:^<!-- not run: (.+) -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"(?:^<!-- not run: ([^\n]+) -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL
+)
 OURS = "$ offbeat "
 
 RANKS = {"getting-started.md": 2, "data.md": 4, "cyclic.md": 4}

@@ -17,15 +17,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from docs_support import DOCS, ROOT, blocks
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
-from worlds import TESTS
 
 import offbeat
 from offbeat import Profile
 from offbeat.profile import Bucket, Link
 
-SCRIPTS = TESTS.parent / "examples" / "frameworks"
+SCRIPTS = ROOT / "examples" / "frameworks"
 DREAM = "dreamddp:period=4"
 BATCH, EPOCHS, RANKS = 4, 2, 2
 STRIDED, SHUFFLED, BLOCKS = "strided", "shuffled", "blocks"  # how loaders deal samples to ranks
@@ -173,11 +173,18 @@ def accelerate_after(where: Path) -> dict[str, Any]:
 
     described(where, "")
     accelerator, bare = Accelerator(cpu=True, gradient_accumulation_steps=2), build()
-    optimizer: Any = torch.optim.AdamW(bare.parameters(), lr=1e-2, weight_decay=0.0)
-    loader: Any = DataLoader(Counting(), batch_size=BATCH)
-    prepared, optimizer = offbeat.prepare(bare, optimizer, "wfbp")
-    model, optimizer, loader = accelerator.prepare(prepared, optimizer, loader)
-    assert model is prepared  # no DDP around it
+    names = {
+        "offbeat": offbeat,
+        "accelerator": accelerator,
+        "model": bare,
+        "optimizer": torch.optim.AdamW(bare.parameters(), lr=1e-2, weight_decay=0.0),
+        "loader": DataLoader(Counting(), batch_size=BATCH),
+    }
+    os.environ["OFFBEAT_STRATEGY"] = "wfbp"
+    execute_snippet(DOCS / "frameworks.md", "model, optimizer = offbeat.prepare(", names)
+    del os.environ["OFFBEAT_STRATEGY"]
+    model, optimizer, loader = (names[name] for name in ("model", "optimizer", "loader"))
+    assert isinstance(model, offbeat.runtime.Model)  # not wrapped in DDP
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch).loss)
@@ -194,12 +201,12 @@ def accelerate_after(where: Path) -> dict[str, Any]:
 
 def trainer_accumulates(where: Path) -> dict[str, Any]:
     from tiny_llama import Counting, build
-    from transformers import TrainingArguments
-
-    from offbeat.integrations.transformers import Trainer
+    from transformers import Seq2SeqTrainingArguments
 
     described(where, "")
-    arguments = TrainingArguments(
+    names: dict[str, Any] = {}
+    execute_snippet(DOCS / "frameworks.md", "from transformers import Seq2SeqTrainer", names)
+    arguments = Seq2SeqTrainingArguments(
         output_dir=str(where),
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=2,
@@ -212,7 +219,7 @@ def trainer_accumulates(where: Path) -> dict[str, Any]:
         report_to="none",
         disable_tqdm=True,
     )
-    trainer = Trainer(
+    trainer = names["MyTrainer"](
         model=build(), args=arguments, train_dataset=Counting(), strategy="wfbp", options=quiet()
     )
     trainer.train()
@@ -270,8 +277,6 @@ def trainer_smooths_labels(where: Path) -> dict[str, Any]:
     import transformers
     from tiny_llama import Counting, build
 
-    from offbeat.integrations.transformers import Trainer
-
     arguments = transformers.TrainingArguments(
         output_dir=str(where),
         per_device_train_batch_size=BATCH,
@@ -285,8 +290,12 @@ def trainer_smooths_labels(where: Path) -> dict[str, Any]:
         disable_tqdm=True,
     )
     described(where, "")
-    trainer = Trainer(model=build(), args=arguments, train_dataset=Counting(), strategy="wfbp")
+    names = {"model": build(), "args": arguments, "data": Counting()}
+    os.environ["OFFBEAT_STRATEGY"] = "wfbp"
+    execute_snippet(ROOT / "README.md", "from offbeat.integrations.transformers", names)
+    trainer = names["trainer"]
     trainer.train()
+    del os.environ["OFFBEAT_STRATEGY"]
     seen = {"weights": weights(trainer.model)}
     unwrapped = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     seen["unwrapped"] = unwrapped is trainer.model
@@ -468,6 +477,12 @@ def script(name: str, where: Path, *arguments: str, prefix: str = "") -> dict[st
     finally:
         sys.argv = before
         del os.environ["OFFBEAT_JOB"]
+
+
+def execute_snippet(page: Path, begin: str, names: dict[str, Any]) -> None:
+    """Execute the block of a page that begins with `begin`, with and into these names."""
+    (block,) = (block for block in blocks(page) if block.text.startswith(begin))
+    exec(compile("\n" * block.line + block.text, str(page), "exec"), names)
 
 
 def described(where: Path, prefix: str) -> None:
