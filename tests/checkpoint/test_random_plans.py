@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from offbeat.checkpoint.frozen import Frozen, freeze
-from offbeat.plan import Plan
+from offbeat.plan import Plan, vote_channel
 from offbeat.plan.check import check
 from offbeat.plan.program import Program
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.position import capture, restore
-from offbeat.runtime.votes import vote_channel
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec
 from offbeat.testing.memory import MemoryControl, World, memory_links, run_ranks

@@ -43,9 +43,8 @@ from worlds import WorldError, run_world
 
 from offbeat import Plan, Profile
 from offbeat.numerics.select import drawn
-from offbeat.plan import Payload
+from offbeat.plan import VOTES, Payload
 from offbeat.plan.windows import Windows
-from offbeat.runtime.votes import VOTES
 from offbeat.sim import simulate
 from offbeat.strategies import STRATEGIES, Strategy, create
 from offbeat.testing.equations import Changes

@@ -112,9 +112,19 @@ class SelSync:
             any(not o or abs(n - o) / o >= THRESHOLD for n, o in zip(norms, last, strict=True))
         )
         self.last = norms
-        world.step(g)
+        world.step(self.applied(g))
         if self.votes[-1]:
             world.average()
+
+    def applied(self, g: Weights) -> Weights:
+        return g
+
+
+class Paired(SelSync):
+    """Gradients averaged within pairs of workers."""
+
+    def applied(self, g: Weights) -> Weights:
+        return np.repeat(g.reshape(K // 2, 2, N, SIZE).mean(axis=1), 2, axis=0)
 
 
 class ByLayer:
@@ -316,6 +326,17 @@ def nodes_plan() -> Plan:
     return planned("nodes", sent, [local(N, Moment("forward", lag=1), FIRST)], groups=groups)
 
 
+def paired_plan() -> Plan:
+    """Groups on the first link, votes and averages over all ranks."""
+    plan = selsync_plan()
+    sent = [
+        move("grad", ALL, STEP, END, link="net"),
+        move("param", ALL, END, Moment("forward", N - 1, 1), link="all", when="sync"),
+    ]
+    groups = {"net": ((0, 1), (2, 3))}
+    return planned("paired", sent, [local(N, END, FIRST)], votes=plan.votes, groups=groups)
+
+
 def cyclic_plan() -> Plan:
     sent, applies, always = [], [], Phases(FIRST)
     for b in ALL:
@@ -360,6 +381,7 @@ FAMILIES = {
         Family(delayed_plan(), Delayed),
         Family(fedavg_plan(), lambda: subset),
         Family(nodes_plan(), lambda: synchronous),
+        Family(paired_plan(), Paired),
         Family(cyclic_plan(), Cyclic, workers=N, compared=(N - 1,)),
     )
 }

@@ -105,8 +105,11 @@ class World:
     def add(self, t: Transfer, i: int, ranks: tuple[int, ...]) -> None:
         seconds = message_s(t, self.plan, self.profile) / self.rate(t.link, ranks)
         passed = not self.goes(t, i)
-        message = Message(ranks, 0.0 if passed else seconds, passed, t.ranks is not None)
-        message.sending_s = 0.0 if passed else sending_s(t, self.plan, self.profile)
+        # A rank that is a group of its own sends nothing.
+        alone = len(ranks) == 1 and ranks in self.plan.groups.get(base_link(t.link), ())
+        free = passed or alone
+        message = Message(ranks, 0.0 if free else seconds, passed, t.ranks is not None)
+        message.sending_s = 0.0 if free else sending_s(t, self.plan, self.profile)
         for r in ranks:
             line = self.ranks[r].lines[t.link]
             line[i, sum(1 for day, _ in line if day == i)] = message
@@ -275,7 +278,7 @@ def parts(plan: Plan, t: Transfer, world_size: int) -> Sequence[tuple[int, ...]]
     """Ranks of each of the messages that a transfer is in one iteration."""
     if t.ranks is not None:
         return [t.ranks]
-    return plan.groups.get(t.link) or [tuple(range(world_size))]
+    return plan.groups.get(base_link(t.link)) or [tuple(range(world_size))]
 
 
 def message_s(t: Transfer, plan: Plan, profile: Profile) -> float:

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from plan.families import CENTER, FAMILIES, SIZE, SLOPE, START, N, T, World
 from worlds import run_world
 
-from offbeat.plan import base_link
-from offbeat.runtime.votes import vote_channel
+from offbeat.plan import base_link, vote_channel
 from offbeat.testing.quadratic import Quadratic, train
 from offbeat.transport.cluster import connect
 from offbeat.transport.device import CPU
@@ -41,6 +40,7 @@ def seen_by(names, workers):
         cluster.open([*plan.links, *votes], plan.groups)
         task = Task((SIZE,) * N, workers, T, decay=0.0)
         found[name] = train(plan, task, cluster.control.rank, cluster.links, cluster.control)
+        assert cluster.everyone.size() == workers  # of broadcasts and repairs
         cluster.close()
     dist.destroy_process_group()
     return found

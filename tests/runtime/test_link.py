@@ -109,6 +109,17 @@ def test_halves_count_half() -> None:
     assert link.bytes_sent == 6 + 6 + 12
 
 
+def test_a_link_counts_what_its_own_group_sends() -> None:
+    """A collective of two levels states how much of a message its own group carries."""
+    act = replace(only({"all_reduce": lambda _: None}), sent_bytes=lambda _, size: size // 4)
+    link = Link("net", act, CPU())
+    message = link.enqueue(TRANSFER, 0)
+    link.release(message, (torch.zeros(8), torch.zeros(2)))
+    assert message.wait(LONG_S)
+    assert link.close()
+    assert link.bytes_sent == message.sent_bytes == 8 + 2
+
+
 def test_a_failure_fails_everything_after_it() -> None:
     """With the same cause, and without another collective: the ranks are out of step."""
     issued: list[float] = []

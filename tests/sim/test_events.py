@@ -100,6 +100,22 @@ def test_collectives_span_one_part_of_a_links_groups():
     assert trace.ends_s == ((9.0,), (9.0,), (7.0,), (7.0,))
 
 
+def test_channels_have_the_groups_of_their_link():
+    profile = profile_of(4.0, world_size=4, rank_scale=(1.0, 1.0, 1.0, 3.0))
+    average = transfer("grad", range(1), after=GRAD, before=STEP, phases=[0], link="net#1")
+    plan = plan_of(average, groups={"net": ((0, 1), (2, 3))})
+    assert simulate(plan, profile, iterations=1).ends_s == ((5.0,), (5.0,), (7.0,), (7.0,))
+
+
+def test_a_group_of_one_rank_sends_nothing():
+    profile = profile_of(4.0, world_size=3)
+    average = transfer("grad", range(1), after=GRAD, before=STEP, phases=[0], link="net")
+    plan = plan_of(average, groups={"net": ((0,), (1, 2))})
+    assert simulate(plan, profile, iterations=1).ends_s == ((1.0,), (5.0,), (5.0,))
+    prediction = predict_plan(plan, profile, iterations=1)
+    assert prediction.bytes_per_iteration == {"net": pytest.approx(200 / 3)}
+
+
 def test_rules_of_single_ranks():
     profile = profile_of(4.0, update_s=0.5)
     plan = plan_of(applies=(Apply("local", range(1), STEP, [0], ranks=(1,)),))

@@ -173,7 +173,7 @@ def unite(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> No
         with cluster.control.together("averaging replicas"):
             for tensor in tensors:
                 if tensor.is_floating_point():
-                    _in_place(tensor, cluster.where, averaging(_bulk(cluster)))
+                    _in_place(tensor, cluster.where, averaging(cluster.everyone))
                 else:
                     _from_rank(0, tensor, cluster)
     _require_same(tensors, cluster)
@@ -223,12 +223,8 @@ def repair(model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster)
     unite(model, cluster, state.values())
 
 
-def _bulk(cluster: Cluster) -> dist.ProcessGroup:
-    return next(iter(cluster.groups.values()))
-
-
 def _from_rank(source: int, tensor: Tensor, cluster: Cluster) -> None:
-    group = _bulk(cluster)
+    group = cluster.everyone
     _in_place(tensor, cluster.where, lambda t: dist.broadcast(t, src=source, group=group))
 
 

@@ -41,4 +41,4 @@ def land(cluster: Cluster, messages: Volley) -> None:
                     f"link {name!r} failed while it was measured: {message.error}. "
                     f"{cluster.control.report_failure()}"
                 )
-            cluster.links[name].bytes_sent -= sum(t.nbytes for t in message.tensors)
+            cluster.links[name].bytes_sent -= message.sent_bytes

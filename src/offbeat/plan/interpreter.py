@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from offbeat.numerics import RULES, VOTES, Rule, VoteRule
 from offbeat.numerics.codecs import Exact, codec, way
-from offbeat.plan.model import Apply, Payload, Plan, Transfer, Vote, Wire, base_link
+from offbeat.plan.model import Apply, Payload, Plan, Transfer, Vote, Wire, groups_of
 from offbeat.plan.program import Program, Step, coalesced, moment_at
 
 Array = NDArray[np.float64]
@@ -97,7 +97,9 @@ class Worker:
     # ---- the context of rules ---------------------------------------------------------------
 
     def read(self, buffer: str, buckets: range, age: int = 0) -> list[Array]:
-        return [self.view(buffer, self.span(buckets), age)]
+        span = self.span(buckets)
+        self.require_gradients(buffer, self.physical(buffer, age), span)
+        return [self.view(buffer, span, age)]
 
     def write(self, buffer: str, buckets: range, age: int = 0) -> list[Array]:
         return [self.view(buffer, self.span(buckets), age)]
@@ -106,12 +108,6 @@ class Worker:
         return self.write(buffer, buckets)
 
     def squared_norm(self, buffer: str, buckets: range) -> float:
-        if buffer == "grad" and not self.added[self.physical("grad", 0)][self.span(buckets)].all():
-            raise ConflictError(
-                f"{_named(self.acting)} looks at gradients that are not there: they were used up "
-                "since backward; look before, or keep their norms with the rule measure",
-                *_rules(self.acting),
-            )
         return float(sum((a * a).sum() for a in self.read(buffer, buckets)))
 
     def scale(self, buffer: str, buckets: range, factor: float) -> None:
@@ -184,6 +180,20 @@ class Worker:
         return self.buffers[buffer][copy][span]
 
     acting: Any = None  # the rule that acts now, or words for compute
+
+    def require_gradients(self, buffer: str, copy: int, span: slice) -> None:
+        """Raise ConflictError if the acting rule reads gradients that the rule `local` has used up
+        since backward: they are zeros then. A copy that no backward has filled yet is allowed."""
+        if buffer != "grad" or not self.filled[copy]:
+            return
+        lost = np.flatnonzero(self.added[copy][span] == 0)
+        if lost.size:
+            raise ConflictError(
+                f"{_named(self.acting)} reads {self._where(buffer, span.start + int(lost[0]))}, "
+                "which the rule local has used up since backward; read it at an earlier moment "
+                "than local, or keep its norm with the rule measure",
+                *_rules(self.acting),
+            )
 
     def require_free(self, buffer: str, copy: int, span: slice, *, in_use: bool = True) -> None:
         flying = self.flying[buffer][copy][span]
@@ -305,8 +315,8 @@ class Interpreter:
         self._group_numbers: dict[tuple[int, ...], int] = {}
         self._mine: list[dict[int, list[_Message]]] = [{} for _ in self.workers]
         self._groups = {
-            link: {rank: group for group in groups for rank in group}
-            for link, groups in self.plan.groups.items()
+            link: {rank: group for group in groups_of(link, self.plan.groups) for rank in group}
+            for link in self.plan.links
         }
         for worker in self.workers:
             worker.messages_by_number = self._numbered
@@ -410,7 +420,7 @@ class Interpreter:
     def _enqueue(self, w: Worker, i: int) -> None:
         mine = self._mine[w.rank][i] = []
         for t in w.program.transfers(i):
-            group = self._groups.get(base_link(t.link), {}).get(w.rank)
+            group = self._groups[t.link].get(w.rank)
             ranks = t.ranks or group or tuple(range(self.ranks))
             message = self._messages.setdefault((id(t), i, ranks[0]), _Message(t, i, ranks))
             mine.append(message)
@@ -439,6 +449,7 @@ class Interpreter:
         t, payload = message.transfer, message.transfer.payload
         span, copy = w.slice_of(payload), w.physical(payload.buffer, payload.age)
         array = w.view(payload.buffer, span, payload.age)
+        w.require_gradients(payload.buffer, copy, span)
         if payload.buffer == "grad" and t.verb in ("all_reduce", "reduce_scatter") and t.in_place:
             group = self._group_numbers.setdefault(message.ranks, len(self._group_numbers) + 1)
             if np.count_nonzero(w.averaged[copy][span] == group):

@@ -22,6 +22,8 @@ Merge = Literal["sum", "mean"]
 POINTS: tuple[str, ...] = get_args(Point)
 VERBS: tuple[str, ...] = get_args(Verb)
 CHANNEL = "#"
+VOTES = "votes"
+Groups = tuple[tuple[int, ...], ...]
 Args = tuple[tuple[str, Any], ...]
 
 
@@ -244,7 +246,8 @@ class Plan:
 
     Iteration t has phase t in the prologue, then prologue + (t - prologue) % period. Rules of one
     moment act in the order of the plan. `groups` partitions the ranks per link: a collective on
-    the link spans one part; a link that is not there spans all ranks. `source`: the rank that has
+    the link and on its channels spans one part; a link that is not there spans all ranks, and so
+    do votes. `source`: the rank that has
     the job's newest parameters between iterations, and the optimizer's state; None: all are alike,
     or their mean counts. `bound_s`: lower bound in seconds per iteration of every schedule of the
     strategy's family.
@@ -256,7 +259,7 @@ class Plan:
     applies: tuple[Apply, ...] = ()
     votes: tuple[Vote, ...] = ()
     buffers: tuple[Buffer, ...] = ()
-    groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    groups: Mapping[str, Groups] = field(default_factory=dict)
     period: int = 1
     prologue: int = 0
     source: int | None = None
@@ -360,6 +363,22 @@ def channel(link: str, index: int) -> str:
 def base_link(name: str) -> str:
     """The link that a channel belongs to."""
     return name.partition(CHANNEL)[0]
+
+
+def vote_channel(link: str) -> str:
+    """Name of the channel of a link that carries votes. It spans all ranks, whatever the groups of
+    its link, and no bulk message delays it."""
+    return f"{link}{CHANNEL}{VOTES}"
+
+
+def is_vote_channel(name: str) -> bool:
+    """Whether the name is that of a channel of votes."""
+    return name.partition(CHANNEL)[2] == VOTES
+
+
+def groups_of(name: str, groups: Mapping[str, Groups]) -> Groups:
+    """Groups of ranks that the collectives of a link or channel span; () if they span all ranks."""
+    return () if is_vote_channel(name) else groups.get(base_link(name), ())
 
 
 def _phases(members: Iterable[int]) -> Phases:

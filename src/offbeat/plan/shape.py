@@ -18,6 +18,8 @@ from offbeat.plan.model import (
     Vote,
     Wire,
     base_link,
+    groups_of,
+    is_vote_channel,
 )
 from offbeat.plan.phases import Phases
 from offbeat.plan.program import position, spread
@@ -172,6 +174,11 @@ def _transfer(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> It
         yield f"{name} is a collective; the ranks it spans are the link's group"
     elif _place(t.before, plan) <= _place(t.after, plan):
         yield f"deadline {t.before} of {name} comes before its release {t.after}"
+    groups = groups_of(t.link, plan.groups)
+    if t.ranks is not None and groups and not any(set(t.ranks) <= set(one) for one in groups):
+        yield f"{name} must name two ranks of one group of its link, or use another link"
+    if is_vote_channel(t.link):
+        yield f"link {t.link!r} of {name} carries votes alone; use another channel of it"
     if profile is None:
         return
     links = [link.name for link in profile.links]
@@ -223,7 +230,7 @@ def _anchor(t: Transfer, wire: Wire, name: str, plan: Plan) -> Iterator[str]:
             f"anchor ({wire.anchor!r}) of {name} must be a buffer of its own that starts as the "
             "parameters and has one copy"
         )
-    elif base_link(t.link) in plan.groups and not t.tracked:
+    elif groups_of(t.link, plan.groups) and not t.tracked:
         yield (
             f"anchor ({wire.anchor!r}) of {name} must be left out: it is the same on all ranks, "
             f"and {base_link(t.link)!r} spans groups of them"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from offbeat.numerics import RULES
-from offbeat.plan import Apply, Moment, Payload, Phases, Plan, Transfer
+from offbeat.plan import Apply, Moment, Payload, Phases, Plan, Transfer, groups_of
 from offbeat.plan.windows import Windows
 from offbeat.runtime.context import StorageContext
 from offbeat.runtime.iteration import Iteration, Timestamps
@@ -97,7 +97,8 @@ class Accumulation:
             self._apply(context, 1)
         if opened.start < planned:
             everything = Payload("grad", range(len(self._flat.buckets)))
-            self._send(iteration, everything, next(iter(self._links)))
+            whole = (name for name in self._links if not groups_of(name, self._plan.groups))
+            self._send(iteration, everything, next(whole))
             self._apply(context, 0)
         self._begin_anew()
 

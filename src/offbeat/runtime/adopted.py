@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from offbeat.plan import Apply, Plan, Vote
+from offbeat.plan import Apply, Plan, Vote, is_vote_channel
 from offbeat.plan.lean import Lean, lean
 from offbeat.plan.model import BUILT_IN
 from offbeat.plan.program import Program, Step
@@ -16,7 +16,7 @@ from offbeat.runtime.forward import ForwardHooks
 from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.runtime.messages import Messages
 from offbeat.runtime.updates import Updates
-from offbeat.runtime.votes import Votes, vote_channel
+from offbeat.runtime.votes import Votes
 
 if TYPE_CHECKING:
     from offbeat.runtime.engine import Engine
@@ -45,7 +45,7 @@ class Adopted:
             engine.waiting,
             self.context.memory,
         )
-        channel = engine.links.get(vote_channel(next(iter(engine.links))))
+        channel = next((one for name, one in engine.links.items() if is_vote_channel(name)), None)
         self.votes = Votes(channel, engine.waiting, self.flat, rank, world_size)
         self.windows = Accumulation(
             plan,

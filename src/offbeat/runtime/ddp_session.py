@@ -34,7 +34,7 @@ class DDPSession(Session):
         self._cluster, self._recorder = cluster, recorder
         self.module = DistributedDataParallel(
             model,
-            process_group=next(iter(cluster.groups.values())),
+            process_group=cluster.everyone,
             bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]
         )
         self._pace = pace

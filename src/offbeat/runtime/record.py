@@ -188,10 +188,8 @@ def _spans(
         half = t.verb in ("reduce_scatter", "all_gather")
         kind = t.verb if half else buffers[t.payload.buffer].kind
         start, end = at(message.start), at(message.end)
-        size = message.sent_bytes
-        if size is None:
-            size = sum(x.numel() * x.element_size() for x in message.tensors) // (1 + half)
         carries = _carries(plan, done, t)
+        size = message.sent_bytes
         yield Span(rank, t.link, kind, done.number, start, end, run, size, carries, t.ranks)
 
 

@@ -25,7 +25,7 @@ from offbeat.measuring.divergence import Sample
 from offbeat.measuring.links import measure_cluster, worthwhile_bytes
 from offbeat.measuring.observe import Observer, observing_plan
 from offbeat.measuring.pacing import affordable
-from offbeat.plan import Plan
+from offbeat.plan import Plan, vote_channel
 from offbeat.plan.check import raise_if_wrong
 from offbeat.plan.deferred import deferred
 from offbeat.profile import Profile
@@ -38,7 +38,6 @@ from offbeat.runtime.position import capture, land_before, restore
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.turns import Turns
 from offbeat.runtime.updates import early_remedy
-from offbeat.runtime.votes import vote_channel
 from offbeat.runtime.wrap import Position, Session
 from offbeat.storage.coupling import couples
 from offbeat.storage.flat import Flat
@@ -223,9 +222,10 @@ class FlatSession(Session):
         coupled = couples(self.engine.optimizer) if remedy is not None else None
         if coupled is not None:
             raise ValueError(f"{coupled}, so it cannot step bucket by bucket; {remedy}")
-        first = next(iter(self._cluster.specs))
-        votes = [vote_channel(first)] if plan.votes else []
-        self._cluster.open([*plan.links, *votes], plan.groups)
+        names = list(plan.links)
+        if plan.votes or plan.groups:  # what spans all ranks needs a channel that does
+            names.append(vote_channel(next(iter(self._cluster.specs))))
+        self._cluster.open(names, plan.groups)
         self._guard_links()
         self.plan = plan
         if self._recorder:
@@ -319,7 +319,7 @@ class FlatSession(Session):
         observer.finish()
         self._observer = None
         control = self._cluster.control
-        first = next(iter(self._cluster.groups.values()))
+        first = self._cluster.everyone
         least = how.min_bucket_bytes or worthwhile_bytes(
             first, self.engine.flat, self._cluster.device
         )

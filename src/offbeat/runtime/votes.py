@@ -6,17 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from offbeat.plan import CHANNEL, Apply, Moment, Payload, Phases, Transfer, Vote
+from offbeat.plan import Apply, Moment, Payload, Phases, Transfer, Vote
 from offbeat.runtime.waiting import Waiting
 from offbeat.storage.flat import Flat
 from offbeat.transport.link import Link, Message
-
-VOTES = "votes"
-
-
-def vote_channel(link: str) -> str:
-    """The channel of a link that votes take, so that no bulk message holds them up."""
-    return f"{link}{CHANNEL}{VOTES}"
 
 
 class Votes:

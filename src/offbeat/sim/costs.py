@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.plan import Apply, Payload, Plan, Transfer
+from offbeat.plan import Apply, Payload, Plan, Transfer, groups_of
 from offbeat.plan.program import spread, work_before
 from offbeat.profile import Profile
 from offbeat.sim.ranks import Ranks
@@ -48,6 +48,10 @@ class Costs:
         self._ranks = ranks
         self._buffers = plan.all_buffers
         self._rules_s = rules_s(profile)
+        self._alone = {
+            link: {group[0] for group in groups_of(link, plan.groups) if len(group) == 1}
+            for link in plan.links
+        }
         self._message_s: dict[tuple[int, int], float] = {}
         self._sending_s: dict[int, float] = {}
         self._bytes: dict[int, int] = {}
@@ -69,7 +73,10 @@ class Costs:
         return applied_s(self.profile, apply, self._rules_s)
 
     def message_s(self, t: Transfer, ranks: tuple[int, ...] | None = None) -> float:
-        """Seconds of a message alone on its link, between some ranks or all of them."""
+        """Seconds of a message alone on its link, between some ranks or all of them; a rank that
+        is a group of its own sends nothing."""
+        if ranks is not None and ranks[0] in self._alone[t.link]:
+            return 0.0
         key = id(t), ranks[0] if ranks else -1
         if key not in self._message_s:
             payload, encoded = self._on_link(t)
@@ -81,8 +88,10 @@ class Costs:
             self._message_s[key] = seconds / self._ranks.link_rate(t.link, ranks)
         return self._message_s[key]
 
-    def sending_s(self, t: Transfer) -> float:
+    def sending_s(self, t: Transfer, rank: int) -> float:
         """What the compute of a rank that sends a message loses to it."""
+        if rank in self._alone[t.link]:
+            return 0.0
         if id(t) not in self._sending_s:
             payload, encoded = self._on_link(t)
             self._sending_s[id(t)] = (
@@ -92,9 +101,11 @@ class Costs:
             )
         return self._sending_s[id(t)]
 
-    def message_bytes(self, t: Transfer) -> int:
-        """Bytes of a message; half of them for a reduce_scatter or all_gather, so that a pair of
-        them counts as one all-reduce."""
+    def message_bytes(self, t: Transfer, rank: int) -> int:
+        """Bytes of a message of a rank; half of them for a reduce_scatter or all_gather, so that a
+        pair of them counts as one all-reduce. A rank that is a group of its own sends none."""
+        if rank in self._alone[t.link]:
+            return 0
         if id(t) not in self._bytes:
             payload, encoded = self._on_link(t)
             size = self.profile.bytes_of(payload) if encoded is None else encoded.bytes

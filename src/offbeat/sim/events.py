@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from offbeat.plan import Transfer
+from offbeat.plan import Transfer, groups_of
 from offbeat.sim.fluid import Flow, Fluid
 from offbeat.sim.job import Job, Run
 from offbeat.sim.lines import Line, stuck, undecided
@@ -51,8 +51,8 @@ class _World:
         everyone = tuple(range(job.profile.world_size))
         self._everyone = everyone
         self._groups = {
-            link: {rank: group for group in groups for rank in group}
-            for link, groups in job.plan.groups.items()
+            link: {rank: group for group in groups_of(link, job.plan.groups) for rank in group}
+            for link in job.plan.links
         }
         self._flows: dict[tuple[int, int, int], Flow] = {}  # not numbered by all ranks yet
         self._landing: deque[tuple[Flow, float]] = deque()
@@ -84,7 +84,7 @@ class _World:
 
     def ranks_of(self, t: Transfer, rank: int) -> tuple[int, ...]:
         """Ranks of a message of this rank."""
-        return t.ranks or self._groups.get(t.link, {}).get(rank, self._everyone)
+        return t.ranks or self._groups[t.link].get(rank, self._everyone)
 
     def flow(self, t: Transfer, iteration: int, rank: int, *, goes: bool) -> Flow:
         """A rank's message; one that a vote passes over takes no time."""

@@ -139,9 +139,9 @@ class TimedProgram:
         if not self._conditions:
             key = link, self.program.segment(iteration)
             if key not in self._bytes:
-                self._bytes[key] = float(sum(map(self.costs.message_bytes, queue)))
+                self._bytes[key] = float(sum(self.costs.message_bytes(t, self.rank) for t in queue))
             return self._bytes[key]
-        sent = (self.costs.message_bytes(t) for t in queue if self.goes(t, iteration))
+        sent = (self.costs.message_bytes(t, self.rank) for t in queue if self.goes(t, iteration))
         return float(sum(sent))
 
     def legs(self, iteration: int) -> tuple[Leg, ...]:
@@ -167,7 +167,7 @@ class TimedProgram:
         rank only waits for them it is part of the waiting."""
         transfers = self.program.transfers(iteration)
         released = (transfers[index] for index in step.release)
-        return sum(self.costs.sending_s(t) for t in released if self.goes(t, iteration))
+        return sum(self.costs.sending_s(t, self.rank) for t in released if self.goes(t, iteration))
 
     # ---- binding ----------------------------------------------------------------------------
 

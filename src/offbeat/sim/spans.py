@@ -116,7 +116,7 @@ class _Walk:
             begun_s if received else min(max(self._now, free_s), end_s),
             end_s,
             (t.payload.buckets.start, t.payload.buckets.stop),
-            self.costs.message_bytes(t),
+            self.costs.message_bytes(t, self.rank),
             self._carries(t, iteration),
             t.ranks,
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.plan import VERBS, base_link
+from offbeat.plan import VERBS, Groups, groups_of
 from offbeat.transport.collectives import Collectives, shards
 from offbeat.transport.device import CPU
 from offbeat.transport.link import Link
@@ -99,20 +99,16 @@ def memory_links(
     world: World,
     rank: int,
     names: Iterable[str],
-    groups: Mapping[str, tuple[tuple[int, ...], ...]] | None = None,
+    groups: Mapping[str, Groups] | None = None,
 ) -> dict[str, Link]:
     """One rank's links; every rank must make the same ones."""
     return {
-        name: Link(
-            name, _collectives(world, rank, name, (groups or {}).get(base_link(name), ())), CPU()
-        )
+        name: Link(name, _collectives(world, rank, name, groups_of(name, groups or {})), CPU())
         for name in names
     }
 
 
-def _collectives(
-    world: World, rank: int, name: str, groups: tuple[tuple[int, ...], ...]
-) -> Collectives:
+def _collectives(world: World, rank: int, name: str, groups: Groups) -> Collectives:
     everyone = tuple(range(world.size))
     mine = next((group for group in groups if rank in group), everyone)
     meeting = world.meeting(name, mine)

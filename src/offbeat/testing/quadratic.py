@@ -15,10 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from offbeat.plan import Plan
+from offbeat.plan import Plan, vote_channel
 from offbeat.plan.interpreter import Interpreter, Model, Worker
 from offbeat.runtime.engine import Engine
-from offbeat.runtime.votes import vote_channel
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec
 from offbeat.testing.memory import MemoryControl, World, memory_links, run_ranks

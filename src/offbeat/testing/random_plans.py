@@ -473,8 +473,9 @@ def _nodes(rng: Random) -> Plan:
         middle = d.between(Moment("grad", b), STEP)
         split = middle not in (STEP, Moment("grad", b))
         before = middle if split else STEP
-        inner = Transfer(payload, Moment("grad", b), before, everything, "node")
-        outer = Transfer(payload, middle, STEP, everything, "net")
+        node, net = (channel(link, rng.choice((0, 0, 1))) for link in ("node", "net"))
+        inner = Transfer(payload, Moment("grad", b), before, everything, node)
+        outer = Transfer(payload, middle, STEP, everything, net)
         if not split:
             d.transfers.append(replace(inner, link="all"))
         elif rng.random() < 0.5:

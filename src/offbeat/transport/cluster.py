@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from offbeat.plan import base_link
+from offbeat.plan import Groups, base_link, groups_of
 from offbeat.transport.collectives import collectives
 from offbeat.transport.control import Control, new_group
 from offbeat.transport.device import Device
 from offbeat.transport.interfaces import LinkSpec, agree_on_links, bound_to
 from offbeat.transport.link import Link
 
-Partition = Mapping[str, tuple[tuple[int, ...], ...]]
 CLOSED = (
     "the model is closed: it has left the other ranks. Train before model.close(), or prepare a "
     "model again"
@@ -38,20 +37,27 @@ class Cluster:
     timeout_s: float
     links: dict[str, Link] = field(default_factory=dict)
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    _parts: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    _parts: dict[str, Groups] = field(default_factory=dict)
+    _everyone: dist.ProcessGroup | None = None
     closed: bool = False
     served: bool = False  # by servers, for as long as it is open
     leave: Callable[[], None] | None = None  # registered to run at exit; holds the session
 
-    def open(self, names: Iterable[str], within: Partition | None = None) -> None:
-        """Open the links and channels among `names` that are not open yet; `within` says, by link,
-        into which groups of ranks its collectives fall (by default one).
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """Group of all ranks on the first link, whatever the groups of a plan."""
+        assert self._everyone is not None
+        return self._everyone
+
+    def open(self, names: Iterable[str], within: Mapping[str, Groups] | None = None) -> None:
+        """Open the links and channels among `names` that are not open yet. With `within`, the
+        groups of a plan by link, links that are open with other groups are opened again.
 
         Every rank must call it with the same arguments in the same order. ValueError for a channel
         of an unknown link; RuntimeError on every rank, naming the link, if a group cannot be built.
         """
-        for name in names:
-            parts = tuple((within or {}).get(base_link(name), ()))
+        for name in dict.fromkeys([*names, *(self.links if within is not None else ())]):
+            parts = tuple(groups_of(name, within or {}))
             if name in self.links and self._parts[name] == parts:
                 continue
             if name in self.links:
@@ -62,12 +68,12 @@ class Cluster:
                 raise ValueError(f"link ({name!r}) must be one of {known}, or a channel of one")
             group = self._group(name, spec, parts)
             verbs = collectives(group, str(spec.backend), self.where, self.timeout_s)
+            if self._everyone is None and not parts:
+                self._everyone = group
             self.groups[name], self._parts[name] = group, parts
             self.links[name] = Link(name, verbs, self.device)
 
-    def _group(
-        self, name: str, spec: LinkSpec, parts: tuple[tuple[int, ...], ...]
-    ) -> dist.ProcessGroup:
+    def _group(self, name: str, spec: LinkSpec, parts: Groups) -> dist.ProcessGroup:
         """A group bound to the link's interface that has carried a first message."""
         try:
             with bound_to(spec.interface), self.control.waiting(f"opening link {name!r}"):
@@ -105,7 +111,7 @@ class Cluster:
         closed = [link.close() for link in self.links.values()]
         if not all(closed):
             return False
-        for group in (*self.groups.values(), self.control.group):
+        for group in (*self.groups.values(), self._everyone, self.control.group):
             with suppress(ValueError):  # the script may have destroyed all of them
                 dist.destroy_process_group(group)
         return True

@@ -23,6 +23,11 @@ AT_ONCE_BYTES = 8 << 10  # shards up to this go to all ranks at once
 ASKED_BYTES = 64 << 10  # shards from this on go to who has asked for them
 
 
+def payload_bytes(verb: Verb, size: int) -> int:
+    """Bytes that a message of `size` bytes counts: half of them for each half of an all-reduce."""
+    return size // 2 if verb in ("reduce_scatter", "all_gather") else size
+
+
 @dataclass(frozen=True)
 class Collectives:
     """In-place operations of one group by verb, and `send(tensor, source, target)` between two
@@ -30,7 +35,8 @@ class Collectives:
 
     `exchange`, of even shards: shard k goes to rank k of the group; afterwards shard k is what
     rank k has sent.
-    `rank` is the own one within the group, `size` the group's.
+    `rank` is the own one within the group, `size` the group's. `sent_bytes(verb, size)` are the
+    bytes of a message of `size` bytes that this group itself sends.
     """
 
     by_verb: Mapping[Verb, Collective]
@@ -38,6 +44,7 @@ class Collectives:
     exchange: Collective = lambda _: None
     rank: int = 0
     size: int = 1
+    sent_bytes: Callable[[Verb, int], int] = payload_bytes
 
 
 # torch 2.13 renames them and warns about the old names.
@@ -58,7 +65,8 @@ def collectives(
     Autograd sees none of it: a tensor's version counter stays. Every floating-point dtype works.
     """
     if group.size() == 1:
-        return Collectives(dict.fromkeys(VERBS, _nothing), _no_send)  # type: ignore[arg-type]
+        silent = dict.fromkeys(VERBS, _nothing)
+        return Collectives(silent, _no_send, sent_bytes=lambda *_: 0)  # type: ignore[arg-type]
     halves = Ring(group, timeout_s) if backend == "gloo" else Native(group)
     by_verb: dict[Verb, Collective] = {
         "all_reduce": averaging(group),

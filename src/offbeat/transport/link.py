@@ -38,7 +38,7 @@ class Message:
         self.order = order
         self.tensors: Sequence[Tensor] = ()
         self.coded: Coded | None = None  # what goes round in place of the tensors
-        self.sent_bytes: int | None = None  # of codes; None: those of the tensors
+        self.sent_bytes = 0  # that the link's own group has sent
         self.passed = False
         self.released: Mark | None = None
         self.start: Mark | None = None
@@ -72,7 +72,8 @@ class Link:
     torch.distributed matches collectives by issue order alone, so a message released early waits
     here until everything before it has been issued: every rank issues the same sequence. What a
     vote passes over keeps its number, and nothing is sent.
-    `bytes_sent` counts what was averaged or sent; each half of an all-reduce counts half.
+    `bytes_sent` counts the bytes of messages that the link's own group has sent; each half of an
+    all-reduce counts half.
     """
 
     def __init__(self, name: str, collectives: Collectives, device: Device):
@@ -142,10 +143,8 @@ class Link:
             message.tensors, culprits, sent = message.coded(act, leaves_out=self.leaves_out)
             if self.guard is not None:
                 message.culprits = culprits
-            message.sent_bytes = sent
-            self.bytes_sent += sent
+            self._count(message, act.sent_bytes("all_reduce", sent))
             return
-        halves = t.verb in ("reduce_scatter", "all_gather")
         for tensor in message.tensors:
             by_verb: Mapping[Verb, Collective] = act.by_verb
             if t.ranks is not None:
@@ -155,4 +154,8 @@ class Link:
                 by_verb[t.verb](tensor)
             elif culprits := self.guard(t, tensor, by_verb):
                 message.culprits = [*message.culprits, *culprits]
-            self.bytes_sent += tensor.nbytes // 2 if halves else tensor.nbytes
+            self._count(message, act.sent_bytes(t.verb, tensor.nbytes))
+
+    def _count(self, message: Message, sent: int) -> None:
+        message.sent_bytes += sent
+        self.bytes_sent += sent
