@@ -75,7 +75,7 @@ class Costs:
     def message_s(self, t: Transfer, ranks: tuple[int, ...] | None = None) -> float:
         """Seconds of a message alone on its link, between some ranks or all of them; a rank that
         is a group of its own sends nothing."""
-        if ranks is not None and ranks[0] in self._alone[t.link]:
+        if ranks is not None and self._is_alone(t, ranks[0]):
             return 0.0
         key = id(t), ranks[0] if ranks else -1
         if key not in self._message_s:
@@ -90,7 +90,7 @@ class Costs:
 
     def sending_s(self, t: Transfer, rank: int) -> float:
         """What the compute of a rank that sends a message loses to it."""
-        if rank in self._alone[t.link]:
+        if self._is_alone(t, rank):
             return 0.0
         if id(t) not in self._sending_s:
             payload, encoded = self._on_link(t)
@@ -104,7 +104,7 @@ class Costs:
     def message_bytes(self, t: Transfer, rank: int) -> int:
         """Bytes of a message of a rank; half of them for a reduce_scatter or all_gather, so that a
         pair of them counts as one all-reduce. A rank that is a group of its own sends none."""
-        if rank in self._alone[t.link]:
+        if self._is_alone(t, rank):
             return 0
         if id(t) not in self._bytes:
             payload, encoded = self._on_link(t)
@@ -112,6 +112,10 @@ class Costs:
             half = t.verb in ("reduce_scatter", "all_gather")
             self._bytes[id(t)] = size // 2 if half else size
         return self._bytes[id(t)]
+
+    def _is_alone(self, t: Transfer, rank: int) -> bool:
+        """Whether a collective of a rank spans no other rank."""
+        return t.ranks is None and rank in self._alone[t.link]
 
     def _on_link(self, t: Transfer) -> tuple[Payload, Encoded | None]:
         """A message as a payload of one of the kinds that the profile knows, and over its wire."""
