@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import guards_support as support
+import keepers
 import pytest
 import torch
+import workers
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from worlds import run_world
 
-from offbeat import WFBP, ByteScheduler, PartialSync, Strategy
+from offbeat import BSP, WFBP, ByteScheduler, LocalSGD, PartialSync, Strategy
+from offbeat.measuring.calls import call_s
 from offbeat.storage.coupling import couples
+from offbeat.transport.device import device_of
 
 
 class Clipped(SGD):
@@ -151,3 +155,41 @@ def test_refused_where_buckets_step_alone(strategy: Strategy, text: str) -> None
     [words] = run_world(support.refuse, 1, Clipped, strategy)
     assert text in words
     assert bool(words) == bool(text)
+
+
+# ---- attributes of their own ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", keepers.KEEPERS)
+def test_trials_change_nothing_that_an_optimizer_keeps(name: str) -> None:
+    model, optimizer = keepers.build(name)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.grad is None else p.grad.fill_(1.0)
+    mine = [*model.parameters(), *optimizer._momentum]  # type: ignore[attr-defined]
+    mine += [p.grad for p in model.parameters() if p.grad is not None]
+    before = [(t, t.data_ptr(), t.clone()) for t in mine]
+    assert couples(optimizer) is not None
+    call_s(optimizer, device_of(torch.device("cpu")))
+    for tensor, place, value in before:
+        assert tensor.data_ptr() == place
+        assert torch.equal(tensor, value)
+
+
+def test_a_list_of_parameters_is_stepped_once_per_step() -> None:
+    """Weights are those of torch's DDP, bit for bit, though its trial copies share the list."""
+    for found in run_world(keepers.train_as_ddp, 2, "Listed", [WFBP(), BSP()], 8):
+        assert len(set(found)) == 1
+
+
+def test_views_made_before_parameters_moved_are_refused() -> None:
+    calls = [
+        ("Viewed", WFBP(), True),
+        ("Viewed", LocalSGD(2), False),
+        ("Blocked", WFBP(), False),
+        ("Gathering", WFBP(), True),
+        ("Listed", PartialSync(2), True),
+        ("Blocked", WFBP(), True),
+    ]
+    [found] = run_world(workers.in_turn, 1, keepers.fail, calls)
+    assert [step for step, _ in found] == [1, 1, 3, 3, 0, -1]
+    assert all("param_groups" in text or "param groups" in text for step, text in found[:-1])

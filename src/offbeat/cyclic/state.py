@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from offbeat.cyclic.vectors import Shape
-from offbeat.storage.coupling import trial_copy
+from offbeat.storage.coupling import shield_parameters, trial_copy
 from offbeat.storage.randomness import preserved
 
 ALIGNED = 16  # bytes
@@ -101,7 +101,7 @@ class StageState:
         trial = nn.Parameter(torch.zeros(_TRIAL, dtype=p.dtype, device=shape.device))
         trial.grad = torch.zeros_like(trial)
         copy = trial_copy(self._optimizer, [{**group, "params": [trial]}])
-        with preserved({shape.device}):
+        with preserved({shape.device}), shield_parameters(self._optimizer):
             copy.step()
         for name, value in copy.state[trial].items():
             if isinstance(value, (bool, int, float)):

@@ -453,6 +453,7 @@ class FlatSession(Session):
             self.engine.end_backward(skip_update)  # those that compare already have this rank's
             self._replicas.step()
         self.engine.step(skip_update)
+        self.engine.flat.former.require_unwritten()
         if self.engine.plan.source is not None and self._cluster.control.world_size > 1:
             self._untouched.note()
         if self.engine.run.lands_at_forward:

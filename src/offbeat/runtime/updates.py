@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from offbeat.guards.finite import Suspects
+from offbeat.guards.moves import Moves
 from offbeat.guards.stepping import Stepping
 from offbeat.plan import Apply, Plan
 from offbeat.runtime.compute import Compute
@@ -58,6 +59,7 @@ class Updates:
         self._version = flat.grad_version()
         self._weights: dict[int, list[int]] = {}  # versions of parameters with an update to come
         self._revealed: set[int] = set()  # applies whose gradients the user has seen as they are
+        self._moves: Moves | None = Moves(optimizer)
         self.refresh()
         if self.remedy is not None:
             self.stepper.require_independent(self.remedy)
@@ -123,7 +125,7 @@ class Updates:
         """Step all buckets whose update was left to the step, in one call."""
         if iteration.skipped or not iteration.rest:
             return
-        with self._own():
+        with self._own(iteration.rest):
             if len(iteration.rest) == len(self._everything):
                 self._optimizer.step()
             else:
@@ -134,12 +136,24 @@ class Updates:
     def _copy(self, apply: Apply) -> int:
         return self._flat.physical("grad", apply.arg("age", 0))
 
-    def _own(self) -> AbstractContextManager[None]:
-        """Steps within it are not the script's."""
+    def _own(self, run: Sequence[int]) -> AbstractContextManager[None]:
+        """Steps of these buckets within it are not the script's."""
+        if self._moves is not None:
+            return self._compared(run, self._moves)
         return self.stepping.own() if self.stepping is not None else nullcontext()
 
+    @contextmanager
+    def _compared(self, run: Sequence[int], moves: Moves) -> Iterator[None]:
+        """As `_own`, and require that updates change weights."""
+        self._moves = None
+        moves.begin(run[0], (p for b in run for p in self._flat.buckets[b].parameters))
+        with self._own(run):
+            yield
+        moves.end()
+        self._moves = None if moves.done else moves
+
     def _step(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:
-        with self._own():
+        with self._own(apply.buckets):
             self._step_own(apply, iteration, whole=whole)
 
     def _step_own(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:

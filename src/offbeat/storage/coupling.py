@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,10 +33,15 @@ def couples(optimizer: torch.optim.Optimizer) -> str | None:
     for g, _ in enumerate(optimizer.param_groups):
         for scale in _SCALES:
             try:
-                alone = _stepped(optimizer, g, scale, alone=True)
-                together = _stepped(optimizer, g, scale, alone=False)
+                alone = _step_stand_in(optimizer, g, scale, alone=True)
+                together = _step_stand_in(optimizer, g, scale, alone=False)
             except Exception as error:
                 return f"{name} could not be tried on made-up parameters ({error})"
+            if alone is None or together is None:
+                return (
+                    f"{name} does not step the parameters of its param groups (does it keep "
+                    "parameters, or views of them, in attributes of its own?)"
+                )
             if not torch.equal(alone, together):
                 return (
                     f"{name} steps a parameter otherwise when others are stepped with it (does it "
@@ -45,16 +51,51 @@ def couples(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def trial_copy(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> torch.optim.Optimizer:
-    """The same optimizer without state, with other groups; its steps leave the original alone."""
+    """Return a copy of the optimizer with other groups and without state.
+
+    Tensors that the optimizer keeps in attributes of its own are copied too; parameters are not.
+    Step a copy within `shield_parameters`.
+    """
     trial = object.__new__(type(optimizer))
-    for name, value in optimizer.__dict__.items():
-        trial.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list)) else value
+    own = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups")}
+    trial.__dict__.update(_copy_tensors(own))
     trial.__dict__.pop("step", None)  # a scheduler's patch, which would step the original
     trial._optimizer_step_pre_hooks = OrderedDict()
     trial._optimizer_step_post_hooks = OrderedDict()
     trial.state = defaultdict(dict)
     trial.param_groups = list(groups)
     return trial
+
+
+def _copy_tensors(value: Any) -> Any:
+    """Return a copy of tensors, and of containers of them; parameters and other objects stay."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        made.update((key, _copy_tensors(item)) for key, item in value.items())
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(_copy_tensors(item) for item in value)
+    return value
+
+
+@contextmanager
+def shield_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Protect the parameters and gradients of an optimizer from steps of its trial copies.
+
+    A copy may reach the real parameters through attributes of its own. Meanwhile they have no
+    gradient, and all their elements share one memory location, which torch refuses to write.
+    """
+    kept = [(p, p.data, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    try:
+        for p, data, _ in kept:
+            p.grad = None
+            p.data = data.new_zeros(()).expand(data.shape)
+        yield
+    finally:
+        for p, data, grad in kept:
+            p.data, p.grad = data, grad
 
 
 def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -74,10 +115,18 @@ def devices_of(optimizer: torch.optim.Optimizer) -> set[torch.device]:
     return {p.device for group in optimizer.param_groups for p in group["params"]}
 
 
-def _stepped(optimizer: torch.optim.Optimizer, g: int, scale: float, *, alone: bool) -> Tensor:
-    """A stand-in of group g after two steps, by itself or with stand-ins of all groups."""
+def _step_stand_in(
+    optimizer: torch.optim.Optimizer, g: int, scale: float, *, alone: bool
+) -> Tensor | None:
+    """Return a stand-in of group g after two steps, by itself or with stand-ins of all groups.
+
+    None if the steps leave it as it is and keep no state for it.
+    """
     random = generator()
     first = _stand_ins(optimizer.param_groups[g], 1, scale, random)
+    if not first:
+        return torch.zeros(0, device=CPU)
+    begin = first[0].detach().clone()
     groups = [_with(optimizer.param_groups[g], first)]
     if not alone:
         groups[0]["params"] = first + _stand_ins(optimizer.param_groups[g], 2, scale, random)
@@ -88,11 +137,14 @@ def _stepped(optimizer: torch.optim.Optimizer, g: int, scale: float, *, alone: b
         ]
     trial = trial_copy(optimizer, [group for group in groups if group["params"]])
     devices = devices_of(trial)
-    with preserved(devices):
-        for seed in range(2 if first else 0):
+    with preserved(devices), shield_parameters(optimizer):
+        for seed in range(2):
             seed_all(seed, devices)  # of optimizers that round at random
             trial.step()
-    return first[0].detach() if first else torch.zeros(0, device=CPU)
+    end = first[0].detach()
+    if end.numel() and torch.equal(begin, end) and not trial.state.get(first[0]):
+        return None
+    return end
 
 
 def _stand_ins(

@@ -15,6 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from offbeat.plan import BUILT_IN, Buffer, Payload
 from offbeat.storage.checksum import checksum
+from offbeat.storage.former import FormerMemory
 from offbeat.storage.layout import BucketSpec, Key, key_of
 
 Store = dict[Key, Tensor]
@@ -52,6 +53,7 @@ class Flat:
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         mine = [[parameters[n] for n in spec.parameters] for spec in specs]
         carried = [[buffers[n] for n in spec.buffers] for spec in specs]
+        self.former = FormerMemory({n: parameters[n] for spec in specs for n in spec.parameters})
         self.keys = [key_of(own[0]) for own in mine]
         self._kinds = {name: buffer.kind for name, buffer in BUILT_IN.items()}
         self._newest = {"param": 0, "grad": 0}
@@ -80,6 +82,7 @@ class Flat:
         self.take_gradients()
         if before is not None:
             before.let_go("grad")
+        self.former.note()
 
     def take_gradients(self) -> None:
         """Have the gradients in a flat tensor of their own; those that there are keep."""
