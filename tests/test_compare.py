@@ -22,6 +22,7 @@ from offbeat.cli import commands as cli
 from offbeat.lab import Cluster
 from offbeat.measuring.processors import processors
 from offbeat.profile import Bucket, Link, Profile
+from offbeat.report.run import Repetition
 from offbeat.run import compare
 from offbeat.run.progress import Progress
 from offbeat.sim import predict
@@ -53,6 +54,8 @@ if f"fail={what}" in words and rank == 1:
 if f"sleep={what}" in words:
     Path(f"sleeping.{rank}").write_text(str(os.getpid()))
     time.sleep(600)
+if "dwell" in words:
+    time.sleep(1.5)
 if f"idle={what}" in words:
     sys.exit(0)
 if job["stop_after_profile"]:
@@ -273,7 +276,18 @@ def test_a_failing_contestant_does_not_stop_the_others(how, times, here, capsys)
 
 def test_what_was_recorded_before_a_kill_is_reported(here, capsys):
     """One contestant is killed in all of its repetitions, the other in none."""
-    argv = ["compare", "--lab", "none", "--hosts", "2", "--strategies", "ddp,wfbp", "--out", "out"]
+    argv = [
+        "compare",
+        "--keep-disturbed",
+        "--lab",
+        "none",
+        "--hosts",
+        "2",
+        "--strategies",
+        "ddp,wfbp",
+        "--out",
+        "out",
+    ]
     assert cli.main([*argv, "--repeat", "1", "train.py", "killed=ddp"]) == 1
     printed = capsys.readouterr()
     assert "cut short" in printed.out  # in the table
@@ -402,7 +416,16 @@ def test_default_directories_differ(here):
 
 
 def test_compare_command(here, capsys):
-    argv = ["compare", "--lab", "none", "--hosts", "2", "--strategies", "ddp,dreamddp:period=2"]
+    argv = [
+        "compare",
+        "--keep-disturbed",
+        "--lab",
+        "none",
+        "--hosts",
+        "2",
+        "--strategies",
+        "ddp,dreamddp:period=2",
+    ]
     assert cli.main([*argv, "--repeat", "1", "--wait", "30", "train.py"]) == 0
     (run_dir,) = (here / "runs").iterdir()
     text = capsys.readouterr().out
@@ -431,7 +454,18 @@ def test_json_is_all_there_is_on_stdout(here, capsys):
 
 
 def test_a_failed_contestant_exits_1_with_the_table(capsys):
-    argv = ["compare", "--lab", "none", "--hosts", "2", "--strategies", "ddp,wfbp", "--repeat", "1"]
+    argv = [
+        "compare",
+        "--keep-disturbed",
+        "--lab",
+        "none",
+        "--hosts",
+        "2",
+        "--strategies",
+        "ddp,wfbp",
+        "--repeat",
+        "1",
+    ]
     assert cli.main([*argv, "train.py", "fail=ddp"]) == 1
     printed = capsys.readouterr()
     assert "the loss is not a number" in printed.err
@@ -457,7 +491,16 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def test_ctrl_c_keeps_what_was_measured(here):
-    argv = ["compare", "--lab", "none", "--hosts", "2", "--strategies", "ddp,wfbp,bsp"]
+    argv = [
+        "compare",
+        "--keep-disturbed",
+        "--lab",
+        "none",
+        "--hosts",
+        "2",
+        "--strategies",
+        "ddp,wfbp,bsp",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTIBLE, *argv, "--out", "out", "train.py", "sleep=wfbp"],
         stdout=subprocess.PIPE,
@@ -522,3 +565,65 @@ def test_what_the_library_says_to_a_scripts_user_stays(capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert "10.0.0.1:40123" in said
     assert "step 10" not in said
+
+
+def test_a_disturbed_repetition_is_marked_and_repeated_once(here: Path) -> None:
+    """A loop on every processor beside the profile and the run."""
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processors())
+    ]
+    try:
+        outcome = compare.compare(
+            replace(
+                comparison("dwell", repetitions=1, contestants=CONTESTANTS[:1]),
+                repeat_disturbed=True,
+            ),
+            here / "out",
+        )
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    assert launched() == ["profile"] * 2 + ["ddp"] * 2
+    assert (outcome.measured, outcome.failures) == (1, [])
+    summary = read(here / "out" / "summary.json")
+    (row,) = summary["rows"]
+    assert (row["repetitions"], row["failed"], row["repeated"]) == (1, 0, 1)
+    (disturbed,) = row["disturbed"]
+    assert disturbed["repetition"] == 0
+    assert disturbed["foreign"] > 0.3
+    assert summary["profile_disturbed"]["foreign"] > 0.3
+    assert (here / "out" / "ddp" / "disturbed-rep0" / "rank0.json").exists()
+    out = io.StringIO()
+    with redirect_stdout(out):
+        cli.main(["report", str(here / "out")])
+    assert "disturbed" in out.getvalue()
+    assert "disturbed" in (here / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("how", ["fails", "is interrupted"])
+def test_a_second_attempt_that_does_not_end(here: Path, monkeypatch, how: str) -> None:
+    """One that fails is the repetition's failure; after Ctrl-C the first one counts again."""
+    real, launches = compare._launch, []
+
+    def launch(*args):
+        launches.append(args)
+        if len(launches) < 3:
+            return real(*args)
+        args[3].mkdir()
+        if how == "fails":
+            return "rank 1 exited with code 1", []
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "_launch", launch)
+    disturbed = Repetition(0, (), load={"disturbed": 1.0, "foreign": 0.5})
+    monkeypatch.setattr(compare, "load_repetition", lambda *_: disturbed)
+    monkeypatch.setattr(compare, "load_in", lambda _: None)
+    made = comparison(repetitions=1, contestants=CONTESTANTS[:1])
+    outcome = compare.compare(replace(made, repeat_disturbed=True), here / "out")
+    assert len(launches) == 3
+    assert (outcome.measured, outcome.interrupted) == ((0, False) if how == "fails" else (1, True))
+    assert len(outcome.failures) == (how == "fails")
+    if how == "is interrupted":
+        (row,) = read(here / "out" / "summary.json")["rows"]
+        assert (row["repetitions"], row["repeated"]) == (1, 0)

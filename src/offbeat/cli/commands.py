@@ -186,6 +186,9 @@ def compare(
     ] = None,
     repeat: Annotated[int, number("Repetitions of each, in turns.")] = 2,
     target_loss: Annotated[float | None, option("Report the time to this training loss.")] = None,
+    keep_disturbed: Annotated[
+        bool, option("Do not repeat what was disturbed by other programs or by late hosts.")
+    ] = False,
     profile: ReuseProfile = None,
     where: Where = WHERE,
     out: OutDir = None,
@@ -197,11 +200,12 @@ def compare(
     """
     from offbeat.run.compare import Comparison, given_profile
 
+    compared = partial(Comparison, repeat_disturbed=not keep_disturbed)
     limits.at_least("--repeat", repeat, 1, "it is how often each contestant runs")
     setup = _setup(where, script, args)
     if strategies.partition(":")[0] != ADVISED:
         chosen = texts.contestants(strategies, set_ or [])
-        return _compare(Comparison(setup, chosen, repeat, target_loss, profile), out, json_)
+        return _compare(compared(setup, chosen, repeat, target_loss, profile), out, json_)
     from offbeat.cli import advising
 
     with advising.measured(setup, profile, stderr=json_) as (path, outcome):
@@ -209,7 +213,7 @@ def compare(
             return _exit_code(outcome, "no profile was written")
         facts = given_profile(setup, path).profile
         chosen = advising.contestants(facts, strategies, set_ or [])
-        return _compare(Comparison(setup, chosen, repeat, target_loss, path), out, json_)
+        return _compare(compared(setup, chosen, repeat, target_loss, path), out, json_)
 
 
 @app.command
@@ -549,6 +553,7 @@ def _show_run(run_dir: Path, page: Path, json_: bool, logs: str | None = None) -
 
     from offbeat import report as reports
     from offbeat.report.parts import in_words
+    from offbeat.report.summary import disturbances
     from offbeat.report.text import table
 
     if json_:
@@ -564,6 +569,8 @@ def _show_run(run_dir: Path, page: Path, json_: bool, logs: str | None = None) -
             print(text)
     if run.given is not None and run.given["computed"]:
         print(f"predicted from a computed profile: {run.given['text']}")
+    for text in disturbances(run, rows):
+        print(text)
     if logs is not None:
         print(f"what the script printed: {logs}")
     if len(rows) > 1:

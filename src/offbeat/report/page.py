@@ -23,7 +23,7 @@ from offbeat.report.parts import in_words
 from offbeat.report.places import grouped
 from offbeat.report.run import Contestant, Run
 from offbeat.report.strict_json import dumps, script_safe
-from offbeat.report.summary import Row, how_measured, merges, ranked
+from offbeat.report.summary import Row, disturbances, how_measured, merges, ranked
 from offbeat.report.timeline import (
     Window,
     lane_name,
@@ -86,7 +86,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "best": best,
         "sentence": _unbroken(sentence),
         "command": shlex.join(run.command_line),
-        "banners": banners(run),
+        "banners": [*banners(run), *disturbances(run, rows)],
         "table": _table(run, rows),
         "strategies": _strategies(run, rows, pairs, traces),
         "left_out": left_out,

@@ -12,11 +12,15 @@ from typing import Any
 from offbeat.blocks import read, records_in
 from offbeat.plan import Plan
 from offbeat.profile import Profile
+from offbeat.report.disturbed import Disturbance, disturbance_of
 from offbeat.trace import Trace
 
 SCHEMA = 1
 LOG_TAIL_LINES = 12
 PROBLEM = "problem.txt"  # in a repetition's folder: how it has failed
+PROFILING = "profiling"  # in a run's folder: the launch that measured its profile
+LOAD = "load.json"  # in a repetition's folder: the machine's load beside it
+BEFORE = "disturbed-"  # begins the folder of a repetition that was repeated
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 
@@ -57,7 +61,8 @@ class Repetition:
     """One repetition of one contestant. It never counts with `problems`.
 
     `cuts` say why it did not come to its end, though all ranks have records. `log_tails` holds the
-    last lines of the log of every rank that left no record.
+    last lines of the log of every rank that left no record. `load` is the machine's load beside
+    it; `repeated`: an earlier attempt was disturbed.
     """
 
     index: int
@@ -65,6 +70,14 @@ class Repetition:
     problems: tuple[str, ...] = ()
     log_tails: Mapping[int, str] = field(default_factory=dict)
     cuts: tuple[str, ...] = ()
+    load: Mapping[str, Any] | None = None
+    repeated: bool = False
+
+    @property
+    def disturbance(self) -> Disturbance | None:
+        """Why this is not a measurement, None if it is one."""
+        paces = {record.rank: record.pace for record in self.ranks}
+        return disturbance_of(self.index, self.load, paces)
 
     @property
     def complete(self) -> bool:
@@ -140,7 +153,8 @@ class Run:
 
     `probed` compares what was asked of the links with what was measured before the run; `changed`
     is what the lab changed while ranks ran. `given` describes a profile that was given instead of
-    measured: its file, and the quantities that were computed for this cluster.
+    measured: its file, and the quantities that were computed for this cluster. `profile_load` was
+    the machine's load beside the measuring of the profile.
     """
 
     path: Path
@@ -161,8 +175,14 @@ class Run:
     target_loss: float | None = None
     skip: int = 0
     profile: Profile | None = None
+    profile_load: Mapping[str, Any] | None = None
     problems: tuple[str, ...] = ()
     given: Mapping[str, Any] | None = None
+
+    @property
+    def profile_disturbed(self) -> Disturbance | None:
+        """Why the profile, if it was measured for this run, is not a measurement."""
+        return disturbance_of(0, self.profile_load, {})
 
     @property
     def world_size(self) -> int:
@@ -230,6 +250,7 @@ def load(run_dir: str | Path) -> Run:
         target_loss=data.get("target_loss"),
         skip=int(data.get("skip", 0)),
         profile=profile,
+        profile_load=load_in(path / PROFILING),
         problems=problems,
         given=data.get("profile"),
     )
@@ -272,7 +293,7 @@ def _load_contestant(
     folder = path / entry["label"]
     plan, plan_problems = _optional(folder / "plan.json", Plan.from_dict)
     predicted, predicted_problems = _optional(folder / "predicted.json", _predicted_from_dict)
-    reps = [_load_repetition(folder / f"rep{i}", i) for i in range(repetitions)]
+    reps = [load_repetition(folder / f"rep{i}", i) for i in range(repetitions)]
     expected = expected or max((r.rank + 1 for rep in reps for r in rep.ranks), default=1)
     return Contestant(
         label=entry["label"],
@@ -285,7 +306,8 @@ def _load_contestant(
     )
 
 
-def _load_repetition(folder: Path, index: int) -> Repetition:
+def load_repetition(folder: Path, index: int) -> Repetition:
+    """Read the folder of one repetition."""
     records, problems = [], []
     for file in records_in(folder):
         record, failed = _optional(file, _record_from_dict, read)
@@ -297,7 +319,19 @@ def _load_repetition(folder: Path, index: int) -> Repetition:
     if (folder / PROBLEM).exists():
         cuts.insert(0, (folder / PROBLEM).read_text(errors="replace").strip())
     ranks = _as_far_as_all(records) if cuts else records
-    return Repetition(index, tuple(ranks), tuple(problems), cuts=tuple(cuts))
+    return Repetition(
+        index,
+        tuple(ranks),
+        tuple(problems),
+        cuts=tuple(cuts),
+        load=load_in(folder),
+        repeated=folder.with_name(BEFORE + folder.name).is_dir(),
+    )
+
+
+def load_in(folder: Path) -> Mapping[str, Any] | None:
+    """Return the machine's load beside a launch, from its folder; None if it is not known."""
+    return _optional(folder / LOAD, dict)[0]
 
 
 def _as_far_as_all(records: list[RankRecord]) -> list[RankRecord]:

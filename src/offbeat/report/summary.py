@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
 from typing import Literal
 
+from offbeat.report.disturbed import Disturbance, disturbed_in_words
 from offbeat.report.losses import final_loss, rank_mean, still_falling, target_loss
 from offbeat.report.parts import Split, split_of
 from offbeat.report.run import Contestant, Repetition, Run
@@ -37,7 +38,8 @@ class Row:
     `emulated` must be said with every measured number, and so must a `pace` (hosts computed at
     1/pace of a core; 0: as they could). `cut`: what was measured is of repetitions that did not
     come to their end. `falling`: the loss was still falling at the end. `split`: where the
-    prediction was wrong.
+    prediction was wrong. `disturbed`: why repetitions that count are not measurements; `repeated`
+    of them replace an earlier disturbed attempt.
     """
 
     label: str
@@ -68,6 +70,8 @@ class Row:
     cut: bool = False
     falling: bool = False
     split: Split | None = None
+    disturbed: tuple[Disturbance, ...] = ()
+    repeated: int = 0
 
 
 def merges(rows: Sequence[Row]) -> bool:
@@ -113,6 +117,14 @@ def how_measured(rows: Sequence[Row]) -> str:
     return text + (
         f"; {failed} failed and do{'es' if failed == 1 else ''} not count" * bool(failed)
     )
+
+
+def disturbances(run: Run, rows: Sequence[Row]) -> list[str]:
+    """Return one sentence per disturbed contestant, and one if the profile was disturbed."""
+    found = [disturbed_in_words(row.disturbed, row.label, row.repetitions) for row in rows]
+    if run.profile_disturbed is not None:
+        found.insert(0, disturbed_in_words([run.profile_disturbed], "The profile", 1))
+    return [text for text in found if text]
 
 
 def skipped(run: Run, rep: Repetition) -> int:
@@ -178,6 +190,8 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         emulated=run.emulated,
         pace=run.profile.pace if run.profile else 0.0,
         cut=contestant.cut,
+        disturbed=tuple(d for rep in reps if (d := rep.disturbance) is not None),
+        repeated=sum(rep.repeated for rep in reps),
         falling=not run.emulated and still_falling(contestant),
     )
     row = _with_times(row, run, reps)

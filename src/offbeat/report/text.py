@@ -63,7 +63,7 @@ def _cells(row: Row, unit: words.Unit, paces: bool, voted: bool) -> list[Text]:
 
 def _about(row: Row) -> str:
     said = [row.strategy] if row.strategy != row.label else []
-    return ", ".join(said + ["cut short"] * row.cut)
+    return ", ".join(said + ["cut short"] * row.cut + ["disturbed"] * bool(row.disturbed))
 
 
 def _two_lines(first: str, second: str) -> Text:

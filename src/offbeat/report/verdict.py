@@ -16,15 +16,21 @@ def winner(rows: Sequence[Row]) -> tuple[Row | None, str]:
         return None, "Nothing was measured: no contestant finished a repetition."
     best = order[0]
     if len(order) == 1:
-        return best, _said(_alone(best), best)
+        return best, _said(_alone(best) + _disturbed(best), best)
     other = _compared_with(order)
     text = _by_iteration(best, other) if best.target_s is None else _by_target(best, other)
-    return best, _said(text + _draw(best, order[1]), best)
+    return best, _said(text + _draw(best, order[1]) + _disturbed(best, other), best)
 
 
 def _said(text: str, row: Row) -> str:
     """The sentence, with what must never be left out."""
     return text + (" (emulated compute)." if row.emulated or row.pace else ".")
+
+
+def _disturbed(*rows: Row) -> str:
+    """A reservation if one of the contestants compared was disturbed."""
+    labels = [row.label for row in rows if row.disturbed]
+    return f"; disturbed: {' and '.join(labels)}" if labels else ""
 
 
 def _compared_with(order: Sequence[Row]) -> Row:

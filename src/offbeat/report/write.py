@@ -43,6 +43,7 @@ def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
         "sentence": sentence,
         "emulated": run.emulated,
         "profile": run.given,
+        "profile_disturbed": run.profile_disturbed and asdict(run.profile_disturbed),
         "rows": [asdict(row) for row in rows],
         "problems": run.failures(),
     }

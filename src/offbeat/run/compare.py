@@ -20,10 +20,12 @@ import offbeat
 from offbeat import blocks, report, sim
 from offbeat.blocks import records_in
 from offbeat.lab import Cluster, Lab, LabError, NoLab, asked, launch
+from offbeat.lab.load import LoadSampler
 from offbeat.measuring.processors import processors
 from offbeat.plan import Plan
 from offbeat.profile import Profile
-from offbeat.report.run import PROBLEM
+from offbeat.report.disturbed import disturbance_of
+from offbeat.report.run import BEFORE, LOAD, PROBLEM, PROFILING, load_in, load_repetition
 from offbeat.run.network import Computed, compute_for, with_network
 from offbeat.run.progress import OnLine, Progress
 from offbeat.run.script import name_of, require_runnable
@@ -158,6 +160,7 @@ class Comparison:
 
     `profile` is read from that file if given, else measured first. `target_loss` asks for the time
     until this training loss; `command` is what the user typed. `keeping` is of a lone contestant.
+    `repeat_disturbed`: a disturbed repetition, and a disturbed profile, are measured once more.
     """
 
     setup: Setup
@@ -167,6 +170,7 @@ class Comparison:
     profile: Path | None = None
     command: tuple[str, ...] = ()
     keeping: Keeping | None = None
+    repeat_disturbed: bool = False
 
     def __post_init__(self) -> None:
         labels = [contestant.label for contestant in self.contestants]
@@ -334,8 +338,9 @@ def _run_all(
     if given is not None:
         given.save(path)
     else:
-        logs = outcome.run_dir / "profiling"
-        if not _measure(comparison.setup, lab, path, logs, outcome, progress):
+        again = comparison.repeat_disturbed
+        logs = outcome.run_dir / PROFILING
+        if not _measure(comparison.setup, lab, path, logs, outcome, progress, again=again):
             return
     profile = Profile.load(path)
     if profile.pace:
@@ -355,9 +360,17 @@ def _run_all(
 
 
 def _measure(
-    setup: Setup, lab: Lab | NoLab, path: Path, logs: Path, outcome: Outcome, progress: Progress
+    setup: Setup,
+    lab: Lab | NoLab,
+    path: Path,
+    logs: Path,
+    outcome: Outcome,
+    progress: Progress,
+    *,
+    again: bool = False,
 ) -> bool:
-    """Launch until the profile is in `path`; a failure is noted and said."""
+    """Launch until the profile is in `path`, `again` if it was disturbed; a failure is noted and
+    said."""
     draft = logs / "profile.json"  # only a launch that ended well yields a profile
     job = _job(
         setup,
@@ -371,13 +384,18 @@ def _measure(
         problem, _ = _launch(setup, lab, job, logs, on_line)
     if problem is None and not draft.exists():
         problem = f"{name_of(setup.script)} ended before a profile was measured; {MUST_PREPARE}"
-    if problem is None:
-        found = Profile.load(draft)
-        found = with_network(found, setup.cluster, setup.workers) if setup.shaped else found
-        found.save(path)
-    else:
+    if problem is not None:
         _fail(f"measuring the profile: {problem}", outcome, progress)
-    return problem is None
+        return False
+    profile = Profile.load(draft)
+    profile = with_network(profile, setup.cluster, setup.workers) if setup.shaped else profile
+    profile.save(path)
+    if found := disturbance_of(0, load_in(logs), {}):
+        progress.say(f"the profile was disturbed: {found.text}")
+        if again:
+            logs.rename(logs.with_name(BEFORE + logs.name))
+            return _measure(setup, lab, path, logs, outcome, progress)
+    return True
 
 
 def _predicted(
@@ -421,8 +439,45 @@ def _repeat(
     outcome: Outcome,
     progress: Progress,
 ) -> None:
-    """One repetition of one contestant; a failure is noted and said."""
-    what = f"{contestant.label}, repetition {repetition + 1} of {comparison.repetitions}"
+    """Run one repetition of one contestant, a disturbed one once more if that is wanted."""
+    directory = outcome.run_dir / contestant.label / f"rep{repetition}"
+    changed = list(outcome.changed)
+    if not _attempt(comparison, lab, contestant, repetition, outcome, progress):
+        return
+    outcome.measured += 1
+    found = load_repetition(directory, repetition).disturbance
+    if found is None:
+        return
+    progress.say(f"{_what(comparison, contestant, repetition)} was disturbed: {found.text}")
+    if not comparison.repeat_disturbed:
+        return
+    kept = directory.with_name(BEFORE + directory.name)
+    directory.rename(kept)
+    outcome.changed, before = changed, outcome.changed
+    try:
+        if not _attempt(comparison, lab, contestant, repetition, outcome, progress):
+            outcome.measured -= 1
+    except KeyboardInterrupt:
+        shutil.rmtree(directory, ignore_errors=True)
+        kept.rename(directory)
+        outcome.changed = before
+        raise
+
+
+def _what(comparison: Comparison, contestant: Contestant, repetition: int) -> str:
+    return f"{contestant.label}, repetition {repetition + 1} of {comparison.repetitions}"
+
+
+def _attempt(
+    comparison: Comparison,
+    lab: Lab | NoLab,
+    contestant: Contestant,
+    repetition: int,
+    outcome: Outcome,
+    progress: Progress,
+) -> bool:
+    """Launch one repetition of one contestant; False if it failed, which is noted and said."""
+    what = _what(comparison, contestant, repetition)
     directory = outcome.run_dir / contestant.label / f"rep{repetition}"
     path = outcome.run_dir / "profile.json"
     job = _job(
@@ -444,12 +499,12 @@ def _repeat(
         script = name_of(comparison.setup.script)
         problem = f"{script} left no record in {directory}; {MUST_PREPARE}"
     if problem is None:
-        outcome.measured += 1
         progress.say(f"{what}: {_seconds_in_words(directory)}")
-        return
+        return True
     # What was recorded until then stays; the report says that it was cut short.
     (directory / PROBLEM).write_text(problem.partition("; the end of")[0])
     _fail(f"{what}: {problem}", outcome, progress)
+    return False
 
 
 def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
@@ -544,18 +599,21 @@ def _launch(
     env = {"OFFBEAT_JOB": str(path.absolute()), "OFFBEAT_SEED": str(setup.seed)}
     if setup.links:
         env["OFFBEAT_LINKS"] = ",".join(setup.links)
-    result = launch(
-        lab,
-        [sys.executable, *setup.script],
-        env=env,
-        log_dir=directory,
-        timeout_s=setup.timeout_s,
-        on_line=lambda rank, line: on_line(line) if rank == 0 else None,
-        changes=not job["stop_after_profile"],
-        workers=setup.workers,
-        servers=setup.servers if isinstance(strategy, Served) else 0,
-        survive=isinstance(strategy, Gossip),
-    )
+    with LoadSampler(lab.process.pid) as sampler:
+        result = launch(
+            lab,
+            [sys.executable, *setup.script],
+            env=env,
+            log_dir=directory,
+            timeout_s=setup.timeout_s,
+            on_line=lambda rank, line: on_line(line) if rank == 0 else None,
+            changes=not job["stop_after_profile"],
+            workers=setup.workers,
+            servers=setup.servers if isinstance(strategy, Served) else 0,
+            survive=isinstance(strategy, Gossip),
+        )
+    if (load := sampler.load()) is not None:
+        _write_json(directory / LOAD, load.record())
     changes = setup.cluster.changes
     return result.problem, [
         {"at_s": at_s, "change": changes[number].text} for at_s, number in result.changes

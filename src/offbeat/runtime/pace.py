@@ -129,8 +129,8 @@ class Pace(Compute):
 
     def record(self) -> dict[str, float]:
         """The pace; iterations, and those in which this host was late by more than 3 % of its
-        compute; the longest delay as such a share; of the machine's processors: the share that
-        this process took, and that interrupts took."""
+        compute; the longest and the mean delay as such a share; of the machine's processors: the
+        share that this process took, and that interrupts took."""
         self._close()
         whole_s = max(time.perf_counter() - self._begin_s, 1e-9) * processors()
         return {
@@ -138,6 +138,7 @@ class Pace(Compute):
             "iterations": len(self._late),
             "missed": sum(late > LATE for late in self._late),
             "worst": max(self._late, default=0.0),
+            "mean": sum(self._late) / max(1, len(self._late)),
             "busy": (time.process_time() - self._busy_s) / whole_s,
             "interrupts": (kernel_s() - self._kernel_s) / whole_s,
         }

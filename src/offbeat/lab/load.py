@@ -1,0 +1,171 @@
+"""Load of this machine while a launch runs: how much of it is not the launch's own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+EVERY_S = 0.5  # between samples
+COST = 0.01  # of a processor at most, for the samples themselves
+FOREIGN, IDLE = 0.1, 0.25  # shares of the processors: most and least of an undisturbed sample
+
+_PROC = Path("/proc")
+
+
+class Sample(NamedTuple):
+    """Cumulative seconds: of the clock, of processors that computed in user or kernel mode or were
+    given to other machines (`busy_s`), that were idle, and of the launch's own processes."""
+
+    at_s: float
+    busy_s: float
+    idle_s: float
+    own_s: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load of the processors during one launch, as shares of their time.
+
+    `foreign`: computed for processes of others. `idle`: not used at all. `disturbed`: share of the
+    samples in which others took more than `FOREIGN` and less than `IDLE` was left. `pressure`:
+    share of the time in which some process waited for a processor (PSI), None if unknown.
+    """
+
+    seconds: float
+    foreign: float
+    idle: float
+    disturbed: float
+    pressure: float | None = None
+
+    def record(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return asdict(self)
+
+
+class Tally:
+    """Adds up samples; its size does not grow with their number."""
+
+    def __init__(self, processors: int) -> None:
+        self._processors = processors
+        self._first: Sample | None = None
+        self._last: Sample | None = None
+        self._count = self._disturbed = 0
+
+    def add(self, sample: Sample) -> None:
+        """Add the next sample."""
+        if self._last is not None and sample.at_s > self._last.at_s:
+            foreign, idle = _shares(self._last, sample, self._processors)
+            self._count += 1
+            self._disturbed += foreign > FOREIGN and idle < IDLE
+        self._first, self._last = self._first or sample, sample
+
+    def load(self, pressure: float | None = None) -> Load | None:
+        """Return the load between the first and the last sample; None with fewer than two."""
+        if self._first is None or self._last is None or not self._count:
+            return None
+        seconds = self._last.at_s - self._first.at_s
+        foreign, idle = _shares(self._first, self._last, self._processors)
+        return Load(seconds, foreign, idle, self._disturbed / self._count, pressure)
+
+
+def _shares(a: Sample, b: Sample, processors: int) -> tuple[float, float]:
+    """(foreign, idle) shares of the processors' time between two samples."""
+    whole_s = (b.at_s - a.at_s) * processors
+    foreign_s = (b.busy_s - a.busy_s) - (b.own_s - a.own_s)
+    return max(0.0, foreign_s / whole_s), min(1.0, max(0.0, (b.idle_s - a.idle_s) / whole_s))
+
+
+class LoadSampler:
+    """Samples the machine's load in a thread, while a block runs.
+
+    Own are this process, the process `root` and all its descendants. Interrupts are left out:
+    most of them are packets of the launch.
+    """
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._processors = sorted(os.sched_getaffinity(0))
+        self._tally = Tally(len(self._processors))
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="offbeat-load", daemon=True)
+        self._begin_s, self._waited_s = 0.0, _waited_s()
+
+    def __enter__(self) -> Self:
+        self._begin_s, self._waited_s = time.monotonic(), _waited_s()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def load(self) -> Load | None:
+        """Return the load so far; None where the system does not tell."""
+        seconds, now_s = time.monotonic() - self._begin_s, _waited_s()
+        if self._waited_s is None or now_s is None:
+            return self._tally.load()
+        return self._tally.load((now_s - self._waited_s) / seconds)
+
+    def _run(self) -> None:
+        with suppress(OSError, ValueError, IndexError):  # /proc is missing or of another form
+            rest_s = 0.0
+            while not self._over.wait(rest_s):
+                begin_s = time.thread_time()
+                self._tally.add(self._sample())
+                rest_s = max(EVERY_S, (time.thread_time() - begin_s) / COST)
+            self._tally.add(self._sample())
+
+    def _sample(self) -> Sample:
+        own_s = sum(os.times()[:2]) + _descendants_s(self._root)
+        return Sample(time.monotonic(), *_processors_s(self._processors), own_s)
+
+
+def _processors_s(numbers: Iterable[int]) -> tuple[float, float]:
+    """(busy, idle) seconds of some processors since the machine started."""
+    names, busy, idle = {f"cpu{n}" for n in numbers}, 0, 0
+    for line in (_PROC / "stat").read_text().splitlines():
+        name, *fields = line.split()
+        if name in names:
+            user, nice, system, idle_ticks, iowait, _, _, steal = map(int, fields[:8])
+            busy += user + nice + system + steal
+            idle += idle_ticks + iowait
+    return busy / _HZ, idle / _HZ
+
+
+def _descendants_s(root: int) -> float:
+    """Processor seconds of a process and its descendants, those that have ended included, as their
+    parents have waited for them."""
+    parents, ticks = {}, {}
+    for folder in _PROC.iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):  # it has ended
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                parents[int(folder.name)] = int(fields[1])
+                ticks[int(folder.name)] = sum(map(int, fields[11:15]))
+    children: dict[int, list[int]] = {}
+    for process, parent in parents.items():
+        children.setdefault(parent, []).append(process)
+    total, queue = 0, [root]
+    while queue:
+        process = queue.pop()
+        total += ticks.get(process, 0)
+        queue += children.get(process, ())
+    return total / _HZ
+
+
+def _waited_s() -> float | None:
+    """Seconds in which some process has waited for a processor; None without PSI."""
+    try:
+        some = (_PROC / "pressure" / "cpu").read_text().split("\n", 1)[0]
+        return int(some.rpartition("total=")[2]) / 1e6
+    except (OSError, ValueError):
+        return None
+
+
+_HZ = os.sysconf("SC_CLK_TCK")
