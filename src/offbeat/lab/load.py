@@ -84,7 +84,7 @@ def _shares(a: Sample, b: Sample, processors: int) -> tuple[float, float]:
 class LoadSampler:
     """Samples the machine's load in a thread, while a block runs.
 
-    Own are this process, the process `root` and all its descendants. Interrupts are left out:
+    Own are this process, the process `root` and all its descendants. Interrupts are left out, as
     most of them are packets of the launch.
     """
 
