@@ -3,7 +3,7 @@ strategy's equations average, one collective per parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -73,8 +73,8 @@ class Reference(Session):
         self.after()
         self.r, self.open = self.r + 1, False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool) -> None:
         if self.open:

@@ -37,6 +37,11 @@ class ForwardMemory:
         """Bytes per place, or None."""
         return self._kept if self._known else None
 
+    @property
+    def measured(self) -> bool:
+        """Whether a forward was measured, or cannot be."""
+        return self._meter is not None or not self._known
+
     def close(self) -> None:
         """Measure no more."""
         self._open, self._meter = False, None

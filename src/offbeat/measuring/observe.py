@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from offbeat.plan import Moment, Plan, local, transfer
 from offbeat.profile import Bucket, Contention, GradientNoise, Link, Profile
 from offbeat.runtime.compute import Compute
 from offbeat.runtime.engine import Engine
-from offbeat.runtime.iteration import Iteration
+from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.storage.flat import Flat, buffer_checksums, changed_buffers
 from offbeat.storage.layout import BucketSpec, group_parameters
 from offbeat.transport.control import Control
@@ -68,7 +69,7 @@ class Observer:
         self._times: list[_Times] = []
         self.order: list[str] = []
         self.memory = ForwardMemory(model)  # of the first iteration only: hooks take time
-        self._tap = LossTap()
+        self._tap = LossTap(device.mark)
         self._losses: list[Tensor] = []
         self._partly = False  # backward ran already, and no step followed
         self._meter = NoiseMeter(dist.get_world_size())
@@ -85,6 +86,8 @@ class Observer:
 
     def _enter(self, name: str):
         def entered(_module: nn.Module, _inputs: object) -> None:
+            if not torch.is_grad_enabled():
+                return
             self.memory.place = name
             self._entered.append((name, self._device.mark()))
 
@@ -92,26 +95,27 @@ class Observer:
 
     def iteration(self, done: Iteration) -> None:
         """Take in one finished iteration."""
-        self.memory.close()
-        seconds, marks, times = self._device.seconds, done.marks, _Times()
+        if self.memory.measured:
+            self.memory.close()
         partly, self._partly = self._partly, done.abandoned
-        if marks.forward is None or not self._ready:
-            if partly or done.skipped:  # several losses of one forward, or none at all
-                self._ready, self._entered = [], []
-                return
-            raise RuntimeError(
-                "optimizer.step() without a forward of the prepared model and a backward; call "
-                "the model that prepare returned"
-            )
-        self.order = [name for name, _ in self._ready]
-        at = start = seconds(marks.forward)
+        again = partly and done.marks.forward is None  # another backward of the same forward
+        if any(self._engine.hooks.seen) and not (again or (done.skipped and not self._ready)):
+            self._time(done.marks)
+        self._ready, self._entered = [], []
+
+    def _time(self, marks: Timestamps) -> None:
+        seconds, times = self._device.seconds, _Times()
+        first, end = self._forward_of(marks)
+        self.order = [name for name, _ in self._ready] or self.order
+        at = start = seconds(first)
         current = None
-        for name, mark in [*self._entered, (None, marks.forward_end)]:
+        for name, mark in [*self._entered, (None, end)]:
             now = seconds(mark)
             if now >= start:  # earlier ones belong to an evaluation or a micro-batch
                 times.forward[current or name or ""] += now - at
                 current, at = name, now
-        for name, mark in self._ready:
+        # Gradients of torch.autograd.grad reach the parameters together, when the step begins.
+        for name, mark in self._ready or [(self._ordered()[0], marks.backward_end)]:
             times.backward[name] = seconds(mark) - at
             at = seconds(mark)
         times.update = seconds(marks.stepped) - seconds(marks.step)
@@ -120,23 +124,45 @@ class Observer:
         loss = self._tap.take()
         if loss is not None:
             self._losses.append(loss)
-        self._ready, self._entered = [], []
+
+    def _forward_of(self, marks: Timestamps) -> tuple[Mark, Mark]:
+        """When the last forward began and ended. If the script called only parts of the model, it
+        begins with the first one of these after the backward before, and ends as backward begins.
+        """
+        began, ended, seconds = self._tap.began, self._tap.ended, self._device.seconds
+        if marks.forward is not None:
+            return marks.forward, marks.forward_end
+        since = max(seconds(mark) for mark in (marks.begin, ended) if mark is not None)
+        entered = (mark for _, mark in self._entered if seconds(mark) >= since)
+        ready = self._ready[0][1] if self._ready else marks.backward_end
+        return next(entered, marks.begin), ready if began is None else began
+
+    def _ordered(self) -> list[str]:
+        """The trained parameters as their gradients were ready; against the order of the model if
+        that was never seen."""
+        silent = [n for n, p in self._model.named_parameters() if p.requires_grad]
+        known = set(self.order)
+        return self.order + [n for n in silent if n not in known] if known else silent[::-1]
 
     def finish(self) -> None:
-        """Remove every hook."""
+        """Remove every hook. RuntimeError if there was no iteration to time."""
         self.memory.close()
         self._engine.measure(None)
         self._engine.hooks.on_parameter = None
         self._tap.close()
         for handle in self._handles:
             handle.remove()
+        if not self._times:
+            raise RuntimeError(
+                "no iteration that was measured had a gradient, so there is nothing to plan from; "
+                "let optimizer.step() follow a backward through the model that offbeat.prepare "
+                "returned, or give offbeat.prepare a profile"
+            )
 
     def layout(self, control: Control, min_bytes: int) -> list[BucketSpec]:
         """Buckets in rank 0's ready order, parameters without a gradient last; same everywhere."""
-        silent = [n for n, p in self._model.named_parameters() if p.requires_grad]
-        order = self.order + [n for n in silent if n not in set(self.order)]
         buffers = changed_buffers(self._model, self._buffers)
-        order, buffers = control.gather((order, buffers))[0]
+        order, buffers = control.gather((self._ordered(), buffers))[0]
         return group_parameters(self._model, order, min_bytes, buffers)
 
     def profile(

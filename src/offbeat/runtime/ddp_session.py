@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,6 +41,7 @@ class DDPSession(Session):
         if pace is not None:
             pace.follow(model)
         self._iteration = self._before = 0
+        self._forward_seen = False  # in this iteration
         self._marks = Timestamps(begin=cluster.device.mark())
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self._bytes_per_iteration = gradients
@@ -57,19 +58,49 @@ class DDPSession(Session):
         self._cluster.require_open()
         self._before = iteration - self._iteration
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._cluster.closed and not (torch.is_grad_enabled() and self._model.training):
-            return self._model(*args, **kwargs)
+            return call(*args, **kwargs)
         self._cluster.require_open()
         pace = self._pace if torch.is_grad_enabled() and self._model.training else None
         if pace is not None:
             pace.begins(self._iteration, self._marks.begin)
         self._marks.forward = self._cluster.device.mark()
-        output = self.module(*args, **kwargs)
+        if call is self._model:
+            output = self.module(*args, **kwargs)
+        else:
+            output = self._announce(call(*args, **kwargs))
+        self._forward_seen = True
         if pace is not None:
             pace.forward(-1)
         self._marks.forward_end = self._cluster.device.mark()
         return output
+
+    def note_forward(self, output: object) -> None:
+        self._announce(output)
+        self._forward_seen = True
+
+    def _announce(self, output: Any) -> Any:
+        """Let DistributedDataParallel prepare for the backward of what a method has returned: its
+        own forward returns the same, as if that were the model's output."""
+        modules = self.module._modules
+        modules["module"], model = nn.Identity(), modules["module"]
+        try:
+            return self.module(output)
+        finally:
+            modules["module"] = model
+
+    def _require_forward(self) -> None:
+        """RuntimeError if gradients were computed beside DistributedDataParallel."""
+        ranks, parameters = self._cluster.control.world_size, self._model.parameters()
+        if not self._forward_seen and ranks > 1 and any(p.grad is not None for p in parameters):
+            raise RuntimeError(
+                "optimizer.step() without a forward of the prepared model: torch's "
+                "DistributedDataParallel averages only gradients that its forward has announced; "
+                "call the model that offbeat.prepare returned, or one of its methods that return "
+                "what backward begins from, or use another strategy, such as WFBP()"
+            )
+        self._forward_seen = False
 
     def step(self, skip_update: bool) -> None:
         self._cluster.require_open()
@@ -79,6 +110,7 @@ class DDPSession(Session):
         if self._pace is not None:
             self._pace.waited()  # within backward, for its messages
         if not skip_update:
+            self._require_forward()
             self._optimizer.step()
             if self._pace is not None:
                 self._pace.updated_whole()

@@ -64,6 +64,7 @@ class Engine:
         self.stepping: Stepping | None = None
         self.watched: Watched | None = None
         self.reports, self.pauses = Reports(), Pauses(self)
+        self._evaluated = self._trains_in_eval = False  # in evaluation mode, with gradients
         self._attached, self._adopted = ExitStack(), ExitStack()  # how to undo either
         self.attach(flat)
 
@@ -195,25 +196,36 @@ class Engine:
     def forward_begins(self) -> AbstractContextManager[Any]:
         """The prepared model is called; its forward runs in what this returns."""
         self.waiting.require_alive()
-        if not (torch.is_grad_enabled() and self.model.training):
-            self.pauses.flush()  # nobody trains on it
+        if not self.trains:
+            self.pauses.flush()
+            self._evaluated = torch.is_grad_enabled()
             return nullcontext()
-        if self.now is None:
-            self.run.windows.require_unchanged()
-        elif self.hooks.broken:
-            self._give_up(self.now)
-        elif self.backward_over:
-            self.run.land(self.now)  # a second backward may follow before the step
-        now, hooks = self.started(), self.run.forward_hooks
-        self.control.set_activity("in forward")
-        if held_s := self.compute.begins(now.number, now.marks.begin):
-            now.marks.begin += held_s
+        now, hooks = self._begin_forward(), self.run.forward_hooks
         if hooks is None:
             self.walker.walk(0)
         elif hooks.at_start is not None:
             self.forward_needs(hooks.at_start)
         now.marks.forward = self.device.mark()
         return nullcontext() if hooks is None else hooks.watching()
+
+    @property
+    def trains(self) -> bool:
+        """Whether a forward that begins now is followed by a backward, as far as is known: one in
+        evaluation mode is if that has happened before."""
+        return torch.is_grad_enabled() and (self.model.training or self._trains_in_eval)
+
+    def _begin_forward(self) -> Iteration:
+        if self.now is None:
+            self.run.windows.require_unchanged()
+        elif self.hooks.broken:
+            self._give_up(self.now)
+        elif self.backward_over:
+            self.run.land(self.now)  # a second backward may follow before the step
+        now = self.started()
+        self.control.set_activity("in forward")
+        if held_s := self.compute.begins(now.number, now.marks.begin):
+            now.marks.begin += held_s
+        return now
 
     def forward_ends(self, output: object = None) -> None:
         """The prepared model's forward is over, and has returned this."""
@@ -223,15 +235,35 @@ class Engine:
         if self.now is None:
             return
         self.forward_needs(0)  # of modules that were not called this time
-        self.control.set_activity(IN_SCRIPT)
-        self.compute.forward(-1)
         if self.run.forward_hooks is not None:
             self.run.forward_hooks.forward_ended()
+        self._forward_over(self.now, output)
+
+    def _forward_over(self, now: Iteration, output: object) -> None:
+        self.control.set_activity(IN_SCRIPT)
+        self.compute.forward(-1)
         if self.run.updates.early and self.gradients.sent:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self.output_reached())
-        self.now.marks.forward_end = self.device.mark()
+        now.marks.forward_end = self.device.mark()
+
+    def before_call(self) -> None:
+        """Complete what changes weights, as a method of the model is about to read them."""
+        if self.now is None:
+            self.pauses.flush()
+        elif self.backward_over:
+            self.run.land(self.now)
+        self._called = self.device.mark()
+
+    def note_forward(self, output: object) -> None:
+        """The method called last has returned tensors of a graph: it was a forward."""
+        self.hooks.watch(output)
+        if self.trains:
+            now = self._begin_forward()
+            self.walker.walk(self.plan.buckets - 1)
+            now.marks.forward = self._called
+            self._forward_over(now, output)
 
     def forward_needs(self, b: int) -> None:
         """Somebody is about to use the parameters of bucket b, or of one nearer the input."""
@@ -252,7 +284,9 @@ class Engine:
     def backward_begins(self) -> None:
         """The first gradient of a backward pass is there."""
         self._looks.close()
-        if self.now is not None and self.backward_over:
+        if self.now is None:
+            self._trains_in_eval |= self._evaluated
+        elif self.backward_over:
             if self.run.only_adds(self.now):
                 self._reopen()
             else:
@@ -345,6 +379,7 @@ class Engine:
         now.over, self.now, self.backward_over = True, None, False
         self.reports.add(now)
         self.iteration += 1
+        self._evaluated = False
         self.control.set_iteration(self.iteration)
         self.reports.hand_on()
         self.begin()

@@ -76,7 +76,7 @@ class GossipSession(Session):
 
     # ---- what the user calls ----------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self._watch.require_unchanged()
         training = torch.is_grad_enabled() and self._model.training
@@ -91,11 +91,14 @@ class GossipSession(Session):
             self.flush()
         mark = self._cluster.device.mark
         self._done.marks.forward = mark()
-        output = self._model(*args, **kwargs)
+        output = call(*args, **kwargs)
         if pace is not None:
             pace.forward(-1)
         self._done.marks.forward_end = mark()
         return output
+
+    def note_forward(self, output: object) -> None:
+        self._open = True
 
     def step(self, skip_update: bool) -> None:
         self._cluster.require_open()

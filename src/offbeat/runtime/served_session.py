@@ -91,7 +91,7 @@ class ServedSession(Session):
 
     # ---- what the user calls ----------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self._parameters.require_unchanged()
         training = torch.is_grad_enabled() and self._model.training
@@ -108,7 +108,7 @@ class ServedSession(Session):
             pace.waited()
         mark = self._cluster.device.mark
         self._marks.forward = mark()
-        output = self._model(*args, **kwargs)
+        output = call(*args, **kwargs)
         if pace is not None:
             pace.forward(-1)
         self._marks.forward_end = mark()

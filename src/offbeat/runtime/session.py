@@ -309,7 +309,8 @@ class FlatSession(Session):
             if self._recorder:
                 self._recorder.iteration(done)
             observer.iteration(done)
-            self._around_forward = nullcontext
+            if observer.memory.measured:
+                self._around_forward = nullcontext
             if done.number + 1 >= how.iterations and not done.abandoned:
                 self._plan_from(observer, how, observed=done.number + 1)
 
@@ -317,7 +318,7 @@ class FlatSession(Session):
 
     def _plan_from(self, observer: Observer, how: Observation, observed: int) -> None:
         observer.finish()
-        self._observer = None
+        self._observer, self._around_forward = None, nullcontext
         control = self._cluster.control
         first = self._cluster.everyone
         least = how.min_bucket_bytes or worthwhile_bytes(
@@ -428,21 +429,27 @@ class FlatSession(Session):
 
     # ---- what the user calls ----------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._cluster.closed and not (torch.is_grad_enabled() and self._model.training):
-            return self._model(*args, **kwargs)
+            return call(*args, **kwargs)
         if torch.is_grad_enabled():
             self._parameters.require_unchanged()
             self._require_untouched()
-            if self._loaded and self._model.training and not self._cluster.closed:
+            if self._loaded and self.engine.trains and not self._cluster.closed:
                 self._require_all_loaded()
         with self.engine.forward_begins(), self._around_forward():
-            output = self._model(*args, **kwargs)
+            output = call(*args, **kwargs)
         self.engine.forward_ends(output)
         if self._unsampled is not None and self._recorder:
             self._recorder.ended(self._unsampled)
             self._unsampled = None
         return output
+
+    def before_call(self) -> None:
+        self.engine.before_call()
+
+    def note_forward(self, output: object) -> None:
+        self.engine.note_forward(output)
 
     _unsampled: int | None = None  # iteration whose parameters land only within a forward
 

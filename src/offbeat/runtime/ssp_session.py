@@ -59,6 +59,9 @@ class SSPSession(ServedSession):
         if not self._waiting:
             self._refresh()
 
+    def note_forward(self, output: object) -> None:
+        self._open = True  # with the newest parameters
+
     def flush(self) -> None:
         """Have the servers' newest parameters, unless an iteration is under way; such as the next
         one could begin with."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import wraps
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
+from offbeat.runtime.outputs import tensors_of
 from offbeat.transport.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -52,8 +56,16 @@ class Session(ABC):
     """Who saves this session's checkpoints, once one was asked for."""
 
     @abstractmethod
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass."""
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass: a call of the module, or of one of its methods."""
+
+    def note_forward(self, output: object) -> None:  # noqa: B027 - nothing to do by default
+        """A call that was not announced as a forward has returned tensors of a graph: backward
+        may begin there."""
+
+    def before_call(self) -> None:
+        """Complete every update of the weights that a method of the model is about to read."""
+        self.flush()
 
     @abstractmethod
     def step(self, skip_update: bool) -> None:
@@ -152,6 +164,7 @@ class Model(nn.Module):
         self.module = module
         object.__setattr__(self, "_session", session)
         object.__setattr__(self, "_meter", meter)
+        object.__setattr__(self, "_forwards", set())  # names of methods that train
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         around = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
@@ -160,7 +173,7 @@ class Model(nn.Module):
                 "DistributedDataParallel is around a prepared model, whose strategy averages "
                 "already; leave it out"
             )
-        return self._session.forward(*args, **kwargs)
+        return self._session.forward(self._modules["module"], *args, **kwargs)  # type: ignore[arg-type]
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward only accumulates: `with model.no_sync(): loss.backward()`."""
@@ -244,10 +257,46 @@ class Model(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            value = getattr(super().__getattr__("module"), name)
+            module = super().__getattr__("module")
+            value = getattr(module, name)
+        if inspect.ismethod(value) and value.__self__ is module:
+            return self._counted(name, value)
         if isinstance(value, (torch.Tensor, nn.Module)) or callable(value):
             self._session.flush()  # what it reads must be up to date
         return value
+
+    def _counted(self, name: str, method: MethodType) -> MethodType:
+        """The method, whose calls count as forward passes if they train."""
+
+        @wraps(method.__func__)
+        def call(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._call(name, method, *args, **kwargs)
+
+        return MethodType(call, method.__self__)
+
+    def _call(self, name: str, method: MethodType, *args: Any, **kwargs: Any) -> Any:
+        """Call a method. Whether it trains is seen in what it returns at first: tensors of a graph.
+        From then on it is announced as a forward, so that messages may pass beneath it."""
+        if name in self._forwards and torch.is_grad_enabled():
+            return self._session.forward(method, *args, **kwargs)
+        self._session.before_call()
+        output = method(*args, **kwargs)
+        if isinstance(output, Generator):
+            return self._resumed(output)
+        if torch.is_grad_enabled() and any(t.grad_fn is not None for t in tensors_of(output)):
+            self._forwards.add(name)
+            self._session.note_forward(output)
+        return output
+
+    def _resumed(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """The same; its body may run in other iterations than the call."""
+        while True:
+            self._session.before_call()
+            try:
+                value = next(generator)
+            except StopIteration as end:
+                return end.value
+            yield value
 
 
 def _moves(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:

@@ -1,0 +1,278 @@
+"""Training loops in the idioms of public scripts, as they are written for one device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from strangers import batch_of
+from torch import Tensor, nn
+from workers import rank, world_size
+
+import offbeat
+from offbeat import Profile, Strategy
+
+STEPS = 6
+Batch = Callable[[int], tuple[Tensor, Tensor]]
+Loop = Callable[[Any, Any, Batch], None]
+
+
+@dataclass(frozen=True)
+class Idiom:
+    """How a script builds its model and optimizer, and how it trains."""
+
+    loop: Loop
+    build: Callable[[], tuple[nn.Module, Any]]
+
+    def __str__(self) -> str:
+        return self.loop.__name__
+
+
+Case = tuple[Idiom, Strategy]
+
+
+class Agent(nn.Module):
+    """Actor and critic, both used through methods; nobody calls the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 6), nn.Tanh())
+        self.actor, self.critic = nn.Linear(6, 3), nn.Linear(6, 1)
+        self.log_std = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.actor(self.body(x))
+
+    def get_value(self, x: Tensor) -> Tensor:
+        return self.critic(self.body(x))
+
+    def get_action_and_value(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        spread = self.log_std.exp()
+        return -(((y - self.actor(hidden)) / spread) ** 2).sum(1), self.critic(hidden)
+
+    def compute_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self(x), y)
+
+    def losses(self, x: Tensor, y: Tensor) -> Iterator[Tensor]:
+        for scale in (0.5, 1.0):
+            yield nn.functional.mse_loss(self(x), scale * y)
+
+    @torch.no_grad()
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x)
+
+    def describe(self) -> str:
+        return f"{self.log_std.sum().item():.3f}"
+
+
+def agent() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Agent().double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def updates_by_method(model: Any, optimizer: Any, batch: Batch) -> None:
+    """Proximal policy optimization: a roll-out without gradients, updates through a method."""
+    for t in range(STEPS):
+        x, y = batch(t)
+        with torch.no_grad():
+            baseline = model.get_value(x)
+        log_probability, value = model.get_action_and_value(x, y)
+        loss = ((value - y.sum(1, keepdim=True)) ** 2).mean() - 0.1 * log_probability.mean()
+        loss = loss + 0.1 * baseline.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+
+
+def computes_loss_inside(model: Any, optimizer: Any, batch: Batch) -> None:
+    """A method that calls the module; another one that does not train, in training mode."""
+    for t in range(STEPS):
+        x, y = batch(t)
+        y = y + 0.1 * model.generate(x) * 0.0
+        optimizer.zero_grad()
+        model.compute_loss(x, y).backward()
+        optimizer.step()
+        if rank() == 0:
+            model.describe()
+
+
+def alternates_methods(model: Any, optimizer: Any, batch: Batch) -> None:
+    """Every second iteration begins with another part of the model."""
+    for t in range(STEPS):
+        x, y = batch(t)
+        optimizer.zero_grad()
+        if t % 2:
+            loss = nn.functional.mse_loss(model(x), y) + 0.0 * model.log_std.sum()
+        else:
+            loss = model.get_value(x).square().mean()
+        loss.backward()
+        optimizer.step()
+
+
+def steps_within_a_generator(model: Any, optimizer: Any, batch: Batch) -> None:
+    for t in range(STEPS // 2):
+        for loss in model.losses(*batch(t)):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def calls_submodules(model: Any, optimizer: Any, batch: Batch) -> None:
+    for t in range(STEPS):
+        x, y = batch(t)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model.actor(model.body(x)), y).backward()
+        optimizer.step()
+
+
+def trains_in_eval_mode(model: Any, optimizer: Any, batch: Batch) -> None:
+    model.eval()
+    for t in range(STEPS):
+        x, y = batch(t)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def trains_a_head(model: Any, optimizer: Any, batch: Batch) -> None:
+    """Everything but the head in evaluation mode, set anew before every iteration."""
+    for t in range(STEPS):
+        model.eval()
+        model.actor.train()
+        x, y = batch(t)
+        optimizer.zero_grad()
+        model.compute_loss(x, y).backward()
+        optimizer.step()
+
+
+def sets_gradients(model: Any, optimizer: Any, batch: Batch) -> None:
+    for t in range(STEPS):
+        x, y = batch(t)
+        parameters = [p for name, p in model.named_parameters() if not name.endswith("log_std")]
+        parameters = [p for p in parameters if p.shape[0] != 1]
+        loss = nn.functional.mse_loss(model(x), y)
+        for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.grad = gradient
+        optimizer.step()
+
+
+METHODS = [
+    updates_by_method,
+    computes_loss_inside,
+    alternates_methods,
+    steps_within_a_generator,
+    calls_submodules,
+    trains_in_eval_mode,
+    trains_a_head,
+    sets_gradients,
+]
+
+
+# ---- running them ---------------------------------------------------------------------------
+
+
+def all_batches(t: int) -> tuple[Tensor, Tensor]:
+    """Of all ranks in one: its gradient is the mean of theirs."""
+    x, y = zip(*(batch_of(t, whose) for whose in range(world_size())), strict=True)
+    return torch.cat(x), torch.cat(y)
+
+
+def differences(cases: list[Case], **options: Any) -> dict[tuple[str, str], float | str]:
+    """Per loop and strategy the largest difference of a weight from one process that has all data,
+    or how the loop has ended."""
+    found: dict[tuple[str, str], float | str] = {}
+    options = {"observe": 2, "min_bucket_bytes": 1, "timeout_s": 20.0, **options}
+    for idiom, strategy in cases:
+        plain, optimizer = idiom.build()
+        idiom.loop(plain, optimizer, all_batches)
+        model, optimizer = idiom.build()
+        mine, steps = offbeat.prepare(model, optimizer, strategy, **options)
+        key = str(idiom), str(strategy)
+        try:
+            idiom.loop(mine, steps, lambda t: batch_of(t, rank()))
+            pairs = zip(mine.parameters(), plain.parameters(), strict=True)
+            found[key] = max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
+        except Exception as error:
+            found[key] = f"{type(error).__name__}: {error}"
+        mine.close()
+    return found
+
+
+# ---- how forward passes are seen ------------------------------------------------------------
+
+FORWARD_S, BACKWARD_S, OTHER_S = 0.02, 0.04, 0.03
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        time.sleep(FORWARD_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        time.sleep(BACKWARD_S)
+        return gradient
+
+
+class Sleeper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Slow.apply(self.first(x)))
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x).square().mean()
+
+
+def profile_of_a_sleeper(how: str) -> Profile:
+    """What is measured if the forward is a call of a method, or another one."""
+    module = Sleeper()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = offbeat.prepare(module, optimizer, observe=4, min_bucket_bytes=1)
+    model.train(how != "eval")
+    x, parameters = torch.ones(2, 3), list(model.parameters())
+    for _ in range(4):
+        time.sleep(OTHER_S)
+        with torch.no_grad():
+            model(x)
+        optimizer.zero_grad()
+        if how == "method":
+            loss = model.loss(x)
+        elif how == "parts":
+            loss = model.last(Slow.apply(model.first(x))).square().mean()
+        else:
+            loss = model(x).square().mean()
+        if how == "by hand":
+            for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                p.grad = gradient
+        else:
+            loss.backward()
+        optimizer.step()
+    profile = model._session.profile
+    model.close()
+    return profile
+
+
+def iterations_begun() -> list[bool]:
+    """At each forward of a part of the model, whether an iteration has begun."""
+    module, optimizer = agent()
+    model, optimizer = offbeat.prepare(module, optimizer, observe=1, min_bucket_bytes=1)
+    engine, x, begun = model._session.engine, torch.ones(2, 5, dtype=torch.float64), []
+    module.body.register_forward_pre_hook(lambda *_: begun.append(engine.now is not None))
+    for _ in range(3):
+        model.generate(x)
+        model.describe()
+        assert engine.now is None
+        model.get_value(x).sum().backward()
+        optimizer.step()
+    model.close()
+    return begun
