@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import random
@@ -25,6 +26,7 @@ from offbeat.checkpoint import shard
 from offbeat.checkpoint.folder import Folder
 from offbeat.checkpoint.frozen import freeze
 from offbeat.checkpoint.saving import Company, Saving
+from offbeat.data import DefDP
 
 CASE = Case("conv", "nesterov", "step")
 
@@ -375,3 +377,36 @@ def reloads(folder: str) -> tuple[int, list[str]]:
         except RuntimeError as error:
             return -1, [str(error)]
         return at, [str(w.message) for w in said]
+
+
+def resume_within_a_pass(folder: str, seeded: bool) -> tuple[bool, list[str]]:
+    """Train with dropout over a DataLoader, save within a pass, and resume: whether the weights
+    equal those of the uninterrupted run, and the warnings of `load`."""
+    samples = torch.arange(96.0).reshape(24, 4) / 96
+
+    def train(resuming: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        layers = (torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
+        module = torch.nn.Sequential(*layers)
+        model, optimizer = offbeat.prepare(module, torch.optim.SGD(module.parameters(), 0.1), "bsp")
+        sampler = DefDP(samples)
+        generator = torch.Generator() if seeded else None
+        loader = torch.utils.data.DataLoader(samples, 2, sampler=sampler, generator=generator)
+        if resuming:
+            offbeat.load(folder, model, optimizer, {"sampler": sampler})
+        for x in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if not resuming and offbeat.iteration(model) == 9:
+                offbeat.save(folder, model, optimizer, {"sampler": sampler}).wait()
+        model.close()
+        return [p.detach().clone() for p in module.parameters()]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        whole = train(resuming=False)
+        gc.collect()
+        resumed = train(resuming=True)
+    equal = all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+    return equal, [str(w.message) for w in caught if "DataLoader" in str(w.message)]

@@ -340,6 +340,14 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         assert "the model is closed" in said["closed"]
 
 
+def test_a_data_loader_without_a_generator_is_named(tmp_path: Path) -> None:
+    """Its next iterator draws from the random stream that `load` has restored."""
+    ((equal, named),) = run_world(jobs.resume_within_a_pass, 1, str(tmp_path / "a"), False)
+    assert not equal
+    assert len(named) == 1
+    assert run_world(jobs.resume_within_a_pass, 1, str(tmp_path / "b"), True) == [(True, [])]
+
+
 def test_servers_keep_their_own() -> None:
     words, _ = run_world(jobs.served, 2)
     assert len(words) == 2

@@ -78,10 +78,12 @@ def load(
 
     Every rank must call it, after `prepare` and before the first iteration. With the strategy and
     the number of ranks that saved it, each rank goes on exactly where it stood, at the same place
-    of the same plan, random states included. Otherwise, if all ranks had the same weights (after
-    `model.consolidate()`, or where only gradients are averaged), all get those of rank 0 and its
-    optimizer state. Objects in `extra` are loaded. FileNotFoundError without a checkpoint;
-    ValueError for one that this job cannot go on from; RuntimeError for one that is damaged.
+    of the same plan, random states included; a warning names DataLoaders that draw from torch's
+    global generator when the script iterates over them again. Otherwise, if all ranks had the same
+    weights (after `model.consolidate()`, or where only gradients are averaged), all get those of
+    rank 0 and its optimizer state. Objects in `extra` are loaded. FileNotFoundError without a
+    checkpoint; ValueError for one that this job cannot go on from; RuntimeError for one that is
+    damaged.
     """
     session = _session(model, optimizer)
     folder, saver = _folder(path, session), _saver(session)
@@ -106,6 +108,14 @@ def load(
     session.resume(manifest.iteration, found["state"] if exact else None)
     if exact:
         randomness.restore(found["random"], session.cluster.where)
+        if session.worker == 0 and (loaders := randomness.count_unseeded_loaders()):
+            warnings.warn(
+                f"{loaders} DataLoader(s) of this process have generator=None: each new iterator "
+                "draws its seed from torch's global generator, so a run that resumes within a pass "
+                "over the data draws other random numbers than the uninterrupted run; pass "
+                "generator=torch.Generator() and a sampler with a state_dict",
+                stacklevel=2,
+            )
     return Checkpoint(folder.path / name, manifest.iteration, exact, rest)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 CPU = torch.device("cpu")
 
@@ -74,3 +76,18 @@ def seed_all(seed: int, devices: Iterable[torch.device] = ()) -> None:
         if device.type == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
+
+
+def count_unseeded_loaders() -> int:
+    """Return how many DataLoaders of this process draw from torch's global generator.
+
+    Each of their iterators draws a seed when it is created, so an iterator that a resumed script
+    creates in the middle of a pass takes numbers that the uninterrupted run used elsewhere. Loaders
+    with a `state_dict` of their own restore their iterators themselves.
+    """
+    return sum(
+        issubclass(type(thing), DataLoader)
+        and thing.generator is None
+        and not hasattr(thing, "state_dict")
+        for thing in gc.get_objects()
+    )
