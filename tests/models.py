@@ -38,7 +38,7 @@ class Loop:
     `idle`: (rank, iteration) in which a loss is infinite, or there is no backward at all;
     `dropped` and `twice`: iterations in which a step is left out, and gradients are cleared or
     added to. `skipped`: (rank, iteration) that ends with `skip_step()`, in place of backward too if
-    `early`. Clipping and scaling begin in iteration `since`.
+    `early`. Clipping, scaling and what `alters` names begin in iteration `since`.
     """
 
     clear: str = "optimizer"
@@ -55,6 +55,21 @@ class Loop:
     skipped: frozenset[tuple[int, int]] = frozenset()
     early: bool = False
     since: int = 0
+    alters: str = ""
+
+    def alter(self, model: nn.Module, optimizer: torch.optim.Optimizer, t: int) -> None:
+        """Between backward and step: other settings, or other weights."""
+        if t < self.since:
+            return
+        if self.alters in ("lr", "momentum", "weight_decay"):
+            for group in optimizer.param_groups:
+                group[self.alters] = (0.03, 0.02, 0.04)[t % 3]
+        for p in model.parameters():
+            if self.alters == "weights":
+                with torch.no_grad():
+                    p.mul_(0.9)
+            elif self.alters == "data":
+                p.data.clamp_(-0.2, 0.2)
 
 
 USUAL = Loop()

@@ -172,6 +172,7 @@ class User:
         if self.loop.clip is not None:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.loop.clip)
+        self.loop.alter(self.model, self.optimizer, t)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.loop.evaluate:

@@ -85,6 +85,7 @@ class Replica:
             return
         if self.loop.clip is not None and self.iteration >= self.loop.since:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.loop.clip)
+        self.loop.alter(self.model, self.optimizer, self.iteration)
         if (self.rank, self.iteration) not in self.loop.overflow:
             self.optimizer.step()
 

@@ -83,6 +83,36 @@ def test_parameters_are_averaged_before_the_update(loop: Loop) -> None:
     assert_all_same(ranks, world)
 
 
+ALTERED = ("lr", "momentum", "weight_decay", "weights", "data")
+
+
+def test_settings_and_weights_changed_before_the_step_count() -> None:
+    """Whichever of them a script changes between backward and step, given a profile or observed."""
+    given = {}, {"observe": 3, "min_bucket_bytes": 1}
+    runs = [(Loop(alters=what), options) for what in ALTERED for options in given]
+    calls = [(CASE, AFTER, range(ITERATIONS), loop, options) for loop, options in runs]
+    found = run_world(workers.in_turn, 2, workers.train_with, calls)
+    before = replace(AFTER, average="before_update")
+    for (loop, options), *ranks in zip(runs, *found, strict=True):
+        world, first = replicas(CASE, 2, loop), options.get("observe", 1)
+        if options:
+            bsp(world, range(first))
+            profile = ranks[0].profile
+        else:
+            profile = profile_of(CASE, 2)
+            parameters_averaged(world, range(first), AFTER, profile)
+        parameters_averaged(world, range(first, ITERATIONS), before, profile)
+        assert_all_same(ranks, world)
+
+
+def test_settings_and_weights_changed_later_are_refused() -> None:
+    for what in ALTERED[:-1]:
+        loop = Loop(alters=what, since=3)
+        [outcome] = watch_world(workers.train_with, 1, CASE, AFTER, range(6), loop, {})
+        assert outcome.kind == "ValueError"
+        assert "between backward and optimizer.step()" in outcome.error
+
+
 def test_dreamddp_clips_what_the_script_clips() -> None:
     strategy = DreamDDP(period=2)
     before = DreamDDP(period=2, average="before_update")
@@ -246,7 +276,7 @@ def test_what_cannot_be_put_off(strategy: Strategy, more: dict[str, Any]) -> Non
 @pytest.mark.parametrize("strategy", [P3(), USByte(), DeAR(), PartialSync()], **names)
 def test_variants_at_the_step(strategy: Strategy) -> None:
     """They suit every habit, and nobody asks them for another variant."""
-    everything = Habits(True, True, True, True, backwards=2)
+    everything = Habits(True, True, True, True, backwards=2, alters=True)
     variant = strategy.at_step()
     assert variant is not None
     assert variant.at_step() is None
@@ -258,10 +288,13 @@ def test_variants_at_the_step(strategy: Strategy) -> None:
 
 def test_what_one_rank_does_counts_for_all() -> None:
     def both(world: World, rank: int) -> Habits:
-        mine = [Habits(True, scales=True), Habits(reads=True, skips=True, backwards=3)][rank]
+        mine = [
+            Habits(True, scales=True, alters=True),
+            Habits(reads=True, skips=True, backwards=3),
+        ][rank]
         return Habits.of_all(mine, MemoryControl(world, rank))  # type: ignore[arg-type]
 
-    assert run_ranks(2, both) == [Habits(True, True, True, True, backwards=3)] * 2
+    assert run_ranks(2, both) == [Habits(True, True, True, True, backwards=3, alters=True)] * 2
 
 
 def test_habits_of_a_loop() -> None:
@@ -294,6 +327,7 @@ def test_habits_of_a_loop() -> None:
         (Habits(reads=True), True, False),
         (Habits(skips=True), False, True),
         (Habits(backwards=2), True, False),
+        (Habits(alters=True), False, True),
     ],
     ids=str,
 )

@@ -15,13 +15,15 @@ from offbeat.transport.control import Control
 class Habits:
     """`changes`: gradients were changed or replaced before a step, as clipping does; `reads`: they
     were looked at; `scales`: a gradient scaler stepped; `skips`: an update was left out after its
-    backward; `backwards`: most backward passes before one step."""
+    backward; `backwards`: most backward passes before one step; `alters`: weights or settings of
+    param groups were changed between backward and step."""
 
     changes: bool = False
     reads: bool = False
     scales: bool = False
     skips: bool = False
     backwards: int = 1
+    alters: bool = False
 
     @classmethod
     def of_all(cls, mine: Habits, control: Control) -> Habits:
@@ -33,6 +35,7 @@ class Habits:
             any(one.scales for one in seen),
             any(one.skips for one in seen),
             max(one.backwards for one in seen),
+            any(one.alters for one in seen),
         )
 
     def against(self, plan: Plan) -> str | None:
@@ -47,6 +50,10 @@ class Habits:
             (self.skips and not late, "leaves out updates after backward"),
             (self.reads and late and not self.changes, "reads gradients before the step"),
             (self.backwards > 1 and late, "calls backward several times before a step"),
+            (
+                self.alters and "grad" in points,
+                "changes weights or the optimizer's settings between backward and step",
+            ),
         ]
         words = [word for holds, word in found if holds]
         return " and ".join(words) or None
@@ -63,10 +70,11 @@ class Watched:
         """A backward pass has begun."""
         self._backwards += 1
 
-    def stepped(self, *, changed: bool, skipped: bool) -> None:
-        """`optimizer.step()`, with gradients that were changed since backward, or its update
-        skipped by the script."""
+    def stepped(self, *, changed: bool, skipped: bool, altered: bool = False) -> None:
+        """`optimizer.step()`, with gradients that were changed since backward, its update
+        skipped by the script, or weights or settings `altered` since backward."""
         self.habits.changes |= changed
+        self.habits.alters |= altered
         self.habits.skips |= skipped and self._backwards > 0
         self.habits.backwards = max(self.habits.backwards, self._backwards)
         self._backwards = 0

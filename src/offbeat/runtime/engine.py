@@ -328,6 +328,10 @@ class Engine:
             self.walker.wait(update)
         self.metering.averaged(now.planned)
         self.run.updates.reveal(self.run.first_updates(update, now.planned))
+        if self.watched is not None or self.run.updates.early:
+            # One checksum: the times of the first iteration are not used.
+            first = self.watched is not None and not self.planned
+            self.run.updates.note_backward_end(contents=first)
         self.compute.step_begins()
         now.marks.waited = self.device.mark()
         self.control.set_activity(IN_SCRIPT)
@@ -359,7 +363,10 @@ class Engine:
         now.abandoned = abandoned
         self._looks.close()
         if self.watched is not None and not abandoned:
-            self.watched.stepped(changed=self.run.updates.touched(), skipped=skip_update)
+            updates = self.run.updates
+            altered = updates.alteration() is not None
+            changed = updates.touched()
+            self.watched.stepped(changed=changed, skipped=skip_update, altered=altered)
         now.marks.step = mark()
         if self.suspects is not None:
             self.suspects.heed(unused=skip_update)

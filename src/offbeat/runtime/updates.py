@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -13,7 +14,8 @@ from offbeat.guards.stepping import Stepping
 from offbeat.plan import Apply, Plan
 from offbeat.runtime.compute import Compute
 from offbeat.runtime.iteration import Iteration
-from offbeat.runtime.stepper import BucketStepper
+from offbeat.runtime.stepper import BucketStepper, Settings
+from offbeat.storage.checksum import checksum
 from offbeat.storage.flat import Flat
 from offbeat.storage.gradients import Gradients
 from offbeat.storage.handed import HandedOver
@@ -53,6 +55,8 @@ class Updates:
         self.remedy = early_remedy(plan)
         self.on_arrival = any(a.rule == "local" and a.at.point == "forward" for a in plan.applies)
         self.early = any(a.rule == "local" and a.at.point == "grad" for a in plan.applies)
+        self._parameters = flat.parameters
+        self._noted: tuple[Settings, list[int], int | None] | None = None
         self._plan = plan
         self._tried: set[int] = set()  # buckets, by the first of a run
         self._later = [a for a in plan.applies if a.rule == "local" and a.at.lag]
@@ -139,11 +143,11 @@ class Updates:
     def _own(self, run: Sequence[int]) -> AbstractContextManager[None]:
         """Steps of these buckets within it are not the script's."""
         if self._moves is not None:
-            return self._compared(run, self._moves)
+            return self._require_moves(run, self._moves)
         return self.stepping.own() if self.stepping is not None else nullcontext()
 
     @contextmanager
-    def _compared(self, run: Sequence[int], moves: Moves) -> Iterator[None]:
+    def _require_moves(self, run: Sequence[int], moves: Moves) -> Iterator[None]:
         """As `_own`, and require that updates change weights."""
         self._moves = None
         moves.begin(run[0], (p for b in run for p in self._flat.buckets[b].parameters))
@@ -179,6 +183,33 @@ class Updates:
 
     # ---- guards -----------------------------------------------------------------------------
 
+    def note_backward_end(self, *, contents: bool = False) -> None:
+        """Record settings and weights as updates in backward have found and left them.
+
+        Writes through `p.data` have no version counter; with `contents` checksums tell them. That
+        needs weights that no message writes between backward and step.
+        """
+        self._noted = self.stepper.settings(), self._all_versions(), self._contents(contents)
+
+    def alteration(self) -> str | None:
+        """Return what the script has changed since the end of backward: a setting, or weights."""
+        if self._noted is None:
+            return None
+        settings, versions, contents = self._noted
+        for group in self._optimizer.param_groups:
+            for key, value in settings.get(id(group), {}).items():
+                if key in group and not _is_equal(group[key], value):
+                    return f"{key!r} of a param group"
+        if versions != self._all_versions() or contents != self._contents(contents is not None):
+            return "weights"
+        return None
+
+    def _all_versions(self) -> list[int]:
+        return [p._version for p in self._parameters]
+
+    def _contents(self, wanted: bool) -> int | None:
+        return checksum(*self._parameters) if wanted else None
+
     def asked_for(self, iteration: Iteration, *, abandoned: bool = False) -> None:
         """`optimizer.step()`: ValueError if gradients that are applied at other times were
         changed since backward. Later updates use the settings of this moment, which a scheduler
@@ -190,6 +221,12 @@ class Updates:
                 "gradients were changed between backward and optimizer.step() (clipping or "
                 "unscaling?), but this strategy applies them bucket by bucket, at other times; "
                 f"{self.remedy}"
+            )
+        if self.early and not abandoned and (what := self.alteration()) is not None:
+            raise ValueError(
+                f"{what} was changed between backward and optimizer.step(), but this strategy "
+                "applies gradients bucket by bucket in backward, with the settings and weights "
+                f"there; change it before backward or after the step, or {self.remedy}"
             )
         phase = self._plan.phase(iteration.planned)
         later = [apply.buckets for apply in self._later if phase in apply.phases]
@@ -238,6 +275,13 @@ class Updates:
     compute = Compute()  # told of every update
     stepping: Stepping | None = None  # who sees all other steps
     suspects: Suspects | None = None  # asked before every update with a sum that was handed on
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether two values of a setting are the same; tensors by their elements."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
 
 
 @contextmanager
