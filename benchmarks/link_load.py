@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from offbeat.report import Run, load
-from offbeat.report.summary import skipped
+from offbeat.report.run import skipped
 from offbeat.report.traffic import LinkLoad, link_loads
 
 

@@ -47,6 +47,16 @@ class Span:
         )
 
 
+def whole_periods(skip: int, period: int, iterations: int) -> int:
+    """Return how many first iterations to leave out: whole periods, at least `skip` iterations; or
+    `skip` itself if no whole period of the `iterations` would remain.
+
+    The first averages of a plan differ from all later ones, as it begins with a trial.
+    """
+    whole = -(-skip // period) * period
+    return whole if iterations - whole >= period else skip
+
+
 @dataclass(frozen=True)
 class Trace:
     """A timeline. `ends_s[rank][i]` is when iteration `first + i` ended; the first one started

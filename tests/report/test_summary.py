@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from itertools import accumulate
 
 import pytest
 from report.tiny import dump, record, steady, write_tiny
@@ -13,7 +14,7 @@ from report.tiny import dump, record, steady, write_tiny
 from offbeat.report import Row, load, ranked, summarize, winner, words, write
 from offbeat.report.losses import Curve, rank_mean, target_loss
 from offbeat.report.text import table
-from offbeat.trace import COMPUTE, Span, Trace
+from offbeat.trace import COMPUTE, Span, Trace, whole_periods
 
 
 def rows_of(path, records, **run):
@@ -150,6 +151,29 @@ def test_seconds_to_the_given_target(tmp_path):
     row = rows_of(tmp_path, {"a": [[record(0, steady(0.5, 40), down)]]}, target_loss=20.0)["a"]
     assert row.target_iterations == 26  # i = 25: 19.5
     assert row.target_s == pytest.approx(13.0)
+
+
+def test_whole_first_periods_are_skipped_and_starting_up_is_no_merit(tmp_path):
+    """Averages of 3, 2, 2, ... s every fifth iteration, others of .5 s; 9 s to start up. Row and
+    target count the periods from the second on; the first one counts as long as these."""
+    each = [0.5 if (i + 1) % 5 else 2.0 for i in range(40)]
+    each[0], each[4] = 9.0, 3.0
+    losses = [float(40 - i) for i in range(40)]
+    made = record(0, [*accumulate(each)], losses, period=5)
+    row = rows_of(tmp_path, {"a": [[made]]}, target_loss=20.0, skip=2)["a"]
+    assert row.iteration_s == pytest.approx(0.8)
+    assert row.iterations_per_s == pytest.approx(1 / 0.8)
+    assert row.target_iterations == 26
+    # Five skipped at .8 s each, four whole periods, and the iteration after them.
+    assert row.target_s == pytest.approx(5 * 0.8 + 4 * 4.0 + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("skip", "period", "iterations", "expected"),
+    [(2, 1, 12, 2), (2, 5, 12, 5), (2, 5, 9, 2), (2, 5, 10, 5), (6, 5, 20, 10), (0, 5, 12, 0)],
+)
+def test_whole_periods(skip, period, iterations, expected):
+    assert whole_periods(skip, period, iterations) == expected
 
 
 def test_target_is_the_median_over_repetitions_and_never_if_most_miss_it(tmp_path):

@@ -59,7 +59,8 @@ def test_who_voted_when(tmp_path):
     assert (votes.voted(0), votes.voted(1)) == ([0], [0, 2])
     assert votes.outcomes == {"sync": (True, False, True, False, False)}
     assert votes.odd == 2 * 2  # two norms on each of two ranks
-    curve = draw(contestant, summarize(load(tmp_path))[0])
+    run = load(tmp_path)
+    curve = draw(run, contestant, summarize(run)[0])
     assert curve["votes"] == [
         {"rank": 0, "iterations": [1], "seconds": [3.0]},
         {"rank": 1, "iterations": [1, 3], "seconds": [3.0, 7.0]},

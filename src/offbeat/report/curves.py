@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from offbeat.report.losses import Curve, rank_mean
-from offbeat.report.run import Contestant, Repetition
-from offbeat.report.summary import Row
+from offbeat.report.losses import Curve
+from offbeat.report.run import Contestant, Repetition, Run
+from offbeat.report.summary import Row, counted_curve, counted_seconds
 from offbeat.report.votes import Votes, votes_of
 
 MOST_POINTS = 400
 
 
-def draw(contestant: Contestant, row: Row) -> dict[str, Any] | None:
+def draw(run: Run, contestant: Contestant, row: Row) -> dict[str, Any] | None:
     """JSON-ready curve: smoothed mean over ranks and repetitions, lowest and highest repetition,
     the mean before smoothing, and where it reached the target; None without losses."""
-    raw = [curve for rep in contestant.complete if len(curve := rank_mean(rep))]
+    raw = [curve for rep in contestant.complete if len(curve := counted_curve(run, rep))]
     smooth = [curve.smoothed() for curve in raw]
     shared = sorted(set.intersection(*(set(curve.iterations) for curve in smooth))) if raw else []
     if not shared:
@@ -38,21 +38,21 @@ def draw(contestant: Contestant, row: Row) -> dict[str, Any] | None:
             "high": [_short(max(c)) for c in columns],
         }
     if (votes := votes_of(contestant.complete[0])) is not None:
-        data["votes"] = _marks(contestant.complete[0], votes)
+        data["votes"] = _marks(run, contestant.complete[0], votes)
     if row.target_s is not None and row.target_iterations is not None:
         data["hit"] = {"seconds": row.target_s, "iterations": row.target_iterations}
     return data
 
 
-def _marks(rep: Repetition, votes: Votes) -> list[dict[str, Any]]:
+def _marks(run: Run, rep: Repetition, votes: Votes) -> list[dict[str, Any]]:
     """Where each rank said yes, at most one mark for each of MOST_POINTS stretches."""
     first, ends_s = rep.trace.first, rep.trace.ends_s[0]
     width = max(1, -(-len(votes.iterations) // MOST_POINTS))
-    marks = []
+    marks, seconds_of = [], counted_seconds(run, rep)
     for record in rep.ranks:
         said = list({i // width: i for i in votes.voted(record.rank)}.values())
         said = [i for i in said if first <= i < first + len(ends_s)]
-        seconds = [_short(ends_s[i - first]) for i in said]
+        seconds = [_short(seconds_of(i, ends_s[i - first])) for i in said]
         marks.append({"rank": record.rank, "iterations": [i + 1 for i in said], "seconds": seconds})
     return marks
 

@@ -21,7 +21,7 @@ from offbeat.report.decisions import decisions
 from offbeat.report.paced import pace_in_words
 from offbeat.report.parts import in_words
 from offbeat.report.places import grouped
-from offbeat.report.run import Contestant, Run
+from offbeat.report.run import Contestant, Run, skipped
 from offbeat.report.strict_json import dumps, script_safe
 from offbeat.report.summary import Row, disturbances, how_measured, merges, ranked
 from offbeat.report.timeline import (
@@ -73,7 +73,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
     pairs = list(zip(shown[::2], shown[1::2], strict=True))
     data = {
         "timelines": [_timeline(run, pair) for pair in pairs],
-        "curves": [curves.draw(c, row) for c, row in zip(run.contestants, rows, strict=True)],
+        "curves": [curves.draw(run, c, row) for c, row in zip(run.contestants, rows, strict=True)],
         "divergence": [divergence.draw(contestant) for contestant in run.contestants],
         "gossip": [gossip.draw(contestant) for contestant in run.contestants],
         "labels": [contestant.label for contestant in run.contestants],
@@ -180,6 +180,7 @@ def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
         "votes": any(row.lssr is not None for row in rows),
         "falling": any(row.falling for row in rows),
         "split": any(row.split is not None for row in rows),
+        "skipped": sorted({skipped(run, r) for c in run.contestants for r in c.complete}),
         "repetitions": max((r.repetitions for r in rows), default=0),
         "observed": max((rep.observed for _, rep, _ in run.records()), default=0),
     }

@@ -13,7 +13,7 @@ from offbeat.blocks import read, records_in
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.report.disturbed import Disturbance, disturbance_of
-from offbeat.trace import Trace
+from offbeat.trace import Trace, whole_periods
 
 SCHEMA = 1
 LOG_TAIL_LINES = 12
@@ -149,7 +149,8 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory that was read; `skip` iterations are left out of every measured time.
+    """A run directory that was read; at least `skip` iterations are left out of every measured time
+    (`skipped`).
 
     `probed` compares what was asked of the links with what was measured before the run; `changed`
     is what the lab changed while ranks ran. `given` describes a profile that was given instead of
@@ -216,6 +217,13 @@ class Run:
                 where = f"{contestant.label}, repetition {rep.index}"
                 said += [f"{where}: {words}" for words in (*rep.problems, *rep.cuts)]
         return said
+
+
+def skipped(run: Run, rep: Repetition) -> int:
+    """Return how many iterations at the beginning of a repetition's trace no measured time
+    includes: whole periods of its plan if a whole one remains after them."""
+    trace, before = rep.trace, rep.observed - rep.trace.first
+    return max(0, whole_periods(run.skip, trace.period, trace.iterations - before) + before)
 
 
 def load(run_dir: str | Path) -> Run:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
 from typing import Literal
 
 from offbeat.report.disturbed import Disturbance, disturbed_in_words
-from offbeat.report.losses import final_loss, rank_mean, still_falling, target_loss
+from offbeat.report.losses import Curve, final_loss, rank_mean, still_falling, target_loss
 from offbeat.report.parts import Split, split_of
-from offbeat.report.run import Contestant, Repetition, Run
+from offbeat.report.run import Contestant, Repetition, Run, skipped
 from offbeat.report.traffic import link_loads
 from offbeat.report.votes import votes_of
 from offbeat.trace import COMPUTE, Span
@@ -32,7 +32,8 @@ class Row:
     iteration, over the mean), `lssr` (the share of synchronizations that votes left out: local /
     (local + synchronous)) with the `spared_bytes` of a rank over the whole run, `final_loss` (None
     if not finite), `target_s` and `target_iterations` (when the smoothed loss reached
-    `target_loss`, median over repetitions; None if not or if the loss was not finite in the end).
+    `target_loss`, median over repetitions; None if not or if the loss was not finite in the end; in
+    seconds of `counted_seconds`).
     Predicted: `predicted_s`, `predicted_error` (predicted / measured - 1), `exposed_s`. `bound_s`
     is a lower bound. `speedup` is the fastest DDP's seconds per iteration over this one's.
     `emulated` must be said with every measured number, and so must a `pace` (hosts computed at
@@ -127,17 +128,34 @@ def disturbances(run: Run, rows: Sequence[Row]) -> list[str]:
     return [text for text in found if text]
 
 
-def skipped(run: Run, rep: Repetition) -> int:
-    """Iterations at the beginning of a repetition's trace that no measured time includes."""
-    return max(0, run.skip + rep.observed - rep.trace.first)
-
-
 def iteration_s(run: Run, rep: Repetition) -> float | None:
     """Seconds per iteration of one repetition, None without a whole period after the skipped."""
     try:
         return rep.trace.iteration_s(skipped(run, rep))
     except ValueError:
         return None
+
+
+def counted_seconds(run: Run, rep: Repetition) -> Callable[[int, float], float]:
+    """Return what maps an iteration and its seconds from the trace's origin to the seconds that
+    the counted iterations tell: each of the skipped ones lasts as long as a counted one, so that
+    starting up makes no difference."""
+    trace, start, each_s = rep.trace, skipped(run, rep), iteration_s(run, rep)
+    if not start or each_s is None:
+        return lambda _, seconds: seconds
+    begun_s = min(trace.starts_s) + sum(trace.iteration_seconds()[:start])
+
+    def seconds_of(iteration: int, seconds: float) -> float:
+        number = iteration - trace.first
+        return each_s * (number + 1) if number < start else each_s * start + seconds - begun_s
+
+    return seconds_of
+
+
+def counted_curve(run: Run, rep: Repetition) -> Curve:
+    """Return the mean losses of a repetition at the seconds of `counted_seconds`."""
+    curve, seconds_of = rank_mean(rep), counted_seconds(run, rep)
+    return replace(curve, seconds=tuple(map(seconds_of, curve.iterations, curve.seconds)))
 
 
 def paces(run: Run, rep: Repetition) -> tuple[float, float] | None:
@@ -197,7 +215,7 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
     row = _with_times(row, run, reps)
     row = _with_prediction(row, run, contestant)
     diverged = row.final_loss is None
-    return row if target is None or diverged else _with_target(row, reps, target)
+    return row if target is None or diverged else _with_target(row, run, reps, target)
 
 
 def _with_times(row: Row, run: Run, reps: Sequence[Repetition]) -> Row:
@@ -234,8 +252,9 @@ def _with_prediction(row: Row, run: Run, contestant: Contestant) -> Row:
     )
 
 
-def _with_target(row: Row, reps: Sequence[Repetition], target: float) -> Row:
-    reached = [rank_mean(rep).smoothed().reach(target) or (math.inf, math.inf) for rep in reps]
+def _with_target(row: Row, run: Run, reps: Sequence[Repetition], target: float) -> Row:
+    curves = [counted_curve(run, rep).smoothed() for rep in reps]
+    reached = [curve.reach(target) or (math.inf, math.inf) for curve in curves]
     if not reached:
         return row
     times = [seconds for _, seconds in reached]
@@ -252,7 +271,7 @@ def _with_target(row: Row, reps: Sequence[Repetition], target: float) -> Row:
 
 def _bytes_of_periods(run: Run, rep: Repetition) -> float | None:
     """From the recorded spans, None if they hold no message or no whole period."""
-    trace, after = rep.trace, run.skip + rep.observed
+    trace, after = rep.trace, skipped(run, rep) + rep.trace.first
     seen = {span.iteration for span in trace.spans if span.iteration >= after}
     whole = len(seen) // trace.period * trace.period
     counted = set(sorted(seen)[:whole])

@@ -15,7 +15,7 @@ from typing import Any
 
 from offbeat.plan import CHANNEL, base_link
 from offbeat.report.generations import Generation, Generations, carried
-from offbeat.report.run import Contestant, Repetition, Run
+from offbeat.report.run import Contestant, Repetition, Run, skipped
 from offbeat.trace import COMPUTE, Span, Trace
 
 MOST_SPANS = 60_000  # in one page; beyond, ranks and then iterations are left out and named
@@ -171,7 +171,7 @@ def _typical_start(run: Run, contestant: Contestant, rep: Repetition) -> int | N
     trace = rep.trace
     sent = _messages(trace, rep.ranks[0].rank)
     starts = _whole_periods(trace, sent)
-    after = run.skip + rep.observed
+    after = skipped(run, rep) + trace.first
     starts = [t for t in starts if t >= after] or starts
     if not starts:
         return None

@@ -31,10 +31,10 @@ from offbeat.run.progress import OnLine, Progress
 from offbeat.run.script import name_of, require_runnable
 from offbeat.sim import Votes
 from offbeat.strategies import BSP, Gossip, Served, Strategy
-from offbeat.trace import Trace
+from offbeat.trace import Trace, whole_periods
 
 SCHEMA = 1
-SKIP = 2  # first iterations of every repetition that no statistic counts
+SKIP = 2  # first iterations of every repetition that no statistic counts, or whole periods
 WAIT_S = 120.0
 NO_LIMIT_S = 7 * 24 * 3600.0
 
@@ -313,7 +313,9 @@ def predict(
     `votes`: what came out of its votes, by default always a yes. ValueError if there is no plan.
     """
     if strategy.planned:
-        plan, skip = plan or strategy.plan(profile), SKIP if votes else 0
+        plan, skip = plan or strategy.plan(profile), 0
+        if known := [len(v) for v in (votes or {}).values() if not isinstance(v, float)]:
+            skip = whole_periods(SKIP, plan.period, min(known))
         prediction = sim.predict_plan(plan, profile, strategy=str(strategy), votes=votes, skip=skip)
     else:
         prediction = sim.predict(strategy, profile, servers=servers, votes=votes)
@@ -677,7 +679,9 @@ def _seconds_in_words(directory: Path) -> str:
     """Rank 0's seconds per iteration, for the display only: the report counts all ranks."""
     record = blocks.read(records_in(directory)[0])
     try:
-        seconds = Trace.from_dict(record["trace"]).iteration_s(record["observed"] + SKIP)
+        trace, observed = Trace.from_dict(record["trace"]), record["observed"]
+        skip = whole_periods(SKIP, trace.period, trace.iterations - observed)
+        seconds = trace.iteration_s(observed + skip)
     except ValueError:
         return "too short for a whole period"
     return f"{seconds:.4g} s per iteration"

@@ -46,6 +46,10 @@ class DDPSession(Session):
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self._bytes_per_iteration = gradients
 
+    def begin(self) -> None:
+        """The time from here on belongs to the next iteration."""
+        self._marks = Timestamps(begin=self._cluster.device.mark())
+
     @property
     def iteration(self) -> int:
         return self._before + self._iteration

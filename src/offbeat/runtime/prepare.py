@@ -27,6 +27,7 @@ from offbeat.checkpoint.automatic import attend
 from offbeat.guards.differences import broadcast_model
 from offbeat.guards.finite import OnNonfinite, require_policy
 from offbeat.guards.replicas import EVERY, agree_on_optimizer
+from offbeat.measuring.opening import open_connections
 from offbeat.metrics import Log, Metrics
 from offbeat.profile import Profile
 from offbeat.run.job import (
@@ -266,6 +267,7 @@ def _session(
             session.run_from(known)
         else:
             session.observe(how)
+        _open_for(recorder, known, cluster)
         session.engine.begin()
     except BaseException:
         session.detach()
@@ -569,7 +571,15 @@ def _ddp(
     session = DDPSession(model, optimizer, cap_mb, cluster, recorder, pace)  # type: ignore[arg-type]
     if recorder:
         recorder.start(str(strategy), strategy.plan(profile) if profile else None, observed=0)
+    _open_for(recorder, profile, cluster)
+    session.begin()
     return session
+
+
+def _open_for(recorder: Recorder | None, profile: Profile | None, cluster: Cluster) -> None:
+    """Open the connections of a run whose iterations are compared with a prediction."""
+    if recorder is not None and profile is not None:
+        open_connections(cluster, profile)
 
 
 def _served(worker: Worker, strategy: Served, crew: Crew) -> ServedSession:
