@@ -557,7 +557,7 @@ def test_a_module_is_run_as_python_does(here, capsys):
     assert "    ['--steps', '-m']" in printed.err
     [run] = (here / "runs").iterdir()
     assert run.name.endswith("-package_of_mine.training.echo")
-    assert f"runs/{run.name}/wfbp/rep0/rankR.log" in printed.out
+    assert f"runs/{run.name}/STRATEGY/rep0/rankR.log" in printed.out
 
 
 @pytest.mark.parametrize("given", [None, "s3cret", "another"])

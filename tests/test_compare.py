@@ -36,15 +36,20 @@ SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
 from offbeat.profile import Bucket, Link, Profile
+from offbeat.run.named import Named
 from offbeat.strategies import create
+from offbeat.strategies.texts import parse
 from offbeat.trace import Trace
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 job = json.loads(Path(os.environ["OFFBEAT_JOB"]).read_text())
 assert job.pop("schema") == 1
-strategy = create(job["strategy"], job["settings"])
-what = "profile" if job["stop_after_profile"] else Path(job["record_dir"]).parent.name
 words = sys.argv[1:]
+asking = job.get("stop_after_strategy", False)
+named = next((parse(word[6:]) for word in words if word.startswith("names=")), None)
+default = named or create("wfbp", {})
+strategy = default if asking else create(job["strategy"], job["settings"])
+what = "profile" if job["stop_after_profile"] else Path(job["record_dir"] or "asking/_").parent.name
 if rank == 0:
     with open("order.txt", "a") as order:
         print(what, os.environ["OFFBEAT_SEED"], job["timeout_s"], file=order)
@@ -57,6 +62,11 @@ if f"sleep={what}" in words:
 if "dwell" in words:
     time.sleep(1.5)
 if f"idle={what}" in words:
+    sys.exit(0)
+if rank == 0:
+    text = named and str(named)
+    Named(text, default.name, default.settings()).save(job["save_strategy"])
+if asking:
     sys.exit(0)
 if job["stop_after_profile"]:
     assert job["profile"] is None and job["record_dir"] is None
@@ -438,6 +448,50 @@ def test_compare_command(here, capsys):
     assert cli.main(["report", str(run_dir)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"{run_dir}/report.html"
     assert (run_dir / "report.html").is_file()
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["measured", "profile"])
+def test_run_takes_the_strategy_that_the_script_names(given, here, capsys):
+    """And the default if the script names none, however the profile comes about."""
+    argv = ["run", "--lab", "none", "--hosts", "2"]
+    argv += ["--profile", str(_profile(here))] if given else []
+    first = "asking" if given else "profile"
+    assert cli.main([*argv, "--out", "a", "train.py", "names=dreamddp:period=3"]) == 0
+    assert launched() == [first, "dreamddp"]
+    assert read(here / "a/dreamddp/rep0/job.json")["settings"]["period"] == 3
+    (entry,) = read(here / "a/run.json")["contestants"]
+    assert (entry["strategy"], entry["settings"]["period"]) == ("dreamddp", 3)
+    assert read(here / "a/summary.json")["notes"] == []
+    assert cli.main([*argv, "--out", "b", "train.py"]) == 0
+    assert read(here / "b/run.json")["contestants"][0]["strategy"] == "wfbp"
+    # What the command line names counts before it, loudly.
+    capsys.readouterr()
+    assert cli.main([*argv, "--strategy", "bsp", "--out", "c", "train.py", "names=dreamddp"]) == 0
+    assert read(here / "c/run.json")["contestants"][0]["strategy"] == "bsp"
+    printed = capsys.readouterr()
+    (note,) = read(here / "c/summary.json")["notes"]
+    assert note.startswith("dreamddp, which the script names, is not used")
+    assert note in printed.err
+    assert note in printed.out
+
+
+def test_run_refuses_what_the_scripts_strategy_lacks(capsys):
+    """Servers for one that has servers; a setting without a strategy."""
+    argv = ["run", "--lab", "none", "--hosts", "2", "--out", "r"]
+    assert cli.main([*argv, "train.py", "names=ssp"]) == 1
+    assert "servers (0) must be at least 1 for ssp" in capsys.readouterr().err
+    assert cli.main([*argv, "--set", "period=3", "train.py"]) == 2
+    assert "needs --strategy" in capsys.readouterr().err
+    assert launched() == ["profile"]
+
+
+def test_options_after_the_script_are_stated(here, capsys):
+    argv = ["run", "--lab", "none", "--strategy", "bsp", "--hosts", "2", "--out", "r", "train.py"]
+    assert cli.main([*argv, "--hosts", "3", "--rate=5mbit", "--steps", "9"]) == 0
+    notes = read(here / "r/summary.json")["notes"]
+    assert [note.split()[0] for note in notes] == ["--hosts", "--rate"]
+    assert all(note in capsys.readouterr().err for note in notes[:1])
+    assert Profile.load(here / "r/profile.json").world_size == 2
 
 
 def test_json_is_all_there_is_on_stdout(here, capsys):

@@ -31,6 +31,7 @@ from offbeat import (
     Strategy,
 )
 from offbeat.blocks import path_of, read
+from offbeat.run.named import Named
 
 CASE = failing.CASE
 
@@ -341,3 +342,20 @@ def test_a_job_that_only_measures(tmp_path: Path) -> None:
 
 def test_the_world_may_be_destroyed_before_the_model_is_closed() -> None:
     assert run_world(workers.destroys_the_world_first, 2) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("script", "text", "name"),
+    [("dreamddp:period=3", "dreamddp(period=3)", "dreamddp"), (None, None, "wfbp")],
+)
+def test_the_launcher_learns_what_the_script_names(script, text, name, tmp_path, monkeypatch):
+    path = tmp_path / "strategy.json"
+    job = {"schema": 1, "save_strategy": str(path), "stop_after_strategy": True}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    monkeypatch.setenv("OFFBEAT_JOB", str(tmp_path / "job.json"))
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(SystemExit) as ended:
+        offbeat.prepare(model, torch.optim.SGD(model.parameters(), 0.1), script)
+    named = Named.load(path)
+    assert (ended.value.code, named.text, named.name) == (0, text, name)
+    assert str(named.strategy) == (text or name)

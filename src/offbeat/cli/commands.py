@@ -114,7 +114,12 @@ def run(
     script: Script,
     /,
     *args: ScriptArgs,
-    strategy: Annotated[str, option("Name; see `offbeat strategies`.")] = "wfbp",
+    strategy: Annotated[
+        str | None,
+        option(
+            "Name; see `offbeat strategies`.  [default: the script's, or wfbp if it names none]"
+        ),
+    ] = None,
     set_: Settings = None,
     profile: ReuseProfile = None,
     where: Where = WHERE,
@@ -135,9 +140,15 @@ def run(
     if checkpoint is None and (every is not None or resume):
         raise ValueError("--every and --resume need --checkpoint, a folder")
     keeping = None if checkpoint is None else Keeping(checkpoint, every, resume)
-    chosen = (Contestant(strategy, texts.strategy(strategy, set_)),)
+    chosen = None
+    if strategy is not None:
+        chosen = (Contestant(strategy, texts.strategy(strategy, set_)),)
+    elif set_:
+        raise ValueError(f"setting ({set_[0]}) needs --strategy NAME, which has it")
     setup = _setup(where, script, args)
-    return _compare(Comparison(setup, chosen, profile=profile, keeping=keeping), out, json_)
+    notes = _options_of_script("run", args)
+    comparison = Comparison(setup, chosen, profile=profile, keeping=keeping, notes=notes)
+    return _compare(comparison, out, json_)
 
 
 @app.command
@@ -202,10 +213,11 @@ def compare(
 
     compared = partial(Comparison, repeat_disturbed=not keep_disturbed)
     limits.at_least("--repeat", repeat, 1, "it is how often each contestant runs")
-    setup = _setup(where, script, args)
+    setup, notes = _setup(where, script, args), _options_of_script("compare", args)
     if strategies.partition(":")[0] != ADVISED:
         chosen = texts.contestants(strategies, set_ or [])
-        return _compare(compared(setup, chosen, repeat, target_loss, profile), out, json_)
+        comparison = compared(setup, chosen, repeat, target_loss, profile, notes=notes)
+        return _compare(comparison, out, json_)
     from offbeat.cli import advising
 
     with advising.measured(setup, profile, stderr=json_) as (path, outcome):
@@ -213,7 +225,8 @@ def compare(
             return _exit_code(outcome, "no profile was written")
         facts = given_profile(setup, path).profile
         chosen = advising.contestants(facts, strategies, set_ or [])
-        return _compare(compared(setup, chosen, repeat, target_loss, path), out, json_)
+        comparison = compared(setup, chosen, repeat, target_loss, path, notes=notes)
+        return _compare(comparison, out, json_)
 
 
 @app.command
@@ -233,7 +246,10 @@ def profile(
     """
     from offbeat.run.compare import Progress, measure_profile
 
-    outcome = measure_profile(_setup(where, script, args), out, Progress(stderr=json_))
+    setup, progress = _setup(where, script, args), Progress(stderr=json_)
+    for note in _options_of_script("profile", args):
+        progress.fail(f"note: {note}")
+    outcome = measure_profile(setup, out, progress)
     if outcome.measured:
         _print(json_, Profile.load(out).to_dict(), f"measured: {out}")
     return _exit_code(outcome, "no profile was written")
@@ -476,6 +492,18 @@ def _setup(where: Where, script: str, args: Sequence[str]) -> Setup:
     )
 
 
+def _options_of_script(command: str, args: Sequence[str]) -> tuple[str, ...]:
+    """A note for every option of the command that stands after the script, which gets it."""
+    known = {n for a in app[command].assemble_argument_collection() for n in a.names}
+    typed = dict.fromkeys(arg.partition("=")[0] for arg in args)
+    return tuple(
+        f"{name} stands after the script, so only the script gets it; put it before "
+        "the script to have offbeat use it"
+        for name in typed
+        if name in known and name.startswith("--")
+    )
+
+
 def _cluster(where: Where) -> Cluster:
     limits.at_least("--servers", where.servers, 0, "leave it out for none")
     cluster = _workers(where)
@@ -571,6 +599,8 @@ def _show_run(run_dir: Path, page: Path, json_: bool, logs: str | None = None) -
         print(f"predicted from a computed profile: {run.given['text']}")
     for text in disturbances(run, rows):
         print(text)
+    for note in run.notes:
+        print(f"note: {note}")
     if logs is not None:
         print(f"what the script printed: {logs}")
     if len(rows) > 1:

@@ -155,7 +155,8 @@ class Run:
     `probed` compares what was asked of the links with what was measured before the run; `changed`
     is what the lab changed while ranks ran. `given` describes a profile that was given instead of
     measured: its file, and the quantities that were computed for this cluster. `profile_load` was
-    the machine's load beside the measuring of the profile.
+    the machine's load beside the measuring of the profile. `notes` name what the user wrote and
+    what was not used.
     """
 
     path: Path
@@ -179,6 +180,7 @@ class Run:
     profile_load: Mapping[str, Any] | None = None
     problems: tuple[str, ...] = ()
     given: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def profile_disturbed(self) -> Disturbance | None:
@@ -261,6 +263,7 @@ def load(run_dir: str | Path) -> Run:
         profile_load=load_in(path / PROFILING),
         problems=problems,
         given=data.get("profile"),
+        notes=tuple(map(str, data.get("notes") or ())),
     )
 
 

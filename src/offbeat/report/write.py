@@ -44,6 +44,7 @@ def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
         "emulated": run.emulated,
         "profile": run.given,
         "profile_disturbed": run.profile_disturbed and asdict(run.profile_disturbed),
+        "notes": list(run.notes),
         "rows": [asdict(row) for row in rows],
         "problems": run.failures(),
     }

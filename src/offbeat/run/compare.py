@@ -8,8 +8,9 @@ import platform
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -26,6 +27,8 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.report.disturbed import disturbance_of
 from offbeat.report.run import BEFORE, LOAD, PROBLEM, PROFILING, load_in, load_repetition
+from offbeat.run.job import STRATEGY_VARIABLE
+from offbeat.run.named import Named
 from offbeat.run.network import Computed, compute_for, with_network
 from offbeat.run.progress import OnLine, Progress
 from offbeat.run.script import name_of, require_runnable
@@ -161,18 +164,25 @@ class Comparison:
     `profile` is read from that file if given, else measured first. `target_loss` asks for the time
     until this training loss; `command` is what the user typed. `keeping` is of a lone contestant.
     `repeat_disturbed`: a disturbed repetition, and a disturbed profile, are measured once more.
+    Without `contestants` (None) the strategy that the script names runs. `notes` are recorded and
+    printed with the result.
     """
 
     setup: Setup
-    contestants: tuple[Contestant, ...]
+    contestants: tuple[Contestant, ...] | None
     repetitions: int = 1
     target_loss: float | None = None
     profile: Path | None = None
     command: tuple[str, ...] = ()
     keeping: Keeping | None = None
     repeat_disturbed: bool = False
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.repetitions < 1:
+            raise ValueError(f"repetitions ({self.repetitions}) must be at least 1")
+        if self.contestants is None:
+            return
         labels = [contestant.label for contestant in self.contestants]
         served = [c.label for c in self.contestants if isinstance(c.strategy, Served)]
         if served and self.keeping is not None:
@@ -197,8 +207,6 @@ class Comparison:
                 raise ValueError(
                     f"contestant ({label!r}) must be unique; change one of its settings"
                 )
-        if self.repetitions < 1:
-            raise ValueError(f"repetitions ({self.repetitions}) must be at least 1")
 
 
 @dataclass
@@ -211,6 +219,8 @@ class Outcome:
     measured: int = 0  # repetitions that ended well
     report: Path | None = None  # the page, if anything was measured
     changed: list[dict[str, Any]] = field(default_factory=list)  # what the lab changed, and when
+    contestants: tuple[Contestant, ...] = ()
+    notes: list[str] = field(default_factory=list)
 
 
 def default_run_dir(script: str) -> Path:
@@ -238,7 +248,9 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
         record["profile"] = None if given is None else given.record()
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_json(run_dir / "run.json", record)
-        outcome = Outcome(run_dir)
+        outcome = Outcome(run_dir, notes=list(comparison.notes))
+        for note in comparison.notes:
+            progress.fail(f"note: {note}")
         if lab.note:
             progress.say(lab.note)
         progress.say(f"what the script prints goes to {logs_of(comparison, run_dir)}")
@@ -252,6 +264,7 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
             _fail(f"the lab: {error}", outcome, progress)
     if outcome.measured or any(map(records_in, run_dir.glob("*/rep*"))):
         record |= {"emulated": _any_emulated(run_dir), "changed": outcome.changed}
+        record |= {"contestants": _entries(outcome.contestants), "notes": outcome.notes}
         _write_json(run_dir / "run.json", record)
         outcome.report = report.write(run_dir)
     return outcome
@@ -271,8 +284,8 @@ def given_profile(setup: Setup, path: Path) -> Computed:
 
 def logs_of(comparison: Comparison, run_dir: Path) -> str:
     """Where the output of the script goes, a file per rank."""
-    labels, one = comparison.contestants, len(comparison.contestants) == 1
-    contestant = labels[0].label if one else "STRATEGY"
+    labels = comparison.contestants or ()
+    contestant = labels[0].label if len(labels) == 1 else "STRATEGY"
     repetition = "rep0" if comparison.repetitions == 1 else "repN"
     return str(run_dir / contestant / repetition / "rankR.log")
 
@@ -351,14 +364,67 @@ def _run_all(
             f"emulated: each host computes at 1/{profile.pace:g} of this machine's core, which is "
             f"{busy:.0%} busy with it"
         )
-    ready = [
-        c for c in comparison.contestants if _predicted(c, comparison, profile, outcome, progress)
-    ]
+    contestants = _contestants(comparison, lab, outcome, progress)
+    outcome.contestants = contestants
+    _note_unused_strategy(outcome, progress)
+    ready = [c for c in contestants if _predicted(c, comparison, profile, outcome, progress)]
     for repetition in range(comparison.repetitions):
         for contestant in ready:
             _repeat(comparison, lab, contestant, repetition, outcome, progress)
+    if given is not None:  # the first launch has written what the script names
+        _note_unused_strategy(outcome, progress)
     for contestant in ready:
         _adopt_course(contestant, comparison, profile, outcome)
+
+
+def _contestants(
+    comparison: Comparison, lab: Lab | NoLab, outcome: Outcome, progress: Progress
+) -> tuple[Contestant, ...]:
+    """The contestants, or the strategy that the script names; nothing if that fails."""
+    if comparison.contestants is not None:
+        return comparison.contestants
+    path = _named_path(outcome.run_dir)
+    if not path.exists():  # the profile was given
+        job = _job(
+            comparison.setup, None, save_strategy=str(path.absolute()), stop_after_strategy=True
+        )
+        with progress.step("reading the strategy of the script") as on_line:
+            problem, _ = _launch(comparison.setup, lab, job, path.parent, on_line)
+        if problem is not None:
+            _fail(f"reading the strategy of the script: {problem}", outcome, progress)
+            return ()
+    named = Named.load(path)
+    try:
+        if named is None:
+            raise ValueError(f"{name_of(comparison.setup.script)} names none; {MUST_PREPARE}")
+        chosen = (Contestant(named.strategy.name, named.strategy),)
+        replace(comparison, contestants=chosen)  # checks servers and checkpoints
+    except ValueError as error:
+        _fail(str(error), outcome, progress)
+        return ()
+    origin = "the default" if named.text is None else "as the script names it"
+    if os.environ.get(STRATEGY_VARIABLE):
+        origin = f"as {STRATEGY_VARIABLE} names it"
+    progress.say(f"strategy: {named.strategy}, {origin}")
+    return chosen
+
+
+def _named_path(run_dir: Path) -> Path:
+    """File of the strategy that the script names, in the folder of the launch that wrote it."""
+    measured = run_dir / PROFILING / "strategy.json"
+    return measured if measured.exists() else run_dir / "reading" / "strategy.json"
+
+
+def _note_unused_strategy(outcome: Outcome, progress: Progress) -> None:
+    """State that the script's own strategy is not used, if none of the contestants is equal."""
+    named = Named.load(_named_path(outcome.run_dir))
+    if named is None or named.text is None:
+        return
+    ran = [str(contestant.strategy) for contestant in outcome.contestants]
+    if ran and named.text not in ran:
+        note = f"{named.text}, which the script names, is not used; {', '.join(ran)} runs instead"
+        outcome.notes.append(note)
+        progress.fail(f"note: {note}")
 
 
 def _measure(
@@ -378,6 +444,7 @@ def _measure(
         setup,
         BSP(),
         save_profile=str(draft.absolute()),
+        save_strategy=str((logs / "strategy.json").absolute()),
         stop_after_profile=True,
         pace=setup.measured_pace,
         turns=str((logs / "turns").absolute()) if setup.measured_pace else None,
@@ -488,6 +555,7 @@ def _attempt(
         profile=str(path.absolute()),
         pace=Profile.load(path).pace or None,
         record_dir=str(directory.absolute()),
+        save_strategy=str(_named_path(outcome.run_dir).absolute()),
         **(comparison.keeping.job if comparison.keeping is not None else {}),
     )
     so_far = partial(blocks.iterations_so_far, blocks.path_of(directory, 0))
@@ -568,12 +636,12 @@ def _probe(lab: Lab | NoLab, progress: Progress) -> list[dict[str, Any]]:
     return [*records, carried.record()]
 
 
-def _job(setup: Setup, strategy: Strategy, **rest: Any) -> dict[str, Any]:
+def _job(setup: Setup, strategy: Strategy | None, **rest: Any) -> dict[str, Any]:
     """What the runtime is told; see `offbeat.runtime`."""
     job = {
         "schema": SCHEMA,
-        "strategy": strategy.name,
-        "settings": strategy.settings(),
+        "strategy": strategy and strategy.name,
+        "settings": strategy.settings() if strategy else {},
         "profile": None,
         "save_profile": None,
         "stop_after_profile": False,
@@ -609,7 +677,7 @@ def _launch(
             log_dir=directory,
             timeout_s=setup.timeout_s,
             on_line=lambda rank, line: on_line(line) if rank == 0 else None,
-            changes=not job["stop_after_profile"],
+            changes=not (job["stop_after_profile"] or job.get("stop_after_strategy")),
             workers=setup.workers,
             servers=setup.servers if isinstance(strategy, Served) else 0,
             survive=isinstance(strategy, Gossip),
@@ -652,14 +720,18 @@ def _describe(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
         "congestion_control": lab.congestion_control,
         "seed": setup.seed,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "contestants": [
-            {"label": c.label, "strategy": c.strategy.name, "settings": c.strategy.settings()}
-            for c in comparison.contestants
-        ],
+        "contestants": _entries(comparison.contestants or ()),
         "repetitions": comparison.repetitions,
         "target_loss": comparison.target_loss,
         "skip": SKIP,
     }
+
+
+def _entries(contestants: Iterable[Contestant]) -> list[dict[str, Any]]:
+    return [
+        {"label": c.label, "strategy": c.strategy.name, "settings": c.strategy.settings()}
+        for c in contestants
+    ]
 
 
 def _version(package: str) -> str | None:

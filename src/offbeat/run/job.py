@@ -30,7 +30,9 @@ class Job:
     With a `pace` the profile that is measured is that of hosts so many times slower, or as slow as
     need be ("auto"); ranks then compute in turns, of which `turns` is the lock file. `checkpoint`
     is a folder in which the runtime saves every `checkpoint_every` iterations, and from whose
-    newest checkpoint it goes on if told to `resume`.
+    newest checkpoint it goes on if told to `resume`. Rank 0 writes the strategy that the script
+    names to `save_strategy` (see `offbeat.run.named`); with `stop_after_strategy` all ranks exit
+    then.
     """
 
     strategy: str | None = None
@@ -45,6 +47,8 @@ class Job:
     checkpoint: str | None = None
     checkpoint_every: int | None = None
     resume: bool = False
+    save_strategy: str | None = None
+    stop_after_strategy: bool = False
 
 
 def current_job() -> Job:

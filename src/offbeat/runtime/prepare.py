@@ -41,6 +41,7 @@ from offbeat.run.job import (
     current_servers,
 )
 from offbeat.run.launchers import torchrun_variables
+from offbeat.run.named import Named
 from offbeat.runtime.ddp_session import DDPSession
 from offbeat.runtime.gossip_session import GossipSession
 from offbeat.runtime.gossiping import join
@@ -117,6 +118,8 @@ def prepare(
     job = current_job()
     if not dist.is_initialized():
         os.environ.update(torchrun_variables(os.environ))
+    if job.save_strategy is not None:
+        _save_strategy(strategy, job, job.save_strategy)
     strategy, notice = _chosen(strategy, job)
     servers = current_servers()
     timeout_s = _positive("timeout_s", job.timeout_s or timeout_s)
@@ -290,9 +293,19 @@ def _chosen(strategy: Strategy | str | None, job: Job) -> tuple[Strategy, str | 
         chosen, by = parse(told), STRATEGY_VARIABLE
     else:
         return script if script is not None else WFBP(), None
-    if script is None or script == chosen:
+    if script is None or script == chosen or job.stop_after_profile:
         return chosen, None
     return chosen, f"{chosen} is what {by} chooses; {script}, which the script names, is not used"
+
+
+def _save_strategy(strategy: Strategy | str | None, job: Job, path: str) -> None:
+    """Tell the launcher on rank 0 which strategy runs without its choice."""
+    chosen, _ = _chosen(strategy, replace(job, strategy=None))
+    if "RANK" not in os.environ or current_place()[0] == 0:
+        text = str(parse(strategy) if isinstance(strategy, str) else strategy)
+        Named(None if strategy is None else text, chosen.name, chosen.settings()).save(path)
+    if job.stop_after_strategy:
+        raise SystemExit(0)
 
 
 def _said(
