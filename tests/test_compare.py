@@ -179,7 +179,8 @@ def test_contestants_take_turns_after_one_profile(turns):
     assert "dreamddp-period=2, repetition 2 of 2: " in turns.out
     assert turns.err == ""
     order = (turns.here / "order.txt").read_text().splitlines()
-    assert {line.split()[1] for line in order} == {"7"}
+    # The profile has the first seed; all contestants of a repetition share one.
+    assert [line.split()[1] for line in order] == ["7", "7", "7", "8", "8"]
 
 
 def test_methods_with_servers_are_predicted_with_their_votes(here):
@@ -208,6 +209,8 @@ def test_run_directory(turns):
     assert run["emulated"] is True
     assert set(run["versions"]) == {"offbeat", "torch", "python", "kernel"}
     assert (run["seed"], run["repetitions"], run["skip"]) == (7, 2, 2)
+    assert run["seeds"] == [7, 8]
+    assert read(out / "summary.json")["seeds"] == [7, 8]
     assert run["probed"] == run["changed"] == []  # nothing is asked of the loopback
     assert Cluster(**run["cluster"]) == Cluster.simple(2)
     assert run["contestants"][1] == {

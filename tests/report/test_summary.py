@@ -318,6 +318,53 @@ def test_what_was_still_falling_is_marked(tmp_path, shape, falling):
     assert wrong <= 1
 
 
+def test_losses_that_rose_or_left_the_numbers_are_marked(tmp_path):
+    shapes = {
+        "rose": lambda x: 1.0 + x,
+        "fell": lambda x: 2.0 - x,
+        "flat": lambda x: 1.0 + 0 * x,
+        "back": lambda x: 2.0 - 2 * x if x < 0.5 else 2 * x,  # as high as at first
+    }
+    reps = {
+        label: [[record(0, steady(1.0, 200), losses_of(shape, 0))]]
+        for label, shape in shapes.items()
+    }
+    lost = [*losses_of(shapes["fell"], 0)[:-1], math.nan]
+    reps["lost"] = [[record(0, steady(1.0, 200), lost)]]
+    path = write_tiny(tmp_path, reps)
+    rows = {row.label: row for row in summarize(load(path))}
+    assert [label for label, row in rows.items() if row.rising] == ["rose"]
+    assert [label for label, row in rows.items() if row.diverged] == ["lost"]
+    write(path)
+    (kept,) = [r for r in json.loads((path / "summary.json").read_text())["rows"] if r["rising"]]
+    assert kept["label"] == "rose"
+    cells = [str(cell) for cell in table(list(rows.values())).columns[-1].cells]
+    assert sorted(cell.partition("\n")[2] for cell in cells)[-3:] == [
+        "not finite",
+        "rose",
+        "still falling",
+    ]
+
+
+def test_the_spread_of_losses_is_over_seeds(tmp_path):
+    """And marked where repetitions begin with equal losses."""
+
+    def reps(seeds):
+        return [
+            [record(0, steady(1.0, 50), losses_of(lambda x: 2 - x, seed)[:50])] for seed in seeds
+        ]
+
+    path = write_tiny(tmp_path, {"own": reps((1, 2, 3)), "same": reps((1, 1, 1))})
+    dump(path / "run.json", {**json.loads((path / "run.json").read_text()), "seeds": [5, 6, 7]})
+    own, same = summarize(load(path))
+    assert own.seeds == same.seeds == (5, 6, 7)
+    assert (own.same_losses, same.same_losses) == (False, True)
+    assert own.final_spread[0] < own.final_loss < own.final_spread[1]
+    assert same.final_spread[0] == same.final_spread[1]
+    assert "equal losses" in str(table([own, same]).caption)
+    assert "seeds 5, 6, 7" in str(table([own]).caption)
+
+
 def test_falling_is_said_on_the_page_and_in_the_table(tmp_path):
     losses = losses_of(lambda x: 2 - x, 0)
     whole = [[record(0, steady(1.0, 200), losses)]]

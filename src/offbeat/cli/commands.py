@@ -87,7 +87,9 @@ class Where:
     links: Annotated[
         str | None, option("With --lab none: interfaces with commas between, as eth0,gloo:eth1.")
     ] = None
-    seed: Annotated[int, number("Passed to the script as OFFBEAT_SEED.")] = 0
+    seed: Annotated[
+        int, number("OFFBEAT_SEED of the first repetition; every further one gets the next.")
+    ] = 0
     secret: Annotated[
         Path | None,
         option("File with the job's secret, instead of OFFBEAT_SECRET; see docs/security.md."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import fmean, linear_regression
+from statistics import fmean, linear_regression, variance
 
 from offbeat.report.run import Contestant, RankRecord, Repetition, Run
 
@@ -78,6 +78,49 @@ def still_falling(contestant: Contestant) -> bool:
     fall, and by more than `SURE` of its standard errors."""
     curves = [rank_mean(rep) for rep in contestant.complete]
     return 2 * sum(map(_falls, curves)) > len(curves)
+
+
+def has_risen(contestant: Contestant) -> bool:
+    """Whether the loss ended above its beginning in most repetitions, by more than `SURE` standard
+    errors of the difference and by more than `FALLING` of the loss at the beginning."""
+    curves = [rank_mean(rep) for rep in contestant.complete]
+    return 2 * sum(map(_rises, curves)) > len(curves)
+
+
+def is_diverged(contestant: Contestant) -> bool:
+    """Whether losses were recorded and are not finite at the end."""
+    recorded = any(record.losses for rep in contestant.complete for record in rep.ranks)
+    return recorded and final_loss(contestant) is None
+
+
+def spread_of_final_losses(contestant: Contestant) -> tuple[float, float] | None:
+    """The lowest and the highest final loss of a repetition; None below two repetitions."""
+    finals = [
+        fmean(_last(record) for record in rep.ranks if record.losses)
+        for rep in contestant.complete
+        if any(record.losses for record in rep.ranks)
+    ]
+    if len(finals) < 2 or not all(map(math.isfinite, finals)):
+        return None
+    return min(finals), max(finals)
+
+
+def is_same_in_repetitions(contestant: Contestant) -> bool:
+    """Whether at least two repetitions began with equal losses: with weights and data of another
+    seed they differ."""
+    begins = [rank_mean(rep).losses[:1] for rep in contestant.complete]
+    known = [begin for begin in begins if begin and math.isfinite(begin[0])]
+    return len(set(known)) < len(known)
+
+
+def _rises(curve: Curve) -> bool:
+    count = max(FINAL_LEAST, math.ceil(FINAL_SHARE * len(curve)))
+    first, last = curve.losses[:count], curve.losses[-count:]
+    if len(curve) < 2 * count or not all(map(math.isfinite, (*first, *last))):
+        return False
+    rise, before = fmean(last) - fmean(first), fmean(first)
+    error = math.sqrt((variance(first) + variance(last)) / count)
+    return rise > SURE * error and rise > FALLING * abs(before)
 
 
 def _falls(curve: Curve) -> bool:

@@ -156,7 +156,7 @@ class Run:
     is what the lab changed while ranks ran. `given` describes a profile that was given instead of
     measured: its file, and the quantities that were computed for this cluster. `profile_load` was
     the machine's load beside the measuring of the profile. `notes` name what the user wrote and
-    what was not used.
+    what was not used. `seeds` holds the seed of every repetition.
     """
 
     path: Path
@@ -181,6 +181,7 @@ class Run:
     problems: tuple[str, ...] = ()
     given: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
 
     @property
     def profile_disturbed(self) -> Disturbance | None:
@@ -264,6 +265,7 @@ def load(run_dir: str | Path) -> Run:
         problems=problems,
         given=data.get("profile"),
         notes=tuple(map(str, data.get("notes") or ())),
+        seeds=tuple(map(int, data.get("seeds") or ())),
     )
 
 

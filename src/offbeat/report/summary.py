@@ -9,7 +9,17 @@ from statistics import fmean, median, quantiles
 from typing import Literal
 
 from offbeat.report.disturbed import Disturbance, disturbed_in_words
-from offbeat.report.losses import Curve, final_loss, rank_mean, still_falling, target_loss
+from offbeat.report.losses import (
+    Curve,
+    final_loss,
+    has_risen,
+    is_diverged,
+    is_same_in_repetitions,
+    rank_mean,
+    spread_of_final_losses,
+    still_falling,
+    target_loss,
+)
 from offbeat.report.parts import Split, split_of
 from offbeat.report.run import Contestant, Repetition, Run, skipped
 from offbeat.report.traffic import link_loads
@@ -38,9 +48,12 @@ class Row:
     is a lower bound. `speedup` is the fastest DDP's seconds per iteration over this one's.
     `emulated` must be said with every measured number, and so must a `pace` (hosts computed at
     1/pace of a core; 0: as they could). `cut`: what was measured is of repetitions that did not
-    come to their end. `falling`: the loss was still falling at the end. `split`: where the
-    prediction was wrong. `disturbed`: why repetitions that count are not measurements; `repeated`
-    of them replace an earlier disturbed attempt.
+    come to their end. `falling`: the loss was still falling at the end; `rising`: it ended above
+    its beginning; `diverged`: it was not finite at the end. `final_spread` is the lowest and the
+    highest final loss of a repetition, `seeds` the seed of each repetition that counts;
+    `same_losses`: repetitions began with equal losses, so the script does not use its seed.
+    `split`: where the prediction was wrong. `disturbed`: why repetitions that count are
+    not measurements; `repeated` of them replace an earlier disturbed attempt.
     """
 
     label: str
@@ -70,6 +83,11 @@ class Row:
     pace: float = 0.0
     cut: bool = False
     falling: bool = False
+    rising: bool = False
+    diverged: bool = False
+    final_spread: Interval | None = None
+    seeds: tuple[int, ...] = ()
+    same_losses: bool = False
     split: Split | None = None
     disturbed: tuple[Disturbance, ...] = ()
     repeated: int = 0
@@ -112,6 +130,13 @@ def how_measured(rows: Sequence[Row]) -> str:
     if "periods" in spreads:
         one = " (of a single repetition: quartiles over its periods)"
         text += one if "repetitions" in spreads else ", quartiles over its periods below"
+    if same := [row.label for row in rows if row.same_losses]:
+        text += (
+            f"; repetitions of {', '.join(same)} have equal losses (the script does not use "
+            "OFFBEAT_SEED), so their range is not over seeds"
+        )
+    elif seeds := sorted({seed for row in rows for seed in row.seeds}):
+        text += f"; seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else ""
     if cut := [row.label for row in rows if row.cut]:
         text += f"; {', '.join(cut)} cut short: of the iterations until then"
     failed = sum(row.failed for row in rows)
@@ -211,6 +236,11 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         disturbed=tuple(d for rep in reps if (d := rep.disturbance) is not None),
         repeated=sum(rep.repeated for rep in reps),
         falling=not run.emulated and still_falling(contestant),
+        rising=not run.emulated and has_risen(contestant),
+        diverged=not run.emulated and is_diverged(contestant),
+        final_spread=spread_of_final_losses(contestant),
+        seeds=tuple(run.seeds[rep.index] for rep in reps if rep.index < len(run.seeds)),
+        same_losses=not run.emulated and is_same_in_repetitions(contestant),
     )
     row = _with_times(row, run, reps)
     row = _with_prediction(row, run, contestant)

@@ -57,13 +57,25 @@ def _cells(row: Row, unit: words.Unit, paces: bool, voted: bool) -> list[Text]:
         Text(unit.text(row.bound_s)),
         _two_lines(words.size(row.sent_bytes), words.uneven(row.unevenness)),
         *([Text(words.loss(row.lssr))] if voted else []),
-        _two_lines(words.loss(row.final_loss), "still falling" if row.falling else ""),
+        _two_lines(words.loss(row.final_loss), _about_loss(row)),
     ]
 
 
 def _about(row: Row) -> str:
     said = [row.strategy] if row.strategy != row.label else []
     return ", ".join(said + ["cut short"] * row.cut + ["disturbed"] * bool(row.disturbed))
+
+
+def _about_loss(row: Row) -> str:
+    """The range over repetitions, and what marks the loss."""
+    spread = row.final_spread
+    span = [] if spread is None or row.same_losses else [" to ".join(map(words.loss, spread))]
+    return ", ".join(
+        span
+        + ["not finite"] * row.diverged
+        + ["rose"] * row.rising
+        + ["still falling"] * row.falling
+    )
 
 
 def _two_lines(first: str, second: str) -> Text:

@@ -45,6 +45,7 @@ def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
         "profile": run.given,
         "profile_disturbed": run.profile_disturbed and asdict(run.profile_disturbed),
         "notes": list(run.notes),
+        "seeds": list(run.seeds),
         "rows": [asdict(row) for row in rows],
         "problems": run.failures(),
     }

@@ -208,6 +208,11 @@ class Comparison:
                     f"contestant ({label!r}) must be unique; change one of its settings"
                 )
 
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of every repetition, which all contestants share."""
+        return tuple(self.setup.seed + repetition for repetition in range(self.repetitions))
+
 
 @dataclass
 class Outcome:
@@ -559,10 +564,9 @@ def _attempt(
         **(comparison.keeping.job if comparison.keeping is not None else {}),
     )
     so_far = partial(blocks.iterations_so_far, blocks.path_of(directory, 0))
+    setup = replace(comparison.setup, seed=comparison.seeds[repetition])
     with progress.step(what, so_far) as on_line:
-        problem, changes = _launch(
-            comparison.setup, lab, job, directory, on_line, contestant.strategy
-        )
+        problem, changes = _launch(setup, lab, job, directory, on_line, contestant.strategy)
     where = {"strategy": contestant.label, "repetition": repetition}
     outcome.changed += [{**where, **change} for change in changes]
     if problem is None and not records_in(directory):
@@ -719,6 +723,7 @@ def _describe(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "congestion_control": lab.congestion_control,
         "seed": setup.seed,
+        "seeds": list(comparison.seeds),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "contestants": _entries(comparison.contestants or ()),
         "repetitions": comparison.repetitions,
