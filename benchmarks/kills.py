@@ -42,7 +42,7 @@ PLACES = ["forward", "backward", "message", "consolidate", "save"]
 WAYS = ["killed", "killed", "killed", "stopped", "raises"]
 ACCUSED = re.compile(
     r"[Rr]ank (\d+) (?:\([^)]*\) )?"
-    "(?:has died or stands still|has left|keeps the others|failed with)"
+    "(?:has died or stands still|has left|keeps the others|cannot be reached|failed with)"
 )
 
 

@@ -39,10 +39,13 @@ def survivors(
 
 
 WHERE = r"^rank \d: (grad|param) of bucket \S+ on link 'net' in iteration (\d+) (?:failed|has|will)"
-SILENT = r"The store of rank 0 does not answer: it has failed itself, or its host is gone\."
+SILENT = r"The store of rank 0 does not respond: rank 0 has failed, its host is gone, or the net"
 HEARD = r"Last heard of: rank 0 \(\S+\): iteration \d, [^;]+, \d s ago; rank 1 .*; rank 2 "
 LAST_HEARD = f"{HEARD}|{SILENT}"  # rank 0 fails as well, and here it does not linger
-ACCUSED = r"Rank (\d+) \(\S+\) (?:has died or stands still|has left|keeps the others|failed)"
+ACCUSED = (
+    r"[Rr]ank (\d+)(?: \(\S+\))? "
+    r"(?:has died or stands still|has left|keeps the others|cannot be reached|failed)"
+)
 
 
 def named(outcome: Outcome) -> list[int]:
@@ -141,14 +144,23 @@ def test_missing_rank_at_start(present: int) -> None:
 # ---- whole programs: how they leave ---------------------------------------------------------
 
 SCRIPT = """
-    import os, torch, offbeat
+    import os, sys, time, torch, offbeat
     torch.set_num_threads(1)
-    model = torch.nn.Linear(3, 3)
+    strategy, event, rank = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = offbeat.prepare(model, optimizer, offbeat.BSP(), observe=1, timeout_s=20)
+    model, optimizer = offbeat.prepare(model, optimizer, strategy, observe=1, timeout_s=20)
     for i in range(5):
-        if i == 3 and os.environ["RANK"] == "1":
-            raise KeyError("a mistake in the user's loop")
+        if i == 1 and rank == 1 and event == "raises":
+            if not (child := os.fork()):
+                raise KeyError("of a fork")
+            print("fork", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        if i == 3 and rank == 1 and event == "raises":
+            raise RuntimeError("DataLoader timed out after 5 seconds")
+        if i == 3 and event == "rank 0 leaves":
+            if rank == 0:
+                sys.exit(0)
+            time.sleep(3.5)  # rank 0 keeps its store open for a shorter time
         optimizer.zero_grad()
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
@@ -156,21 +168,37 @@ SCRIPT = """
 """
 
 
-def test_exit_codes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["bsp", "ddp"])
+def test_script_that_raises(tmp_path: Path, strategy: str) -> None:
     """No abort, no hang, and a failure is one to the shell, on all ranks. (The examples' tests
-    show programs that end well.)"""
+    show programs that end well.) Rank 0 names the error of rank 1, whatever its words are. A fork
+    that has raised before has not ended the job."""
+    (code, output, errors), (code_1, output_1, errors_1) = run_scripts(tmp_path, strategy, "raises")
+    assert code == code_1 == 1, errors
+    assert "trained" not in output + output_1
+    assert "terminate called" not in errors + errors_1
+    assert "fork 1" in output_1, errors_1
+    assert re.search(r"[Rr]ank 1 (?:\(\S+\) )?failed with RuntimeError: DataLoader", errors), errors
+
+
+def test_rank_0_that_leaves_early(tmp_path: Path) -> None:
+    """Its store ends with it, which is not a failure of the store."""
+    (code, _, _), (code_1, _, errors) = run_scripts(tmp_path, "bsp", "rank 0 leaves")
+    assert (code, code_1) == (0, 1), errors
+    assert re.search(r"Rank 0 \(\S+\) has left after iteration 3", errors), errors
+    assert not re.search(SILENT, errors)
+
+
+def run_scripts(tmp_path: Path, *arguments: str) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of two ranks."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     port = free_port()
-    ranks = [run_script(script, variables(rank, 2, port)) for rank in range(2)]
-    for process in ranks:
-        output, errors = process.communicate(timeout=60)
-        assert process.returncode == 1, errors
-        assert "trained" not in output
-        assert "terminate called" not in errors
-    assert "KeyError" in errors  # of rank 1
+    ranks = [run_script(script, variables(rank, 2, port), *arguments) for rank in range(2)]
+    ends = [process.communicate(timeout=60) for process in ranks]
+    return [(process.returncode, *end) for process, end in zip(ranks, ends, strict=True)]
 
 
-def run_script(script: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+def run_script(script: Path, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, str(script)], env=environment, **pipes)
+    return subprocess.Popen([sys.executable, str(script), *arguments], env=environment, **pipes)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.transport import heartbeat, rendezvous
+from offbeat.transport.control import Control
 from offbeat.transport.heartbeat import (
     ABORTED,
     FAILED,
@@ -17,6 +22,7 @@ from offbeat.transport.heartbeat import (
     REPORTED,
     RUNNING,
     WAITING,
+    FailureDetector,
     Heartbeat,
     RankStatus,
 )
@@ -150,32 +156,138 @@ def test_aborted_rank_is_not_suspect(ranks: tuple[Store, list[Heartbeat]]) -> No
     assert heartbeats[3].detector.suspects(waited_s=0.0) == [2]
 
 
+def fail_alone() -> None:
+    raise RuntimeError("DataLoader timed out: Connection to gloo closed")
+
+
+def fail_in_own_wait() -> None:
+    control = Control.__new__(Control)
+    control._heartbeat = None
+    with control.waiting("waiting"):
+        raise RuntimeError("x")
+
+
+def fail_in_torch_wait() -> None:
+    raise dist.DistNetworkError("x")
+
+
+def fail_in_torch_function() -> None:
+    # A plain RuntimeError of a collective has its innermost frame in this module of torch.
+    scope = {"__name__": "torch.distributed.distributed_c10d"}
+    exec("def collective(): raise RuntimeError('x')", scope)
+    scope["collective"]()
+
+
+def fail_as_a_consequence() -> None:
+    try:
+        fail_in_own_wait()
+    except RuntimeError as error:
+        raise KeyError("x") from error
+
+
 @pytest.mark.parametrize(
-    ("error", "published"),
+    ("fail", "published"),
     [
-        (KeyError("x"), {FAILED}),
-        (RuntimeError("shapes do not match"), {FAILED}),
-        (RuntimeError("Connection closed by peer"), {ABORTED, REPORTED}),
+        (fail_alone, {FAILED}),
+        (fail_in_own_wait, {ABORTED, REPORTED}),
+        (fail_in_torch_wait, {ABORTED, REPORTED}),
+        (fail_in_torch_function, {ABORTED, REPORTED}),
+        (fail_as_a_consequence, {ABORTED, REPORTED}),
     ],
 )
-def test_connection_error_publishes_aborted(
+def test_error_of_a_wait_publishes_aborted(
     ranks: tuple[Store, list[Heartbeat]],
     monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
+    fail: Callable[[], None],
     published: set[str],
 ) -> None:
     """A process that ends with another exception publishes that it has failed."""
-    _, heartbeats = ranks
-    own, publish, found = heartbeats[0], heartbeats[0].publish, set[str]()
+    own, found = uncaught(ranks[1][0], monkeypatch, fail)
+    assert found == published
+    observer = ranks[1][3].detector
+    until(lambda: observer.needs_abort)
+    assert (0 in observer.suspects(waited_s=0.0)) == (FAILED in published)
+    assert own.state in published
+
+
+def uncaught(
+    own: Heartbeat, monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]
+) -> tuple[Heartbeat, set[str]]:
+    """Call the exception hook of a process with the heartbeat `own`; return published states."""
+    publish, found = own.publish, set[str]()
     monkeypatch.setattr(
         own, "publish", lambda state, *rest: (found.add(state), publish(state, *rest))
     )
     monkeypatch.setattr(heartbeat, "_heartbeats", [(None, own)])
     monkeypatch.setattr(heartbeat, "_previous_excepthook", lambda *_: None)
-    heartbeat._on_uncaught_exception(type(error), error, None)
-    assert found == published
-    until(lambda: heartbeats[3].detector.needs_abort)
-    assert (0 in heartbeats[3].detector.suspects(waited_s=0.0)) == (FAILED in published)
+    try:
+        fail()
+    except Exception as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        heartbeat._on_uncaught_exception(type(error), error, error.__traceback__)
+    return own, found
+
+
+def test_wait_of_torch_publishes_aborted(
+    ranks: tuple[Store, list[Heartbeat]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error in the C++ code of torch leaves the state that was set before the wait."""
+    control = Control.__new__(Control)
+    control._heartbeat = ranks[1][0]
+    control.set_wait_in_torch(None)
+    assert ranks[1][0].state == RUNNING
+    control.set_wait_in_torch("in backward, waiting for DDP's gradients")
+    assert uncaught(ranks[1][0], monkeypatch, fail_alone)[1] == {ABORTED, REPORTED}
+
+
+@pytest.mark.parametrize("interrupted", ["before", "while"])
+def test_signal_handler_that_raises_in_the_exception_hook(
+    ranks: tuple[Store, list[Heartbeat]], monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
+    """The exception that ends the process is published at its exit."""
+    own = ranks[1][0]
+    exchange, signals = own._exchange_heartbeats, [SystemExit(143)]
+
+    def publish(*status: Any) -> None:
+        if interrupted == "while":
+            own.state, own.activity = status[:2]
+        raise signals.pop()
+
+    with monkeypatch.context() as context:
+        context.setattr(own, "_exchange_heartbeats", lambda: None)
+        context.setattr(own, "publish", publish)
+        uncaught(own, context, fail_alone)
+    assert not signals
+    monkeypatch.setattr(heartbeat, "_heartbeats", [(None, own)])
+    monkeypatch.setattr(own, "_exchange_heartbeats", exchange)
+    monkeypatch.setattr(sys, "last_value", RuntimeError("DataLoader timed out"), raising=False)
+    monkeypatch.setattr(own, "keep_store_open", lambda *_: None)
+    heartbeat._on_process_exit()
+    until(lambda: ranks[1][3].detector.statuses[0].state == FAILED)
+    assert "DataLoader timed out" in ranks[1][3].detector.statuses[0].activity
+
+
+def test_fork_publishes_nothing(
+    ranks: tuple[Store, list[Heartbeat]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork of the process of a rank inherits the heartbeat object and the exit hooks."""
+    own, hooks = ranks[1][0], list[Callable[[], None]]()
+    monkeypatch.setattr(heartbeat.atexit, "register", hooks.append)
+    calls = list[int]()
+    heartbeat.run_at_process_exit(lambda: calls.append(1))
+    stop_thread(own)
+    process_id = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: process_id + 1)
+    assert uncaught(own, monkeypatch, fail_alone)[1] == set()
+    own.publish(FAILED, "in the fork")
+    heartbeat._on_process_exit()
+    hooks[0]()
+    assert calls == []
+    monkeypatch.setattr(os, "getpid", lambda: process_id)
+    hooks[0]()
+    assert calls == [1]
+    time.sleep(0.1)
+    assert ranks[1][3].detector.statuses[0].state == RUNNING
 
 
 def test_rank_that_left_is_suspect_in_its_generation(ranks: tuple[Store, list[Heartbeat]]) -> None:
@@ -261,7 +373,81 @@ def test_rank_0_is_suspect_if_the_store_is_lost(ranks: tuple[Store, list[Heartbe
     until(lambda: heartbeats[3].detector.store_lost_s is not None)
     time.sleep(0.5)  # all heartbeats time out, but only rank 0 is suspect
     assert heartbeats[3].detector.suspects(waited_s=0.0) == [0]
+    # The network between the two ranks may be cut, so rank 3 does not know that rank 0 has died.
+    assert "died" not in heartbeats[3].detector.describe_suspect(0)
     assert heartbeats[0].detector.suspects(waited_s=0.0) == []  # a rank never suspects itself
+
+
+def test_end_of_rank_0_explains_the_loss_of_its_store(
+    ranks: tuple[Store, list[Heartbeat]],
+) -> None:
+    store, heartbeats = ranks
+    detector = heartbeats[3].detector
+    heartbeats[0].remove_user()
+    until(lambda: detector.statuses[0].state == LEFT)
+    store.gone = True
+    until(lambda: detector.store_lost_s is not None)
+    assert not detector.has_unexplained_store_loss
+    assert detector.suspects(waited_s=0.0) == [0]
+    assert detector.describe_suspect(0) == "has left after iteration -1"
+
+
+def test_wait_for_failed_peers_ends_once_all_active_peers_live(
+    ranks: tuple[Store, list[Heartbeat]],
+) -> None:
+    """The wait finds a peer that has just died, and keeps the suspects that were published."""
+    _, heartbeats = ranks
+    start_s = time.monotonic()
+    heartbeats[0].publish(ABORTED, "gave up")
+    heartbeats[0].wait_for_failed_peers()
+    assert time.monotonic() - start_s < 0.25  # less than a heartbeat timeout
+    stop_thread(heartbeats[2])
+    heartbeats[0].wait_for_failed_peers()
+    assert heartbeats[0].detector.failed_peers() == [2]
+    heartbeats[0].publish(ABORTED, "gave up", suspects=[1])
+    heartbeats[0].wait_for_failed_peers()
+    until(lambda: heartbeats[3].detector.statuses[0].suspects == (1,))
+
+
+def test_error_in_an_activity_is_not_a_lost_store(
+    ranks: tuple[Store, list[Heartbeat]],
+) -> None:
+    _, heartbeats = ranks
+
+    def describe() -> str:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    heartbeats[1].activity = describe
+    heartbeats[1].iteration = 7
+    until(lambda: heartbeats[3].detector.statuses[1].iteration == 7)
+    assert heartbeats[1].detector.store_lost_s is None
+    assert "dictionary changed size" in heartbeats[3].detector.statuses[1].activity
+    heartbeats[1].activity = "in forward"
+    until(lambda: heartbeats[3].detector.statuses[1].activity == "in forward")
+
+
+def test_live_rank_that_others_suspect_has_not_died(
+    ranks: tuple[Store, list[Heartbeat]],
+) -> None:
+    _, heartbeats = ranks
+    heartbeats[2].state = WAITING
+    heartbeats[0].publish(REPORTED, "gave up", suspects=[2])
+    detector = heartbeats[3].detector
+    until(lambda: detector.suspects(waited_s=0.0) == [2])
+    assert "died" not in detector.describe_suspect(2)
+    assert "suspect of rank 0" in detector.describe_suspect(2)
+    stop_thread(heartbeats[2])
+    until(lambda: "died" in detector.describe_suspect(2))
+
+
+@pytest.mark.parametrize("world_size", [2, 128, 512, 600, 4096])
+def test_timeout_exceeds_two_intervals(world_size: int) -> None:
+    """A heartbeat is published once per interval and read up to one interval later."""
+    detector = FailureDetector(0, world_size)
+    assert detector.timeout_s > 2 * detector.interval_s
+    for status in detector.statuses:
+        status.received_s -= 2 * detector.interval_s
+    assert detector.failed_peers() == []
 
 
 def test_start_of_store_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +491,11 @@ def test_rank_0_keeps_its_store_open(
     start_s = time.monotonic()
     heartbeats[0].keep_store_open(10)
     assert 0.4 < time.monotonic() - start_s < 5
+    heartbeats[2].publish(RUNNING, "hangs")
+    start_s = time.monotonic()
+    heartbeats[0].keep_store_open(10, excluded=[2])
+    assert time.monotonic() - start_s < 0.3
+    heartbeats[2].publish(LEFT, "has left")
     heartbeats[3].state = RUNNING
     start_s = time.monotonic()
     heartbeats[1].keep_store_open(10)  # rank 1 hosts no store
@@ -319,7 +510,10 @@ def test_one_heartbeat_per_process_group(monkeypatch: pytest.MonkeyPatch) -> Non
     store, other = HashStore(), HashStore()
     first = heartbeat.process_heartbeat(store, 0, 1)
     assert heartbeat.process_heartbeat(store, 0, 1) is first
+    first.add_user()
     assert heartbeat.process_heartbeat(other, 0, 1) is not first
+    assert first.state == LEFT  # a replaced heartbeat has stopped
+    assert first._stopped.is_set()
 
 
 # ---- restarts -------------------------------------------------------------------------------

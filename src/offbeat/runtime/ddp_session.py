@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.variable import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.guards.differences import repair, require_equal, unite
@@ -16,6 +17,8 @@ from offbeat.runtime.pace import Pace
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Position, Session
 from offbeat.transport.cluster import Cluster
+
+queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
 
 class DDPSession(Session):
@@ -37,6 +40,12 @@ class DDPSession(Session):
             process_group=cluster.everyone,
             bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]
         )
+        set_wait = cluster.control.set_wait_in_torch
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._handles = [
+            model.register_forward_pre_hook(lambda *_: set_wait(None), prepend=True),
+            trained[-1].register_hook(lambda _: queue(self._wait_in_backward)),
+        ]
         self._pace = pace
         if pace is not None:
             pace.follow(model)
@@ -71,7 +80,7 @@ class DDPSession(Session):
             pace.begins(self._iteration, self._marks.begin)
         self._marks.forward = self._cluster.device.mark()
         if call is self._model:
-            output = self.module(*args, **kwargs)
+            output = self._call_ddp(*args, **kwargs)
         else:
             output = self._announce(call(*args, **kwargs))
         self._forward_seen = True
@@ -90,7 +99,7 @@ class DDPSession(Session):
         modules = self.module._modules
         modules["module"], model = nn.Identity(), modules["module"]
         try:
-            return self.module(output)
+            return self._call_ddp(output)
         finally:
             modules["module"] = model
 
@@ -105,6 +114,23 @@ class DDPSession(Session):
                 "what backward begins from, or use another strategy, such as WFBP()"
             )
         self._forward_seen = False
+
+    def _call_ddp(self, *args: Any, **kwargs: Any) -> Any:
+        """Call DDP. Before the model's own forward, DDP waits for rank 0's buffers."""
+        set_wait = self._cluster.control.set_wait_in_torch
+        set_wait("in forward, waiting for DDP's buffers")
+        output = self.module(*args, **kwargs)
+        set_wait(None)
+        return output
+
+    def _wait_in_backward(self) -> None:
+        """Set the state of this rank for DDP's wait at the end of backward.
+
+        Torch runs queued callbacks in order: this one, DDP's wait, and the one queued here.
+        """
+        set_wait = self._cluster.control.set_wait_in_torch
+        set_wait("in backward, waiting for DDP's gradients")
+        queue(lambda: set_wait(None))
 
     def step(self, skip_update: bool) -> None:
         self._cluster.require_open()
@@ -151,5 +177,7 @@ class DDPSession(Session):
         if self._recorder:
             self._recorder.pace = self._pace.record() if self._pace else None
             self._recorder.write(self.traffic())
+        for handle in self._handles:
+            handle.remove()
         del self.module
         self._cluster.close()

@@ -66,6 +66,7 @@ from offbeat.transport import rendezvous
 from offbeat.transport.cluster import Cluster, connect
 from offbeat.transport.control import Control
 from offbeat.transport.device import device_of
+from offbeat.transport.heartbeat import publish_uncaught_exception, run_at_process_exit
 from offbeat.transport.interfaces import LinkSpec, parse_link
 from offbeat.transport.link import THREAD_PREFIX
 
@@ -191,8 +192,7 @@ def prepare(
         raise
     session.strategy = str(strategy)
     _prepared[model], cluster.served = ref(cluster), isinstance(strategy, Served)
-    cluster.leave = partial(_leave, session, cluster)
-    atexit.register(cluster.leave)
+    cluster.leave = run_at_process_exit(partial(_leave, session, cluster))
     meter = _meter(metrics, samples, session, model, cluster, crew)
     prepared = Model(model, session, meter), Optimizer(optimizer, session, meter)
     try:
@@ -605,18 +605,22 @@ def _served(worker: Worker, strategy: Served, crew: Crew) -> ServedSession:
 def _leave(session: AnySession, cluster: Cluster) -> None:
     """At exit: close a session that is still open."""
     if not cluster.closed:
+        publish_uncaught_exception()
         session.close()
 
 
 @cache
 def _leave_world_at_exit(joined_here: bool) -> None:
     """Register once, before any session, so that it runs after all of them have closed."""
-    atexit.register(_leave_world, joined_here)
+    atexit.register(_leave_world, joined_here, os.getpid())
 
 
-def _leave_world(joined_here: bool) -> None:
+def _leave_world(joined_here: bool, process_id: int) -> None:
     """A link can be stuck in a collective, and leaving with its group alive can abort the process:
-    then end at once, with the failure's exit status if there was one."""
+    then end at once, with the failure's exit status if there was one.
+
+    A fork of the process `process_id` cannot destroy the group, because it has no threads of gloo.
+    """
     failed = getattr(sys, "last_value", None) is not None
     stuck = any(t.name.startswith(THREAD_PREFIX) for t in threading.enumerate())
     if failed or stuck:
@@ -624,5 +628,5 @@ def _leave_world(joined_here: bool) -> None:
         sys.stderr.flush()
         # Stuck without a failure: in a message that the last forward has begun and nobody awaits.
         os._exit(1 if failed else 0)
-    if joined_here and dist.is_initialized():
+    if joined_here and dist.is_initialized() and os.getpid() == process_id:
         dist.destroy_process_group()

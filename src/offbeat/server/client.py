@@ -20,6 +20,7 @@ from offbeat.server.upstream import Me, RefusedError, Upstream
 from offbeat.server.wire import Kind
 from offbeat.storage.flat import memory_of
 from offbeat.transport.frames import Frame, Header, WireError, pack
+from offbeat.transport.heartbeat import mark_peer_error
 
 ANSWERS_S = 3.0  # for a server to say who is where
 MOST_FAILURES = 5  # connections that break one after the other, without an answer
@@ -27,7 +28,9 @@ NOTHING = memoryview(b"")
 
 
 class ServerGoneError(RuntimeError):
-    """A server does not answer any more: the job cannot go on."""
+    """A server does not respond any more, so the job cannot continue."""
+
+    is_peer_error = True
 
 
 class Client:
@@ -198,10 +201,12 @@ class Client:
             self._check()
             if done():
                 return
-        raise RuntimeError(
+        error = RuntimeError(
             f"waited {self._timeout_s:g} s for {what}: {self._who(need)}; see their logs, or raise "
             "timeout_s"
         )
+        mark_peer_error(error)
+        raise error
 
     def _who(self, need: int | None) -> str:
         """Who is waited for: slow workers if the servers say so, else the servers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -17,12 +17,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from offbeat.transport import packed
 from offbeat.transport.heartbeat import (
     ABORTED,
+    ACTIVE,
+    IN_SCRIPT,
     REPORTED,
+    RUNNING,
     WAITING,
     Heartbeat,
     LazyText,
     RankStatus,
     as_text,
+    mark_peer_error,
     process_heartbeat,
 )
 
@@ -34,7 +38,14 @@ NOBODY = (
     "they wait for different things, as when one has less data (see offbeat.join), or when not "
     "every rank calls consolidate, save or load."
 )
-STORE_IS_SILENT = "The store of rank 0 does not answer: it has failed itself, or its host is gone."
+STORE_IS_SILENT = (
+    "The store of rank 0 does not respond: rank 0 has failed, its host is gone, or the network "
+    "between it and this rank is cut."
+)
+STORE_HAS_ENDED = (
+    "Rank 0 has ended after a failed wait, and its store with it. The first report in the logs of "
+    "all ranks names the cause."
+)
 
 
 class Control:
@@ -45,9 +56,11 @@ class Control:
         self.timeout_s = timeout_s
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self._heartbeat: Heartbeat | None = None
         try:
-            self._count()
-            self.group = new_group("gloo", timeout_s)
+            with self.waiting("waiting for all ranks to call prepare"):
+                self._count()
+                self.group = new_group("gloo", timeout_s)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} waited {timeout_s:g} s for all {self.world_size} ranks to call "
@@ -55,7 +68,6 @@ class Control:
                 "have ended, as a server does when all workers have closed their model"
             ) from error
         self.met = _met  # how often all ranks have met, this time included
-        self._heartbeat: Heartbeat | None = None
         if self.world_size > 1:
             store = distributed_c10d._get_default_store()
             self._heartbeat = process_heartbeat(store, self.rank, self.world_size)
@@ -135,21 +147,29 @@ class Control:
         if self._heartbeat is not None:
             self._heartbeat.activity = activity
 
+    def set_wait_in_torch(self, activity: str | None) -> None:
+        """Set the state of this rank at the start of a wait in C++ code of torch, and at its end.
+
+        Args:
+            activity: activity during the wait; None at its end.
+        """
+        heartbeat = self._heartbeat
+        if heartbeat is not None and heartbeat.state in ACTIVE:
+            heartbeat.state = RUNNING if activity is None else WAITING
+            heartbeat.activity = IN_SCRIPT if activity is None else activity
+
     @contextmanager
     def waiting(self, words: LazyText) -> Iterator[None]:
-        """Set the state of this rank to `WAITING` while the body waits for other ranks."""
-        heartbeat = self._heartbeat
-        if heartbeat is None:
-            yield
-            return
-        state, activity = heartbeat.state, heartbeat.activity
-        heartbeat.state = WAITING
-        heartbeat.activity = lambda: f"{as_text(activity)}, {as_text(words)}"
+        """Set the state of this rank to `WAITING` while the body waits for other ranks.
+
+        A RuntimeError that the body raises is marked as an error of a wait.
+        """
         try:
-            yield
-        finally:
-            if heartbeat.state == WAITING:
-                heartbeat.state, heartbeat.activity = state, activity
+            with nullcontext() if self._heartbeat is None else self._heartbeat.waiting(words):
+                yield
+        except RuntimeError as error:
+            mark_peer_error(error)
+            raise
 
     @contextmanager
     def together(self, words: str) -> Iterator[None]:
@@ -187,13 +207,13 @@ class Control:
         heartbeat.wait_for_failed_peers()
         suspects = detector.suspects(waited_s)
         parts = [f"Rank {self._at(rank)} {detector.describe_suspect(rank)}." for rank in suspects]
-        if detector.store_lost_s is not None:
+        if detector.has_unexplained_store_loss:
             parts.append(STORE_IS_SILENT)
         elif not parts:
-            parts.append(NOBODY)
+            parts.append(NOBODY if detector.store_lost_s is None else STORE_HAS_ENDED)
         parts.append(self._last_heard(detector.statuses))
         heartbeat.publish(REPORTED, reason, suspects)
-        heartbeat.keep_store_open(STAYS_S)
+        heartbeat.keep_store_open(STAYS_S, excluded=suspects)
         return " ".join(parts)
 
     def _at(self, rank: int) -> str:
