@@ -148,3 +148,26 @@ def test_no_split_where_no_iteration_is_typical(tmp_path):
     (row,) = summarize(load(path))
     assert row.iteration_s == pytest.approx(1.5)
     assert row.split is None
+
+
+def test_estimated_parts_are_no_error_of_compute(tmp_path):
+    """The measured window is one whose backward was timed; without one the split says so."""
+    path = run_of(tmp_path, ranks=((1.0, 0.9, 1.5, 0.0),) * 2, predicted=(0.9, 0.8, 1.1))
+
+    def note(*iterations):
+        for rank in (0, 1):
+            file = path / f"a/rep0/rank{rank}.json"
+            data = json.loads(file.read_text())
+            data["trace"]["notes"] = {"estimated": list(iterations)}
+            dump(file, data)
+
+    note(0, 2)
+    (row,) = summarize(load(path))
+    assert row.split is not None
+    assert not row.split.estimated
+    note(0, 1, 2)
+    (row,) = summarize(load(path))
+    assert row.split.estimated
+    assert "compute (" not in in_words(row.split, "a")
+    write(path)
+    assert json.loads((path / "summary.json").read_text())["rows"][0]["split"]["estimated"] is True

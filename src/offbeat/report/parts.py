@@ -9,7 +9,13 @@ from statistics import fmean
 
 from offbeat.report import words
 from offbeat.report.run import Contestant, Run
-from offbeat.report.timeline import Window, clock_offsets, measured_window, predicted_window
+from offbeat.report.timeline import (
+    Window,
+    clock_offsets,
+    estimated_in,
+    measured_window,
+    predicted_window,
+)
 from offbeat.trace import COMPUTE, Span
 
 WORTH_SAYING = 0.03  # of the measured iteration
@@ -42,12 +48,14 @@ class Split:
     """The parts of one period, predicted and measured, and by how much the run took longer.
 
     The four differences add up to `longer_s` = measured - predicted of the table. `rest_s` is what
-    the recorded period differs from the run's median.
+    the recorded period differs from the run's median. `estimated`: messages within backward were
+    not timed, so the parts measured are of a compute that took as long as profiled.
     """
 
     predicted: Parts
     measured: Parts
     longer_s: float
+    estimated: bool = False
 
     @property
     def compute_s(self) -> float:
@@ -76,7 +84,8 @@ def split_of(
     expected, found = predicted_window(contestant), measured_window(run, contestant)
     if expected is None or found is None or _of_no_kind(expected) or _of_no_kind(found[1]):
         return None
-    return Split(parts_of(expected), parts_of(found[1]), measured_s - predicted_s)
+    estimated = not estimated_in(found[0].trace).isdisjoint(found[1].iterations)
+    return Split(parts_of(expected), parts_of(found[1]), measured_s - predicted_s, estimated)
 
 
 def parts_of(window: Window) -> Parts:
@@ -94,10 +103,12 @@ def in_words(split: Split, label: str) -> str | None:
     if abs(split.longer_s) <= WORTH_SAYING * measured_s:
         return None
     more = "longer" if split.longer_s > 0 else "less"
+    head = f"{label} took {words.seconds(abs(split.longer_s))} per iteration {more} than predicted"
+    if split.estimated:
+        return f"{head}; how much of it is compute and how much messages is only estimated."
     rest = f", {_signed(split.rest_s)} otherwise" if _matters(split.rest_s, split) else ""
     return (
-        f"{label} took {words.seconds(abs(split.longer_s))} per iteration {more} than predicted: "
-        f"{_signed(split.compute_s)} compute ({_pace(split)}), "
+        f"{head}: {_signed(split.compute_s)} compute ({_pace(split)}), "
         f"{_signed(split.messages_s)} messages, {_signed(split.waiting_s)} waiting{rest}."
     )
 

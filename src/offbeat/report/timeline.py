@@ -101,6 +101,11 @@ def predicted_window(contestant: Contestant) -> Window | None:
     return window_of(trace, period)
 
 
+def estimated_in(trace: Trace) -> set[int]:
+    """Return the iterations of which it is only estimated how long backward waited."""
+    return set(trace.notes.get("estimated", ()))
+
+
 def start_of(trace: Trace, rank: int, iteration: int) -> float:
     """When the rank began an iteration."""
     index = iteration - trace.first
@@ -173,6 +178,8 @@ def _typical_start(run: Run, contestant: Contestant, rep: Repetition) -> int | N
     starts = _whole_periods(trace, sent)
     after = skipped(run, rep) + trace.first
     starts = [t for t in starts if t >= after] or starts
+    rough = estimated_in(trace)
+    starts = [t for t in starts if rough.isdisjoint(range(t, t + trace.period))] or starts
     if not starts:
         return None
     if contestant.predicted is not None and contestant.predicted.spans:

@@ -332,7 +332,7 @@ def predict(
     """
     if strategy.planned:
         plan, skip = plan or strategy.plan(profile), 0
-        if known := [len(v) for v in (votes or {}).values() if not isinstance(v, float)]:
+        if known := [len(v) for v in (votes or {}).values() if not isinstance(v, (int, float))]:
             skip = whole_periods(SKIP, plan.period, min(known))
         prediction = sim.predict_plan(plan, profile, strategy=str(strategy), votes=votes, skip=skip)
     else:

@@ -12,13 +12,44 @@ from torch.autograd.variable import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.guards.differences import repair, require_equal, unite
-from offbeat.runtime.iteration import Iteration, Timestamps
+from offbeat.runtime.iteration import BackwardSplit, Iteration, Timestamps
 from offbeat.runtime.pace import Pace
 from offbeat.runtime.record import Recorder
 from offbeat.runtime.wrap import Position, Session
 from offbeat.transport.cluster import Cluster
 
 queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+
+
+class BackwardClock:
+    """Reads torch's own times of backward: when it computed, and when its messages were sent.
+
+    The interface is private to torch; where it is missing nothing is known. Times of one backward
+    are there after the next synchronized forward has begun.
+    """
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._module = module
+        self._start = 0
+        sample = getattr(module, "_set_ddp_runtime_logging_sample_rate", None)
+        if sample is not None:
+            sample(1)
+
+    def new_times(self) -> tuple[float, float] | None:
+        """Return the seconds of messages, and those that compute waited for them; None if they are
+        of a backward that was read before."""
+        try:
+            data = self._module._get_ddp_logging_data()
+            start = int(data["backward_compute_time_start"])
+            sent, hidden = (
+                int(data[f"backward_{name}_time"]) for name in ("comm", "compute_comm_overlap")
+            )
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+            return None
+        if start == self._start:
+            return None
+        self._start = start
+        return sent * 1e-9, max(0, sent - hidden) * 1e-9
 
 
 class DDPSession(Session):
@@ -32,6 +63,7 @@ class DDPSession(Session):
         cluster: Cluster,
         recorder: Recorder | None,
         pace: Pace | None,
+        backward_s: float | None = None,
     ):
         self._model, self._optimizer = model, optimizer
         self._cluster, self._recorder = cluster, recorder
@@ -54,6 +86,10 @@ class DDPSession(Session):
         self._marks = Timestamps(begin=cluster.device.mark())
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self._bytes_per_iteration = gradients
+        self._backward_s = backward_s  # as profiled
+        self._clock = BackwardClock(self.module) if recorder else None
+        self._split = self._new_split()
+        self._pending: Iteration | None = None  # whose split torch tells in the next forward
 
     def begin(self) -> None:
         """The time from here on belongs to the next iteration."""
@@ -83,6 +119,8 @@ class DDPSession(Session):
             output = self._call_ddp(*args, **kwargs)
         else:
             output = self._announce(call(*args, **kwargs))
+        if self._clock is not None and torch.is_grad_enabled():
+            self._take_split(self._clock)
         self._forward_seen = True
         if pace is not None:
             pace.forward(-1)
@@ -148,9 +186,40 @@ class DDPSession(Session):
         self._cluster.control.set_iteration(self._iteration + 1)
         if self._recorder:
             self._recorder.stepped(self._iteration)
-            self._recorder.iteration(Iteration(self._iteration, marks, []))
+            self._report()
+            self._pending = Iteration(self._iteration, marks, [], split=self._split)
+            self._split = self._new_split()
         self._iteration += 1
         self._marks = Timestamps(begin=mark())
+
+    def _new_split(self) -> BackwardSplit:
+        return BackwardSplit(next(iter(self._cluster.links)), self._bytes_per_iteration)
+
+    def _take_split(self, clock: BackwardClock) -> None:
+        """Take the times of the last backward, which belong to the iteration before if this is the
+        first synchronized forward since its step."""
+        found = clock.new_times()
+        if found is None:
+            return
+        split = self._split if self._pending is None else self._pending.split
+        assert split is not None
+        split.sent_s += found[0]
+        split.waited_s += found[1]
+        split.measured = True
+        self._report()
+
+    def _report(self) -> None:
+        """Hand the pending iteration to the recorder. Without times of its backward, compute is
+        taken to be as profiled, and the rest to be waiting."""
+        done, self._pending = self._pending, None
+        if done is None or self._recorder is None or done.split is None:
+            return
+        if not done.split.measured and self._backward_s is not None:
+            seconds, marks = self._cluster.device.seconds, done.marks
+            if marks.forward_end is not None:
+                took_s = seconds(marks.backward_end) - seconds(marks.forward_end)
+                done.split.waited_s = done.split.sent_s = max(0.0, took_s - self._backward_s)
+        self._recorder.iteration(done)
 
     def zero_grad(self, set_to_none: bool) -> None:
         self._model.zero_grad(set_to_none)
@@ -175,6 +244,7 @@ class DDPSession(Session):
         if self._cluster.closed:
             return
         if self._recorder:
+            self._report()
             self._recorder.pace = self._pace.record() if self._pace else None
             self._recorder.write(self.traffic())
         for handle in self._handles:

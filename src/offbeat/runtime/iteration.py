@@ -44,10 +44,26 @@ class Timestamps:
 
 
 @dataclass(slots=True)
+class BackwardSplit:
+    """Backward of an iteration whose messages only torch's DDP sees, on one link.
+
+    Messages were on the link in its last `sent_s` seconds, and compute waited for them in its last
+    `waited_s` seconds. `measured`: torch has timed them; else both are estimated.
+    """
+
+    link: str
+    sent_bytes: int
+    sent_s: float = 0.0
+    waited_s: float = 0.0
+    measured: bool = False
+
+
+@dataclass(slots=True)
 class Iteration:
     """One iteration: its number, its times, its messages; `planned` is its number in the plan,
     which may begin anew. Of its votes: what this rank `shown`, who `voted` yes; `spared_bytes`
-    were not sent, as votes said no; `pushed_bytes` went to servers."""
+    were not sent, as votes said no; `pushed_bytes` went to servers. `split`: of a backward that
+    waits for messages within."""
 
     number: int
     marks: Timestamps
@@ -65,6 +81,7 @@ class Iteration:
     voted: dict[str, list[int]] = field(default_factory=dict)
     spared_bytes: int = 0
     pushed_bytes: int = 0
+    split: BackwardSplit | None = None
 
     @property
     def complete(self) -> bool:

@@ -581,12 +581,19 @@ def _ddp(
         )
     cap_mb = strategy.cap_mb(profile) if profile else strategy.bucket_cap_mb
     pace = Pace(profile, cluster.control.rank) if profile and profile.pace else None
-    session = DDPSession(model, optimizer, cap_mb, cluster, recorder, pace)  # type: ignore[arg-type]
+    backward_s = _backward_s(profile, cluster.control.rank) if profile else None
+    session = DDPSession(model, optimizer, cap_mb, cluster, recorder, pace, backward_s)  # type: ignore[arg-type]
     if recorder:
         recorder.start(str(strategy), strategy.plan(profile) if profile else None, observed=0)
     _open_for(recorder, profile, cluster)
     session.begin()
     return session
+
+
+def _backward_s(profile: Profile, rank: int) -> float:
+    """A rank's seconds of backward, as profiled."""
+    scale = profile.rank_scale[rank] if profile.rank_scale else 1.0
+    return profile.backward_s * scale
 
 
 def _open_for(recorder: Recorder | None, profile: Profile | None, cluster: Cluster) -> None:

@@ -17,13 +17,47 @@ from offbeat.measuring.divergence import Sample
 from offbeat.measuring.loss import LossTap
 from offbeat.plan import BUILT_IN, Plan, Transfer
 from offbeat.plan.windows import Windows
-from offbeat.runtime.iteration import Acted, Iteration, Timestamps
+from offbeat.runtime.iteration import Acted, BackwardSplit, Iteration, Timestamps
 from offbeat.runtime.vote_log import VoteLog
 from offbeat.trace import COMPUTE, Span, spans_to_dict
 from offbeat.transport.device import Device, Mark
 
 BLOCK_ITERATIONS, BLOCK_S = 1000, 5.0  # whichever comes first ends a block
 WINDOW_PERIODS = 3  # spans are kept for the last periods only; ends for every iteration
+
+
+class Splits:
+    """Sums of what `BackwardSplit`s say, and which of the last iterations have estimated ones."""
+
+    def __init__(self) -> None:
+        self._measured = self._sent_s = self._waited_s = 0.0
+        self._estimated = 0
+        self._last: deque[int] = deque(maxlen=WINDOW_PERIODS)
+
+    def add(self, iteration: int, split: BackwardSplit) -> None:
+        """Add the split of one iteration."""
+        if not split.measured:
+            self._estimated += 1
+            self._last.append(iteration)
+            return
+        self._measured += 1
+        self._sent_s += split.sent_s
+        self._waited_s += split.waited_s
+
+    def notes(self) -> dict[str, Any]:
+        """Return the notes of a trace: numbers of iterations, and means over the measured ones."""
+        if not self._measured and not self._estimated:
+            return {}
+        count = max(1.0, self._measured)
+        return {
+            "backward": {
+                "measured": int(self._measured),
+                "estimated": self._estimated,
+                "sent_s": self._sent_s / count,
+                "waited_s": self._waited_s / count,
+            },
+            "estimated": list(self._last),
+        }
 
 
 class Recorder:
@@ -42,6 +76,7 @@ class Recorder:
         self._losses: list[tuple[int, Tensor]] = []
         self._without_update: list[int] = []
         self._spans: deque[list[Span]] = deque(maxlen=WINDOW_PERIODS)
+        self._splits = Splits()
         self.plan: Plan | None = None
         self.observed = 0
         self.strategy = ""
@@ -91,6 +126,8 @@ class Recorder:
             self._without_update.append(done.number)
         if voting := self._voting:
             self._votes.take(done, voting)
+        if done.split is not None:
+            self._splits.add(done.number, done.split)
         self._ends.append(done.marks.end)
         self._spans.append(list(_spans(done, self.plan, self._rank, self._device, self.origin_s)))
         self._append_if_due()
@@ -121,7 +158,7 @@ class Recorder:
         spans = (span for spans in self._spans for span in spans)
         return {
             "spans": spans_to_dict(spans),
-            "notes": self.notes,
+            "notes": {**self.notes, **self._splits.notes()},
             "sample": self.sample.record() if self.sample else None,
         }
 
@@ -177,8 +214,18 @@ def _spans(
 
     size = plan.buckets if plan is not None else len(done.marks.ready)
     buffers = plan.all_buffers if plan is not None else BUILT_IN
+    split = done.split
     for kind, start, end, bucket in _compute(done.marks, size, device):
         run = None if bucket is None else (bucket, bucket + 1)
+        if kind == "backward" and bucket is None and split is not None:
+            begin_s, end_s = at(start), at(end)
+            middle_s = max(begin_s, end_s - split.waited_s)
+            yield Span(rank, COMPUTE, "backward", done.number, begin_s, middle_s)
+            yield Span(rank, COMPUTE, "wait", done.number, middle_s, end_s)
+            sent = (max(begin_s, end_s - split.sent_s), end_s)
+            whole = (0, size) if size else None
+            yield Span(rank, split.link, "grad", done.number, *sent, whole, split.sent_bytes)
+            continue
         yield Span(rank, COMPUTE, kind, done.number, at(start), at(end), run)
     for message in done.messages:
         if message.end is None:  # it has failed, was passed over, or the run ended before it
