@@ -292,6 +292,18 @@ def test_a_dead_server_is_an_error_that_names_it() -> None:
             client.settle()
 
 
+def test_a_worker_that_reconnects_to_one_server_is_not_silent_for_another() -> None:
+    with job(5, 2, 1, silent_s=0.4) as j:
+        client = j.client(0, retry_s=1.5, beat_s=0.1)
+        pulled(client)
+        living, gone = j.services
+        gone.store.leave(0)  # its loop ends, and its sockets close
+        until(lambda: client._error is not None)
+        assert isinstance(client._error, ServerGoneError)
+        assert list(living.store.clocks()) == [0]
+        assert not living._lost
+
+
 def test_snapshots_are_whole_and_go_on(tmp_path: Path) -> None:
     with job(20, 2, 1, directory=tmp_path) as j:
         client = j.client(0)

@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
@@ -75,6 +76,7 @@ class Client:
         self._asked: dict[Kind, Callable[[Upstream], None]] = {}  # what waits for one answer
         self._answer: Any = None
         self._meetings = 0  # so far; their number tells a repeated one from the next
+        self._reconnecting = set[Upstream]()
         self._commands: deque[Callable[[], None]] = deque()
         self._wakes, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -277,8 +279,12 @@ class Client:
                 self._guarded(up, self._write)
         while self._commands:
             self._commands.popleft()()
+        self._send_beats(self._ups)
+
+    def _send_beats(self, ups: Iterable[Upstream]) -> None:
+        """Send a heartbeat to each of the servers to which nothing was sent for `beat_s`."""
         now = time.monotonic()
-        for up in self._ups:
+        for up in ups:
             if up.connection is not None and now - up.connection.spoke_s >= self._beat_s:
                 self._send(up, Kind.BEAT)
 
@@ -390,7 +396,7 @@ class Client:
         mine = {shard.number for shard in up.shards}
         clock = up.push_clock if self._pending & mine else self.clock
         try:
-            welcome, taken = up.connect(self._me, clock, False, self._room, self._retry_s)
+            welcome, taken = self._connect_again(up, clock)
         except ConnectionError:
             raise ServerGoneError(f"{up} is gone ({error}); {self._gone}") from error
         with self._changed:
@@ -408,6 +414,24 @@ class Client:
             self._send_pull(up)
         for send in list(self._asked.values()):
             send(up)
+
+    def _connect_again(self, up: Upstream, clock: int) -> tuple[int, dict[int, int]]:
+        """Connect to a server in a thread. Meanwhile, send heartbeats to the other servers, which
+        would otherwise count this worker as silent."""
+        found = Future[tuple[int, dict[int, int]]]()
+
+        def connect() -> None:
+            try:
+                found.set_result(up.connect(self._me, clock, False, self._room, self._retry_s))
+            except BaseException as error:
+                found.set_exception(error)
+
+        threading.Thread(target=connect, name="offbeat-reconnect", daemon=True).start()
+        self._reconnecting.add(up)
+        while not wait([found], self._beat_s / 2).done:
+            self._send_beats(other for other in self._ups if other not in self._reconnecting)
+        self._reconnecting.remove(up)
+        return found.result()
 
     def _started(self, up: Upstream, clock: int) -> None:
         assert up.connection is not None
