@@ -34,7 +34,7 @@ def there(profile: Profile, rate: str | None, hosts: int | None) -> Profile:
     return elsewhere(profile, hosts=hosts, rate_bps=rate_bps)
 
 
-def text(advice: Advice, command: str) -> str:
+def text(advice: Advice, command: str, compute: str | None = None) -> str:
     """The fastest options, what each changes, and the command that compares some on the model."""
     shown = list(advice.options[:SHOWN])
     shown += [option for option in advice.compared if option not in shown]
@@ -43,7 +43,7 @@ def text(advice: Advice, command: str) -> str:
     if left > 0:
         lines.append(f"and {left} more that are slower (--json has all)")
     lines.append(f"advised: {text_of(advice.chosen.strategy)} ({in_words(advice.chosen)})")
-    lines += [f"note: {note}" for note in advice.notes]
+    lines += [f"note: {note}" for note in (*advice.notes, *filter(None, [compute]))]
     lines.append("losses are not predicted; compare on your model:")
     lines.append(f"  {command}")
     return "\n".join(lines)
@@ -62,14 +62,15 @@ def _row(option: Option, advice: Advice) -> list[str]:
     return [name, *numbers, str(option.staleness), in_words(option)]
 
 
-def command(advice: Advice, profile: Profile, file: Path) -> str:
+def command(advice: Advice, profile: Profile, file: Path, device_speed: str | None = None) -> str:
     """The command that compares some options on the cluster of `profile`, with the profile of
     `file`. `--hosts` and `--rate` describe one link without delay; anything else needs a file.
     """
     names = ",".join(text_of(option.strategy) for option in advice.compared)
     place = _place(profile) or ["--cluster", "cluster.toml"]
-    argv = ["offbeat", "compare", *place, "--profile", str(file), "--strategies", names, "train.py"]
-    return shlex.join(argv)
+    place += ["--profile", str(file)]
+    place += ["--device-speed", device_speed] if device_speed else []
+    return shlex.join(["offbeat", "compare", *place, "--strategies", names, "train.py"])
 
 
 def _place(profile: Profile) -> list[str] | None:

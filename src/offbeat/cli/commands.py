@@ -68,6 +68,10 @@ ProfileIn = Annotated[Path, option("Measured profile (JSON).", "--profile")]
 ReuseProfile = Annotated[
     Path | None, option("Reuse this profile instead of measuring one.", "--profile")
 ]
+DeviceSpeed = Annotated[
+    str | None,
+    option("Predict for a device: 20x (of this machine), or 35ms."),
+]
 
 
 @Parameter(name="*")
@@ -87,9 +91,7 @@ class Where:
     links: Annotated[
         str | None, option("With --lab none: interfaces with commas between, as eth0,gloo:eth1.")
     ] = None
-    seed: Annotated[
-        int, number("OFFBEAT_SEED of the first repetition; every further one gets the next.")
-    ] = 0
+    seed: Annotated[int, number("OFFBEAT_SEED; one more per repetition.")] = 0
     secret: Annotated[
         Path | None,
         option("File with the job's secret, instead of OFFBEAT_SECRET; see docs/security.md."),
@@ -99,9 +101,8 @@ class Where:
     pace: Annotated[
         str | None,
         option(
-            "Hosts compute at 1/K of this machine's core: a number, auto (as slowly as need be "
-            "for this machine to be all of them at once) or none.  [default: auto in the lab "
-            "where ranks outnumber processors]"
+            "Hosts compute at 1/K of this machine's core: K, auto (the least K for this machine) "
+            "or none.  [default: auto in the lab where ranks outnumber processors]"
         ),
     ] = None
 
@@ -118,9 +119,7 @@ def run(
     *args: ScriptArgs,
     strategy: Annotated[
         str | None,
-        option(
-            "Name; see `offbeat strategies`.  [default: the script's, or wfbp if it names none]"
-        ),
+        option("Name; see `offbeat strategies`.  [default: the script's, or wfbp]"),
     ] = None,
     set_: Settings = None,
     profile: ReuseProfile = None,
@@ -203,6 +202,7 @@ def compare(
         bool, option("Do not repeat what was disturbed by other programs or by late hosts.")
     ] = False,
     profile: ReuseProfile = None,
+    device_speed: DeviceSpeed = None,
     where: Where = WHERE,
     out: OutDir = None,
     json_: Json = False,
@@ -213,7 +213,8 @@ def compare(
     """
     from offbeat.run.compare import Comparison, given_profile
 
-    compared = partial(Comparison, repeat_disturbed=not keep_disturbed)
+    device = texts.device_speed(device_speed)
+    compared = partial(Comparison, repeat_disturbed=not keep_disturbed, device=device)
     limits.at_least("--repeat", repeat, 1, "it is how often each contestant runs")
     setup, notes = _setup(where, script, args), _options_of_script("compare", args)
     if strategies.partition(":")[0] != ADVISED:
@@ -310,6 +311,7 @@ def simulate(
     memory: Annotated[
         bool, option("Activation memory instead: in parallel, and in the cyclic order.")
     ] = False,
+    device_speed: DeviceSpeed = None,
     json_: Json = False,
 ) -> int:
     """Predict the seconds per iteration of a plan or of strategies; lists make a table.
@@ -318,17 +320,26 @@ def simulate(
     """
     from offbeat import sim
     from offbeat.cli import sweep
+    from offbeat.profile.device import Compute
 
     if memory:
         other = {"--plan": plan, "--strategy": strategy, "--set": set_, "--rate": rate}
         other |= {"--jitter": jitter, "--period": period, "--iterations": iterations}
-        other |= {"--csv": csv, "--votes": votes, "--servers": servers if servers != 1 else None}
+        other |= {
+            "--device-speed": device_speed,
+            "--csv": csv,
+            "--votes": votes,
+            "--servers": servers if servers != 1 else None,
+        }
         return _simulate_memory(profile, hosts, other, json_)
     if (plan is None) == (strategy is None):
         raise ValueError("simulate takes either --plan FILE or --strategy NAME, or --memory")
     if plan is not None and period is not None:
         raise ValueError(f"period ({period}) is the plan's already; give --strategy NAME instead")
-    facts = texts.load_profile(profile)
+    facts, speed = texts.load_profile(profile), texts.device_speed(device_speed)
+    compute = Compute.of(facts, speed)
+    if speed is not None:
+        facts = speed.apply(facts)
     contestants: list[tuple[dict[str, Any], sweep.Predict]] = []
     if plan is not None:
         made = texts.load_plan(plan, facts)
@@ -351,13 +362,17 @@ def simulate(
             )
             contestants.append((told, predict))
     found = sweep.rows(sweep.Axes.of(rate, hosts, jitter), facts, contestants)
+    said = {"compute": compute.record()}
     if csv:
         print(sweep.csv_text(found))
     elif len(found) > 1:
-        rows = [{**row, "prediction": row["prediction"].to_dict()} for row in found]
+        rows = [{**row, "prediction": row["prediction"].to_dict(), **said} for row in found]
         _print(json_, rows, sweep.table(found))
     else:
-        _print(json_, found[0]["prediction"].to_dict(), _prediction_text(found[0]["prediction"]))
+        one = found[0]["prediction"]
+        _print(json_, {**one.to_dict(), **said}, _prediction_text(one))
+    if compute.text and not json_:
+        print(f"note: {compute.text}", file=sys.stderr if csv else sys.stdout)
     return 0
 
 
@@ -370,6 +385,7 @@ def advise(
     ] = MAX_STALENESS,
     rate: Annotated[str | None, option("Rate of the links instead of the measured.")] = None,
     hosts: Annotated[int | None, number("Number of ranks instead of the measured.")] = None,
+    device_speed: DeviceSpeed = None,
     json_: Json = False,
 ) -> int:
     """Rank strategies and their periods by predicted time; say which ones to compare.
@@ -378,11 +394,15 @@ def advise(
     """
     from offbeat.advice import advise as advised
     from offbeat.cli import advising
+    from offbeat.profile.device import Compute
 
-    facts = advising.there(texts.load_profile(profile), rate, hosts)
-    advice = advised(facts, max_staleness=max_staleness)
-    command = advising.command(advice, facts, profile)
-    _print(json_, advising.to_dict(advice, command), advising.text(advice, command))
+    measured, speed = texts.load_profile(profile), texts.device_speed(device_speed)
+    compute = Compute.of(measured, speed)
+    facts = advising.there(measured, rate, hosts)
+    advice = advised(facts if speed is None else speed.apply(facts), max_staleness=max_staleness)
+    command = advising.command(advice, facts, profile, device_speed)
+    told = {**advising.to_dict(advice, command), "compute": compute.record()}
+    _print(json_, told, advising.text(advice, command, compute.text))
     return 0
 
 

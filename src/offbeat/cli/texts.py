@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -13,6 +15,7 @@ from offbeat.blocks import read
 from offbeat.plan import Plan
 from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
+from offbeat.profile.device import DeviceSpeed
 from offbeat.sim import Votes
 from offbeat.strategies import Gossip, Served, Strategy, methods
 from offbeat.strategies.base import require_choice
@@ -89,6 +92,20 @@ def pace(text: str | None) -> float | Literal["auto", "none"] | None:
         raise ValueError(
             f"--pace ({text!r}) must be a number of at least 1, auto or none"
         ) from None
+
+
+def device_speed(text: str | None) -> DeviceSpeed | None:
+    """ "20x" or "35ms"; ValueError on anything else."""
+    if text is None:
+        return None
+    help_ = "write 20x (of the measured machine) or 35ms (compute per iteration)"
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)(x|us|ms|s)", text.strip().lower())
+    if match is None or not 0 < float(match[1]) < math.inf:
+        raise ValueError(f"--device-speed ({text!r}) must be a number above 0 with a unit; {help_}")
+    number, unit = float(match[1]), match[2]
+    if unit == "x":
+        return DeviceSpeed(times=number)
+    return DeviceSpeed(iteration_s=number * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit])
 
 
 def votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Votes:

@@ -10,6 +10,7 @@ import torch
 
 from offbeat.measuring.processors import kernel_s, processors
 from offbeat.profile import Profile
+from offbeat.profile.device import compute_s
 from offbeat.transport.cluster import Cluster
 
 BUSY = 0.45  # of the processors at most: beyond, messages and hosts wait for one
@@ -40,11 +41,6 @@ def least_pace(
         if pace * compute_s <= messages.seconds:  # the link is the bottleneck
             return max(1.0, pace)
     return max(1.0, (hosts * compute_s + messages.busy_s) / (busy * processors * compute_s))
-
-
-def compute_s(profile: Profile) -> float:
-    """One host's compute in an iteration."""
-    return profile.forward_s + profile.backward_s + profile.update_s + profile.other_s
 
 
 def affordable(profile: Profile, cluster: Cluster) -> float:

@@ -6,6 +6,7 @@ N-th of the bytes. So the time of the bytes goes with 2 (N - 1) / N, latency wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
@@ -53,6 +54,27 @@ def elsewhere(
         rank_scale=_repeated(profile.rank_scale, count),
         rank_jitter=_repeated(profile.rank_jitter, count),
         noise=None if noise is None else replace(noise, noise_sq=noise.noise_sq * ranks / count),
+    )
+
+
+def on_device(profile: Profile, speed: float) -> Profile:
+    """The profile of devices that compute `speed` times as fast. Forward, backward, updates and the
+    rest of the loop scale alike; messages and codecs take as long as measured. The result has no
+    pace: its times are those of the device, not of an emulated host. ValueError unless `speed` is
+    finite and above 0.
+    """
+    if not 0 < speed < math.inf:
+        raise ValueError(f"speed ({speed:g}) of the device must be finite and above 0")
+    return replace(
+        profile,
+        buckets=tuple(
+            replace(b, forward_s=b.forward_s / speed, backward_s=b.backward_s / speed)
+            for b in profile.buckets
+        ),
+        update_s=profile.update_s / speed,
+        step_s=profile.step_s / speed,
+        other_s=profile.other_s / speed,
+        pace=0.0,
     )
 
 

@@ -156,7 +156,8 @@ class Run:
     is what the lab changed while ranks ran. `given` describes a profile that was given instead of
     measured: its file, and the quantities that were computed for this cluster. `profile_load` was
     the machine's load beside the measuring of the profile. `notes` name what the user wrote and
-    what was not used. `seeds` holds the seed of every repetition.
+    what was not used. `seeds` holds the seed of every repetition. `device`
+    describes the user's device, with the predicted seconds per iteration there by label.
     """
 
     path: Path
@@ -182,6 +183,7 @@ class Run:
     given: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
+    device: Mapping[str, Any] | None = None
 
     @property
     def profile_disturbed(self) -> Disturbance | None:
@@ -266,6 +268,7 @@ def load(run_dir: str | Path) -> Run:
         given=data.get("profile"),
         notes=tuple(map(str, data.get("notes") or ())),
         seeds=tuple(map(int, data.get("seeds") or ())),
+        device=data.get("device"),
     )
 
 

@@ -52,8 +52,9 @@ class Row:
     its beginning; `diverged`: it was not finite at the end. `final_spread` is the lowest and the
     highest final loss of a repetition, `seeds` the seed of each repetition that counts;
     `same_losses`: repetitions began with equal losses, so the script does not use its seed.
-    `split`: where the prediction was wrong. `disturbed`: why repetitions that count are
-    not measurements; `repeated` of them replace an earlier disturbed attempt.
+    `device_s`: predicted on the user's device. `split`: where the prediction was wrong.
+    `disturbed`: why repetitions that count are not measurements; `repeated` of them
+    replace an earlier disturbed attempt.
     """
 
     label: str
@@ -88,6 +89,7 @@ class Row:
     final_spread: Interval | None = None
     seeds: tuple[int, ...] = ()
     same_losses: bool = False
+    device_s: float | None = None
     split: Split | None = None
     disturbed: tuple[Disturbance, ...] = ()
     repeated: int = 0
@@ -233,6 +235,7 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         emulated=run.emulated,
         pace=run.profile.pace if run.profile else 0.0,
         cut=contestant.cut,
+        device_s=run.device["seconds"].get(contestant.label) if run.device else None,
         disturbed=tuple(d for rep in reps if (d := rep.disturbance) is not None),
         repeated=sum(rep.repeated for rep in reps),
         falling=not run.emulated and still_falling(contestant),

@@ -16,10 +16,13 @@ def table(rows: Sequence[Row]) -> Table:
     unit = words.unit_for(s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s))
     target = next((row.target_loss for row in rows if row.target_loss is not None), None)
     caption = words.sentence(how_measured(rows))
+    on_device = any(row.device_s is not None for row in rows)
     if any(row.emulated for row in rows):
         caption += " Emulated compute."
     elif pace := max((row.pace for row in rows), default=0.0):
-        caption += f" Emulated: each host computes at 1/{pace:g} of this machine's core."
+        caption += f" Emulated: each host computes at 1/{pace:g} of this machine's core, so "
+        caption += "these times are not those of your device"
+        caption += "." if on_device else " (--device-speed predicts for it)."
     paces, voted = merges(rows), any(row.lssr is not None for row in rows)
     caption += f" {words.NO_PROGRESS}" if paces else ""
     result = Table(caption=caption, caption_justify="left", caption_style="dim")
@@ -31,6 +34,7 @@ def table(rows: Sequence[Row]) -> Table:
         ("vs DDP", "measured"),
         (f"{unit.name}/iteration", "predicted"),
         (f"{unit.name}/iteration", "bound"),
+        *([("your device, per iteration", "predicted")] if on_device else []),
         ("sent/iteration/rank", "measured"),
         *([("LSSR", "measured")] if voted else []),
         ("final loss", "measured"),
@@ -38,12 +42,13 @@ def table(rows: Sequence[Row]) -> Table:
         result.add_column(Text.assemble(heading, "\n", (word, "dim")), justify="right")
     for place, row in enumerate(ranked(rows)):
         result.add_row(
-            *_cells(row, unit, paces, voted), style="bold" if place == 0 and len(rows) > 1 else ""
+            *_cells(row, unit, paces, on_device, voted),
+            style="bold" if place == 0 and len(rows) > 1 else "",
         )
     return result
 
 
-def _cells(row: Row, unit: words.Unit, paces: bool, voted: bool) -> list[Text]:
+def _cells(row: Row, unit: words.Unit, paces: bool, on_device: bool, voted: bool) -> list[Text]:
     return [
         _two_lines(row.label, _about(row)),
         _two_lines(words.seconds(row.target_s), _range(row.target_spread_s)),
@@ -55,6 +60,7 @@ def _cells(row: Row, unit: words.Unit, paces: bool, voted: bool) -> list[Text]:
             "" if row.predicted_error is None else words.share(row.predicted_error),
         ),
         Text(unit.text(row.bound_s)),
+        *([Text(words.seconds(row.device_s))] if on_device else []),
         _two_lines(words.size(row.sent_bytes), words.uneven(row.unevenness)),
         *([Text(words.loss(row.lssr))] if voted else []),
         _two_lines(words.loss(row.final_loss), _about_loss(row)),

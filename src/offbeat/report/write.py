@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from offbeat.profile.device import Compute
 from offbeat.report import gossip
 from offbeat.report.page import render
 from offbeat.report.run import SCHEMA, Contestant, Run, load
@@ -46,9 +47,17 @@ def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
         "profile_disturbed": run.profile_disturbed and asdict(run.profile_disturbed),
         "notes": list(run.notes),
         "seeds": list(run.seeds),
+        "compute": _compute(run),
         "rows": [asdict(row) for row in rows],
         "problems": run.failures(),
     }
+
+
+def _compute(run: Run) -> dict[str, Any] | None:
+    """Whose compute the measured times hold, and the user's device if it was given."""
+    if run.profile is None:
+        return None
+    return {**Compute.of(run.profile).record(), "device": run.device}
 
 
 def _write_traces(folder: Path, contestant: Contestant) -> dict[str, str]:

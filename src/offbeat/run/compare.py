@@ -25,6 +25,7 @@ from offbeat.lab.load import LoadSampler
 from offbeat.measuring.processors import processors
 from offbeat.plan import Plan
 from offbeat.profile import Profile
+from offbeat.profile.device import Compute, DeviceSpeed
 from offbeat.report.disturbed import disturbance_of
 from offbeat.report.run import BEFORE, LOAD, PROBLEM, PROFILING, load_in, load_repetition
 from offbeat.run.job import STRATEGY_VARIABLE
@@ -165,7 +166,7 @@ class Comparison:
     until this training loss; `command` is what the user typed. `keeping` is of a lone contestant.
     `repeat_disturbed`: a disturbed repetition, and a disturbed profile, are measured once more.
     Without `contestants` (None) the strategy that the script names runs. `notes` are recorded and
-    printed with the result.
+    printed with the result. With a `device` every contestant is predicted on it, too.
     """
 
     setup: Setup
@@ -177,6 +178,7 @@ class Comparison:
     keeping: Keeping | None = None
     repeat_disturbed: bool = False
     notes: tuple[str, ...] = ()
+    device: DeviceSpeed | None = None
 
     def __post_init__(self) -> None:
         if self.repetitions < 1:
@@ -226,6 +228,7 @@ class Outcome:
     changed: list[dict[str, Any]] = field(default_factory=list)  # what the lab changed, and when
     contestants: tuple[Contestant, ...] = ()
     notes: list[str] = field(default_factory=list)
+    device: dict[str, Any] | None = None  # the user's device, and seconds per iteration by label
 
 
 def default_run_dir(script: str) -> Path:
@@ -270,6 +273,7 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
     if outcome.measured or any(map(records_in, run_dir.glob("*/rep*"))):
         record |= {"emulated": _any_emulated(run_dir), "changed": outcome.changed}
         record |= {"contestants": _entries(outcome.contestants), "notes": outcome.notes}
+        record["device"] = outcome.device
         _write_json(run_dir / "run.json", record)
         outcome.report = report.write(run_dir)
     return outcome
@@ -373,6 +377,8 @@ def _run_all(
     outcome.contestants = contestants
     _note_unused_strategy(outcome, progress)
     ready = [c for c in contestants if _predicted(c, comparison, profile, outcome, progress)]
+    if comparison.device is not None:
+        outcome.device = _on_device(ready, comparison.device, profile, comparison.setup.servers)
     for repetition in range(comparison.repetitions):
         for contestant in ready:
             _repeat(comparison, lab, contestant, repetition, outcome, progress)
@@ -380,6 +386,22 @@ def _run_all(
         _note_unused_strategy(outcome, progress)
     for contestant in ready:
         _adopt_course(contestant, comparison, profile, outcome)
+
+
+def _on_device(
+    contestants: Iterable[Contestant], device: DeviceSpeed, profile: Profile, servers: int
+) -> dict[str, Any]:
+    """Predicted seconds per iteration of every contestant on the user's device, with its own plan
+    there; None where that profile has no plan."""
+    there, seconds = device.apply(profile), dict[str, float | None]()
+    for contestant in contestants:
+        try:
+            found = sim.predict(contestant.strategy, there, servers=max(servers, 1))
+        except ValueError:
+            seconds[contestant.label] = None
+        else:
+            seconds[contestant.label] = found.iteration_s
+    return {**Compute.of(profile, device).record(), "seconds": seconds}
 
 
 def _contestants(
