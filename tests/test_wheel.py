@@ -1,0 +1,184 @@
+"""The distributions: built without warnings, complete, and sufficient in an empty environment."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+from email import message_from_string
+from importlib import metadata
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+PROFILE = ROOT / "docs" / "example.json"
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "Makefile", "constraints.txt")
+FOLDERS = ("src", "docs", "examples", "tests", "mkdocs.yml")
+SCRIPT = """
+import torch
+import offbeat
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = offbeat.prepare(model, optimizer)
+for step in range(12):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+model.consolidate()
+"""
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process without those that change what Python, pip and offbeat do."""
+    changes = ("PIP_", "PYTHON", "OFFBEAT_", "VIRTUAL_ENV")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(changes)}
+    return env | {"PIP_CONFIG_FILE": os.devnull}
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """Folder with the source distribution and the wheel."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    shutil.copytree(  # a build writes into it
+        ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+    )
+    for name in (*SOURCES, *FOLDERS):
+        if name != "src":
+            (source / name).symlink_to(ROOT / name)
+    build = (
+        f"from setuptools import build_meta; folder = {str(folder)!r}; "
+        "build_meta.build_sdist(folder); build_meta.build_wheel(folder)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", build],
+        cwd=source,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in (done.stdout + done.stderr).lower()
+    return folder
+
+
+def test_metadata_is_complete(distributions):
+    (wheel,) = distributions.glob("*.whl")
+    with ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (path,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+        fields = message_from_string(archive.read(path).decode())
+    assert fields["License-Expression"] == "Apache-2.0"
+    assert fields["License-File"] == "LICENSE"
+    assert fields["Author"]
+    classifiers = fields.get_all("Classifier", [])
+    assert [text for text in classifiers if text.startswith("Development Status :: ")]
+    for minor in range(11, 15):
+        assert f"Programming Language :: Python :: 3.{minor}" in classifiers
+    package = ROOT / "src" / "offbeat"
+    assert {name for name in names if name.startswith("offbeat/")} == {
+        str(file.relative_to(package.parent))
+        for file in package.rglob("*")
+        if file.is_file() and file.suffix != ".pyc"
+    }
+
+
+def test_the_source_distribution_has_what_the_checkout_has(distributions):
+    (archive,) = distributions.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()}
+    wanted = {
+        str(file.relative_to(ROOT))
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts and ".egg-info" not in str(file)
+    }
+    assert {*SOURCES, *wanted} <= packed
+
+
+@pytest.fixture(scope="module")
+def installed(distributions, tmp_path_factory):
+    """Folder of the programs of an environment that has the wheel and what it depends on."""
+    root = tmp_path_factory.mktemp("installed")
+    venv.create(root, with_pip=False, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(root)}))
+    link_dependencies(site)
+    python = root / "bin" / "python"
+    (wheel,) = distributions.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index"]
+    # Without --no-deps pip raises if a dependency is missing.
+    subprocess.run([*pip, "-q", str(wheel)], env=environment(), check=True, timeout=100)
+    return root / "bin"
+
+
+def link_dependencies(site: Path) -> None:
+    """Link the required distributions, and those that they require, into an environment."""
+    todo, seen = ["offbeat"], set()
+    while todo:
+        found = metadata.distribution(todo.pop())
+        if found.name in seen:
+            continue
+        seen.add(found.name)
+        needed = [Requirement(text) for text in found.requires or ()]
+        todo += [
+            need.name
+            for need in needed
+            if need.marker is None or need.marker.evaluate({"extra": ""})
+        ]
+        if found.name == "offbeat":
+            continue
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(found.locate_file(top))))
+
+
+def test_every_command_works(installed, tmp_path):
+    def offbeat(*argv: str | Path) -> str:
+        done = subprocess.run(
+            [installed / "offbeat", *map(str, argv)],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    commands = ("advise", "compare", "data", "graph", "join", "plan", "profile", "report", "run")
+    text = offbeat("--help")
+    assert all(name in text for name in (*commands, "simulate", "strategies", "timetable"))
+    assert offbeat("--version").strip() == metadata.version("offbeat")
+    assert "dreamddp" in offbeat("strategies")
+    assert "param" in offbeat("plan", "--profile", PROFILE, "--strategy", "dreamddp")
+    assert json.loads(offbeat("simulate", "--profile", PROFILE, "--strategy", "ddp", "--json"))
+    assert json.loads(offbeat("advise", "--profile", PROFILE, "--json"))
+    assert json.loads(offbeat("graph", "--json"))
+    assert json.loads(offbeat("timetable", "--json"))
+    (tmp_path / "labels.json").write_text("[0, 1, 0, 1, 0, 1, 0, 1]")
+    assert json.loads(offbeat("data", "labels.json", "--workers", "2", "--json"))
+    offbeat("join", "--help")  # needs a job that runs
+
+    (tmp_path / "train.py").write_text(SCRIPT)
+    here = ("--lab", "none", "--hosts", "1")  # the files of the wheel are what is tested
+    offbeat("profile", *here, "-o", "profile.json", "train.py")
+    known = (*here, "--profile", "profile.json")
+    assert json.loads(offbeat("run", *known, "--out", "one", "--json", "train.py"))
+    compared = offbeat(
+        *("compare", *known, "--strategies", "bsp", "--repeat", "1", "--out", "two", "--json"),
+        "train.py",
+    )
+    assert json.loads(compared)
+    (tmp_path / "two" / "report.html").unlink()
+    assert json.loads(offbeat("report", "two", "--json"))
+    assert (tmp_path / "two" / "report.html").exists()
