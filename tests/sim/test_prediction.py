@@ -13,7 +13,7 @@ from offbeat.plan import Moment, Plan, transfer
 from offbeat.plan.windows import Windows
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, predict_plan, simulate
-from offbeat.strategies import BSP, STRATEGIES, WFBP, Cyclic, LocalSGD
+from offbeat.strategies import BSP, STRATEGIES, WFBP, Cyclic, LocalSGD, methods
 
 PROFILE = Profile(
     (Bucket("a", 1.0, 2.0, 8, state_bytes=16), Bucket("b", 0.5, 1.0, 4, buffer_bytes=2)),
@@ -141,6 +141,19 @@ def test_too_few_iterations_are_averaged_as_they_are():
     assert not prediction.steady
     assert prediction.window == range(2)
     assert prediction.iteration_s == 5.0
+
+
+@pytest.mark.parametrize("name", ["bsp", "dreamddp", "selsync", "ssp", "a2cid2"])
+def test_a_sample_of_jitter_is_not_faster_than_the_bound(name):
+    """One rank has no other one to wait for, so half of all samples would be."""
+    alone = replace(PROFILE, world_size=1, links=(Link("net", 1e-9, 1e12),), jitter=0.1)
+    strategy, below = methods()[name](), 0
+    for seed in range(6):
+        prediction = predict(strategy, alone, seed=seed)
+        assert prediction.iteration_s >= prediction.bound_s
+        assert prediction.trace.notes["iteration_s"] == prediction.iteration_s
+        below += prediction.iteration_s == prediction.bound_s
+    assert below  # some samples were
 
 
 def test_jitter_is_averaged_over_many_iterations():

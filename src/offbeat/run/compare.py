@@ -339,6 +339,7 @@ def predict(
         if known := [len(v) for v in (votes or {}).values() if not isinstance(v, (int, float))]:
             skip = whole_periods(SKIP, plan.period, min(known))
         prediction = sim.predict_plan(plan, profile, strategy=str(strategy), votes=votes, skip=skip)
+        prediction = sim.within_bound(prediction, profile)
     else:
         prediction = sim.predict(strategy, profile, servers=servers, votes=votes)
     directory.mkdir(parents=True, exist_ok=True)

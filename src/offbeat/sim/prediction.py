@@ -117,7 +117,7 @@ def predict(
     """Prediction for a strategy; arguments as of `predict_plan`. `servers` of those that have
     some."""
     if isinstance(strategy, Predicting):
-        return strategy.predict(
+        found = strategy.predict(
             profile,
             servers=servers,
             iterations=iterations,
@@ -125,7 +125,8 @@ def predict(
             ranks=ranks,
             votes=votes,
         )
-    return predict_plan(
+        return within_bound(found, profile, ranks)
+    prediction = predict_plan(
         strategy.plan(profile),
         profile,
         strategy=str(strategy),
@@ -134,6 +135,7 @@ def predict(
         ranks=ranks,
         votes=votes,
     )
+    return within_bound(prediction, profile, ranks)
 
 
 def predict_plan(
@@ -186,6 +188,17 @@ def predict_plan(
         plan=plan,
         _traced=lambda: _trace(found, short),
     )
+
+
+def within_bound(
+    prediction: Prediction, profile: Profile, ranks: Ranks | None = None
+) -> Prediction:
+    """The prediction, at least its bound if compute varies: the bound holds for the expectation,
+    and a finite sample of jitter may have a mean below 1. The bound must be of this profile."""
+    bound_s, ranks = prediction.bound_s, ranks or Ranks()
+    if bound_s is None or ranks.scale or ranks.link_rates or not any(ranks.jitters(profile)):
+        return prediction
+    return replace(prediction, iteration_s=max(prediction.iteration_s, bound_s))
 
 
 def _trace(found: Run, short: Short) -> Trace:
