@@ -20,6 +20,7 @@ from offbeat.guards.parameters import ParameterWatch
 from offbeat.guards.replicas import ReplicaGuard
 from offbeat.guards.stepping import Stepping
 from offbeat.guards.untouched import Untouched
+from offbeat.measuring.beside import Computing, measure_beside
 from offbeat.measuring.coding import measure_codecs
 from offbeat.measuring.divergence import Sample
 from offbeat.measuring.links import measure_cluster, worthwhile_bytes
@@ -330,10 +331,13 @@ class FlatSession(Session):
         self._parameters.attach(flat.parameters)
         links, contention = measure_cluster(self._cluster, flat, emulated=self._emulated)
         profile = observer.profile(specs, flat, links, contention, control, how.model)
-        profile = measure_codecs(self._cluster, profile)
         self.engine.hold(Compute())
         if how.pace is not None and not self._emulated:
-            profile = self._paced(profile, how.pace)
+            paced = self._paced(profile, how.pace)
+            profile = Profile.from_dict(control.gather(paced.to_dict())[0])
+            profile = measure_beside(self._cluster, flat, profile)
+        with Computing(profile) if profile.pace else nullcontext():
+            profile = measure_codecs(self._cluster, profile)
         # Every rank plans from the same numbers.
         profile = Profile.from_dict(control.gather(profile.to_dict())[0])
         if how.save_to and control.rank == 0:
