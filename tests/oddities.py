@@ -81,6 +81,66 @@ def reentrant_checkpointing() -> None:
         model(inputs(0).requires_grad_()).sum().backward()
 
 
+# ---- what a forward returns -----------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    loss: Tensor
+
+
+class Plainly:
+    """Tells nothing of its attributes."""
+
+    __slots__ = ("loss",)
+
+
+class Returning(nn.Module):
+    """A model whose forward returns its loss in this way, or keeps it."""
+
+    def __init__(self, model: nn.Module, kind: str):
+        super().__init__()
+        self.model, self.kind = model, kind
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        loss = self.model(x).pow(2).mean()
+        self.kept = [loss]
+        return RETURNS[self.kind](loss)
+
+
+def hidden(loss: Tensor) -> Plainly:
+    made = Plainly()
+    made.loss = loss
+    return made
+
+
+RETURNS: dict[str, Callable[[Tensor], Any]] = {
+    "a tensor": lambda loss: loss,
+    "a dataclass": Output,
+    "an object": hidden,
+    "None": lambda _: None,
+}
+
+
+def train_returning(kind: str, strategy: Strategy) -> tuple[str, int]:
+    """Bits of the weights, and iterations, after eight steps."""
+    torch.manual_seed(0)
+    plain, _ = build(CASE)
+    inner = Returning(plain, kind)
+    optimizer = torch.optim.SGD([p for p in inner.parameters() if p.requires_grad], lr=0.1)
+    options = {"observe": 2, "min_bucket_bytes": 1}
+    with prepared(inner, optimizer, strategy, **options) as (model, optimizer):
+        for t in range(8):
+            model(inputs(t))
+            optimizer.zero_grad(set_to_none=t % 2 == 0)
+            inner.kept[0].backward()
+            optimizer.step()
+        iterations = model._session.iteration
+        model.consolidate()
+        return bits(inner), iterations
+
+
 # ---- optimizers -----------------------------------------------------------------------------
 
 

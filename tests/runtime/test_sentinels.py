@@ -185,8 +185,22 @@ def test_a_backward_without_a_forward_that_was_watched_is_found_by_a_sentinel() 
         ("ready", 12),  # nobody knows which gradients are this pass's before it ends
         ("ends", 12),
     ]
-    hooks.begin()
-    assert hooks.unnoticed()
+
+
+def test_a_forward_without_tensors_is_followed_by_hooks_on_all_parameters() -> None:
+    """Until another one returns tensors again. Gradients of an earlier pass are no backward."""
+    model, listener, hooks = prepared(0, few=True)
+    for kept, output in ((False, None), (True, None), (True, object()), (False, "tensors")):
+        hooks.begin()
+        hooks.expect([])
+        loss = model(torch.ones(2, 3)).sum()
+        hooks.watch(loss if output == "tensors" else output)
+        listener.told.clear()
+        loss.backward()
+        assert [what for what, *_ in listener.told] == ["begins", "ends"]
+        if not kept:
+            hooks._gradients.zero_grad()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 def test_a_backward_that_raises_is_broken_until_the_next_iteration() -> None:

@@ -427,9 +427,6 @@ class Engine:
         """Zero the gradients in place, each as soon as nothing needs it any more; those that are
         never sent are dropped, if that is wanted."""
         self._looks.close()
-        if self.now is not None and not self.backward_over and self.hooks.unnoticed():
-            self.backward_begins()
-            self.backward_ends()
         self.abandon_unless_stepped()
         if self.now is not None:
             self.hooks.forget()

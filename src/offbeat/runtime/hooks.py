@@ -61,10 +61,6 @@ class BackwardHooks:
     def watch(self, output: object) -> None:
         """Where a backward begins is seen at the first gradient."""
 
-    def unnoticed(self) -> bool:
-        """Every gradient is noticed."""
-        return False
-
     def begin(self) -> None:
         """A new iteration."""
         count = len(self._gradients.parameters)

@@ -41,6 +41,7 @@ class Sentinels:
         self.seen = bytearray()
         self.on_parameter: Callable[[nn.Parameter], None] | None = None
         self._expected: Sequence[int] = ()
+        self._everywhere: list[RemovableHandle] = []
         self._posts: dict[int, tuple[int, RemovableHandle]] = {}  # by bucket: where its sentinel is
         self._task, self._blind, self._noticed = NO_TASK, False, False
         self._before: list[tuple[Tensor | None, int]] | None = None
@@ -51,7 +52,7 @@ class Sentinels:
 
     def begin(self) -> None:
         """A new iteration."""
-        self._left, self._watching = self.held, False
+        self._left = self.held
         if self.broken:
             self._task = NO_TASK
         self.again()
@@ -82,21 +83,29 @@ class Sentinels:
             self._post(b, self._last[b])
 
     def watch(self, output: object) -> None:
-        """A forward has returned this: backward begins there."""
+        """A forward has returned this: backward begins there. Without tensors in it every parameter
+        has a hook until a forward returns some."""
+        found = False
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
-                self._watching = True
+                found = True
                 tensor.register_hook(self._reached)
+        if found == bool(self._everywhere):
+            self._watch_parameters(not found)
 
-    def unnoticed(self) -> bool:
-        """Whether backward ran though the forward's output had nothing to watch."""
-        return not self._watching and any(p.grad is not None for p in self._parameters)
+    def _watch_parameters(self, watching: bool) -> None:
+        """Put a hook at every parameter, or remove these hooks."""
+        for handle in self._everywhere:
+            handle.remove()
+        parameters = self._parameters if watching else []
+        self._everywhere = [p.register_post_accumulate_grad_hook(self._passed) for p in parameters]
 
     def remove(self) -> None:
         """Let the parameters go."""
         for _, handle in self._posts.values():
             handle.remove()
         self._posts, self._expected = {}, ()
+        self._watch_parameters(False)
 
     # ---- a pass -----------------------------------------------------------------------------
 
