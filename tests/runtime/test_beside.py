@@ -1,4 +1,4 @@
-"""Messages beside compute: what is measured, at what cost, and what it changes in a profile."""
+"""Messages beside compute: the difference measured, its cost, and the changes of a profile."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROFILE = Profile((Bucket("a", 0.01, 0.02, 1 << 20),), (LINK,), 2, pace=8.0)
 
 
 class Arithmetic:
-    """A group of two on which a message takes what its link says, and more beside compute."""
+    """A group of two ranks with computed times of messages, longer beside compute."""
 
     ranks, agreement_s = 2, 0.0
 

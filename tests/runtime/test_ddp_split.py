@@ -87,7 +87,7 @@ def test_waiting_within_backward_is_not_compute(tmp_path: Path) -> None:
     for usual, accumulated, estimated in (zero, one):
         for record in (usual, accumulated):
             notes = record["trace"]["notes"]
-            # torch tells one iteration late, so never of the last one.
+            # The times of the last iteration are never known: torch is one iteration late.
             assert notes["backward"]["measured"] == ITERATIONS - 1
             assert (notes["backward"]["estimated"], notes["estimated"]) == (1, [ITERATIONS - 1])
         notes = estimated["trace"]["notes"]
@@ -102,14 +102,14 @@ def test_waiting_within_backward_is_not_compute(tmp_path: Path) -> None:
         assert min(seconds_of(record, "backward")[i] for i in measured) > 0.9 * LATE_S
     waited = [record["trace"]["notes"]["backward"]["waited_s"] for record in (zero[0], one[0])]
     assert waited[0] > 0.8 * LATE_S > 0.4 * LATE_S > waited[1]
-    for record in (zero[2], one[2]):  # what was not timed: compute as profiled
+    for record in (zero[2], one[2]):  # without times, compute is as profiled
         backward = seconds_of(record, "backward")
         for i in record["trace"]["notes"]["estimated"]:
             assert backward[i] == pytest.approx(BACKWARD_S, abs=1e-6)
 
 
 def test_times_that_were_read_before_are_not_taken_again() -> None:
-    """They stay what they were while gradients accumulate."""
+    """The times stay the same while gradients accumulate."""
     data: dict[str, Any] = {}
     module: Any = SimpleNamespace(_get_ddp_logging_data=lambda: data)
     clock = BackwardClock(module)

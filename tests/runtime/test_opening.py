@@ -59,7 +59,7 @@ def test_every_link_carries_the_model_around_and_between_all_pairs() -> None:
 
 
 def order(directory: str, strategy: Strategy, recorded: bool) -> list[Any]:
-    """What happened: links that were opened, and iterations."""
+    """Return the events in order: names of opened links, and iterations."""
     events: list[Any] = []
     real, iteration = prepare.open_connections, Recorder.iteration
 

@@ -94,10 +94,10 @@ class LoadSampler:
         self._tally = Tally(len(self._processors))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="offbeat-load", daemon=True)
-        self._begin_s, self._waited_s = 0.0, _waited_s()
+        self._begin_s, self._waited_s = 0.0, _stalled_s()
 
     def __enter__(self) -> Self:
-        self._begin_s, self._waited_s = time.monotonic(), _waited_s()
+        self._begin_s, self._waited_s = time.monotonic(), _stalled_s()
         self._thread.start()
         return self
 
@@ -106,8 +106,8 @@ class LoadSampler:
         self._thread.join()
 
     def load(self) -> Load | None:
-        """Return the load so far; None where the system does not tell."""
-        seconds, now_s = time.monotonic() - self._begin_s, _waited_s()
+        """Return the load so far; None if /proc does not give it."""
+        seconds, now_s = time.monotonic() - self._begin_s, _stalled_s()
         if self._waited_s is None or now_s is None:
             return self._tally.load()
         return self._tally.load((now_s - self._waited_s) / seconds)
@@ -139,8 +139,8 @@ def _processors_s(numbers: Iterable[int]) -> tuple[float, float]:
 
 
 def _descendants_s(root: int) -> float:
-    """Processor seconds of a process and its descendants, those that have ended included, as their
-    parents have waited for them."""
+    """Return the processor seconds of a process and its descendants. Those of an ended process are
+    in its parent's, which has waited for it."""
     parents, ticks = {}, {}
     for folder in _PROC.iterdir():
         if folder.name.isdigit():
@@ -159,7 +159,7 @@ def _descendants_s(root: int) -> float:
     return total / _HZ
 
 
-def _waited_s() -> float | None:
+def _stalled_s() -> float | None:
     """Seconds in which some process has waited for a processor; None without PSI."""
     try:
         some = (_PROC / "pressure" / "cpu").read_text().split("\n", 1)[0]

@@ -1,4 +1,4 @@
-"""Messages beside compute: what they take while emulated hosts compute, over what they take alone.
+"""Messages beside compute: the time of a message while emulated hosts compute, over its time alone.
 
 Emulated hosts share the processors of one machine. A message wakes a thread on every rank several
 times, and each of them waits for a processor on which another host computes. Predictions are of
@@ -87,8 +87,8 @@ def measure_beside(cluster: Cluster, flat: Flat, profile: Profile) -> Profile:
 def measure_extra(
     probe: Prober, mean: Collective, link: Link, total: int, profile: Profile, budget: Budget
 ) -> Extra:
-    """Return what an all-reduce of some sizes takes beside compute over what it takes alone, at
-    least 0; the largest sizes that can be paid of `SMALL_SIZES`."""
+    """Return by size the seconds of an all-reduce beside compute minus its seconds alone, at least
+    0, for the sizes of `sizes_of`."""
     found: Extra = []
     for size in sizes_of(link, total, budget):
         alone, beside = [], []
@@ -122,8 +122,8 @@ def usual(seconds: Sequence[float]) -> float:
 
 
 def with_extra(link: Link, extra: Extra) -> Link:
-    """Return the link whose messages take so much longer: of each small size what was measured
-    next to it, of a larger one as much as of the largest. Half an all-reduce takes half of it."""
+    """Return the link with `extra` added to all messages: interpolated for small sizes, that of the
+    largest measured size for larger messages, half for half an all-reduce."""
     if not extra:
         return link
     sizes, seconds = zip(*extra, strict=True)

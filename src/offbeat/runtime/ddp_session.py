@@ -36,8 +36,8 @@ class BackwardClock:
             sample(1)
 
     def new_times(self) -> tuple[float, float] | None:
-        """Return the seconds of messages, and those that compute waited for them; None if they are
-        of a backward that was read before."""
+        """Return the seconds of messages and the seconds of compute's waits for messages; None if
+        the last backward was read before."""
         try:
             data = self._module._get_ddp_logging_data()
             start = int(data["backward_compute_time_start"])
@@ -89,7 +89,7 @@ class DDPSession(Session):
         self._backward_s = backward_s  # as profiled
         self._clock = BackwardClock(self.module) if recorder else None
         self._split = self._new_split()
-        self._pending: Iteration | None = None  # whose split torch tells in the next forward
+        self._pending: Iteration | None = None  # its split is known after the next forward
 
     def begin(self) -> None:
         """The time from here on belongs to the next iteration."""
