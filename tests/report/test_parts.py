@@ -161,7 +161,7 @@ def test_estimated_parts_are_no_error_of_compute(tmp_path):
             data["trace"]["notes"] = {"estimated": list(iterations)}
             dump(file, data)
 
-    note(0, 2)
+    note(1)
     (row,) = summarize(load(path))
     assert row.split is not None
     assert not row.split.estimated
