@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import median
 from typing import Self
 
 import numpy as np
@@ -26,7 +26,7 @@ from offbeat.transport.collectives import Collective
 
 BESIDE_S = 3.0  # of messages, on all links together
 LARGEST = 2 / 3  # of it at most, for the largest size
-SIZES, ROUNDS, MESSAGES = 3, 2, 6  # different sizes; alone and beside in turns; messages of each
+SIZES, ROUNDS, MESSAGES = 3, 3, 4  # different sizes; alone and beside in turns; messages of each
 WORK = 1 << 16  # numbers that are summed up, which one thread does, in place of a model's compute
 
 Extra = list[tuple[int, float]]  # (bytes, seconds), ascending
@@ -88,15 +88,17 @@ def measure_extra(
     probe: Prober, mean: Collective, link: Link, total: int, profile: Profile, budget: Budget
 ) -> Extra:
     """Return by size the seconds of an all-reduce beside compute minus its seconds alone, at least
-    0, for the sizes of `sizes_of`."""
+    0, for the sizes of `sizes_of`: medians of messages, and of rounds, one of which may be
+    disturbed."""
     found: Extra = []
     for size in sizes_of(link, total, budget):
-        alone, beside = [], []
+        differences_s = []
         for _ in range(ROUNDS):
-            alone += timed(probe, mean, [size] * (MESSAGES + 1), budget)[1:]
+            alone = timed(probe, mean, [size] * (MESSAGES + 1), budget)[1:]
             with Computing(profile):
-                beside += timed(probe, mean, [size] * (MESSAGES + 1), budget)[1:]
-        found.append((size, max(0.0, usual(beside) - usual(alone))))
+                beside = timed(probe, mean, [size] * (MESSAGES + 1), budget)[1:]
+            differences_s.append(median(beside) - median(alone))
+        found.append((size, max(0.0, median(differences_s))))
     return found
 
 
@@ -113,12 +115,6 @@ def sizes_of(link: Link, total: int, budget: Budget) -> list[int]:
             sizes.append(size)
             left_s -= spent_s
     return sizes[::-1]
-
-
-def usual(seconds: Sequence[float]) -> float:
-    """Return the mean without the longest one in six, which hiccups have disturbed."""
-    ordered = sorted(seconds)
-    return fmean(ordered[: len(ordered) - len(ordered) // 6])
 
 
 def with_extra(link: Link, extra: Extra) -> Link:

@@ -488,7 +488,8 @@ def _measure(
     profile = with_network(profile, setup.cluster, setup.workers) if setup.shaped else profile
     profile.save(path)
     if found := disturbance_of(0, load_in(logs), {}):
-        progress.say(f"the profile was disturbed: {found.text}")
+        once_more = "; it is measured once more" if again else ""
+        progress.say(f"the profile was disturbed: {found.text}{once_more}")
         if again:
             logs.rename(logs.with_name(BEFORE + logs.name))
             return _measure(setup, lab, path, logs, outcome, progress)
@@ -545,7 +546,8 @@ def _repeat(
     found = load_repetition(directory, repetition).disturbance
     if found is None:
         return
-    progress.say(f"{_what(comparison, contestant, repetition)} was disturbed: {found.text}")
+    again = "; it is repeated once" if comparison.repeat_disturbed else ""
+    progress.say(f"{_what(comparison, contestant, repetition)} was disturbed: {found.text}{again}")
     if not comparison.repeat_disturbed:
         return
     kept = directory.with_name(BEFORE + directory.name)
