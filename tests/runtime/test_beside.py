@@ -72,7 +72,7 @@ def test_the_difference_to_messages_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget_s", "sizes"), [(1.5, [4096, 16384, 65536]), (0.3, [8192]), (0.01, [])]
+    ("budget_s", "sizes"), [(1.6, [4096, 16384, 65536]), (0.3, [8192]), (0.01, [])]
 )
 def test_smaller_messages_where_the_budget_is_small(budget_s: float, sizes: list[int]) -> None:
     extra, probe = measured(budget_s)

@@ -24,7 +24,7 @@ from offbeat.storage.flat import Flat
 from offbeat.transport.cluster import Cluster
 from offbeat.transport.collectives import Collective
 
-BESIDE_S = 3.0  # of messages, on all links together
+BESIDE_S = 3.5  # of messages, on all links together
 LARGEST = 2 / 3  # of it at most, for the largest size
 SIZES, ROUNDS, MESSAGES = 3, 3, 4  # different sizes; alone and beside in turns; messages of each
 WORK = 1 << 16  # numbers that are summed up, which one thread does, in place of a model's compute
