@@ -104,9 +104,9 @@ def test_climbs_share_their_work_and_the_best_start_goes_first(monkeypatch):
     given_to = []
 
     class Climb(due._Climb):
-        def __init__(self, cycle, sets, left):
-            given_to.append((-left, sum(cycle.best(members)[0] for members in sets)))
-            super().__init__(cycle, sets, left)
+        def __init__(self, cycle, sets, work):
+            given_to.append((-work.left, sum(cycle.best(members)[0] for members in sets)))
+            super().__init__(cycle, sets, work)
 
     monkeypatch.setattr(due, "_Climb", Climb)
     climbs = 0

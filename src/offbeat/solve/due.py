@@ -9,7 +9,7 @@ is one machine with heads and tails (1 | r_j, q_j | C_max), whose order Carlier'
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -20,7 +20,7 @@ Order = tuple[int, ...]  # messages of one iteration, in the order in which they
 Orders = tuple[Order, ...]  # per iteration of the period
 
 ORDER_WORK = 3000  # one search for an order tries so many, over the squared number of messages
-MOST_WORK = 400_000  # messages in all the sets that one search for sets looks at: .5 s
+MOST_WORK = 400_000  # messages in all the sets that searches for sets look at: .5 s
 ORDERING = 60  # finding the order of a set takes so many times longer than a glance at it
 EXACT = 1e-12  # gains below this share of a cycle are rounding
 
@@ -188,14 +188,27 @@ def _critical(order: Order, jobs: dict[int, _Job], cycle: Cycle) -> Order:
 # ---- sets -----------------------------------------------------------------------------------
 
 
-def due_sets(cycle: Cycle, period: int, starts: Iterable[Sequence[Sequence[int]]] = ()) -> Orders:
+@dataclass
+class Work:
+    """Messages in sets that one or several searches may still look at."""
+
+    left: int = MOST_WORK
+
+
+def due_sets(
+    cycle: Cycle,
+    period: int,
+    starts: Iterable[Sequence[Sequence[int]]] = (),
+    work: Work | None = None,
+) -> Orders:
     """Sets and orders of a period that takes little time; each message is in one set.
 
     The search begins with some `starts` and with sets that are filled greedily, and climbs from
     each, the shortest first: it moves or swaps messages, always those that shorten two cycles
-    together. It ends where nothing helps, where the bound is reached, or when it has looked at so
-    many sets. In tests it finds what brute force finds.
+    together. It ends where nothing helps, where the bound is reached, or when no `work` is left. In
+    tests it finds what brute force finds.
     """
+    work = work or Work()
     least_s = bound_s(cycle, period) * period
 
     def period_s(sets: Iterable[Iterable[int]]) -> float:
@@ -206,13 +219,11 @@ def due_sets(cycle: Cycle, period: int, starts: Iterable[Sequence[Sequence[int]]
         sets = [frozenset(members) for members in start]
         found.append((period_s(sets), n, sets))
     best_s, _, best = min(found)
-    left = MOST_WORK
     for _, _, start in sorted(found):
-        if best_s <= least_s * (1 + EXACT) or left <= 0:
+        if best_s <= least_s * (1 + EXACT) or work.left <= 0:
             break
-        climb = _Climb(cycle, start, left)
+        climb = _Climb(cycle, start, work)
         seconds = period_s(climb.run(least_s))
-        left = climb.left
         if seconds < best_s * (1 - EXACT):
             best_s, best = seconds, climb.sets
     return tuple(cycle.best(members)[1] for members in best)
@@ -221,19 +232,56 @@ def due_sets(cycle: Cycle, period: int, starts: Iterable[Sequence[Sequence[int]]
 def greedy(cycle: Cycle, period: int) -> Orders:
     """Messages by decreasing `ready + message + left` (what none can avoid), each to the set whose
     cycle grows least; ties: the one that has least to send, then the first."""
-    sets: list[list[int]] = [[] for _ in range(period)]
-    cycles_s, loads_s = [cycle.least_s] * period, [0.0] * period
+    sets = [_OpenSet(cycle) for _ in range(period)]
 
     def alone_s(i: int) -> float:
         return cycle.ready_s[i] + cycle.message_s[i] + cycle.left_s[i]
 
     for i in sorted(range(len(cycle.ready_s)), key=lambda i: (-alone_s(i), -i)):
-        longer_s = [_at_least_s(cycle, sorted((*members, i))) for members in sets]
-        h = min(range(period), key=lambda h: (longer_s[h] - cycles_s[h], loads_s[h], h))
-        insort(sets[h], i)
-        cycles_s[h] = longer_s[h]
-        loads_s[h] += cycle.message_s[i]
-    return tuple(map(tuple, sets))
+        longer_s = [one.seconds_with(i) for one in sets]
+        h = min(
+            range(period), key=lambda h: (longer_s[h] - sets[h].seconds, sets[h].load_s, h)
+        )
+        sets[h].add(i, longer_s[h])
+    return tuple(tuple(one.members) for one in sets)
+
+
+class _OpenSet:
+    """A set that grows, and what its cycle takes at least (see `bound_s`).
+
+    A member i, of which the members before it in backward order take `before_s`, holds the cycle
+    for `ready_s + left_s - before_s` more than all messages of the set take. `most_s` are the
+    greatest of these differences up to each member, so no growth looks at every member.
+    """
+
+    def __init__(self, cycle: Cycle) -> None:
+        self._cycle = cycle
+        self.members: list[int] = []
+        self._before_s = [0.0]  # by number of members: what so many of the first ones take
+        self._most_s: list[float] = []
+        self.seconds, self.load_s = cycle.least_s, 0.0
+
+    def seconds_with(self, i: int) -> float:
+        """What the cycle takes at least with message i."""
+        cycle, at = self._cycle, bisect_left(self.members, i)
+        message_s = cycle.message_s[i]
+        own_s = cycle.ready_s[i] + cycle.left_s[i] - self._before_s[at]
+        if at and self._most_s[at - 1] > own_s:
+            own_s = self._most_s[at - 1]
+        longer_s = own_s + self.load_s + message_s
+        return longer_s if longer_s > self.seconds else self.seconds
+
+    def add(self, i: int, seconds: float) -> None:
+        """Put message i, with which the cycle takes at least `seconds`, into the set."""
+        cycle, at = self._cycle, bisect_left(self.members, i)
+        self.members.insert(at, i)
+        del self._before_s[at + 1 :], self._most_s[at:]
+        for member in self.members[at:]:
+            before_s = self._before_s[-1]
+            own_s = cycle.ready_s[member] + cycle.left_s[member] - before_s
+            self._most_s.append(max(own_s, self._most_s[-1]) if self._most_s else own_s)
+            self._before_s.append(before_s + cycle.message_s[member])
+        self.seconds, self.load_s = seconds, self.load_s + cycle.message_s[i]
 
 
 def _at_least_s(cycle: Cycle, members: Sequence[int]) -> float:
@@ -248,10 +296,10 @@ def _at_least_s(cycle: Cycle, members: Sequence[int]) -> float:
 
 
 class _Climb:
-    """Sets, and better ones nearby; `left` is how much it may still look at."""
+    """Sets, and better ones nearby, while work is left."""
 
-    def __init__(self, cycle: Cycle, sets: Sequence[frozenset[int]], left: int) -> None:
-        self._cycle, self.sets, self.left = cycle, list(sets), left
+    def __init__(self, cycle: Cycle, sets: Sequence[frozenset[int]], work: Work) -> None:
+        self._cycle, self.sets, self._work = cycle, list(sets), work
         self._seconds = [cycle.best(members)[0] for members in sets]
 
     def run(self, least_s: float) -> list[frozenset[int]]:
@@ -270,7 +318,7 @@ class _Climb:
             for b in reversed(longest):
                 if a != b and self._between(a, b):
                     return True
-                if self.left <= 0:
+                if self._work.left <= 0:
                     return False
         return False
 
@@ -278,13 +326,13 @@ class _Climb:
         """Whether an exchange between two sets has shortened their cycles."""
         limit_s = (self._seconds[a] + self._seconds[b]) * (1 - EXACT)
         for given, taken in _exchanges(self.sets[a], self.sets[b]):
-            if self.left <= 0:
+            if self._work.left <= 0:
                 break
             one = (self.sets[a] - given) | taken
             other = (self.sets[b] - taken) | given
-            self.left -= len(one) + len(other)
+            self._work.left -= len(one) + len(other)
             if sum(_at_least_s(self._cycle, sorted(members)) for members in (one, other)) < limit_s:
-                self.left -= ORDERING * (len(one) + len(other))
+                self._work.left -= ORDERING * (len(one) + len(other))
                 seconds = self._cycle.best(one)[0], self._cycle.best(other)[0]
                 if sum(seconds) < limit_s:
                     self.sets[a], self.sets[b] = one, other

@@ -8,6 +8,7 @@ from itertools import accumulate, chain
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offbeat import solve
 from offbeat.plan import Apply, Plan
@@ -33,6 +34,8 @@ from offbeat.testing.equations import Clip, Equations, delayed, layer_sets, part
 Solver = Callable[[list[float], list[float], int], solve.Sets]
 
 SLICES_GAIN = 0.02  # what slices must save before they are chosen unasked: they are more messages
+MOST_STARTS = 600  # buckets that may begin a message where all are averaged at once
+MOST_PIECES = 8_000  # in all ways to cut buckets into slices that are looked at
 MOST_SLICES = 4000  # of all buckets: with more, slices save little and take long to plan
 SIMULATED_GAIN = 0.005  # what other sets must save where that is simulated with noise
 FEW_ENDS = 8  # so many buckets at either end are tried one by one, more of them by doubling
@@ -244,22 +247,69 @@ class DreamDDP(Wired):
     def _layer_sets(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[_Candidate]:
         """The cheapest sets of all the ways to cut buckets into slices, filled or not."""
         best: _Candidate | None = None
-        best_s = float("inf")
+        best_s, best_n = float("inf"), 0
         backward_s, whole_s = layer_times(profile, self.average, self.state)
         slice_s = piece_times(profile, self.state, self.period) if any(cuts) else []
-        for sliced in cuts:
+        sending_s = self._sent_s(profile, cuts)
+        least_s = self._least_costs_s(cuts, backward_s, whole_s, slice_s)
+        order = sorted(range(len(cuts)), key=lambda n: (least_s[n] + sending_s[n], n))
+        left = MOST_PIECES
+        for n in order:
+            sliced, outside_s = cuts[n], self._outside_s(profile) + sending_s[n]
+            if least_s[n] + outside_s > best_s * (1 + ROUNDING):
+                break
+            count = len(backward_s) + (self.period - 1) * len(sliced)
+            if best is not None and count > left:
+                continue
+            left -= count
             pieces, times = cut(sliced, self.period, backward_s, whole_s, slice_s)
             sets = _SOLVERS[self.solver](*times, self.period)
             cost_s = solve.period_cost(sets, *times)
-            candidate = _Candidate(cost_s, pieces, sets, ((),) * self.period, times)
-            seconds = self._closed_s(candidate, profile)
-            if seconds < best_s:
-                best_s, best = seconds, candidate
+            if (outside_s + cost_s, n) < (best_s, best_n):
+                best_s, best_n = outside_s + cost_s, n
+                best = _Candidate(cost_s, pieces, sets, ((),) * self.period, times)
         if best is None:
             return []
         fill = solve.fill_bubbles(best.sets, *best.times) if self.fill else best.fill
         filled = best._replace(fill=fill)
         return [filled, best] if self.fill == "auto" and filled != best else [filled]
+
+    def _least_costs_s(
+        self,
+        cuts: Sequence[frozenset[int]],
+        backward_s: Sequence[float],
+        whole_s: Sequence[float],
+        slice_s: Sequence[float],
+    ) -> list[float]:
+        """For each way to cut buckets into slices, a lower bound on the cost of all sets.
+
+        An iteration that sends `c` seconds of the buckets from k on ends `ready_s[k] + c` after its
+        backward has begun, or later. Over a period the c add up to all messages of these buckets.
+        """
+        ready_s = np.cumsum(backward_s)
+        least_s = []
+        for sliced in cuts:
+            messages_s = np.array(whole_s)
+            some = list(sliced)
+            if some:
+                messages_s[some] = self.period * np.array(slice_s)[some]
+            later_s = messages_s[::-1].cumsum()[::-1]
+            latest_s = (ready_s + later_s / self.period).max()
+            least_s.append(self.period * float(max(ready_s[-1], latest_s)))
+        return least_s
+
+    def _sent_s(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[float]:
+        """For each way to cut buckets into slices, the processor time of all messages, each sent
+        once."""
+        link = profile.default_link
+        whole_s = more_s = np.zeros(len(profile.buckets))
+        for kind in kinds_of(self.state):
+            sizes = np.array([bucket.payload_bytes(kind) for bucket in profile.buckets])
+            per_message_s = link.cpu_s_per_message * (sizes > 0)
+            whole_s = whole_s + per_message_s + link.cpu_s_per_byte * sizes
+            more_s = more_s + (self.period - 1) * per_message_s
+        total_s = float(whole_s.sum())
+        return [total_s + float(more_s[list(sliced)].sum()) for sliced in cuts]
 
     def _at_once(self, profile: Profile, layers_s: float) -> Iterator[_Candidate]:
         """All layers in the last iteration: in messages that end as early as possible, in one, or
@@ -285,23 +335,29 @@ class DreamDDP(Wired):
         ends_s = max(ready_s[-1] + times[1][-1], ready_s[0] + message_s)
         least_s = one._replace(cost_s=(self.period - 1) * ready_s[-1] + ends_s)
         if self._simulated(profile) or self._closed_s(least_s, profile) < layers_s:
-            link = profile.default_link.name
-            fused = solve.optimal_fusion(
-                ready_s,
-                lambda first, stop: np.sum(
-                    [
-                        profile.messages_ending_s(link, kind, first, stop)
-                        for kind in kinds_of(self.state)
-                    ],
-                    axis=0,
-                ),
-            )
-            yield candidate(fused)
+            yield candidate(self._fused(profile, ready_s))
         yield one
         if self.average == "after_update":
             slowest = profile.slowest()
             local_s = self.period * (slowest.backward_s + slowest.update_s) + message_s
             yield one._replace(cost_s=local_s, at_step=True)
+
+    def _fused(self, profile: Profile, ready_s: Sequence[float]) -> solve.Fusion:
+        """Messages of neighbouring buckets that end as early as possible; of many buckets only some
+        may begin a message, which costs at most the time of as many as lie between two of them."""
+        link, size = profile.default_link.name, len(ready_s)
+        starts = range(0, size, -(-size // MOST_STARTS))
+        bounds = [*starts, size]
+
+        def ending_s(first: int, stop: int) -> NDArray[np.float64]:
+            found = [
+                profile.messages_ending_s(link, kind, bounds[first], bounds[stop])
+                for kind in kinds_of(self.state)
+            ]
+            return np.sum(found, axis=0)[:: starts.step]
+
+        groups = solve.optimal_fusion([ready_s[bound - 1] for bound in bounds[1:]], ending_s)
+        return tuple(range(bounds[group.start], bounds[group.stop]) for group in groups)
 
     def _cuts(self, size: int) -> list[frozenset[int]]:
         """Sets of buckets to try in slices: some of the first and of the last; all."""
@@ -354,16 +410,17 @@ class DreamDDP(Wired):
 
     def _closed_s(self, candidate: _Candidate, profile: Profile) -> float:
         """Seconds of one period of steady ranks that wait for the processor time of messages."""
+        messages = chain(*candidate.sets, *candidate.fill)
+        sending_s = self._sending_s(candidate.pieces, messages, profile)
+        return self._outside_s(profile) + candidate.cost_s + sending_s
+
+    def _outside_s(self, profile: Profile) -> float:
+        """Seconds of a period outside of backward."""
         slowest = profile.slowest()
         outside_s = slowest.other_s + slowest.forward_s
         if self.average == "before_update":
             outside_s += slowest.update_s
-        messages = chain(*candidate.sets, *candidate.fill)
-        return (
-            self.period * outside_s
-            + candidate.cost_s
-            + self._sending_s(candidate.pieces, messages, profile)
-        )
+        return self.period * outside_s
 
     def _sending_s(self, pieces: Sequence[Piece], sent: Iterable[int], profile: Profile) -> float:
         """Processor time of a period's messages."""
