@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import combinations, product
+from itertools import accumulate, chain, combinations, product
 from typing import NamedTuple
 
 Order = tuple[int, ...]  # messages of one iteration, in the order in which they are sent
@@ -239,9 +239,7 @@ def greedy(cycle: Cycle, period: int) -> Orders:
 
     for i in sorted(range(len(cycle.ready_s)), key=lambda i: (-alone_s(i), -i)):
         longer_s = [one.seconds_with(i) for one in sets]
-        h = min(
-            range(period), key=lambda h: (longer_s[h] - sets[h].seconds, sets[h].load_s, h)
-        )
+        h = min(range(period), key=lambda h: (longer_s[h] - sets[h].seconds, sets[h].load_s, h))
         sets[h].add(i, longer_s[h])
     return tuple(tuple(one.members) for one in sets)
 
@@ -257,7 +255,8 @@ class _OpenSet:
     def __init__(self, cycle: Cycle) -> None:
         self._cycle = cycle
         self.members: list[int] = []
-        self._before_s = [0.0]  # by number of members: what so many of the first ones take
+        self._before_s: list[float] = []  # what the members before each take,
+        self._own_s: list[float] = []  # ready_s + left_s - before_s, and the greatest up to each
         self._most_s: list[float] = []
         self.seconds, self.load_s = cycle.least_s, 0.0
 
@@ -265,7 +264,7 @@ class _OpenSet:
         """What the cycle takes at least with message i."""
         cycle, at = self._cycle, bisect_left(self.members, i)
         message_s = cycle.message_s[i]
-        own_s = cycle.ready_s[i] + cycle.left_s[i] - self._before_s[at]
+        own_s = cycle.ready_s[i] + cycle.left_s[i] - self._before(at)
         if at and self._most_s[at - 1] > own_s:
             own_s = self._most_s[at - 1]
         longer_s = own_s + self.load_s + message_s
@@ -274,14 +273,18 @@ class _OpenSet:
     def add(self, i: int, seconds: float) -> None:
         """Put message i, with which the cycle takes at least `seconds`, into the set."""
         cycle, at = self._cycle, bisect_left(self.members, i)
+        message_s, before_s = cycle.message_s[i], self._before(at)
         self.members.insert(at, i)
-        del self._before_s[at + 1 :], self._most_s[at:]
-        for member in self.members[at:]:
-            before_s = self._before_s[-1]
-            own_s = cycle.ready_s[member] + cycle.left_s[member] - before_s
-            self._most_s.append(max(own_s, self._most_s[-1]) if self._most_s else own_s)
-            self._before_s.append(before_s + cycle.message_s[member])
-        self.seconds, self.load_s = seconds, self.load_s + cycle.message_s[i]
+        own_s = cycle.ready_s[i] + cycle.left_s[i] - before_s
+        self._before_s[at:] = [before_s, *(s + message_s for s in self._before_s[at:])]
+        self._own_s[at:] = [own_s, *(s - message_s for s in self._own_s[at:])]
+        # From the member before on, whose entry stays as it is.
+        first = max(at - 1, 0)
+        self._most_s[first:] = accumulate(chain(self._most_s[first:at], self._own_s[at:]), max)
+        self.seconds, self.load_s = seconds, self.load_s + message_s
+
+    def _before(self, at: int) -> float:
+        return self._before_s[at] if at < len(self.members) else self.load_s
 
 
 def _at_least_s(cycle: Cycle, members: Sequence[int]) -> float:

@@ -33,7 +33,7 @@ class DeFT(Wired):
     best k single ones (it has seen k batches), and at worst one, as with Adam, whose steps are as
     long whatever the gradients' size. So schedules are chosen by
     seconds per update, then per iteration. If WFBP is predicted to need no more seconds per
-    iteration, it runs instead: it has an update in each, and none is late.
+    update, it runs instead: none of its updates is late.
     """
 
     scale: Merge = "sum"
@@ -115,10 +115,11 @@ class DeFT(Wired):
             chosen, preserved = self._chosen(view, synchronous_s)
         except NoWindowError as error:
             return _synchronous(profile, str(error))
-        if chosen.seconds >= synchronous_s:
+        per_update_s = chosen.seconds / chosen.schedule.updates_per_iteration
+        if per_update_s >= synchronous_s:
             return _synchronous(
                 profile,
-                f"late updates save no time: {chosen.seconds:.4g} s per iteration (coverage rate "
+                f"late updates save no time: {per_update_s:.4g} s per update (coverage rate "
                 f"{chosen.coverage_rate:.3g}, merges {list(chosen.schedule.merges)}), and WFBP "
                 f"{synchronous_s:.4g} s",
             )

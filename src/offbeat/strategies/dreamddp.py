@@ -58,7 +58,8 @@ class DreamDDP(Wired):
     `due` (ours, beyond the paper): `forward` trains with the same equations; sets and order are
     searched together (`solver="auto"`). `delayed` (`w += mean(snapshot) - snapshot`) is stale,
     takes two more copies of the parameters, and sends whole buckets, without `fill` and `split`;
-    the optimizer steps once for all, so clipping and GradScaler work.
+    the optimizer steps once for all, so clipping and GradScaler work. Both take the plan with
+    `due="end"` where it is predicted to be faster.
 
     `clip` bounds the norm of a worker's own gradients, as `clip_grad_norm_` does. Updates in
     backward come before that norm is known: they go by the one of the last iteration, the first by
@@ -176,16 +177,16 @@ class DreamDDP(Wired):
     def at_step(self) -> Strategy | None:
         if self.due == "forward":  # both variants update a bucket at a time
             return replace(self, average="before_update", due="end")
-        early = self.average == "after_update" and self.due == "end"
+        early = self.average == "after_update"
         return replace(self, average="before_update") if early else None
 
     def equations(self, plan: Plan) -> Equations:
         early = any(apply.rule == "clip_early" for apply in plan.applies)
         clip = None if self.clip is None else Clip(self.clip, plan.buckets if early else None)
         outer = equations_of(self.outer)
-        if self.due == "delayed":
-            sets = layer_sets(plan, "average")
-            return delayed(sets, self.delay, self.average, clip, outer)
+        late = layer_sets(plan, "average")
+        if any(late):
+            return delayed(late, self.delay, self.average, clip, outer)
         return partial(layer_sets(plan), self.average, self.state, clip, outer)
 
     def bound_s(self, profile: Profile) -> float:
@@ -206,31 +207,47 @@ class DreamDDP(Wired):
         start = later.Start(chosen.pieces, chosen.sets, chosen.fill, chosen.at_step)
         found = [*later.forward_choices(setting, start, cuts, search=self.solver == "auto")]
 
-        gain = SIMULATED_GAIN if self._simulated(profile) else ROUNDING
+        simulated = self._simulated(profile)
+        gain = SIMULATED_GAIN if simulated else ROUNDING
+        extended = self._plan_of(chosen, profile)
+        if simulated:
+            extended_s = later.steady_s(extended, profile) * self.period
+        else:
+            extended_s = self._closed_s(chosen, profile)
+        known: dict[int, float] = {}  # by choice, all of which live as long
 
         def seconds(choice: later.Choice) -> float:
             """As the simulator has it, where it tells more than the closed form."""
-            if not self._simulated(profile):
+            if not simulated:
                 sent = chain(*choice.orders)
                 return choice.closed_s + self._sending_s(choice.pieces, sent, profile)
-            return later.steady_s(later.forward_plan(setting, choice), profile) * self.period
+            if id(choice) not in known:
+                plan = later.forward_plan(setting, choice)
+                known[id(choice)] = later.steady_s(plan, profile) * self.period
+            return known[id(choice)]
 
         best = later.fastest(found, seconds, gain)
         plain = [c for c in found if all(piece.parts == 1 for piece in c.pieces)]
         if plain and self.split == "auto":
             other = later.fastest(plain, seconds, gain)
-            if seconds(best) >= seconds(other) * (1 - SLICES_GAIN):
+            faster = seconds(best) < seconds(other) * (1 - SLICES_GAIN)
+            if not faster and seconds(other) <= extended_s * (1 + ROUNDING):
                 best = other
         if self.fill:
             filled = later.with_fill(setting, best)
             if self.fill is True or seconds(filled) <= seconds(best) * (1 + ROUNDING):
                 best = filled
-        return later.forward_plan(setting, best)
+        plan = later.forward_plan(setting, best)
+        if simulated:
+            return later.no_slower(plan, extended, profile)
+        return plan if seconds(best) <= extended_s * (1 + ROUNDING) else later.extended(extended)
 
     def _input_side(self, size: int) -> list[frozenset[int]]:
         """Buckets to try in slices: the last ones, which the next forward needs first; all."""
         some = {2**n for n in range(size.bit_length())} | {size}
-        return [frozenset(range(size - last, size)) for last in sorted(some) if last <= size]
+        most = max(MOST_SLICES - size, 0) // self.period
+        fitting = (last for last in sorted(some) if last <= min(size, max(most, 1)))
+        return [frozenset(range(size - last, size)) for last in fitting]
 
     def _delayed(self, profile: Profile) -> Plan:
         """Runs of neighbours, or other sets of whole buckets where that is faster."""
@@ -242,7 +259,9 @@ class DreamDDP(Wired):
             starts = [choice, *(later.Late(c.pieces, c.sets) for c in at_once if not c.at_step)]
             small = size * self._periods() * self.period <= MOST_SIMULATED
             choice = later.delayed_choice(setting, self.delay, starts, simulated=small)
-        return later.delayed_plan(setting, self.delay, choice)
+        plan = later.delayed_plan(setting, self.delay, choice)
+        plain = replace(self, due="end", delay=1)
+        return later.no_slower(plan, plain._plan_of(plain._chosen(profile), profile), profile)
 
     def _layer_sets(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[_Candidate]:
         """The cheapest sets of all the ways to cut buckets into slices, filled or not."""

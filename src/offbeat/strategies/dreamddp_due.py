@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from offbeat.plan import Apply, Buffer, Fact, Moment, Payload, Phases, Plan, local, transfer
 from offbeat.profile import Profile
-from offbeat.sim import simulate
+from offbeat.sim import predict_plan, simulate
 from offbeat.solve import Sets
-from offbeat.solve.due import Cycle, Orders, due_sets, filled, greedy
+from offbeat.solve.due import Cycle, Orders, Work, due_sets, filled, greedy
 from offbeat.solve.stages import cut
 from offbeat.strategies.base import StatePolicy
 from offbeat.strategies.local_sgd import LocalSGD
@@ -114,9 +114,10 @@ def forward_choices(
         yield _ordered(setting, pieces, sets)
     if not search:
         return
-    yield _searched(setting, pieces, [] if start.at_step else [sets])
+    work = Work()  # of all searches together
+    yield _searched(setting, pieces, [] if start.at_step else [sets], work)
     if any(piece.parts > 1 or len(piece.buckets) > 1 for piece in pieces):
-        yield _searched(setting, whole(setting.buckets), [])
+        yield _searched(setting, whole(setting.buckets), [], work)
     rough: list[tuple[float, int, list[Piece]]] = []
     for n, sliced in enumerate(cuts):
         pieces = cut_into(sliced, setting)
@@ -125,7 +126,7 @@ def forward_choices(
         seconds = min(sum(cycle.best(members)[0] for members in one) for one in tried)
         rough.append((seconds, n, pieces))
     for _, _, pieces in sorted(rough, key=lambda one: one[:2])[:CLIMBED]:
-        yield _searched(setting, pieces, [_evenly(pieces, setting.period)])
+        yield _searched(setting, pieces, [_evenly(pieces, setting.period)], work)
 
 
 def _as_it_is(setting: Setting, start: Start) -> Choice:
@@ -142,10 +143,10 @@ def _ordered(setting: Setting, pieces: list[Piece], sets: Sets) -> Choice:
     return Choice(pieces, orders, ((),) * setting.period, sum(seconds for seconds, _ in found))
 
 
-def _searched(setting: Setting, pieces: list[Piece], starts: list[Sets]) -> Choice:
+def _searched(setting: Setting, pieces: list[Piece], starts: list[Sets], work: Work) -> Choice:
     cycle = forward_cycle(setting, pieces)
     if len(pieces) <= MOST_CLIMBED:
-        return _ordered(setting, pieces, due_sets(cycle, setting.period, starts))
+        return _ordered(setting, pieces, due_sets(cycle, setting.period, starts, work))
     tried = [_ordered(setting, pieces, s) for s in (*starts, greedy(cycle, setting.period))]
     return min(tried, key=lambda choice: choice.closed_s)
 
@@ -381,6 +382,20 @@ def delayed_plan(setting: Setting, delay: int, choice: Late) -> Plan:
         period=period,
         facts=(*facts, *_costs(2 * everything, delay)),
     )
+
+
+# ---- what is extended ------------------------------------------------------------------------
+
+
+def extended(plan: Plan) -> Plan:
+    """The paper's variant in place of one that would be slower: nothing is late, nothing copied."""
+    return replace(plan, facts=(*plan.facts, *_costs(0, 0)))
+
+
+def no_slower(plan: Plan, paper: Plan, profile: Profile) -> Plan:
+    """A plan, or the paper's variant that it extends where that is predicted to be faster."""
+    seconds, paper_s = (predict_plan(one, profile).iteration_s for one in (plan, paper))
+    return plan if seconds <= paper_s * (1 + ROUNDING) else extended(paper)
 
 
 # ---- choosing -------------------------------------------------------------------------------
