@@ -175,7 +175,9 @@ def test_a_second_link_that_takes_as_much_as_it_gives_is_left_alone():
     plan = DeFT().plan(contended)
     assert plan.links == ("fast",)
     assert plan.fact("links").startswith("fast alone; not fast and slow (")
-    assert set(DeFT(links="all").plan(contended).links) == {"fast", "slow"}
+    together, (said,) = planned(DeFT(links="all"), contended)
+    assert together.strategy == "wfbp"
+    assert "late updates save no time" in said
 
 
 def test_a_link_of_no_use_does_not_spoil_the_plan():
@@ -198,9 +200,12 @@ def test_latency_fuses_messages():
 def test_a_latency_longer_than_forward():
     short = profile(latency_s=0.1, coverage=0.5)
     assert short.forward_s < 0.1 < short.backward_s
-    plan = DeFT().plan(short)
+    late = DeFT.fixed(0, 1).plan(short)
+    raise_if_wrong(late, short)
+    plan, (said,) = planned(DeFT(), short)  # an update takes longer than with WFBP
     raise_if_wrong(plan, short)
-    assert plan.fact("merges")[0] >= 2
+    assert plan.strategy == "wfbp"
+    assert "late updates save no time" in said
 
 
 @pytest.mark.parametrize("noise", [None, NOISE])
@@ -240,12 +245,11 @@ def test_without_compute_there_is_nothing_to_hide_under():
     assert said
 
 
-def test_a_late_plan_that_saves_nothing_gives_way_to_wfbp():
-    """The Preserver wants single updates; waiting for these takes as long as WFBP does."""
-    base = profile(coverage=1.5, second=False, latency_s=0.04)
-    assert DeFT().plan(base).strategy == "deft"
-    steep = replace(base, noise=replace(NOISE, loss=0.2))
-    plan, (said,) = planned(DeFT(), steep)
+@pytest.mark.parametrize("noise", [None, replace(NOISE, loss=0.2)])
+def test_a_late_plan_that_saves_nothing_gives_way_to_wfbp(noise):
+    """Iterations are shorter, but an update merges two of them and takes longer than WFBP's."""
+    base = replace(profile(coverage=1.5, second=False, latency_s=0.04), noise=noise)
+    plan, (said,) = planned(DeFT(), base)
     assert plan.strategy == "wfbp"
     assert "late updates save no time" in said
 
@@ -267,9 +271,9 @@ def test_no_update_merges_more_than_the_limit(profile, most, slower, strategy):
 
 
 @pytest.mark.parametrize("noise", [None, NOISE])
-@pytest.mark.parametrize(("coverage", "least"), [(2.1, 1.9), (90, 3.4)])
+@pytest.mark.parametrize(("coverage", "least"), [(2.1, 1.9), (90, 1.0)])
 def test_high_coverage(coverage, least, noise):
-    """No fewer updates per second than WFBP, and more iterations: simulated."""
+    """No fewer updates per second than WFBP, and not fewer iterations: simulated."""
     rate = 3.4e6 / (coverage * 0.006)
     base = Profile(
         tuple(Bucket(f"b{i}", 1e-4, 2e-4, 170_000) for i in range(20)),
@@ -277,9 +281,11 @@ def test_high_coverage(coverage, least, noise):
         world_size=2,
         noise=noise,
     )
-    plan = DeFT().plan(base)
+    plan, said = planned(DeFT(), base)
+    assert (plan.strategy == "wfbp") == bool(said)
     late_s, wfbp_s = (sim.predict_plan(p, base).iteration_s for p in (plan, WFBP().plan(base)))
-    assert late_s / updates_of(plan) <= 1.02 * wfbp_s
+    updates = 1 if said else updates_of(plan)
+    assert late_s / updates <= wfbp_s * (1 + 1e-9)
     if noise is None:
         assert wfbp_s / late_s >= least
         assert late_s >= (1 - 1e-9) * DeFT().bound_s(base)

@@ -5,6 +5,7 @@
 
 import os
 import random
+import time
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from reference import solve as reference
 from offbeat.plan import Payload
 from offbeat.plan.check import check
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.sim import Ranks, predict, simulate
+from offbeat.runtime.updates import early_remedy
+from offbeat.sim import Ranks, predict, predict_plan, simulate
 from offbeat.solve import cap_fusion
 from offbeat.strategies import (
     BSP,
@@ -25,6 +27,7 @@ from offbeat.strategies import (
     WFBP,
     Cyclic,
     DeAR,
+    DeFT,
     DiLoCo,
     DreamDDP,
     FedAvg,
@@ -661,3 +664,70 @@ def test_hidden_averages_are_one_message():
     slow = replace(profile, links=(Link("net", 1e-3, 2500.0),))
     runs = [t.payload.buckets for t in DreamDDP(period=3, due="delayed").plan(slow).transfers]
     assert runs == [range(3), range(3, 6)]
+
+
+def _uneven_profile(rng: random.Random) -> Profile:
+    """A profile in which a variant has been slower than what it extends: calls of the optimizer
+    that cost time, long latencies, or jitter."""
+    size = rng.randint(2, 24)
+    buckets = tuple(
+        Bucket(f"b{i}", rng.expovariate(size), rng.expovariate(size), rng.randint(1, 10**6))
+        for i in range(size)
+    )
+    link = Link("net", rng.choice((0.001, 0.03, 0.1)), rng.choice((1e6, 1e7)))
+    return Profile(
+        buckets,
+        (replace(link, cpu_s_per_message=rng.choice((0.0, 1e-4))),),
+        world_size=4,
+        update_s=0.1,
+        step_s=rng.choice((0.0, 0.01)),
+        jitter=rng.choice((0.0, 0.0, 0.1)),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:late updates save no time")
+def test_no_variant_is_predicted_slower_than_what_it_extends() -> None:
+    rng, late = random.Random(1), 0
+    for n in range(12):
+        profile, period = _uneven_profile(rng), rng.randint(2, 6)
+        for average in ("after_update", "before_update") if n % 2 else ("before_update",):
+            plain = DreamDDP(period, average=average)
+            seconds = predict_plan(plain.plan(profile), profile).iteration_s
+            for due in ("forward", "delayed"):
+                variant = replace(plain, due=due).plan(profile)
+                assert predict_plan(variant, profile).iteration_s <= seconds * (1 + 1e-9), due
+        merged = DeFT(preserver=False).plan(profile)
+        merges = merged.fact("merges", [1]) if merged.strategy == "deft" else [1]
+        late += max(merges) > 1
+        update_s = predict_plan(merged, profile).iteration_s * sum(merges) / len(merges)
+        wfbp_s = predict_plan(WFBP().plan(profile), profile).iteration_s
+        assert update_s <= wfbp_s * (1 + 1e-9 + 0.02 * bool(profile.jitter))
+    assert late
+
+
+def test_a_variant_that_gives_way_can_still_step_at_once() -> None:
+    """A script that clips needs it, whichever plan was taken."""
+    for average in ("after_update", "before_update"):
+        strategy = DreamDDP(3, due="delayed", average=average)
+        at_step = strategy.at_step() or strategy
+        assert early_remedy(at_step.plan(_uneven_profile(random.Random(2)))) is None
+
+
+def test_planning_has_one_budget_at_every_size() -> None:
+    """Processor time; the limits leave room for slower machines."""
+    rng = random.Random(3)
+    for size, period in ((200, 8), (1000, 20), (5000, 5)):
+        buckets = [
+            Bucket(f"b{i}", rng.random() / size, rng.random() / size, rng.randint(1, 10**6))
+            for i in range(size)
+        ]
+        profile = Profile(tuple(buckets), (Link("net", 0.1 / size, 2e5 * size),), world_size=4)
+        for limit_s, more in (
+            (0.3, {}),
+            (3.0, {"split": True}),
+            (3.0, {"due": "forward", "split": True}),
+            (3.0, {"due": "delayed"}),
+        ):
+            begun_s = time.process_time()
+            DreamDDP(period, **more).plan(profile)
+            assert time.process_time() - begun_s < limit_s, (size, period, more)

@@ -233,13 +233,15 @@ def greedy(cycle: Cycle, period: int) -> Orders:
     """Messages by decreasing `ready + message + left` (what none can avoid), each to the set whose
     cycle grows least; ties: the one that has least to send, then the first."""
     sets = [_OpenSet(cycle) for _ in range(period)]
+    grain_s = EXACT * cycle.least_s or EXACT  # growths that differ by less are equal up to rounding
 
     def alone_s(i: int) -> float:
         return cycle.ready_s[i] + cycle.message_s[i] + cycle.left_s[i]
 
     for i in sorted(range(len(cycle.ready_s)), key=lambda i: (-alone_s(i), -i)):
         longer_s = [one.seconds_with(i) for one in sets]
-        h = min(range(period), key=lambda h: (longer_s[h] - sets[h].seconds, sets[h].load_s, h))
+        growth = [round((s - one.seconds) / grain_s) for s, one in zip(longer_s, sets, strict=True)]
+        h = min(range(period), key=lambda h: (growth[h], sets[h].load_s, h))
         sets[h].add(i, longer_s[h])
     return tuple(tuple(one.members) for one in sets)
 

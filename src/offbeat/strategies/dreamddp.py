@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import ClassVar, Literal, NamedTuple
@@ -35,7 +35,8 @@ Solver = Callable[[list[float], list[float], int], solve.Sets]
 
 SLICES_GAIN = 0.02  # what slices must save before they are chosen unasked: they are more messages
 MOST_STARTS = 600  # buckets that may begin a message where all are averaged at once
-MOST_PIECES = 8_000  # in all ways to cut buckets into slices that are looked at
+MOST_CUT = 60_000  # pieces in all ways to cut buckets into slices that are looked at
+MOST_PIECES = 6_000  # of those that are looked at closely
 MOST_SLICES = 4000  # of all buckets: with more, slices save little and take long to plan
 SIMULATED_GAIN = 0.005  # what other sets must save where that is simulated with noise
 FEW_ENDS = 8  # so many buckets at either end are tried one by one, more of them by doubling
@@ -245,8 +246,8 @@ class DreamDDP(Wired):
     def _input_side(self, size: int) -> list[frozenset[int]]:
         """Buckets to try in slices: the last ones, which the next forward needs first; all."""
         some = {2**n for n in range(size.bit_length())} | {size}
-        most = max(MOST_SLICES - size, 0) // self.period
-        fitting = (last for last in sorted(some) if last <= min(size, max(most, 1)))
+        most = max(MOST_SLICES - size, 0) // max(self.period - 1, 1)
+        fitting = (last for last in sorted(some) if last <= min(size, most))
         return [frozenset(range(size - last, size)) for last in fitting]
 
     def _delayed(self, profile: Profile) -> Plan:
@@ -269,23 +270,32 @@ class DreamDDP(Wired):
         best_s, best_n = float("inf"), 0
         backward_s, whole_s = layer_times(profile, self.average, self.state)
         slice_s = piece_times(profile, self.state, self.period) if any(cuts) else []
-        sending_s = self._sent_s(profile, cuts)
+        outside_s = [self._outside_s(profile) + s for s in self._sent_s(profile, cuts)]
         least_s = self._least_costs_s(cuts, backward_s, whole_s, slice_s)
-        order = sorted(range(len(cuts)), key=lambda n: (least_s[n] + sending_s[n], n))
-        left = MOST_PIECES
-        for n in order:
-            sliced, outside_s = cuts[n], self._outside_s(profile) + sending_s[n]
-            if least_s[n] + outside_s > best_s * (1 + ROUNDING):
-                break
-            count = len(backward_s) + (self.period - 1) * len(sliced)
-            if best is not None and count > left:
+        # Contiguous sets, which are found fast, tell which ways to look at first.
+        rough: list[tuple[float, int, tuple[list[float], list[float]]]] = []
+        left = MOST_CUT
+        for n in sorted(range(len(cuts)), key=lambda n: (outside_s[n] + least_s[n], n)):
+            left -= len(backward_s) + (self.period - 1) * len(cuts[n])
+            if left < 0 and rough:
                 continue
-            left -= count
-            pieces, times = cut(sliced, self.period, backward_s, whole_s, slice_s)
+            times = cut_times(cuts[n], self.period, backward_s, whole_s, slice_s)
+            rough_s = 0.0
+            if len(cuts) > 1:
+                rough_s = solve.period_cost(solve.optimal(*times, self.period), *times)
+            rough.append((outside_s[n] + rough_s, n, times))
+        left = MOST_PIECES
+        for _, n, times in sorted(rough, key=lambda one: one[:2]):
+            if outside_s[n] + least_s[n] > best_s * (1 + ROUNDING):
+                continue
+            left -= len(times[0])
+            if left < 0 and best is not None:
+                break
             sets = _SOLVERS[self.solver](*times, self.period)
             cost_s = solve.period_cost(sets, *times)
-            if (outside_s + cost_s, n) < (best_s, best_n):
-                best_s, best_n = outside_s + cost_s, n
+            if (outside_s[n] + cost_s, n) < (best_s, best_n):
+                best_s, best_n = outside_s[n] + cost_s, n
+                pieces = later.cut_into(cuts[n], self._setting(profile))
                 best = _Candidate(cost_s, pieces, sets, ((),) * self.period, times)
         if best is None:
             return []
@@ -495,29 +505,24 @@ class _Candidate(NamedTuple):
     at_step: bool = False
 
 
-def cut(
-    sliced: Container[int],
+def cut_times(
+    sliced: Collection[int],
     parts: int,
     backward_s: Sequence[float],
     whole_s: Sequence[float],
     slice_s: Sequence[float],
-) -> tuple[list[Piece], tuple[list[float], list[float]]]:
-    """The buckets in `sliced` in `parts` slices of `slice_s` each, the others whole: pieces, and
-    their backward and communication seconds. A bucket's slices are ready together."""
-    pieces: list[Piece] = []
-    ready_s: list[float] = []
-    sending_s: list[float] = []
-    for one in whole(len(backward_s)):
-        bucket = one.buckets[0]
-        if bucket in sliced:
-            pieces += [Piece(one.buckets, part, parts) for part in range(parts)]
-            ready_s += [backward_s[bucket]] + [0.0] * (parts - 1)
-            sending_s += [slice_s[bucket]] * parts
-        else:
-            pieces.append(one)
-            ready_s.append(backward_s[bucket])
-            sending_s.append(whole_s[bucket])
-    return pieces, (ready_s, sending_s)
+) -> tuple[list[float], list[float]]:
+    """Backward and communication seconds of the pieces of all buckets: those in `sliced` in `parts`
+    slices of `slice_s` each, which are ready together, the others whole."""
+    if not sliced:
+        return list(backward_s), list(whole_s)
+    some, counts = list(sliced), np.ones(len(backward_s), dtype=np.intp)
+    counts[some] = parts
+    message_s = np.array(whole_s)
+    message_s[some] = np.array(slice_s)[some]
+    pieces_s = np.zeros(counts.sum())
+    pieces_s[np.cumsum(counts) - counts] = backward_s  # the first slice has all of a bucket's
+    return pieces_s.tolist(), np.repeat(message_s, counts).tolist()
 
 
 _SOLVERS: dict[str, Solver] = {

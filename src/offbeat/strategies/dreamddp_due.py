@@ -16,7 +16,7 @@ from offbeat.plan import Apply, Buffer, Fact, Moment, Payload, Phases, Plan, loc
 from offbeat.profile import Profile
 from offbeat.sim import predict_plan, simulate
 from offbeat.solve import Sets
-from offbeat.solve.due import Cycle, Orders, Work, due_sets, filled, greedy
+from offbeat.solve.due import MOST_WORK, Cycle, Orders, Work, due_sets, filled, greedy
 from offbeat.solve.stages import cut
 from offbeat.strategies.base import StatePolicy
 from offbeat.strategies.local_sgd import LocalSGD
@@ -24,6 +24,7 @@ from offbeat.strategies.partial_sync import Average, Piece, kinds_of, sets_facts
 
 CLIMBED = 2  # of the ways to cut buckets into slices, so many are looked at closely
 MOST_CLIMBED = 400  # pieces; of more the greedy sets have to do
+SEARCHES_WORK = 1_000_000  # of all searches for sets together: see `due_sets`
 MOVES = 24  # sets of a delayed plan that are tried by simulation
 WORTH_MORE = 0.005  # what other sets, of more messages mostly, must save of a delayed plan
 ROUNDING = 1e-9
@@ -114,10 +115,10 @@ def forward_choices(
         yield _ordered(setting, pieces, sets)
     if not search:
         return
-    work = Work()  # of all searches together
-    yield _searched(setting, pieces, [] if start.at_step else [sets], work)
+    # Pieces and starts of each search; all of them share the work.
+    searches = [(pieces, [] if start.at_step else [sets])]
     if any(piece.parts > 1 or len(piece.buckets) > 1 for piece in pieces):
-        yield _searched(setting, whole(setting.buckets), [], work)
+        searches.append((whole(setting.buckets), []))
     rough: list[tuple[float, int, list[Piece]]] = []
     for n, sliced in enumerate(cuts):
         pieces = cut_into(sliced, setting)
@@ -126,7 +127,13 @@ def forward_choices(
         seconds = min(sum(cycle.best(members)[0] for members in one) for one in tried)
         rough.append((seconds, n, pieces))
     for _, _, pieces in sorted(rough, key=lambda one: one[:2])[:CLIMBED]:
-        yield _searched(setting, pieces, [_evenly(pieces, setting.period)], work)
+        searches.append((pieces, [_evenly(pieces, setting.period)]))
+    left = SEARCHES_WORK
+    for n, (pieces, starts) in enumerate(searches):
+        given = min(MOST_WORK, left // (len(searches) - n))
+        work = Work(given)
+        yield _searched(setting, pieces, starts, work)
+        left -= given - max(work.left, 0)
 
 
 def _as_it_is(setting: Setting, start: Start) -> Choice:
