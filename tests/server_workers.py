@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ class Worked:
     evaluated: dict[str, Tensor]
     clock: int
     united: str = ""  # hash of all bits after consolidate()
+    begun: int = 0  # offbeat.iteration(model) before the first iteration
+    said: str = ""  # what prepare has written to stderr
 
 
 def work(
@@ -52,10 +56,13 @@ def work(
     os.environ["OFFBEAT_SERVERS"] = str(servers)
     model = build_model(case)
     optimizer = build_optimizer(case, model)
+    said = io.StringIO()
     try:
-        model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=20.0)
+        with redirect_stderr(said):
+            model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=20.0)
     except SystemExit as end:
         return end.code
+    begun = offbeat.iteration(model)
     scheduler = build_scheduler(case, optimizer)
     for t in range(iterations):
         if rank() == doomed and t == iterations // 2:
@@ -76,7 +83,10 @@ def work(
         snapshot(optimizer.state_dict()),
         evaluated,
         model._session._client.clock,
+        begun=begun,
+        said=said.getvalue(),
     )
+    assert offbeat.iteration(model) == begun + iterations
     model.close()
     return found
 

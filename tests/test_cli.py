@@ -217,6 +217,12 @@ def test_plan_text_and_file(here, capsys):
     assert [line.partition(":")[0] for line in lines] == ["sets", "fill"]
 
 
+def test_full_disk_names_the_file(here, capsys):
+    (here / "plan.json").symlink_to("/dev/full")
+    arguments = ["--profile", "profile.json", "--strategy", "dreamddp", "-o", "plan.json"]
+    assert error_of(capsys, "plan", *arguments).startswith("offbeat: plan.json: No space left")
+
+
 def test_plan_json_has_the_sets_among_the_facts(capsys):
     argv = ["plan", "--profile", "profile.json", "--strategy", "dreamddp", "--set", "period=3"]
     data = json_of(capsys, *argv)

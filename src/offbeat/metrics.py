@@ -49,10 +49,14 @@ class Metrics:
 
 
 class TensorBoard:
-    """Scalars of a `torch.utils.tensorboard.SummaryWriter`, or of anything with `add_scalar`."""
+    """Scalars of a `torch.utils.tensorboard.SummaryWriter`, or of anything with `add_scalar`.
+
+    `path`: directory of the writer, which a warning about failed writes names.
+    """
 
     def __init__(self, writer: Any, prefix: str = "offbeat/"):
         self._writer, self._prefix = writer, prefix
+        self.path = getattr(writer, "log_dir", None)
 
     def __call__(self, numbers: Mapping[str, float], iteration: int) -> None:
         for name, number in numbers.items():

@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
+from offbeat.files import write_text
+
 SCHEMA = 1
 COMPUTE = "compute"  # the lane of forward, backward, update and waiting
 
@@ -133,7 +135,7 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict()))
+        write_text(path, json.dumps(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:

@@ -40,6 +40,22 @@ def pids_in(lines: list[str]) -> list[int]:
     return [int(word) for line in lines if line.startswith("pids") for word in line.split()[1:]]
 
 
+def test_a_launch_goes_on_without_a_log_that_cannot_be_written(program, tmp_path):
+    (tmp_path / "rank0.log").symlink_to("/dev/full")
+    lines = []
+    argv = program("print('first'); print('last')")
+    with (
+        NoLab(Cluster.simple(2)) as lab,
+        pytest.warns(RuntimeWarning, match=rf"{tmp_path}/rank0.log.*No space left") as caught,
+    ):
+        result = launch(
+            lab, argv, log_dir=tmp_path, timeout_s=20, on_line=lambda *a: lines.append(a)
+        )
+    assert (result.problem, result.exit_codes, len(caught)) == (None, (0, 0), 1)
+    assert sorted(lines) == [(rank, text) for rank in (0, 1) for text in ("first", "last")]
+    assert (tmp_path / "rank1.log").read_text() == "first\nlast\n"
+
+
 @pytest.mark.usefixtures("namespaces")
 def test_ranks_see_torchrun_s_variables_and_the_links(program, tmp_path):
     cluster = Cluster(

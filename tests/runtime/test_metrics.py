@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from offbeat import ADPSGD, DDP, WFBP, LocalSGD
 from offbeat.measuring.divergence import Chosen
 from offbeat.metrics import Metrics, Prometheus, TensorBoard, WandB
 from offbeat.runtime.iteration import Acted, Timestamps
-from offbeat.runtime.meter import exposed_s, gamma
+from offbeat.runtime.meter import Meter, exposed_s, gamma
 from offbeat.transport.device import CPU
 
 NUMBERS = {"loss": 0.5, "bytes_per_iteration/net": 40.0, "bytes_per_iteration/eth1": 2.0}
@@ -84,6 +87,37 @@ def test_gamma_of_a_sample() -> None:
 def test_what_metrics_refuse(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Metrics(**{"log": print, **settings})
+
+
+class FullDisk:
+    """Writer whose files are on a full disk."""
+
+    log_dir = "runs/full"
+    calls = 0
+
+    def add_scalar(self, *_: Any) -> None:
+        self.calls += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_training_goes_on_if_a_log_cannot_be_written() -> None:
+    """One warning names the directory. Other errors of the log are errors of the script."""
+    session = Mock(traffic=dict[str, int])
+    writer = FullDisk()
+    meter = Meter(Metrics(TensorBoard(writer), every=1), session, CPU(), None, 0, [])
+    with pytest.warns(RuntimeWarning, match="TensorBoard.* to runs/full .*No space"):
+        meter.stepped()
+    meter.stepped()  # warnings are errors here
+    meter.close()
+    assert writer.calls == 2
+
+    def log(*_: Any) -> None:
+        raise KeyError("loss")
+
+    meter = Meter(Metrics(log, every=1), session, CPU(), None, 0, [])
+    with pytest.raises(KeyError):
+        meter.stepped()
+    meter.close()
 
 
 # ---- adapters -------------------------------------------------------------------------------

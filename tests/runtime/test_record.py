@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat import blocks
+from offbeat import BSP, Profile, blocks
 from offbeat.blocks import Blocks, iterations_so_far, path_of, read
+from offbeat.profile import Bucket, Link
 from offbeat.runtime import record
 from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.runtime.record import Recorder
@@ -115,6 +116,16 @@ def test_a_disk_that_is_full_warns_once(recorder: Recorder, monkeypatch: Any) ->
         train(recorder, 10)
     train(recorder, 40, 10)  # a second warning would be an error
     recorder.write({})
+
+
+def test_a_plan_on_a_full_disk_is_a_warning_that_names_it(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0, CPU())
+    (tmp_path / "plan.json").symlink_to("/dev/full")
+    plan = BSP().plan(Profile((Bucket("a", 0.1, 0.2, 4000),), (Link("net", 0.0, 1e5),), 2))
+    with pytest.warns(UserWarning, match=rf"{tmp_path}/plan.json.*No space left"):
+        recorder.start("bsp", plan, observed=0)
+    assert recorder.plan is plan
+    recorder._tap.close()
 
 
 def test_memory_stays_flat(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,20 @@ import contextlib
 import random
 import socket
 import threading
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from server_jobs import SECRET, Job, job, pulled, until
 
+from offbeat.runtime.serving import common_secret
 from offbeat.server.client import Client, ServerGoneError
 from offbeat.server.service import _Peer
 from offbeat.server.upstream import RefusedError
 from offbeat.server.wire import Kind
+from offbeat.testing.memory import MemoryControl, World, run_ranks
 from offbeat.transport import secret as secrets
 from offbeat.transport.frames import HEADER_BYTES, pack
 
@@ -118,6 +122,33 @@ def test_optimizer_state_comes_back() -> None:
         values = [v for _, shard in client.state() for _, name, v in shard]
         assert torch.cat(values).tolist() == [2.0] * 20
         client.close()
+
+
+def test_fingerprints_of_a_secret_differ_between_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(secrets.VARIABLE, "of the user")
+
+    def fingerprints() -> list[str]:
+        """Those of one job of two ranks, which agree on the secret."""
+        seen = []
+
+        def live(world: World, rank: int) -> bytes:
+            control = MemoryControl(world, rank)
+            gather = control.gather
+
+            def watch(value: Any) -> list[Any]:
+                seen.append(value)
+                return gather(value)
+
+            monkeypatch.setattr(control, "gather", watch)
+            return common_secret(rank, 0, control)[1]  # type: ignore[arg-type]
+
+        assert run_ranks(2, live) == [b"of the user"] * 2
+        return [value for value in seen if isinstance(value, str)]
+
+    first, second = fingerprints(), fingerprints()
+    assert len(first) == len(second) == 2
+    assert len({*first}) == len({*second}) == 1  # the same on all ranks of a job
+    assert not {*first} & {*second}
 
 
 # ---- strangers, and frames that cannot be ---------------------------------------------------
@@ -330,6 +361,44 @@ def test_snapshots_are_whole_and_go_on(tmp_path: Path) -> None:
         assert snapshots is not None
         with pytest.raises(ValueError, match="must be of this model"):
             snapshots.restore(other.services[0].store, 6)
+
+
+@pytest.mark.parametrize("failed", ["file", "disk"])
+def test_training_goes_on_if_a_snapshot_cannot_be_written(tmp_path: Path, failed: str) -> None:
+    """The warning names the file, and the snapshot before stays whole. /dev/full behaves as a full
+    disk."""
+    with job(20, 1, 1, directory=tmp_path) as j, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        client = j.client(0)
+        for _ in range(2):
+            j.push(client, 1.0)
+        draft = tmp_path / "server0-4.part"
+        if failed == "disk":
+            draft.symlink_to("/dev/full")
+        else:
+            draft.mkdir()
+        for _ in range(4):
+            j.push(client, 1.0)
+        assert bool((j.held() == -6).all())
+        client.close()
+        j.end()
+        assert not j.errors
+    assert [str(tmp_path / "server0-4.pt") in str(warning.message) for warning in caught] == [True]
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["server0-2.pt", "server0-6.pt"]
+
+
+def test_an_answer_holds_the_parameters_of_its_moment() -> None:
+    """A push that the server applies while an answer waits to be sent does not change it."""
+    with job(5, 1, 2, rule="push", lr=2.0) as j, socket.socket() as sock:
+        (shard,) = j.services[0].store.shards.values()
+        head, body = j.services[0]._parameters(_Peer(sock, 0.0), shard, 0)
+        before = bytes(body)
+        client = j.client(0)
+        j.push(client, 1.0)
+        assert bool((j.held() == -1).all())
+        assert bytes(body) == before
+        assert len(head) == HEADER_BYTES
+        client.close()
 
 
 def test_strangers_are_forgotten_after_a_while() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -89,8 +90,11 @@ def test_a_new_job_begins_from_the_last_snapshot_of_all_servers(tmp_path: Path) 
     """Parameters and momentum: two jobs of four and two clocks are one of six."""
     case = Case("mlp", "nesterov")
     strategy = SSP(s=0, snapshot=str(tmp_path), snapshot_every=2)
-    run_world(work, 3, case, strategy, 5, 2)  # its fifth clock is lost
+    (first,) = both(run_world(work, 3, case, strategy, 5, 2), 1)  # its fifth clock is lost
     (again,) = both(run_world(work, 3, case, strategy, 2, 2), 1)
+    assert (first.begun, again.begun) == (0, 4)
+    assert "resume" not in first.said
+    assert re.search(rf"clock 4 in {tmp_path}; training goes on from iteration 4", again.said)
     world = replicas(case, 1)
     bsp(world, [0, 1, 2, 3, 0, 1])
     expected = dict(world[0].model.named_parameters())

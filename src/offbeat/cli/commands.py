@@ -16,6 +16,7 @@ from cyclopts import App, CycloptsError, Parameter
 from offbeat import __version__
 from offbeat.advice import MAX_STALENESS
 from offbeat.cli import limits, secrets, texts
+from offbeat.files import write_text
 from offbeat.profile import Profile
 from offbeat.strategies import methods
 
@@ -273,7 +274,7 @@ def plan(
     """
     made = texts.strategy(strategy, set_).plan(texts.load_profile(profile))
     if out is not None:
-        out.write_text(json.dumps(made.to_dict(), indent=1))
+        write_text(out, json.dumps(made.to_dict(), indent=1))
     facts = [
         f"{f.name}: "
         + (f"{f.value:.4g}" if isinstance(f.value, float) else str(f.value))
@@ -654,7 +655,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
-        return _say(f"{error.filename}: {error.strerror}; check the path", WRONG_USE)
+        path = "" if error.filename is None else f"{error.filename}: "
+        return _say(f"{path}{error.strerror or error}; check the path", WRONG_USE)
     except ValueError as error:
         return _say(str(error), WRONG_USE)
     except RuntimeError as error:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from offbeat.cli.commands import Json, app, option
 from offbeat.cli.sweep import aligned
+from offbeat.files import write_text
 
 COLUMNS = (
     "placement", "order", "devices", "activations", "parameters", "volume", "handed", "messages",
@@ -37,7 +38,7 @@ def timetable(
         from offbeat.report.timetable import page
 
         panels = [_panel(*way, stages, backward) for way in _ways(placement)]
-        out.write_text(page(f"{stages} micro-batches in {stages} stages", panels))
+        write_text(out, page(f"{stages} micro-batches in {stages} stages", panels))
     if json_:
         print(json.dumps(rows, indent=1))
     else:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.data.labels import classes_of
+from offbeat.files import write_text
 
 SCHEMA = 1
 
@@ -90,7 +91,7 @@ class Partition:
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict()))
+        write_text(path, json.dumps(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | Path) -> Partition:

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from offbeat.files import write_text
 from offbeat.lab import mistakes
 from offbeat.lab.parts import Change, HostOverride, Link, Pair, Part
 from offbeat.lab.toml_text import toml_text
@@ -88,7 +89,7 @@ class Cluster(Part):
 
     def save(self, path: str | Path) -> None:
         """Write the TOML file."""
-        Path(path).write_text(self.to_toml(), encoding="utf-8")
+        write_text(path, self.to_toml())
 
     def record(self) -> dict[str, Any]:
         """Plain data for a run's JSON record; `Cluster(**record)` is equal to this one."""

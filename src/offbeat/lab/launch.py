@@ -5,6 +5,7 @@ import os
 import selectors
 import signal
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -139,6 +140,7 @@ class _Rank:
     log_file: Path
     log: IO[bytes]
     pipe: int
+    has_log: bool = True  # False after a write to the log has failed
     started: bool = False
     exit_code: int | None = None
     partial: bytes = b""
@@ -239,7 +241,7 @@ class _Watch:
         log_file = self._log_dir / f"rank{number}.log"
         pipe, output = os.pipe()
         os.set_blocking(pipe, False)
-        log = log_file.open("wb")
+        log = log_file.open("wb", buffering=0)
         rank = _Rank(number, host, f"{self._port}/{number}", log_file, log, pipe)
         self._ranks.append(rank)
         self._selector.register(pipe, selectors.EVENT_READ, rank)
@@ -303,8 +305,17 @@ class _Watch:
             self._selector.unregister(rank.pipe)
             rank.close_pipe()
             return False
-        rank.log.write(data)
-        rank.log.flush()
+        if rank.has_log:
+            try:
+                rank.log.write(data)
+            except OSError as error:
+                rank.has_log = False
+                warnings.warn(
+                    f"log ({rank.log_file}) cannot be written any more: {error.strerror}; the "
+                    "launch goes on without it. Make room there, or give another --out",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         self._split(rank, data)
         return True
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.files import write_text
 from offbeat.plan import BUILT_IN, Kind, Payload, Verb, base_link
 from offbeat.profile.check import validate
 
@@ -479,7 +480,7 @@ class Profile:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".part")
-        draft.write_text(json.dumps(self.to_dict(), indent=1))
+        write_text(draft, json.dumps(self.to_dict(), indent=1))
         draft.replace(path)
 
     @classmethod

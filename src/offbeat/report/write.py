@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from offbeat.files import write_text
 from offbeat.profile.device import Compute
 from offbeat.report import gossip
 from offbeat.report.page import render
@@ -83,5 +84,5 @@ def _save(path: Path, text: str) -> None:
     """Write in one move, so that a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
-    draft.write_text(text, encoding="utf-8")
+    write_text(draft, text)
     draft.replace(path)

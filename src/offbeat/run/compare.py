@@ -20,6 +20,7 @@ from typing import Any, Literal
 import offbeat
 from offbeat import blocks, report, sim
 from offbeat.blocks import records_in
+from offbeat.files import write_text
 from offbeat.lab import Cluster, Lab, LabError, NoLab, asked, launch
 from offbeat.lab.load import LoadSampler
 from offbeat.measuring.processors import processors
@@ -601,7 +602,7 @@ def _attempt(
         progress.say(f"{what}: {_seconds_in_words(directory)}")
         return True
     # What was recorded until then stays; the report says that it was cut short.
-    (directory / PROBLEM).write_text(problem.partition("; the end of")[0])
+    write_text(directory / PROBLEM, problem.partition("; the end of")[0])
     _fail(f"{what}: {problem}", outcome, progress)
     return False
 
@@ -790,4 +791,4 @@ def _seconds_in_words(directory: Path) -> str:
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=1))
+    write_text(path, json.dumps(data, indent=1))

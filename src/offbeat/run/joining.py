@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from offbeat.files import write_text
 from offbeat.run.job import (
     JOIN_VARIABLE,
     RANK_VARIABLE,
@@ -48,5 +49,5 @@ def run_joined(
         if strategy is not None:
             job = {"schema": SCHEMA, "strategy": strategy.name, "settings": strategy.settings()}
             env[VARIABLE] = str(Path(folder, "job.json"))
-            Path(env[VARIABLE]).write_text(json.dumps(job))
+            write_text(env[VARIABLE], json.dumps(job))
         return subprocess.run([sys.executable, *script], env=env).returncode

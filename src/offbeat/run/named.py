@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from offbeat.files import write_text
 from offbeat.strategies import Strategy, create, methods
 
 
@@ -32,7 +33,7 @@ class Named:
         draft = Path(path).with_suffix(".part")
         draft.parent.mkdir(parents=True, exist_ok=True)
         data = {"text": self.text, "name": self.name, "settings": self.settings}
-        draft.write_text(json.dumps(data))
+        write_text(draft, json.dumps(data))
         draft.replace(path)
 
     @classmethod

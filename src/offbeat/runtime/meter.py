@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
@@ -14,7 +15,7 @@ from torch.distributed.distributed_c10d import Store
 
 from offbeat.measuring.divergence import Chosen
 from offbeat.measuring.loss import LossTap
-from offbeat.metrics import BYTES, DIVERGENCE, EXPOSED, LOSS, SECONDS, Metrics
+from offbeat.metrics import BYTES, DIVERGENCE, EXPOSED, LOSS, SECONDS, Log, Metrics
 from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.runtime.wrap import Session
 from offbeat.transport.device import Device
@@ -75,7 +76,7 @@ class Meter:
         self._metrics, self._session, self._device = metrics, session, device
         self._board, self._sample_every = board, sample_every
         self._chosen = Chosen(parameters) if board is not None else None
-        self._steps = 0
+        self._steps, self._warned = 0, False
         self._samples: deque[int] = deque(maxlen=SLOTS)  # those that were not reported
         self._tap: LossTap | None = None
         if metrics is not None:
@@ -95,7 +96,24 @@ class Meter:
         if (loss := self._tap.take()) is not None:
             self._losses.append(loss)
         if self._steps % self._metrics.every == 0:
-            self._metrics.log(self._numbers(self._metrics.every), self._steps)
+            self._log(self._metrics)
+
+    def _log(self, metrics: Metrics) -> None:
+        """Pass the numbers to the log. Warn once if the log cannot write them."""
+        numbers = self._numbers(metrics.every)
+        try:
+            metrics.log(numbers, self._steps)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                path = error.filename or getattr(metrics.log, "path", None)
+                warnings.warn(
+                    f"metrics ({_name_of(metrics.log)}) cannot be written"
+                    f"{f' to {path}' if path else ''} after iteration {self._steps}: "
+                    f"{error.strerror or error}; training goes on without them. Make room there",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
 
     def close(self) -> None:
         """Watch no losses any more."""
@@ -139,6 +157,14 @@ class Meter:
                     self._samples.popleft()
                 return self._chosen.weight * gamma(rows)
         return None
+
+
+def _name_of(log: Log) -> str:
+    """Return the name of a log: of a function with its file and line, or of a class."""
+    code = getattr(log, "__code__", None)
+    if code is None:
+        return type(log).__name__
+    return f"{log.__qualname__} in {code.co_filename}, line {code.co_firstlineno}"  # type: ignore[attr-defined]
 
 
 def gamma(replicas: np.ndarray) -> float:

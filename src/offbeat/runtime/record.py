@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from offbeat.blocks import Blocks, path_of
+from offbeat.files import write_text
 from offbeat.measuring.divergence import Sample
 from offbeat.measuring.loss import LossTap
 from offbeat.plan import BUILT_IN, Plan, Transfer
@@ -99,9 +100,12 @@ class Recorder:
         window = WINDOW_PERIODS * (plan.period if plan else 1)
         self._spans = deque(maxlen=max(2, window))
         if plan is not None and self._rank == 0:
-            folder = self._blocks.path.parent
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "plan.json").write_text(json.dumps(plan.to_dict()))
+            path = self._blocks.path.with_name("plan.json")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, json.dumps(plan.to_dict()))
+            except OSError as error:
+                self._warn_lost(f"plan ({path}) cannot be written", error)
 
     def stepped(self, iteration: int) -> None:
         """The user has called `optimizer.step()`: the loss of this iteration is known."""
@@ -193,12 +197,19 @@ class Recorder:
             self._blocks.append(block)
         except OSError as error:
             self._failed = True
-            warnings.warn(
+            self._warn_lost(
                 f"record ({self._blocks.path}) cannot be written from iteration {block['first']} "
-                f"on: {error.strerror or error}; training goes on without it. Make room there, or "
-                "give another --out",
-                stacklevel=2,
+                "on",
+                error,
             )
+
+    @staticmethod
+    def _warn_lost(what: str, error: OSError) -> None:
+        warnings.warn(
+            f"{what}: {error.strerror or error}; training goes on without it. Make room there, or "
+            "give another --out",
+            stacklevel=3,
+        )
 
 
 def _short(loss: float) -> float:

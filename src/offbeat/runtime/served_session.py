@@ -64,6 +64,7 @@ class ServedSession(Session):
         self._parameters = ParameterWatch(worker.model)
         self._parameters.attach(p for p in worker.model.parameters() if p.requires_grad)
         self._done = Iteration(0, self._new_marks(), [])
+        self._before = 0  # iterations before this process, up to the snapshot of the servers
 
     # ---- what subclasses do -----------------------------------------------------------------
 
@@ -81,7 +82,7 @@ class ServedSession(Session):
 
     @property
     def iteration(self) -> int:
-        return self._done.number
+        return self._before + self._done.number
 
     def captured(self) -> Position:
         raise ValueError(NOT_HERE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,15 @@ def client_of(
     """A worker's client, connected to all servers."""
     layout, duty = layout_of(model, optimizer, strategy, crew), strategy.duty
     control = cluster.control
-    _common_snapshot(None, crew, control)
+    resumed = _common_snapshot(None, crew, control)
+    if resumed is not None and control.rank == 0:
+        iteration = strategy.iterations_at(resumed)
+        print(
+            f"offbeat: servers resume from the snapshot of clock {resumed} in {duty.snapshot}; "
+            f"training goes on from iteration {iteration}, and what came after it is lost",
+            file=sys.stderr,
+            flush=True,
+        )
     addresses, secret = _meet(None, crew, control)
     servers = [
         (f"server {i} (rank {rank})", address)
@@ -111,6 +120,7 @@ def client_of(
         timeout_s=cluster.timeout_s,
         beat_s=duty.silent_s / BEATS,
         gone=_remedy(duty),
+        resumed=resumed or 0,
     )
 
 
@@ -155,19 +165,20 @@ def _meet(
 
 def common_secret(value: Any, maker: int, control: Control) -> tuple[list[Any], bytes]:
     """Everyone's value, and the job's secret: the user's, or one that rank `maker` has made.
-    Whether all have the user's is found out without showing it."""
+    Ranks compare fingerprints of the user's secret, salted with nonces of this job, so that a
+    fingerprint of one job tells nothing about another."""
     mine = secrets.own_secret()
     new = secrets.new_secret()
-    everyone = control.gather((value, new.hex() if mine is None else None))
-    salt = b"salt"
-    digest = None if mine is None else secrets.proof(mine, salt, b"", b"").hex()
+    everyone = control.gather((value, new.hex() if mine is None else None, secrets.nonce().hex()))
+    salt = bytes.fromhex("".join(nonce for *_, nonce in everyone))
+    digest = None if mine is None else secrets.proof(mine, b"salt", salt, b"").hex()
     digests = control.gather(digest)
     odd = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
     if odd:
         words = ", ".join(map(str, odd))
         raise ValueError(f"the secret of rank {words} must be that of rank 0: {secrets.REMEDY}")
     secret = mine if mine is not None else bytes.fromhex(everyone[maker][1])
-    return [theirs for theirs, _ in everyone], secret
+    return [theirs for theirs, *_ in everyone], secret
 
 
 # ---- snapshots ------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class SSPSession(ServedSession):
     def __init__(self, worker: Worker, strategy: SSP):
         super().__init__(worker)
         self._strategy = strategy
+        self._before = strategy.iterations_at(worker.client.resumed + worker.client.clock)
         self._known = [frozenset(g) for g in settings_of(self._optimizer)]  # to the servers too
         self._low = 0  # pushes of smaller clocks are in the parameters here
         self._collected = 0  # iterations whose gradients are in `outgoing`

@@ -41,7 +41,8 @@ class Client:
     One push and one pull are under way at most. `outgoing` must stay as it is until `settle`
     returns; `incoming` is whole once `arrived` says so, and stays until `consume`. A connection
     that breaks is made again within `retry_s`, and what was not acknowledged is sent again: a
-    server takes every push once. `gone` ends the sentence that says a server is lost.
+    server takes every push once. `gone` ends the sentence that says a server is lost. `resumed`:
+    clocks of earlier jobs, up to the snapshot from which this job has begun.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class Client:
         beat_s: float,
         retry_s: float = 5.0,
         gone: str = "start the job again",
+        resumed: int = 0,
     ):
-        self.layout = layout
+        self.layout, self.resumed = layout, resumed
         self.outgoing, self.incoming = layout.flats(), layout.flats()
         self.clock = 0
         self._me = Me(rank, secret, layout.digest)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +51,26 @@ class Snapshots:
         if low == float("inf") or int(low) // self._every <= self._last:
             return
         self._last = int(low) // self._every
-        self.save(self.base + int(low), store)
+        path = self._path(self.base + int(low))
+        try:
+            self.save(self.base + int(low), store)
+        # torch.save raises RuntimeError if a write fails.
+        except (OSError, RuntimeError) as error:
+            with suppress(OSError):
+                _draft_of(path).unlink(missing_ok=True)
+            warnings.warn(
+                f"server {self._server}: snapshot {path} was not written: {error}; training goes "
+                f"on, and older snapshots are as they were. The next attempt follows after "
+                f"{self._every} clocks; make room there",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def save(self, clock: int, store: Store) -> None:
         """Write a snapshot in one move, and remove all but the newest."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._path(clock)
-        draft = path.with_suffix(".part")
+        draft = _draft_of(path)
         with draft.open("wb") as file:
             torch.save(store.snapshot(), file)
             file.flush()
@@ -66,3 +81,8 @@ class Snapshots:
 
     def _path(self, clock: int) -> Path:
         return self._directory / f"server{self._server}-{clock}.pt"
+
+
+def _draft_of(path: Path) -> Path:
+    """Return the path of a snapshot while it is written."""
+    return path.with_suffix(".part")

@@ -46,6 +46,10 @@ class Served(Strategy):
     def duty(self) -> Duty:
         """What its servers do."""
 
+    def iterations_at(self, clock: int) -> int:
+        """Return the number of iterations that a worker has made when it reaches a clock."""
+        return clock
+
     def schedule(self, profile: Profile) -> Plan:
         raise ValueError(
             f"{self.name} has no plan: its workers go at their own pace; `offbeat simulate` "

@@ -52,6 +52,9 @@ class SSP(Served):
         require_count("snapshot_every", self.snapshot_every)
         require_silence(self.silent_s)
 
+    def iterations_at(self, clock: int) -> int:
+        return clock * self.accumulate
+
     @property
     def duty(self) -> Duty:
         return Duty(
