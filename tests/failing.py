@@ -375,6 +375,24 @@ def train_with_cache(path: str, name: str) -> tuple[str, bool]:
         return model._session.profile.model, known
 
 
+def prepare_elsewhere(measured: str, written: str) -> list[tuple[bool, list[str], float]]:
+    """With a measured and a hand-written file, and an object, of a network with .2 s of latency:
+    whether it is used, what rank 0 states, and the latency in the profile that counts."""
+    kept, found = Profile.load(written), []
+    for profile in (measured, written, kept):
+        text = io.StringIO()
+        with redirect_stderr(text):
+            both = prepared(*build(CASE), WFBP(), profile=profile, observe=2)
+            with both as (model, optimizer):
+                used = hasattr(model._session, "plan")
+                for t in range(3):
+                    iterate(model, optimizer, t, CASE)
+                latency_s = model._session.profile.links[0].latency_s
+        lines = [line for line in text.getvalue().splitlines() if "another network" in line]
+        found.append((used, lines, latency_s))
+    return found
+
+
 def prepare_with(profile: Any, case: Case = CASE, links: Any = None) -> None:
     model, optimizer = build(case)
     with prepared(model, optimizer, WFBP(), profile=profile, links=links):

@@ -27,6 +27,7 @@ from offbeat.checkpoint.automatic import attend
 from offbeat.guards.differences import broadcast_model
 from offbeat.guards.finite import OnNonfinite, require_policy
 from offbeat.guards.replicas import EVERY, agree_on_optimizer
+from offbeat.measuring.network import compare_network
 from offbeat.measuring.opening import open_connections
 from offbeat.metrics import Log, Metrics
 from offbeat.profile import Profile
@@ -100,7 +101,9 @@ def prepare(
     trains alone. `strategy`: an object, or its name and settings as "dreamddp:period=8"; without
     one WFBP(). What `offbeat run` chooses, or else the variable OFFBEAT_STRATEGY, counts before the
     script's. `profile`: a Profile that must match, or a file that is reused if it matches and
-    written if not; without one the first `observe` iterations run BSP and are measured. `links`:
+    written if not; without one the first `observe` iterations run BSP and are measured. If a few
+    messages show that it is of another network, a file that was measured is measured again; for
+    any other profile rank 0 prints the difference. `links`:
     network interfaces, one link each, in the same order on all ranks; "gloo:eth1" names the backend
     too, "nccl" leaves the interface to it. Buckets hold at least `min_bucket_bytes`, by default
     what makes a message worth its measured latency. No wait outlasts `timeout_s` seconds.
@@ -173,6 +176,14 @@ def prepare(
         known, save_to = None, None
         if strategy.planned:
             known, save_to = _known_profile(profile, job, fingerprint, cluster)
+        difference = None if known is None else compare_network(cluster, known)
+        if difference is not None:
+            assert known is not None
+            if save_to is not None and job.profile is None and known.model:
+                known, difference = None, f"{difference}; it is measured again"
+            else:
+                difference += "; plan and predictions do not fit, so measure it again"
+            notice = difference if notice is None else f"{notice}\noffbeat: {difference}"
         how = Observation(
             observe,
             min_bucket_bytes,
@@ -186,7 +197,9 @@ def prepare(
         if cluster.control.rank == 0:
             print(_said(strategy, notice, cluster, known, observe), file=sys.stderr, flush=True)
         samples = cluster.control.gather(metrics.divergence_every if metrics else None)
-        session = _session(model, optimizer, strategy, cluster, known, how, watch, job, crew)
+        session = _session(
+            model, optimizer, strategy, cluster, known, how, watch, job, crew, difference
+        )
     except BaseException:
         cluster.close()
         raise
@@ -236,6 +249,7 @@ def _session(
     watch: Watch,
     job: Job,
     crew: Crew,
+    difference: str | None,
 ) -> AnySession:
     broadcast_model(model, cluster)
     if isinstance(strategy, Served) and cluster.control.rank in crew.servers:
@@ -246,6 +260,7 @@ def _session(
     )
     if recorder:
         recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
+        recorder.warnings += [] if difference is None else [difference]
     if isinstance(strategy, Served):
         paced = Profile.load(job.profile) if job.pace and job.profile else None
         pace = Pace(paced, cluster.control.rank) if paced else None
