@@ -168,6 +168,21 @@ def test_gate_knows_its_own_schedulers() -> None:
     assert [s.last_epoch for s in schedulers] == [1, 3]
 
 
+def test_gate_decides_once_per_iteration() -> None:
+    """However often a scheduler is stepped in it; one of every third iteration goes on."""
+    optimizer = plain_optimizer()
+    often, rare = Both(optimizer, 1, 0.5), StepLR(optimizer, 1, 0.5)
+    gate = SchedulerGate(optimizer)
+    for t in range(6):
+        gate.iteration(t % 2 == 1)
+        for _ in range(4):
+            often.step()
+        if t % 3 == 2:
+            rare.step()
+    gate.close()
+    assert (often.last_epoch, rare.last_epoch) == (12, 2)
+
+
 class Left(StepLR):
     def step(self, epoch: int | None = None) -> None:
         super().step(epoch)

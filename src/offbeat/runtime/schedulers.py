@@ -15,10 +15,11 @@ from offbeat.runtime.wrap import Optimizer
 class SchedulerGate:
     """Skips `scheduler.step()` after iterations in which nothing was applied.
 
-    Only of schedulers of this optimizer that are stepped once per iteration: one that is stepped
-    more rarely (per epoch) goes on as it is. torch offers no hook on schedulers, so their classes
-    are patched while any gate is open; a subclass defined later that does not call its parent's
-    step is missed.
+    Only of schedulers of this optimizer that are stepped in every iteration, once or several times
+    (accelerate steps them once per process): one decision holds for a scheduler and an iteration.
+    One that is stepped more rarely (per epoch) goes on as it is. torch offers no hook on
+    schedulers, so their classes are patched while any gate is open; a subclass defined later that
+    does not call its parent's step is missed.
     """
 
     _open: ClassVar[list[SchedulerGate]] = []
@@ -28,7 +29,8 @@ class SchedulerGate:
         self._optimizer = optimizer
         self._iterations = 0
         self._applied = True
-        self._seen: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
+        # By scheduler: the iteration of its last step, and whether it was skipped there.
+        self._seen: WeakKeyDictionary[LRScheduler, tuple[int, bool]] = WeakKeyDictionary()
         if not self._open:
             self._patch()
         self._open.append(self)
@@ -66,11 +68,12 @@ class SchedulerGate:
             optimizer = optimizer.inner
         if optimizer is not self._optimizer or getattr(scheduler, "_is_initial", False):
             return False
-        since = self._iterations - self._seen.get(scheduler, 0)
-        if since == 0:  # again in the same iteration: from a subclass to its parent
-            return False
-        self._seen[scheduler] = self._iterations
-        return since == 1 and not self._applied
+        last, skipped = self._seen.get(scheduler, (0, False))
+        since = self._iterations - last
+        if since:
+            skipped = since == 1 and not self._applied
+            self._seen[scheduler] = self._iterations, skipped
+        return skipped
 
 
 def _classes(cls: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
