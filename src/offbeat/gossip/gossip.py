@@ -600,7 +600,8 @@ class Gossip(Listener):
                 "more edges, or on_partition='continue' to go on with the larger part"
             )
         around = self.view.around(self.me)
-        if any(self.view.state(peer) is not State.LEFT for peer in around):  # else all are done
+        is_done = all(self.view.state(peer) is State.LEFT for peer in around)
+        if not is_done and self.view.has_lost_connection():
             self._say(f"the graph of gossip is in parts: {words}; ({_listed(mine)}) go on")
         self._tell(self.view.cut_off(mine))
 

@@ -103,6 +103,14 @@ class View:
         """Whether somebody has said goodbye."""
         return any(state is State.LEFT for _, state, _ in self._edges.values())
 
+    def has_lost_connection(self) -> bool:
+        """Return whether lost workers or edges alone separate the members.
+
+        Workers that have left separate the members of a ring at the end of a job without any loss.
+        """
+        kept = [edge for edge, (_, state, _) in self._edges.items() if state is not State.GONE]
+        return not {*self.members()} <= {*self._order(self.me, kept)}
+
     def place(self) -> Place | None:
         """Where this worker is in the tree over all members; None while they do not hang
         together."""
