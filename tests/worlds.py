@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -12,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,20 @@ class WorldError(AssertionError):
 
 
 def run_world(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    imports: Sequence[str] = (),
 ) -> list[Any]:
     """Results of `function(*args)` on every rank. WorldError with the tracebacks of those that
-    failed; whoever still runs at the timeout is killed."""
+    failed; whoever still runs at the timeout is killed.
+
+    The modules of `imports`, which take seconds, are imported once for all ranks.
+    """
+    if imports:
+        nested = (function, world_size, args, timeout_s, imports)
+        return run_world(_fork_world, 1, *nested, timeout_s=timeout_s)[0]
     outcomes = watch_world(function, world_size, *args, timeout_s=timeout_s)
     bad = [o for o in outcomes if o.exitcode != 0 or o.kind]
     if bad:
@@ -93,6 +104,21 @@ def watch_world(
             process.join()
         for pipe in pipes.values():
             pipe.close()
+
+
+def _fork_world(
+    function: Callable[..., Any],
+    world_size: int,
+    args: Sequence[Any],
+    timeout_s: float,
+    imports: Sequence[str],
+) -> list[Any]:
+    """Run a world of children of this process, which has the imported modules."""
+    global _context
+    for name in imports:
+        importlib.import_module(name)
+    _context = partial(multiprocessing.get_context, "fork")
+    return run_world(function, world_size, *args, timeout_s=timeout_s)
 
 
 @cache

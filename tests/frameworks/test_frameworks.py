@@ -21,6 +21,10 @@ for package in ("accelerate", "transformers", "lightning"):
 
 SCRIPTS = ["accelerate_script", "fabric_script", "lightning_script", "trainer_script"]
 ACCUMULATING = ["accelerate_after", "trainer_accumulates", "lightning_accumulates"]
+FRAMEWORKS = [
+    *("accelerate", "transformers.trainer", "lightning.fabric"),
+    *("lightning_fabric", "pytorch_lightning"),
+]
 LIMIT_S = 180  # importing the frameworks takes long on a busy machine
 
 
@@ -28,7 +32,9 @@ LIMIT_S = 180  # importing the frameworks takes long on a busy machine
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has seen."""
     where = str(tmp_path_factory.mktemp("frameworks"))
-    return run_world(frameworks_workers.everything, 2, where, timeout_s=LIMIT_S - 20)
+    return run_world(
+        frameworks_workers.everything, 2, where, timeout_s=LIMIT_S - 20, imports=FRAMEWORKS
+    )
 
 
 @pytest.mark.timeout(LIMIT_S)
