@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from strangers import batch_of
 from torch import Tensor, nn
 from workers import rank, world_size
@@ -162,6 +164,183 @@ def sets_gradients(model: Any, optimizer: Any, batch: Batch) -> None:
         optimizer.step()
 
 
+# ---- optimizers -----------------------------------------------------------------------------
+
+
+def optimized(make: Callable[[nn.Module], Any]) -> Callable[[], tuple[nn.Module, Any]]:
+    """A plain network with an optimizer, or several."""
+    return partial(build, make)
+
+
+def build(make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    return model, make(model)
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization round another optimizer (Foret et al. 2021), with the methods
+    that public implementations have."""
+
+    def __init__(self, parameters: Any, rho: float = 0.5):
+        super().__init__(parameters, {"rho": rho})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.05, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in found]).norm()
+        for p in found:
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad, alpha=0.5 / float(norm))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.first_step(zero_grad=True)
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+
+class Averaging(torch.optim.SGD):
+    """Has the mean of all weights in evaluation mode, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["kept"] = p.clone()
+            p.lerp_(self.state[p]["mean"], 0.5)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if "kept" in self.state[p]:
+                p.copy_(self.state[p].pop("kept"))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("mean", p.clone()).lerp_(p, 0.3)
+
+
+def loss_of(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def takes_two_steps(model: Any, optimizer: Any, batch: Batch) -> None:
+    for t in range(STEPS):
+        loss_of(model, batch(t)).backward()
+        optimizer.first_step(zero_grad=True)
+        loss_of(model, batch(t)).backward()
+        optimizer.second_step(zero_grad=True)
+
+
+def steps_by_closure(model: Any, optimizer: Any, batch: Batch) -> None:
+    for t in range(STEPS):
+
+        def closure(t: int = t) -> Tensor:
+            loss = loss_of(model, batch(t))
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)
+        optimizer.zero_grad()
+
+
+def switches_modes(model: Any, optimizer: Any, batch: Batch) -> None:
+    for t in range(STEPS):
+        optimizer.train()
+        model.train()
+        optimizer.zero_grad()
+        loss_of(model, batch(t)).backward()
+        optimizer.step()
+        optimizer.eval()
+        model.eval()
+        with torch.no_grad():
+            assert torch.isfinite(loss_of(model, batch(t)))
+    optimizer.train()
+
+
+def steps_both(model: Any, optimizers: Any, batch: Batch) -> None:
+    """Each with a scheduler, which steps before the other optimizer."""
+    decay = torch.optim.lr_scheduler.ExponentialLR
+    schedulers = [decay(optimizer, 0.5) for optimizer in optimizers]
+    for t in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(model, batch(t)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5 if t < 0 else 1e9)
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=bool(t % 2))
+
+
+def steps_in_turn(model: Any, optimizers: Any, batch: Batch) -> None:
+    """As the two networks of a GAN do: each optimizer has a backward of its own."""
+    for t in range(STEPS):
+        for optimizer, sign in zip(optimizers, (1.0, -0.1), strict=True):
+            optimizer.zero_grad()
+            (sign * loss_of(model, batch(t))).backward()
+            optimizer.step()
+
+
+def attacks_weights(model: Any, optimizer: Any, batch: Batch) -> None:
+    """Adversarial training: weights are perturbed and put back through `.data`."""
+    for t in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, batch(t)).backward()
+        kept = {name: p.data.clone() for name, p in model.named_parameters()}
+        for p in model.parameters():
+            p.data.add_(0.01)
+        loss_of(model, batch(t)).backward()
+        for name, p in model.named_parameters():
+            p.data = kept[name]
+        optimizer.step()
+
+
+def sam(model: nn.Module) -> Any:
+    return SAM(model.parameters())
+
+
+def averaging(model: nn.Module) -> Any:
+    return Averaging(model.parameters(), lr=0.05)
+
+
+def plain(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def both(model: nn.Module) -> Any:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    adam = torch.optim.AdamW(others, lr=0.01, weight_decay=0.1)
+    return [torch.optim.SGD(matrices, lr=0.05, momentum=0.9), adam]
+
+
+OPTIMIZERS = [
+    Idiom(takes_two_steps, optimized(sam)),
+    Idiom(steps_by_closure, optimized(sam)),
+    Idiom(switches_modes, optimized(averaging)),
+    Idiom(steps_both, optimized(both)),
+    Idiom(steps_in_turn, optimized(both)),
+    Idiom(attacks_weights, optimized(plain)),
+]
+
 METHODS = [
     updates_by_method,
     computes_loss_inside,
@@ -276,3 +455,42 @@ def iterations_begun() -> list[bool]:
         optimizer.step()
     model.close()
     return begun
+
+
+def iterations_of_both(strategy: Strategy) -> tuple[int, int]:
+    """Iterations, and averages of weights, in as many steps of two optimizers; the first two
+    iterations are observed."""
+    model, optimizers = build(both)
+    options = {"observe": 2, "min_bucket_bytes": 1}
+    mine, steps = offbeat.prepare(model, optimizers, strategy, **options)
+    averages = 0
+    for t in range(STEPS):
+        loss_of(mine, batch_of(t, rank())).backward()
+        for optimizer in steps:
+            optimizer.step()
+            optimizer.zero_grad()
+        flat = torch.cat([p.detach().reshape(-1) for p in mine.parameters()])
+        seen = [torch.empty_like(flat) for _ in range(world_size())]
+        dist.all_gather(seen, flat)
+        averages += t >= 2 and torch.equal(seen[0], seen[1])
+    found = offbeat.iteration(mine), averages
+    mine.close()
+    return found
+
+
+def attributes() -> dict[str, Any]:
+    model, optimizer = build(sam)
+    optimizer.scale = 1.0
+    mine, steps = offbeat.prepare(model, optimizer, observe=1)
+    steps.scale = 0.25
+    loss_of(mine, batch_of(0, 0)).backward()
+    steps.first_step(zero_grad=True)
+    found = {
+        "isinstance": isinstance(steps, SAM) and isinstance(steps, torch.optim.Optimizer),
+        "rho": steps.defaults["rho"],
+        "set": optimizer.scale,
+        "name": steps.__class__.__name__,
+        "state": steps.state is optimizer.state,
+    }
+    mine.close()
+    return found

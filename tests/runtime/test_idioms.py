@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import idioms
 import pytest
+import torch
 from idioms import Idiom, agent
 from worlds import run_world
 
+import offbeat
 from offbeat import BSP, DDP, P3, WFBP, DeAR, DreamDDP, LocalSGD, Strategy
 
 # With a period of 1 and without momentum the mean of weights is that of gradients.
@@ -60,3 +62,43 @@ def test_a_method_that_trains_begins_an_iteration_before_its_forward() -> None:
     """From its second call on; other methods never do."""
     [begun] = run_world(idioms.iterations_begun, 1)
     assert begun == [False, False, False, True, False, True]
+
+
+# ---- optimizers -----------------------------------------------------------------------------
+
+
+def test_optimizers_that_step_by_themselves() -> None:
+    """Sharpness-aware steps, modes of schedule-free optimizers, several optimizers in one step or
+    in turn, weights that are put back through `.data`."""
+    cases = [(idiom, WFBP()) for idiom in idioms.OPTIMIZERS]
+    steps = (idioms.takes_two_steps, idioms.steps_both, idioms.steps_in_turn)
+    cases += [(i, s) for i in idioms.OPTIMIZERS if i.loop in steps for s in (P3(), DDP())]
+    assert_alike(run_world(idioms.differences, 2, cases, timeout_s=120.0))
+
+
+def test_averages_after_steps_of_several_optimizers() -> None:
+    """Every step of both optimizers is one iteration, whose weights are averaged."""
+    for counts in run_world(idioms.iterations_of_both, 2, LocalSGD(period=2)):
+        assert counts == (idioms.STEPS, idioms.STEPS // 2 - 1)
+
+
+def test_what_several_optimizers_cannot_do() -> None:
+    first, second = (torch.optim.SGD(torch.nn.Linear(2, 2).parameters()) for _ in range(2))
+    model = torch.nn.Linear(2, 2)
+    mine = torch.optim.SGD(model.parameters())
+    for optimizers, words in (
+        ([], "a list of 0"),
+        ([mine, torch.optim.SGD([model.bias])], "both have parameter 'bias'"),
+        ([first, second], "must belong to the model"),
+        ([mine, object()], "must be a torch.optim.Optimizer"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            offbeat.prepare(model, optimizers)
+    with pytest.raises(ValueError, match="under a2cid2"):
+        offbeat.prepare(model, [mine], "a2cid2")
+
+
+def test_the_prepared_optimizer_is_the_users() -> None:
+    """Its attributes, methods and class."""
+    [found] = run_world(idioms.attributes, 1)
+    assert found == {"isinstance": True, "rho": 0.5, "set": 0.25, "name": "SAM", "state": True}

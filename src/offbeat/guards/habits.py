@@ -16,7 +16,8 @@ class Habits:
     """`changes`: gradients were changed or replaced before a step, as clipping does; `reads`: they
     were looked at; `scales`: a gradient scaler stepped; `skips`: an update was left out after its
     backward; `backwards`: most backward passes before one step; `alters`: weights or settings of
-    param groups were changed between backward and step."""
+    param groups were changed between backward and step; `drives`: the optimizer stepped in a method
+    of its own, evaluated a closure several times, or is one of several."""
 
     changes: bool = False
     reads: bool = False
@@ -24,6 +25,7 @@ class Habits:
     skips: bool = False
     backwards: int = 1
     alters: bool = False
+    drives: bool = False
 
     @classmethod
     def of_all(cls, mine: Habits, control: Control) -> Habits:
@@ -36,6 +38,7 @@ class Habits:
             any(one.skips for one in seen),
             max(one.backwards for one in seen),
             any(one.alters for one in seen),
+            any(one.drives for one in seen),
         )
 
     def against(self, plan: Plan) -> str | None:
@@ -45,6 +48,7 @@ class Habits:
             return None
         late = "forward" in points
         found = [
+            (self.drives, "steps through several optimizers, or through methods of one"),
             (self.scales, "uses a GradScaler"),
             (self.changes and not self.scales, "changes gradients before the step (clipping?)"),
             (self.skips and not late, "leaves out updates after backward"),
@@ -87,6 +91,10 @@ class Watched:
     def read(self) -> None:
         """A gradient was looked at between backward and step."""
         self.habits.reads = True
+
+    def drove(self) -> None:
+        """An optimizer steps by itself."""
+        self.habits.drives = True
 
     def scaled(self) -> None:
         """A gradient scaler steps."""

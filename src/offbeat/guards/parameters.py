@@ -3,7 +3,7 @@ refused, not left out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from torch import nn
@@ -56,13 +56,18 @@ class ParameterWatch:
         self._trained = {id(p) for p in trained}
         self._note_frozen()
 
-    def require_unchanged(self) -> None:
-        """ValueError naming the first parameter that is trained but was not, or is elsewhere."""
-        moved = next(
-            (id(p) for p, place in self._some(self._places) if p.data_ptr() != place), None
-        )
+    def require_unchanged(self, take_back: Callable[[], None] | None = None) -> None:
+        """ValueError naming the first parameter that is trained but was not, or is elsewhere.
+
+        With `take_back`, values that were assigned to `p.data` return to their place. Memory that
+        other processes share, or of another kind, is refused all the same.
+        """
+        moved = next((p for p, place in self._some(self._places) if p.data_ptr() != place), None)
+        if moved is not None and take_back is not None and not moved.is_shared():
+            take_back()
+            moved = next((p for p, place in self._places if p.data_ptr() != place), None)
         if moved is not None:
-            name = next((n for n, p in self._model.named_parameters() if id(p) == moved), "?")
+            name = next((n for n, p in self._model.named_parameters() if p is moved), "?")
             raise ValueError(f"parameter {name!r} has got other memory: {ELSEWHERE}")
         self._turn += 1
         if not self._registered and not any(p.requires_grad for p in self._some(self._frozen)):

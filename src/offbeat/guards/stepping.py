@@ -29,6 +29,8 @@ class Stepping:
     def __init__(self, optimizer: Optimizer, shared: Callable[[], bool]):
         self._optimizer, self._shared = optimizer, shared
         self._own = False
+        self._before: Callable[[], None] | None = None  # steps that the script drives
+        self.seen = False  # such a step
         self._harmless: WeakSet[Optimizer] = WeakSet()
         self._handle: Any = register_optimizer_step_pre_hook(self._stepped)
         Stepping.hooks += 1
@@ -42,6 +44,16 @@ class Stepping:
         finally:
             self._own = before
 
+    @contextmanager
+    def lent(self, before: Callable[[], None], *, inner: bool) -> Iterator[None]:
+        """Allow steps of the prepared parameters within, each after a call of `before`: by other
+        optimizers, and if `inner` also by the prepared one."""
+        self._before, self._inner, self.seen = before, inner, False
+        try:
+            yield
+        finally:
+            self._before = None
+
     def close(self) -> None:
         """Look no longer; twice is fine."""
         if self._handle is not None:
@@ -50,7 +62,14 @@ class Stepping:
             Stepping.hooks -= 1
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._own or optimizer in self._harmless:
+        if self._own:
+            return
+        if self._before is not None and self._meets(optimizer):
+            if self._inner or optimizer is not self._optimizer:
+                self._before()
+                self.seen = True
+            return
+        if optimizer in self._harmless:
             return
         if self._leads_here(optimizer) or not self._meets(optimizer):
             self._harmless.add(optimizer)

@@ -127,6 +127,13 @@ class DDPSession(Session):
         self._marks.forward_end = self._cluster.device.mark()
         return output
 
+    def drive(
+        self, call: Callable[..., Any], closure: Any = None, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        if closure is not None:
+            args = (torch.enable_grad()(closure), *args)
+        return call(*args, **kwargs), closure is not None
+
     def note_forward(self, output: object) -> None:
         self._announce(output)
         self._forward_seen = True

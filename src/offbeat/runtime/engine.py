@@ -64,6 +64,7 @@ class Engine:
         self.stepping: Stepping | None = None
         self.watched: Watched | None = None
         self.reports, self.pauses = Reports(), Pauses(self)
+        self._driven = False  # the script's own optimizer has stepped in this iteration
         self._evaluated = self._trains_in_eval = False  # in evaluation mode, with gradients
         self._attached, self._adopted = ExitStack(), ExitStack()  # how to undo either
         self.attach(flat)
@@ -219,13 +220,21 @@ class Engine:
             self.run.windows.require_unchanged()
         elif self.hooks.broken:
             self._give_up(self.now)
-        elif self.backward_over:
-            self.run.land(self.now)  # a second backward may follow before the step
+        else:
+            self._between_forwards(self.now)
         now = self.started()
         self.control.set_activity("in forward")
         if held_s := self.compute.begins(now.number, now.marks.begin):
             now.marks.begin += held_s
         return now
+
+    def _between_forwards(self, now: Iteration) -> None:
+        """A forward follows a backward in the same iteration, or ends it if the script's own
+        optimizer has stepped."""
+        if self.backward_over and self._driven:
+            self._abandon(now, adding=False)
+        elif self.backward_over:
+            self.run.land(now)  # a second backward may follow before the step
 
     def forward_ends(self, output: object = None) -> None:
         """The prepared model's forward is over, and has returned this."""
@@ -252,8 +261,8 @@ class Engine:
         """Complete what changes weights, as a method of the model is about to read them."""
         if self.now is None:
             self.pauses.flush()
-        elif self.backward_over:
-            self.run.land(self.now)
+        else:
+            self._between_forwards(self.now)
         self._called = self.device.mark()
 
     def note_forward(self, output: object) -> None:
@@ -287,7 +296,7 @@ class Engine:
         if self.now is None:
             self._trains_in_eval |= self._evaluated
         elif self.backward_over:
-            if self.run.only_adds(self.now):
+            if self.run.only_adds(self.now) and not self._driven:
                 self._reopen()
             else:
                 self._abandon(self.now, adding=True)
@@ -360,7 +369,8 @@ class Engine:
         """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is
         due by the end, and the next iteration."""
         now, mark = self.end_backward(skip_update), self.device.mark
-        now.abandoned = abandoned
+        now.abandoned = abandoned = abandoned and not self._driven
+        self._driven = False
         self._looks.close()
         if self.watched is not None and not abandoned:
             updates = self.run.updates
@@ -390,6 +400,30 @@ class Engine:
         self.control.set_iteration(self.iteration)
         self.reports.hand_on()
         self.begin()
+
+    def begin_update(self) -> None:
+        """The script's own optimizer is about to step: complete the averages that it applies.
+        ValueError if this plan updates at other moments than the step."""
+        updates, late = self.run.updates, self.run.windows.late
+        if updates.remedy is not None or late or self.run.updates_at_end or self.plan.source:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} steps by itself, in a method other than step() "
+                "or after a closure that runs backward several times, or is one of several, but "
+                "this strategy updates at other moments than the step; "
+                f"{updates.remedy or 'use a strategy that steps at once, such as WFBP()'}"
+            )
+        self.end_backward(skip_update=False)
+        self._looks.close()
+        if self.suspects is not None:
+            self.suspects.heed()
+        if self.watched is not None:
+            self.watched.drove()
+        self._driven = True
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether a backward is over, and the step that ends its iteration has not come."""
+        return self.now is not None and self.backward_over
 
     def require_skippable(self) -> bool:
         """Before a step without an update: whether there is one to leave out. Gradients that are

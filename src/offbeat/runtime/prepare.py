@@ -59,6 +59,7 @@ from offbeat.runtime.session import (
     build_flat,
 )
 from offbeat.runtime.ssp_session import SSPSession
+from offbeat.runtime.together import Together, require_disjoint
 from offbeat.runtime.wrap import Model, Optimizer
 from offbeat.storage.flat import require_supported
 from offbeat.strategies import DDP, SSP, WFBP, Gossip, PSSelSync, Served, Strategy, create
@@ -83,7 +84,7 @@ SAME_MODEL = "build it from the same configuration everywhere"
 
 def prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     strategy: Strategy | str | None = None,
     *,
     profile: Profile | str | Path | None = None,
@@ -94,8 +95,11 @@ def prepare(
     compare_every: int = EVERY,
     on_nonfinite: OnNonfinite = "raise",
     metrics: Metrics | Log | None = None,
-) -> tuple[Model, Optimizer]:
+) -> tuple[Model, Any]:
     """Model and optimizer that train together with their replicas on all ranks.
+
+    Of several optimizers, each with parameters of its own, pass a list, which is returned as a
+    list: `model, [muon, adamw] = offbeat.prepare(model, [muon, adamw])`.
 
     Start one process per rank with `torchrun`, `offbeat run`, `srun` or `mpirun`; a lone process
     trains alone. `strategy`: an object, or its name and settings as "dreamddp:period=8"; without
@@ -138,12 +142,16 @@ def prepare(
     require_policy(on_nonfinite)
     if metrics is not None and not isinstance(metrics, Metrics):
         metrics = Metrics(metrics)
-    if not hasattr(optimizer, "param_groups"):
-        raise ValueError(
-            f"optimizer ({type(optimizer).__name__}) must be one torch.optim.Optimizer; have one "
-            "with a parameter group each in place of several"
-        )
-    _require_unprepared(model, optimizer)
+    several = isinstance(optimizer, Sequence)
+    for one in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        if not hasattr(one, "param_groups"):
+            raise ValueError(
+                f"optimizer ({type(one).__name__}) must be a torch.optim.Optimizer, or a list of "
+                "them, each with parameters of its own"
+            )
+        _require_unprepared(model, one)
+    if isinstance(optimizer, Sequence):
+        optimizer = _together(model, optimizer, strategy)
     _require_idle_servers()
     _require_one_model(job)
     if hasattr(model, "_orig_mod"):  # what torch.compile returns
@@ -213,7 +221,22 @@ def prepare(
     except BaseException:
         prepared[0].close()
         raise
-    return prepared
+    return (prepared[0], prepared[1].parts()) if several else prepared
+
+
+def _together(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy
+) -> Together:
+    """Several optimizers as one."""
+    if not optimizers or isinstance(strategy, Gossip | Served):
+        raise ValueError(
+            f"optimizer (a list of {len(optimizers)}) must be one torch.optim.Optimizer under "
+            f"{strategy}, or a list of at least one under other strategies, such as WFBP()"
+        )
+    require_disjoint(model, optimizers)
+    for one in optimizers:
+        _require_one_backward(one)
+    return Together(optimizers)
 
 
 _sessions = count()  # with metrics, in this process; all ranks prepare the same ones

@@ -37,6 +37,7 @@ from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.pace import Host, Pace
 from offbeat.runtime.position import capture, land_before, restore
 from offbeat.runtime.record import Recorder
+from offbeat.runtime.together import Together
 from offbeat.runtime.turns import Turns
 from offbeat.runtime.updates import early_remedy
 from offbeat.runtime.wrap import Position, Session
@@ -144,6 +145,8 @@ class FlatSession(Session):
         early then does everything at the first step, and what the script does there decides.
         """
         self.profile = profile
+        if isinstance(self.engine.optimizer, Together):
+            habits = replace(habits or Habits(), drives=True)
         with warnings.catch_warnings(record=True) as said:  # rank 0 says it for all
             warnings.simplefilter("always")
             plan = self._checked(self._strategy)
@@ -437,7 +440,8 @@ class FlatSession(Session):
         if self._cluster.closed and not (torch.is_grad_enabled() and self._model.training):
             return call(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._parameters.require_unchanged()
+            shared = self._anybody_steps()  # else messages may hold what was there
+            self._parameters.require_unchanged(self.engine.flat.take_back if shared else None)
             self._require_untouched()
             if self._loaded and self.engine.trains and not self._cluster.closed:
                 self._require_all_loaded()
@@ -454,6 +458,30 @@ class FlatSession(Session):
 
     def note_forward(self, output: object) -> None:
         self.engine.note_forward(output)
+
+    def drive(
+        self, call: Callable[..., Any], closure: Any = None, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        self.flush()
+        begin_update = self.engine.begin_update
+        if closure is not None:
+
+            def evaluate() -> Any:
+                loss = closure()
+                begin_update()
+                return loss
+
+            args = (torch.enable_grad()(evaluate), *args)
+        with self._stepping.lent(begin_update, inner=closure is None):
+            result = call(*args, **kwargs)
+        stepped = self._stepping.seen or closure is not None
+        if stepped:
+            self.engine.flat.take_back()
+        return result, stepped
+
+    @property
+    def awaits_step(self) -> bool:
+        return self.engine.awaits_step
 
     _unsampled: int | None = None  # iteration whose parameters land only within a forward
 

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from offbeat.runtime.outputs import tensors_of
+from offbeat.runtime.together import Together
+from offbeat.storage.coupling import delegates
 from offbeat.transport.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -58,6 +60,24 @@ class Session(ABC):
     @abstractmethod
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass: a call of the module, or of one of its methods."""
+
+    def drive(
+        self, call: Callable[..., Any], closure: Any = None, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a method of the user's optimizer, which may step in it, or evaluate the `closure`
+        several times. Return its result, and whether it has stepped."""
+        if closure is not None:
+            raise ValueError(
+                f"{self.strategy} steps the optimizer without a closure; use a strategy that steps "
+                "at once, such as WFBP()"
+            )
+        self.flush()
+        return call(*args, **kwargs), False
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether a backward is over, and the step that ends its iteration has not come."""
+        return False
 
     def note_forward(self, output: object) -> None:  # noqa: B027 - nothing to do by default
         """A call that was not announced as a forward has returned tensors of a graph: backward
@@ -344,16 +364,53 @@ class Optimizer(torch.optim.Optimizer):
             self._session.optimizer_reloaded()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        if closure is not None and not _evaluates_once(self.inner):
+            loss, _ = self._session.drive(self.inner.step, closure)
+            self._end_iteration(skip_update=True)
+            return loss
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._session.step(skip_update=self._overflowed())
+        self._end_iteration(skip_update=self._overflowed())
+        return loss
+
+    def _end_iteration(self, *, skip_update: bool) -> None:
+        self._session.step(skip_update=skip_update)
         if self._meter is not None:
             self._meter.stepped()
         if self._after_step is not None:
             self._after_step()
-        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """The user's optimizer has it. A method in which it steps ends an iteration."""
+        if name in ("inner", "_session", "_sealed"):
+            raise AttributeError(name)
+        value = getattr(self.inner, name)
+        if not (inspect.ismethod(value) and value.__self__ is self.inner):
+            return value
+
+        @wraps(value)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result, stepped = self._session.drive(value, None, *args, **kwargs)
+            if stepped:
+                self._end_iteration(skip_update=True)
+            return result
+
+        return call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ or hasattr(type(self), name) or not self.__dict__.get("_sealed"):
+            super().__setattr__(name, value)
+        elif not name.startswith("_") and hasattr(self.inner, name):
+            setattr(self.inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """That of the user's optimizer for `isinstance`; `type()` is this class."""
+        return type(self.inner) if self.__dict__.get("_sealed") else type(self)
 
     def after_step(self, act: Callable[[], None]) -> None:
         """Call this whenever an iteration is over."""
@@ -396,6 +453,12 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError("param groups must be added before offbeat.prepare")
         super().add_param_group(param_group)
 
+    def parts(self) -> list[Part]:
+        """One optimizer for each of several that were prepared together."""
+        assert isinstance(self.inner, Together)
+        stepped: set[int] = set()
+        return [Part(part, self._session, self, stepped) for part in self.inner.parts]
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by GradScaler.step alone."""
@@ -405,3 +468,54 @@ class Optimizer(torch.optim.Optimizer):
                 f"{self._session.scaler_remedy}, or bf16 autocast without a scaler"
             )
         return True
+
+
+class Part(Optimizer):
+    """One of several optimizers of a model. The iteration ends when all of them have stepped, or
+    with the next backward."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        session: Session,
+        whole: Optimizer,
+        stepped: set[int],
+    ):
+        super().__init__(inner, session)
+        self._whole, self._stepped = whole, stepped  # ids of those that have, in this iteration
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._session.awaits_step or id(self) in self._stepped:
+            self._stepped.clear()
+        if not self._overflowed():
+            self._session.drive(self.inner.step)
+        self._stepped.add(id(self))
+        assert isinstance(self._whole.inner, Together)
+        if len(self._stepped) == len(self._whole.inner.parts):
+            self._stepped.clear()
+            self._whole._end_iteration(skip_update=True)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        assert isinstance(self._whole.inner, Together)
+        self._whole.inner.gather()
+        self._whole._alias()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients of this optimizer's parameters between a backward and the
+        steps of all optimizers, and otherwise those of all."""
+        if self._session.awaits_step or self._stepped:
+            self.inner.zero_grad(set_to_none)
+        else:
+            self._session.zero_grad(set_to_none)
+
+
+def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step(closure)` is `closure()` and then `step()`, as in torch's own optimizers."""
+    step = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
+    return step.__module__.startswith("torch.optim.") and not delegates(optimizer)

@@ -106,8 +106,10 @@ def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def delegates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is a wrapper round another one."""
-    return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
+    """Whether an optimizer steps others, which it holds."""
+    held = [value for value in vars(optimizer).values() if not isinstance(value, list)]
+    held += [one for value in vars(optimizer).values() if isinstance(value, list) for one in value]
+    return any(isinstance(value, torch.optim.Optimizer) for value in held)
 
 
 def devices_of(optimizer: torch.optim.Optimizer) -> set[torch.device]:

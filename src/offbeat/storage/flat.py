@@ -230,6 +230,17 @@ class Flat:
         """All flat parameter tensors."""
         return list(self._stores["param"][0].values())
 
+    def take_back(self) -> None:
+        """Have every parameter in its place again, with the values that it has elsewhere."""
+        store = self._stores["param"][0]
+        for key, (at, *_), bucket in zip(self.keys, self._spans, self.buckets, strict=True):
+            for p in bucket.parameters:
+                place = store[key].data_ptr() + at * store[key].element_size()
+                if p.data_ptr() != place and key_of(p) == key:
+                    with torch.no_grad():
+                        _rehome_all(store[key], [p], at)
+                at += p.numel()
+
     # ---- checkpoints ------------------------------------------------------------------------
 
     def contents(self, buffer: str) -> list[list[Tensor]]:
