@@ -95,13 +95,6 @@ def test_refused_when_prepared_already() -> None:
     assert optimizer == "the optimizer is prepared already; call prepare once"
 
 
-def test_several_optimizers_are_refused() -> None:
-    model = nn.Linear(2, 1)
-    several = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"optimizer \(list\) must be one .* group each"):
-        offbeat.prepare(model, several, WFBP())  # type: ignore[arg-type]
-
-
 def test_an_error_leaves_nothing_behind() -> None:
     for words, *threads in run_world(failing.prepare_after_an_error, 2):
         assert "the profile does not match: its world_size (3) must be 2" in words
