@@ -69,6 +69,12 @@ def test_import_does_not_need_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_commands_that_launch_ranks_do_not_import_torch() -> None:
+    """It takes more than a second of processor time, and only the ranks need it."""
+    code = "import sys; sys.modules['torch'] = None; import offbeat.cli, offbeat.run.compare"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_prepare_is_the_runtimes() -> None:
     from offbeat.runtime import prepare
 

@@ -13,9 +13,12 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING
 
 from offbeat.plan import CHANNEL
-from offbeat.transport.control import Control
+
+if TYPE_CHECKING:  # needs torch, which the launcher of ranks does not import
+    from offbeat.transport.control import Control
 
 BACKENDS = ("gloo", "nccl")
 CHECK_S = 15.0
