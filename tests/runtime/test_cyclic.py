@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import workers
 from models import Case, batch, build_model, build_optimizer, loss_of, profile_of
 from torch import Tensor, nn
 from workers import prepared
@@ -365,3 +368,27 @@ def test_a_table_stands_for_a_rule() -> None:
     assert Cyclic(table=v2).rules(4) == Cyclic().rules(4)
     assert Cyclic(table=((False,) * 4,) * 4).rules(4) == Cyclic(rule="v1").rules(4)
     assert create("cyclic", {"table": [[0, 1], [1, 1]]}).table == ((False, True), (True, True))
+
+
+def _stages_of(jobs: Sequence[dict[str, Any]], directory: str) -> list[tuple[int, int]]:
+    """Buckets and stages of each job's profile and plan, with buckets that were measured."""
+    found = []
+    for number, job in enumerate(jobs):
+        path = Path(directory) / f"job{workers.rank()}-{number}.json"
+        path.write_text(json.dumps({"schema": 1, **job}))
+        os.environ["OFFBEAT_JOB"] = str(path)
+        case = Case("mlp", "sgd")
+        trained = workers.train(case, Cyclic(), range(4), observe=2)
+        found.append((len(trained.profile.buckets), len(trained.plan.fact("stages"))))
+    del os.environ["OFFBEAT_JOB"]
+    return found
+
+
+def test_a_small_model_has_a_bucket_for_every_stage(tmp_path: Path) -> None:
+    """Whatever small messages take: by their times it would be one bucket for two stages."""
+    jobs = [{}, {"min_bucket_bytes": 1}, {"least_buckets": 3}]
+    for found in run_world(_stages_of, 2, jobs, str(tmp_path)):
+        (few, stages), (all_, _), (three, _) = found
+        assert few >= stages == 2
+        assert all_ == 4  # parameters that no bucket joins
+        assert three >= 3

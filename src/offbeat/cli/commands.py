@@ -106,6 +106,10 @@ class Where:
             "or none.  [default: auto in the lab where ranks outnumber processors]"
         ),
     ] = None
+    min_bucket_bytes: Annotated[
+        int | None,
+        number("Bytes that a bucket holds at least.  [default: the script's, or measured]"),
+    ] = None
 
 
 WHERE = Where()
@@ -501,6 +505,8 @@ def _setup(where: Where, script: str, args: Sequence[str]) -> Setup:
     for name, value in (("--timeout", where.timeout), ("--wait", where.wait)):
         if value is not None:
             limits.seconds(name, value, NO_LIMIT_S)
+    if where.min_bucket_bytes is not None:
+        limits.at_least("--min-bucket-bytes", where.min_bucket_bytes, 1, "leave it out")
     secrets.adopt(where.secret)
     return Setup(
         script=(script, *args),
@@ -512,6 +518,7 @@ def _setup(where: Where, script: str, args: Sequence[str]) -> Setup:
         links=tuple(link.strip() for link in where.links.split(",")) if where.links else (),
         pace=texts.pace(where.pace),
         servers=where.servers * cluster.processes_per_host,
+        min_bucket_bytes=where.min_bucket_bytes,
     )
 
 

@@ -159,11 +159,18 @@ class Observer:
                 "returned, or give offbeat.prepare a profile"
             )
 
-    def layout(self, control: Control, min_bytes: int) -> list[BucketSpec]:
-        """Buckets in rank 0's ready order, parameters without a gradient last; same everywhere."""
+    def layout(self, control: Control, min_bytes: int, least_buckets: int = 1) -> list[BucketSpec]:
+        """Buckets in rank 0's ready order, parameters without a gradient last; same everywhere.
+
+        Buckets are smaller than `min_bytes` where there would be fewer than `least_buckets`.
+        """
         buffers = changed_buffers(self._model, self._buffers)
         order, buffers = control.gather((self._ordered(), buffers))[0]
-        return group_parameters(self._model, order, min_bytes, buffers)
+        specs = group_parameters(self._model, order, min_bytes, buffers)
+        while len(specs) < least_buckets and min_bytes > 1:
+            min_bytes //= 2
+            specs = group_parameters(self._model, order, min_bytes, buffers)
+        return specs
 
     def profile(
         self,

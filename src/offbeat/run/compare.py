@@ -67,6 +67,7 @@ class Setup:
     profile's, else "auto" in the lab where there are more ranks than processors.
 
     The last `servers` ranks of the cluster only serve, under strategies that have servers.
+    `min_bucket_bytes` is that of `offbeat.prepare`, in place of the script's.
     """
 
     script: tuple[str, ...]
@@ -78,6 +79,7 @@ class Setup:
     links: tuple[str, ...] = ()
     pace: float | Literal["auto", "none"] | None = None
     servers: int = 0
+    min_bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.pace, (int, float)) and not 1 <= self.pace < float("inf"):
@@ -366,7 +368,10 @@ def _run_all(
     else:
         again = comparison.repeat_disturbed
         logs = outcome.run_dir / PROFILING
-        if not _measure(comparison.setup, lab, path, logs, outcome, progress, again=again):
+        setup = comparison.setup
+        counts = [c.strategy.least_buckets(setup.workers) for c in comparison.contestants or ()]
+        more = {"again": again, "least_buckets": max(counts, default=1)}
+        if not _measure(setup, lab, path, logs, outcome, progress, **more):
             return
     profile = Profile.load(path)
     if profile.pace:
@@ -465,6 +470,7 @@ def _measure(
     progress: Progress,
     *,
     again: bool = False,
+    least_buckets: int = 1,
 ) -> bool:
     """Launch until the profile is in `path`, `again` if it was disturbed; a failure is noted and
     said."""
@@ -475,6 +481,7 @@ def _measure(
         save_profile=str(draft.absolute()),
         save_strategy=str((logs / "strategy.json").absolute()),
         stop_after_profile=True,
+        least_buckets=least_buckets,
         pace=setup.measured_pace,
         turns=str((logs / "turns").absolute()) if setup.measured_pace else None,
     )
@@ -493,7 +500,7 @@ def _measure(
         progress.say(f"the profile was disturbed: {found.text}{once_more}")
         if again:
             logs.rename(logs.with_name(BEFORE + logs.name))
-            return _measure(setup, lab, path, logs, outcome, progress)
+            return _measure(setup, lab, path, logs, outcome, progress, least_buckets=least_buckets)
     return True
 
 
@@ -675,6 +682,7 @@ def _job(setup: Setup, strategy: Strategy | None, **rest: Any) -> dict[str, Any]
         "profile": None,
         "save_profile": None,
         "stop_after_profile": False,
+        "min_bucket_bytes": setup.min_bucket_bytes,
         "record_dir": None,
         "timeout_s": setup.wait_s,
         "pace": None,

@@ -32,7 +32,8 @@ class Job:
     is a folder in which the runtime saves every `checkpoint_every` iterations, and from whose
     newest checkpoint it goes on if told to `resume`. Rank 0 writes the strategy that the script
     names to `save_strategy` (see `offbeat.run.named`); with `stop_after_strategy` all ranks exit
-    then.
+    then. `min_bucket_bytes` is that of `offbeat.prepare`, in place of the script's; where buckets
+    are measured, they are smaller if there would be fewer than `least_buckets`.
     """
 
     strategy: str | None = None
@@ -47,6 +48,8 @@ class Job:
     checkpoint: str | None = None
     checkpoint_every: int | None = None
     resume: bool = False
+    min_bucket_bytes: int | None = None
+    least_buckets: int = 1
     save_strategy: str | None = None
     stop_after_strategy: bool = False
 

@@ -131,6 +131,7 @@ def prepare(
     strategy, notice = _chosen(strategy, job)
     servers = current_servers()
     timeout_s = _positive("timeout_s", job.timeout_s or timeout_s)
+    min_bucket_bytes = job.min_bucket_bytes or min_bucket_bytes
     if not isinstance(observe, int) or observe < 1:
         raise ValueError(
             f"observe ({observe!r}) must be at least 1 iteration; pass a profile for none"
@@ -200,6 +201,7 @@ def prepare(
             job.stop_after_profile,
             job.pace,
             job.turns,
+            job.least_buckets,
         )
         watch = Watch(compare_every, on_nonfinite)
         if cluster.control.rank == 0:

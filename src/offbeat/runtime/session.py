@@ -59,6 +59,7 @@ class Observation:
     then_stop: bool
     pace: float | Literal["auto"] | None = None  # of the hosts that the profile is for
     turns: str | None = None  # lock file: ranks compute one after the other
+    least_buckets: int = 1  # that a launcher needs for other strategies than the job's
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,10 @@ class FlatSession(Session):
         least = how.min_bucket_bytes or worthwhile_bytes(
             first, self.engine.flat, self._cluster.device
         )
-        specs = observer.layout(control, least)
+        needed = 1
+        if how.min_bucket_bytes is None:
+            needed = max(how.least_buckets, self._strategy.least_buckets(control.world_size))
+        specs = observer.layout(control, least, needed)
         self.engine.relayout(specs)
         flat = self.engine.flat
         self._parameters.attach(flat.parameters)

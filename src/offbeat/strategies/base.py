@@ -44,6 +44,10 @@ class Strategy(ABC):
         """The profile by which `schedule` and `bound_s` go: with what messages take."""
         return profile
 
+    def least_buckets(self, ranks: int) -> int:
+        """Buckets that a plan for so many ranks needs at least."""
+        return 1
+
     def encoded(self, plan: Plan, profile: Profile) -> Plan:
         """The plan with what its messages become on the link."""
         return plan

@@ -164,6 +164,10 @@ class Cyclic(Wired):
     def _skipped(self) -> int:
         return int(self.start == "skip")
 
+    def least_buckets(self, ranks: int) -> int:
+        """One for each stage."""
+        return self.stages or ranks
+
     def _job(self, profile: Profile) -> _Job:
         ranks = profile.world_size
         stages = self.stages or ranks
