@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from offbeat.sim.consensus import Course, Quadratic, follow
-from offbeat.sim.gossip import Network, Workers, simulate
+from offbeat.sim.gossip import Network, Workers, poisson, simulate
 from offbeat.solve.graphs import constants, edge_rates, topology
 
 
@@ -143,3 +143,33 @@ def test_bad_shape():
     rates, c = ring(4)
     with pytest.raises(ValueError, match=r"x \(shape \(3, 2\)\)"):
         follow(simulate(rates, Workers([1.0] * 4), units=1), c, np.zeros((3, 2)))
+
+
+def test_exchanges_that_take_no_time_are_those_of_exponential_clocks():
+    """Half of an edge's rate is requested at each end, so the edge has an exponential clock whatever
+    the jitter of gradients; exchanges that take time happen less often, and agreement is slower."""
+    rates, c = ring(8)
+    units, jittery = 60, Workers([1.0] * 8, jitter=0.3)
+    kinds = {"clock": [], "no time": [], "takes time": []}
+    for seed in range(24):
+        x = np.random.default_rng(seed).standard_normal((8, 16))
+        network = Network(delay_s=0.4)
+        for kind, timeline in zip(
+            kinds,
+            (
+                poisson(rates, 8, units, seed=seed),
+                simulate(rates, jittery, units=units, seed=seed),
+                simulate(rates, jittery, network, units=units, seed=seed),
+            ),
+            strict=True,
+        ):
+            course = follow(timeline, c, x, readings=60)
+            kinds[kind].append((len(timeline.exchange_edge), course.decay(units / 10)))
+    counts, decays = np.array([kinds[kind] for kind in kinds]).transpose(2, 0, 1)
+    expected = sum(rates.values()) * units
+    error = (expected / counts.shape[1]) ** 0.5
+    assert abs(counts[:2].mean(axis=1) - expected).max() < 3 * error
+    assert counts[2].mean() < expected - 3 * error
+    errors = decays.std(axis=1, ddof=1) / decays.shape[1] ** 0.5
+    assert abs(decays[0].mean() - decays[1].mean()) < 3 * np.hypot(*errors[:2])
+    assert decays[2].mean() < decays[1].mean()
