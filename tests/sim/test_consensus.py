@@ -146,8 +146,9 @@ def test_bad_shape():
 
 
 def test_exchanges_that_take_no_time_are_those_of_exponential_clocks():
-    """Half of an edge's rate is requested at each end, so the edge has an exponential clock whatever
-    the jitter of gradients; exchanges that take time happen less often, and agreement is slower."""
+    """Half of an edge's rate is requested at each end, so the edge has an exponential clock,
+    whatever the jitter of gradients. Exchanges that take time happen less often, and agreement is
+    slower."""
     rates, c = ring(8)
     units, jittery = 60, Workers([1.0] * 8, jitter=0.3)
     kinds = {"clock": [], "no time": [], "takes time": []}
