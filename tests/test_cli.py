@@ -164,7 +164,7 @@ def test_a_profile_that_cannot_be_read(text, words, here, capsys):
         ("run --rate --hosts 4 train.py", "--rate ('--hosts') is not a number with a unit"),
         ("run --pace -2 train.py", "pace (-2) must be at least 1"),
         ("run --wait -1 train.py", "--wait (-1) must be above 0"),
-        ("run --min-bucket-bytes 0 train.py", "--min-bucket-bytes (0) must be at least 1"),
+        ("run --min-bucket 0 train.py", "--min-bucket (0) must be at least 1"),
         ("run --secret s3cret train.py", "--secret (s3cret) must be a file"),
         ("run -m nothing.here", "module ('nothing.here') must exist"),
         ("run -m", "-m must be followed by a module"),

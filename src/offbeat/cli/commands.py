@@ -98,7 +98,7 @@ class Where:
         option("File with the job's secret, instead of OFFBEAT_SECRET; see docs/security.md."),
     ] = None
     timeout: Annotated[float | None, option("Stop a launch after so many seconds.")] = None
-    wait: Annotated[float, option("Seconds that a rank waits for another one.")] = 120.0
+    wait: Annotated[float, option("Seconds a rank waits for another.")] = 120.0
     pace: Annotated[
         str | None,
         option(
@@ -108,7 +108,7 @@ class Where:
     ] = None
     min_bucket_bytes: Annotated[
         int | None,
-        number("Bytes that a bucket holds at least.  [default: the script's, or measured]"),
+        number("Least bytes of a bucket.", "--min-bucket"),
     ] = None
 
 
@@ -506,7 +506,7 @@ def _setup(where: Where, script: str, args: Sequence[str]) -> Setup:
         if value is not None:
             limits.seconds(name, value, NO_LIMIT_S)
     if where.min_bucket_bytes is not None:
-        limits.at_least("--min-bucket-bytes", where.min_bucket_bytes, 1, "leave it out")
+        limits.at_least("--min-bucket", where.min_bucket_bytes, 1, "leave it out")
     secrets.adopt(where.secret)
     return Setup(
         script=(script, *args),
