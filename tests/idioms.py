@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -492,5 +493,30 @@ def attributes() -> dict[str, Any]:
         "name": steps.__class__.__name__,
         "state": steps.state is optimizer.state,
     }
+    mine.close()
+    return found
+
+
+def model_protocol() -> dict[str, Any]:
+    """What scripts that were written for DistributedDataParallel, or for a Sequential, use."""
+    model, optimizer = build(plain)
+    mine, steps = offbeat.prepare(model, optimizer, observe=2, min_bucket_bytes=1)
+    found: dict[str, Any] = {"len": len(mine), "layer": mine[0] is model[0]}
+    gradients = []
+    for sync in (False, True):
+        mine.require_backward_grad_sync = sync
+        loss_of(mine, batch_of(0, rank())).backward()
+        gradient = model[0].weight.grad.clone()
+        seen = [torch.empty_like(gradient) for _ in range(world_size())]
+        dist.all_gather(seen, gradient)
+        gradients.append(torch.equal(*seen))
+    steps.step()
+    found["local"], found["averaged"] = not gradients[0], gradients[1]
+    found["refused"] = 0
+    for use in (lambda: pickle.dumps(mine), lambda: mine.join, lambda: mine.register_comm_hook):
+        try:
+            use()
+        except (TypeError, AttributeError) as error:
+            found["refused"] += "model" in str(error) or "strategy" in str(error)
     mine.close()
     return found

@@ -102,3 +102,8 @@ def test_the_prepared_optimizer_is_the_users() -> None:
     """Its attributes, methods and class."""
     [found] = run_world(idioms.attributes, 1)
     assert found == {"isinstance": True, "rho": 0.5, "set": 0.25, "name": "SAM", "state": True}
+
+
+def test_the_prepared_model_is_indexed_and_accumulates_as_under_ddp() -> None:
+    for found in run_world(idioms.model_protocol, 2):
+        assert found == {"len": 3, "layer": True, "local": True, "averaged": True, "refused": 3}

@@ -163,6 +163,12 @@ class Session(ABC):
         """The optimizer's state and groups were replaced."""
 
 
+OF_DDP = {
+    "join": "let all ranks have as many batches, or call model.skip_step() where one has none left",
+    "register_comm_hook": "choose a strategy and its wire format, as in 'wfbp:wire=fp16'",
+}
+
+
 class Watcher(Protocol):
     """Whoever is told of every step."""
 
@@ -185,6 +191,7 @@ class Model(nn.Module):
         object.__setattr__(self, "_session", session)
         object.__setattr__(self, "_meter", meter)
         object.__setattr__(self, "_forwards", set())  # names of methods that train
+        object.__setattr__(self, "_quiet", None)  # the no_sync() that the script has switched on
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         around = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
@@ -278,12 +285,46 @@ class Model(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             module = super().__getattr__("module")
+            if name in OF_DDP and not hasattr(module, name):
+                raise AttributeError(
+                    f"{name} is DistributedDataParallel's; {OF_DDP[name]}"
+                ) from None
             value = getattr(module, name)
         if inspect.ismethod(value) and value.__self__ is module:
             return self._counted(name, value)
         if isinstance(value, (torch.Tensor, nn.Module)) or callable(value):
             self._session.flush()  # what it reads must be up to date
         return value
+
+    def __getitem__(self, key: Any) -> Any:
+        self._session.flush()
+        return self._modules["module"][key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self._modules["module"])  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False: backward only accumulates, as within `no_sync()`."""
+        return self._quiet is None
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if value and self._quiet is not None:
+            self._quiet.__exit__(None, None, None)
+            object.__setattr__(self, "_quiet", None)
+        elif not value and self._quiet is None:
+            object.__setattr__(self, "_quiet", self.no_sync())
+            self._quiet.__enter__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a prepared model holds connections to other ranks and cannot be pickled; pickle "
+            "model.module, copy.deepcopy(model) or model.state_dict()"
+        )
 
     def _counted(self, name: str, method: MethodType) -> MethodType:
         """The method, whose calls count as forward passes if they train."""
