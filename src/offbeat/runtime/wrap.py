@@ -317,8 +317,9 @@ class Model(nn.Module):
             self._quiet.__exit__(None, None, None)
             object.__setattr__(self, "_quiet", None)
         elif not value and self._quiet is None:
-            object.__setattr__(self, "_quiet", self.no_sync())
-            self._quiet.__enter__()
+            quiet = self.no_sync()
+            quiet.__enter__()
+            object.__setattr__(self, "_quiet", quiet)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
