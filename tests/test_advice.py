@@ -107,12 +107,16 @@ def test_nothing_is_changed_where_nothing_is_gained():
     assert isinstance(advice.chosen.strategy, DDP)
 
 
-def test_slow_links_ask_for_the_longest_period_that_is_allowed():
+def test_slow_links_ask_for_the_longest_period_that_is_allowed(monkeypatch):
     # A codec would be far faster here, but it does not compute the numbers of DDP.
     fresh = advise(slow(), max_staleness=0)
     assert {option.change for option in fresh.options} == {"same numbers"}
     assert not any(t.wire for o in fresh.options for t in o.strategy.plan(slow()).transfers)
     assert any(option.change == "lossy" for option in advise(slow(), max_staleness=1).options)
+    # By what an option changes, whatever is considered.
+    monkeypatch.setattr(advising, "candidates", lambda _: iter((DDP(), WFBP(wire="int4"))))
+    assert [o.strategy for o in advise(slow(), max_staleness=0).options] == [DDP()]
+    monkeypatch.undo()
     few, many = (advise(slow(1e5), max_staleness=n).chosen for n in (3, 19))
     assert few.change != "same numbers"
     assert few.staleness <= 3

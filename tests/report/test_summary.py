@@ -329,6 +329,11 @@ def test_losses_that_rose_or_left_the_numbers_are_marked(tmp_path):
         label: [[record(0, steady(1.0, 200), losses_of(shape, 0))]]
         for label, shape in shapes.items()
     }
+    noisy = [  # flat, with noise of 6 %
+        rows_of(tmp_path / str(seed), {"a": [[record(0, steady(1.0, 200), losses)]]})["a"].rising
+        for seed, losses in enumerate(losses_of(lambda x: 0.5 + 0 * x, seed) for seed in range(30))
+    ]
+    assert sum(noisy) <= 1
     lost = [*losses_of(shapes["fell"], 0)[:-1], math.nan]
     reps["lost"] = [[record(0, steady(1.0, 200), lost)]]
     path = write_tiny(tmp_path, reps)
@@ -354,13 +359,12 @@ def test_the_spread_of_losses_is_over_seeds(tmp_path):
             [record(0, steady(1.0, 50), losses_of(lambda x: 2 - x, seed)[:50])] for seed in seeds
         ]
 
-    path = write_tiny(tmp_path, {"own": reps((1, 2, 3)), "same": reps((1, 1, 1))})
+    path = write_tiny(tmp_path, {"own": reps((1, 2, 3)), "same": reps((1, 1, 4))})
     dump(path / "run.json", {**json.loads((path / "run.json").read_text()), "seeds": [5, 6, 7]})
     own, same = summarize(load(path))
     assert own.seeds == same.seeds == (5, 6, 7)
     assert (own.same_losses, same.same_losses) == (False, True)
     assert own.final_spread[0] < own.final_loss < own.final_spread[1]
-    assert same.final_spread[0] == same.final_spread[1]
     assert "equal losses" in str(table([own, same]).caption)
     assert "seeds 5, 6, 7" in str(table([own]).caption)
 
