@@ -259,4 +259,5 @@ def profile_of(case: Case, world_size: int, links: Sequence[str] = ("net",)) -> 
         links=tuple(Link(name, 0.1, total / (1.5 * len(buckets))) for name in links),
         world_size=world_size,
         update_s=0.1,
+        broadcast_bytes=sum(b.nbytes for b in build_model(case).buffers()),
     )

@@ -169,7 +169,7 @@ def test_the_slowest_rank_plans():
         (altered({"links": None}), "the profile lacks 'links'"),
         (
             altered({"speed": 1}),
-            r"profile field \('speed'\) must be one of buckets, codecs, contention, jitter, links",
+            r"profile field \('speed'\) must be one of broadcast_bytes, buckets, codecs",
         ),
         (altered({"world_size": 0}), r"world_size \(0\) must be an integer of at least 1"),
         (altered({"world_size": 1.5}), r"world_size \(1.5\) must be an integer"),

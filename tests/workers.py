@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.plan import BUILT_IN, Buffer, Plan, Transfer
+from offbeat.plan import BUFFERS, BUILT_IN, Buffer, Plan, Transfer
 from offbeat.profile import Profile
 from offbeat.strategies import Strategy
 from offbeat.transport.collectives import Collective
@@ -263,7 +263,8 @@ class Spy:
         for message, x in self._seen:
             t = message.transfer
             there = places.get((x.data_ptr(), x.numel()), ())
-            name = promise_of(t) if place_of(t) in there else "another tensor"
+            known = place_of(t) in there or t.payload.buffer == BUFFERS
+            name = promise_of(t) if known else "another tensor"
             trained.collectives.append((message.iteration, t.link, name, x.nbytes))
         trained.bytes_sent = {n: link.bytes_sent for n, link in self._engine.links.items()}
 
@@ -272,6 +273,8 @@ class Spy:
         flat, places = self._engine.flat, {}
         for t in plan.transfers if plan is not None else ():
             payload = t.payload
+            if payload.buffer == BUFFERS:  # packed for each message
+                continue
             if payload.buffer == "state":
                 tensors = self._engine.state.tensors(payload.buckets)
                 parts = [x[payload.slice_of(x.numel())] for x in tensors]

@@ -33,6 +33,14 @@ Some strategies change what they do after a script's first iteration
 (A2CiD2) runs without an exchange here, as the moments of exchanges are chance. A script that keeps
 references of its own to the weights, and reads them between a step and the next forward, calls
 `model.flush()` first. Under DeFT, iterations that apply nothing show one gradient, a zero.
+
+The buffers of a module that forward writes (running norms, codebooks, counters, batch
+normalization) are those of rank 0 on all ranks at the next forward, under every strategy that
+computes what DDP computes, except `ps-bsp` and `ssp`. They leave rank 0 when backward is over. So
+the job differs from DDP where a script writes buffers between backward and the next forward, and
+where it calls the model twice before one backward. Each rank keeps its own buffers under all other
+strategies, and with `prepare(broadcast_buffers=False)`. Which buffers are written is seen in the
+first iteration, and then every `compare_every` iterations.
 """
 
 

@@ -163,6 +163,16 @@ NAMES = {
         "buffer 'gard' of gard[0:2]@net must be one of grad, param, state",
         [0],
     ),
+    "broadcast of gradients": (
+        plan_of(ALL_GRADIENTS, move("grad", 0, 2, Moment("grad", 1), STEP, verb="broadcast")),
+        "broadcast grad[0:2]@net must carry buffers of all buckets, whole and without a vote",
+        [1],
+    ),
+    "buffers averaged": (
+        plan_of(ALL_GRADIENTS, move("buffers", 0, 2, Moment("grad", 1), STEP)),
+        "buffer 'buffers' of buffers[0:2]@net must be one of grad, param, state",
+        [1],
+    ),
     "into": (
         plan_of(move("grad", 0, 2, Moment("grad", 1), STEP, into="sum"), buffers=(Buffer("sum"),)),
         "grad[0:2] into sum@net must go into a buffer of the same shape that has one copy",

@@ -76,7 +76,7 @@ def test_they_cover_everything():
     assert PLANS / 3 <= len(mine) <= PLANS * 0.9
     transfers = [t for plan in mine for t in plan.transfers]
     applies = [a for plan in mine for a in plan.applies]
-    assert {t.verb for t in transfers} == set(VERBS)
+    assert {t.verb for t in transfers} == set(VERBS) - {"broadcast"}  # of nothing trained
     assert {a.rule for a in applies} == set(RULES)
     assert {t.payload.buffer for t in transfers} >= {"grad", "param", "state", "snapshot", "share"}
     assert {plan.period for plan in mine} == set(range(1, 6))

@@ -126,7 +126,7 @@ def bsp(
     """
     for t in iterations:
         if broadcast_buffers:
-            _copy_buffers(world)
+            copy_buffers(world)
         for replica in world:
             replica.gradients(t)
         average_gradients(world)
@@ -690,7 +690,7 @@ def _state(replica: Replica, piece: Piece, keys: Sequence[tuple[int, str]]) -> l
     ]
 
 
-def _copy_buffers(world: list[Replica]) -> None:
+def copy_buffers(world: list[Replica]) -> None:
     for name, first in world[0].model.named_buffers():
         _assign([_tensor(replica, name) for replica in world], first)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from offbeat.plan import Plan
+from offbeat.plan.model import BUFFERS
 from offbeat.storage.checksum import checksum
 from offbeat.storage.randomness import CPU, generator
 from offbeat.transport.cluster import Cluster
@@ -27,8 +28,9 @@ REPAIR = (
 
 
 def only_gradients(plan: Plan) -> bool:
-    """Whether nothing but gradients moves, always: then equal replicas stay equal, bit for bit."""
-    return all(t.payload.buffer == "grad" and t.when is None for t in plan.transfers)
+    """Whether of all that is trained nothing but gradients moves, always: then equal replicas
+    stay equal, bit for bit."""
+    return all(t.payload.buffer in ("grad", BUFFERS) and t.when is None for t in plan.transfers)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

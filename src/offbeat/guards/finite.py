@@ -60,7 +60,7 @@ class FiniteGuard:
         rank, if the result is to be refused (`raise`) or was mended (`skip`)."""
         verb, key = transfer.verb, (transfer.payload, tensor.dtype)
         act = collectives[verb]
-        if not tensor.numel():
+        if not tensor.numel() or verb == "broadcast":  # of bytes
             act(tensor)
             return []
         if transfer.ranks is not None:

@@ -18,11 +18,12 @@ from offbeat.measuring.jitter import are_alike, jitter_of, of_ranks
 from offbeat.measuring.loss import LossTap
 from offbeat.measuring.noise import NoiseMeter, Seen, noise_of
 from offbeat.plan import Moment, Plan, local, transfer
+from offbeat.plan.broadcast import with_broadcast
 from offbeat.profile import Bucket, Contention, GradientNoise, Link, Profile
 from offbeat.runtime.compute import Compute
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.iteration import Iteration, Timestamps
-from offbeat.storage.flat import Flat, buffer_checksums, changed_buffers
+from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec, group_parameters
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device, Mark
@@ -30,8 +31,9 @@ from offbeat.transport.device import Device, Mark
 OTHER, UPDATE = "other", "update"
 
 
-def observing_plan(buckets: int, link: str) -> Plan:
-    """All gradients in one message once all are there: right whatever order autograd takes."""
+def observing_plan(buckets: int, link: str, *, broadcasts: bool = False) -> Plan:
+    """All gradients in one message once all are there: right whatever order autograd takes.
+    With `broadcasts` rank 0's buffers follow."""
     message = transfer(
         "grad",
         range(buckets),
@@ -40,7 +42,8 @@ def observing_plan(buckets: int, link: str) -> Plan:
         phases=[0],
         link=link,
     )
-    return Plan("observe", buckets, (message,), (local(buckets, Moment("step"), [0]),))
+    plan = Plan("observe", buckets, (message,), (local(buckets, Moment("step"), [0]),))
+    return with_broadcast(plan, link, before=Moment("end")) if broadcasts else plan
 
 
 @dataclass
@@ -63,7 +66,6 @@ class Observer:
     def __init__(self, model: nn.Module, engine: Engine, device: Device, turns: Compute):
         self._model, self._engine, self._device, self._turns = model, engine, device, turns
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._buffers = buffer_checksums(model)
         self._ready: list[tuple[str, Mark]] = []
         self._entered: list[tuple[str, Mark]] = []
         self._times: list[_Times] = []
@@ -164,8 +166,8 @@ class Observer:
 
         Buckets are smaller than `min_bytes` where there would be fewer than `least_buckets`.
         """
-        buffers = changed_buffers(self._model, self._buffers)
-        order, buffers = control.gather((self._ordered(), buffers))[0]
+        buffers = self._engine.module_buffers.names
+        order = control.gather(self._ordered())[0]
         specs = group_parameters(self._model, order, min_bytes, buffers)
         while len(specs) < least_buckets and min_bytes > 1:
             min_bytes //= 2
@@ -223,6 +225,7 @@ class Observer:
             model=model,
             contention=tuple(contention),
             noise=self._noise(control),
+            broadcast_bytes=self._engine.module_buffers.size_bytes,
         )
 
     def _noise(self, control: Control) -> GradientNoise | None:

@@ -1,6 +1,7 @@
 """Plans: the types, what they mean (`program`), and what is wrong with one (`check`)."""
 
 from offbeat.plan.model import (
+    BUFFERS,
     BUILT_IN,
     CHANNEL,
     VERBS,
@@ -30,6 +31,7 @@ from offbeat.plan.phases import Phases
 from offbeat.plan.text import parse_moment
 
 __all__ = [
+    "BUFFERS",
     "BUILT_IN",
     "CHANNEL",
     "VERBS",

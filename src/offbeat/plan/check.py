@@ -282,7 +282,7 @@ def slices_of(plan: Plan) -> list[int]:
     all-reduce cut it again."""
     sizes = [1] * plan.buckets
     for t in plan.transfers:
-        shards = 1 if t.verb in ("all_reduce", "send") else 2
+        shards = 2 if t.verb in ("reduce_scatter", "all_gather") else 1
         for b in t.payload.buckets:
             sizes[b] = lcm(sizes[b], t.payload.parts * shards)
     return sizes

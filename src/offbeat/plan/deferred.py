@@ -51,6 +51,8 @@ def _behind_update(t: Transfer) -> Transfer:
 
 def _before_update(t: Transfer) -> Transfer:
     """Gradients are there when backward is over."""
+    if t.verb == "broadcast":
+        return replace(t, before=END)
     if t.verb == "all_gather":
         return replace(t, before=END)
     return replace(t, before=STEP)

@@ -575,7 +575,7 @@ class Interpreter:
 
 def _result(message: _Message) -> Array:
     t = message.transfer
-    if t.verb == "send":
+    if t.verb in ("send", "broadcast"):
         return message.given[message.ranks[0]]
     arrays = [message.given[r] for r in message.ranks]
     if t.verb == "all_gather":

@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 from offbeat.plan.phases import Phases
 
 Point = Literal["forward", "grad", "step", "end"]
-Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
-Kind = Literal["grad", "param", "state"]
+Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "send"]
+Kind = Literal["grad", "param", "state", "buffers"]
 Start = Literal["zero", "param"]
 Merge = Literal["sum", "mean"]
 
@@ -24,6 +24,7 @@ VERBS: tuple[str, ...] = get_args(Verb)
 CHANNEL = "#"
 VOTES = "votes"
 Groups = tuple[tuple[int, ...], ...]
+BUFFERS = "buffers"  # those of the module that forward writes
 Args = tuple[tuple[str, Any], ...]
 
 
@@ -54,6 +55,7 @@ class Buffer:
     of the optimizer's state. It starts at zero or as a copy of the parameters. Of several copies
     the rule `close` makes the newest one the one before. A buffer that is `kept` belongs into a
     checkpoint. grad, param and state exist in every plan; a plan lists one to say how many copies.
+    `buffers` are the module's own that forward writes, as `register_buffer` knows them.
     """
 
     name: str
@@ -67,6 +69,7 @@ BUILT_IN = {
     "grad": Buffer("grad", kind="grad"),
     "param": Buffer("param", kind="param", start="param"),
     "state": Buffer("state", kind="state"),
+    BUFFERS: Buffer(BUFFERS, kind="buffers", kept=False),
 }
 
 
@@ -124,12 +127,12 @@ class Transfer:
 
     all_reduce: the payload becomes its mean over the ranks of the link's group. It also comes in
     two halves: reduce_scatter leaves each rank one shard of the mean, all_gather spreads the
-    shards. send: `ranks` = (from, to); `after` is the sender's moment, `before` the receiver's.
-    The result is in its place from `before` on; `into` is another buffer to put it, else the
-    payload's own. The order of a plan's transfers is the order in which every rank issues them
-    on a link. A link's name may end in `#n`, its n-th further channel. `when` names a vote: if
-    it says no, the transfer is passed over. `ago`: the vote of so many iterations before; where
-    there was none yet it is a yes.
+    shards. broadcast: the payload becomes that of the group's first rank. send: `ranks` = (from,
+    to); `after` is the sender's moment, `before` the receiver's. The result is in its place from
+    `before` on; `into` is another buffer to put it, else the payload's own. The order of a plan's
+    transfers is the order in which every rank issues them on a link. A link's name may end in
+    `#n`, its n-th further channel. `when` names a vote: if it says no, the transfer is passed
+    over. `ago`: the vote of so many iterations before; where there was none yet it is a yes.
     """
 
     payload: Payload

@@ -8,11 +8,13 @@ from typing import Any
 
 from offbeat.numerics import RULES, SETTINGS, VOTES, WIRES, Setting
 from offbeat.plan.model import (
+    BUFFERS,
     BUILT_IN,
     CHANNEL,
     Apply,
     Buffer,
     Moment,
+    Payload,
     Plan,
     Transfer,
     Vote,
@@ -141,6 +143,10 @@ def _run_of(run: range, plan: Plan) -> bool:
 
 def _transfer(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
     payload, known = t.payload, plan.all_buffers
+    if t.verb != "broadcast":
+        known = _sent(plan)
+    elif payload != Payload(BUFFERS, range(plan.buckets)) or t.into or t.wire or t.when:
+        yield f"{name} must carry {BUFFERS} of all buckets, whole and without a vote"
     wire = t.wire
     for buffer in (payload.buffer, t.into, *((wire.error, wire.anchor) if wire else ())):
         if buffer is not None:
@@ -329,8 +335,8 @@ def _setting(
     buffers: list[Buffer],
 ) -> Iterator[str]:
     if setting.what == "buffer":
-        if value not in plan.all_buffers:
-            yield f"{what} must be one of {', '.join(sorted(plan.all_buffers))}"
+        if value not in _sent(plan):
+            yield f"{what} must be one of {', '.join(sorted(_sent(plan)))}"
             return
         buffers.append(plan.all_buffers[value])
         if setting.kind not in (None, buffers[-1].kind):
@@ -365,7 +371,7 @@ def _buffers(plan: Plan) -> Iterator[str]:
             yield f"copies ({buffer.copies}) of buffer {buffer.name!r} must be at least 1"
         if given is not None and (buffer.kind, buffer.start) != (given.kind, given.start):
             yield f"buffer {buffer.name!r} is in every plan; only its copies can be set"
-        if buffer.name in ("param", "state") and buffer.copies != 1:
+        if buffer.name in ("param", "state", BUFFERS) and buffer.copies != 1:
             yield f"buffer {buffer.name!r} has one copy"
 
 
@@ -416,6 +422,11 @@ def _twice(plan: Plan) -> Iterator[Fault]:
 def _known(what: str, name: str, where: str, known: Collection[str]) -> Iterator[str]:
     if name not in known:
         yield f"{what} {name!r} of {where} must be one of {', '.join(sorted(known)) or 'none'}"
+
+
+def _sent(plan: Plan) -> dict[str, Buffer]:
+    """Buffers that rules and messages may name; those of the module are only broadcast."""
+    return {name: b for name, b in plan.all_buffers.items() if name != BUFFERS}
 
 
 def _copies(plan: Plan, buffer: str) -> int:

@@ -34,7 +34,7 @@ def validate(profile: Profile) -> None:
                 _number(f"{name} of codec {codec.name!r}", seconds)
     for bucket in profile.buckets:
         _validate_bucket(bucket, {link.name for link in profile.links})
-    for name in ("update_s", "other_s", "step_s", "jitter", "pace"):
+    for name in ("update_s", "other_s", "step_s", "jitter", "pace", "broadcast_bytes"):
         _number(name, getattr(profile, name))
     for name, values in (("rank_scale", profile.rank_scale), ("rank_jitter", profile.rank_jitter)):
         if values and len(values) != profile.world_size:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.files import write_text
-from offbeat.plan import BUILT_IN, Kind, Payload, Verb, base_link
+from offbeat.plan import BUFFERS, BUILT_IN, Kind, Payload, Verb, base_link
 from offbeat.profile.check import validate
 
 SCHEMA = 1
@@ -98,6 +98,9 @@ class Link:
         A send that was not measured is one step of the all-reduce, if that is a ring of so many
         `ranks`: it has 2(K-1) of them, of one K-th of the bytes each.
         """
+        if verb == "broadcast":  # a tree of sends
+            one_s = self.seconds(latency_s, transfer_s, size_bytes, "send", ranks)
+            return one_s * (max(ranks, 2) - 1).bit_length()
         least_s = _curve(self.small_halves.get(verb) or self.small, size_bytes)
         if verb == "send":
             steps = 2 * max(ranks - 1, 1)
@@ -176,6 +179,8 @@ class Profile:
     With a `pace` the times are those of emulated hosts, each so many times slower than one core of
     the machine that was measured; 0: times are the machine's own. `codecs`: those that were
     measured; of others encoding takes no time.
+    `broadcast_bytes`: size of the module's buffers that training writes, of all dtypes. Rank 0
+    broadcasts them in every iteration of a strategy that computes what DDP computes.
     """
 
     buckets: tuple[Bucket, ...]
@@ -192,6 +197,7 @@ class Profile:
     noise: GradientNoise | None = None
     pace: float = 0.0
     codecs: tuple[CodecSpeed, ...] = ()
+    broadcast_bytes: int = 0
 
     def __post_init__(self) -> None:
         validate(self)
@@ -273,6 +279,8 @@ class Profile:
 
     def payload_bytes(self, kind: Kind, buckets: range) -> int:
         """Bytes of one message of `kind` over neighbouring buckets."""
+        if kind == "buffers":
+            return self.broadcast_bytes
         return sum(self.buckets[i].payload_bytes(kind) for i in buckets)
 
     def bytes_of(self, payload: Payload) -> int:
@@ -284,6 +292,8 @@ class Profile:
     def message_s(self, payload: Payload, link: str, verb: Verb = "all_reduce") -> float:
         """Time of one message, alone on the link: one latency, all bytes, and at least what was
         measured of that size; nothing if it is empty. Planners and the simulator use this one."""
+        if payload.buffer == BUFFERS:
+            return self._broadcast_s(link, verb)
         parts = self._parts(link, BUILT_IN[payload.buffer].kind)
         start, stop = payload.buckets.start, payload.buckets.stop
         latency_s = max(parts.latency_s[start:stop], default=0.0)
@@ -316,6 +326,13 @@ class Profile:
         transfer_s, size_bytes = (row[stop] - row[first:stop] for row in parts.arrays[1:])
         seconds = self.link(link).seconds(latency_s, transfer_s, size_bytes)
         return np.where(latency_s + transfer_s > 0, seconds, 0.0)
+
+    def _broadcast_s(self, link: str, verb: Verb) -> float:
+        size, facts = self.broadcast_bytes, self.link(link)
+        if not size:
+            return 0.0
+        transfer_s = size / facts.bytes_per_s
+        return facts.seconds(facts.latency_s, transfer_s, size, verb, self.world_size)
 
     def alone_s(self, link: str, kind: Kind, parts: int = 1) -> list[float]:
         """`message_s` of every bucket by itself, or of one of so many equal slices of it."""
@@ -473,6 +490,7 @@ class Profile:
             noise=_record(GradientNoise, "noise", data["noise"]) if data.get("noise") else None,
             pace=data.get("pace", 0.0),
             codecs=tuple(_record(CodecSpeed, "codec", c) for c in data.get("codecs", ())),
+            broadcast_bytes=data.get("broadcast_bytes", 0),
         )
 
     def save(self, path: str | Path) -> None:

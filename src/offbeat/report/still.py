@@ -181,6 +181,7 @@ LEGEND = {
     "grad": "gradients",
     "reduce_scatter": "reduce-scatter",
     "all_gather": "all-gather",
+    "broadcast": "buffers",
     "g0": "gradients of one update",
     "g1": "of another",
     "g2": "of another",

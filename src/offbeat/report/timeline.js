@@ -4,6 +4,7 @@ const KINDS = {
   forward: "forward", backward: "backward", update: "update", wait: "wait (blocked on communication)",
   other: "other", grad: "gradients", reduce_scatter: "reduce-scatter of gradients",
   all_gather: "all-gather of gradients", param: "parameters", state: "optimizer state",
+  broadcast: "broadcast of buffers",
 };
 const PANELS = ["predicted", "measured"];
 const HEAD = 26, LANE = 28, COMPACT = 7, FOOT = 28, LEAST_WIDTH = 420;

@@ -44,7 +44,9 @@ class Adopted:
             engine.links,
             engine.waiting,
             self.context.memory,
+            engine.module_buffers,
         )
+        self.broadcasts = any(t.verb == "broadcast" for t in plan.transfers)
         channel = next((one for name, one in engine.links.items() if is_vote_channel(name)), None)
         self.votes = Votes(channel, engine.waiting, self.flat, rank, world_size)
         self.windows = Accumulation(

@@ -64,6 +64,8 @@ class DDPSession(Session):
         recorder: Recorder | None,
         pace: Pace | None,
         backward_s: float | None = None,
+        *,
+        broadcast_buffers: bool,
     ):
         self._model, self._optimizer = model, optimizer
         self._cluster, self._recorder = cluster, recorder
@@ -71,6 +73,7 @@ class DDPSession(Session):
             model,
             process_group=cluster.everyone,
             bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]
+            broadcast_buffers=broadcast_buffers,
         )
         set_wait = cluster.control.set_wait_in_torch
         trained = [p for p in model.parameters() if p.requires_grad]

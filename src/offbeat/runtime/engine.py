@@ -31,6 +31,7 @@ from offbeat.storage.gradients import Gradients
 from offbeat.storage.handed import HandedOver
 from offbeat.storage.layout import BucketSpec
 from offbeat.storage.memory import give_back
+from offbeat.storage.module_buffers import ModuleBuffers
 from offbeat.storage.optimizer_state import StateStore
 from offbeat.transport.control import Control
 from offbeat.transport.device import Device
@@ -67,6 +68,7 @@ class Engine:
         self._driven = False  # the script's own optimizer has stepped in this iteration
         self._evaluated = self._trains_in_eval = False  # in evaluation mode, with gradients
         self._attached, self._adopted = ExitStack(), ExitStack()  # how to undo either
+        self.module_buffers = ModuleBuffers(model, control.rank, flat.everything()[0].device)
         self.attach(flat)
 
     # ---- set-up -----------------------------------------------------------------------------
@@ -206,6 +208,8 @@ class Engine:
             self.walker.walk(0)
         elif hooks.at_start is not None:
             self.forward_needs(hooks.at_start)
+        elif self.run.broadcasts:
+            self.walker.walk(0)  # the model itself may read a buffer before any of its modules runs
         now.marks.forward = self.device.mark()
         return nullcontext() if hooks is None else hooks.watching()
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.plan import Transfer
+from offbeat.plan import BUFFERS, Transfer
 from offbeat.plan.program import Program
 from offbeat.runtime.coding import Coding
 from offbeat.runtime.waiting import Waiting
 from offbeat.storage.flat import Flat
+from offbeat.storage.module_buffers import ModuleBuffers
 from offbeat.storage.optimizer_state import StateStore
 from offbeat.transport.link import Link, Message
 
@@ -32,9 +33,11 @@ class Messages:
         links: Mapping[str, Link],
         waiting: Waiting,
         memory: dict[str, Any],
+        module_buffers: ModuleBuffers,
     ):
         self._program, self._flat, self._state = program, flat, state
         self._links, self._waiting = links, waiting
+        self._module_buffers = module_buffers
         self.coding = Coding(program.plan, flat, memory)
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         # By transfer, where they are always the same: its link and views.
@@ -71,6 +74,8 @@ class Messages:
         if payload.buffer == "state":
             tensors = self._state.tensors(payload.buckets)
             given: Sequence[Tensor] = [x[payload.slice_of(x.numel())] for x in tensors]
+        elif payload.buffer == BUFFERS:
+            given = self._module_buffers.packed()
         else:
             copy = self._flat.physical(payload.buffer, payload.age)
             if t.wire is not None:
@@ -144,6 +149,8 @@ class Messages:
                 whole = sum(self._state.bytes_of(b) for b in run)
                 part = t.payload.slice_of(whole)
                 self._sizes[id(t)] = part.stop - part.start
+            elif t.payload.buffer == BUFFERS:
+                return self._module_buffers.size_bytes
             elif t.wire is not None:
                 ranks = self._links[t.link].collectives.size
                 self._sizes[id(t)] = self.coding.bytes_of(t, ranks)
@@ -160,6 +167,8 @@ class Messages:
         """Wait for a message; afterwards its result is in its place."""
         self._waiting.wait(message, self._flat)
         t = message.transfer
+        if t.payload.buffer == BUFFERS:
+            self._module_buffers.unpack(message.tensors)
         if t.in_place or message.passed:
             return
         buffer, copy = self._target(t, message)

@@ -94,6 +94,7 @@ def prepare(
     timeout_s: float = TIMEOUT_S,
     compare_every: int = EVERY,
     on_nonfinite: OnNonfinite = "raise",
+    broadcast_buffers: bool = True,
     metrics: Metrics | Log | None = None,
 ) -> tuple[Model, Any]:
     """Model and optimizer that train together with their replicas on all ranks.
@@ -117,6 +118,9 @@ def prepare(
     becomes of an average to which a rank brought NaN or infinity: "raise" RuntimeError on every
     rank, naming rank and bucket, "skip" that rank, which takes over the others' average, or
     "ignore". DDP() does neither: it is torch's own.
+    `broadcast_buffers`: whether all ranks get the buffers of rank 0 that forward has written,
+    before the next forward, as under torch's DDP. Only strategies that compute what DDP computes
+    broadcast; under others, and with False, every rank keeps its own buffers.
     `metrics`: who is told how training goes, see `offbeat.metrics`; it may differ between ranks.
     With a strategy that has servers (SSP, PSBSP, PSSelSync), the last OFFBEAT_SERVERS ranks
     serve: there prepare returns only when all workers have left, by SystemExit(0).
@@ -177,6 +181,7 @@ def prepare(
         options = (
             f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, profile={_kind(profile)}, "
             f"compare_every={compare_every}, on_nonfinite={on_nonfinite}, "
+            f"broadcast_buffers={broadcast_buffers}, "
             f"servers={servers}"
         )
         cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
@@ -203,7 +208,7 @@ def prepare(
             job.turns,
             job.least_buckets,
         )
-        watch = Watch(compare_every, on_nonfinite)
+        watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
         if cluster.control.rank == 0:
             print(_said(strategy, notice, cluster, known, observe), file=sys.stderr, flush=True)
         samples = cluster.control.gather(metrics.divergence_every if metrics else None)
@@ -302,7 +307,7 @@ def _session(
             recorder.start(str(strategy), None, observed=0)
         return GossipSession(model, optimizer, joined, cluster, recorder, watch.on_nonfinite, pace)
     if isinstance(strategy, DDP) and not how.then_stop:
-        return _ddp(model, optimizer, strategy, known, cluster, recorder)
+        return _ddp(model, optimizer, strategy, known, cluster, recorder, watch)
     flat = build_flat(model, known)
     session = FlatSession(model, optimizer, strategy, cluster, recorder, flat, watch)
     try:
@@ -613,6 +618,7 @@ def _ddp(
     profile: Profile | None,
     cluster: Cluster,
     recorder: Recorder | None,
+    watch: Watch,
 ) -> DDPSession:
     if strategy.bucket_cap_mb == "tuned" and profile is None:
         raise ValueError(
@@ -622,7 +628,16 @@ def _ddp(
     cap_mb = strategy.cap_mb(profile) if profile else strategy.bucket_cap_mb
     pace = Pace(profile, cluster.control.rank) if profile and profile.pace else None
     backward_s = _backward_s(profile, cluster.control.rank) if profile else None
-    session = DDPSession(model, optimizer, cap_mb, cluster, recorder, pace, backward_s)  # type: ignore[arg-type]
+    session = DDPSession(
+        model,
+        optimizer,
+        cap_mb,  # type: ignore[arg-type]
+        cluster,
+        recorder,
+        pace,
+        backward_s,
+        broadcast_buffers=watch.broadcast_buffers,
+    )
     if recorder:
         recorder.start(str(strategy), strategy.plan(profile) if profile else None, observed=0)
     _open_for(recorder, profile, cluster)

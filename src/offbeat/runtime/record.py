@@ -244,7 +244,7 @@ def _spans(
         t = message.transfer
         run = (t.payload.buckets.start, t.payload.buckets.stop)
         half = t.verb in ("reduce_scatter", "all_gather")
-        kind = t.verb if half else buffers[t.payload.buffer].kind
+        kind = t.verb if half or t.verb == "broadcast" else buffers[t.payload.buffer].kind
         start, end = at(message.start), at(message.end)
         carries = _carries(plan, done, t)
         size = message.sent_bytes

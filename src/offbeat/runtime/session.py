@@ -27,6 +27,7 @@ from offbeat.measuring.links import measure_cluster, worthwhile_bytes
 from offbeat.measuring.observe import Observer, observing_plan
 from offbeat.measuring.pacing import affordable
 from offbeat.plan import Plan, vote_channel
+from offbeat.plan.broadcast import with_broadcast, without_broadcast
 from offbeat.plan.check import raise_if_wrong
 from offbeat.plan.deferred import deferred
 from offbeat.profile import Profile
@@ -44,8 +45,11 @@ from offbeat.runtime.wrap import Position, Session
 from offbeat.storage.coupling import couples
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec, specs_of_profile
+from offbeat.storage.module_buffers import has_buffers
 from offbeat.strategies import Strategy
 from offbeat.transport.cluster import Cluster
+
+SAME_SHAPE = "keep what grows in an attribute that is no buffer, or pass broadcast_buffers=False"
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class Watch:
-    """What is watched while running: replicas every so many iterations, non-finite values."""
+    """What is watched while running: replicas every so many iterations, non-finite values. And
+    whether all ranks get rank 0's buffers."""
 
     compare_every: int
     on_nonfinite: OnNonfinite
+    broadcast_buffers: bool = True
 
 
 class FlatSession(Session):
@@ -108,6 +114,10 @@ class FlatSession(Session):
         # Where ranks hand parameters on: from a step to the next forward.
         self._untouched = Untouched((n, p) for n, p in model.named_parameters() if p.requires_grad)
         self._untouched.forget()
+        self._shared = cluster.control.world_size > 1 and has_buffers(model)
+        self._agreed_on_buffers = 0  # iterations so far
+        if self._shared:
+            self.engine.module_buffers.before_packing = self._agree_on_buffers
         self._parameters = ParameterWatch(model)
         self._parameters.attach(flat.parameters)
         control = cluster.control
@@ -179,8 +189,34 @@ class FlatSession(Session):
 
     def _checked(self, strategy: Strategy) -> Plan:
         plan = strategy.plan(self.profile)
+        if self._broadcasts(strategy):
+            plan = with_broadcast(plan, self.profile.default_link.name)
+        else:
+            plan = without_broadcast(plan)
         raise_if_wrong(plan, self.profile)
         return plan
+
+    def _broadcasts(self, strategy: Strategy) -> bool:
+        """Whether all ranks get rank 0's buffers, as under torch's DDP."""
+        return self._shared and self._watch.broadcast_buffers and strategy.synchronous
+
+    def _agree_on_buffers(self) -> None:
+        """Agree on the buffers that forward writes: in the first iteration, and then as often as
+        replicas are compared. All ranks call it at the same place of an iteration."""
+        every, iteration = self._watch.compare_every, self._agreed_on_buffers
+        if iteration and not (every and iteration % every == 0):
+            self._agreed_on_buffers += 1
+            return
+        buffers, control = self.engine.module_buffers, self._cluster.control
+        everyone = control.gather(buffers.changed())
+        if all(changed is None for changed in everyone):  # no forward yet
+            return
+        self._agreed_on_buffers += 1
+        new = buffers.share({name for changed in everyone for name in changed or ()})
+        if new:
+            control.agree("the buffers that forward writes", buffers.described(), SAME_SHAPE)
+        if new and iteration:
+            self._say(f"forward has begun to write buffer {new[0]!r}, so rank 0's is broadcast")
 
     def _suited(self, plan: Plan, habits: Habits) -> Plan:
         """The plan, or that of the strategy's variant that lets the script do what it does."""
@@ -304,7 +340,12 @@ class FlatSession(Session):
         """Run plain BSP first, measure, and plan from what was measured."""
         first = next(iter(self._cluster.links))
         self.engine.watch(Watched())
-        self.engine.adopt(observing_plan(len(self.engine.flat.buckets), first))
+        plan = observing_plan(
+            len(self.engine.flat.buckets), first, broadcasts=self._broadcasts(self._strategy)
+        )
+        self._cluster.open(plan.links)
+        self._guard_links()
+        self.engine.adopt(plan)
         turns = Turns(how.turns) if how.turns and not self._emulated else Compute()
         self.engine.hold(turns)
         self._observer = observer = Observer(self._model, self.engine, self._cluster.device, turns)
@@ -323,6 +364,8 @@ class FlatSession(Session):
 
     def _plan_from(self, observer: Observer, how: Observation, observed: int) -> None:
         observer.finish()
+        if self._shared and not self._broadcasts(self._strategy):
+            self._agree_on_buffers()  # averages of parameters hold them, too
         self._observer, self._around_forward = None, nullcontext
         control = self._cluster.control
         first = self._cluster.everyone
@@ -400,6 +443,7 @@ class FlatSession(Session):
     def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         self._cluster.require_open()
         self._united = -1
+        self._agreed_on_buffers = 0
         self._untouched.forget()
         if state is not None:
             self._resume_plan(state)
@@ -444,6 +488,8 @@ class FlatSession(Session):
         if self._cluster.closed and not (torch.is_grad_enabled() and self._model.training):
             return call(*args, **kwargs)
         if torch.is_grad_enabled():
+            if self._shared:
+                self.engine.module_buffers.note()
             shared = self._anybody_steps()  # else messages may hold what was there
             self._parameters.require_unchanged(self.engine.flat.take_back if shared else None)
             self._require_untouched()
@@ -552,6 +598,7 @@ class FlatSession(Session):
     def _discard(self) -> None:
         """Other weights are about to be loaded."""
         self._loaded |= self.engine.pauses.discard()
+        self.engine.module_buffers.forget()
         self._untouched.forget()
 
     def _require_all_loaded(self) -> None:

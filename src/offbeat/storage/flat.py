@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from offbeat.plan import BUILT_IN, Buffer, Payload
-from offbeat.storage.checksum import checksum
 from offbeat.storage.former import FormerMemory
 from offbeat.storage.layout import BucketSpec, Key, key_of
 
@@ -117,7 +116,7 @@ class Flat:
         for name in set(self._stores) - set(buffers):
             del self._stores[name], self._newest[name]
         for name, buffer in buffers.items():
-            if buffer.kind == "state" or (name == "grad" and not self._stores["grad"]):
+            if buffer.kind in ("state", "buffers") or (name == "grad" and not self._stores["grad"]):
                 continue
             kept: list[Store] = []
             if name in self._stores and (
@@ -290,24 +289,6 @@ class Flat:
     def grad_version(self) -> int:
         """Changes whenever the user writes a gradient in place."""
         return sum(grads._version for copy in self._stores["grad"] for grads in copy.values())
-
-
-def changed_buffers(model: nn.Module, before: dict[str, int]) -> list[str]:
-    """Floating-point buffers that were written since `buffer_checksums`: running statistics."""
-    now = buffer_checksums(model)
-    return [name for name in now if now[name] != before.get(name, now[name])]
-
-
-def buffer_checksums(model: nn.Module) -> dict[str, int]:
-    """Checksums of the floating-point buffers, to see later which of them training writes.
-
-    Version counters would not do: batch norm writes its statistics past them.
-    """
-    return {
-        name: checksum(buffer)
-        for name, buffer in model.named_buffers()
-        if buffer.is_floating_point() and buffer.numel()
-    }
 
 
 def require_supported(model: nn.Module) -> None:

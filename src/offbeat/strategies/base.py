@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from offbeat.plan import Kind, Payload, Plan
+from offbeat.plan.broadcast import with_broadcast
 from offbeat.profile import Profile
 from offbeat.testing.equations import Equations
 
@@ -38,7 +39,10 @@ class Strategy(ABC):
         """Plan of the whole job, with its bound; equal inputs give equal plans."""
         facts = self.costed(profile)
         plan = dataclasses.replace(self.schedule(facts), bound_s=self.bound_s(facts))
-        return self.encoded(plan, profile)
+        plan = self.encoded(plan, profile)
+        if self.synchronous and profile.broadcast_bytes and profile.world_size > 1:
+            plan = with_broadcast(plan, profile.default_link.name)
+        return plan
 
     def costed(self, profile: Profile) -> Profile:
         """The profile by which `schedule` and `bound_s` go: with what messages take."""

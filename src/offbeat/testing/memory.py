@@ -149,7 +149,12 @@ def _gathered(given: dict[int, Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-_COMBINE = {"all_reduce": _mean, "reduce_scatter": _scattered, "all_gather": _gathered}
+_COMBINE = {
+    "all_reduce": _mean,
+    "reduce_scatter": _scattered,
+    "all_gather": _gathered,
+    "broadcast": lambda given: given[min(given)],
+}
 
 
 def run_ranks(size: int, life: Callable[[World, int], Any]) -> list[Any]:

@@ -60,7 +60,7 @@ def collectives(
     group: dist.ProcessGroup, backend: str, device: torch.device, timeout_s: float
 ) -> Collectives:
     """all_reduce to the mean; reduce_scatter (afterwards rank r's shard holds the mean, the rest
-    anything); all_gather (every rank's shard on all). Alone they do nothing.
+    anything); all_gather (every rank's shard on all); broadcast. Alone they do nothing.
 
     Autograd sees none of it: a tensor's version counter stays. Every floating-point dtype works.
     """
@@ -72,6 +72,7 @@ def collectives(
         "all_reduce": averaging(group),
         "reduce_scatter": halves.reduce_scatter,
         "all_gather": halves.all_gather,
+        "broadcast": broadcasting(group),
     }
     direct, exchange = sending(group, timeout_s), halves.exchange
     rank, size = group.rank(), group.size()
@@ -110,6 +111,16 @@ def averaging(group: dist.ProcessGroup) -> Collective:
         dist.all_reduce(tensor.data, op=dist.ReduceOp.AVG, group=group)
 
     return average
+
+
+def broadcasting(group: dist.ProcessGroup) -> Collective:
+    """Broadcast from the group's first rank."""
+    source = dist.get_global_rank(group, 0)
+
+    def broadcast(tensor: Tensor) -> None:
+        dist.broadcast(tensor.data, source, group=group)
+
+    return broadcast
 
 
 def _nothing(tensor: Tensor) -> None:
