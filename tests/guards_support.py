@@ -49,14 +49,25 @@ def rounding(model: Any, optimizer: Any) -> None:
     optimizer.param_groups[0]["lr"] *= 1 + 1e-12
 
 
+def frozen(model: Any, _optimizer: Any) -> None:
+    model.get_parameter("4.bias").requires_grad_(False)
+
+
 CAUSES: dict[str, Callable[[Any, Any], None]] = {
-    f.__name__: f for f in (nothing, rate, decay, state, loaded, rounding)
+    f.__name__: f for f in (nothing, rate, decay, state, loaded, rounding, frozen)
 }
 
 
 def diverge(causes: Sequence[str], strategy: Strategy) -> list[tuple[int, str]]:
     """Per cause: the iteration that failed on this rank, and with which words; (-1, "") if none."""
     return [_diverge(cause, strategy) for cause in causes]
+
+
+def diverge_under(
+    causes: Sequence[str], strategies: Sequence[Strategy]
+) -> dict[str, list[tuple[int, str]]]:
+    """The same under several strategies."""
+    return {str(strategy): diverge(causes, strategy) for strategy in strategies}
 
 
 def _diverge(cause: str, strategy: Strategy) -> tuple[int, str]:

@@ -27,7 +27,7 @@ from models import (
     profile_of,
 )
 from oddities import build
-from reference.training import Replica, bsp, replicas
+from reference.training import Replica, on_time, replicas
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from workers import Trained, User, prepared, rank, snapshot, world_size
@@ -221,7 +221,7 @@ def followed(script: Script, iterations: int, ranks: int = 2) -> list[tuple[Repl
     world = replicas(script.case, ranks, script.loop)
     seen: list[list[Any]] = [[] for _ in world]
     for t in range(iterations):
-        bsp(world, range(t, t + 1))
+        on_time(world, range(t, t + 1))
         for replica, mine in zip(world, seen, strict=True):
             mine.append(script.after(Now(replica.model, replica.optimizer, t, replica.rank)))
     return list(zip(world, seen, strict=True))

@@ -20,12 +20,12 @@ from reference.training import (
     as_planned,
     bsp,
     consolidate,
-    copy_buffers,
     delayed_sync,
     federated,
     goes,
     local_sgd,
     merged,
+    on_time,
     partial_sync,
     replicas,
     selective,
@@ -258,13 +258,6 @@ def late(world: list[Replica], iterations: range, strategy: Any) -> None:
     """Which iterations close a window is the planner's choice, and so in the plan."""
     plan = strategy.plan(profile_of(world[0].case, len(world)))
     merged(world, iterations, lambda r: Windows(plan).closing(r), strategy.scale)
-
-
-def on_time(world: list[Replica], iterations: range) -> None:
-    """As DDP, whose last broadcast comes with the next forward: ours is over when weights are
-    read."""
-    bsp(world, iterations, broadcast_buffers=True)
-    copy_buffers(world)
 
 
 REFERENCES: dict[str, Callable[[list[Replica], range, Any], None]] = {

@@ -9,7 +9,17 @@ import pytest
 import torch
 from worlds import run_world, watch_world
 
-from offbeat import DDP, WFBP, ByteScheduler, LocalSGD, Strategy
+from offbeat import (
+    DDP,
+    WFBP,
+    ByteScheduler,
+    DiLoCo,
+    DreamDDP,
+    LocalSGD,
+    PartialSync,
+    SelSync,
+    Strategy,
+)
 from offbeat.guards.differences import dissenters, hash_text, sketch
 from offbeat.guards.replicas import ReplicaGuard
 
@@ -20,7 +30,10 @@ NAMED = {
     "loaded": "weight '4.bias' of rank 1 and of rank 0",
     "scheduler": "rank 1 has 0.05 as lr of param group 0, rank 0 has 0.0125",
     "clipping": "weight '1.weight' of rank 1 and of rank 0",
+    "frozen": "rank 1 has ('0.weight', '0.bias', '4.bias') as frozen parameters, rank 0 has ",
 }
+SETTINGS = {cause: NAMED[cause] for cause in ("rate", "decay", "frozen")}
+SETTINGS["scheduler"] = "rank 1 has 0.05 as lr of param group 0, rank 0 has"  # half, or a quarter
 
 
 def test_every_cause_is_named_on_every_rank() -> None:
@@ -29,7 +42,20 @@ def test_every_cause_is_named_on_every_rank() -> None:
             assert iteration == support.WHEN, (cause, words)
             assert text in words
             assert "load the same checkpoint on all ranks" in words
-            assert ("param group" in words) == (" as " in text), "nothing else differs"
+            assert ("param group" in words) == ("param group" in text), "nothing else differs"
+
+
+def test_settings_are_compared_where_parameters_are_averaged() -> None:
+    """Before the update of an iteration that averages; local SGD does in the third one."""
+    averaging = [PartialSync(period=2), SelSync(), DiLoCo(period=2, fragments=1)]
+    strategies = [LocalSGD(period=3), DreamDDP(period=2), *averaging]
+    for rank in run_world(support.diverge_under, 2, list(SETTINGS), strategies):
+        for strategy in strategies:
+            for (cause, text), (iteration, words) in zip(
+                SETTINGS.items(), rank[str(strategy)], strict=True
+            ):
+                assert text in words, (strategy, cause)
+                assert iteration >= (1 if cause == "scheduler" else support.WHEN)
 
 
 @pytest.mark.parametrize("strategy", [WFBP(), LocalSGD(period=3)], ids=str)

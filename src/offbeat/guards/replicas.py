@@ -111,6 +111,48 @@ class ReplicaGuard:
         return find_difference(tensors, self._control)
 
 
+class SettingsGuard:
+    """Compares the ranks' param-group settings and frozen parameters where parameters are averaged.
+
+    Weights and optimizer state differ between two averages, so they are not compared. The
+    comparison is one collective of one number before the update of an iteration that averages,
+    where ranks wait for each other anyway: of the first, and of the next one that is at least
+    `every` steps later.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        every: int,
+        averages: Callable[[], bool],
+    ):
+        self._control, self._model, self._optimizer = control, model, optimizer
+        self._every, self._averages = every, averages
+        self._left = 0  # steps until the next comparison is due
+
+    def step(self) -> None:
+        """Compare before an update if it is time. RuntimeError on every rank, naming rank and
+        setting, if they differ."""
+        self._left -= 1
+        if self._left < 0 and self._averages() and self._control.world_size > 1:
+            self._left = self._every - 1
+            self._compare()
+
+    def _compare(self) -> None:
+        settings = settings_of(self._optimizer, self._model)
+        if self._control.same([hash_text(repr(settings)) >> 2]):
+            return
+        found = _difference_of(self._control.gather(settings))
+        if found is not None:
+            raise RuntimeError(
+                "ranks whose parameters are averaged must train with the same settings: "
+                f"{found}; give every rank the same optimizer and scheduler, freeze the same "
+                "parameters everywhere, or pass compare_every=0 to offbeat.prepare"
+            )
+
+
 def agree_on_optimizer(
     control: Control, optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> None:
@@ -130,7 +172,8 @@ def agree_on_optimizer(
 
 
 def settings_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Settings:
-    """Every plain setting of every param group, and which parameters are in it."""
+    """Every plain setting of every param group, which parameters are in it, and which parameters
+    of the model are frozen."""
     names = {id(p): name for name, p in model.named_parameters()}
     found: Settings = {}
     for g, group in enumerate(optimizer.param_groups):
@@ -143,7 +186,8 @@ def settings_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Settings:
                 value = tuple(value)
             if _plain(value):
                 found[f"{key} of param group {g}"] = value
-    return found
+    frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
+    return found | {"frozen parameters": frozen}
 
 
 def _plain(value: Any) -> bool:

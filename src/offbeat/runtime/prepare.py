@@ -114,10 +114,11 @@ def prepare(
     what makes a message worth its measured latency. No wait outlasts `timeout_s` seconds.
 
     Where only gradients are averaged, replicas are compared every `compare_every` iterations (0:
-    never), and RuntimeError names rank and setting or tensor if they differ. `on_nonfinite`: what
-    becomes of an average to which a rank brought NaN or infinity: "raise" RuntimeError on every
-    rank, naming rank and bucket, "skip" that rank, which takes over the others' average, or
-    "ignore". DDP() does neither: it is torch's own.
+    never), and RuntimeError names rank and setting or tensor if they differ. Where parameters are
+    averaged, the optimizer's settings and the names of frozen parameters are compared.
+    `on_nonfinite`: what becomes of an average to which a rank brought NaN or infinity: "raise"
+    RuntimeError on every rank, naming rank and bucket, "skip" that rank, which takes over the
+    others' average, or "ignore". DDP() does neither: it is torch's own.
     `broadcast_buffers`: whether all ranks get the buffers of rank 0 that forward has written,
     before the next forward, as under torch's DDP. Only strategies that compute what DDP computes
     broadcast; under others, and with False, every rank keeps its own buffers.

@@ -17,7 +17,7 @@ from offbeat.guards.differences import only_gradients, repair, require_equal, ta
 from offbeat.guards.finite import FiniteGuard, OnNonfinite, Suspects
 from offbeat.guards.habits import Habits, Watched
 from offbeat.guards.parameters import ParameterWatch
-from offbeat.guards.replicas import ReplicaGuard
+from offbeat.guards.replicas import ReplicaGuard, SettingsGuard
 from offbeat.guards.stepping import Stepping
 from offbeat.guards.untouched import Untouched
 from offbeat.measuring.beside import Computing, measure_beside
@@ -90,7 +90,7 @@ class FlatSession(Session):
         watch: Watch,
     ):
         self._watch = watch
-        self._replicas: ReplicaGuard | None = None
+        self._replicas: ReplicaGuard | SettingsGuard | None = None
         self._model, self._strategy, self._cluster = model, strategy, cluster
         self._recorder = recorder
         self._guard: ConvergenceGuard | None = None
@@ -277,16 +277,18 @@ class FlatSession(Session):
             self.engine.hold(self._pace)
         if self._guard is not None:
             self.engine.measure(self._guard.meter)
-        self._replicas = None
-        if only_gradients(plan) and self._watch.compare_every:
-            self._replicas = ReplicaGuard(
-                self._cluster.control,
-                self._model,
-                self.engine.optimizer,
-                self._watch.compare_every,
-                self.engine.pauses.flush,
-            )
+        self._replicas, every = None, self._watch.compare_every
+        compared = control, self._model, self.engine.optimizer, every
+        if every and only_gradients(plan):
+            self._replicas = ReplicaGuard(*compared, self.engine.pauses.flush)
             self._replicas.look()
+        elif every:
+            self._replicas = SettingsGuard(*compared, self._averages_now)
+
+    def _averages_now(self) -> bool:
+        """Whether parameters are averaged in this iteration, or may be by a vote."""
+        transfers = self.engine.run.program.transfers(self.engine.planned)
+        return any(t.payload.buffer != "grad" for t in transfers)
 
     def _start(self, plan: Plan, planned: int) -> None:
         self.scaler_remedy = _scaler_remedy(plan)
@@ -571,7 +573,7 @@ class FlatSession(Session):
     def skip_step(self) -> None:
         skipping = self.engine.require_skippable()
         self.step(skip_update=skipping)
-        if skipping and self._replicas is not None:
+        if skipping and isinstance(self._replicas, ReplicaGuard):
             self._replicas.skipped += 1
 
     def zero_grad(self, set_to_none: bool) -> None:
