@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+import io
+import os
 
+import pytest
+import torch
+from worlds import run_world
+
+import offbeat
 from offbeat.run.launchers import LOOPBACK, first_host, torchrun_variables
 
 SRUN = {
@@ -66,3 +73,26 @@ def test_alone_or_started_by_torchrun(environment: dict[str, str]) -> None:
 )
 def test_first_host(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
+
+
+def lines_of_prepare(local_world_sizes: list[str]) -> list[list[str]]:
+    """Per value of LOCAL_WORLD_SIZE what this rank prints."""
+    found = []
+    for size in local_world_sizes:
+        os.environ["LOCAL_WORLD_SIZE"] = size
+        model, said = torch.nn.Linear(2, 2), io.StringIO()
+        with contextlib.redirect_stderr(said):
+            mine, _ = offbeat.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), offbeat.DDP(), timeout_s=20.0
+            )
+        mine.close()
+        lines = said.getvalue().splitlines()  # of which some are torch's
+        found.append([line for line in lines if line.startswith("offbeat:")])
+    return found
+
+
+def test_rank_0_says_once_that_nodes_are_not_known() -> None:
+    first, *others = run_world(lines_of_prepare, 3, ["2", "1", "3", ""])
+    assert [len(lines) for lines in first] == [2, 1, 1, 1]
+    assert "LOCAL_WORLD_SIZE (2)" in first[0][0]
+    assert others == [[[]] * 4] * 2

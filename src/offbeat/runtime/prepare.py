@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -364,7 +364,20 @@ def _said(
     if strategy.planned:
         how = ", profile given" if known else f", observing {observe} iterations"
     line = f"offbeat: {strategy}, {ranks} rank{'s' * (ranks > 1)}, {links}{how}"
-    return line if notice is None else f"offbeat: {notice}\n{line}"
+    notices = [notice, _nodes_notice(os.environ, ranks)]
+    return "\n".join([*(f"offbeat: {one}" for one in notices if one is not None), line])
+
+
+def _nodes_notice(environ: Mapping[str, str], ranks: int) -> str | None:
+    """Return what to know where several ranks of a job of several nodes share a node."""
+    local = environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdigit() or not 1 < int(local) < ranks:
+        return None
+    return (
+        f"LOCAL_WORLD_SIZE ({local}) is above 1 and below the number of ranks ({ranks}): nodes are "
+        "not known to the planner, so every rank communicates as if it were a node of its own. "
+        "Where the network between nodes is slow, start one rank per node"
+    )
 
 
 def _positive(name: str, value: float) -> float:
