@@ -49,7 +49,7 @@ def freeze(value: Any, names: Mapping[str, Tensor]) -> Frozen:
 def empty(look: Look) -> Tensor:
     """A tensor that looks so."""
     size, stride, dtype = look
-    return torch.empty_strided(size, stride, dtype=dtype)
+    return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
 class _Pickler(pickle.Pickler):

@@ -67,7 +67,9 @@ class StageState:
         for place, view in zip(self._places, self._views, strict=True):
             value = self._optimizer.state[place.parameter][place.name]
             if value is not view:
-                view.copy_(torch.as_tensor(value).view(place.shape))
+                view.copy_(
+                    torch.as_tensor(value, dtype=place.dtype, device=view.device).view(place.shape)
+                )
         self.forget()
         return memory
 
@@ -105,7 +107,7 @@ class StageState:
             copy.step()
         for name, value in copy.state[trial].items():
             if isinstance(value, (bool, int, float)):
-                self._add(p, name, type(value), torch.empty((), dtype=torch.float64))
+                self._add(p, name, type(value), torch.empty((), dtype=torch.float64, device="cpu"))
             elif isinstance(value, Tensor) and value.shape == trial.shape:
                 self._add(
                     p, name, None, torch.empty_like(shape.like, dtype=value.dtype), shape.device

@@ -107,7 +107,7 @@ class Traffic:
         """Room for an activation, or for its shape before the first one."""
         shape = self._handed.get((message.source, message.stage))
         if shape is None:
-            return torch.zeros(MOST_DIMS + 2, dtype=torch.int64)
+            return torch.zeros(MOST_DIMS + 2, dtype=torch.int64, device="cpu")
         return _empty(shape)
 
     def _introduced(self, message: Message, tensor: Tensor) -> list[Tensor]:
@@ -142,10 +142,12 @@ def _shape(tensor: Tensor) -> Tensor:
             f"dtypes {', '.join(map(str, DTYPES))} and at most {MOST_DIMS} dimensions"
         )
     numbers = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    return torch.tensor(numbers + [0] * (MOST_DIMS + 2 - len(numbers)))
+    return torch.tensor(
+        numbers + [0] * (MOST_DIMS + 2 - len(numbers)), dtype=torch.int64, device="cpu"
+    )
 
 
 def _empty(shape: Tensor) -> Tensor:
     """Room on the host for what has this shape."""
     dtype, dims, *sizes = map(int, shape)
-    return torch.empty(sizes[:dims], dtype=DTYPES[dtype])
+    return torch.empty(sizes[:dims], dtype=DTYPES[dtype], device="cpu")

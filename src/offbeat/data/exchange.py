@@ -39,7 +39,9 @@ def pack(tensors: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
 
 def room(tensors: Sequence[Tensor], count: int) -> Tensor:
     """Memory for so many packed samples."""
-    return torch.empty(sum(_size(tensor, count) for tensor in tensors), dtype=torch.uint8)
+    return torch.empty(
+        sum(_size(tensor, count) for tensor in tensors), dtype=torch.uint8, device="cpu"
+    )
 
 
 def unpack(message: Tensor, like: Sequence[Tensor], count: int) -> list[Tensor]:

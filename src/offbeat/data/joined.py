@@ -73,7 +73,7 @@ def _length(loader: Iterable[Any]) -> int:
 
 def _next(batches: Iterator[Any], control: Control) -> tuple[Any, tuple[Any, torch.Tensor]]:
     """Our next batch, and the question whether all have one."""
-    batch, has = None, torch.ones(1, dtype=torch.uint8)
+    batch, has = None, torch.ones(1, dtype=torch.uint8, device="cpu")
     try:
         batch = next(batches)
     except StopIteration:

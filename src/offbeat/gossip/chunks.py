@@ -57,7 +57,7 @@ class Wire:
     def buffers(self) -> list[Tensor]:
         """New ones, on the host."""
         return [
-            torch.empty(size, dtype=dtype)
+            torch.empty(size, dtype=dtype, device="cpu")
             for size, dtype in zip(self.sizes, self.dtypes, strict=True)
         ]
 

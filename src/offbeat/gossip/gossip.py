@@ -45,7 +45,7 @@ OnPartition = Literal["raise", "continue"]
 GRADIENTS = 4  # of a worker, before its gradient time is believed
 NOTICE, NOTICE_S = 2.0, 1.0  # units, seconds: constants change so long after their reason
 DRAIN_S = 1.0  # of a thread that has failed
-NOTHING_ELSE = torch.empty(0, dtype=torch.uint8)
+NOTHING_ELSE = torch.empty(0, dtype=torch.uint8, device="cpu")
 ANOTHER_MODEL = "the model is another one; build it from the same configuration"
 
 
@@ -167,7 +167,7 @@ class Gossip(Listener):
     ) -> tuple[list[Tensor], float, int]:
         """Wait for all workers: the sums of their numbers, the largest, and how many they are."""
         found: list[Meeting] = []
-        brought = [*numbers, torch.ones(1)]
+        brought = [*numbers, torch.ones(1, dtype=torch.float32, device="cpu")]
         self._do(lambda: self._begin_meeting(brought, largest, found.append))
         self._wait(lambda: bool(found), lambda: f"all workers to meet: {self._missing()}")
         *sums, workers = found[0].result
@@ -200,7 +200,7 @@ class Gossip(Listener):
             found.extend([theirs] if same else [])
             return same
 
-        like = [*means, torch.ones(1)]
+        like = [*means, torch.ones(1, dtype=torch.float32, device="cpu")]
         self._do(lambda: self._meetings.again(number, like, take))
         self._wait(lambda: bool(found), lambda: "the others' result of a meeting")
         return found[0]
@@ -236,7 +236,7 @@ class Gossip(Listener):
         """Pause with all workers, and wait for them: the latest of their times. What is in doubt
         is kept if the partner has it too, or is dead; else it is taken back."""
         self.pause()
-        whole = torch.zeros(len(self._first), 2, dtype=torch.float64)
+        whole = torch.zeros(len(self._first), 2, dtype=torch.float64, device="cpu")
         for number, edge in enumerate(self._first):
             if self.me in edge:  # 0: there is nobody who could say
                 here = edge.index(self.me)
@@ -483,7 +483,7 @@ class Gossip(Listener):
         if header.kind in (Kind.UP, Kind.DOWN):
             if header.body_bytes > CHUNK_BYTES:
                 raise WireError(f"body ({header.body_bytes} bytes) is too large")
-            body = torch.empty(header.body_bytes, dtype=torch.uint8)
+            body = torch.empty(header.body_bytes, dtype=torch.uint8, device="cpu")
             return body, memory_of(body)
         return None, NOTHING
 
@@ -625,7 +625,7 @@ class Gossip(Listener):
     def _bring(self) -> None:
         self._counted = self._counted[0], sum(self.counts.exchanges.values())
         exchanges = self._counted[1] - self._counted[0]
-        numbers = torch.tensor([self._gradient_s, exchanges, 1], dtype=torch.float64)
+        numbers = torch.tensor([self._gradient_s, exchanges, 1], dtype=torch.float64, device="cpu")
         self._meetings.begin(OWN, [numbers], 0.0, self._agree, self._note)
 
     def _note(self) -> dict[str, Any]:
@@ -711,7 +711,7 @@ class Gossip(Listener):
 def _words(checksum: int) -> Tensor:
     """Four numbers below 2^16: sums of their squares over a thousand workers are exact."""
     words = [checksum >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
-    return torch.tensor(words, dtype=torch.float64)
+    return torch.tensor(words, dtype=torch.float64, device="cpu")
 
 
 def _listed(workers: Any) -> str:

@@ -147,5 +147,5 @@ class _Talk:
 
 
 def _room(header: Header[Kind]) -> tuple[Any, memoryview]:
-    body = torch.empty(header.body_bytes, dtype=torch.uint8)
+    body = torch.empty(header.body_bytes, dtype=torch.uint8, device="cpu")
     return body, memory_of(body)

@@ -24,7 +24,9 @@ def open_connections(cluster: Cluster, profile: Profile) -> None:
         return
     with cluster.control.together("opening connections"):
         for name, link in cluster.links.items():
-            load = torch.zeros(_bytes(profile, name) // 4, device=cluster.where)
+            load = torch.zeros(
+                _bytes(profile, name) // 4, device=cluster.where, dtype=torch.float32
+            )
             shards = load[: len(load) // link.collectives.size * link.collectives.size]
             for _ in range(LARGE_MESSAGES):
                 link.collectives.by_verb["all_reduce"](load)

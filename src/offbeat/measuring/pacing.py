@@ -58,7 +58,7 @@ def watch_messages(cluster: Cluster, profile: Profile) -> Messages:
     alone_s = link.latency_s + size / link.bytes_per_s
     count = min(MOST_MESSAGES, max(1, round(LOOK_S / alone_s)))
     collective = cluster.links[link.name].collectives.by_verb["all_reduce"]
-    load = torch.zeros(max(1, size // 4), device=cluster.where)
+    load = torch.zeros(max(1, size // 4), device=cluster.where, dtype=torch.float32)
     cluster.control.gather(None)  # begin together
     begin_s, own_s, kernel = time.perf_counter(), time.process_time(), kernel_s()
     for _ in range(count):

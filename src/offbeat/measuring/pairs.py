@@ -27,7 +27,10 @@ def measure_pairs(control: Control, message_bytes: int) -> tuple[Matrix, Matrix]
     """
     size = control.world_size
     rate, delay = np.full((2, size), np.inf)
-    small, large = torch.zeros(1), torch.zeros(max(1, min(message_bytes, MOST_BYTES) // 4))
+    small, large = (
+        torch.zeros(1, dtype=torch.float32, device="cpu"),
+        torch.zeros(max(1, min(message_bytes, MOST_BYTES) // 4), dtype=torch.float32, device="cpu"),
+    )
     for partner in partners(control.rank, size):
         control.gather(None)  # begin together
         if partner is None:

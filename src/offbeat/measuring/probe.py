@@ -68,8 +68,8 @@ class Probe:
 
     def agree(self, values: Sequence[float]) -> list[list[float]]:
         start = self.now()
-        rows = torch.zeros(self._group.size(), len(values), dtype=torch.float64)
-        rows[self._group.rank()] = torch.tensor(values, dtype=torch.float64)
+        rows = torch.zeros(self._group.size(), len(values), dtype=torch.float64, device="cpu")
+        rows[self._group.rank()] = torch.tensor(values, dtype=torch.float64, device="cpu")
         rows = rows.to(self._like.device)
         # A sum in which all but one are 0 is exact, and gloo can do it on a GPU too.
         dist.all_reduce(rows, group=self._group)

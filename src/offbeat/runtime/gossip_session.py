@@ -152,7 +152,7 @@ class GossipSession(Session):
         self._hear()
 
     def _average(self, gossip: Gossip) -> None:
-        nothing = [torch.zeros(1)]
+        nothing = [torch.zeros(1, dtype=torch.float32, device="cpu")]
         gossip.meet(nothing)  # until then others may still exchange with this worker
         t = gossip.rest(max(self._clock.now(), self._state.t))
         self._state.midpoint()

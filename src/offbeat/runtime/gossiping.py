@@ -261,14 +261,14 @@ def ahead_s(control: Control) -> float:
         return offset_s(trips)
     for rank in range(1, control.world_size):
         for _ in range(TRIPS):
-            dist.recv(torch.empty(1), rank, group=control.group)
-            now = torch.tensor([time.perf_counter()], dtype=torch.float64)
+            dist.recv(torch.empty(1, dtype=torch.float32, device="cpu"), rank, group=control.group)
+            now = torch.tensor([time.perf_counter()], dtype=torch.float64, device="cpu")
             dist.send(now, rank, group=control.group)
     return 0.0
 
 
 def _ask(control: Control) -> RoundTrip:
-    left_s, theirs = time.perf_counter(), torch.empty(1, dtype=torch.float64)
-    dist.send(torch.zeros(1), 0, group=control.group)
+    left_s, theirs = time.perf_counter(), torch.empty(1, dtype=torch.float64, device="cpu")
+    dist.send(torch.zeros(1, dtype=torch.float32, device="cpu"), 0, group=control.group)
     dist.recv(theirs, 0, group=control.group)
     return RoundTrip(left_s, float(theirs), time.perf_counter())

@@ -82,6 +82,7 @@ WRAPPERS = {
 SAME_MODEL = "build it from the same configuration everywhere"
 
 
+@torch.inference_mode(mode=False)  # what is made here is trained later
 def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

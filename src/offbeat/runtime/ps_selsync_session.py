@@ -75,7 +75,9 @@ class PSSelSyncSession(ServedSession):
         change = self._course.change(self._norm, self._strategy.smooth)
         says_ = [False] * self._workers
         says_[self._cluster.control.rank] = says(change, self._strategy.delta)
-        found = self._client.meet(torch.tensor([*says_, *flags], dtype=torch.float64)) > 0
+        found = (
+            self._client.meet(torch.tensor([*says_, *flags], dtype=torch.float64, device="cpu")) > 0
+        )
         heard = found.tolist()
         self._done.shown[SYNC] = {"norm": self._norm, "change": change}
         self._done.voted[SYNC] = [r for r in range(self._workers) if heard[r]]

@@ -193,7 +193,9 @@ class ServedSession(Session):
         """The model's buffers become their means over workers, integers rounded."""
         buffers = [b for b in self._model.buffers() if b.numel()]
         numbers = [b.detach().to("cpu", torch.float64).reshape(-1) for b in buffers]
-        means = self._client.meet(torch.cat(numbers) if numbers else torch.empty(0).double())
+        means = self._client.meet(
+            torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.float64, device="cpu")
+        )
         parts = means.split([b.numel() for b in buffers]) if buffers else []
         for buffer, mean in zip(buffers, parts, strict=True):
             exact = mean if buffer.is_floating_point() else mean.round()

@@ -213,4 +213,4 @@ def _forget(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.state.clear()
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.grad = None
-        tensor.data = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device="cpu")

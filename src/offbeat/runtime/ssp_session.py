@@ -77,7 +77,9 @@ class SSPSession(ServedSession):
         self._unite_buffers()  # whoever has met has pushed
         self._newest(0)  # nobody waits for who has made more iterations
         self._open = False
-        self._client.meet(torch.empty(0).double())  # nobody pushes before everybody has pulled
+        self._client.meet(
+            torch.empty(0, dtype=torch.float64, device="cpu")
+        )  # nobody pushes before everybody has pulled
 
     def optimizer_reloaded(self) -> None:
         self._refuse_load()

@@ -362,7 +362,7 @@ class Client:
         if header.kind in (Kind.MET, Kind.STATE_IS):
             if header.kind not in self._asked or header.body_bytes > 1 << 30:
                 raise WireError(f"{header.kind.name} was not asked for")
-            body = torch.empty(header.body_bytes, dtype=torch.uint8)
+            body = torch.empty(header.body_bytes, dtype=torch.uint8, device="cpu")
             return body, memory_of(body)
         return None, NOTHING
 

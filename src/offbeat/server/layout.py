@@ -88,7 +88,10 @@ class Layout:
 
     def flats(self) -> dict[torch.dtype, Tensor]:
         """New flat tensors on the host, one per dtype, zero."""
-        return {dtype: torch.zeros(size, dtype=dtype) for dtype, size in self.sizes.items()}
+        return {
+            dtype: torch.zeros(size, dtype=dtype, device="cpu")
+            for dtype, size in self.sizes.items()
+        }
 
     def views(self, flats: dict[torch.dtype, Tensor]) -> list[Tensor]:
         """Every parameter's place in flat tensors, with the parameter's shape."""

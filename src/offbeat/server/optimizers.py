@@ -212,6 +212,6 @@ def unpacked_state(
                 value = body[at : at + size].clone().view(dtype)
                 at += size
             else:
-                value = torch.tensor(value, dtype=dtype)
+                value = torch.tensor(value, dtype=dtype, device="cpu")
         found.append((about["piece"], about["name"], value))
     return found

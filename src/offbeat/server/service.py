@@ -232,12 +232,14 @@ class Service:
                     raise WireError(
                         f"body ({header.body_bytes} bytes) must have {shard.spec.bytes}"
                     )
-                gradient = torch.empty(shard.spec.stop - shard.spec.start, dtype=shard.spec.dtype)
+                gradient = torch.empty(
+                    shard.spec.stop - shard.spec.start, dtype=shard.spec.dtype, device="cpu"
+                )
                 return gradient, memory_of(gradient)
         if kind is Kind.MEET:
             if header.body_bytes > MOST_MEETING_BYTES or header.body_bytes % 8:
                 raise WireError(f"body ({header.body_bytes} bytes) cannot be")
-            numbers = torch.empty(header.body_bytes // 8, dtype=torch.float64)
+            numbers = torch.empty(header.body_bytes // 8, dtype=torch.float64, device="cpu")
             return numbers, memory_of(numbers)
         return None, NOTHING
 
@@ -367,7 +369,7 @@ class Service:
         shard = self._shard(frame)
         described, runs = packed_state(shard.optimizer, shard.pieces)
         numbers = [run.view(torch.uint8) for run in runs]
-        body = torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.uint8)
+        body = torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.uint8, device="cpu")
         self._send(
             peer,
             Kind.STATE_IS,

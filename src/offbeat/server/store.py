@@ -28,7 +28,7 @@ class Store:
         self.optimizer = optimizer
         self.shards: dict[int, Shard] = {}
         for spec in layout.of(server):
-            held = torch.empty(spec.stop - spec.start, dtype=spec.dtype)
+            held = torch.empty(spec.stop - spec.start, dtype=spec.dtype, device="cpu")
             for piece in spec.pieces:
                 p = layout.parameters[piece.parameter].detach()
                 whole = in_order_of(p, p)

@@ -32,7 +32,7 @@ def _folded(pieces: list[Tensor]) -> int:
     columns = torch.zeros(_COLUMNS, dtype=torch.int64, device=pieces[0].device)
     for words in _chunks(pieces):
         columns = columns * _GROWTH_AS_INT64 + words.view(-1, _COLUMNS).sum(0)
-    weights = torch.arange(1, 2 * _COLUMNS, 2, device=columns.device)
+    weights = torch.arange(1, 2 * _COLUMNS, 2, device=columns.device, dtype=torch.int64)
     return int((columns * weights).sum()) % _WORD
 
 

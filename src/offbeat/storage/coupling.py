@@ -127,7 +127,7 @@ def _step_stand_in(
     random = generator()
     first = _stand_ins(optimizer.param_groups[g], 1, scale, random)
     if not first:
-        return torch.zeros(0, device=CPU)
+        return torch.zeros(0, device=CPU, dtype=torch.float32)
     begin = first[0].detach().clone()
     groups = [_with(optimizer.param_groups[g], first)]
     if not alone:

@@ -79,7 +79,7 @@ class Cluster:
             with bound_to(spec.interface), self.control.waiting(f"opening link {name!r}"):
                 group = new_group(str(spec.backend), self.timeout_s, parts)
                 where = self.where if spec.backend == "nccl" else torch.device("cpu")
-                dist.all_reduce(torch.zeros(1, device=where), group=group)
+                dist.all_reduce(torch.zeros(1, device=where, dtype=torch.float32), group=group)
                 self.device.finish()
         except RuntimeError as error:
             interface = spec.interface or "any interface"

@@ -171,7 +171,7 @@ class Ring:
         self._group, self._rank, self._size = group, group.rank(), group.size()
         self._timeout = timedelta(seconds=timeout_s)
         self._scratch = Scratch()
-        self._word = torch.zeros(2, dtype=torch.uint8)
+        self._word = torch.zeros(2, dtype=torch.uint8, device="cpu")
 
     def reduce_scatter(self, tensor: Tensor) -> None:
         """Every shard collects what it lacks on its way round, and ends at its owner."""

@@ -111,7 +111,7 @@ class Control:
 
     def same(self, numbers: Sequence[int]) -> bool:
         """Whether every rank has these numbers (of at most 62 bits): one small collective."""
-        mine = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64)
+        mine = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64, device="cpu")
         largest = mine.clone()
         with self.together("comparing values"):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)

@@ -59,11 +59,11 @@ def broadcast_state(state: Any, source: int, group: dist.ProcessGroup) -> Any:
     As `torch.save` writes them; read with `weights_only`, which builds nothing else.
     """
     mine = dist.get_rank() == source
-    data = _saved(state) if mine else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([data.numel()])
+    data = _saved(state) if mine else torch.empty(0, dtype=torch.uint8, device="cpu")
+    size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
     dist.broadcast(size, source, group)
     if not mine:
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     dist.broadcast(data, source, group)
     return state if mine else torch.load(io.BytesIO(data.numpy().data), weights_only=True)
 
@@ -85,11 +85,11 @@ def _saved(state: Any) -> Tensor:
 
 def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     ranks = dist.get_world_size(group)
-    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
+    sizes = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64, device="cpu"), group=group)
     most = max(map(int, sizes))
     padded = torch.frombuffer(bytearray(mine.ljust(most, b" ")), dtype=torch.uint8)
-    rows = [torch.empty(most, dtype=torch.uint8) for _ in range(ranks)]
+    rows = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in range(ranks)]
     dist.all_gather(rows, padded, group=group)
     return [row.numpy().tobytes() for row in rows]  # JSON does not mind spaces
 

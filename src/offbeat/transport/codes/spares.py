@@ -27,8 +27,8 @@ class Spares:
             return torch.empty(size, dtype=dtype, device=device)
         storage = self._smallest(size * dtype.itemsize)
         if storage is None:
-            return torch.empty(size, dtype=dtype)
-        return torch.empty(0, dtype=dtype).set_(storage, 0, (size,), (1,))
+            return torch.empty(size, dtype=dtype, device="cpu")
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, (size,), (1,))
 
     def give(self, x: Tensor) -> None:
         """Take back all memory of a tensor; nobody may use it any longer."""
