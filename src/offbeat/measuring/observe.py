@@ -147,25 +147,25 @@ class Observer:
         return self.order + [n for n in silent if n not in known] if known else silent[::-1]
 
     def finish(self) -> None:
-        """Remove every hook. RuntimeError if there was no iteration to time."""
+        """Remove every hook."""
         self.memory.close()
         self._engine.measure(None)
         self._engine.hooks.on_parameter = None
         self._tap.close()
         for handle in self._handles:
             handle.remove()
-        if not self._times:
-            raise RuntimeError(
-                "no iteration that was measured had a gradient, so there is nothing to plan from; "
-                "let optimizer.step() follow a backward through the model that offbeat.prepare "
-                "returned, or give offbeat.prepare a profile"
-            )
 
     def layout(self, control: Control, min_bytes: int, least_buckets: int = 1) -> list[BucketSpec]:
         """Buckets in rank 0's ready order, parameters without a gradient last; same everywhere.
 
         Buckets are smaller than `min_bytes` where there would be fewer than `least_buckets`.
         """
+        if not self._times:
+            raise RuntimeError(
+                "no iteration that was measured had a gradient, so there is nothing to plan from; "
+                "let optimizer.step() follow a backward through the model that offbeat.prepare "
+                "returned, or give offbeat.prepare a profile"
+            )
         buffers = self._engine.module_buffers.names
         order = control.gather(self._ordered())[0]
         specs = group_parameters(self._model, order, min_bytes, buffers)
