@@ -226,12 +226,12 @@ def test_changed_buffers_are_found_by_value() -> None:
     model = build_model(Case("conv"))
     model.register_buffer("constant", torch.ones(3))
     buffers = ModuleBuffers(model, 0, torch.device("cpu"))
-    assert buffers.changed() is None
-    assert buffers.changed() == []
+    assert buffers.changed_names() is None
+    assert buffers.changed_names() == []
     model(torch.randn(2, 2, 4, 4, dtype=torch.float64))
     written = ("running_mean", "running_var", "num_batches_tracked")
-    assert buffers.changed() == [f"{layer}.{name}" for layer in (2, 5) for name in written]
-    assert buffers.changed() == []
+    assert buffers.changed_names() == [f"{layer}.{name}" for layer in (2, 5) for name in written]
+    assert buffers.changed_names() == []
 
 
 # ---- profiles -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch.utils.dlpack import from_dlpack
 
 from offbeat.cyclic.vectors import Shape
 from offbeat.storage.coupling import shield_parameters, trial_copy
-from offbeat.storage.randomness import preserved
+from offbeat.storage.randomness import preserve_random_states
 
 ALIGNED = 16  # bytes
 _TRIAL = (2, 3)
@@ -103,7 +103,7 @@ class StageState:
         trial = nn.Parameter(torch.zeros(_TRIAL, dtype=p.dtype, device=shape.device))
         trial.grad = torch.zeros_like(trial)
         copy = trial_copy(self._optimizer, [{**group, "params": [trial]}])
-        with preserved({shape.device}), shield_parameters(self._optimizer):
+        with preserve_random_states({shape.device}), shield_parameters(self._optimizer):
             copy.step()
         for name, value in copy.state[trial].items():
             if isinstance(value, (bool, int, float)):

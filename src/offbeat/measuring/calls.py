@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 from offbeat.storage.coupling import delegates, devices_of, shield_parameters, stand_in
-from offbeat.storage.randomness import preserved
+from offbeat.storage.randomness import preserve_random_states
 from offbeat.transport.device import Device
 
 CALLS, FIRST = 9, 2  # timed, and before them: state is made in the first
@@ -24,7 +24,7 @@ def call_s(optimizer: torch.optim.Optimizer, device: Device) -> float:
     seconds = []
     try:
         trial = stand_in(optimizer)
-        with preserved(devices_of(trial)), shield_parameters(optimizer):
+        with preserve_random_states(devices_of(trial)), shield_parameters(optimizer):
             for _ in range(FIRST + CALLS):
                 device.finish()
                 start_s = time.perf_counter()

@@ -75,7 +75,7 @@ class Messages:
             tensors = self._state.tensors(payload.buckets)
             given: Sequence[Tensor] = [x[payload.slice_of(x.numel())] for x in tensors]
         elif payload.buffer == BUFFERS:
-            given = self._module_buffers.packed()
+            given = self._module_buffers.pack()
         else:
             copy = self._flat.physical(payload.buffer, payload.age)
             if t.wire is not None:

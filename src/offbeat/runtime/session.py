@@ -208,13 +208,13 @@ class FlatSession(Session):
             self._agreed_on_buffers += 1
             return
         buffers, control = self.engine.module_buffers, self._cluster.control
-        everyone = control.gather(buffers.changed())
+        everyone = control.gather(buffers.changed_names())
         if all(changed is None for changed in everyone):  # no forward yet
             return
         self._agreed_on_buffers += 1
         new = buffers.share({name for changed in everyone for name in changed or ()})
         if new:
-            control.agree("the buffers that forward writes", buffers.described(), SAME_SHAPE)
+            control.agree("the buffers that forward writes", buffers.descriptions(), SAME_SHAPE)
         if new and iteration:
             self._say(f"forward has begun to write buffer {new[0]!r}, so rank 0's is broadcast")
 

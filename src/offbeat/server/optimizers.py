@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from offbeat.server.layout import Piece, in_order_of
 from offbeat.storage.coupling import couples, shield_parameters, trial_copy
-from offbeat.storage.randomness import generator, normal, preserved
+from offbeat.storage.randomness import generator, normal, preserve_random_states
 from offbeat.transport.frames import WireError
 
 Settings = list[dict[str, Any]]
@@ -66,7 +66,7 @@ def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], cut: bool)
     if isinstance(settings.get("lr"), (int, float, Tensor)):
         settings["lr"] = 0.1  # a warm-up may have it at 0
     trial = trial_copy(optimizer, [{**settings, "params": pieces}])
-    with preserved(), shield_parameters(optimizer):
+    with preserve_random_states(), shield_parameters(optimizer):
         for _ in range(2):
             trial.step()
     return torch.cat([piece.detach().flatten() for piece in pieces])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.storage.randomness import CPU, generator, normal, preserved, seed_all
+from offbeat.storage.randomness import CPU, generator, normal, preserve_random_states, seed_all
 
 Group = dict[str, Any]
 
@@ -139,7 +139,7 @@ def _step_stand_in(
         ]
     trial = trial_copy(optimizer, [group for group in groups if group["params"]])
     devices = devices_of(trial)
-    with preserved(devices), shield_parameters(optimizer):
+    with preserve_random_states(devices), shield_parameters(optimizer):
         for seed in range(2):
             seed_all(seed, devices)  # of optimizers that round at random
             trial.step()

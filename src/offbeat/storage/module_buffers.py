@@ -64,7 +64,7 @@ class ModuleBuffers:
         if self._checksums is None:
             self._checksums = _checksums(self._model)
 
-    def changed(self) -> list[str] | None:
+    def changed_names(self) -> list[str] | None:
         """Return the names of buffers whose bits differ from the last checksums, and record new
         checksums. None if there were none."""
         before, self._checksums = self._checksums, _checksums(self._model)
@@ -79,7 +79,7 @@ class ModuleBuffers:
             self._place({name: found[name] for name in sorted([*self.names, *new])})
         return new
 
-    def described(self) -> list[tuple[str, list[int], str]]:
+    def descriptions(self) -> list[tuple[str, list[int], str]]:
         """Return name, shape and dtype of every buffer that is broadcast."""
         return [(place.name, list(place.shape), str(place.dtype)) for place in self._places]
 
@@ -96,7 +96,7 @@ class ModuleBuffers:
             at = place.end
         self.size_bytes = at
 
-    def packed(self) -> tuple[Tensor, ...]:
+    def pack(self) -> tuple[Tensor, ...]:
         """Return the bytes of this rank's buffers if it is rank 0, otherwise room for them."""
         if self.before_packing is not None:
             self.before_packing()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from offbeat.storage.coupling import delegates, shield_parameters, trial_copy
 from offbeat.storage.flat import Flat, place_like
-from offbeat.storage.randomness import preserved
+from offbeat.storage.randomness import preserve_random_states
 
 Names = dict[str, torch.dtype]
 
@@ -105,7 +105,7 @@ def _tried_out(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Pa
     trial = nn.Parameter(torch.zeros(2, 3, dtype=p.dtype, device=p.device))
     trial.grad = torch.zeros_like(trial)
     copy = trial_copy(optimizer, [{**group, "params": [trial]}])
-    with preserved({p.device}), shield_parameters(optimizer):
+    with preserve_random_states({p.device}), shield_parameters(optimizer):
         copy.step()
     return _kept(copy.state[trial], trial)
 

@@ -50,7 +50,7 @@ def generator() -> torch.Generator:
 
 
 @contextmanager
-def preserved(devices: Iterable[torch.device] = ()) -> Iterator[None]:
+def preserve_random_states(devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Restore the random states of the process and of these devices at the end of the block.
 
     The user's optimizer may draw random numbers when a copy of it is tried. The training script
