@@ -502,6 +502,8 @@ def model_protocol() -> dict[str, Any]:
     model, optimizer = build(plain)
     mine, steps = offbeat.prepare(model, optimizer, observe=2, min_bucket_bytes=1)
     found: dict[str, Any] = {"len": len(mine), "layer": mine[0] is model[0]}
+    names = [name for name, _ in (*mine.named_parameters(), *mine.named_buffers())]
+    found["names"] = set(names) == set(mine.state_dict())
     gradients = []
     for sync in (False, True):
         mine.require_backward_grad_sync = sync
@@ -519,4 +521,19 @@ def model_protocol() -> dict[str, Any]:
         except (TypeError, AttributeError) as error:
             found["refused"] += "model" in str(error) or "strategy" in str(error)
     mine.close()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world_size(),))
+    sharded, whole = fully_shard(nn.Linear(4, 4), mesh=mesh), nn.Linear(4, 4)
+    cases: list[tuple[nn.Module, dict[str, Any]]] = [
+        (sharded, {}),
+        (whole, {"mesh": mesh}),
+        (whole, {"process_group": 1}),
+    ]
+    for case, options in cases:
+        try:
+            offbeat.prepare(case, torch.optim.SGD(case.parameters()), **options)
+        except ValueError as error:
+            found["refused"] += any(word in str(error) for word in options or ["DTensor"])
     return found

@@ -76,9 +76,7 @@ OBSERVE = 6
 TIMEOUT_S = 120.0
 OF_INTERFACES = "of network interfaces, at least one, each once, as in ['eth0', 'gloo:eth1']"
 AnySession = DDPSession | FlatSession | GossipSession | ServedSession
-WRAPPERS = {
-    "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule",
-}  # fmt: skip
+WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 SAME_MODEL = "build it from the same configuration everywhere"
 
 
@@ -97,6 +95,8 @@ def prepare(
     on_nonfinite: OnNonfinite = "raise",
     broadcast_buffers: bool = True,
     metrics: Metrics | Log | None = None,
+    mesh: None = None,
+    process_group: None = None,
 ) -> tuple[Model, Any]:
     """Model and optimizer that train together with their replicas on all ranks.
 
@@ -127,8 +127,11 @@ def prepare(
     With a strategy that has servers (SSP, PSBSP, PSSelSync), the last OFFBEAT_SERVERS ranks
     serve: there prepare returns only when all workers have left, by SystemExit(0).
     With gossip (A2CiD2, ADPSGD) ranks train on parameters of their own, and some may die.
+    `mesh` and `process_group` are refused: every rank holds a whole replica, and all ranks of the
+    job average.
     ValueError on every rank if models, strategies or links differ between ranks.
     """
+    _require_whole_job(mesh, process_group)
     job = current_job()
     if not dist.is_initialized():
         os.environ.update(torchrun_variables(os.environ))
@@ -421,6 +424,16 @@ def _require_unwrapped(model: nn.Module) -> None:
                 f"the model ({name or type(module).__name__}) must not be within "
                 f"{wrapper.pop()}, which moves gradients or weights between processes itself; give "
                 "offbeat.prepare the module that is in it"
+            )
+
+
+def _require_whole_job(mesh: object, process_group: object) -> None:
+    """Raise ValueError if the script names a part of the job."""
+    for name, value in (("mesh", mesh), ("process_group", process_group)):
+        if value is not None:
+            raise ValueError(
+                f"{name} ({type(value).__name__}) must be left out: offbeat averages over all "
+                "ranks of the job, and each rank holds a whole replica"
             )
 
 

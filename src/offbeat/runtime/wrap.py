@@ -249,8 +249,13 @@ class Model(nn.Module):
         self._session.zero_grad(set_to_none)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the module's own named parameters, with the names of `state_dict`."""
         self._session.flush()
-        return super().named_parameters(*args, **kwargs)
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the module's own named buffers, with the names of `state_dict`."""
+        return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.module.state_dict(*args, **kwargs)

@@ -304,6 +304,12 @@ def require_supported(model: nn.Module) -> None:
             raise ValueError(
                 f"parameter {name!r} has dtype {p.dtype}; only real floats are supported"
             )
+        if hasattr(p, "placements"):  # a DTensor; importing its class takes .8 s
+            raise ValueError(
+                f"parameter {name!r} is a DTensor (fully_shard or tensor parallelism), of which "
+                "each rank holds a part; offbeat needs the whole parameter on every rank, so "
+                "prepare the model without sharding it"
+            )
         place = (p.data_ptr(), p.device)
         if p.numel() and place in seen:
             raise ValueError(
