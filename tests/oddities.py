@@ -141,28 +141,6 @@ def train_returning(kind: str, strategy: Strategy) -> tuple[str, int]:
         return bits(inner), iterations
 
 
-# ---- the bare module ------------------------------------------------------------------------
-
-
-def clamp_bare_weights(strategy: Strategy, flushing: bool) -> tuple[int, str]:
-    """Steps that were possible, and bits of the weights, which are clamped through `p.data`."""
-    module, optimizer = build(CASE)
-    steps = 0
-    try:
-        with prepared(module, optimizer, strategy, profile=profile_of(CASE, 1)) as (model, outer):
-            for steps in range(6):
-                outer.zero_grad()
-                model(inputs(steps)).pow(2).mean().backward()
-                outer.step()
-                if flushing:
-                    model.flush()
-                for p in module.parameters():
-                    p.data.clamp_(-0.1, 0.1)
-            return 6, bits(module)
-    except ValueError:
-        return steps, ""
-
-
 # ---- optimizers -----------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import oddities
 import pytest
 import torch
 import workers
@@ -114,25 +113,6 @@ def test_settings_and_weights_changed_later_are_refused() -> None:
         assert "between backward and optimizer.step()" in outcome.error
 
 
-@pytest.mark.parametrize("strategy", [P3(), DeAR()], **names)
-def test_a_hook_before_the_step_clips_all_gradients_at_once(strategy: Any) -> None:
-    """Given a profile or observed: every iteration is DDP's, on both ranks."""
-    world = replicas(CASE, 2, CLIPPING)
-    bsp(world, range(ITERATIONS))
-    given = {}, {"observe": 2, "min_bucket_bytes": 1}
-    loop = Loop(hook=CLIPPING.clip)
-    calls = [(CASE, strategy, range(ITERATIONS), loop, options) for options in given]
-    for ranks in zip(*run_world(workers.in_turn, 2, workers.train_with, calls), strict=True):
-        assert_all_same(ranks, world)
-
-
-def test_a_hook_before_the_step_is_refused_without_a_variant() -> None:
-    args = (CASE, Cyclic(), range(4), Loop(hook=0.05), {})
-    [outcome] = watch_world(workers.train_with, 1, *args)
-    assert outcome.kind == "ValueError"
-    assert "register_step_pre_hook" in outcome.error
-
-
 def test_dreamddp_clips_what_the_script_clips() -> None:
     strategy = DreamDDP(period=2)
     before = DreamDDP(period=2, average="before_update")
@@ -153,15 +133,6 @@ def test_without_a_variant_it_is_refused_on_all_ranks() -> None:
         assert outcome.kind == "ValueError"
         assert "the script changes gradients before the step (clipping?)" in outcome.error
         assert "let the strategy clip each stage (clip=...)" in outcome.error
-
-
-def test_data_of_the_bare_module_may_be_written_after_a_flush() -> None:
-    """Without one it is one update behind, and refused at the forward after its first change."""
-    late = [P3(), DeAR()]
-    calls = [(WFBP(), False), *((one, True) for one in late), *((one, False) for one in late)]
-    [found] = run_world(workers.in_turn, 1, oddities.clamp_bare_weights, calls)
-    assert [steps for steps, _ in found] == [6, 6, 6, 3, 3]
-    assert len({weights for _, weights in found[:3]}) == 1
 
 
 # ---- several backwards ----------------------------------------------------------------------
@@ -305,7 +276,7 @@ def test_what_cannot_be_put_off(strategy: Strategy, more: dict[str, Any]) -> Non
 @pytest.mark.parametrize("strategy", [P3(), USByte(), DeAR(), PartialSync()], **names)
 def test_variants_at_the_step(strategy: Strategy) -> None:
     """They suit every habit, and nobody asks them for another variant."""
-    everything = Habits(True, True, True, True, backwards=2, alters=True, hooks=True)
+    everything = Habits(True, True, True, True, backwards=2, alters=True)
     variant = strategy.at_step()
     assert variant is not None
     assert variant.at_step() is None
@@ -319,11 +290,11 @@ def test_what_one_rank_does_counts_for_all() -> None:
     def both(world: World, rank: int) -> Habits:
         mine = [
             Habits(True, scales=True, alters=True),
-            Habits(reads=True, skips=True, backwards=3, hooks=True),
+            Habits(reads=True, skips=True, backwards=3),
         ][rank]
         return Habits.of_all(mine, MemoryControl(world, rank))  # type: ignore[arg-type]
 
-    assert run_ranks(2, both) == [Habits(True, True, True, True, 3, alters=True, hooks=True)] * 2
+    assert run_ranks(2, both) == [Habits(True, True, True, True, backwards=3, alters=True)] * 2
 
 
 def test_habits_of_a_loop() -> None:
@@ -357,7 +328,6 @@ def test_habits_of_a_loop() -> None:
         (Habits(skips=True), False, True),
         (Habits(backwards=2), True, False),
         (Habits(alters=True), False, True),
-        (Habits(hooks=True), False, False),
     ],
     ids=str,
 )

@@ -24,7 +24,6 @@ from offbeat.runtime.metering import Metering
 from offbeat.runtime.outputs import tensors_of
 from offbeat.runtime.pauses import Pauses
 from offbeat.runtime.sentinels import Sentinels
-from offbeat.runtime.stepper import has_pre_hooks
 from offbeat.runtime.waiting import Waiting
 from offbeat.runtime.walker import Walker
 from offbeat.storage.flat import Flat
@@ -381,10 +380,7 @@ class Engine:
             updates = self.run.updates
             altered = updates.alteration() is not None
             changed = updates.touched()
-            hooked = has_pre_hooks(self.optimizer)
-            self.watched.stepped(
-                changed=changed, skipped=skip_update, altered=altered, hooked=hooked
-            )
+            self.watched.stepped(changed=changed, skipped=skip_update, altered=altered)
         now.marks.step = mark()
         if self.suspects is not None:
             self.suspects.heed(unused=skip_update)

@@ -86,13 +86,6 @@ class BucketStepper:
         return self._joined[key]
 
 
-def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether code of the script runs at the beginning of the optimizer's step."""
-    if optimizer._optimizer_step_pre_hooks:
-        return True
-    return len(_global_optimizer_pre_hooks) > Stepping.hooks
-
-
 def _step(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()`, without its record for torch's profiler if nobody looks: that costs as
     much as a small bucket's update (10 microseconds and more)."""
@@ -102,8 +95,9 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         bare is None
         or not (own is None or hasattr(own, "_wrapped_by_lr_sched"))
         or not hasattr(type(optimizer).step, "hooked")
-        or has_pre_hooks(optimizer)
+        or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
+        or len(_global_optimizer_pre_hooks) > Stepping.hooks
         or _global_optimizer_post_hooks
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     ):

@@ -14,7 +14,7 @@ from offbeat.guards.stepping import Stepping
 from offbeat.plan import Apply, Plan
 from offbeat.runtime.compute import Compute
 from offbeat.runtime.iteration import Iteration
-from offbeat.runtime.stepper import BucketStepper, Settings, has_pre_hooks
+from offbeat.runtime.stepper import BucketStepper, Settings
 from offbeat.storage.checksum import checksum
 from offbeat.storage.flat import Flat
 from offbeat.storage.gradients import Gradients
@@ -37,7 +37,6 @@ def early_remedy(plan: Plan) -> str | None:
     return None
 
 
-FIRST_LOOKS, LOOK_EVERY = 3, 100  # steps after which weights are compared by checksums
 REST = -1  # stands for buckets that are stepped together at the step
 
 
@@ -62,9 +61,7 @@ class Updates:
         self._tried: set[int] = set()  # buckets, by the first of a run
         self._later = [a for a in plan.applies if a.rule == "local" and a.at.lag]
         self._version = flat.grad_version()
-        # By bucket with an update to come: versions of its parameters, and their checksum if taken.
-        self._weights: dict[int, tuple[list[int], int | None]] = {}
-        self._asked = 0  # steps whose updates come later
+        self._weights: dict[int, list[int]] = {}  # versions of parameters with an update to come
         self._revealed: set[int] = set()  # applies whose gradients the user has seen as they are
         self._moves: Moves | None = Moves(optimizer)
         self.refresh()
@@ -225,12 +222,6 @@ class Updates:
                 "unscaling?), but this strategy applies them bucket by bucket, at other times; "
                 f"{self.remedy}"
             )
-        if has_pre_hooks(self._optimizer):
-            raise ValueError(
-                f"{type(self._optimizer).__name__} has a hook before its step "
-                "(register_step_pre_hook), which would run once per bucket instead of once per "
-                f"iteration; {self.remedy}"
-            )
         if self.early and not abandoned and (what := self.alteration()) is not None:
             raise ValueError(
                 f"{what} was changed between backward and optimizer.step(), but this strategy "
@@ -242,10 +233,7 @@ class Updates:
         if later:
             iteration.settings = self.stepper.settings()
             self._gradients.apply_later(later)
-            # Writes through `p.data` have no version; each checksum is a pass over the weights.
-            taken = self._asked < FIRST_LOOKS or self._asked % LOOK_EVERY == 0
-            self._asked += 1
-            self._weights = {b: self._state_of(b, taken) for run in later for b in run}
+            self._weights = {b: self._versions(b) for run in later for b in run}
             self._optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
 
     def touched(self) -> bool:
@@ -272,7 +260,7 @@ class Updates:
         """The parameters are as they were when this update was asked for."""
         for b in run:
             known = self._weights.pop(b, None)
-            if known is not None and known != self._state_of(b, known[1] is not None):
+            if known is not None and known != self._versions(b):
                 raise ValueError(
                     f"parameters of {self._flat.buckets[b].name!r} were changed between "
                     "optimizer.step() and the next forward, while their update was still to come; "
@@ -280,10 +268,8 @@ class Updates:
                     f"offbeat.prepare returned, or {self.remedy}"
                 )
 
-    def _state_of(self, b: int, taken: bool) -> tuple[list[int], int | None]:
-        """Return versions of a bucket's parameters, and their checksum if it is to be `taken`."""
-        parameters = self._flat.buckets[b].parameters
-        return [p._version for p in parameters], checksum(*parameters) if taken else None
+    def _versions(self, b: int) -> list[int]:
+        return [p._version for p in self._flat.buckets[b].parameters]
 
     in_backward = False  # then autograd has changed them
     compute = Compute()  # told of every update
