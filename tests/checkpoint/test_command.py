@@ -43,7 +43,7 @@ def asked(
 def test_jobs(
     options: str, expected: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, [job] = asked(options, tmp_path, monkeypatch)
+    _, [job] = asked(f"--strategy wfbp {options}", tmp_path, monkeypatch)
     told = Job(**{key: value for key, value in job.items() if key != "schema"})
     assert told.checkpoint == str(tmp_path / "kept")
     assert (told.resume, told.checkpoint_every) == expected

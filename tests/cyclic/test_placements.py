@@ -171,7 +171,9 @@ def test_names_the_worker_that_died(placement: Placement, n: int, victim: int) -
     for outcome in outcomes:
         if outcome.rank != victim:
             assert outcome.kind == "RuntimeError"
-            named = re.search(r"Rank (\d+) \(\S+\) (?:has died|keeps)", outcome.error)
+            named = re.search(
+                r"Rank (\d+) \(\S+\) (?:has died|cannot be reached|keeps)", outcome.error
+            )
             assert named is not None, outcome.error
             assert int(named[1]) == victim
 

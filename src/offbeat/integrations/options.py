@@ -21,4 +21,5 @@ class Options(TypedDict, total=False):
     timeout_s: float
     compare_every: int
     on_nonfinite: OnNonfinite
+    broadcast_buffers: bool
     metrics: Metrics | Log | None

@@ -286,9 +286,12 @@ class FlatSession(Session):
             self._replicas = SettingsGuard(*compared, self._averages_now)
 
     def _averages_now(self) -> bool:
-        """Whether parameters are averaged in this iteration, or may be by a vote."""
+        """Whether all ranks average parameters in this iteration, or may by a vote.
+
+        Ranks that hand sums and parameters on are iterations apart and do not meet here.
+        """
         transfers = self.engine.run.program.transfers(self.engine.planned)
-        return any(t.payload.buffer != "grad" for t in transfers)
+        return any(t.payload.buffer != "grad" and t.ranks is None for t in transfers)
 
     def _start(self, plan: Plan, planned: int) -> None:
         self.scaler_remedy = _scaler_remedy(plan)
