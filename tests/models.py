@@ -38,7 +38,8 @@ class Loop:
     `idle`: (rank, iteration) in which a loss is infinite, or there is no backward at all;
     `dropped` and `twice`: iterations in which a step is left out, and gradients are cleared or
     added to. `skipped`: (rank, iteration) that ends with `skip_step()`, in place of backward too if
-    `early`. Clipping, scaling and what `alters` names begin in iteration `since`.
+    `early`. `hook`: largest norm, in a hook before the step. Clipping, scaling and what `alters`
+    names begin in iteration `since`.
     """
 
     clear: str = "optimizer"
@@ -56,6 +57,7 @@ class Loop:
     early: bool = False
     since: int = 0
     alters: str = ""
+    hook: float | None = None
 
     def alter(self, model: nn.Module, optimizer: torch.optim.Optimizer, t: int) -> None:
         """Between backward and step: other settings, or other weights."""

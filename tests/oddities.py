@@ -141,6 +141,79 @@ def train_returning(kind: str, strategy: Strategy) -> tuple[str, int]:
         return bits(inner), iterations
 
 
+# ---- the bare module ------------------------------------------------------------------------
+
+
+def clamp_bare_weights(strategy: Strategy, flushing: bool) -> tuple[int, str]:
+    """Steps that were possible, and bits of the weights, which are clamped through `p.data`."""
+    module, optimizer = build(CASE)
+    steps = 0
+    try:
+        with prepared(module, optimizer, strategy, profile=profile_of(CASE, 1)) as (model, outer):
+            for steps in range(6):
+                outer.zero_grad()
+                model(inputs(steps)).pow(2).mean().backward()
+                outer.step()
+                if flushing:
+                    model.flush()
+                for p in module.parameters():
+                    p.data.clamp_(-0.1, 0.1)
+            return 6, bits(module)
+    except ValueError:
+        return steps, ""
+
+
+# ---- step hooks -----------------------------------------------------------------------------
+
+
+def act_in_hook(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Clip, decay or change settings within a hook of `optimizer.step()`."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if kind == "clips":
+        torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+    elif kind == "clips if need be":  # the norm needs all gradients
+        norm = sum(float(p.grad.norm()) for p in parameters if p.grad is not None)
+        if norm > 1e6:
+            torch.nn.utils.clip_grad_norm_(parameters, 1e6)
+    elif kind == "sets lr":
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+    elif kind == "decays":
+        with torch.no_grad():
+            for p in parameters:
+                p.mul_(0.99)
+    else:
+        assert kind == "counts"
+
+
+def train_hooked(
+    strategy: Strategy, kind: str, moment: str = "pre", since: int = 0, registered: int = 0
+) -> tuple[int, str]:
+    """Steps that were possible, and bits of the weights. The hook does something from its
+    iteration `since` on, and is there from iteration `registered` on."""
+    module, optimizer = build(CASE)
+    steps = 0
+
+    def hook(*_: Any) -> None:
+        if steps >= since:
+            act_in_hook(kind, module, optimizer)
+
+    register = getattr(optimizer, f"register_step_{moment}_hook")
+    profile = profile_of(CASE, world_size())
+    try:
+        with prepared(module, optimizer, strategy, profile=profile) as (model, outer):
+            for steps in range(6):
+                if steps == registered:
+                    register(hook)
+                outer.zero_grad()
+                model(inputs(steps)).pow(2).mean().backward()
+                outer.step()
+            model.consolidate()
+            return 6, bits(module)
+    except ValueError:
+        return steps, ""
+
+
 # ---- optimizers -----------------------------------------------------------------------------
 
 

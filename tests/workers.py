@@ -145,6 +145,13 @@ class User:
 
     def __init__(self, case: Case, model: Any, optimizer: Any, loop: Loop):
         self.case, self.model, self.optimizer, self.loop = case, model, optimizer, loop
+        if loop.hook is not None:
+            inner, parameters = getattr(optimizer, "inner", optimizer), [*model.parameters()]
+
+            def clip(*_: Any) -> None:
+                torch.nn.utils.clip_grad_norm_(parameters, loop.hook)
+
+            inner.register_step_pre_hook(clip)
         scale = loop.scale or 1.0
         self.scaler = torch.amp.GradScaler("cpu", scale, enabled=loop.scale is not None)
 

@@ -30,9 +30,14 @@ pytest tests/matrix` runs all, and `OFFBEAT_REWRITE_GOLDENS=1` writes the page a
 
 Some strategies change what they do after a script's first iteration
 ([why](design.md#runtime-decisions)). The profile is given, so nothing is observed before. Gossip
-(A2CiD2) runs without an exchange here, as the moments of exchanges are chance. A script that keeps
-references of its own to the weights, and reads them between a step and the next forward, calls
-`model.flush()` first. Under DeFT, iterations that apply nothing show one gradient, a zero.
+(A2CiD2) runs without an exchange here, as the moments of exchanges are chance. Under DeFT,
+iterations that apply nothing show one gradient, a zero.
+
+Under P3 and DeAR the update of a step is done at the next forward. Between the two, `state_dict`
+and the objects that `offbeat.prepare` returned show updated weights; the parameters of the bare
+module do not. A script that reads or writes these there (an average of weights, pruning, clamping)
+calls `model.flush()` first. A write without it is an error: in every iteration if torch counts it,
+in the first three steps and every hundredth one if it goes through `p.data`. A read is not seen.
 
 The buffers of a module that forward writes (running norms, codebooks, counters, batch
 normalization) are those of rank 0 on all ranks at the next forward, under every strategy that

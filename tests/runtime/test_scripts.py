@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import oddities
 import pytest
 import torch
 import workers
@@ -113,6 +114,53 @@ def test_settings_and_weights_changed_later_are_refused() -> None:
         assert "between backward and optimizer.step()" in outcome.error
 
 
+@pytest.mark.parametrize("strategy", [P3(), DeAR()], **names)
+def test_a_hook_before_the_step_clips_all_gradients_at_once(strategy: Any) -> None:
+    """Given a profile or observed: every iteration is DDP's, on both ranks."""
+    world = replicas(CASE, 2, CLIPPING)
+    bsp(world, range(ITERATIONS))
+    given = {}, {"observe": 2, "min_bucket_bytes": 1}
+    loop = Loop(hook=CLIPPING.clip)
+    calls = [(CASE, strategy, range(ITERATIONS), loop, options) for options in given]
+    for ranks in zip(*run_world(workers.in_turn, 2, workers.train_with, calls), strict=True):
+        assert_all_same(ranks, world)
+
+
+ACTS = ("clips", "clips if need be", "sets lr", "decays")
+
+
+def test_step_hooks_run_once_per_iteration() -> None:
+    """Whatever they do and whenever they begin to, where they are registered from the start."""
+    early = [P3(), DeAR(), USByte()]
+    kinds = [(kind, "pre", since) for kind in ACTS for since in (0, 3)] + [("decays", "post", 0)]
+    calls = [(strategy, *kind) for kind in kinds for strategy in (WFBP(), *early)]
+    [found] = run_world(workers.in_turn, 1, oddities.train_hooked, calls)
+    assert [steps for steps, _ in found] == [6] * len(calls)
+    size = 1 + len(early)
+    alike = [{weights for _, weights in found[i : i + size]} for i in range(0, len(found), size)]
+    assert [len(one) for one in alike] == [1] * len(kinds)
+
+
+def test_hooks_registered_later_may_count_but_not_change_or_read() -> None:
+    """Buckets are stepped one by one; the first hook that does more ends the run."""
+    strategies = P3(), DeAR(), AFTER
+    kinds = [("counts", 0), *((kind, 0) for kind in ACTS), ("clips", 4)]
+    calls = [(s, kind, "pre", since, 2) for s in strategies for kind, since in kinds]
+    [found] = run_world(workers.in_turn, 1, oddities.train_hooked, calls)
+    steps = [steps for steps, _ in found]
+    assert steps[: 2 * len(kinds)] == [6, 2, 2, 2, 2, 4] * 2  # at the forward of the next iteration
+    # In backward; in iteration 2 of this period all buckets are stepped at once.
+    assert steps[2 * len(kinds) :] == [6, 3, 3, 3, 3, 4]
+
+
+def test_hooks_are_allowed_without_a_variant_until_they_do_something() -> None:
+    """In cyclic parallelism the rank that updates refuses a hook that clips."""
+    found = run_world(workers.in_turn, 2, oddities.train_hooked, [(Cyclic(), "counts")])
+    assert [steps for [(steps, _)] in found] == [6, 6]
+    outcomes = watch_world(workers.train_with, 2, CASE, Cyclic(), range(4), Loop(hook=0.05), {})
+    assert any(one.kind == "ValueError" and "hook" in one.error for one in outcomes)
+
+
 def test_dreamddp_clips_what_the_script_clips() -> None:
     strategy = DreamDDP(period=2)
     before = DreamDDP(period=2, average="before_update")
@@ -133,6 +181,15 @@ def test_without_a_variant_it_is_refused_on_all_ranks() -> None:
         assert outcome.kind == "ValueError"
         assert "the script changes gradients before the step (clipping?)" in outcome.error
         assert "let the strategy clip each stage (clip=...)" in outcome.error
+
+
+def test_data_of_the_bare_module_may_be_written_after_a_flush() -> None:
+    """Without one it is one update behind, and refused at the forward after its first change."""
+    late = [P3(), DeAR()]
+    calls = [(WFBP(), False), *((one, True) for one in late), *((one, False) for one in late)]
+    [found] = run_world(workers.in_turn, 1, oddities.clamp_bare_weights, calls)
+    assert [steps for steps, _ in found] == [6, 6, 6, 3, 3]
+    assert len({weights for _, weights in found[:3]}) == 1
 
 
 # ---- several backwards ----------------------------------------------------------------------
@@ -276,7 +333,7 @@ def test_what_cannot_be_put_off(strategy: Strategy, more: dict[str, Any]) -> Non
 @pytest.mark.parametrize("strategy", [P3(), USByte(), DeAR(), PartialSync()], **names)
 def test_variants_at_the_step(strategy: Strategy) -> None:
     """They suit every habit, and nobody asks them for another variant."""
-    everything = Habits(True, True, True, True, backwards=2, alters=True)
+    everything = Habits(True, True, True, True, backwards=2, alters=True, hooks=True)
     variant = strategy.at_step()
     assert variant is not None
     assert variant.at_step() is None
@@ -290,11 +347,11 @@ def test_what_one_rank_does_counts_for_all() -> None:
     def both(world: World, rank: int) -> Habits:
         mine = [
             Habits(True, scales=True, alters=True),
-            Habits(reads=True, skips=True, backwards=3),
+            Habits(reads=True, skips=True, backwards=3, hooks=True),
         ][rank]
         return Habits.of_all(mine, MemoryControl(world, rank))  # type: ignore[arg-type]
 
-    assert run_ranks(2, both) == [Habits(True, True, True, True, backwards=3, alters=True)] * 2
+    assert run_ranks(2, both) == [Habits(True, True, True, True, 3, alters=True, hooks=True)] * 2
 
 
 def test_habits_of_a_loop() -> None:
@@ -328,6 +385,7 @@ def test_habits_of_a_loop() -> None:
         (Habits(skips=True), False, True),
         (Habits(backwards=2), True, False),
         (Habits(alters=True), False, True),
+        (Habits(hooks=True), False, False),
     ],
     ids=str,
 )

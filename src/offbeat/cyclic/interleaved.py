@@ -97,8 +97,9 @@ class Interleaved:
         self._versions = Versions(self.table, strategy.rules(len(stages)), skipped)
         self._clip, self._loss, self._optimizer = strategy.clip, loss, optimizer
         self._stages = [Stage(module, optimizer) for module in stages]
-        self._stepper = BucketStepper(optimizer, [[*s.trained.values()] for s in self._stages])
-        self._stepper.require_independent("use one micro-batch at a time")
+        trained = [[*stage.trained.values()] for stage in self._stages]
+        self._stepper = BucketStepper(optimizer, trained, "step the whole model at once")
+        self._stepper.require_independent()
         self._rank, self._exchange = _joined(self.table, timeout_s, self._stages, optimizer)
         self._traffic = Traffic(self.table, self._rank, self._exchange)
         self._travels = placement == "zero"
@@ -310,7 +311,7 @@ class Interleaved:
             stage.versions[t + 1] = stage.versions[t]
         else:
             stage.begin_update(t + 1, mean)
-            self._stepper.step(range(j, j + 1), self._settings[t], "step the whole model at once")
+            self._stepper.step(range(j, j + 1), self._settings[t], compare=True)
             stage.end_update()
         self._forget(j, self._time)
         for message in self.table.passes(t, j):

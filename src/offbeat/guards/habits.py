@@ -17,7 +17,8 @@ class Habits:
     were looked at; `scales`: a gradient scaler stepped; `skips`: an update was left out after its
     backward; `backwards`: most backward passes before one step; `alters`: weights or settings of
     param groups were changed between backward and step; `drives`: the optimizer stepped in a method
-    of its own, evaluated a closure several times, or is one of several."""
+    of its own, evaluated a closure several times, or is one of several; `hooks`: the optimizer has
+    step hooks, which bucket by bucket would run once per bucket."""
 
     changes: bool = False
     reads: bool = False
@@ -26,6 +27,7 @@ class Habits:
     backwards: int = 1
     alters: bool = False
     drives: bool = False
+    hooks: bool = False
 
     @classmethod
     def of_all(cls, mine: Habits, control: Control) -> Habits:
@@ -39,6 +41,7 @@ class Habits:
             max(one.backwards for one in seen),
             any(one.alters for one in seen),
             any(one.drives for one in seen),
+            any(one.hooks for one in seen),
         )
 
     def against(self, plan: Plan) -> str | None:
@@ -54,6 +57,7 @@ class Habits:
             (self.skips and not late, "leaves out updates after backward"),
             (self.reads and late and not self.changes, "reads gradients before the step"),
             (self.backwards > 1 and late, "calls backward several times before a step"),
+            (self.hooks, "has hooks of optimizer.step()"),
             (
                 self.alters and "grad" in points,
                 "changes weights or the optimizer's settings between backward and step",
@@ -74,10 +78,13 @@ class Watched:
         """A backward pass has begun."""
         self._backwards += 1
 
-    def stepped(self, *, changed: bool, skipped: bool, altered: bool = False) -> None:
+    def stepped(
+        self, *, changed: bool, skipped: bool, altered: bool = False, hooked: bool = False
+    ) -> None:
         """`optimizer.step()`, with gradients that were changed since backward, its update
-        skipped by the script, or weights or settings `altered` since backward."""
+        skipped by the script, weights or settings `altered` since backward, or step hooks."""
         self.habits.changes |= changed
+        self.habits.hooks |= hooked
         self.habits.alters |= altered
         self.habits.skips |= skipped and self._backwards > 0
         self.habits.backwards = max(self.habits.backwards, self._backwards)

@@ -15,7 +15,7 @@ from offbeat.runtime.context import StorageContext
 from offbeat.runtime.forward import ForwardHooks
 from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.runtime.messages import Messages
-from offbeat.runtime.updates import Updates
+from offbeat.runtime.updates import AT_ONCE, Updates
 from offbeat.runtime.votes import Votes
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class Adopted:
         )
         late = adding and (flying or self._moves_at_the_end())
         if late or self.updates.early or self.windows.late:
-            remedy = self.updates.remedy or "use a strategy that steps at once, such as WFBP()"
+            remedy = self.updates.remedy or AT_ONCE
             raise RuntimeError(
                 "backward ran without optimizer.step() after it, but its gradients were already "
                 "handed on; call step() after every backward, wrap those that only add up in "

@@ -12,6 +12,7 @@ from torch import nn
 from offbeat.guards.finite import Suspects
 from offbeat.guards.habits import Watched
 from offbeat.guards.looks import Looks
+from offbeat.guards.step_hooks import has_hooks
 from offbeat.guards.stepping import Stepping
 from offbeat.measuring.noise import NoiseMeter
 from offbeat.plan import Plan
@@ -24,6 +25,7 @@ from offbeat.runtime.metering import Metering
 from offbeat.runtime.outputs import tensors_of
 from offbeat.runtime.pauses import Pauses
 from offbeat.runtime.sentinels import Sentinels
+from offbeat.runtime.updates import AT_ONCE
 from offbeat.runtime.waiting import Waiting
 from offbeat.runtime.walker import Walker
 from offbeat.storage.flat import Flat
@@ -380,7 +382,10 @@ class Engine:
             updates = self.run.updates
             altered = updates.alteration() is not None
             changed = updates.touched()
-            self.watched.stepped(changed=changed, skipped=skip_update, altered=altered)
+            hooked = has_hooks(self.optimizer)
+            self.watched.stepped(
+                changed=changed, skipped=skip_update, altered=altered, hooked=hooked
+            )
         now.marks.step = mark()
         if self.suspects is not None:
             self.suspects.heed(unused=skip_update)
@@ -414,7 +419,7 @@ class Engine:
                 f"{type(self.optimizer).__name__} steps by itself, in a method other than step() "
                 "or after a closure that runs backward several times, or is one of several, but "
                 "this strategy updates at other moments than the step; "
-                f"{updates.remedy or 'use a strategy that steps at once, such as WFBP()'}"
+                f"{updates.remedy or AT_ONCE}"
             )
         self.end_backward(skip_update=False)
         self._looks.close()
@@ -435,7 +440,7 @@ class Engine:
         were handed on."""
         late = self.run.windows.late
         if self.backward_over and (late or self.run.updates.early):
-            remedy = self.run.updates.remedy or "use a strategy that steps at once, such as WFBP()"
+            remedy = self.run.updates.remedy or AT_ONCE
             raise ValueError(
                 "skip_step() after backward comes too late: this strategy has handed on the "
                 f"gradients in backward; call it in place of backward, or {remedy}"

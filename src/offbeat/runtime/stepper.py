@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from offbeat.guards.stepping import Stepping
+from offbeat.guards.step_hooks import StepHooks, has_hooks, has_pre_hooks
 from offbeat.storage.coupling import delegates
 
 Group = dict[str, Any]
@@ -18,19 +17,28 @@ Settings = dict[int, Group]
 
 
 class BucketStepper:
-    """Steps the optimizer bucket by bucket; state, settings and hooks are the user's own."""
+    """Steps the optimizer bucket by bucket; state, settings and hooks are the user's own.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Sequence[nn.Parameter]]):
-        self._optimizer = optimizer
+    `remedy`: what errors name in place of steps of single buckets.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Sequence[Sequence[nn.Parameter]],
+        remedy: str,
+    ):
+        self._optimizer, self._remedy = optimizer, remedy
+        self._hooks = StepHooks(optimizer, [p for bucket in buckets for p in bucket])
         self._members = _members(optimizer, buckets)
         self._joined: dict[tuple[int, ...], list[tuple[Group, list[nn.Parameter]]]] = {}
 
-    def require_independent(self, remedy: str) -> None:
+    def require_independent(self) -> None:
         """ValueError for an optimizer that cannot step one bucket alone."""
         if delegates(self._optimizer):
             raise ValueError(
                 f"{type(self._optimizer).__name__} hands its step to another optimizer, so it "
-                f"cannot step bucket by bucket; {remedy}"
+                f"cannot step bucket by bucket; {self._remedy}"
             )
 
     def settings(self) -> Settings:
@@ -46,11 +54,13 @@ class BucketStepper:
         groups = self._optimizer.param_groups
         return {id(group): mine for group, mine in zip(groups, listed, strict=True)}
 
-    def step(self, run: Sequence[int], settings: Settings | None, remedy: str | None) -> None:
+    def step(self, run: Sequence[int], settings: Settings | None, *, compare: bool) -> None:
         """Step some buckets, with these settings or else the present ones.
 
-        With a `remedy` ValueError if the step changes its groups' settings: such an optimizer
-        does not treat parameters independently.
+        Raises:
+            ValueError: hooks before the step do more than `StepHooks` allows; or, if settings are
+                to be compared, the step changes those of its groups: such an optimizer does not
+                treat parameters independently.
         """
         members = self._of(run)
         if not members:
@@ -59,18 +69,24 @@ class BucketStepper:
             {**(group if settings is None else settings[id(group)]), "params": mine}
             for group, mine in members
         ]
-        before = [_settings(group) for group in narrowed] if remedy is not None else None
+        before = [_settings(group) for group in narrowed] if compare else None
         whole = self._optimizer.param_groups
         # Assigned to the instance: load_state_dict and schedulers keep the same group objects.
         self._optimizer.param_groups = narrowed
         try:
-            _step(self._optimizer)
+            if has_pre_hooks(self._optimizer):
+                groups = [*narrowed, *whole]
+                with self._hooks.watch(lambda: [*map(_settings, groups)], self._remedy):
+                    self._optimizer.step()
+            else:
+                _step(self._optimizer)
         finally:
             self._optimizer.param_groups = whole
         if before is not None and [_settings(group) for group in narrowed] != before:
             raise ValueError(
                 f"{type(self._optimizer).__name__} changes its param groups in step(), so it does "
-                f"not treat parameters independently and cannot step bucket by bucket; {remedy}"
+                f"not treat parameters independently and cannot step bucket by bucket; "
+                f"{self._remedy}"
             )
 
     def _of(self, run: Sequence[int]) -> list[tuple[Group, list[nn.Parameter]]]:
@@ -95,10 +111,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         bare is None
         or not (own is None or hasattr(own, "_wrapped_by_lr_sched"))
         or not hasattr(type(optimizer).step, "hooked")
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or len(_global_optimizer_pre_hooks) > Stepping.hooks
-        or _global_optimizer_post_hooks
+        or has_hooks(optimizer)
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     ):
         optimizer.step()

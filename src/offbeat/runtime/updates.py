@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from offbeat.guards.differences import only_gradients
 from offbeat.guards.finite import Suspects
 from offbeat.guards.moves import Moves
 from offbeat.guards.stepping import Stepping
@@ -37,6 +38,8 @@ def early_remedy(plan: Plan) -> str | None:
     return None
 
 
+AT_ONCE = "use a strategy that steps at once, such as WFBP()"
+FIRST_LOOKS, LOOK_EVERY = 3, 100  # steps after which weights are compared by checksums
 REST = -1  # stands for buckets that are stepped together at the step
 
 
@@ -61,17 +64,20 @@ class Updates:
         self._tried: set[int] = set()  # buckets, by the first of a run
         self._later = [a for a in plan.applies if a.rule == "local" and a.at.lag]
         self._version = flat.grad_version()
-        self._weights: dict[int, list[int]] = {}  # versions of parameters with an update to come
+        # By bucket with an update to come: versions of its parameters, and their checksum if taken.
+        self._weights: dict[int, tuple[list[int], int | None]] = {}
+        self._asked = 0  # steps whose updates come later
         self._revealed: set[int] = set()  # applies whose gradients the user has seen as they are
         self._moves: Moves | None = Moves(optimizer)
         self.refresh()
         if self.remedy is not None:
-            self.stepper.require_independent(self.remedy)
+            self.stepper.require_independent()
 
     def refresh(self) -> None:
         """The optimizer's groups or state were replaced."""
         parameters = [bucket.parameters for bucket in self._flat.buckets]
-        self.stepper = BucketStepper(self._optimizer, parameters)
+        remedy = self.remedy or AT_ONCE
+        self.stepper = BucketStepper(self._optimizer, parameters, remedy)
 
     # ---- the rule ---------------------------------------------------------------------------
 
@@ -133,9 +139,7 @@ class Updates:
             if len(iteration.rest) == len(self._everything):
                 self._optimizer.step()
             else:
-                first = self.remedy if REST not in self._tried else None
-                self._tried.add(REST)
-                self.stepper.step(iteration.rest, None, first)
+                self.stepper.step(iteration.rest, None, compare=self._is_first(REST))
 
     def _copy(self, apply: Apply) -> int:
         return self._flat.physical("grad", apply.arg("age", 0))
@@ -164,13 +168,18 @@ class Updates:
         if whole:
             self._optimizer.step()
             return
-        first = self.remedy if apply.buckets.start not in self._tried else None
-        self._tried.add(apply.buckets.start)
+        first = self._is_first(apply.buckets.start)
         if not apply.at.lag:
-            self.stepper.step(apply.buckets, None, first)
+            self.stepper.step(apply.buckets, None, compare=first)
             return
         with _plainly(self._flat.buckets[apply.buckets.start].param.device.type):
-            self.stepper.step(apply.buckets, iteration.settings, first)
+            self.stepper.step(apply.buckets, iteration.settings, compare=first)
+
+    def _is_first(self, run: int) -> bool:
+        """Return whether this run of buckets is stepped alone for the first time."""
+        first = self.remedy is not None and run not in self._tried
+        self._tried.add(run)
+        return first
 
     def _scale(self, apply: Apply, copy: int) -> None:
         """Multiply gradients as the rule's settings say, before anybody sees them."""
@@ -233,7 +242,12 @@ class Updates:
         if later:
             iteration.settings = self.stepper.settings()
             self._gradients.apply_later(later)
-            self._weights = {b: self._versions(b) for run in later for b in run}
+            # Writes through `p.data` have no version; each checksum is a pass over the weights.
+            # Averages of parameters may write between the step and the update, too.
+            looks = self._asked < FIRST_LOOKS or self._asked % LOOK_EVERY == 0
+            taken = looks and only_gradients(self._plan)
+            self._asked += 1
+            self._weights = {b: self._state_of(b, taken) for run in later for b in run}
             self._optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
 
     def touched(self) -> bool:
@@ -260,7 +274,7 @@ class Updates:
         """The parameters are as they were when this update was asked for."""
         for b in run:
             known = self._weights.pop(b, None)
-            if known is not None and known != self._versions(b):
+            if known is not None and known != self._state_of(b, known[1] is not None):
                 raise ValueError(
                     f"parameters of {self._flat.buckets[b].name!r} were changed between "
                     "optimizer.step() and the next forward, while their update was still to come; "
@@ -268,8 +282,10 @@ class Updates:
                     f"offbeat.prepare returned, or {self.remedy}"
                 )
 
-    def _versions(self, b: int) -> list[int]:
-        return [p._version for p in self._flat.buckets[b].parameters]
+    def _state_of(self, b: int, taken: bool) -> tuple[list[int], int | None]:
+        """Return versions of a bucket's parameters, and their checksum if it is to be `taken`."""
+        parameters = self._flat.buckets[b].parameters
+        return [p._version for p in parameters], checksum(*parameters) if taken else None
 
     in_backward = False  # then autograd has changed them
     compute = Compute()  # told of every update
