@@ -1,8 +1,9 @@
-"""How good and how fast the planner's solvers are, on seeded random profiles.
+"""How good and how fast the planner's solvers are, and the seconds of a whole plan, on seeded
+random profiles.
 
     python benchmarks/planner.py [--profiles N] [--json FILE]
 
-Needs no torch. Takes about half a minute with the default number of profiles.
+Needs no torch. Takes about a minute with the default number of profiles.
 """
 
 import argparse
@@ -13,15 +14,25 @@ import time
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from offbeat.profile import Bucket, Link, Profile
 from offbeat.solve import fusion, partition
+from offbeat.strategies import DreamDDP
 
 RATIOS = (0.3, 1.0, 3.0, 10.0)  # communication of all buckets / backward
 LATENCIES = (0.1, 0.5, 2.0)  # latency of all buckets, each sent alone / backward
 SIZES = (100, 400, 1000, 5000)
 PERIODS = (5, 10, 20)
+PLANS = ((200, 8), (1000, 20), (5000, 5), (5000, 20))  # buckets and period
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "split": {"split": True},
+    "forward, split": {"due": "forward", "split": True},
+    "delayed": {"due": "delayed"},
+}
 REPETITIONS = 5
 GAP = 1e-9  # smaller relative differences are rounding
 
@@ -176,6 +187,25 @@ def fusion_times(rng: random.Random) -> list[dict[str, object]]:
     return rows
 
 
+def plan_times(rng: random.Random) -> list[dict[str, object]]:
+    """Seconds that DreamDDP's variants take to plan; the messages of all buckets take about twice
+    as long as the compute."""
+    rows = []
+    print(f"\nplanning, ms{'L':>15}{'H':>5}{'median':>12}{'min':>12}{'max':>12}")
+    for count, period in PLANS:
+        buckets = [
+            Bucket(f"b{i}", rng.random() / count, rng.random() / count, rng.randint(1, 10**6))
+            for i in range(count)
+        ]
+        link = Link("net", 0.1 / count, 2e5 * count)
+        profile = Profile(tuple(buckets), (link,), world_size=4)
+        for name, more in VARIANTS.items():
+            times_s = seconds(DreamDDP(period, **more).plan, profile)
+            print_times(f"{name:16}{count:>11}{period:>5}", times_s)
+            rows.append({"method": f"dreamddp {name}", "L": count, "H": period, "seconds": times_s})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profiles", type=int, default=250, help="random profiles per ratio")
@@ -205,7 +235,7 @@ def main() -> None:
         title = f"fusion, transfer/backward {ratio:g}, least times of all/backward 2"
         print_gaps(title, result)
 
-    report["times"] = [*partition_times(rng), *fusion_times(rng)]
+    report["times"] = [*partition_times(rng), *fusion_times(rng), *plan_times(rng)]
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
