@@ -112,6 +112,29 @@ class Late(Backwards):
         return self.head(torch.tanh(self.middle(x)) if self.forwards > 3 else x)
 
 
+class Earlier(Backwards):
+    """From the fourth training forward on, reads weights of the last modules first: biases,
+    which autograd does not keep, and with `keeps` a weight that it keeps."""
+
+    keeps = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += self.training
+        if self.forwards > 3:
+            x = x + self.head.bias.sum() + self.middle.bias.sum()
+            if self.keeps:
+                x = x * self.head.weight.sum(1)[:1]
+        return super().forward(x)
+
+
+class Keeping(Earlier):
+    keeps = True
+
+
 class Blocks(Backwards):
     """One block is compiled in a wrapper, one in place; no machine code is made, for time."""
 
@@ -122,8 +145,9 @@ class Blocks(Backwards):
 
 
 MODELS.update(
-    attending=Attending, reading=Reading, peeking=Peeking, twice=Twice, late=Late, blocks=Blocks
-)
+    attending=Attending, reading=Reading, peeking=Peeking, twice=Twice, late=Late, blocks=Blocks,
+    earlier=Earlier, keeping=Keeping,
+)  # fmt: skip
 
 # ---- one training run, watched -----------------------------------------------------------------
 
@@ -302,15 +326,16 @@ def go_on(model: Any, optimizer: Any, case: Case, iterations: range) -> None:
 def when_updated(strategy: Strategy) -> list[bool]:
     """Whether a reference to a weight shows the update after step(), and after flush()."""
     with started(strategy, CASE, 2) as (module, model, optimizer):
-        before = module[6].weight.detach().clone()
+        weight = module[6].weight  # an attribute of the module would be up to date
+        before = weight.detach().clone()
         go_on(model, optimizer, CASE, range(2, 3))
         model.flush()
-        assert not torch.equal(before, module[6].weight)
-        before = module[6].weight.detach().clone()
+        assert not torch.equal(before, weight)
+        before = weight.detach().clone()
         go_on(model, optimizer, CASE, range(3, 4))
-        at_once = not torch.equal(before, module[6].weight)
+        at_once = not torch.equal(before, weight)
         model.flush()
-        return [at_once, not torch.equal(before, module[6].weight)]
+        return [at_once, not torch.equal(before, weight)]
 
 
 def look_through(strategy: Strategy, what: str) -> bool:
@@ -321,10 +346,11 @@ def look_through(strategy: Strategy, what: str) -> bool:
         "a submodule": lambda model: model.head.weight.detach().clone(),
         "a submodule's state": lambda model: snapshot(model.module.head.state_dict())["weight"],
         "the bare module": lambda model: next(model.module.parameters()).detach().clone(),
+        "an attribute of the bare model": lambda _: bare.head.weight.detach().clone(),
         "a parameter": lambda model: model.scale.detach().clone(),
         "a method": lambda model: model.encode(x).detach(),
     }
-    with started(strategy, case, 3) as (_, model, _):
+    with started(strategy, case, 3) as (bare, model, _):
         before = ways[what](model)
         model.flush()
         return torch.equal(before, ways[what](model))
@@ -364,13 +390,14 @@ def use_copies(strategy: Strategy) -> list[bool]:
         equal = [
             torch.equal(a, b) for a, b in zip(plain.parameters(), module.parameters(), strict=True)
         ]
+        weight = module[6].weight
         go_on(model, optimizer, CASE, range(2, 3))
-        before = module[6].weight.detach().clone()
+        before = weight.detach().clone()
         plain.state_dict()
         loss_of(plain, *batch(CASE, rank(), 3)).backward()
-        equal.append(torch.equal(module[6].weight, before))
+        equal.append(torch.equal(weight, before))
         model.flush()
-        return [*equal, not torch.equal(module[6].weight, before)]
+        return [*equal, not torch.equal(weight, before)]
 
 
 def leave(how: str, strategy: Strategy) -> None:
@@ -410,6 +437,9 @@ def hooks_left(strategy: Strategy) -> int:
     with started(strategy, CASE, 2) as (module, _, _):
         pass
     hooks = [
-        len(part._forward_pre_hooks) + len(part._state_dict_pre_hooks) for part in module.modules()
+        len(part._forward_pre_hooks)
+        + len(part._state_dict_pre_hooks)
+        + (type(part._parameters) is not dict)
+        for part in module.modules()
     ]
     return sum(hooks)

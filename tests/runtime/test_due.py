@@ -15,7 +15,7 @@ import workers
 from comparing import assert_same, sets_of
 from models import Case, Loop, profile_of
 from reference.training import Replica, consolidate, delayed_sync, partial_sync, replicas
-from schedules_support import CASE
+from schedules_support import CASE, Script, follow_all
 from worlds import run_world
 
 from offbeat import DreamDDP, blocks
@@ -62,6 +62,18 @@ def test_loops(strategy: DreamDDP, loop: Loop) -> None:
     equations(world, range(ITERATIONS), strategy, case)
     for mine, replica in zip(ranks, world, strict=True):
         assert_same(mine, replica, f"rank {replica.rank}")
+
+
+@pytest.mark.parametrize("strategy", [FORWARD, BEFORE], ids=str)
+def test_weights_that_a_later_forward_reads_earlier(strategy: DreamDDP) -> None:
+    """The read waits for the average, and sees no weights of before."""
+    scripts = [Script(Case(model, "nesterov")) for model in ("earlier", "keeping")]
+    ranks = run_world(follow_all, 2, scripts, strategy, ITERATIONS)
+    for i, script in enumerate(scripts):
+        world = replicas(script.case, 2)
+        equations(world, range(ITERATIONS), strategy, script.case)
+        for (mine, _), replica in zip((of_rank[i] for of_rank in ranks), world, strict=True):
+            assert_same(mine, replica, f"rank {replica.rank}")
 
 
 @pytest.mark.parametrize("strategy", [FORWARD, LATE], ids=str)

@@ -89,6 +89,18 @@ def test_p3_is_seen_updated_too() -> None:
         assert_same(mine, replica, f"rank {replica.rank}")
 
 
+READERS = [Script(Case(model, "nesterov")) for model in ("earlier", "keeping")]
+
+
+@pytest.mark.parametrize("strategy", [P3(slice_elements=7), HALVES], ids=str)
+def test_weights_that_a_later_forward_reads_earlier(strategy: Strategy) -> None:
+    """The order of the first forward is not that of later ones; every read is of new weights."""
+    ranks = run_world(support.follow_all, 2, READERS, strategy, ITERATIONS)
+    for i, script in enumerate(READERS):
+        for mine, (replica, _) in zip(ranks, support.followed(script, ITERATIONS), strict=True):
+            assert_same(mine[i][0], replica, f"{script}, rank {replica.rank}")
+
+
 @each
 def test_tied_weights_after_observation(strategy: Strategy) -> None:
     script = Script(Case("tied", "nesterov"))
@@ -115,7 +127,11 @@ def test_updates_wait_for_the_next_forward() -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["a submodule", "a submodule's state", "a parameter", "a method", "the bare module"]
+    "what",
+    [
+        *("a submodule", "a submodule's state", "a parameter", "a method", "the bare module"),
+        "an attribute of the bare model",
+    ],
 )
 def test_what_is_reached_through_the_model_is_updated(what: str) -> None:
     assert run_world(support.look_through, 1, SLICES, what) == [True]

@@ -67,7 +67,9 @@ class Adopted:
         self.updates.stepping = engine.stepping
         self.forward_hooks: ForwardHooks | None = None
         if self._acts_within_forward():
-            self.forward_hooks = ForwardHooks(engine.model, self.flat, engine.forward_needs)
+            self.forward_hooks = ForwardHooks(
+                engine.model, self.flat, engine.forward_needs, engine.before_read
+            )
 
     def _acts_within_forward(self) -> bool:
         """Whether some bucket's forward has a moment of its own, not just the whole model's."""

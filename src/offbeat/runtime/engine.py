@@ -289,6 +289,13 @@ class Engine:
             self.walker.walk(self.plan.buckets - 1 - b)
             self.reports.hand_on()
 
+    def before_read(self, b: int) -> None:
+        """Complete bucket b, as a module's attribute is read that is one of its parameters."""
+        if self.now is None:
+            self.pauses.flush()
+        else:
+            self.walker.walk(self.plan.buckets - 1 - b)
+
     def output_reached(self) -> None:
         """A backward begins. Refuse a second one of a forward whose parameters the first one has
         updated, before autograd finds that out in words of its own."""

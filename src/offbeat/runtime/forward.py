@@ -23,14 +23,22 @@ class ForwardHooks:
     weight of its output projection and never calls that module. So the first forward is watched,
     and every bucket is needed as soon as it begins. It shows which module was running when a
     parameter was first read. From then on that module asks for the parameter's bucket. A
-    parameter that nobody was seen to read is asked for by its owner.
+    parameter that nobody was seen to read is asked for by its owner. A later forward may read a
+    parameter before that module runs; then the read itself completes the parameter's bucket
+    (`WatchedParameters`).
 
     `at_start` is the bucket that the model as a whole needs when it begins. Buckets nearer the
     input are needed with it.
     """
 
-    def __init__(self, model: nn.Module, flat: Flat, needed: Callable[[int], None]):
-        self._model, self._needed = model, needed
+    def __init__(
+        self,
+        model: nn.Module,
+        flat: Flat,
+        needed: Callable[[int], None],
+        before_read: Callable[[int], None],
+    ):
+        self._model, self._needed, self._before_read = model, needed, before_read
         self._bucket_of = {
             id(p): b for b, bucket in enumerate(flat.buckets) for p in bucket.parameters
         }
@@ -40,6 +48,7 @@ class ForwardHooks:
         self._running: list[str] = []
         self._first_read: dict[int, str] = {}
         self._handles: list[RemovableHandle] = []
+        self._readers: list[nn.Module] = []  # modules whose parameters are watched
         modules = list(model.named_modules(remove_duplicate=False))
         watched = _outside_compiled(modules)
         self._compiled = len(watched) < len(modules)
@@ -72,11 +81,23 @@ class ForwardHooks:
             handle = module.register_forward_pre_hook(Attached(hook), prepend=True)
             self._handles.append(handle)
         self._called = set()
+        self._watch_reads()
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for module in self._readers:
+            module.__dict__["_parameters"] = dict(module._parameters)
+        self._readers = []
+
+    def _watch_reads(self) -> None:
+        """Complete a bucket when an attribute of a module is read that is one of its parameters."""
+        for _, module in _outside_compiled(self._model.named_modules()):
+            if any(id(p) in self._bucket_of for p in module._parameters.values()):
+                watched = WatchedParameters(module._parameters, self._bucket_of, self._before_read)
+                module.__dict__["_parameters"] = watched
+                self._readers.append(module)
 
     def _home(self, owner: str, parameter: int) -> str:
         """Who answers for a parameter of this module."""
@@ -105,6 +126,32 @@ class ForwardHooks:
     def _read(self, parameter: int) -> None:
         if parameter in self._bucket_of and parameter not in self._first_read:
             self._first_read[parameter] = self._running[-1] if self._running else ""
+
+
+class WatchedParameters(dict[str, nn.Parameter | None]):
+    """Parameters of a module. Calls `before_read(b)` before it returns a parameter of bucket b.
+
+    `nn.Module` reads its attributes there. Copies and pickles are plain dictionaries.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter | None],
+        bucket_of: Mapping[int, int],
+        before_read: Callable[[int], None],
+    ):
+        super().__init__(parameters)
+        self._bucket_of, self._before_read = bucket_of, before_read
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        bucket = self._bucket_of.get(id(parameter))
+        if bucket is not None:
+            self._before_read(bucket)
+        return parameter
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
 
 
 class _Reads(TorchFunctionMode):
