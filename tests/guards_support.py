@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,6 +95,47 @@ def iterate(model: Any, optimizer: Any, t: int, cause: str = "nothing") -> None:
     if t == WHEN and rank() == 1 and cause in CAUSES:
         CAUSES[cause](model, optimizer)
     optimizer.step()
+
+
+def edit(kinds: Sequence[str], strategies: Sequence[Strategy]) -> list[tuple[str, str, list[str]]]:
+    """Per strategy and kind of write between a step and the next forward: the warnings."""
+    return [(str(s), kind, _edit(kind, s)) for s in strategies for kind in kinds]
+
+
+def _edit(kind: str, strategy: Strategy) -> list[str]:
+    model = build_model(CASE)
+    optimizer = build_optimizer(CASE, model)
+    weight = model.get_parameter("4.bias")
+    options = {"profile": profile_of(CASE, world_size()), "compare_every": 4}
+    with (
+        warnings.catch_warnings(record=True) as said,
+        prepared(model, optimizer, strategy, **options) as (prepared_model, optimizer),
+    ):
+        warnings.simplefilter("always")
+        for t in range(12):
+            if t == (1 if kind in ("data", "restored") else 6):  # contents are noted in iteration 1
+                prepared_model.flush()
+                _write(kind, prepared_model, weight)
+            iterate(prepared_model, optimizer, t)
+    return [str(w.message) for w in said if "was written between" in str(w.message)]
+
+
+@torch.no_grad()
+def _write(kind: str, model: Any, weight: Tensor) -> None:
+    if kind == "all":
+        weight.mul_(0.5)
+    elif rank() == 1 and kind == "data":
+        weight.data.mul_(0.5)
+    elif rank() == 1 and kind == "in place":
+        weight.mul_(0.5)
+    elif rank() == 1 and kind == "restored":
+        before = weight.clone()
+        weight.zero_()
+        weight.copy_(before)
+    elif kind == "loaded":  # all ranks, as some strategies need; of rank 1 alone another weight
+        saved = snapshot(model.state_dict())
+        saved["4.bias"][1] += 0.25 * rank()
+        model.load_state_dict(saved)
 
 
 def prepare_with_other(what: str, strategy: Strategy) -> None:

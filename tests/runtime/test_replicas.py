@@ -21,7 +21,7 @@ from offbeat import (
     Strategy,
 )
 from offbeat.guards.differences import dissenters, hash_text, sketch
-from offbeat.guards.replicas import ReplicaGuard
+from offbeat.guards.replicas import ReplicaGuard, SettingsGuard
 
 NAMED = {
     "rate": "rank 1 has 0.1 as lr of param group 0, rank 0 has 0.05",
@@ -56,6 +56,24 @@ def test_settings_are_compared_where_parameters_are_averaged() -> None:
             ):
                 assert text in words, (strategy, cause)
                 assert iteration >= (1 if cause == "scheduler" else support.WHEN)
+
+
+def test_weights_written_by_some_ranks_alone_are_named_where_parameters_are_averaged() -> None:
+    """A write in place in any iteration, one through `data` in an early one."""
+    strategies = [LocalSGD(period=2), DreamDDP(period=2), DiLoCo(period=2, fragments=1)]
+    delayed = DreamDDP(period=2, due="delayed")
+    kinds = ["nothing", "all", "restored", "loaded", "in place", "data"]
+    first, second = run_world(support.edit, 2, kinds, [*strategies, delayed])
+    for strategy, kind, said in first:
+        if strategy == str(delayed) and kind in ("data", "restored"):
+            continue  # versions alone: messages write weights until the next forward
+        if kind in ("in place", "data"):
+            assert len(said) == 1, (strategy, kind)
+            assert "parameter '4.bias' (1 in all)" in said[0]
+            assert "by ranks [1] alone" in said[0]
+        else:
+            assert said == [], (strategy, kind)
+    assert not any(said for _, _, said in second), "rank 0 warns for all"
 
 
 @pytest.mark.parametrize("strategy", [WFBP(), LocalSGD(period=3)], ids=str)
@@ -157,3 +175,16 @@ def test_when_replicas_are_compared() -> None:
         looks.append(control.asked)
     assert looks == [1, 1, 1, 2, 3, 3, 4]
     assert len(settled) == 4
+
+
+def test_when_settings_are_compared() -> None:
+    """At the first two averages, and at the next one that is three steps after the last."""
+    control, model = Agreeing(), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    averaging, asked = [step not in (0, 7) for step in range(9)], []
+    averages = lambda: averaging[len(asked)]  # noqa: E731
+    guard = SettingsGuard(control, model, optimizer, 3, averages, lambda _: None)  # type: ignore[arg-type]
+    for _ in averaging:
+        guard.step()
+        asked.append(control.asked)
+    assert asked == [0, 1, 2, 2, 3, 3, 3, 3, 4]

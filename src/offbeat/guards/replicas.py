@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,13 +23,42 @@ from offbeat.storage.checksum import checksum
 from offbeat.transport.control import Control
 
 EVERY = 100  # iterations; one pass over weights and optimizer state, less than a step's own
+FIRST = 3  # iterations whose weights are compared bit by bit, and then every `EVERY`th
 ALIKE = 1e-6  # relative: settings that two libraries compute may differ in their last digit
 
 Settings = dict[str, Any]
 """Values by (group, name), as `lr of param group 0`."""
 
 
-class ReplicaGuard:
+class Comparison(ABC):
+    """Compares what ranks must have in common, at places that all ranks reach."""
+
+    def __init__(
+        self,
+        control: Control,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        every: int,
+    ):
+        self._control, self._model, self._optimizer = control, model, optimizer
+        self._every = every
+        self._steps = 0
+
+    @abstractmethod
+    def step(self) -> None:
+        """Before an update: compare if it is time. RuntimeError on every rank on a difference."""
+
+    def note_step(self, *, landed: bool) -> None:  # noqa: B027 - nothing to do by default
+        """After a step. `landed`: whether no message writes weights before the next forward."""
+
+    def forward_begins(self) -> None:  # noqa: B027 - nothing to do by default
+        """Before the first forward of an iteration."""
+
+    def forget(self) -> None:  # noqa: B027 - nothing to do by default
+        """Weights are about to be replaced on behalf of the session."""
+
+
+class ReplicaGuard(Comparison):
     """Compares the ranks' param-group settings, weights and optimizer state now and then.
 
     For plans that move nothing but gradients: there every rank makes the same updates. A look is
@@ -45,9 +75,8 @@ class ReplicaGuard:
         every: int,
         settle: Callable[[], None],
     ):
-        self._control, self._model, self._optimizer = control, model, optimizer
-        self._every, self._settle = every, settle
-        self._steps = 0
+        super().__init__(control, model, optimizer, every)
+        self._settle = settle
         self.skipped = 0  # updates that the script has left out
         self._asked = False
 
@@ -57,7 +86,6 @@ class ReplicaGuard:
         self._asked = True
 
     def step(self) -> None:
-        """Before an update: look if it is time, which it is at the first."""
         if self._asked or self._steps % self._every == 0:
             self.look()
         self._steps += 1
@@ -111,13 +139,16 @@ class ReplicaGuard:
         return find_difference(tensors, self._control)
 
 
-class SettingsGuard:
-    """Compares the ranks' param-group settings and frozen parameters where parameters are averaged.
+class SettingsGuard(Comparison):
+    """Compares the ranks' param-group settings and frozen parameters where parameters are averaged,
+    and whether their scripts write weights between a step and the next forward.
 
     Weights and optimizer state differ between two averages, so they are not compared. The
-    comparison is one collective of one number before the update of an iteration that averages,
-    where ranks wait for each other anyway: of the first, and of the next one that is at least
-    `every` steps later.
+    comparison is one collective of two numbers before the update of an iteration that averages,
+    where ranks wait for each other anyway: of the first two, and of the next one that is at least
+    `every` steps after the first or after such a later one. `warn` is called on every rank with a
+    description of the ranks that alone have written weights. That is no error, because a script
+    may have a reason, such as a norm above a limit.
     """
 
     def __init__(
@@ -127,30 +158,99 @@ class SettingsGuard:
         optimizer: torch.optim.Optimizer,
         every: int,
         averages: Callable[[], bool],
+        warn: Callable[[str], None],
     ):
-        self._control, self._model, self._optimizer = control, model, optimizer
-        self._every, self._averages = every, averages
-        self._left = 0  # steps until the next comparison is due
+        super().__init__(control, model, optimizer, every)
+        self._averages, self._warn = averages, warn
+        self._edits = Edits(model)
+        self._warned = False
+        self._compared = self._left = 0  # comparisons so far; steps until the next one is due
 
     def step(self) -> None:
-        """Compare before an update if it is time. RuntimeError on every rank, naming rank and
-        setting, if they differ."""
         self._left -= 1
-        if self._left < 0 and self._averages() and self._control.world_size > 1:
-            self._left = self._every - 1
+        second = self._compared == 1
+        if (self._left < 0 or second) and self._averages() and self._control.world_size > 1:
+            self._left = self._left if second else self._every - 1
+            self._compared += 1
             self._compare()
 
+    def note_step(self, *, landed: bool) -> None:
+        rare = self._steps < FIRST or self._steps % self._every == 0
+        self._edits.note(contents=landed and rare)
+        self._steps += 1
+
+    def forward_begins(self) -> None:
+        self._edits.collect()
+
+    def forget(self) -> None:
+        self._edits.forget()
+
     def _compare(self) -> None:
-        settings = settings_of(self._optimizer, self._model)
-        if self._control.same([hash_text(repr(settings)) >> 2]):
+        settings, edited = settings_of(self._optimizer, self._model), self._edits.take()
+        if self._control.same([hash_text(repr(settings)) >> 2, bool(edited)]):
             return
-        found = _difference_of(self._control.gather(settings))
+        everyone = self._control.gather((settings, edited))
+        found = _difference_of([theirs for theirs, _ in everyone])
         if found is not None:
             raise RuntimeError(
                 "ranks whose parameters are averaged must train with the same settings: "
                 f"{found}; give every rank the same optimizer and scheduler, freeze the same "
                 "parameters everywhere, or pass compare_every=0 to offbeat.prepare"
             )
+        writers = [rank for rank, (_, names) in enumerate(everyone) if names]
+        if 0 < len(writers) < len(everyone) and not self._warned:
+            self._warned = True
+            names = everyone[writers[0]][1]
+            self._warn(
+                f"parameter {names[0]!r} ({len(names)} in all) was written between "
+                f"optimizer.step() and the next forward by ranks {writers} alone; unless they have "
+                "restored it, it enters the averages of all ranks. Change weights on all ranks "
+                "alike, or load them with model.load_state_dict"
+            )
+
+
+class Edits:
+    """Names of trained parameters that were written between a step and the next forward.
+
+    A write in place is seen by the version counter of the parameter, which writes through
+    `parameter.data` do not change; checksums of all parameters show those. Where checksums were
+    noted they decide, so weights that are written and restored (an evaluation with averaged
+    weights) do not count.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._noted: list[int] = []  # by parameter: version or checksum
+        self._contents = False  # which of the two
+        self._names: dict[str, None] = {}
+
+    def note(self, *, contents: bool) -> None:
+        """From here on weights must stay as they are until `collect`."""
+        self._contents = contents
+        self._noted = self._values()
+
+    def forget(self) -> None:
+        """Until the next `note` weights may change."""
+        self._noted = []
+
+    def collect(self) -> None:
+        """Keep the names of parameters that have changed since `note`, and forget it."""
+        if not self._noted:
+            return
+        for (name, _), before, now in zip(self._named, self._noted, self._values(), strict=True):
+            if now != before:
+                self._names[name] = None
+        self._noted = []
+
+    def take(self) -> list[str]:
+        """Return the names that were kept, and drop them."""
+        names, self._names = list(self._names), {}
+        return names
+
+    def _values(self) -> list[int]:
+        if self._contents:
+            return [checksum(p) for _, p in self._named]
+        return [p._version for _, p in self._named]
 
 
 def agree_on_optimizer(

@@ -116,7 +116,8 @@ def prepare(
 
     Where only gradients are averaged, replicas are compared every `compare_every` iterations (0:
     never), and RuntimeError names rank and setting or tensor if they differ. Where parameters are
-    averaged, the optimizer's settings and the names of frozen parameters are compared.
+    averaged, the optimizer's settings and the names of frozen parameters are compared, and rank 0
+    warns of weights that some ranks alone have written between a step and the next forward.
     `on_nonfinite`: what becomes of an average to which a rank brought NaN or infinity: "raise"
     RuntimeError on every rank, naming rank and bucket, "skip" that rank, which takes over the
     others' average, or "ignore". DDP() does neither: it is torch's own.

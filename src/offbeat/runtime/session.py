@@ -17,7 +17,7 @@ from offbeat.guards.differences import only_gradients, repair, require_equal, ta
 from offbeat.guards.finite import FiniteGuard, OnNonfinite, Suspects
 from offbeat.guards.habits import Habits, Watched
 from offbeat.guards.parameters import ParameterWatch
-from offbeat.guards.replicas import ReplicaGuard, SettingsGuard
+from offbeat.guards.replicas import Comparison, ReplicaGuard, SettingsGuard
 from offbeat.guards.stepping import Stepping
 from offbeat.guards.untouched import Untouched
 from offbeat.measuring.beside import Computing, measure_beside
@@ -90,7 +90,7 @@ class FlatSession(Session):
         watch: Watch,
     ):
         self._watch = watch
-        self._replicas: ReplicaGuard | SettingsGuard | None = None
+        self._replicas: Comparison | None = None
         self._model, self._strategy, self._cluster = model, strategy, cluster
         self._recorder = recorder
         self._guard: ConvergenceGuard | None = None
@@ -286,7 +286,7 @@ class FlatSession(Session):
             self._replicas = ReplicaGuard(*compared, self.engine.pauses.flush)
             self._replicas.look()
         elif every:
-            self._replicas = SettingsGuard(*compared, self._averages_now)
+            self._replicas = SettingsGuard(*compared, self._averages_now, self._decide)
 
     def _averages_now(self) -> bool:
         """Whether all ranks average parameters in this iteration, or may by a vote.
@@ -452,7 +452,7 @@ class FlatSession(Session):
         self._cluster.require_open()
         self._united = -1
         self._agreed_on_buffers = 0
-        self._untouched.forget()
+        self._forget_weights()
         if state is not None:
             self._resume_plan(state)
         else:
@@ -501,6 +501,8 @@ class FlatSession(Session):
             shared = self._anybody_steps()  # else messages may hold what was there
             self._parameters.require_unchanged(self.engine.flat.take_back if shared else None)
             self._require_untouched()
+            if self._replicas is not None and self.engine.now is None and self.engine.trains:
+                self._replicas.forward_begins()
             if self._loaded and self.engine.trains and not self._cluster.closed:
                 self._require_all_loaded()
         with self.engine.forward_begins(), self._around_forward():
@@ -553,6 +555,8 @@ class FlatSession(Session):
         self.engine.flat.former.require_unwritten()
         if self.engine.plan.source is not None and self._cluster.control.world_size > 1:
             self._untouched.note()
+        if self._replicas is not None:
+            self._replicas.note_step(landed=not self.engine.run.lands_at_forward)
         if self.engine.run.lands_at_forward:
             self._unsampled = self.engine.iteration - 1
         elif self._recorder:
@@ -607,7 +611,13 @@ class FlatSession(Session):
         """Other weights are about to be loaded."""
         self._loaded |= self.engine.pauses.discard()
         self.engine.module_buffers.forget()
+        self._forget_weights()
+
+    def _forget_weights(self) -> None:
+        """Weights may change until the next step."""
         self._untouched.forget()
+        if self._replicas is not None:
+            self._replicas.forget()
 
     def _require_all_loaded(self) -> None:
         """The plan begins anew after a load: others that go on as before would send other messages
@@ -629,7 +639,7 @@ class FlatSession(Session):
     def consolidate(self, repairing: bool) -> None:
         self._cluster.require_open()
         self._cluster.control.set_activity("in consolidate")
-        self._untouched.forget()
+        self._forget_weights()
         self.engine.pauses.drain()
         if self.engine.plan.source is not None:
             take(self.engine.plan.source, self._model, self._cluster)
