@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -11,9 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from worlds import run_world
 
+import offbeat
 from offbeat.transport import heartbeat, rendezvous
 from offbeat.transport.control import Control
 from offbeat.transport.heartbeat import (
@@ -560,14 +564,31 @@ def test_the_last_moment_is_not_too_late(monkeypatch: pytest.MonkeyPatch) -> Non
     rendezvous.fresh(store, 0, 2, timeout_s=-1)
 
 
-def test_a_store_may_be_stale_where_this_host_has_not_restarted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Agents count for themselves."""
-    monkeypatch.setenv(rendezvous.RESTARTS_VARIABLE, "0")
-    assert rendezvous.may_be_stale()
-    monkeypatch.delenv(rendezvous.RESTARTS_VARIABLE)
-    assert not rendezvous.may_be_stale()
+def train_after_another_job() -> list[float]:
+    """Rank 1 connects to the store of a job that ends; rank 0 then hosts a store on its port."""
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        other = dist.TCPStore(
+            "127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False
+        )
+        until(lambda: other.num_keys() > 1)  # rank 1 has written to it
+        time.sleep(0.1)  # and reads
+        del other
+        gc.collect()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = offbeat.prepare(model, optimizer, "bsp", observe=1, timeout_s=20)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        optimizer.step()
+    model.close()
+    return [w for p in model.parameters() for w in p.flatten().tolist()]
+
+
+def test_rank_connects_again_if_the_store_of_another_job_goes() -> None:
+    first, second = run_world(train_after_another_job, 2)
+    assert first == second
 
 
 @pytest.mark.parametrize(("rank", "words"), [(0, "rank 1, 2 have not"), (1, "rank 0 has not")])

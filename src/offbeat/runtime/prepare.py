@@ -525,14 +525,8 @@ def _join(backend: str, timeout_s: float) -> None:
         return
     rank, size = current_place()
     try:
-        if rendezvous.may_be_stale():
-            place = dist.rendezvous("env://", rank, size, timeout=timeout)  # type: ignore[operator]
-            store = rendezvous.fresh(next(place)[0], rank, size, timeout_s)
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=timeout
-            )
-        else:
-            dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+        store = rendezvous.connect_store(rank, size, timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise RuntimeError(
             f"rank {rank} could not meet the other {size} "

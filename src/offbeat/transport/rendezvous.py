@@ -1,9 +1,10 @@
-"""Rendezvous: a part of the store that nobody has written to before.
+"""Rendezvous: a part of the store that holds no keys of other processes.
 
-torchrun's store outlives the processes that it restarts. There they would find the addresses of
-those that have died: torch 2.13 does, with `--standalone` and with one static node. How often a
-process was restarted cannot tell attempts apart, as the agents of several hosts count for
-themselves. So each process shows a number that it has drawn, and rank 0 answers that one.
+A rank may reach the store of other processes. torchrun's store outlives the processes that it
+restarts (torch 2.13: with `--standalone` and with one static node) and still holds their addresses.
+A job that ends may still hold the port of the next job. The number of restarts does not distinguish
+attempts, because each host's agent has its own count. So each process publishes a number that it
+has drawn, and rank 0 answers that number.
 """
 
 from __future__ import annotations
@@ -11,17 +12,42 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
-LOOK_EVERY_S = 0.02
-RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+LOOK_EVERY_S = 0.02  # at most; the first looks follow each other faster
 
 
-def may_be_stale() -> bool:
-    """Whether processes before this one may have used the same store."""
-    return RESTARTS_VARIABLE in os.environ
+def connect_store(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
+    """Return a part of the store at `MASTER_ADDR` for the processes of this job.
+
+    Every rank must call it. If the connection breaks before all ranks have met, a rank that does
+    not host the store connects again until `timeout_s` has passed.
+
+    Raises:
+        TimeoutError: names the ranks that are missing.
+        torch.distributed.DistError: the store cannot be hosted or reached.
+    """
+    until_s = time.monotonic() + timeout_s
+    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    while True:
+        left_s = max(until_s - time.monotonic(), LOOK_EVERY_S)
+        limit: Any = {"timeout": timedelta(seconds=left_s)}
+        try:
+            store, *_ = next(rendezvous("env://", rank, world_size, **limit))
+            part = fresh(store, rank, world_size, left_s)
+        except dist.DistNetworkError:
+            if is_host or time.monotonic() > until_s:
+                raise
+            time.sleep(LOOK_EVERY_S)
+        else:
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return part
 
 
 def fresh(store: Any, rank: int, world_size: int, timeout_s: float) -> PrefixStore:
@@ -35,24 +61,35 @@ def fresh(store: Any, rank: int, world_size: int, timeout_s: float) -> PrefixSto
     else:
         store.set(f"offbeat/here/{rank}", drawn)
         answer = f"offbeat/welcome/{drawn}"
+        pauses_s = _pauses_s()
         while not store.check([answer]):
             if time.monotonic() > until_s:
                 raise TimeoutError("rank 0 has not come")
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(next(pauses_s))
         token = store.get(answer).decode()
         store.set(f"offbeat/in/{token}/{rank}", "")
     return PrefixStore(f"offbeat/{token}", store)
 
 
 def _welcome(store: Any, token: str, missing: set[int], until_s: float) -> None:
-    """Tell every rank the token, until all of them have said that they know it."""
+    """Publish the token for every rank until all ranks have confirmed it."""
+    pauses_s = _pauses_s()
     while missing:
         for rank in [*missing]:
             if store.check([f"offbeat/in/{token}/{rank}"]):
                 missing.discard(rank)
             elif store.check([here := f"offbeat/here/{rank}"]):
                 store.set(f"offbeat/welcome/{store.get(here).decode()}", token)
-        if missing and time.monotonic() > until_s:
+        if not missing:
+            break
+        if time.monotonic() > until_s:
             names = ", ".join(map(str, sorted(missing)))
             raise TimeoutError(f"rank {names} {'has' if len(missing) == 1 else 'have'} not come")
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(next(pauses_s))
+
+
+def _pauses_s() -> Iterator[float]:
+    pause_s = LOOK_EVERY_S / 32
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, LOOK_EVERY_S)
