@@ -53,11 +53,13 @@ def best_s(profile):
 
 def test_codecs_that_were_not_measured_are_said_to_count_as_free():
     profile = replace(profile_of(0), world_size=2)
-    lossy = advise(replace(profile, links=(Link("net", 1e-3, 1e6),)))
+    lossy = advise(replace(profile, links=(Link("net", 1e-3, 1e6),)), max_staleness=1)
     assert any(option.change == "lossy" for option in lossy.options)
     assert any("codecs" in note for note in lossy.notes)
     speeds = tuple(CodecSpeed(name, 1e-9, 1e-9) for name in ("int8", "int4"))
-    measured = advise(replace(profile, links=(Link("net", 1e-3, 1e6),), codecs=speeds))
+    measured = advise(
+        replace(profile, links=(Link("net", 1e-3, 1e6),), codecs=speeds), max_staleness=1
+    )
     assert not any("codecs" in note for note in measured.notes)
 
 
@@ -117,9 +119,9 @@ def test_slow_links_ask_for_the_longest_period_that_is_allowed(monkeypatch):
     monkeypatch.setattr(advising, "candidates", lambda _: iter((DDP(), WFBP(wire="int4"))))
     assert [o.strategy for o in advise(slow(), max_staleness=0).options] == [DDP()]
     monkeypatch.undo()
-    few, many = (advise(slow(1e5), max_staleness=n).chosen for n in (3, 19))
+    few, many = (advise(slow(1e5), max_staleness=n).chosen for n in (1, 5))
     assert few.change != "same numbers"
-    assert few.staleness <= 3
+    assert few.staleness <= 1
     assert many.update_s < few.update_s
     with pytest.raises(ValueError, match=r"max_staleness \(-1\) must be at least 0"):
         advise(slow(), max_staleness=-1)

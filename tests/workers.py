@@ -323,9 +323,13 @@ def train_and_hear(*args: Any) -> tuple[Trained, list[str]]:
 
 
 def train_with(
-    case: Case, strategy: Strategy, iterations: range, loop: Loop, options: dict[str, Any]
+    case: Case,
+    strategy: Strategy,
+    iterations: range,
+    loop: Loop,
+    options: Mapping[str, Any] | tuple[tuple[str, Any], ...],
 ) -> Trained:
-    return train(case, strategy, iterations, loop=loop, **options)
+    return train(case, strategy, iterations, loop=loop, **dict(options))
 
 
 def train_in_turn(

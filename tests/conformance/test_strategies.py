@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -33,14 +32,13 @@ from reference.training import (
 from torch import Tensor
 from workers import (
     Trained,
-    in_turn,
     promise_of,
     train_all_with_torch,
     train_beside_torch,
     train_cases,
     train_in_two_halves,
 )
-from worlds import WorldError, run_world
+from worlds import one_of, run_world
 
 from offbeat import Plan, Profile
 from offbeat.numerics.select import drawn
@@ -297,26 +295,6 @@ def trained(strategy: Strategy, world_size: int) -> list[list[Trained]]:
     family = family if world_size == 2 else [strategy]
     calls = tuple((s, cases_of(s, world_size), ITERATIONS) for s in family)
     return one_of(train_cases, world_size, calls, family.index(strategy))
-
-
-def one_of(
-    function: Callable[..., Any], world_size: int, calls: tuple[tuple[Any, ...], ...], i: int
-) -> list[Any]:
-    """Per rank what the i-th call returns. All share a world, which costs as much as a training;
-    only if that fails has each its own."""
-    ranks = at_once(function, world_size, calls)
-    if ranks is None:
-        return run_world(function, world_size, *calls[i])
-    return [rank[i] for rank in ranks]
-
-
-@cache
-def at_once(
-    function: Callable[..., Any], world_size: int, calls: tuple[tuple[Any, ...], ...]
-) -> list[Any] | None:
-    with suppress(WorldError):
-        return run_world(in_turn, world_size, function, calls, timeout_s=80.0)
-    return None
 
 
 @cache

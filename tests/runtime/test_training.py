@@ -23,7 +23,7 @@ from reference.training import (
     replicas,
 )
 from workers import Trained
-from worlds import run_world, watch_world
+from worlds import one_of, run_world, watch_world
 
 from offbeat import (
     BSP,
@@ -47,6 +47,19 @@ LOCAL = LocalSGD(period=3)
 EVERYONE = frozenset({(0, 2), (1, 2), (1, 5), (0, 5)})
 
 names = {"ids": str}
+SIBLINGS: list[Strategy] = []  # of the test that runs
+
+
+@pytest.fixture(autouse=True)
+def siblings(request: pytest.FixtureRequest) -> None:
+    """The strategies that the running test is called with, in all its selected calls."""
+    SIBLINGS.clear()
+    for item in request.session.items:
+        given = getattr(item, "callspec", None)
+        if getattr(item, "function", None) is request.function and given is not None:
+            strategy = given.params.get("strategy")
+            if isinstance(strategy, Strategy) and strategy not in SIBLINGS:
+                SIBLINGS.append(strategy)
 
 
 def equations(
@@ -68,8 +81,12 @@ def equations(
 def check(
     strategy: Strategy, loop: Loop, case: Case = CASE, reference: Loop | None = None, **options: Any
 ) -> list[Trained]:
-    """Train two ranks so and compare them with the reference; returns what they have."""
-    ranks = run_world(workers.train_with, 2, case, strategy, range(ITERATIONS), loop, options)
+    """Train two ranks so and compare them with the reference; returns what they have. All
+    strategies of a test share a world."""
+    together = SIBLINGS if strategy in SIBLINGS else [strategy]
+    more = tuple(options.items())
+    calls = tuple((case, one, range(ITERATIONS), loop, more) for one in together)
+    ranks = one_of(workers.train_with, 2, calls, together.index(strategy))
     world = replicas(case, 2, reference or loop)
     observed = options.get("observe", 0)
     (on_time if strategy.synchronous else bsp)(world, range(observed))
