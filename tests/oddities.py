@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +14,10 @@ from typing import Any, ClassVar
 import torch
 from models import Case, batch, build_model, build_optimizer, loss_of, profile_of
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
-from workers import Trained, bits, prepared, rank, train, world_size
+from workers import Trained, bits, bits_of, prepared, rank, train, world_size
 
 from offbeat import WFBP, Plan, Profile, Strategy
 from offbeat.plan import Moment, local, transfer
@@ -144,23 +148,76 @@ def train_returning(kind: str, strategy: Strategy) -> tuple[str, int]:
 # ---- the bare module ------------------------------------------------------------------------
 
 
-def clamp_bare_weights(strategy: Strategy, flushing: bool) -> tuple[int, str]:
-    """Steps that were possible, and bits of the weights, which are clamped through `p.data`."""
-    module, optimizer = build(CASE)
-    steps = 0
+def train_with_bare(strategy: Strategy, idiom: str) -> tuple[int, str, str, bool]:
+    """Steps that were possible, bits of the weights and of what a script makes of them after each
+    step, through the bare module and references of its own; and whether updates came late."""
+    module, _ = build(CASE)
+    kept = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(kept, lr=0.5)  # every update changes what pruning prunes
+    average = AveragedModel(module) if idiom == "averages" else copy.deepcopy(module)
+    made = [*average.parameters()]
+    steps, late = 0, False
     try:
         with prepared(module, optimizer, strategy, profile=profile_of(CASE, 1)) as (model, outer):
+            aliases = [p.data for p in kept]
             for steps in range(6):
                 outer.zero_grad()
                 model(inputs(steps)).pow(2).mean().backward()
                 outer.step()
-                if flushing:
-                    model.flush()
-                for p in module.parameters():
-                    p.data.clamp_(-0.1, 0.1)
-            return 6, bits(module)
+                with torch.no_grad():
+                    look_at_bare(idiom, module, average, kept, aliases, steps)
+                late |= bool(model._session.engine.run.updates._weights)
+            return 6, bits(module), bits_of(made), late
     except ValueError:
-        return steps, ""
+        return steps, "", "", late
+
+
+def look_at_bare(
+    idiom: str,
+    module: Any,
+    average: Any,
+    kept: list[nn.Parameter],
+    aliases: list[Tensor],
+    step: int,
+) -> None:
+    """Read or write weights after a step."""
+    trained = [p for p in average.parameters() if p.requires_grad]
+    if idiom == "averages":
+        average.update_parameters(module)
+    elif idiom == "averages a part":
+        for mine, p in zip(average[6].parameters(), module[6].parameters(), strict=True):
+            mine.lerp_(p, 0.1)
+    elif idiom == "averages what it keeps":
+        for mine, p in zip(trained, kept, strict=True):
+            mine.lerp_(p.detach(), 0.1)
+    elif idiom == "clones what it keeps":
+        for mine, p in zip(trained, kept, strict=True):
+            mine.copy_(p.clone())
+    elif idiom == "copies":
+        average[6].load_state_dict(copy.deepcopy(module)[6].state_dict())
+    elif idiom == "pickles":
+        copied = pickle.loads(pickle.dumps(module))
+        assert next(copied.parameters()) is copied[0].weight
+        average[6].load_state_dict(copied[6].state_dict())
+    elif idiom == "clamps":
+        for p in module.parameters():
+            p.data.clamp_(-0.1, 0.1)
+    elif idiom == "clamps what it keeps":
+        for p in kept:
+            p.data.clamp_(-0.1, 0.1)
+    elif idiom == "prunes":
+        if step == 3:
+            for i in (1, 4, 6):
+                prune.l1_unstructured(module[i], "weight", 0.5)
+    elif idiom == "prunes several":
+        if step == 3:
+            weights = [(module[i], "weight") for i in (1, 4, 6)]
+            prune.global_unstructured(weights, prune.L1Unstructured, amount=0.5)
+    elif idiom == "clamps aliases":
+        for data in aliases:
+            data.clamp_(-0.1, 0.1)
+    else:
+        assert idiom == "nothing"
 
 
 # ---- step hooks -----------------------------------------------------------------------------

@@ -327,11 +327,11 @@ def when_updated(strategy: Strategy) -> list[bool]:
     """Whether a reference to a weight shows the update after step(), and after flush()."""
     with started(strategy, CASE, 2) as (module, model, optimizer):
         weight = module[6].weight  # an attribute of the module would be up to date
-        before = weight.detach().clone()
+        before = torch.clone(weight)
         go_on(model, optimizer, CASE, range(2, 3))
         model.flush()
         assert not torch.equal(before, weight)
-        before = weight.detach().clone()
+        before = torch.clone(weight)
         go_on(model, optimizer, CASE, range(3, 4))
         at_once = not torch.equal(before, weight)
         model.flush()
@@ -343,11 +343,11 @@ def look_through(strategy: Strategy, what: str) -> bool:
     case = Case("reading", "nesterov")
     x = batch(case, 7, 100)[0]
     ways: dict[str, Callable[[Any], Any]] = {
-        "a submodule": lambda model: model.head.weight.detach().clone(),
+        "a submodule": lambda model: torch.clone(model.head.weight),
         "a submodule's state": lambda model: snapshot(model.module.head.state_dict())["weight"],
-        "the bare module": lambda model: next(model.module.parameters()).detach().clone(),
-        "an attribute of the bare model": lambda _: bare.head.weight.detach().clone(),
-        "a parameter": lambda model: model.scale.detach().clone(),
+        "the bare module": lambda model: torch.clone(next(model.module.parameters())),
+        "an attribute of the bare model": lambda _: torch.clone(bare.head.weight),
+        "a parameter": lambda model: torch.clone(model.scale),
         "a method": lambda model: model.encode(x).detach(),
     }
     with started(strategy, case, 3) as (bare, model, _):
@@ -392,7 +392,7 @@ def use_copies(strategy: Strategy) -> list[bool]:
         ]
         weight = module[6].weight
         go_on(model, optimizer, CASE, range(2, 3))
-        before = weight.detach().clone()
+        before = torch.clone(weight)  # p.clone() would complete the update
         plain.state_dict()
         loss_of(plain, *batch(CASE, rank(), 3)).backward()
         equal.append(torch.equal(weight, before))
@@ -440,6 +440,7 @@ def hooks_left(strategy: Strategy) -> int:
         len(part._forward_pre_hooks)
         + len(part._state_dict_pre_hooks)
         + (type(part._parameters) is not dict)
+        + ("named_parameters" in vars(part))
         for part in module.modules()
     ]
     return sum(hooks)

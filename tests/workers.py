@@ -7,7 +7,7 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -85,9 +85,16 @@ def snapshot(value: Any) -> Any:
 
 def bits(model: nn.Module) -> str:
     """Hash of every bit of every tensor, frozen ones and buffers too."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    state = model.state_dict()
+    return bits_of(state.values(), "".join(state))
+
+
+def bits_of(tensors: Iterable[Tensor], names: str = "") -> str:
+    """Hash of every bit of some tensors, and of their names."""
+    digest = hashlib.sha256(names.encode())
+    for tensor in tensors:
+        whole = tensor.detach().contiguous().view(-1)
+        digest.update(whole.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

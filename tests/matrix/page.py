@@ -33,11 +33,16 @@ Some strategies change what they do after a script's first iteration
 (A2CiD2) runs without an exchange here, as the moments of exchanges are chance. Under DeFT,
 iterations that apply nothing show one gradient, a zero.
 
-Under P3 and DeAR the update of a step is done at the next forward. Between the two, `state_dict`
-and the objects that `offbeat.prepare` returned show updated weights; the parameters of the bare
-module do not. A script that reads or writes these there (an average of weights, pruning, clamping)
-calls `model.flush()` first. A write without it is an error: in every iteration if torch counts it,
-in the first three steps and every hundredth one if it goes through `p.data`. A read is not seen.
+Under P3, DeAR, ByteScheduler and US-Byte the update of a step is done at the next forward, or as
+soon as the script looks at the weights: through the objects that `offbeat.prepare` returned,
+`layer.weight`, `parameters()`, `named_parameters()` or `state_dict()` of the bare module,
+`p.data`, `p.detach()`, `p.clone()` or `p.view()`, a copy of the module, or pruning. So averages of
+weights and clamping are those of DDP. Other looks, such as `average.lerp_(p, 0.1)` with a `p` that
+the script keeps, need `model.flush()` before. A write without it is an error: in every iteration if
+torch counts it, in the first three steps and every hundredth one if it goes through a tensor that
+`p.data` returned earlier. A read without it is one update behind.
+
+Hooks of `optimizer.step()` that are registered before the first iteration run once per iteration.
 
 The buffers of a module that forward writes (running norms, codebooks, counters, batch
 normalization) are those of rank 0 on all ranks at the next forward, under every strategy that

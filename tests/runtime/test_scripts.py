@@ -183,13 +183,30 @@ def test_without_a_variant_it_is_refused_on_all_ranks() -> None:
         assert "let the strategy clip each stage (clip=...)" in outcome.error
 
 
-def test_data_of_the_bare_module_may_be_written_after_a_flush() -> None:
-    """Without one it is one update behind, and refused at the forward after its first change."""
-    late = [P3(), DeAR()]
-    calls = [(WFBP(), False), *((one, True) for one in late), *((one, False) for one in late)]
-    [found] = run_world(workers.in_turn, 1, oddities.clamp_bare_weights, calls)
-    assert [steps for steps, _ in found] == [6, 6, 6, 3, 3]
-    assert len({weights for _, weights in found[:3]}) == 1
+IDIOMS = (
+    "nothing", "averages", "averages a part", "averages what it keeps", "clones what it keeps",
+    "copies", "pickles", "clamps", "clamps what it keeps", "prunes", "prunes several",
+)  # fmt: skip
+
+
+def test_looks_at_the_bare_module_see_the_updates_of_the_step() -> None:
+    """Where updates come at the next forward, too; and only looks make them come earlier."""
+    late = [P3(), DeAR(), USByte()]
+    calls = [(strategy, idiom) for idiom in IDIOMS for strategy in (WFBP(), *late)]
+    [found] = run_world(workers.in_turn, 1, oddities.train_with_bare, calls)
+    size = 1 + len(late)
+    for i, idiom in enumerate(IDIOMS):
+        alike = {one[:3] for one in found[i * size : (i + 1) * size]}
+        assert len(alike) == 1, idiom
+        assert next(iter(alike))[0] == 6
+    assert [was_late for *_, was_late in found[:size]] == [False, True, True, True]
+
+
+def test_writes_through_kept_data_are_refused() -> None:
+    """There is no hook for them: at the forward after the first one that updates late."""
+    calls = [(WFBP(), "clamps aliases"), *((one, "clamps aliases") for one in (P3(), DeAR()))]
+    [found] = run_world(workers.in_turn, 1, oddities.train_with_bare, calls)
+    assert [steps for steps, *_ in found] == [6, 3, 3]
 
 
 # ---- several backwards ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Looks at gradients: who reads `p.grad` where it is not what the step will apply."""
+"""Looks at parameters: reads of their gradients and weights while an update is still to come."""
 
 from __future__ import annotations
 
@@ -7,50 +7,67 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-_plain: Any = Tensor.grad  # torch's own descriptor
+GRADIENTS = ("grad",)
+WEIGHTS = ("data", "detach", "clone", "view")
+"""Attributes through which scripts read weights, or write them unseen."""
 
 
 class Looks:
-    """Calls `act` whenever Python code reads the gradient of one of these parameters, between
-    `open` and `close`.
+    """Calls `act` whenever Python code reads one of these attributes of one of these parameters,
+    between `open` and `close`.
 
-    torch tells nobody of reads, so the class of all parameters has a property of ours meanwhile;
-    other parameters pass through it.
+    torch has no hook for reads, so the class of all parameters has properties of ours meanwhile;
+    other parameters pass through them.
     """
 
-    _open: ClassVar[dict[int, Callable[[], None]]] = {}
+    _open: ClassVar[dict[str, list[Looks]]] = {}
 
-    def __init__(self, parameters: Iterable[nn.Parameter], act: Callable[[], None]):
-        self._ids, self._act = [id(p) for p in parameters], act
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        act: Callable[[], None],
+        attributes: Iterable[str] = GRADIENTS,
+    ):
+        self._ids, self._act = frozenset(id(p) for p in parameters), act
+        self._attributes, self.opened = [*attributes], False
 
     def open(self) -> None:
         """From now on."""
-        if not self._ids:
-            return
-        if not self._open:
-            nn.Parameter.grad = property(_read, _write, _delete)  # type: ignore[assignment]
-        self._open.update(dict.fromkeys(self._ids, self._act))
+        for name in self._attributes if self._ids else ():
+            looks = self._open.setdefault(name, [])
+            if not looks:
+                setattr(nn.Parameter, name, _PROPERTIES[name])
+            if not self.opened:
+                looks.append(self)
+        self.opened = bool(self._ids)
 
     def close(self) -> None:
         """No longer; twice is fine."""
-        if not self._open:
-            return
-        for one in self._ids:
-            self._open.pop(one, None)
-        if not self._open:
-            del nn.Parameter.grad
+        for name in self._attributes if self.opened else ():
+            looks = self._open[name]
+            looks.remove(self)
+            if not looks:
+                delattr(nn.Parameter, name)
+        self.opened = False
+
+    @classmethod
+    def note(cls, name: str, p: nn.Parameter) -> None:
+        """An attribute of a parameter is about to be read."""
+        for looks in tuple(cls._open[name]):
+            if id(p) in looks._ids:
+                looks._act()
 
 
-def _read(p: nn.Parameter) -> Tensor | None:
-    act = Looks._open.get(id(p))
-    if act is not None:
-        act()
-    return _plain.__get__(p)
+def _property(name: str) -> property:
+    plain: Any = getattr(Tensor, name)  # torch's own descriptor
+
+    def read(p: nn.Parameter) -> Any:
+        Looks.note(name, p)
+        return plain.__get__(p)
+
+    if not hasattr(plain, "__set__"):  # a method
+        return property(read)
+    return property(read, plain.__set__, plain.__delete__)
 
 
-def _write(p: nn.Parameter, gradient: Tensor | None) -> None:
-    _plain.__set__(p, gradient)
-
-
-def _delete(p: nn.Parameter) -> None:
-    _plain.__delete__(p)
+_PROPERTIES = {name: _property(name) for name in (*GRADIENTS, *WEIGHTS)}

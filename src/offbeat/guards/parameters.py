@@ -31,17 +31,18 @@ class ParameterWatch:
     """Sees parameters that were unfrozen, added, replaced or moved since `attach`.
 
     Of many parameters each forward looks at some: what happens to all is seen at once, what
-    happens to one within a few iterations.
+    happens to one within a few iterations. Before a trained parameter is registered again, as by
+    pruning, which reads it next, `act` is called.
 
     Freezing one is fine: it then counts as unused. The hooks are the process's, as torch has no
     others; they only note that something was registered somewhere.
     """
 
-    def __init__(self, model: nn.Module):
-        self._model = model
+    def __init__(self, model: nn.Module, act: Callable[[], None] = lambda: None):
+        self._model, self._act = model, act
         self._registered = False
         self._handles = [
-            register_module_parameter_registration_hook(self._note),
+            register_module_parameter_registration_hook(self._note_parameter),
             register_module_module_registration_hook(self._note),
         ]
         self._turn = 0
@@ -97,6 +98,11 @@ class ParameterWatch:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+    def _note_parameter(self, _module: nn.Module, _name: str, p: nn.Parameter) -> None:
+        self._registered = True
+        if id(p) in self._trained:
+            self._act()
 
     def _note(self, *_args: object) -> None:
         self._registered = True

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from offbeat.guards.looks import Looks
+from offbeat.guards.looks import GRADIENTS, WEIGHTS, Looks
 from offbeat.guards.stepping import Stepping
 
 
@@ -29,19 +29,20 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 class StepHooks:
     """Requires that hooks before a bucket's step leave gradients, weights and settings alone.
 
-    Gradients of other buckets are incomplete then, so a hook that reads them is refused as well.
+    Gradients of other buckets are incomplete then, and their weights are of another iteration, so
+    a hook that reads them is refused as well.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]):
         self._optimizer, self._parameters = optimizer, parameters
-        self._looks = Looks(parameters, self._note_read)
+        self._looks = Looks(parameters, self._note_read, (*GRADIENTS, *WEIGHTS))
 
     @contextmanager
     def watch(self, settings: Callable[[], Any], remedy: str) -> Iterator[None]:
         """Compare `settings()`, gradients and weights before and after the hooks of a step.
 
         Raises:
-            ValueError: a hook has read or changed gradients, or has changed weights or settings.
+            ValueError: a hook has read or changed gradients or weights, or has changed settings.
                 The optimizer has changed nothing by then.
         """
         before, self._read, compared = (settings(), self._versions()), False, False
@@ -53,12 +54,12 @@ class StepHooks:
             compared = True
             self._looks.close()
             if self._read or (settings(), self._versions()) != before:
-                done = "reads gradients" if self._read else "changes gradients, weights or settings"
+                done = "reads" if self._read else "changes"
                 raise ValueError(
                     f"a hook before the step of {type(self._optimizer).__name__} "
-                    f"(register_step_pre_hook) {done}, but this strategy steps bucket by bucket, "
-                    "and the hook runs once per bucket; register it before the first iteration, "
-                    f"or {remedy}"
+                    f"(register_step_pre_hook) {done} gradients, weights or settings, but this "
+                    "strategy steps bucket by bucket, and the hook runs once per bucket; register "
+                    f"it before the first iteration, or {remedy}"
                 )
 
         last = self._optimizer.register_step_pre_hook(compare)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch import nn
 
 
 class Attached:
@@ -18,3 +20,32 @@ class Attached:
 
     def __reduce__(self) -> tuple[type[Attached], tuple[()]]:
         return Attached, ()
+
+
+class NamedParameters:
+    """The method `named_parameters` of a module, with a hook before it; `parameters` calls it, too.
+
+    A copy of the module has the method of its class.
+    """
+
+    name = "named_parameters"
+
+    def __init__(self, module: nn.Module, act: Callable[[], None]):
+        self._module, self._act = module, act
+        self._own = vars(module).get(self.name)  # of this module alone, not of its class
+        vars(module)[self.name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self._act()
+        method = self._own or getattr(type(self._module), self.name).__get__(self._module)
+        return method(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def remove(self) -> None:
+        """Restore the method that the module had before."""
+        if vars(self._module).get(self.name) is self:
+            del vars(self._module)[self.name]
+            if self._own is not None:
+                vars(self._module)[self.name] = self._own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, self.name)  # the copy has no such attribute yet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch import nn
 
 from offbeat.guards.finite import Suspects
 from offbeat.guards.habits import Watched
-from offbeat.guards.looks import Looks
+from offbeat.guards.looks import WEIGHTS, Looks
 from offbeat.guards.step_hooks import has_hooks
 from offbeat.guards.stepping import Stepping
 from offbeat.measuring.noise import NoiseMeter
 from offbeat.plan import Plan
 from offbeat.plan.lean import keeps_gradients
 from offbeat.runtime.adopted import Adopted
+from offbeat.runtime.attached import NamedParameters
 from offbeat.runtime.compute import Compute
 from offbeat.runtime.hooks import BackwardHooks
 from offbeat.runtime.iteration import Iteration, Reports, Timestamps
@@ -67,6 +69,7 @@ class Engine:
         self.stepping: Stepping | None = None
         self.watched: Watched | None = None
         self.reports, self.pauses = Reports(), Pauses(self)
+        self._thread = get_ident()  # the one that trains
         self._driven = False  # the script's own optimizer has stepped in this iteration
         self._evaluated = self._trains_in_eval = False  # in evaluation mode, with gradients
         self._attached, self._adopted = ExitStack(), ExitStack()  # how to undo either
@@ -113,6 +116,7 @@ class Engine:
         self.backward_over = False
         self._looks = self._looks_of()
         self._adopted.callback(self._looks.close)
+        self._watch_weights()
         self.hold(self.compute)
 
     def _keeps_gradients(self, plan: Plan) -> bool:
@@ -151,6 +155,19 @@ class Engine:
             return Looks(self.gradients.parameters, self.run.updates.refuse_look)
         return Looks([], self.run.updates.refuse_look)
 
+    def _watch_weights(self) -> None:
+        """Where updates come after the step: complete them before code of the script looks at the
+        weights through the bare module or through references of its own."""
+        late, act = self.run.updates.on_arrival, self._complete_updates
+        self.weight_looks = Looks(self.flat.parameters if late else [], act, WEIGHTS)
+        self._adopted.callback(self.weight_looks.close)
+        for module in self.model.modules() if late else ():
+            self._adopted.callback(NamedParameters(module, act).remove)
+
+    def _complete_updates(self) -> None:
+        if get_ident() == self._thread:  # other threads find the weights as they are
+            self.pauses.flush()
+
     def refresh_groups(self) -> None:
         """The optimizer's groups or state were replaced (load_state_dict)."""
         self.state.forget()
@@ -181,6 +198,7 @@ class Engine:
         """The present iteration; with its first sign of life its messages get their places."""
         if self.now is None:
             self.waiting.require_alive()
+            self.weight_looks.close()
             self.now = self.run.start(self.planned, self.iteration, self._marks)
             self.gradients.iteration_begins()
             self.hooks.begin()
@@ -416,6 +434,8 @@ class Engine:
         self.control.set_iteration(self.iteration)
         self.reports.hand_on()
         self.begin()
+        self._thread = get_ident()
+        self.weight_looks.open()
 
     def begin_update(self) -> None:
         """The script's own optimizer is about to step: complete the averages that it applies.

@@ -13,11 +13,19 @@ class Pauses:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._flushing = False
 
     def flush(self) -> None:
         """Between iterations: do what the next forward would wait for and apply."""
+        if self._flushing:  # code within an update reads weights, such as a step hook
+            return
         if self._engine.now is None and self._engine.planned:
-            self._engine.walker.flush(self._engine.planned)
+            self._engine.weight_looks.close()
+            self._flushing = True
+            try:
+                self._engine.walker.flush(self._engine.planned)
+            finally:
+                self._flushing = False
             self._engine.reports.hand_on()
 
     def pause(self) -> None:

@@ -118,7 +118,7 @@ class FlatSession(Session):
         self._agreed_on_buffers = 0  # iterations so far
         if self._shared:
             self.engine.module_buffers.before_packing = self._agree_on_buffers
-        self._parameters = ParameterWatch(model)
+        self._parameters = ParameterWatch(model, self.flush)
         self._parameters.attach(flat.parameters)
         control = cluster.control
         self._finite = FiniteGuard(

@@ -231,8 +231,9 @@ class Model(nn.Module):
     def flush(self) -> None:
         """Finish updates that wait for their bucket's next forward.
 
-        Only for code that reads weights through references of its own: this object's parameters,
-        state, copies and evaluations are up to date anyway.
+        Only for code that passes parameters that it keeps to functions, such as `torch.lerp`:
+        parameters, state, copies and evaluations of this object and of the bare module are up to
+        date anyway, and so are `p.data` and `p.detach()`.
         """
         self._session.flush()
 
