@@ -126,15 +126,14 @@ def test_updates_wait_for_the_next_forward() -> None:
     assert (at_once, flushed) == (False, True)
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
+def test_what_is_reached_through_the_model_is_updated() -> None:
+    ways = (
         *("a submodule", "a submodule's state", "a parameter", "a method", "the bare module"),
         "an attribute of the bare model",
-    ],
-)
-def test_what_is_reached_through_the_model_is_updated(what: str) -> None:
-    assert run_world(support.look_through, 1, SLICES, what) == [True]
+    )
+    calls = [(SLICES, what) for what in ways]
+    [updated] = run_world(workers.in_turn, 1, support.look_through, calls)
+    assert dict(zip(ways, updated, strict=True)) == dict.fromkeys(ways, True)
 
 
 def test_a_weight_that_is_read_before_its_module_is_called() -> None:
