@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from models import Case, batch, build_model, build_optimizer, build_scheduler, loss_of, profile_of
-from workers import TIMEOUT_S, rank, world_size
+from workers import TIMEOUT_S, bits, rank, world_size
 
 import offbeat
 from offbeat import Strategy
@@ -410,3 +410,39 @@ def resume_within_a_pass(folder: str, seeded: bool) -> tuple[bool, list[str]]:
         resumed = train(resuming=True)
     equal = all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
     return equal, [str(w.message) for w in caught if "DataLoader" in str(w.message)]
+
+
+def resume_two_optimizers(folder: str) -> tuple[str, str, list[float], list[str]]:
+    """Bits of a run of two optimizers and of one that resumes in its middle; the learning rates of
+    the param groups that step in the latter after a change; refusals of other lists."""
+    ends, rates, refused = [], [], []
+    for first in (0, 2):
+        model = build_model(CASE)
+        some, others = list(model.parameters())[:2], list(model.parameters())[2:]
+        two = [
+            torch.optim.Adam(some, lr=0.01),
+            torch.optim.SGD(others, lr=0.05, momentum=0.9),
+        ]
+        profile = profile_of(CASE, world_size())
+        wrapped, optimizers = offbeat.prepare(model, two, offbeat.WFBP(), profile=profile)
+        if first:
+            assert offbeat.load(folder, wrapped, optimizers).exact
+            optimizers[1].param_groups[0]["lr"] = 0.02
+            rates = [part.param_groups[0]["lr"] for part in two]
+            optimizers[1].param_groups[0]["lr"] = 0.05
+        for t in range(first, 4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of(wrapped, *batch(CASE, rank(), t)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            if t == 1:
+                offbeat.save(folder, wrapped, optimizers).wait()
+                for other in ([], optimizers[::-1], optimizers[:1]):
+                    try:
+                        offbeat.save(folder, wrapped, other)
+                    except ValueError as error:
+                        refused.append(str(error))
+        ends.append(bits(model))
+        wrapped.close()
+    return ends[0], ends[1], rates, refused

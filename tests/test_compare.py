@@ -478,6 +478,40 @@ def test_run_takes_the_strategy_that_the_script_names(given, here, capsys):
     assert note in printed.out
 
 
+OWN = """
+import torch
+from dataclasses import dataclass
+from typing import ClassVar
+import offbeat
+from offbeat.strategies import WFBP
+
+@dataclass(frozen=True)
+class Mine(WFBP):
+    name: ClassVar[str] = "mine"
+
+if __name__ == "__main__":
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    model, optimizer = offbeat.prepare(model, optimizer, Mine(fusion="none"), observe=2)
+    for _ in range(12):
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_run_takes_a_strategy_whose_class_the_script_defines(here):
+    """It is predicted from the plan that has run."""
+    (here / "own.py").write_text(OWN)
+    assert cli.main(["run", "--lab", "none", "--hosts", "2", "--out", "r", "own.py"]) == 0
+    (entry,) = read(here / "r/run.json")["contestants"]
+    assert (entry["strategy"], entry["settings"]["fusion"]) == ("mine", "none")
+    (row,) = read(here / "r/summary.json")["rows"]
+    assert row["iteration_s"] > 0
+    assert row["predicted_s"] > 0
+    assert read(here / "r/mine/plan.json") == read(here / "r/mine/rep0/plan.json")
+
+
 def test_run_refuses_what_the_scripts_strategy_lacks(capsys):
     """Servers for one that has servers; a setting without a strategy."""
     argv = ["run", "--lab", "none", "--hosts", "2", "--out", "r"]

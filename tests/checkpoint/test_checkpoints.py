@@ -348,6 +348,16 @@ def test_a_data_loader_without_a_generator_is_named(tmp_path: Path) -> None:
     assert run_world(jobs.resume_within_a_pass, 1, str(tmp_path / "b"), True) == [(True, [])]
 
 
+def test_several_optimizers(tmp_path: Path) -> None:
+    """A list of optimizers is saved and loaded; their groups are the ones that step afterwards."""
+    for whole, resumed, rates, refused in run_world(jobs.resume_two_optimizers, 2, str(tmp_path)):
+        assert whole == resumed
+        assert rates == [0.01, 0.02]
+        assert [words.split(" must")[0] for words in refused] == [
+            f"optimizer (a list of {n})" for n in (0, 2, 1)
+        ]
+
+
 def test_servers_keep_their_own() -> None:
     words, _ = run_world(jobs.served, 2)
     assert len(words) == 2

@@ -124,3 +124,33 @@ def test_parameters_after_prepare():
         assert "parameter 'later.bias' was unfrozen after offbeat.prepare" in found[name]
     assert "the model is closed" in found["closed"]
     assert found["plans"] == 1  # a period of a million iterations is one rule, and starts at once
+
+
+def attributes() -> dict[str, object]:
+    """What attributes set on the prepared model do to the module."""
+    net, model, optimizer = prepared("local-sgd:period=2")
+    net.scale = 1.0
+    model.scale = 3.0
+    model.fresh = "new"
+    model._note = "kept by a wrapper"
+    model.require_backward_grad_sync = False
+    model.require_backward_grad_sync = True
+    found = {"scale": net.scale, "fresh": net.fresh, "private": "_note" in net.__dict__}
+    del model.fresh
+    found["deleted"] = "fresh" not in net.__dict__
+    model.eval()
+    model.train()
+    found["training"] = net.training
+    model.adapter = nn.Linear(2, 2)
+    found["registered"] = "adapter" in dict(net.named_children())
+    found["refused"] = error_of(model, optimizer)
+    return found
+
+
+def test_attributes_set_on_the_prepared_model_are_the_modules():
+    (found,) = run_world(attributes, 1)
+    assert "parameter 'adapter.weight' was added after offbeat.prepare" in found.pop("refused")
+    private = found.pop("private")
+    assert not private
+    expected = {"scale": 3.0, "fresh": "new", "deleted": True, "training": True}
+    assert found == expected | {"registered": True}

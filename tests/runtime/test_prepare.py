@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +34,9 @@ from offbeat import (
     Strategy,
 )
 from offbeat.blocks import path_of, read
+from offbeat.run.job import Job
 from offbeat.run.named import Named
+from offbeat.runtime.prepare import _save_strategy
 
 CASE = failing.CASE
 
@@ -371,3 +375,18 @@ def test_the_launcher_learns_what_the_script_names(script, text, name, tmp_path,
     named = Named.load(path)
     assert (ended.value.code, named.text, named.name) == (0, text, name)
     assert str(named.strategy) == (text or name)
+
+
+def test_a_full_disk_of_the_launcher_ends_no_training(tmp_path, monkeypatch) -> None:
+    """Nobody needs the strategy's name while training; a launch that asks for it alone fails."""
+    path = tmp_path / "strategy.json"
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.warns(UserWarning, match="No space left") as said:
+        _save_strategy("wfbp", Job(), str(path))
+    assert [str(w.message).count(str(tmp_path)) for w in said] == [1]
+    with pytest.raises(OSError, match=str(tmp_path)):
+        _save_strategy("wfbp", Job(stop_after_strategy=True), str(path))

@@ -40,20 +40,22 @@ class Checkpoint:
 def save(
     path: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     extra: Mapping[str, Any] | None = None,
     *,
     keep: int = KEEP,
 ) -> Saving:
     """Save a checkpoint into the folder `path`, in the background; `wait()` for it if need be.
 
-    Every rank must call it, between iterations, with what `prepare` returned; each saves its own
-    state. `extra`: objects with `state_dict` and `load_state_dict` (schedulers, samplers), or
-    values that pickle. The newest `keep` checkpoints stay; an older one goes when the new one is
+    Every rank must call it, between iterations, with what `prepare` returned (`optimizer` may be a
+    list); each saves its own state. `extra`: objects with `state_dict` and `load_state_dict`
+    (schedulers, samplers), or values that pickle. The newest `keep` checkpoints stay; an older one
+    goes when the new one is
     whole on every rank. ValueError for strategies whose state is elsewhere, RuntimeError within an
     iteration.
     """
-    session, folder = _session(model, optimizer), Folder(path)
+    session, optimizer = _session(model, optimizer)
+    folder = Folder(path)
     if folder.only is not None:
         raise ValueError(f"path ({path}) must be the folder of checkpoints, not one of them")
     if not isinstance(keep, int) or keep < 1:
@@ -70,7 +72,7 @@ def save(
 def load(
     path: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     extra: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Go on from the newest checkpoint in `path` that is whole on every rank, or from the one that
@@ -85,7 +87,7 @@ def load(
     checkpoint; ValueError for one that this job cannot go on from; RuntimeError for one that is
     damaged.
     """
-    session = _session(model, optimizer)
+    session, optimizer = _session(model, optimizer)
     folder, saver = _folder(path, session), _saver(session)
     saver.settle()  # this job may still be saving what it is to load
     company = saver.company
@@ -121,7 +123,7 @@ def load(
 
 def iteration(model: nn.Module) -> int:
     """Iterations that a prepared model has trained, those before it was resumed included."""
-    return _session(model, None).iteration
+    return _session_of(model).iteration
 
 
 # ---- what is saved --------------------------------------------------------------------------
@@ -246,17 +248,40 @@ def _agreed(found: Any, company: Company, worker: int) -> Any:
 # ---- whose ----------------------------------------------------------------------------------
 
 
-def _session(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Session:
+def _session_of(model: nn.Module) -> Session:
     session = getattr(model, "_session", None)
-    theirs = session if optimizer is None else getattr(optimizer, "_session", None)
-    if session is None or theirs is not session:
-        which, what = ("model", model) if session is None else ("optimizer", optimizer)
-        raise ValueError(
-            f"{which} ({type(what).__name__}) must be the one that offbeat.prepare returned"
-        )
-    if optimizer is not None and session.elsewhere is not None:
-        raise ValueError(session.elsewhere)
+    if session is None:
+        raise ValueError(_not_prepared("model", model))
     return session
+
+
+def _session(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+) -> tuple[Session, torch.optim.Optimizer]:
+    """Return the session, and the optimizer of all parameters."""
+    session = _session_of(model)
+    if isinstance(optimizer, Sequence):
+        optimizer = _as_one(optimizer)
+    if getattr(optimizer, "_session", None) is not session:
+        raise ValueError(_not_prepared("optimizer", optimizer))
+    if session.elsewhere is not None:
+        raise ValueError(session.elsewhere)
+    return session, optimizer
+
+
+def _as_one(parts: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Return the optimizer that `prepare` made of several."""
+    whole = getattr(parts[0], "_whole", None) if parts else None
+    if whole is None or list(map(id, parts)) != list(map(id, whole._parts)):
+        raise ValueError(
+            f"optimizer (a list of {len(parts)}) must be the list that offbeat.prepare returned: "
+            "the same optimizers in the same order"
+        )
+    return whole
+
+
+def _not_prepared(which: str, what: object) -> str:
+    return f"{which} ({type(what).__name__}) must be the one that offbeat.prepare returned"
 
 
 def _saver(session: Session) -> Saver:

@@ -37,7 +37,7 @@ class Moves:
             if (rate := group.get("lr")) is None or abs(float(rate)) >= LEAST_RATE
             for p in group["params"]
         }
-        stepped = [p for p in parameters if id(p) in moving]
+        stepped: list[Tensor] = [p for p in parameters if id(p) in moving]
         if any(_has_gradient(p) for p in stepped):
             self._first, self._before = first, (stepped, checksum(*stepped))
 
@@ -60,7 +60,7 @@ class Moves:
             )
 
 
-def _has_gradient(p: nn.Parameter) -> bool:
+def _has_gradient(p: Tensor) -> bool:
     if p.grad is None or not p.grad.numel():
         return False
     return 0.0 < float(p.grad.detach().abs().max()) < math.inf

@@ -30,7 +30,7 @@ from offbeat.profile.device import Compute, DeviceSpeed
 from offbeat.report.disturbed import disturbance_of
 from offbeat.report.run import BEFORE, LOAD, PROBLEM, PROFILING, load_in, load_repetition
 from offbeat.run.job import STRATEGY_VARIABLE
-from offbeat.run.named import Named
+from offbeat.run.named import Named, ScriptStrategy
 from offbeat.run.network import Computed, compute_for, with_network
 from offbeat.run.progress import OnLine, Progress
 from offbeat.run.script import name_of, require_runnable
@@ -392,7 +392,7 @@ def _run_all(
     if given is not None:  # the first launch has written what the script names
         _note_unused_strategy(outcome, progress)
     for contestant in ready:
-        _adopt_course(contestant, comparison, profile, outcome)
+        _adopt_course(contestant, comparison, profile, outcome, progress)
 
 
 def _on_device(
@@ -512,6 +512,9 @@ def _predicted(
     progress: Progress,
 ) -> bool:
     """Predict one contestant; a strategy without a plan for this profile has failed."""
+    if isinstance(contestant.strategy, ScriptStrategy):
+        progress.say(f"{contestant.label}: predicted after its run, from the plan that runs")
+        return True
     try:
         seconds = predict(
             contestant.strategy,
@@ -621,7 +624,11 @@ def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
 
 
 def _adopt_course(
-    contestant: Contestant, comparison: Comparison, profile: Profile, outcome: Outcome
+    contestant: Contestant,
+    comparison: Comparison,
+    profile: Profile,
+    outcome: Outcome,
+    progress: Progress,
 ) -> None:
     """Let the plan that ran, not the one expected, stand in the run directory, predicted with
     what its votes have decided."""
@@ -639,7 +646,12 @@ def _adopt_course(
     if ran is None:
         return
     plan, votes = Plan.from_dict(json.loads(ran.read_text())), _outcomes(ran.parent)
-    expected = Plan.from_dict(json.loads((directory / "plan.json").read_text()))
+    planned = directory / "plan.json"
+    if not planned.exists():
+        seconds = predict(contestant.strategy, profile, directory, plan, votes)
+        progress.say(f"{contestant.label}: predicted {seconds:.4g} s per iteration")
+        return
+    expected = Plan.from_dict(json.loads(planned.read_text()))
     if votes or plan.digest != expected.digest:
         predict(contestant.strategy, profile, directory, plan, votes)
 
@@ -675,6 +687,8 @@ def _probe(lab: Lab | NoLab, progress: Progress) -> list[dict[str, Any]]:
 
 def _job(setup: Setup, strategy: Strategy | None, **rest: Any) -> dict[str, Any]:
     """What the runtime is told; see `offbeat.runtime`."""
+    if isinstance(strategy, ScriptStrategy):
+        strategy = None  # the script passes it to `prepare`
     job = {
         "schema": SCHEMA,
         "strategy": strategy and strategy.name,

@@ -24,6 +24,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.checkpoint.automatic import attend
+from offbeat.files import write_or_warn
 from offbeat.guards.differences import broadcast_model
 from offbeat.guards.finite import OnNonfinite, require_policy
 from offbeat.guards.replicas import EVERY, agree_on_optimizer
@@ -62,7 +63,7 @@ from offbeat.runtime.ssp_session import SSPSession
 from offbeat.runtime.together import Together, require_disjoint
 from offbeat.runtime.wrap import Model, Optimizer
 from offbeat.storage.flat import require_supported
-from offbeat.strategies import DDP, SSP, WFBP, Gossip, PSSelSync, Served, Strategy, create
+from offbeat.strategies import DDP, SSP, WFBP, Gossip, PSSelSync, Served, Strategy, create, methods
 from offbeat.strategies.texts import parse
 from offbeat.transport import rendezvous
 from offbeat.transport.cluster import Cluster, connect
@@ -354,7 +355,14 @@ def _save_strategy(strategy: Strategy | str | None, job: Job, path: str) -> None
     chosen, _ = _chosen(strategy, replace(job, strategy=None))
     if "RANK" not in os.environ or current_place()[0] == 0:
         text = str(parse(strategy) if isinstance(strategy, str) else strategy)
-        Named(None if strategy is None else text, chosen.name, chosen.settings()).save(path)
+        own = type(chosen) is not methods().get(chosen.name)
+        named = Named(
+            None if strategy is None else text,
+            chosen.name,
+            chosen.settings(),
+            own,
+        )
+        write_or_warn(named.save, path, "strategy", needed=job.stop_after_strategy)
     if job.stop_after_strategy:
         raise SystemExit(0)
 

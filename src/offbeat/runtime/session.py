@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from offbeat.files import write_or_warn
 from offbeat.guards.convergence import ConvergenceGuard, Finding
 from offbeat.guards.differences import only_gradients, repair, require_equal, take, unite
 from offbeat.guards.finite import FiniteGuard, OnNonfinite, Suspects
@@ -399,7 +400,8 @@ class FlatSession(Session):
         # Every rank plans from the same numbers.
         profile = Profile.from_dict(control.gather(profile.to_dict())[0])
         if how.save_to and control.rank == 0:
-            _save(profile, how.save_to, needed=how.then_stop)
+            again = ", and the next run measures again"
+            write_or_warn(profile.save, how.save_to, "profile", again, needed=how.then_stop)
         if how.then_stop:
             raise SystemExit(0)
         assert self.engine.watched is not None
@@ -673,20 +675,6 @@ class FlatSession(Session):
         self._stepping.close()
         for handle in self._handles:
             handle.remove()
-
-
-def _save(profile: Profile, path: str, *, needed: bool) -> None:
-    """A warning if it cannot be written, unless it is all that is asked for."""
-    try:
-        profile.save(path)
-    except OSError as error:
-        if needed:
-            raise
-        warnings.warn(
-            f"profile ({path}) cannot be written: {error.strerror or error}; training goes on, and "
-            "the next run measures again. Give a path that this user may write",
-            stacklevel=2,
-        )
 
 
 def _scaler_remedy(plan: Plan) -> str | None:

@@ -302,6 +302,26 @@ class Model(nn.Module):
             self._session.flush()  # what it reads must be up to date
         return value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the module, unless this object or its class has one of that name.
+
+        Names with an underscore, which wrappers of models use for themselves, stay here, unless
+        the value is a tensor or a module.
+        """
+        own = "_session" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
+        private = name.startswith("_") and not isinstance(value, (torch.Tensor, nn.Module))
+        if own or private or name == "module":
+            super().__setattr__(name, value)
+        else:
+            self._session.flush()
+            setattr(self._modules["module"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or name == "module":
+            super().__delattr__(name)
+        else:
+            delattr(self._modules["module"], name)
+
     def __getitem__(self, key: Any) -> Any:
         self._session.flush()
         return self._modules["module"][key]  # type: ignore[index]
@@ -390,6 +410,7 @@ class Optimizer(torch.optim.Optimizer):
         self.inner = inner
         self._session, self._meter = session, meter
         self._after_step: Callable[[], None] | None = None
+        self._parts: list[Part] = []
         self._alias()
         self._sealed = True
 
@@ -494,6 +515,8 @@ class Optimizer(torch.optim.Optimizer):
         self._session.flush()
         self.inner.load_state_dict(state_dict)
         self._alias()
+        for part in self._parts:
+            part._alias()
         self._session.optimizer_reloaded()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -505,7 +528,8 @@ class Optimizer(torch.optim.Optimizer):
         """One optimizer for each of several that were prepared together."""
         assert isinstance(self.inner, Together)
         stepped: set[int] = set()
-        return [Part(part, self._session, self, stepped) for part in self.inner.parts]
+        self._parts = [Part(part, self._session, self, stepped) for part in self.inner.parts]
+        return list(self._parts)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

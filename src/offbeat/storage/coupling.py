@@ -75,8 +75,9 @@ def _copy_tensors(value: Any) -> Any:
         made = copy.copy(value)
         made.update((key, _copy_tensors(item)) for key, item in value.items())
         return made
-    if type(value) in (list, tuple):
-        return type(value)(_copy_tensors(item) for item in value)
+    make: Any = type(value)
+    if make in (list, tuple):
+        return make(_copy_tensors(item) for item in value)
     return value
 
 

@@ -45,7 +45,7 @@ class FormerMemory:
                 name,
                 StorageWeakRef(p.untyped_storage()),
                 p.detach().new_empty(0),
-                p.storage_offset(),
+                int(p.storage_offset()),
                 p.size(),
                 p.stride(),
             )

@@ -68,8 +68,10 @@ class ModuleBuffers:
         """Return the names of buffers whose bits differ from the last checksums, and record new
         checksums. None if there were none."""
         before, self._checksums = self._checksums, _checksums(self._model)
+        if before is None:
+            return None
         now = self._checksums
-        return before and [name for name in now if now[name] != before.get(name, now[name])]
+        return [name for name in now if now[name] != before.get(name, now[name])]
 
     def share(self, names: Iterable[str]) -> list[str]:
         """Broadcast these buffers from now on, beside those of before. Return the new names."""
