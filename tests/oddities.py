@@ -7,7 +7,8 @@ import json
 import os
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
-from workers import Trained, bits, bits_of, prepared, rank, train, world_size
+from workers import Trained, bits, bits_of, prepared, rank, snapshot, train, world_size
 
 from offbeat import WFBP, Plan, Profile, Strategy
 from offbeat.plan import Moment, local, transfer
@@ -454,3 +455,42 @@ def observe_on_gpu() -> Profile:
 
 def cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in state.items()}
+
+
+def add_up(
+    strategy: Strategy,
+    passes: Sequence[int | tuple[int, ...]],
+    *,
+    quiet: bool = False,
+    clip_at: int | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """Weights after some iterations, each with so many backward passes, of all ranks or by rank;
+    all but the last within `no_sync` if `quiet`. Iteration `clip_at` clips."""
+    case = Case("mlp", "nesterov")
+    module = build_model(case, seed=rank())
+    plain = build_optimizer(case, module)
+    if "observe" not in options:
+        options["profile"] = profile_of(case, world_size())
+    with prepared(module, plain, strategy, **options) as (model, optimizer):
+        for t, count in enumerate(passes):
+            count = count[rank()] if isinstance(count, tuple) else count
+            optimizer.zero_grad()
+            for i in range(count):
+                loss = loss_of(model, *batch(case, rank(), 10 * t + i))
+                with model.no_sync() if quiet and i < count - 1 else nullcontext():
+                    loss.backward()
+            if t == clip_at:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+        return snapshot([*model.state_dict().values()])
+
+
+def add_up_both_ways(
+    calls: Sequence[tuple[Strategy, Sequence[int], dict[str, Any], dict[str, Any]]],
+) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Per call: without and with `no_sync`."""
+    return [
+        (add_up(strategy, passes, **bare), add_up(strategy, passes, quiet=True, **quiet))
+        for strategy, passes, bare, quiet in calls
+    ]

@@ -10,13 +10,25 @@ import oddities
 import pytest
 import torch
 import workers
-from comparing import assert_same, sets_of
+from comparing import assert_close, assert_same, sets_of
 from models import Case, Loop, profile_of
 from reference.training import Replica, bsp, local_sgd, partial_sync, replicas
 from workers import Trained
 from worlds import run_world, watch_world
 
-from offbeat import BSP, P3, WFBP, Cyclic, DeAR, DreamDDP, LocalSGD, PartialSync, Profile, Strategy
+from offbeat import (
+    BSP,
+    P3,
+    WFBP,
+    Cyclic,
+    DeAR,
+    DeFT,
+    DreamDDP,
+    LocalSGD,
+    PartialSync,
+    Profile,
+    Strategy,
+)
 from offbeat.guards.habits import Habits, Watched
 from offbeat.guards.looks import Looks
 from offbeat.plan import Apply, Buffer, Moment, Phases, Vote, local
@@ -249,6 +261,54 @@ def test_accumulation_is_ddps_where_gradients_are_averaged(strategy: Strategy) -
     bsp(world, range(ITERATIONS))
     for options in ({}, {"observe": 3, "min_bucket_bytes": 1}):
         assert_all_same(train(strategy, Loop(twice=TWICE), **options), world)
+
+
+BEFORE = PartialSync(period=3, average="before_update")
+FIXED = DeFT(forward=1, backward=1)  # its plan does not depend on measured times
+OBSERVED = {"observe": 4, "min_bucket_bytes": 1}, {"observe": 2, "min_bucket_bytes": 1}
+COUNTS = {"more": [1] * 4 + [2] * 3 + [3] * 2, "fewer": [3] * 3 + [1] * 4 + [2, 3]}
+BOTH_WAYS: list[Any] = [
+    *((s, COUNTS["more"], {}, {}) for s in (WFBP(), P3(), DeAR(), LocalSGD(period=3))),
+    *((s, COUNTS["fewer"], {}, {}) for s in (P3(), DeAR(), AFTER, BEFORE, Cyclic())),
+    (FIXED, [2] * 8, *OBSERVED),
+]
+
+
+def test_accumulation_that_changes_is_that_of_no_sync() -> None:
+    """More or fewer backward passes per step than in the first iterations: the weights are those with `no_sync()` around all passes but the last."""
+    for found in run_world(oddities.add_up_both_ways, 2, BOTH_WAYS):
+        for call, (bare, quiet) in zip(BOTH_WAYS, found, strict=True):
+            assert_close(bare, quiet, f"{call[0]} {call[1]}")
+
+
+@pytest.mark.parametrize("strategy", [AFTER, BEFORE, Cyclic()], **names)
+def test_another_backward_after_weights_have_moved_is_refused(strategy: Strategy) -> None:
+    outcomes = watch_world(oddities.add_up, 2, strategy, [1, 1, 1, 2, 2, 2])
+    refused = [o for o in outcomes if "with model.no_sync():" in o.error]
+    assert refused
+    assert {o.kind for o in outcomes} == {"RuntimeError"}
+
+
+def test_clipping_after_fewer_backwards_is_refused_where_others_are_applied() -> None:
+    [outcome] = watch_world(clip_after_one, 1)
+    assert (outcome.kind, "no_sync" in outcome.error) == ("ValueError", True)
+
+
+def clip_after_one() -> None:
+    oddities.add_up(FIXED, [2] * 4 + [1], clip_at=4, **OBSERVED[0])
+
+
+@pytest.mark.parametrize("strategy", [WFBP(), DeAR()], **names)
+def test_one_rank_alone_runs_another_backward(strategy: Strategy) -> None:
+    """It names the rank that does not; nobody waits longer than for the timeout."""
+    first, second = watch_world(add_alone, 2, strategy)
+    assert (first.kind, second.kind) == ("RuntimeError", "RuntimeError")
+    assert "rank 1 did not" in first.error
+    assert max(first.seconds, second.seconds) < 20
+
+
+def add_alone(strategy: Strategy) -> None:
+    oddities.add_up(strategy, [1, 1, (2, 1), 1, 1], timeout_s=2.0)
 
 
 # ---- skipped steps --------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from offbeat.plan import Apply, Plan, Vote, is_vote_channel
+from offbeat.guards.differences import only_gradients
+from offbeat.plan import BUFFERS, Apply, Plan, Vote, is_vote_channel
 from offbeat.plan.lean import Lean, lean
 from offbeat.plan.model import BUILT_IN
 from offbeat.plan.program import Program, Step
@@ -163,6 +164,11 @@ class Adopted:
                 self.arrive(iteration.planned, index)
 
     @property
+    def averages_gradients(self) -> bool:
+        """Whether gradients alone are averaged, in the iteration that computes them."""
+        return only_gradients(self.plan) and not self.windows.late
+
+    @property
     def lands_late(self) -> bool:
         """Whether snapshots are averaged while training goes on."""
         return any(apply.rule in ("delta", "blend") for apply in self.plan.applies)
@@ -220,7 +226,7 @@ class Adopted:
         flying = any(
             iteration.messages[i].transfer.payload.buffer == "grad" for i in iteration.outstanding
         )
-        late = adding and (flying or self._moves_at_the_end())
+        late = adding and (flying or self._moves_at_the_end() or self._has_moved(iteration))
         if late or self.updates.early or self.windows.late:
             remedy = self.updates.remedy or AT_ONCE
             raise RuntimeError(
@@ -228,6 +234,13 @@ class Adopted:
                 "handed on; call step() after every backward, wrap those that only add up in "
                 f"`with model.no_sync():`, or {remedy}"
             )
+
+    def _has_moved(self, iteration: Iteration) -> bool:
+        """Whether parameters were averaged in the backward of an iteration."""
+        return any(
+            m.released is not None and m.transfer.target not in ("grad", BUFFERS)
+            for m in iteration.messages
+        )
 
     def _moves_at_the_end(self) -> bool:
         """Whether parameters change at the end of iterations by more than their update."""

@@ -71,6 +71,8 @@ class Engine:
         self.reports, self.pauses = Reports(), Pauses(self)
         self._thread = get_ident()  # the one that trains
         self._driven = False  # the script's own optimizer has stepped in this iteration
+        self.repeats = False  # gradients were averaged more than once before a step
+        self._repeated = False  # all ranks have run backward more than once before a step
         self._evaluated = self._trains_in_eval = False  # in evaluation mode, with gradients
         self._attached, self._adopted = ExitStack(), ExitStack()  # how to undo either
         self.module_buffers = ModuleBuffers(model, control.rank, flat.everything()[0].device)
@@ -275,7 +277,8 @@ class Engine:
     def _forward_over(self, now: Iteration, output: object) -> None:
         self.control.set_activity(IN_SCRIPT)
         self.compute.forward(-1)
-        if self.run.updates.early and self.gradients.sent:
+        updates = self.run.updates
+        if (updates.early or updates.on_arrival) and self.gradients.sent:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self.output_reached())
@@ -316,10 +319,37 @@ class Engine:
 
     def output_reached(self) -> None:
         """A backward begins. Refuse a second one of a forward whose parameters the first one has
-        updated, before autograd finds that out in words of its own."""
-        now, early = self.started(), self.run.updates.early
-        if self.backward_over and early and not self.hooks.accumulating:
+        updated, before autograd finds that out in words of its own. Complete the averages of
+        gradients before another backward adds to them."""
+        now, updates = self.started(), self.run.updates
+        if not self.backward_over or self.hooks.accumulating:
+            return
+        if updates.early:
             self.run.require_skippable(now, adding=True)
+        elif updates.on_arrival and self.run.averages_gradients and not self._driven:
+            self._average_again(now)
+
+    def _average_again(self, now: Iteration) -> None:
+        """Average the gradients of this iteration, without an update. The next iteration averages
+        their sum with those of the next backward."""
+        self._require_another_backward()
+        self.repeats = True
+        self.step(skip_update=True, abandoned=True)
+        self.started()
+        self.walker.walk(self.plan.buckets - 1)
+
+    def _require_another_backward(self) -> None:
+        """Raise unless all ranks run another backward before the step of this iteration."""
+        control, self._repeated = self.control, True
+        try:
+            with control.waiting("running backward once more before a step"):
+                control.meet(f"backward/{self.iteration}")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {control.rank} runs backward once more before optimizer.step() in iteration "
+                f"{self.iteration}; run it equally often on all ranks, or within model.no_sync(): "
+                f"{error}. {control.report_failure()}"
+            ) from error
 
     def backward_begins(self) -> None:
         """The first gradient of a backward pass is there."""
@@ -330,6 +360,8 @@ class Engine:
             if self.run.only_adds(self.now) and not self._driven:
                 self._reopen()
             else:
+                if self.run.averages_gradients and not (self._repeated or self._driven):
+                    self._require_another_backward()
                 self._abandon(self.now, adding=True)
         self.started()
         self.control.set_activity("in backward")
@@ -391,10 +423,23 @@ class Engine:
         now.skipped = skip_update
         self.walker.walk(self.plan.buckets - 1)
         if not self.backward_over:
+            self._require_no_change()
             if not skip_update:
                 self.gradients.set_by_hand(self.hooks.seen)
             self.backward_ends()
         return now
+
+    def _require_no_change(self) -> None:
+        """ValueError if gradients were changed after backward passes that only add up, and this
+        plan applies others, or sums of several ranks."""
+        hooks, handed = self.hooks, self.run.windows.late or self.plan.source is not None
+        if handed and hooks.added and hooks.version != self.flat.grad_version():
+            raise ValueError(
+                f"gradients were changed before optimizer.step() (clipping?) after {hooks.added} "
+                "backward passes, fewer than in the first iterations, but this strategy's messages "
+                "had still to be sent; wrap all passes but the last in `with model.no_sync():`, or "
+                "use WFBP()"
+            )
 
     def step(self, skip_update: bool = False, *, abandoned: bool = False) -> None:
         """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is

@@ -30,6 +30,8 @@ class BackwardListener(Protocol):
         """Something that a forward returned has its gradient."""
 
 
+ALL = 1 << 30  # more backward passes than a step has: everything waits for the step
+
 NESTED = (
     "a backward pass ran within another one, whose gradients were handed on in parts; use "
     "activation checkpointing with use_reentrant=False"
@@ -48,6 +50,7 @@ class BackwardHooks:
         self._sizes = [len(bucket.parameters) for bucket in gradients.flat.buckets]
         self.accumulating = False
         self.held = 0  # backward passes of an iteration that only add up, before the one that ends
+        self.version = 0  # of the gradients after the last one of these
         self.on_parameter: Callable[[nn.Parameter], None] | None = None
         self.begin()
         self._handles = [
@@ -74,6 +77,11 @@ class BackwardHooks:
         self._missing = list(self._sizes)
         self._next = 0  # buckets before this one are ready
         self._running = self._queued = self._finished = False
+
+    @property
+    def added(self) -> int:
+        """Backward passes of this iteration that have only added up."""
+        return self.held - self._left
 
     @property
     def broken(self) -> bool:
@@ -128,6 +136,7 @@ class BackwardHooks:
     def _held_back(self) -> None:
         self._left -= 1
         self._queued = False
+        self.version = self._gradients.flat.grad_version()
 
     def finish(self) -> None:
         """Buckets that got no gradient, or not all, are as ready as they will be."""

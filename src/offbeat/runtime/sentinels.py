@@ -38,6 +38,7 @@ class Sentinels:
         self._stops, self._last = stops, [stop - 1 for stop in stops]
         self.accumulating = False
         self.held = 0  # backward passes of an iteration that only add up, before the one that ends
+        self.version = 0  # of the gradients after the last one of these
         self.seen = bytearray()
         self.on_parameter: Callable[[nn.Parameter], None] | None = None
         self._expected: Sequence[int] = ()
@@ -61,6 +62,11 @@ class Sentinels:
         """Another backward pass of the same iteration."""
         self._next = self._complete = 0  # of those expected; of the parameters
         self._running = self._finished = False
+
+    @property
+    def added(self) -> int:
+        """Backward passes of this iteration that have only added up."""
+        return self.held - self._left
 
     @property
     def broken(self) -> bool:

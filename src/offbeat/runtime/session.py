@@ -35,6 +35,7 @@ from offbeat.profile import Profile
 from offbeat.runtime.attached import Attached
 from offbeat.runtime.compute import Compute
 from offbeat.runtime.engine import Engine
+from offbeat.runtime.hooks import ALL
 from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.pace import Host, Pace
 from offbeat.runtime.position import capture, land_before, restore
@@ -172,6 +173,8 @@ class FlatSession(Session):
         self._run(plan, observed, trial)
         if habits is not None:
             self._hold_back(habits)
+        elif trial is None and _acts_once(plan):
+            self.engine.hooks.held = ALL
         for warning in said:
             self._decide(str(warning.message))
 
@@ -238,10 +241,28 @@ class FlatSession(Session):
         return self._checked(variant)
 
     def _hold_back(self, habits: Habits) -> None:
-        """Where no gradients are averaged, only the last backward before a step begins messages:
-        the others add up."""
+        """Unless each iteration averages its own gradients, only the last backward before a step
+        begins messages: the others add up."""
         averaging = any(t.payload.buffer == "grad" for t in self.plan.transfers)
+        averaging = averaging and self.plan.source is None and not self.engine.run.windows.late
         self.engine.hooks.held = 0 if averaging else habits.backwards - 1
+
+    def _count_backwards(self) -> None:
+        """Expect as many backward passes per step as the rank with the most has run in this one,
+        whose messages have all waited for the step."""
+        hooks = self.engine.hooks
+        hooks.held = max(1, *self._cluster.control.gather(hooks.added)) - 1
+
+    def _change_variant(self) -> None:
+        """Run the variant that averages the gradients of every backward pass, if there is one: this
+        plan has averaged them again. All ranks did, and all call it."""
+        self.engine.repeats = False
+        if self._strategy.at_step() is None:
+            return
+        plan = self._suited(self.plan, Habits(backwards=2))
+        if plan is not self.plan:
+            self.engine.pauses.drain()
+            self._adopt(self._strategy, plan)
 
     def _tried(self) -> None:
         """The first step is over, in which nothing was early: go on as planned, or with a variant
@@ -565,6 +586,10 @@ class FlatSession(Session):
             self._recorder.ended(self.engine.iteration - 1)
         if self._trying:
             self._tried()
+        elif self.engine.hooks.held == ALL:
+            self._count_backwards()
+        if self.engine.repeats:
+            self._change_variant()
         finding = self._guard.iteration() if self._guard is not None else None
         if finding is not None:
             self._heed(finding)
@@ -675,6 +700,12 @@ class FlatSession(Session):
         self._stepping.close()
         for handle in self._handles:
             handle.remove()
+
+
+def _acts_once(plan: Plan) -> bool:
+    """Whether parameters change during backward, so that no other pass may follow it."""
+    averages = any(t.payload.buffer == "param" and t.after.point == "grad" for t in plan.transfers)
+    return averages or plan.source is not None
 
 
 def _scaler_remedy(plan: Plan) -> str | None:
