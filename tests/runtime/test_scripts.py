@@ -275,7 +275,8 @@ BOTH_WAYS: list[Any] = [
 
 
 def test_accumulation_that_changes_is_that_of_no_sync() -> None:
-    """More or fewer backward passes per step than in the first iterations: the weights are those with `no_sync()` around all passes but the last."""
+    """More or fewer backward passes per step than in the first iterations: the weights are those
+    with `no_sync()` around all passes but the last."""
     for found in run_world(oddities.add_up_both_ways, 2, BOTH_WAYS):
         for call, (bare, quiet) in zip(BOTH_WAYS, found, strict=True):
             assert_close(bare, quiet, f"{call[0]} {call[1]}")
