@@ -435,10 +435,10 @@ class Engine:
         hooks, handed = self.hooks, self.run.windows.late or self.plan.source is not None
         if handed and hooks.added and hooks.version != self.flat.grad_version():
             raise ValueError(
-                f"gradients were changed before optimizer.step() (clipping?) after {hooks.added} "
-                "backward passes, fewer than in the first iterations, but this strategy's messages "
-                "had still to be sent; wrap all passes but the last in `with model.no_sync():`, or "
-                "use WFBP()"
+                "gradients were changed between backward and optimizer.step() (clipping?), but "
+                f"messages of {hooks.added} backward passes had still to be sent, as more or an "
+                "unknown number was expected; wrap all passes but the last in `with "
+                f"model.no_sync():`, or {self.run.updates.remedy or 'use WFBP()'}"
             )
 
     def step(self, skip_update: bool = False, *, abandoned: bool = False) -> None:
