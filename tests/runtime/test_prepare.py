@@ -79,7 +79,7 @@ def shared() -> tuple[nn.Module, torch.optim.Optimizer]:
             "a list of network interfaces, at least one, each once",
         ),
         (foreign, {}, "parameter 0 of the optimizer's group 1 must belong to the model; build the"),
-        (lbfgs, {}, "LBFGS runs backward several times in one step; only optimizers whose step()"),
+        (lbfgs, {}, "optimizer (LBFGS) must have a step() that needs no closure"),
         (shared, {}, "parameters '0.weight' and '1.weight' share memory but are two objects"),
     ],
 )

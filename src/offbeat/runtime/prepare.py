@@ -467,8 +467,8 @@ def _require_one_backward(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(
-            f"{type(optimizer).__name__} runs backward several times in one step; only optimizers "
-            "whose step() can do without a closure are supported"
+            f"optimizer ({type(optimizer).__name__}) must have a step() that needs no closure, as "
+            "an iteration has one backward; use one such as SGD or AdamW"
         )
 
 
