@@ -156,13 +156,15 @@ def test_step_hooks_run_once_per_iteration() -> None:
 def test_hooks_registered_later_may_count_but_not_change_or_read() -> None:
     """Buckets are stepped one by one; the first hook that does more ends the run."""
     strategies = P3(), DeAR(), AFTER
-    kinds = [("counts", 0), *((kind, 0) for kind in ACTS), ("clips", 4)]
+    kinds = [("counts", 0), *((kind, 0) for kind in ACTS), ("clips", 4), ("sets lr", 4)]
     calls = [(s, kind, "pre", since, 2) for s in strategies for kind, since in kinds]
     [found] = run_world(workers.in_turn, 1, oddities.train_hooked, calls)
     steps = [steps for steps, _ in found]
-    assert steps[: 2 * len(kinds)] == [6, 2, 2, 2, 2, 4] * 2  # at the forward of the next iteration
+    assert (
+        steps[: 2 * len(kinds)] == [6, 2, 2, 2, 2, 4, 4] * 2
+    )  # at the forward of the next iteration
     # In backward; in iteration 2 of this period all buckets are stepped at once.
-    assert steps[2 * len(kinds) :] == [6, 3, 3, 3, 3, 4]
+    assert steps[2 * len(kinds) :] == [6, 3, 3, 3, 3, 4, 4]
 
 
 def test_hooks_are_allowed_without_a_variant_until_they_do_something() -> None:
