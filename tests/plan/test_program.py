@@ -7,7 +7,8 @@ import pytest
 from plan.families import FAMILIES, H, N, dear_plan, deft_plan, dreamddp_plan, selsync_plan
 
 from offbeat.plan import Apply, Moment, Phases, Plan, local, transfer
-from offbeat.plan.program import Program, coalesced, moment_at, position
+from offbeat.plan.coalesced import coalesced
+from offbeat.plan.program import Program, moment_at, position
 from offbeat.plan.windows import Windows
 from offbeat.testing.random_plans import random_plan, ranks_of
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from offbeat.plan import Plan
+from offbeat.plan import Plan, effects
 from offbeat.transport.control import Control
 
 
@@ -46,7 +46,7 @@ class Habits:
 
     def against(self, plan: Plan) -> str | None:
         """Why the script cannot run under a plan, in words; None if it can."""
-        points = {apply.at.point for apply in plan.applies if apply.rule == "local"}
+        points = {apply.at.point for apply in plan.applies if effects.updates(apply)}
         if not points & {"grad", "forward"}:
             return None
         late = "forward" in points

@@ -5,36 +5,34 @@ arrays the context hands out - NumPy in the interpreter, torch in the runtime - 
 once. The rule `local`, the user's own optimizer, is the context's.
 """
 
-from offbeat.numerics.base import SETTINGS, Context, Rule, Setting, VoteRule, takes
-from offbeat.numerics.blend import blend
-from offbeat.numerics.change import changed, measure
-from offbeat.numerics.clip import clip, clip_early
-from offbeat.numerics.close import close
+from offbeat.numerics import blend, change, clip, close, delta, moves, optimizer, outer, select
+from offbeat.numerics.base import (
+    EFFECTS,
+    RULES,
+    SETTINGS,
+    VOTES,
+    Context,
+    Effects,
+    Rule,
+    Setting,
+    VoteRule,
+    rule,
+    vote,
+)
 from offbeat.numerics.codecs import WIRES, Codec
-from offbeat.numerics.delta import delta
-from offbeat.numerics.moves import add, clear, copy, scale, swap
-from offbeat.numerics.optimizer import local, reset
-from offbeat.numerics.outer import outer
-from offbeat.numerics.select import select
-
-RULES: dict[str, Rule] = {
-    rule.__name__: rule
-    for rule in (
-        *(local, close, reset, add, clear, clip, clip_early, copy, scale, select, swap, delta),
-        *(outer, blend, measure),
-    )
-}
-VOTES: dict[str, VoteRule] = {rule.__name__: rule for rule in (changed,)}
 
 __all__ = [
+    "EFFECTS",
     "RULES",
     "SETTINGS",
     "VOTES",
     "WIRES",
     "Codec",
     "Context",
+    "Effects",
     "Rule",
     "Setting",
     "VoteRule",
-    "takes",
+    "rule",
+    "vote",
 ]

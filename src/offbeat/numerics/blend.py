@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from offbeat.numerics.base import Context, Setting, takes
+from offbeat.numerics.base import Context, Setting, rule
 from offbeat.plan import Apply
 
 
-@takes(
-    share=Setting("number", 0.5, least=0.0, most=1.0),
-    source=Setting("buffer", "average", kind="param"),
+@rule(
+    reads=("param",),
+    writes=("param",),
+    conserves=False,
+    share=Setting("number", 0.5, least=0.0, most=1.0, contracts=True),
+    source=Setting("buffer", "average", kind="param", use="reads"),
 )
 def blend(context: Context, apply: Apply) -> None:
     """`w = share w + (1 - share) source`. Source: Douillard et al., Streaming DiLoCo, 2025,

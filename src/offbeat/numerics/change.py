@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf, nan
 
-from offbeat.numerics.base import Context, Setting, takes
+from offbeat.numerics.base import Context, Setting, rule, vote
 from offbeat.plan import Apply, Vote
 
 
-@takes()
+@rule(reads=("grad",), conserves=True)
 def measure(context: Context, apply: Apply) -> None:
     """Keep the squared norm of each bucket's gradients, for a vote after they are used up."""
     for bucket in apply.buckets:
@@ -19,7 +19,7 @@ def measure(context: Context, apply: Apply) -> None:
         context.keep(_measured(bucket), norm)
 
 
-@takes(
+@vote(
     threshold=Setting("number", least=0),
     smooth=Setting("word", "norm", words=("norm", "change")),
     window=Setting("count", 1, least=1),

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from offbeat.numerics.base import Context, Setting, takes
+from offbeat.numerics.base import Context, Setting, rule
 from offbeat.plan import Apply
 
 ROUNDING = 1e-6  # as in torch's clip_grad_norm_
 
 
-@takes(buffer=Setting("buffer"), norm=Setting("number", least=0.0))
+@rule(
+    conserves=False,
+    by_bucket=False,
+    buffer=Setting("buffer"),
+    norm=Setting("number", least=0.0),
+)
 def clip(context: Context, apply: Apply) -> None:
     """Scale a buffer of these buckets to at most a norm, as `clip_grad_norm_` does: times
     `norm / (length + 1e-6)` if that is below 1."""
@@ -19,7 +24,12 @@ def clip(context: Context, apply: Apply) -> None:
     _scale(context, apply, length)
 
 
-@takes(buffer=Setting("buffer", kind="grad"), norm=Setting("number", least=0.0))
+@rule(
+    conserves=False,
+    by_bucket=False,
+    buffer=Setting("buffer", kind="grad"),
+    norm=Setting("number", least=0.0),
+)
 def clip_early(context: Context, apply: Apply) -> None:
     """Scale gradients bucket by bucket while the norm of all is not known: by the norm that all
     had in the iteration before. The first iteration, and one after a norm that is not finite, go

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from offbeat.numerics.base import Context, takes
+from offbeat.numerics.base import Context, rule
 from offbeat.plan import Apply
 
 
-@takes()
+@rule(writes=("grad",), role="close", conserves=True, by_bucket=False)
 def close(context: Context, apply: Apply) -> None:  # noqa: ARG001
     """The newest gradients become one copy older, and the next ones go to an empty copy."""
     context.rotate("grad")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from offbeat.numerics.base import Context, Setting, takes
+from offbeat.numerics.base import Context, Setting, rule
 from offbeat.plan import Apply
 
 
-@takes(
-    average=Setting("buffer", "average", kind="param"),
-    snapshot=Setting("buffer", "snapshot", kind="param"),
+@rule(
+    reads=("param",),
+    writes=("param",),
+    conserves=True,
+    average=Setting("buffer", "average", kind="param", use="reads"),
+    snapshot=Setting("buffer", "snapshot", kind="param", use="reads"),
 )
 def delta(context: Context, apply: Apply) -> None:
     """`w += mean(snapshot) - snapshot`; `average` and `snapshot` name the buffers."""

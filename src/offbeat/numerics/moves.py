@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from offbeat.numerics.base import Context, Setting, takes
+from offbeat.numerics.base import Context, Setting, rule
 from offbeat.plan import Apply
 
 
-@takes(source=Setting("buffer"), target=Setting("buffer"))
+@rule(
+    conserves=True,
+    source=Setting("buffer", use="reads"),
+    target=Setting("buffer"),
+)
 def add(context: Context, apply: Apply) -> None:
     """`target += source`."""
     sources = context.read(apply.arg("source"), apply.buckets)
@@ -15,7 +19,11 @@ def add(context: Context, apply: Apply) -> None:
         target += source
 
 
-@takes(source=Setting("buffer"), target=Setting("buffer"))
+@rule(
+    conserves=True,
+    source=Setting("buffer", use="reads"),
+    target=Setting("buffer", use="writes"),
+)
 def copy(context: Context, apply: Apply) -> None:
     """`target = source`."""
     sources = context.read(apply.arg("source"), apply.buckets)
@@ -24,21 +32,25 @@ def copy(context: Context, apply: Apply) -> None:
         target[...] = source
 
 
-@takes(buffer=Setting("buffer"))
+@rule(conserves=True, buffer=Setting("buffer", use="writes"))
 def clear(context: Context, apply: Apply) -> None:
     """`buffer = 0`."""
     for array in context.write(apply.arg("buffer"), apply.buckets):
         array[...] = 0
 
 
-@takes(buffer=Setting("buffer"), by=Setting("numbers"))
+@rule(conserves=False, buffer=Setting("buffer"), by=Setting("numbers"))
 def scale(context: Context, apply: Apply) -> None:
     """`buffer *= by[rank]`: the weight of this worker in an average."""
     for array in context.write(apply.arg("buffer"), apply.buckets):
         array *= apply.arg("by")[context.rank]
 
 
-@takes(a=Setting("buffer", kind="param"), b=Setting("buffer", kind="param"))
+@rule(
+    conserves=False,
+    a=Setting("buffer", kind="param"),
+    b=Setting("buffer", kind="param"),
+)
 def swap(context: Context, apply: Apply) -> None:
     """Exchange the parameters of two buffers; running statistics stay where they are."""
     context.swap(apply.arg("a"), apply.arg("b"), apply.buckets)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from offbeat.numerics.base import Context, Setting, takes
+from offbeat.numerics.base import Context, Setting, rule
 from offbeat.plan import Apply
 
 
-@takes(
+@rule(
+    reads=("grad", "param", "state"),
+    writes=("grad", "param", "state"),
+    role="update",
+    conserves=True,
     age=Setting("count", 0, least=0),
     scale=Setting("number", 1.0),
     merge=Setting("word", "sum", words=("sum", "mean")),
@@ -17,7 +21,7 @@ def local(context: Context, apply: Apply) -> None:
     context.local(apply)
 
 
-@takes()
+@rule(writes=("state",), conserves=True)
 def reset(context: Context, apply: Apply) -> None:
     """Begin the optimizer's state of these buckets anew."""
     context.reset(apply.buckets)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from offbeat.numerics.base import Context, Setting, takes
+from offbeat.numerics.base import Context, Setting, rule
 from offbeat.plan import Apply
 
 
-@takes(
+@rule(
+    conserves=False,
     rate=Setting("number", 0.7),
     momentum=Setting("number", 0.9),
     nesterov=Setting("count", 1, least=0, most=1),
     buffer=Setting("buffer", "param", kind="param"),
-    anchor=Setting("buffer", "anchor", kind="param"),
-    velocity=Setting("buffer", "velocity", kind="param"),
+    anchor=Setting("buffer", "anchor", kind="param", common=True),
+    velocity=Setting("buffer", "velocity", kind="param", common=True),
 )
 def outer(context: Context, apply: Apply) -> None:
     """`d = anchor - w; v = momentum v + d; w = anchor - rate (d + momentum v); anchor = w`,

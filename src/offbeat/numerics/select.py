@@ -6,16 +6,18 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
-from offbeat.numerics.base import Context, Setting, takes
+from offbeat.numerics.base import Context, Setting, rule
 from offbeat.plan import Apply
 
 
-@takes(
+@rule(
+    conserves=False,
+    by_bucket=False,
     buffer=Setting("buffer"),
     samples=Setting("numbers"),
     fraction=Setting("number", 1.0, least=0, most=1),
     seed=Setting("count", 0),
-    anchor=Setting("buffer", kind="param", optional=True),
+    anchor=Setting("buffer", kind="param", optional=True, use="reads", origin=True),
 )
 def select(context: Context, apply: Apply) -> None:
     """`buffer *= K n_r / sum(n)` over the workers drawn, 0 on the others.

@@ -20,6 +20,7 @@ from random import Random
 import numpy as np
 
 from offbeat.numerics import SETTINGS, VOTES, Context, VoteRule
+from offbeat.plan import effects
 from offbeat.plan.interpreter import Array, ConflictError, Interpreter, Model
 from offbeat.plan.model import Apply, Plan, Vote
 from offbeat.plan.phases import Phases
@@ -28,7 +29,6 @@ from offbeat.plan.shape import Rule, faults
 from offbeat.profile import Profile
 
 MOST_SLICES = 4096  # of one bucket, in the sizes of all its messages together
-CONSERVING = {"local", "close", "reset", "copy", "delta", "add", "clear", "measure"}
 TOLERANCE = 1e-9
 BRISK = 1e-4  # to the power of three periods less than the tolerance
 YES, NO, MIXED = 0, 1, 2  # what votes say
@@ -127,7 +127,7 @@ class _Run:
         self.lag = Program(plan).lag
         self.active = plan.prologue + plan.period + self.lag
         # What was added up to late is applied when the next window closes: a period more.
-        self.late = any(apply.rule == "close" for apply in plan.applies)
+        self.late = any(map(effects.closes, plan.applies))
         self.start = rng.normal(size=sum(self.sizes))
         self.sources = rng.normal(size=(self.ranks, self.active, sum(self.sizes)))
         self.offsets = [0, *accumulate(self.sizes)]
@@ -215,7 +215,7 @@ def _replicas(run: _Run, plan: Plan) -> Iterator[Problem]:
 
 def _changed(run: _Run, plan: Plan) -> Iterator[Problem]:
     """Whatever the rules, without gradients nobody's weights change."""
-    if all(apply.rule in CONSERVING for apply in plan.applies):
+    if all(map(effects.conserves, plan.applies)):
         return
     for end in run.settled(still=True):
         odd = np.flatnonzero(~np.isclose(end, run.start, rtol=0, atol=TOLERANCE))
@@ -238,7 +238,7 @@ def _apart(run: _Run, plan: Plan, ends: Sequence[Array]) -> str | None:
             return f"bucket {bucket} is {what}, so its replicas drift apart"
     lost = ~np.isclose(ends[0], run.moved, rtol=0, atol=TOLERANCE)
     for apply in plan.applies:
-        if apply.rule not in CONSERVING:
+        if not effects.conserves(apply):
             lost[run.offsets[apply.buckets.start] : run.offsets[apply.buckets.stop]] = False
     if not lost.any():
         return None
@@ -292,13 +292,7 @@ def _brisk(plan: Plan) -> Plan:
     """The same plan with little left of what is blended: replicas that come nearer by a share per
     period would take long to be equal."""
 
-    def brisk(apply: Apply) -> Apply:
-        share = apply.arg("share", 0.5)
-        if apply.rule != "blend" or share >= 1:  # with 1 nothing is blended
-            return apply
-        return replace(apply, args=tuple((dict(apply.args) | {"share": share * BRISK}).items()))
-
-    return replace(plan, applies=tuple(map(brisk, plan.applies)))
+    return replace(plan, applies=tuple(effects.contracted(a, BRISK) for a in plan.applies))
 
 
 def shortened(plan: Plan) -> Plan:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offbeat.plan.model import Moment, Plan, Transfer
+from offbeat.plan import effects
+from offbeat.plan.model import Apply, Moment, Plan, Transfer
 
 STEP, END = Moment("step"), Moment("end")
 
@@ -16,12 +17,12 @@ def deferred(plan: Plan) -> Plan | None:
     Updates at the next forward come at the step, and what they wait for is due there. Updates in
     backward come at the step, and what is averaged after them leaves then.
     """
-    updates = {a.at.point for a in plan.applies if a.rule == "local"}
-    others = {a.rule for a in plan.applies if a.rule != "local"}
+    updates = {a.at.point for a in plan.applies if effects.updates(a)}
+    others = [a for a in plan.applies if not effects.updates(a)]
     if plan.votes or plan.source is not None or _further(plan) or len(updates) != 1:
         return None
     [point] = updates
-    if point == "grad" and others <= {"reset"} and not _averages_gradients(plan):
+    if point == "grad" and all(_of_state(a) for a in others) and not _averages_gradients(plan):
         move = _behind_update
     elif point == "forward" and not others and plan.period == 1 and not plan.prologue:
         move = _before_update
@@ -29,8 +30,13 @@ def deferred(plan: Plan) -> Plan | None:
         return None
     halves = any(t.verb == "all_gather" for t in plan.transfers)
     at = END if halves else STEP  # a second half can only leave when the first is there
-    applies = tuple(replace(a, at=at) if a.rule == "local" else a for a in plan.applies)
+    applies = tuple(replace(a, at=at) if effects.updates(a) else a for a in plan.applies)
     return replace(plan, transfers=tuple(map(move, plan.transfers)), applies=applies)
+
+
+def _of_state(apply: Apply) -> bool:
+    """Whether the optimizer's state is all that it changes."""
+    return effects.only_writes(apply, ("state",)) and not effects.reads(apply)
 
 
 def _further(plan: Plan) -> bool:

@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from offbeat.numerics import RULES, VOTES, Rule, VoteRule
 from offbeat.numerics.codecs import Exact, codec, way
+from offbeat.plan import effects
+from offbeat.plan.coalesced import coalesced
 from offbeat.plan.model import Apply, Payload, Plan, Transfer, Vote, Wire, groups_of
-from offbeat.plan.program import Program, Step, coalesced, moment_at
+from offbeat.plan.program import Program, Step, moment_at
 
 Array = NDArray[np.float64]
 NOTHING: Array = np.empty(0)  # what a rank gives that only receives, or passes over
@@ -89,7 +91,7 @@ class Worker:
         # Over which ranks each gradient is averaged, as a number of the group; 0: not yet.
         self.averaged = [np.zeros(model.start.size, int) for _ in self.buffers["grad"]]
         self.filled = [False] * len(self.buffers["grad"])  # whether backward has ever added
-        self.adds_up = any(apply.rule == "close" for apply in plan.applies)
+        self.adds_up = any(map(effects.closes, plan.applies))
         self.decided: set[tuple[str, int]] = set()  # votes of which this rank knows the outcome
         self.seen = model.start.copy()  # the weights that the forward has used
         self.added = [np.zeros(model.start.size) for _ in self.buffers["grad"]]  # iterations

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from offbeat.plan import effects
 from offbeat.plan.model import Apply, Moment, Plan, Transfer
 from offbeat.plan.program import Step
-
-# Rules that leave gradients alone unless their settings name them; of others nothing is known.
-_ELSEWHERE = frozenset(
-    {"local", "reset", "add", "copy", "clear", "scale", "swap", "delta", "blend", "outer"}
-)
 
 
 def keeps_gradients(plan: Plan) -> bool:
@@ -23,14 +19,13 @@ def keeps_gradients(plan: Plan) -> bool:
     if plan.votes or plan.source is not None or buffers["grad"].copies > 1:
         return False
     sent = {name for t in plan.transfers for name in (t.payload.buffer, t.target)}
-    used = {value for a in plan.applies for _, value in a.args if isinstance(value, str)}
-    return not gradients & (sent | used) and all(map(_plain, plan.applies))
+    return not gradients & sent and all(_plain(apply, gradients) for apply in plan.applies)
 
 
-def _plain(apply: Apply) -> bool:
-    if apply.rule == "local":
+def _plain(apply: Apply, gradients: Collection[str]) -> bool:
+    if effects.updates(apply):
         return not apply.args and not apply.at.lag
-    return apply.rule in _ELSEWHERE
+    return not effects.touches(apply, gradients)
 
 
 class Lean(NamedTuple):
@@ -66,7 +61,7 @@ def lean(steps: Sequence[Step], transfers: Sequence[Transfer], buckets: int) -> 
 
 def _only_updates(step: Step) -> bool:
     """Whether a moment of backward has nothing but updates of its own gradients and releases."""
-    own = all(lag == 0 and apply.rule == "local" for lag, apply in step.apply)
+    own = all(lag == 0 and effects.updates(apply) for lag, apply in step.apply)
     return own and not (step.wait or step.decide or step.ask)
 
 

@@ -1,21 +1,22 @@
 """Accumulation windows: which iterations' gradients are added up, and applied together.
 
-In a plan with the rule `close` backward adds to the newest copy of the gradients until an
+In a plan with a rule that closes windows (`close`) backward adds to the newest copy of the gradients until an
 iteration closes it. With windows of iterations 0-1 and 2-3, the gradients of 0 and 1 are added
 up, averaged while 2 and 3 run, and applied at the step of 3.
 """
 
 from __future__ import annotations
 
+from offbeat.plan import effects
 from offbeat.plan.model import Plan
 
 
 class Windows:
-    """The windows of a plan; without the rule `close` every iteration is one of its own."""
+    """The windows of a plan; without such a rule every iteration is one of its own."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._closes = [apply.phases for apply in plan.applies if apply.rule == "close"]
+        self._closes = [apply.phases for apply in plan.applies if effects.closes(apply)]
         self.late = bool(self._closes)
 
     def closing(self, iteration: int) -> bool:

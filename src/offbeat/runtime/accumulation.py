@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from offbeat.numerics import RULES
-from offbeat.plan import Apply, Moment, Payload, Phases, Plan, Transfer, groups_of
+from offbeat.plan import Apply, Moment, Payload, Phases, Plan, Transfer, effects, groups_of
 from offbeat.plan.windows import Windows
 from offbeat.runtime.context import StorageContext
 from offbeat.runtime.iteration import Iteration, Timestamps
@@ -42,7 +42,7 @@ class Accumulation:
         self._links, self._waiting = links, waiting
         self._windows = Windows(plan)
         self.late = self._windows.late
-        self._local = next((a for a in plan.applies if a.rule == "local"), None)
+        self._update = next((a for a in plan.applies if effects.updates(a)), None)
         self._gate = SchedulerGate(optimizer) if self.late else None
         self._version = flat.grad_version()
 
@@ -125,9 +125,10 @@ class Accumulation:
         self._waiting.wait(message, self._flat)
 
     def _apply(self, context: StorageContext, age: int) -> None:
+        if self._update is None:
+            return
         everything = range(len(self._flat.buckets))
-        merge = self._local.arg("merge", "sum") if self._local else "sum"
-        args = (("age", age), ("merge", merge))
-        apply = Apply("local", everything, Moment("step"), Phases(), args=args)
+        args = tuple((dict(self._update.args) | {"age": age}).items())
+        apply = Apply(self._update.rule, everything, Moment("step"), Phases(), args=args)
         self._updates.reveal([apply])
-        RULES["local"](context, apply)
+        RULES[apply.rule](context, apply)

@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from offbeat.guards.differences import only_gradients
-from offbeat.plan import BUFFERS, Apply, Plan, Vote, is_vote_channel
+from offbeat.plan import BUFFERS, Apply, Plan, Vote, effects, is_vote_channel
 from offbeat.plan.lean import Lean, lean
 from offbeat.plan.model import BUILT_IN
 from offbeat.plan.program import Program, Step
@@ -60,7 +60,7 @@ class Adopted:
             engine.waiting,
         )
         # The update waits for what a vote at the step decides, so nothing is applied before.
-        updates = {a.at.point for a in plan.applies if a.rule == "local"}
+        updates = {a.at.point for a in plan.applies if effects.updates(a)}
         self.updates_at_end = updates == {"end"} and all(a.at.point != "step" for a in plan.applies)
         self._lean = not engine.gradients.sent
         self._leaner: dict[tuple[int, ...], Lean] = {}
@@ -154,7 +154,7 @@ class Adopted:
 
     def first_updates(self, step: Step, planned: int) -> list[Apply]:
         """The optimizer's updates that begin a step: nothing changes their gradients before."""
-        updates = takewhile(lambda apply: apply.rule == "local", (a for _, a in step.apply))
+        updates = takewhile(effects.updates, (a for _, a in step.apply))
         return [apply for apply in updates if self.votes.goes(apply, planned)]
 
     def land(self, iteration: Iteration) -> None:
@@ -171,7 +171,7 @@ class Adopted:
     @property
     def lands_late(self) -> bool:
         """Whether snapshots are averaged while training goes on."""
-        return any(apply.rule in ("delta", "blend") for apply in self.plan.applies)
+        return bool(effects.landings(self.plan))
 
     @property
     def lands_at_forward(self) -> bool:
@@ -182,13 +182,9 @@ class Adopted:
         )
 
     def discard_landings(self) -> None:
-        """What has not landed is forgotten: an average that is its own snapshot changes nothing.
-        Where something lands otherwise, a prologue comes first in which nothing does."""
-        for apply in self.plan.applies:
-            if apply.rule == "delta":
-                for name in ("average", "snapshot"):
-                    for tensor in self.context.write(apply.arg(name, name), apply.buckets):
-                        tensor.zero_()
+        """What has not landed is forgotten: where it waits all is as when the plan began."""
+        for name in effects.waiting(self.plan):
+            self.flat.restart(self.plan.all_buffers[name])
 
     def land_all(self) -> None:
         """Wait for every message of iterations that are over."""
@@ -246,5 +242,10 @@ class Adopted:
         """Whether parameters change at the end of iterations by more than their update."""
         late = ("step", "end")
         moved = any(t.target != "grad" and t.after.point in late for t in self.plan.transfers)
-        own = ("local", "close", "reset")
-        return moved or any(a.rule not in own and a.at.point in late for a in self.plan.applies)
+        return moved or any(self._moves(a) and a.at.point in late for a in self.plan.applies)
+
+    @staticmethod
+    def _moves(apply: Apply) -> bool:
+        """Whether it changes more than an update does, or the state of one."""
+        own = effects.updates(apply) or effects.closes(apply)
+        return not own and not effects.only_writes(apply, ("state",))

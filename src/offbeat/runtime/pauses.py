@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offbeat.plan import effects
+
 if TYPE_CHECKING:
     from offbeat.runtime.engine import Engine
 
@@ -68,7 +70,7 @@ class Pauses:
             run.discard_landings()
             self._begin_anew()
             return True
-        return any(apply.rule == "outer" for apply in self._engine.plan.applies)
+        return bool(effects.common(self._engine.plan))
 
     def drain(self) -> None:
         """Between iterations: also apply gradients that are not yet due, forget averages that have

@@ -27,7 +27,7 @@ from offbeat.measuring.divergence import Sample
 from offbeat.measuring.links import measure_cluster, worthwhile_bytes
 from offbeat.measuring.observe import Observer, observing_plan
 from offbeat.measuring.pacing import affordable
-from offbeat.plan import Plan, vote_channel
+from offbeat.plan import Plan, effects, vote_channel
 from offbeat.plan.broadcast import with_broadcast, without_broadcast
 from offbeat.plan.check import raise_if_wrong
 from offbeat.plan.deferred import deferred
@@ -710,7 +710,7 @@ def _acts_once(plan: Plan) -> bool:
 
 def _scaler_remedy(plan: Plan) -> str | None:
     """What to do instead of unscaling gradients, if this plan's cannot be; else None."""
-    if any(apply.rule == "close" for apply in plan.applies):
+    if any(map(effects.closes, plan.applies)):
         return "gradients of several scales cannot be unscaled together; use WFBP()"
     remedy = early_remedy(plan)
     return remedy and f"they are applied bucket by bucket, at other times; {remedy}"

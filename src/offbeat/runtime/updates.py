@@ -12,7 +12,7 @@ from offbeat.guards.differences import only_gradients
 from offbeat.guards.finite import Suspects
 from offbeat.guards.moves import Moves
 from offbeat.guards.stepping import Stepping
-from offbeat.plan import Apply, Plan
+from offbeat.plan import Apply, Plan, effects
 from offbeat.runtime.compute import Compute
 from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.stepper import BucketStepper, Settings
@@ -25,7 +25,7 @@ from offbeat.storage.handed import HandedOver
 def early_remedy(plan: Plan) -> str | None:
     """What to do instead where gradients are applied at other times than in `step()`; None if
     they are applied there."""
-    points = {apply.at.point for apply in plan.applies if apply.rule == "local"}
+    points = {apply.at.point for apply in plan.applies if effects.updates(apply)}
     if plan.source is not None:
         return (
             "let the strategy clip each stage (clip=...), or use one that steps at once, such as "
@@ -56,13 +56,13 @@ class Updates:
         self._optimizer, self._gradients, self._flat = optimizer, gradients, flat
         self._everything = range(plan.buckets)
         self.remedy = early_remedy(plan)
-        self.on_arrival = any(a.rule == "local" and a.at.point == "forward" for a in plan.applies)
-        self.early = any(a.rule == "local" and a.at.point == "grad" for a in plan.applies)
+        self.on_arrival = any(effects.updates(a) and a.at.point == "forward" for a in plan.applies)
+        self.early = any(effects.updates(a) and a.at.point == "grad" for a in plan.applies)
         self._parameters = flat.parameters
         self._noted: tuple[Settings, list[int], int | None] | None = None
         self._plan = plan
         self._tried: set[int] = set()  # buckets, by the first of a run
-        self._later = [a for a in plan.applies if a.rule == "local" and a.at.lag]
+        self._later = [a for a in plan.applies if effects.updates(a) and a.at.lag]
         self._version = flat.grad_version()
         # By bucket with an update to come: versions of its parameters, and their checksum if taken.
         self._weights: dict[int, tuple[list[int], int | None]] = {}

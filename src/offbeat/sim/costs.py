@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.plan import Apply, Payload, Plan, Transfer, groups_of
+from offbeat.plan import Apply, Payload, Plan, Transfer, effects, groups_of
 from offbeat.plan.program import spread, work_before
 from offbeat.profile import Profile
 from offbeat.sim.ranks import Ranks
@@ -15,24 +13,14 @@ from offbeat.sim.wires import Encoded, kind_of
 
 Seconds = NDArray[np.float64]
 
-RULES_S: dict[str, Callable[[Profile], Seconds]] = {
-    "local": lambda profile: np.array(profile.bucket_update_s)
-}
-"""Seconds per bucket of the rules that take time; all others take none."""
 
-
-def rules_s(profile: Profile) -> dict[str, Seconds]:
-    """Seconds per bucket of the rules that take time."""
-    return {name: seconds(profile) for name, seconds in RULES_S.items()}
-
-
-def applied_s(profile: Profile, apply: Apply, rules_s: Mapping[str, Seconds]) -> Seconds | None:
-    """Seconds of an apply for each of its buckets; None: no time at all."""
-    seconds = rules_s.get(apply.rule)
-    if seconds is None:
+def applied_s(profile: Profile, apply: Apply, update_s: Seconds) -> Seconds | None:
+    """Seconds of an apply for each of its buckets, by those of updates; None: no time at all, as
+    all rules but updates take."""
+    if not effects.updates(apply):
         return None
-    seconds = seconds[apply.buckets.start : apply.buckets.stop]
-    if not profile.step_s or apply.rule != "local":
+    seconds = update_s[apply.buckets.start : apply.buckets.stop]
+    if not profile.step_s:
         return seconds
     # The step of the whole model is the one call that costs nothing more.
     whole = apply.at.point in ("step", "end") and len(apply.buckets) == len(profile.buckets)
@@ -47,7 +35,7 @@ class Costs:
         self.plan, self.profile = plan, profile
         self._ranks = ranks
         self._buffers = plan.all_buffers
-        self._rules_s = rules_s(profile)
+        self._update_s = np.array(profile.bucket_update_s)
         self._alone = {
             link: {group[0] for group in groups_of(link, plan.groups) if len(group) == 1}
             for link in plan.links
@@ -70,7 +58,7 @@ class Costs:
 
     def applied_s(self, apply: Apply) -> Seconds | None:
         """Seconds of an apply for each of its buckets; None: no time at all."""
-        return applied_s(self.profile, apply, self._rules_s)
+        return applied_s(self.profile, apply, self._update_s)
 
     def message_s(self, t: Transfer, ranks: tuple[int, ...] | None = None) -> float:
         """Seconds of a message alone on its link, between some ranks or all of them; a rank that

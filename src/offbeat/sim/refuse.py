@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from offbeat.plan import Apply, Moment, Plan, Transfer, Vote
+from offbeat.plan import Apply, Moment, Plan, Transfer, Vote, effects
 from offbeat.profile import Profile
 
 Rule = Transfer | Apply | Vote
@@ -28,11 +28,11 @@ def refuse(plan: Plan, profile: Profile) -> None:
                 f"groups of {link} ({members}) must hold every rank of "
                 f"0..{profile.world_size - 1} once"
             )
-    closes = [apply for apply in plan.applies if apply.rule == "close"]
+    closes = [apply for apply in plan.applies if effects.closes(apply)]
     if closes and not any(p in a.phases for a in closes for p in plan.cycle):
         phases = ", ".join(str(apply.phases) for apply in closes)
         raise ValueError(
-            f"the rule close (in {phases}) must act in a phase of the period "
+            f"the rule {closes[0].rule} (in {phases}) must act in a phase of the period "
             f"({plan.cycle.start}-{plan.cycle.stop - 1}), or nothing is applied after the prologue"
         )
 

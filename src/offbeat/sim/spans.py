@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from offbeat.plan import Transfer
+from offbeat.plan import Transfer, effects
 from offbeat.plan.program import Step, work_before
 from offbeat.plan.windows import Windows
 from offbeat.sim.job import Run
@@ -58,7 +58,7 @@ class _Walk:
         for lag, apply in step.apply:
             seconds = self.costs.applied_s(apply)
             if seconds is not None and self.program.goes(apply, iteration - lag):
-                kind = "update" if apply.rule == "local" else apply.rule
+                kind = "update" if effects.updates(apply) else apply.rule
                 for bucket, one_s in zip(apply.buckets, seconds.tolist(), strict=True):
                     yield from self._shown(kind, iteration, one_s * factor, bucket)
         for index in step.release:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from offbeat.plan import Apply, Buffer, Fact, Merge, Moment, Phases, Plan, Transfer, local
+from offbeat.plan import Apply, Buffer, Fact, Merge, Moment, Phases, Plan, Transfer, effects, local
 from offbeat.profile import GradientNoise, Profile
 from offbeat.solve import deft, preserver
 from offbeat.strategies.base import Monitor, require_count
@@ -126,7 +126,7 @@ class DeFT(Wired):
         return _encoded(self, chosen, _notes(chosen, preserved))
 
     def equations(self, plan: Plan) -> Equations:
-        late = any(apply.rule == "close" for apply in plan.applies)
+        late = any(map(effects.closes, plan.applies))
         return merged(closing(plan), self.scale) if late else synchronous()
 
     def bound_s(self, profile: Profile) -> float:

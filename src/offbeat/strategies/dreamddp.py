@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat import solve
-from offbeat.plan import Apply, Plan
+from offbeat.plan import Apply, Plan, effects
 from offbeat.profile import Profile
 from offbeat.sim import simulate
 from offbeat.strategies import dreamddp_due as later
@@ -182,7 +182,7 @@ class DreamDDP(Wired):
         return replace(self, average="before_update") if early else None
 
     def equations(self, plan: Plan) -> Equations:
-        early = any(apply.rule == "clip_early" for apply in plan.applies)
+        early = any(effects.updates(a) and a.at.point == "grad" for a in plan.applies)
         clip = None if self.clip is None else Clip(self.clip, plan.buckets if early else None)
         outer = equations_of(self.outer)
         late = layer_sets(plan, "average")
@@ -483,7 +483,7 @@ def _clipped(plan: Plan, norm: float) -> Plan:
     norm of the iteration before."""
     applies = []
     for apply in plan.applies:
-        if apply.rule == "local":
+        if effects.updates(apply):
             rule = "clip_early" if apply.at.point == "grad" else "clip"
             args = (("buffer", "grad"), ("norm", float(norm)))
             applies.append(Apply(rule, apply.buckets, apply.at, apply.phases, args=args))

@@ -153,7 +153,7 @@ class FedAvg(Wired):
         return steps
 
     def equations(self, plan: Plan) -> Equations:
-        rules = [apply for apply in plan.applies if apply.rule == "select"]
+        rules = [apply for apply in plan.applies if apply.arg("samples") is not None]
         if not rules:
             return federated(self.round_steps, lambda _: None, self.state)
         samples = rules[0].arg("samples")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from offbeat.plan import Apply, Buffer, Fact, Phases, Plan
+from offbeat.plan import Apply, Buffer, Fact, Phases, Plan, effects
 from offbeat.plan.model import Transfer
 from offbeat.profile import Profile
 from offbeat.testing.equations import Outer
@@ -84,8 +84,10 @@ def with_outer(
 
     Snapshots land as `w += new - snapshot`, or with a `share` as `w = share w + (1 - share) new`.
     """
-    if any(apply.rule == "delta" for apply in plan.applies):
+    landing = effects.landings(plan)
+    if landing:
         plan = _behind_prologue(plan)
+        landing = effects.landings(plan)
     settings = {"rate": outer.lr, "momentum": outer.momentum, "nesterov": int(outer.nesterov)}
     args = tuple({**settings, "anchor": COMMON}.items())
     steps = [
@@ -94,11 +96,11 @@ def with_outer(
         if t.payload.buffer == "param"
     ]
     steps += [
-        replace(apply, rule="outer", args=(*args, ("buffer", "average")))
-        for apply in plan.applies
-        if apply.rule == "delta"
+        replace(apply, rule="outer", args=(*args, ("buffer", _average(apply, plan))))
+        for apply in landing
     ]
-    buffers = tuple(b for b in plan.buffers if share is None or b.name != "snapshot")
+    sent = {t.target for t in plan.transfers}
+    buffers = tuple(b for b in plan.buffers if share is None or b.name in sent)
     copies = 2 + len(buffers)
     size = profile.payload_bytes("param", range(plan.buckets))
     memory = Fact("memory_bytes", copies * size, "further buffers on every rank")
@@ -115,24 +117,33 @@ def _landed(plan: Plan, share: float | None) -> list[Apply]:
     what was sent."""
     if share is None:
         return list(plan.applies)
-    found = []
+    found, landing, waiting = [], effects.landings(plan), effects.waiting(plan)
+    unsent = set(waiting) - {t.target for t in plan.transfers}
     for apply in plan.applies:
-        if apply.rule == "delta":
-            found.append(replace(apply, rule="blend", args=(("share", float(share)),)))
-        elif apply.arg("target") != "snapshot":
+        if apply in landing:
+            source = _average(apply, plan)
+            args = {"share": float(share)} | ({} if source == "average" else {"source": source})
+            found.append(replace(apply, rule="blend", args=tuple(args.items())))
+        elif not effects.only_writes(apply, unsent):
             found.append(apply)
     return found
+
+
+def _average(landing: Apply, plan: Plan) -> str:
+    """The buffer in which the average arrives that an apply lands."""
+    [average] = effects.reads(landing) & {t.target for t in plan.transfers} - {"param"}
+    return average
 
 
 def _behind_prologue(plan: Plan) -> Plan:
     """As many iterations before the period as a message takes: in them nothing lands, as nothing
     was sent before."""
-    delay = plan.fact("staleness")
+    delay, landings = plan.fact("staleness"), effects.landings(plan)
     begins = Phases(range(delay))
 
     def moved(rule: Rule) -> Rule:
         cycle = {delay + (phase - delay) % plan.period for phase in rule.phases}
-        landing = isinstance(rule, Apply) and rule.rule == "delta"
+        landing = isinstance(rule, Apply) and rule in landings
         early = set() if landing else set(rule.phases) & set(begins)
         return replace(rule, phases=Phases(cycle | early))
 

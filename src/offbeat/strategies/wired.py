@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from offbeat.numerics import SETTINGS, WIRES
 from offbeat.numerics.codecs import Codec, PowerSGD, Sign, codec
 from offbeat.numerics.codecs.powersgd import matrix
-from offbeat.plan import Apply, Buffer, Fact, Payload, Plan, Transfer, Wire
+from offbeat.plan import Apply, Buffer, Fact, Payload, Plan, Transfer, Wire, effects
 from offbeat.profile import Profile
 from offbeat.sim.wires import ELEMENT_BYTES, Encoded, costed, kind_of
 from offbeat.strategies.base import Strategy, require_choice
@@ -155,13 +155,16 @@ def _followed(plan: Plan, transfers: Iterable[Transfer]) -> Iterator[Apply]:
     """An outer optimizer moves what was averaged, on all ranks alike, and so the anchor, too. What
     has a weight in an average are changes against the anchor."""
     anchor = next((t.wire.anchor for t in transfers if t.wire is not None and t.wire.anchor), None)
+    carried = {t.target for t in plan.transfers}
     for apply in plan.applies:
-        if apply.rule == "select" and apply.arg("buffer") == "param" and anchor is not None:
-            yield replace(apply, args={**dict(apply.args), "anchor": anchor})  # type: ignore[arg-type]
+        origin = effects.origin(apply) if anchor is not None else None
+        if origin is not None and "param" in effects.writes(apply):
+            yield replace(apply, args={**dict(apply.args), origin: anchor})  # type: ignore[arg-type]
             continue
         yield apply
-        if apply.rule == "outer" and anchor is not None:
-            args = {"source": apply.arg("buffer", "param"), "target": anchor}
+        if anchor is not None and effects.common_of(apply):
+            [moved] = effects.writes(apply) & carried
+            args = {"source": moved, "target": anchor}
             yield replace(apply, rule="copy", args=args)  # type: ignore[arg-type]
 
 

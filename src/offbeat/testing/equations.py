@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.plan import Kind, Merge, Payload, Plan
+from offbeat.plan import Kind, Merge, Payload, Plan, effects
 
 Array = NDArray[np.float64]
 State = Literal["local", "averaged", "reset"]
@@ -425,7 +425,7 @@ def layer_sets(plan: Plan, buffer: str = "param") -> list[list[Payload]]:
 
 def closing(plan: Plan) -> Callable[[int], bool]:
     """Whether an iteration closes a window of the plan."""
-    phases = {p for apply in plan.applies if apply.rule == "close" for p in apply.phases}
+    phases = {p for apply in plan.applies if effects.closes(apply) for p in apply.phases}
     return lambda iteration: plan.phase(iteration) in phases
 
 
