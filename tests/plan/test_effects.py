@@ -94,7 +94,7 @@ def applied(rule: str, run: range, *, optional: bool = True) -> Apply:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rules_touch_what_they_declare(rule):
+def test_rules_use_the_declared_buffers(rule):
     apply, context = applied(rule, range(2)), Recording()
     before: dict[str, np.ndarray] = {}
     for name in effects.reads(apply) | effects.writes(apply):
@@ -110,7 +110,7 @@ def test_rules_touch_what_they_declare(rule):
 
 
 @pytest.mark.parametrize("rule", [r for r, e in EFFECTS.items() if e.by_bucket and not e.role])
-def test_rules_that_go_by_buckets_do_the_same_to_a_run_as_to_each(rule):
+def test_rules_by_bucket_give_equal_results_for_a_run(rule):
     whole, single = Recording(), Recording()
     RULES[rule](whole, applied(rule, range(2)))
     for b in range(2):
@@ -121,7 +121,7 @@ def test_rules_that_go_by_buckets_do_the_same_to_a_run_as_to_each(rule):
 
 
 @pytest.mark.parametrize("rule", [r for r, e in EFFECTS.items() if not e.by_bucket and not e.role])
-def test_rules_that_do_not_go_by_buckets_differ(rule):
+def test_rules_not_by_bucket_give_other_results_for_a_run(rule):
     whole, single = Recording(), Recording()
     RULES[rule](whole, applied(rule, range(2)))
     for b in range(2):
@@ -130,7 +130,7 @@ def test_rules_that_do_not_go_by_buckets_differ(rule):
     assert not (same and whole.memory == single.memory)
 
 
-def test_nobody_else_compares_rules_by_name():
+def test_no_other_room_names_a_rule():
     found = []
     for path in SOURCE.rglob("*.py"):
         where = path.relative_to(SOURCE)
@@ -143,9 +143,9 @@ def test_nobody_else_compares_rules_by_name():
                 texts = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
                 if "rule" in names and texts & RULES.keys():
                     found.append(f"{where}:{node.lineno}")
-            if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "RULES":
-                if isinstance(node.slice, ast.Constant):
-                    found.append(f"{where}:{node.lineno}")
+            indexes = isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "RULES"
+            if indexes and isinstance(node.slice, ast.Constant):
+                found.append(f"{where}:{node.lineno}")
     assert not found
 
 
@@ -183,8 +183,8 @@ def test_check_and_transforms_do_not_know_names(aliased):
         assert keeps_gradients(other) is keeps_gradients(plan)
         put_off, theirs = deferred(plan), deferred(other)
         assert (put_off and aliased(put_off)) == theirs
-        assert effects.waiting(other) == effects.waiting(plan)
-        assert effects.common(other) == effects.common(plan)
+        assert effects.landing_buffers(other) == effects.landing_buffers(plan)
+        assert effects.common_buffers(other) == effects.common_buffers(plan)
 
 
 def interrupted(plan, task, monkeypatch, at, how):

@@ -46,7 +46,7 @@ class Habits:
 
     def against(self, plan: Plan) -> str | None:
         """Why the script cannot run under a plan, in words; None if it can."""
-        points = {apply.at.point for apply in plan.applies if effects.updates(apply)}
+        points = {apply.at.point for apply in plan.applies if effects.is_update(apply)}
         if not points & {"grad", "forward"}:
             return None
         late = "forward" in points

@@ -5,7 +5,17 @@ arrays the context hands out - NumPy in the interpreter, torch in the runtime - 
 once. The rule `local`, the user's own optimizer, is the context's.
 """
 
-from offbeat.numerics import blend, change, clip, close, delta, moves, optimizer, outer, select
+from offbeat.numerics import (  # noqa: F401  # importing a module registers its rules
+    blend,
+    change,
+    clip,
+    close,
+    delta,
+    moves,
+    optimizer,
+    outer,
+    select,
+)
 from offbeat.numerics.base import (
     EFFECTS,
     RULES,

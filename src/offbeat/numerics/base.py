@@ -1,4 +1,4 @@
-"""What a rule is given: one worker's storage, by buffer and buckets."""
+"""The vocabulary of rules: their context, settings and effects, and the registries by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Context(Protocol):
         ...
 
     def show(self, name: str, numbers: Mapping[str, float]) -> None:
-        """Numbers of a vote in this iteration, for whoever records them."""
+        """Report numbers of a vote in this iteration to the record."""
         ...
 
 
@@ -75,15 +75,16 @@ VoteRule = Callable[[Context, Vote, range], bool]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan may say to a rule: the name of a buffer, a number, one per rank, or a word.
+    """A setting of a rule: the name of a buffer, a number, one number per rank, or a word.
 
-    Without a default it must be given, unless it is `optional`. A buffer may have to be of one
-    kind; a number must lie within `least` and `most` (with `above`, not be `least` itself), a word
-    be one of `words`.
+    A setting without a default is required, unless it is `optional`. A buffer may be restricted to
+    one `kind`. A number lies within `least` and `most`; with `above`, it is greater than `least`. A
+    word is one of `words`.
 
-    Of a buffer, `use` is what the rule does with it; a `common` one must be the same on all ranks
-    for the rule to leave replicas alike; an `origin` is what changes may be counted from. A number that `contracts` is the share of a difference
-    between replicas that the rule leaves: `check` makes it small, so that they meet soon.
+    For a buffer, `use` states whether the rule reads it, overwrites it or changes it. A `common`
+    buffer must be equal on all ranks, else the rule makes replicas differ. From an `origin` buffer
+    the rule can count changes. A number that `contracts` is the share of a difference between
+    replicas that remains after the rule; `check` makes it small, so that replicas meet early.
     """
 
     what: Literal["buffer", "number", "count", "numbers", "word"]
@@ -106,13 +107,16 @@ SETTINGS: dict[str, dict[str, Setting]] = {}
 
 @dataclass(frozen=True)
 class Effects:
-    """What others must know about a rule beside its settings.
+    """Effects of a rule that do not depend on its settings.
 
-    `reads`, `writes`: what it uses of `grad`, `param` and `state` whatever its settings say.
-    `role`: `update` is a step of the user's optimizer, which uses gradients up; `close` ends an
-    accumulation window. `conserves`: with it, too, every gradient must arrive in the weights once,
-    which `check` then demands. `by_bucket`: applied to a run of buckets it does what it does when
-    applied to each.
+    Attributes:
+        reads: which of `grad`, `param` and `state` the rule reads.
+        writes: which of them it changes.
+        role: "update" for a step of the user's optimizer, which uses gradients up; "close" for the
+            end of an accumulation window.
+        conserves: whether every gradient still arrives in the weights once.
+            `check` tests plans against this claim.
+        by_bucket: whether the result for a run of buckets equals the results for each bucket.
     """
 
     reads: frozenset[str]
@@ -123,7 +127,7 @@ class Effects:
 
 
 EFFECTS: dict[str, Effects] = {}
-"""Of every rule, by its name."""
+"""Effects of every rule, by its name."""
 RULES: dict[str, Rule] = {}
 VOTES: dict[str, VoteRule] = {}
 
@@ -139,24 +143,24 @@ def rule(
     by_bucket: bool = True,
     **settings: Setting,
 ) -> Callable[[Function], Function]:
-    """Make a function a rule: what it does to whom, and what settings it has."""
+    """Register a function as a rule with these effects and settings."""
 
-    def declared(function: Function) -> Function:
+    def register(function: Function) -> Function:
         name = function.__name__
         if name in RULES:
-            raise ValueError(f"rule {name!r} is there twice; give one another name")
+            raise ValueError(f"rule ({name!r}) is registered already; give this rule another name")
         RULES[name], SETTINGS[name] = function, settings
         EFFECTS[name] = Effects(frozenset(reads), frozenset(writes), role, conserves, by_bucket)
         return function
 
-    return declared
+    return register
 
 
 def vote(**settings: Setting) -> Callable[[Function], Function]:
     """Make a function the rule of a vote, with the settings that it has."""
 
-    def declared(function: Function) -> Function:
+    def register(function: Function) -> Function:
         VOTES[function.__name__], SETTINGS[function.__name__] = function, settings
         return function
 
-    return declared
+    return register

@@ -127,7 +127,7 @@ class _Run:
         self.lag = Program(plan).lag
         self.active = plan.prologue + plan.period + self.lag
         # What was added up to late is applied when the next window closes: a period more.
-        self.late = any(map(effects.closes, plan.applies))
+        self.late = any(map(effects.is_window_end, plan.applies))
         self.start = rng.normal(size=sum(self.sizes))
         self.sources = rng.normal(size=(self.ranks, self.active, sum(self.sizes)))
         self.offsets = [0, *accumulate(self.sizes)]
@@ -215,7 +215,7 @@ def _replicas(run: _Run, plan: Plan) -> Iterator[Problem]:
 
 def _changed(run: _Run, plan: Plan) -> Iterator[Problem]:
     """Whatever the rules, without gradients nobody's weights change."""
-    if all(map(effects.conserves, plan.applies)):
+    if all(map(effects.conserves_gradients, plan.applies)):
         return
     for end in run.settled(still=True):
         odd = np.flatnonzero(~np.isclose(end, run.start, rtol=0, atol=TOLERANCE))
@@ -238,7 +238,7 @@ def _apart(run: _Run, plan: Plan, ends: Sequence[Array]) -> str | None:
             return f"bucket {bucket} is {what}, so its replicas drift apart"
     lost = ~np.isclose(ends[0], run.moved, rtol=0, atol=TOLERANCE)
     for apply in plan.applies:
-        if not effects.conserves(apply):
+        if not effects.conserves_gradients(apply):
             lost[run.offsets[apply.buckets.start] : run.offsets[apply.buckets.stop]] = False
     if not lost.any():
         return None
@@ -292,7 +292,7 @@ def _brisk(plan: Plan) -> Plan:
     """The same plan with little left of what is blended: replicas that come nearer by a share per
     period would take long to be equal."""
 
-    return replace(plan, applies=tuple(effects.contracted(a, BRISK) for a in plan.applies))
+    return replace(plan, applies=tuple(effects.with_smaller_share(a, BRISK) for a in plan.applies))
 
 
 def shortened(plan: Plan) -> Plan:

@@ -41,10 +41,10 @@ def _only_applies(step: Step) -> bool:
 
 
 def _at_home(apply: Apply) -> bool:
-    """Whether it is of one bucket alone, at that bucket's own moment: only then may it move."""
+    """Return whether the apply is of one bucket, at that bucket's own moment, and may move."""
     bucket = apply.at.bucket
     return (
-        effects.by_bucket(apply)
+        effects.is_by_bucket(apply)
         and bucket is not None
         and apply.buckets == range(bucket, bucket + 1)
     )

@@ -17,8 +17,8 @@ def deferred(plan: Plan) -> Plan | None:
     Updates at the next forward come at the step, and what they wait for is due there. Updates in
     backward come at the step, and what is averaged after them leaves then.
     """
-    updates = {a.at.point for a in plan.applies if effects.updates(a)}
-    others = [a for a in plan.applies if not effects.updates(a)]
+    updates = {a.at.point for a in plan.applies if effects.is_update(a)}
+    others = [a for a in plan.applies if not effects.is_update(a)]
     if plan.votes or plan.source is not None or _further(plan) or len(updates) != 1:
         return None
     [point] = updates
@@ -30,13 +30,13 @@ def deferred(plan: Plan) -> Plan | None:
         return None
     halves = any(t.verb == "all_gather" for t in plan.transfers)
     at = END if halves else STEP  # a second half can only leave when the first is there
-    applies = tuple(replace(a, at=at) if effects.updates(a) else a for a in plan.applies)
+    applies = tuple(replace(a, at=at) if effects.is_update(a) else a for a in plan.applies)
     return replace(plan, transfers=tuple(map(move, plan.transfers)), applies=applies)
 
 
 def _of_state(apply: Apply) -> bool:
     """Whether the optimizer's state is all that it changes."""
-    return effects.only_writes(apply, ("state",)) and not effects.reads(apply)
+    return effects.writes_only(apply, ("state",)) and not effects.reads(apply)
 
 
 def _further(plan: Plan) -> bool:

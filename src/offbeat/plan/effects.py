@@ -1,4 +1,4 @@
-"""What the rules of a plan do to whom, from what they declare beside themselves."""
+"""Effects of a plan: which buffers its applies read and write, derived from declared effects."""
 
 from __future__ import annotations
 
@@ -10,71 +10,75 @@ from offbeat.numerics.base import Use
 from offbeat.plan.model import BUILT_IN, Apply, Plan
 
 
-def updates(apply: Apply) -> bool:
-    """Whether it is a step of the user's optimizer."""
+def is_update(apply: Apply) -> bool:
+    """Return whether the apply is a step of the user's optimizer."""
     return apply.rule in EFFECTS and EFFECTS[apply.rule].role == "update"
 
 
-def closes(apply: Apply) -> bool:
-    """Whether it ends an accumulation window."""
+def is_window_end(apply: Apply) -> bool:
+    """Return whether the apply ends an accumulation window."""
     return apply.rule in EFFECTS and EFFECTS[apply.rule].role == "close"
 
 
-def conserves(apply: Apply) -> bool:
-    """Whether every gradient must arrive once where it acts, too."""
+def conserves_gradients(apply: Apply) -> bool:
+    """Return whether every gradient still arrives in the weights once."""
     return apply.rule in EFFECTS and EFFECTS[apply.rule].conserves
 
 
-def by_bucket(apply: Apply) -> bool:
-    """Whether it does to a run of buckets what it does to each."""
+def is_by_bucket(apply: Apply) -> bool:
+    """Return whether the result for a run of buckets equals the results for each bucket."""
     return apply.rule in EFFECTS and EFFECTS[apply.rule].by_bucket
 
 
 def reads(apply: Apply) -> frozenset[str]:
-    """Buffers whose content matters to it."""
+    """Return the buffers whose content the apply uses."""
     return EFFECTS[apply.rule].reads | {*_buffers(apply, ("reads", "changes"))}
 
 
 def writes(apply: Apply) -> frozenset[str]:
-    """Buffers that it changes."""
+    """Return the buffers that the apply changes."""
     return EFFECTS[apply.rule].writes | {*_buffers(apply, ("writes", "changes"))}
 
 
-def touches(apply: Apply, buffers: Collection[str]) -> bool:
-    """Whether it uses one of some buffers; of a rule that nobody knows that is to be feared."""
+def uses_any(apply: Apply, buffers: Collection[str]) -> bool:
+    """Return whether the apply uses one of `buffers`; an unregistered rule may use all of them."""
     if apply.rule not in EFFECTS:
         return True
     return not (reads(apply) | writes(apply)).isdisjoint(buffers)
 
 
-def only_writes(apply: Apply, buffers: Collection[str]) -> bool:
-    """Whether it changes nothing but some buffers."""
+def writes_only(apply: Apply, buffers: Collection[str]) -> bool:
+    """Return whether the apply changes no buffer outside `buffers`."""
     return apply.rule in EFFECTS and writes(apply) <= set(buffers)
 
 
 def landings(plan: Plan) -> Sequence[Apply]:
-    """Applies that bring into the parameters what was sent in an earlier iteration and has waited
-    beside them. Where ranks hand parameters on there are none: what a rank has is its own."""
+    """Return the applies that write a result of an earlier iteration into the parameters. A plan
+    with a `source` has none, as each rank holds its own parameters there."""
     if plan.source is not None:
         return ()
-    return [a for a in plan.applies if not updates(a) and "param" in writes(a) and _late(a, plan)]
+    return [
+        a
+        for a in plan.applies
+        if not is_update(a) and "param" in writes(a) and _lands_late(a, plan)
+    ]
 
 
-def waiting(plan: Plan) -> Sequence[str]:
-    """Buffers in which something waits to land: as they start, they change nothing, or a prologue
-    comes first in which nothing lands."""
+def landing_buffers(plan: Plan) -> Sequence[str]:
+    """Return the buffers that hold results for a later landing. In the state in which they start
+    they change no parameter."""
     names = {name for apply in landings(plan) for name in reads(apply) - BUILT_IN.keys()}
-    kept = {name for apply in plan.applies for name in common_of(apply)}
+    kept = {name for apply in plan.applies for name in common_buffers_of(apply)}
     return sorted(names - kept)
 
 
-def common(plan: Plan) -> frozenset[str]:
-    """Buffers that must be the same on all ranks, or their replicas part."""
-    return frozenset(name for apply in plan.applies for name in common_of(apply))
+def common_buffers(plan: Plan) -> frozenset[str]:
+    """Return the buffers that must be equal on all ranks, else replicas differ."""
+    return frozenset(name for apply in plan.applies for name in common_buffers_of(apply))
 
 
-def contracted(apply: Apply, factor: float) -> Apply:
-    """The same, leaving less of a difference between replicas."""
+def with_smaller_share(apply: Apply, factor: float) -> Apply:
+    """Return the apply with a smaller remaining difference between replicas."""
     shares = {
         name: share * factor
         for name, setting in SETTINGS.get(apply.rule, {}).items()
@@ -85,8 +89,8 @@ def contracted(apply: Apply, factor: float) -> Apply:
     return replace(apply, args=tuple((dict(apply.args) | shares).items()))
 
 
-def _late(apply: Apply, plan: Plan) -> bool:
-    """Whether it reads a buffer that messages of earlier iterations fill or have taken."""
+def _lands_late(apply: Apply, plan: Plan) -> bool:
+    """Return whether the apply reads a buffer that messages of earlier iterations fill or send."""
     for t in plan.transfers:
         carried = {t.payload.buffer, t.target} - BUILT_IN.keys()
         if carried & reads(apply) and set(t.payload.buckets) & set(apply.buckets):
@@ -104,18 +108,14 @@ def _buffers(apply: Apply, uses: Collection[Use]) -> Iterator[str]:
                 yield buffer
 
 
-def common_of(apply: Apply) -> list[str]:
-    """Buffers that must be the same on all ranks for it to leave replicas alike."""
-    return [*_common(apply)]
+def common_buffers_of(apply: Apply) -> list[str]:
+    """Return the buffers of the apply that must be equal on all ranks."""
+    settings = SETTINGS.get(apply.rule, {}).items()
+    named = [apply.arg(name, setting.default) for name, setting in settings if setting.common]
+    return [buffer for buffer in named if buffer is not None]
 
 
-def origin(apply: Apply) -> str | None:
-    """The setting that may name a buffer from which it counts changes."""
+def origin_setting(apply: Apply) -> str | None:
+    """Return the name of the setting that names a buffer from which changes are counted."""
     settings = SETTINGS.get(apply.rule, {})
     return next((name for name, setting in settings.items() if setting.origin), None)
-
-
-def _common(apply: Apply) -> Iterator[str]:
-    for name, setting in SETTINGS.get(apply.rule, {}).items():
-        if setting.common and (buffer := apply.arg(name, setting.default)) is not None:
-            yield buffer

@@ -91,7 +91,7 @@ class Worker:
         # Over which ranks each gradient is averaged, as a number of the group; 0: not yet.
         self.averaged = [np.zeros(model.start.size, int) for _ in self.buffers["grad"]]
         self.filled = [False] * len(self.buffers["grad"])  # whether backward has ever added
-        self.adds_up = any(map(effects.closes, plan.applies))
+        self.adds_up = any(map(effects.is_window_end, plan.applies))
         self.decided: set[tuple[str, int]] = set()  # votes of which this rank knows the outcome
         self.seen = model.start.copy()  # the weights that the forward has used
         self.added = [np.zeros(model.start.size) for _ in self.buffers["grad"]]  # iterations

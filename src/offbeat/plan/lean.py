@@ -23,9 +23,9 @@ def keeps_gradients(plan: Plan) -> bool:
 
 
 def _plain(apply: Apply, gradients: Collection[str]) -> bool:
-    if effects.updates(apply):
+    if effects.is_update(apply):
         return not apply.args and not apply.at.lag
-    return not effects.touches(apply, gradients)
+    return not effects.uses_any(apply, gradients)
 
 
 class Lean(NamedTuple):
@@ -61,7 +61,7 @@ def lean(steps: Sequence[Step], transfers: Sequence[Transfer], buckets: int) -> 
 
 def _only_updates(step: Step) -> bool:
     """Whether a moment of backward has nothing but updates of its own gradients and releases."""
-    own = all(lag == 0 and effects.updates(apply) for lag, apply in step.apply)
+    own = all(lag == 0 and effects.is_update(apply) for lag, apply in step.apply)
     return own and not (step.wait or step.decide or step.ask)
 
 

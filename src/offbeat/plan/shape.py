@@ -86,7 +86,7 @@ def _when(rule: Rule, name: str, plan: Plan) -> Iterator[str]:
         if own and moment.lag:
             # A rank that evaluates or saves alone would wait for the others' next forward.
             yield f"{role} {moment} of {name} must lie in its own iteration: use phases instead"
-    if isinstance(rule, Apply) and effects.updates(rule) and rule.at == _forward_of(rule):
+    if isinstance(rule, Apply) and effects.is_update(rule) and rule.at == _forward_of(rule):
         # The user's zero_grad() comes before it.
         yield f"{name} at {rule.at} has no gradients yet; apply those of the iteration before, +1"
     lost = Phases(set(_outside(rule.phases, plan)))
@@ -295,7 +295,7 @@ def _apply(apply: Apply, name: str, plan: Plan, profile: Profile | None) -> Iter
     copies = _copies(plan, "grad")
     if isinstance(apply.arg("age", 0), int) and apply.arg("age", 0) >= copies:
         yield f"age ({apply.arg('age')}) of {name} must be below the copies of grad ({copies})"
-    if not effects.closes(apply):
+    if not effects.is_window_end(apply):
         return
     if apply.buckets != range(plan.buckets) or apply.ranks is not None or apply.when is not None:
         yield f"{name} must close the gradients of all buckets, on all ranks, without a vote"

@@ -1,8 +1,8 @@
 """Accumulation windows: which iterations' gradients are added up, and applied together.
 
-In a plan with a rule that closes windows (`close`) backward adds to the newest copy of the gradients until an
-iteration closes it. With windows of iterations 0-1 and 2-3, the gradients of 0 and 1 are added
-up, averaged while 2 and 3 run, and applied at the step of 3.
+In a plan with a rule that ends windows backward adds to the newest copy of the gradients until an
+iteration ends the window. With windows of iterations 0-1 and 2-3, the gradients of 0 and 1 are
+added up, averaged while 2 and 3 run, and applied at the step of 3.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Windows:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._closes = [apply.phases for apply in plan.applies if effects.closes(apply)]
+        self._closes = [apply.phases for apply in plan.applies if effects.is_window_end(apply)]
         self.late = bool(self._closes)
 
     def closing(self, iteration: int) -> bool:

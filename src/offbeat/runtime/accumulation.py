@@ -42,7 +42,7 @@ class Accumulation:
         self._links, self._waiting = links, waiting
         self._windows = Windows(plan)
         self.late = self._windows.late
-        self._update = next((a for a in plan.applies if effects.updates(a)), None)
+        self._update = next((a for a in plan.applies if effects.is_update(a)), None)
         self._gate = SchedulerGate(optimizer) if self.late else None
         self._version = flat.grad_version()
 

@@ -60,7 +60,7 @@ class Adopted:
             engine.waiting,
         )
         # The update waits for what a vote at the step decides, so nothing is applied before.
-        updates = {a.at.point for a in plan.applies if effects.updates(a)}
+        updates = {a.at.point for a in plan.applies if effects.is_update(a)}
         self.updates_at_end = updates == {"end"} and all(a.at.point != "step" for a in plan.applies)
         self._lean = not engine.gradients.sent
         self._leaner: dict[tuple[int, ...], Lean] = {}
@@ -154,7 +154,7 @@ class Adopted:
 
     def first_updates(self, step: Step, planned: int) -> list[Apply]:
         """The optimizer's updates that begin a step: nothing changes their gradients before."""
-        updates = takewhile(effects.updates, (a for _, a in step.apply))
+        updates = takewhile(effects.is_update, (a for _, a in step.apply))
         return [apply for apply in updates if self.votes.goes(apply, planned)]
 
     def land(self, iteration: Iteration) -> None:
@@ -183,7 +183,7 @@ class Adopted:
 
     def discard_landings(self) -> None:
         """What has not landed is forgotten: where it waits all is as when the plan began."""
-        for name in effects.waiting(self.plan):
+        for name in effects.landing_buffers(self.plan):
             self.flat.restart(self.plan.all_buffers[name])
 
     def land_all(self) -> None:
@@ -247,5 +247,5 @@ class Adopted:
     @staticmethod
     def _moves(apply: Apply) -> bool:
         """Whether it changes more than an update does, or the state of one."""
-        own = effects.updates(apply) or effects.closes(apply)
-        return not own and not effects.only_writes(apply, ("state",))
+        own = effects.is_update(apply) or effects.is_window_end(apply)
+        return not own and not effects.writes_only(apply, ("state",))

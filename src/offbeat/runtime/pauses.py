@@ -70,7 +70,7 @@ class Pauses:
             run.discard_landings()
             self._begin_anew()
             return True
-        return bool(effects.common(self._engine.plan))
+        return bool(effects.common_buffers(self._engine.plan))
 
     def drain(self) -> None:
         """Between iterations: also apply gradients that are not yet due, forget averages that have

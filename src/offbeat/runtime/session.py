@@ -710,7 +710,7 @@ def _acts_once(plan: Plan) -> bool:
 
 def _scaler_remedy(plan: Plan) -> str | None:
     """What to do instead of unscaling gradients, if this plan's cannot be; else None."""
-    if any(map(effects.closes, plan.applies)):
+    if any(map(effects.is_window_end, plan.applies)):
         return "gradients of several scales cannot be unscaled together; use WFBP()"
     remedy = early_remedy(plan)
     return remedy and f"they are applied bucket by bucket, at other times; {remedy}"

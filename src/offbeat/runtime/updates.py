@@ -25,7 +25,7 @@ from offbeat.storage.handed import HandedOver
 def early_remedy(plan: Plan) -> str | None:
     """What to do instead where gradients are applied at other times than in `step()`; None if
     they are applied there."""
-    points = {apply.at.point for apply in plan.applies if effects.updates(apply)}
+    points = {apply.at.point for apply in plan.applies if effects.is_update(apply)}
     if plan.source is not None:
         return (
             "let the strategy clip each stage (clip=...), or use one that steps at once, such as "
@@ -56,13 +56,15 @@ class Updates:
         self._optimizer, self._gradients, self._flat = optimizer, gradients, flat
         self._everything = range(plan.buckets)
         self.remedy = early_remedy(plan)
-        self.on_arrival = any(effects.updates(a) and a.at.point == "forward" for a in plan.applies)
-        self.early = any(effects.updates(a) and a.at.point == "grad" for a in plan.applies)
+        self.on_arrival = any(
+            effects.is_update(a) and a.at.point == "forward" for a in plan.applies
+        )
+        self.early = any(effects.is_update(a) and a.at.point == "grad" for a in plan.applies)
         self._parameters = flat.parameters
         self._noted: tuple[Settings, list[int], int | None] | None = None
         self._plan = plan
         self._tried: set[int] = set()  # buckets, by the first of a run
-        self._later = [a for a in plan.applies if effects.updates(a) and a.at.lag]
+        self._later = [a for a in plan.applies if effects.is_update(a) and a.at.lag]
         self._version = flat.grad_version()
         # By bucket with an update to come: versions of its parameters, and their checksum if taken.
         self._weights: dict[int, tuple[list[int], int | None]] = {}

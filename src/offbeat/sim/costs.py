@@ -17,7 +17,7 @@ Seconds = NDArray[np.float64]
 def applied_s(profile: Profile, apply: Apply, update_s: Seconds) -> Seconds | None:
     """Seconds of an apply for each of its buckets, by those of updates; None: no time at all, as
     all rules but updates take."""
-    if not effects.updates(apply):
+    if not effects.is_update(apply):
         return None
     seconds = update_s[apply.buckets.start : apply.buckets.stop]
     if not profile.step_s:

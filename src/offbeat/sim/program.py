@@ -94,7 +94,7 @@ class TimedProgram:
         asked = {(lag + r.ago, r.when) for r in conditional for lag in (0, r.before.lag)}
         asked |= {(r.at.lag + r.ago, r.when) for r in plan.applies if r.when}
         self._conditions = sorted(asked)
-        late = {(r.at.lag, r.arg("age", 0)) for r in plan.applies if effects.updates(r)}
+        late = {(r.at.lag, r.arg("age", 0)) for r in plan.applies if effects.is_update(r)}
         self._late = sorted((lag, age) for lag, age in late if age)
         self._first = {age: _close(plan, age) for _, age in self._late}
         self._segments: dict[int, tuple[dict[str, list[Transfer]], list[tuple[str, int]]]] = {}
@@ -130,7 +130,7 @@ class TimedProgram:
         gradients to apply."""
         if rule.when is not None and not self.outcomes.yes(rule.when, iteration - rule.ago):
             return False
-        late = isinstance(rule, Apply) and effects.updates(rule) and rule.arg("age", 0)
+        late = isinstance(rule, Apply) and effects.is_update(rule) and rule.arg("age", 0)
         return not late or iteration > self._first[late]
 
     def sent_bytes(self, link: str, iteration: int) -> float:
@@ -232,7 +232,7 @@ class TimedProgram:
 def _close(plan: Plan, age: int) -> int:
     """The iteration that closes the `age`-th accumulation window: the optimizer has gradients of
     that age only afterwards."""
-    phases = [apply.phases for apply in plan.applies if effects.closes(apply)]
+    phases = [apply.phases for apply in plan.applies if effects.is_window_end(apply)]
     if not phases:
         return -1
     once = sorted({p for runs in phases for p in runs if p < plan.prologue})

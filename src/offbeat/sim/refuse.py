@@ -28,7 +28,7 @@ def refuse(plan: Plan, profile: Profile) -> None:
                 f"groups of {link} ({members}) must hold every rank of "
                 f"0..{profile.world_size - 1} once"
             )
-    closes = [apply for apply in plan.applies if effects.closes(apply)]
+    closes = [apply for apply in plan.applies if effects.is_window_end(apply)]
     if closes and not any(p in a.phases for a in closes for p in plan.cycle):
         phases = ", ".join(str(apply.phases) for apply in closes)
         raise ValueError(

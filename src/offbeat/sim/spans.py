@@ -58,7 +58,7 @@ class _Walk:
         for lag, apply in step.apply:
             seconds = self.costs.applied_s(apply)
             if seconds is not None and self.program.goes(apply, iteration - lag):
-                kind = "update" if effects.updates(apply) else apply.rule
+                kind = "update" if effects.is_update(apply) else apply.rule
                 for bucket, one_s in zip(apply.buckets, seconds.tolist(), strict=True):
                     yield from self._shown(kind, iteration, one_s * factor, bucket)
         for index in step.release:

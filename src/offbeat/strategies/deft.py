@@ -126,7 +126,7 @@ class DeFT(Wired):
         return _encoded(self, chosen, _notes(chosen, preserved))
 
     def equations(self, plan: Plan) -> Equations:
-        late = any(map(effects.closes, plan.applies))
+        late = any(map(effects.is_window_end, plan.applies))
         return merged(closing(plan), self.scale) if late else synchronous()
 
     def bound_s(self, profile: Profile) -> float:

@@ -182,7 +182,7 @@ class DreamDDP(Wired):
         return replace(self, average="before_update") if early else None
 
     def equations(self, plan: Plan) -> Equations:
-        early = any(effects.updates(a) and a.at.point == "grad" for a in plan.applies)
+        early = any(effects.is_update(a) and a.at.point == "grad" for a in plan.applies)
         clip = None if self.clip is None else Clip(self.clip, plan.buckets if early else None)
         outer = equations_of(self.outer)
         late = layer_sets(plan, "average")
@@ -483,7 +483,7 @@ def _clipped(plan: Plan, norm: float) -> Plan:
     norm of the iteration before."""
     applies = []
     for apply in plan.applies:
-        if effects.updates(apply):
+        if effects.is_update(apply):
             rule = "clip_early" if apply.at.point == "grad" else "clip"
             args = (("buffer", "grad"), ("norm", float(norm)))
             applies.append(Apply(rule, apply.buckets, apply.at, apply.phases, args=args))

@@ -117,14 +117,14 @@ def _landed(plan: Plan, share: float | None) -> list[Apply]:
     what was sent."""
     if share is None:
         return list(plan.applies)
-    found, landing, waiting = [], effects.landings(plan), effects.waiting(plan)
+    found, landing, waiting = [], effects.landings(plan), effects.landing_buffers(plan)
     unsent = set(waiting) - {t.target for t in plan.transfers}
     for apply in plan.applies:
         if apply in landing:
             source = _average(apply, plan)
             args = {"share": float(share)} | ({} if source == "average" else {"source": source})
             found.append(replace(apply, rule="blend", args=tuple(args.items())))
-        elif not effects.only_writes(apply, unsent):
+        elif not effects.writes_only(apply, unsent):
             found.append(apply)
     return found
 

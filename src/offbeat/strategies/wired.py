@@ -157,12 +157,12 @@ def _followed(plan: Plan, transfers: Iterable[Transfer]) -> Iterator[Apply]:
     anchor = next((t.wire.anchor for t in transfers if t.wire is not None and t.wire.anchor), None)
     carried = {t.target for t in plan.transfers}
     for apply in plan.applies:
-        origin = effects.origin(apply) if anchor is not None else None
+        origin = effects.origin_setting(apply) if anchor is not None else None
         if origin is not None and "param" in effects.writes(apply):
             yield replace(apply, args={**dict(apply.args), origin: anchor})  # type: ignore[arg-type]
             continue
         yield apply
-        if anchor is not None and effects.common_of(apply):
+        if anchor is not None and effects.common_buffers_of(apply):
             [moved] = effects.writes(apply) & carried
             args = {"source": moved, "target": anchor}
             yield replace(apply, rule="copy", args=args)  # type: ignore[arg-type]

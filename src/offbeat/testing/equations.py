@@ -425,7 +425,7 @@ def layer_sets(plan: Plan, buffer: str = "param") -> list[list[Payload]]:
 
 def closing(plan: Plan) -> Callable[[int], bool]:
     """Whether an iteration closes a window of the plan."""
-    phases = {p for apply in plan.applies if effects.closes(apply) for p in apply.phases}
+    phases = {p for apply in plan.applies if effects.is_window_end(apply) for p in apply.phases}
     return lambda iteration: plan.phase(iteration) in phases
 
 
