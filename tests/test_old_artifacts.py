@@ -1,0 +1,84 @@
+"""Files of an earlier version still load: checkpoints, plans, a profile and the record of a run.
+
+`tests/artifacts/VERSION.tar.xz` was written by that version. Digests are of bits as they were
+saved, so no arithmetic of this machine enters them.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_jobs import job
+from worlds import run_world
+
+import offbeat
+from offbeat.report.write import SUMMARY, write
+
+ARCHIVES = sorted((Path(__file__).parent / "artifacts").glob("*.tar.xz"))
+STRATEGIES = {
+    "a2cid2": offbeat.A2CiD2(),
+    "ddp": offbeat.DDP(),
+    "deft": offbeat.DeFT(),
+    "diloco": offbeat.DiLoCo(period=3),
+    "dreamddp-int4": offbeat.DreamDDP(period=3, wire="int4"),
+    "selsync": offbeat.SelSync(),
+    "wfbp": offbeat.WFBP(),
+}
+
+
+@pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.name)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked files of one version."""
+    target = tmp_path_factory.mktemp("artifacts")
+    with tarfile.open(request.param) as archive:
+        archive.extractall(target, filter="data")
+    return target
+
+
+def _load_checkpoints(folder: str) -> list[tuple[str, int, str, bool]]:
+    """By strategy: iteration and bits after loading, and whether training then goes on."""
+    found = []
+    for name in sorted(path.name for path in Path(folder).iterdir()):
+        with job(STRATEGIES[name]) as loaded:
+            loaded.load(f"{folder}/{name}")
+            start, bits = offbeat.iteration(loaded.model), loaded.digest()
+            loaded.train(range(start, start + 2))
+            found.append((name, start, bits, loaded.digest() != bits))
+    return found
+
+
+def test_checkpoints_load_bit_for_bit(folder: Path) -> None:
+    expected: list[dict[str, str]] = json.loads((folder / "checkpoints.json").read_text())
+    found = run_world(_load_checkpoints, 2, str(folder / "checkpoints"), timeout_s=90)
+    for rank, digests in enumerate(expected):
+        assert found[rank] == [(name, 4, digests[name], True) for name in sorted(digests)]
+
+
+def test_plans_keep_their_digests(folder: Path) -> None:
+    plans: dict[str, dict[str, Any]] = json.loads((folder / "plans.json").read_text())
+    assert len(plans) == 16
+    for name, saved in plans.items():
+        plan = offbeat.Plan.from_dict(saved["plan"])
+        assert plan.digest == saved["digest"], name
+        assert json.loads(json.dumps(plan.to_dict())) == saved["plan"], name
+
+
+def test_a_profile_is_written_as_it_was_read(folder: Path) -> None:
+    profile = offbeat.Profile.load(folder / "profile.json")
+    text = (folder / "profile.json").read_text()
+    assert json.loads(json.dumps(profile.to_dict())) == json.loads(text)
+
+
+def test_a_record_gives_the_same_summary(folder: Path) -> None:
+    record = folder / "record"
+    before = json.loads((record / SUMMARY).read_text())
+    write(record)
+    after = json.loads((record / SUMMARY).read_text())
+    for old, new in zip(before["rows"], after["rows"], strict=True):
+        assert {name: new[name] for name in old if name != "repeated"} == {
+            name: value for name, value in old.items() if name != "repeated"
+        }
