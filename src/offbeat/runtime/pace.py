@@ -53,7 +53,7 @@ class Pace(Compute):
         forward = accumulate(b.forward_s * scale for b in reversed(profile.buckets))
         self._forward_s = [*forward][::-1]
         self._backward_s = [*accumulate(b.backward_s * scale for b in profile.buckets)]
-        self._update_s = np.array(profile.bucket_update_s)
+        self._bucket_update_s = np.array(profile.bucket_update_s)
         self._update_s: dict[int, tuple[Apply, float]] = {}  # by id of the apply, kept alive
         self._scale, self._buckets = scale, buckets
         self._iteration: int | None = None
@@ -90,7 +90,7 @@ class Pace(Compute):
 
     def updated(self, apply: Apply) -> None:
         if id(apply) not in self._update_s:
-            each_s = applied_s(self._profile, apply, self._update_s)
+            each_s = applied_s(self._profile, apply, self._bucket_update_s)
             seconds = 0.0 if each_s is None else float(each_s.sum()) * self._scale
             self._update_s[id(apply)] = apply, seconds
         self._spend(self._update_s[id(apply)][1] * self._factor)

@@ -15,8 +15,8 @@ Seconds = NDArray[np.float64]
 
 
 def applied_s(profile: Profile, apply: Apply, update_s: Seconds) -> Seconds | None:
-    """Seconds of an apply for each of its buckets, by those of updates; None: no time at all, as
-    all rules but updates take."""
+    """Return the seconds of an apply for each of its buckets, from the seconds of updates; None for
+    rules that are no updates, which take no time."""
     if not effects.is_update(apply):
         return None
     seconds = update_s[apply.buckets.start : apply.buckets.stop]
