@@ -19,7 +19,7 @@ from statistics import fmean
 
 from offbeat.advice import WIRES, Option, advise, tried, with_settings
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
-from offbeat.strategies import STRATEGIES, WFBP, DeFT, DreamDDP, LocalSGD, Strategy
+from offbeat.strategies import WFBP, DeFT, DreamDDP, LocalSGD, Strategy
 
 JITTERS = (0.0, 0.0, 0.0, 0.1)
 LATENCIES_S = (1e-4, 1e-3, 2e-2)
@@ -47,7 +47,8 @@ def profile_of(seed: int) -> Profile:
 
 
 def everything(max_staleness: int) -> list[Strategy]:
-    found: list[Strategy] = [cls() for cls in STRATEGIES.values() if cls.synchronous]
+    found: list[Strategy] = [find(name)() for name in strategy_names() if find(name).needs.profile]
+    found = [strategy for strategy in found if strategy.synchronous]
     found.append(DeFT())
     for period in range(2, max_staleness + 2):
         found += [LocalSGD(period), DreamDDP(period), DreamDDP(period, due="forward")]

@@ -36,7 +36,7 @@ from offbeat.report.still import LEGEND, kinds, still, still_gossip, still_worke
 from offbeat.sim import Ranks, predict, simulate
 from offbeat.sim.selective import run_selective
 from offbeat.sim.served import compute_seconds, run_served, server_of, spans_of
-from offbeat.strategies import SSP, Gossip, OuterSGD, Served, Strategy, methods
+from offbeat.strategies import SSP, OuterSGD, Strategy, find, strategy_names
 from offbeat.strategies.texts import parse
 from offbeat.trace import Span
 
@@ -53,7 +53,8 @@ APART = f"Worker 3 computes half as fast; links are {FAST_LINK} times as fast as
 def on_config(config: Any) -> Any:
     """A menu of all strategies, by what runs them."""
     groups: dict[str, list[str]] = {}
-    for name, cls in methods().items():
+    for name in strategy_names():
+        cls = find(name)
         groups.setdefault(_group(cls), []).append(f"strategies/{name}.md")
     menu = next(entry["Strategies"] for entry in config.nav if "Strategies" in entry)
     menu += [{title: groups[title]} for title in GROUPS if title in groups]
@@ -85,9 +86,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _group(cls: type[Strategy]) -> str:
     same, other, served, gossip = GROUPS
-    if issubclass(cls, Gossip):
+    if cls.needs.allows_joining:
         return gossip
-    if issubclass(cls, Served):
+    if cls.needs.servers:
         return served
     return same if cls.synchronous else other
 
@@ -121,7 +122,7 @@ def picture(text: str) -> str:
 
 def settings(name: str) -> str:
     """A table of a strategy's settings."""
-    cls = methods()[name]
+    cls = find(name)
     told, hints = meanings(cls), get_type_hints(cls)
     if not fields(cls):
         return f"`{name}` has no settings.\n"
@@ -135,7 +136,7 @@ def settings(name: str) -> str:
 
 def source(name: str) -> str:
     """How a strategy is called, and where it was published."""
-    cls = methods()[name]
+    cls = find(name)
     arguments = f"`--strategy {name}`, in a script `offbeat.{cls.__name__}()`"
     same = "the same numbers as DDP" if cls.synchronous else "other numbers than DDP"
     return f"On the command line {arguments}. It computes {same}.\n\nSource: {cls.citation}.\n"
@@ -144,7 +145,8 @@ def source(name: str) -> str:
 def strategies(_: None) -> str:
     """A table of all."""
     lines = ["| name | idea | same numbers as DDP |", "|---|---|---|"]
-    for name, cls in methods().items():
+    for name in strategy_names():
+        cls = find(name)
         first = " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
         same = "it is DDP" if name == "ddp" else "yes" if cls.synchronous else "no"
         lines.append(f"| [`{name}`]({name}.md) | {first} | {same} |")
@@ -178,10 +180,10 @@ def faster() -> Profile:
 
 def _drawn(strategy: Strategy, text: str) -> tuple[str, str]:
     """A picture and words about it."""
-    if isinstance(strategy, Gossip):
+    if strategy.needs.allows_joining:
         told = predict(strategy, faster(), ranks=Ranks(scale=SLOW)).trace
         return still_gossip(told, text, units=5), APART
-    if isinstance(strategy, Served):
+    if strategy.needs.servers:
         return still_workers(
             _served(strategy), text, until_s=1.8
         ), f"{APART} Numbers are iterations."
@@ -202,7 +204,7 @@ def _planned(strategy: Strategy, text: str) -> tuple[str, str]:
     return still(trace, text, shown, names), words
 
 
-def _served(strategy: Served) -> Iterator[Span]:
+def _served(strategy: Strategy) -> Iterator[Span]:
     """The first clocks of all workers; of votes every third one is a yes."""
     profile, ranks, count = faster(), Ranks(scale=SLOW), 12
     compute_s = compute_seconds(profile, ranks, count, seed=0)

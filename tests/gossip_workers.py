@@ -23,7 +23,8 @@ from offbeat.gossip.meetings import USER
 from offbeat.gossip.view import State
 from offbeat.measuring import pairs
 from offbeat.runtime import gossip_session
-from offbeat.strategies import A2CiD2, Gossip
+from offbeat.strategies import A2CiD2
+from offbeat.strategies.gossip import Gossip
 from offbeat.transport.control import Control
 
 

@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
+from strategy_lists import ALL, STRATEGIES
 
 from offbeat.cli import commands as cli
 from offbeat.cli import texts
@@ -20,7 +21,7 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.profile.elsewhere import elsewhere
 from offbeat.sim import predict
-from offbeat.strategies import STRATEGIES, LocalSGD, OuterSGD, methods
+from offbeat.strategies import LocalSGD, OuterSGD
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("here")]
 
@@ -92,11 +93,11 @@ def test_version(capsys):
 def test_strategies_are_listed_with_settings_and_sources(capsys):
     assert cli.main(["strategies"]) == 0
     text = capsys.readouterr().out
-    for name, cls in methods().items():
+    for name, cls in ALL.items():
         assert name in text
         assert cls.citation in text
     rows = json_of(capsys, "strategies")
-    assert [row["name"] for row in rows] == list(methods())
+    assert [row["name"] for row in rows] == list(ALL)
     assert next(r for r in rows if r["name"] == "dreamddp")["settings"]["period"] == 5
 
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 from docs_support import DOCS, RANKS, ROOT, blocks, commands, name_of, pages, run_page
+from strategy_lists import ALL
 from worlds import run_world
 
 from offbeat import metrics
@@ -18,7 +19,7 @@ from offbeat.cli.commands import app, mark_script
 from offbeat.lab import Cluster
 from offbeat.lab.cluster import Way
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.strategies import PartialSync, methods
+from offbeat.strategies import PartialSync
 
 
 def test_the_plan_that_the_design_begins_with():
@@ -102,15 +103,15 @@ def test_the_site_fetches_nothing(site):
         assert not re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//", sheet.read_text()), sheet
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", ALL)
 def test_the_page_of_a_strategy(name, site):
     """It has a plan or a command's output, a picture with boxes, every setting, and the source."""
     text = (site / "strategies" / f"{name}.html").read_text()
     assert "$ offbeat " in text
     assert re.search(r'<svg class="still".*<rect class="box ', text)
-    for field in fields(methods()[name]):
+    for field in fields(ALL[name]):
         assert f"<td><code>{field.name}</code></td>" in text
-    assert methods()[name].citation.partition(",")[0] in text
+    assert ALL[name].citation.partition(",")[0] in text
     assert f'href="{name}.html"' in (site / "strategies" / "index.html").read_text()
 
 
@@ -172,7 +173,7 @@ def test_meanings_of_settings(hooks):
         """Third."""
 
     assert hooks.meanings(More) == {"a": "First, on two lines.", "c": "Third."}
-    for cls in methods().values():
+    for cls in ALL.values():
         assert set(hooks.meanings(cls)) >= {field.name for field in fields(cls)}
 
 

@@ -5,39 +5,38 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from offbeat.plan import Plan
-from offbeat.profile import Profile
-from offbeat.strategies import (
-    ADPSGD,
-    ASCWFBP,
-    BSP,
-    DDP,
-    P3,
-    PSBSP,
-    SSP,
-    WFBP,
-    A2CiD2,
-    ByteScheduler,
-    Cyclic,
-    DeAR,
-    DeFT,
-    DiLoCo,
-    DreamDDP,
-    FedAvg,
-    LocalSGD,
-    OuterSGD,
-    PartialSync,
-    PSSelSync,
-    SelSync,
-    Strategy,
-    USByte,
-)
-from offbeat.trace import Trace
-
 if TYPE_CHECKING:
     from offbeat.checkpoint import Checkpoint, Saving, iteration, load, save
     from offbeat.data.joined import join
+    from offbeat.plan import Plan
+    from offbeat.profile import Profile
     from offbeat.runtime import prepare
+    from offbeat.strategies import (
+        ADPSGD,
+        ASCWFBP,
+        BSP,
+        DDP,
+        P3,
+        PSBSP,
+        SSP,
+        WFBP,
+        A2CiD2,
+        ByteScheduler,
+        Cyclic,
+        DeAR,
+        DeFT,
+        DiLoCo,
+        DreamDDP,
+        FedAvg,
+        LocalSGD,
+        OuterSGD,
+        PartialSync,
+        PSSelSync,
+        SelSync,
+        Strategy,
+        USByte,
+    )
+    from offbeat.trace import Trace
 
 __version__ = "0.1.0"
 
@@ -78,9 +77,12 @@ __all__ = [
 ]
 
 
-_NEED_TORCH = {
+_MODULES = {
     "Checkpoint": "checkpoint",
+    "Plan": "plan",
+    "Profile": "profile",
     "Saving": "checkpoint",
+    "Trace": "trace",
     "iteration": "checkpoint",
     "join": "data.joined",
     "load": "checkpoint",
@@ -90,7 +92,7 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is fetched when first used: planning does not need it."""
-    if name in _NEED_TORCH:
-        return getattr(import_module(f"offbeat.{_NEED_TORCH[name]}"), name)
+    """Import a name when it is first used: planning needs no torch, and a strategy no other one."""
+    if name in __all__:
+        return getattr(import_module(f"offbeat.{_MODULES.get(name, 'strategies')}"), name)
     raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

@@ -7,10 +7,10 @@ from pathlib import Path
 import checkpoint_jobs as jobs
 import pytest
 from models import Case
+from strategy_lists import STRATEGIES
 from worlds import run_world
 
 import offbeat
-from offbeat.strategies import STRATEGIES
 
 ADAM = Case("conv", "adam", "step")
 MLP = Case("mlp", "nesterov", "cosine")

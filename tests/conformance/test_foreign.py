@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
+from strategy_lists import STRATEGIES
 
 from offbeat.plan import Moment, Phases, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.strategies import STRATEGIES, Strategy
+from offbeat.strategies import Strategy
 from offbeat.testing.conformance import conforms, moves_everything
 from offbeat.testing.equations import synchronous
 

@@ -29,6 +29,7 @@ from reference.training import (
     replicas,
     selective,
 )
+from strategy_lists import STRATEGIES
 from torch import Tensor
 from workers import (
     Trained,
@@ -45,7 +46,7 @@ from offbeat.numerics.select import drawn
 from offbeat.plan import BUFFERS, VOTES, Payload
 from offbeat.plan.windows import Windows
 from offbeat.sim import simulate
-from offbeat.strategies import STRATEGIES, Strategy, create
+from offbeat.strategies import Strategy, create
 from offbeat.testing.equations import Changes
 from offbeat.trace import COMPUTE
 

@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import torch
+from strategy_lists import GOSSIP, STRATEGIES
 from torch import nn
 from worlds import run_world
 
 import offbeat
-from offbeat.strategies import GOSSIP, STRATEGIES
 from offbeat.strategies.texts import parse
 
 Context = Callable[[], AbstractContextManager[object]]

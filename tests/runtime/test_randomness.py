@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from strategy_lists import ALL, SERVED, STRATEGIES
 from torch import nn
 from torch.optim import SGD
 from worlds import run_world
@@ -21,7 +22,7 @@ from offbeat.storage.coupling import couples
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec
 from offbeat.storage.optimizer_state import StateStore
-from offbeat.strategies import SERVED, STRATEGIES, create, methods
+from offbeat.strategies import create
 from offbeat.transport.device import CPU
 
 OBSERVED, ITERATIONS = 2, 4
@@ -84,7 +85,7 @@ def changes(name: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_strategy_leaves_the_random_states(world_size: int, tmp_path: Path) -> None:
     """Servers need a third rank."""
-    names = [name for name in methods() if (name in SERVED) == (world_size == 3)]
+    names = [name for name in ALL if (name in SERVED) == (world_size == 3)]
     for rank in run_world(train_and_compare, world_size, names, tmp_path, timeout_s=90.0):
         assert rank == {name: [] for name in names}
 

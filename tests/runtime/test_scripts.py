@@ -13,6 +13,7 @@ import workers
 from comparing import assert_close, assert_same, sets_of
 from models import Case, Loop, profile_of
 from reference.training import Replica, bsp, local_sgd, partial_sync, replicas
+from strategy_lists import STRATEGIES
 from workers import Trained
 from worlds import run_world, watch_world
 
@@ -35,7 +36,7 @@ from offbeat.plan import Apply, Buffer, Moment, Phases, Vote, local
 from offbeat.plan.check import check as problems
 from offbeat.plan.deferred import deferred
 from offbeat.sim import predict_plan
-from offbeat.strategies import STRATEGIES, USByte
+from offbeat.strategies import USByte
 from offbeat.testing.memory import MemoryControl, World, run_ranks
 
 CASE = Case("mlp", "nesterov", "step")

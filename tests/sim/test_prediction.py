@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import random_timelines
+from strategy_lists import ALL, STRATEGIES
 
 from offbeat.plan import Moment, Plan, transfer
 from offbeat.plan.windows import Windows
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, predict_plan, simulate
-from offbeat.strategies import BSP, STRATEGIES, WFBP, Cyclic, LocalSGD, methods
+from offbeat.strategies import BSP, WFBP, Cyclic, LocalSGD
 
 PROFILE = Profile(
     (Bucket("a", 1.0, 2.0, 8, state_bytes=16), Bucket("b", 0.5, 1.0, 4, buffer_bytes=2)),
@@ -147,7 +148,7 @@ def test_too_few_iterations_are_averaged_as_they_are():
 def test_a_sample_of_jitter_is_not_faster_than_the_bound(name):
     """One rank has no other one to wait for, so half of all samples would be."""
     alone = replace(PROFILE, world_size=1, links=(Link("net", 1e-9, 1e12),), jitter=0.1)
-    strategy, below = methods()[name](), 0
+    strategy, below = ALL[name](), 0
     for seed in range(6):
         prediction = predict(strategy, alone, seed=seed)
         assert prediction.iteration_s >= prediction.bound_s

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+from strategy_lists import ALL
 
 from offbeat import A2CiD2, Profile, sim
 from offbeat.cli import main
 from offbeat.profile import Bucket, CodecSpeed, Link
 from offbeat.sim.ranks import Ranks
-from offbeat.strategies import create, methods
+from offbeat.strategies import create
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_only_momentum_can_be_exchanged_before_mixing() -> None:
     assert create("a2cid2", {"exchange": "before_mixing"}) == A2CiD2(exchange="before_mixing")
     with pytest.raises(ValueError, match="exchange"):
         create("ad-psgd", {"exchange": "before_mixing"})
-    assert {"a2cid2", "ad-psgd"} <= set(methods())
+    assert {"a2cid2", "ad-psgd"} <= set(ALL)
 
 
 PROFILE = Profile(

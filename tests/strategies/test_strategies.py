@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from reference import random_timelines
 from reference import solve as reference
+from strategy_lists import STRATEGIES
 
 from offbeat.plan import Payload
 from offbeat.plan.check import check
@@ -23,7 +24,6 @@ from offbeat.solve import cap_fusion
 from offbeat.strategies import (
     BSP,
     DDP,
-    STRATEGIES,
     WFBP,
     Cyclic,
     DeAR,

@@ -48,7 +48,8 @@ USE = """
 import sys
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
-from offbeat.strategies import STRATEGIES, create
+from strategy_lists import STRATEGIES
+from offbeat.strategies import create
 from offbeat.testing.conformance import conforms
 if "toy" not in STRATEGIES:
     sys.exit("no toy")

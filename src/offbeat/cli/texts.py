@@ -17,8 +17,8 @@ from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Profile
 from offbeat.profile.device import DeviceSpeed
 from offbeat.sim import Votes
-from offbeat.strategies import Gossip, Served, Strategy, methods
-from offbeat.strategies.base import require_choice
+from offbeat.strategies.base import Strategy, require_choice
+from offbeat.strategies.registry import find
 from offbeat.strategies.texts import create_from_texts, pairs, parts, strategy
 
 if TYPE_CHECKING:  # imported by the commands that need it
@@ -34,8 +34,6 @@ def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
 
     items = [parts(item) for item in names.split(",")]
     chosen = [name for name, *_ in items]
-    for name in chosen:
-        require_choice("strategy", name, methods())
     shared: dict[str, dict[str, str]] = {name: {} for name in chosen}
     for key, text in pairs(settings).items():
         for name, setting in _addressed(key, chosen):
@@ -52,7 +50,7 @@ def _addressed(key: str, chosen: Sequence[str]) -> list[tuple[str, str]]:
     if scope:
         require_choice("strategy of --set", scope, chosen)
         return [(scope, setting)]
-    known = {name: [f.name for f in fields(methods()[name])] for name in chosen}
+    known = {name: [f.name for f in fields(find(name))] for name in chosen}
     every = dict.fromkeys(setting for settings in known.values() for setting in settings)
     require_choice(f"setting of {', '.join(known)}", key, every)
     return [(name, key) for name in known if key in known[name]]
@@ -129,12 +127,9 @@ def votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Votes:
 
 
 def _vote_names(chosen: Strategy | Plan, facts: Profile) -> Sequence[str]:
-    if isinstance(chosen, Gossip):
-        return ()
-    if isinstance(chosen, Served):
-        return chosen.votes
-    plan = chosen.plan(facts) if isinstance(chosen, Strategy) else chosen
-    return [vote.name for vote in plan.votes]
+    if isinstance(chosen, Plan):
+        return [vote.name for vote in chosen.votes]
+    return chosen.vote_names(facts)
 
 
 def require_file(path: Path, remedy: str) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from typing import NamedTuple
+from dataclasses import asdict
+from typing import Literal, NamedTuple
 
 import torch
 
 from offbeat.measuring.processors import kernel_s, processors
 from offbeat.profile import Profile
 from offbeat.profile.device import compute_s
+from offbeat.runtime.pace import Host
 from offbeat.transport.cluster import Cluster
 
 BUSY = 0.45  # of the processors at most: beyond, messages and hosts wait for one
@@ -49,6 +51,14 @@ def affordable(profile: Profile, cluster: Cluster) -> float:
     messages = watch_messages(cluster, profile)
     pace = least_pace(compute_s(profile), messages, profile.world_size, processors())
     return math.ceil(pace * 10) / 10
+
+
+def paced_profile(profile: Profile, pace: float | Literal["auto"], cluster: Cluster) -> Profile:
+    """Return the profile of the hosts that this machine emulates. Every rank must call it."""
+    hosts = [Host(**host) for host in cluster.control.gather(asdict(Host.here()))]
+    if pace == "auto":
+        pace = max(affordable(profile, cluster), *(host.speed for host in hosts))
+    return profile.paced(pace, [host.speed for host in hosts], [host.jitter for host in hosts])
 
 
 def watch_messages(cluster: Cluster, profile: Profile) -> Messages:

@@ -35,7 +35,8 @@ from offbeat.run.network import Computed, compute_for, with_network
 from offbeat.run.progress import OnLine, Progress
 from offbeat.run.script import name_of, require_runnable
 from offbeat.sim import Votes
-from offbeat.strategies import BSP, Gossip, Served, Strategy
+from offbeat.strategies import BSP, Strategy
+from offbeat.strategies.registry import reference_of
 from offbeat.trace import Trace, whole_periods
 
 SCHEMA = 1
@@ -189,7 +190,7 @@ class Comparison:
         if self.contestants is None:
             return
         labels = [contestant.label for contestant in self.contestants]
-        served = [c.label for c in self.contestants if isinstance(c.strategy, Served)]
+        served = [c.label for c in self.contestants if c.strategy.needs.servers]
         if served and self.keeping is not None:
             raise ValueError(
                 f"checkpoint ({self.keeping.folder}) is not for {served[0]}, whose parameters are "
@@ -337,14 +338,12 @@ def predict(
     `plan` is the one that ran, by default the strategy's; one with servers, or of gossip, has none.
     `votes`: what came out of its votes, by default always a yes. ValueError if there is no plan.
     """
-    if strategy.planned:
-        plan, skip = plan or strategy.plan(profile), 0
+    skip = 0
+    if strategy.needs.profile:
+        plan = plan or strategy.plan(profile)
         if known := [len(v) for v in (votes or {}).values() if not isinstance(v, (int, float))]:
             skip = whole_periods(SKIP, plan.period, min(known))
-        prediction = sim.predict_plan(plan, profile, strategy=str(strategy), votes=votes, skip=skip)
-        prediction = sim.within_bound(prediction, profile)
-    else:
-        prediction = sim.predict(strategy, profile, servers=servers, votes=votes)
+    prediction = sim.predict(strategy, profile, servers=servers, votes=votes, skip=skip, ran=plan)
     directory.mkdir(parents=True, exist_ok=True)
     if plan is not None:
         _write_json(directory / "plan.json", plan.to_dict())
@@ -525,19 +524,9 @@ def _predicted(
     except ValueError as error:
         _fail(f"{contestant.label}: {error}", outcome, progress)
         return False
-    voting = _voting(contestant.strategy, outcome.run_dir / contestant.label)
-    if_yes = " if every vote is a yes" if voting else ""
+    if_yes = " if every vote is a yes" if contestant.strategy.vote_names(profile) else ""
     progress.say(f"{contestant.label}: predicted {seconds:.4g} s per iteration{if_yes}")
     return True
-
-
-def _voting(strategy: Strategy, directory: Path) -> bool:
-    """Whether votes decide about its iterations."""
-    if isinstance(strategy, Gossip):
-        return False
-    if isinstance(strategy, Served):
-        return bool(strategy.votes)
-    return bool(json.loads((directory / "plan.json").read_text())["votes"])
 
 
 def _repeat(
@@ -632,15 +621,13 @@ def _adopt_course(
 ) -> None:
     """Let the plan that ran, not the one expected, stand in the run directory, predicted with
     what its votes have decided."""
-    directory = outcome.run_dir / contestant.label
-    if isinstance(contestant.strategy, Served):
-        told = _outcomes(directory / "rep0")
-        votes = {name: outcomes[SKIP:] for name, outcomes in told.items()}
+    directory, strategy = outcome.run_dir / contestant.label, contestant.strategy
+    if not strategy.needs.profile:
+        found = _outcomes(directory / "rep0")
+        votes = {name: outcomes[SKIP:] for name, outcomes in found.items()}
         if all(votes.values()) and votes:
             servers = comparison.setup.servers
-            predict(contestant.strategy, profile, directory, votes=votes, servers=servers)
-        return
-    if isinstance(contestant.strategy, Gossip):
+            predict(strategy, profile, directory, votes=votes, servers=servers)
         return
     ran = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
     if ran is None:
@@ -653,7 +640,7 @@ def _adopt_course(
         return
     expected = Plan.from_dict(json.loads(planned.read_text()))
     if votes or plan.digest != expected.digest:
-        predict(contestant.strategy, profile, directory, plan, votes)
+        predict(strategy, profile, directory, plan, votes)
 
 
 def _outcomes(repetition: Path) -> dict[str, list[bool]]:
@@ -691,7 +678,7 @@ def _job(setup: Setup, strategy: Strategy | None, **rest: Any) -> dict[str, Any]
         strategy = None  # the script passes it to `prepare`
     job = {
         "schema": SCHEMA,
-        "strategy": strategy and strategy.name,
+        "strategy": strategy and reference_of(strategy),
         "settings": strategy.settings() if strategy else {},
         "profile": None,
         "save_profile": None,
@@ -731,8 +718,8 @@ def _launch(
             on_line=lambda rank, line: on_line(line) if rank == 0 else None,
             changes=not (job["stop_after_profile"] or job.get("stop_after_strategy")),
             workers=setup.workers,
-            servers=setup.servers if isinstance(strategy, Served) else 0,
-            survive=isinstance(strategy, Gossip),
+            servers=setup.servers if strategy and strategy.needs.servers else 0,
+            survive=bool(strategy and strategy.needs.survives_ranks),
         )
     if (load := sampler.load()) is not None:
         _write_json(directory / LOAD, load.record())

@@ -21,7 +21,8 @@ from offbeat.run.job import (
     parse_door,
 )
 from offbeat.run.script import require_runnable
-from offbeat.strategies import Gossip, Strategy
+from offbeat.strategies.base import Strategy
+from offbeat.strategies.registry import reference_of
 from offbeat.transport.secret import VARIABLE as SECRET_VARIABLE
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", RANK_VARIABLE, WORLD_SIZE_VARIABLE, VARIABLE)
@@ -39,7 +40,7 @@ def run_joined(
             f"{SECRET_VARIABLE} must be set to the job's secret, or --secret name a file with it; "
             "start the job with it, too"
         )
-    if strategy is not None and not isinstance(strategy, Gossip):
+    if strategy is not None and not strategy.needs.allows_joining:
         raise ValueError(f"strategy ({strategy}) must be one of gossip: a2cid2, ad-psgd")
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     env[JOIN_VARIABLE] = address
@@ -47,7 +48,11 @@ def run_joined(
         env[WORKER_VARIABLE] = str(worker)
     with tempfile.TemporaryDirectory() as folder:
         if strategy is not None:
-            job = {"schema": SCHEMA, "strategy": strategy.name, "settings": strategy.settings()}
+            job = {
+                "schema": SCHEMA,
+                "strategy": reference_of(strategy),
+                "settings": strategy.settings(),
+            }
             env[VARIABLE] = str(Path(folder, "job.json"))
             write_text(env[VARIABLE], json.dumps(job))
         return subprocess.run([sys.executable, *script], env=env).returncode

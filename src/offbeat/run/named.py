@@ -9,7 +9,8 @@ from pathlib import Path
 from offbeat.files import write_text
 from offbeat.plan import Plan
 from offbeat.profile import Profile
-from offbeat.strategies import Strategy, create
+from offbeat.strategies.base import Strategy
+from offbeat.strategies.registry import create
 
 
 @dataclass(frozen=True)

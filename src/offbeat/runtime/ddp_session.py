@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,11 +12,16 @@ from torch.autograd.variable import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.guards.differences import repair, require_equal, unite
+from offbeat.plan import Plan
+from offbeat.profile import Profile
 from offbeat.runtime.iteration import BackwardSplit, Iteration, Timestamps
-from offbeat.runtime.pace import Pace
-from offbeat.runtime.record import Recorder
+from offbeat.runtime.training_job import TrainingJob, open_pace
 from offbeat.runtime.wrap import Position, Session
 from offbeat.transport.cluster import Cluster
+
+if TYPE_CHECKING:
+    from offbeat.runtime.pace import Pace
+    from offbeat.runtime.record import Recorder
 
 queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
@@ -261,3 +266,31 @@ class DDPSession(Session):
             handle.remove()
         del self.module
         self._cluster.close()
+
+
+def open_ddp_session(
+    job: TrainingJob, bucket_cap_mb: float | None, strategy: str, plan: Plan | None
+) -> DDPSession:
+    """Return the session of torch's own DDP. `plan` describes DDP for the record."""
+    profile, rank = job.profile, job.cluster.control.rank
+    session = DDPSession(
+        job.model,
+        job.optimizer,
+        bucket_cap_mb,
+        job.cluster,
+        job.recorder,
+        open_pace(profile, rank),
+        _backward_s(profile, rank) if profile else None,
+        broadcast_buffers=job.watch.broadcast_buffers,
+    )
+    if job.recorder:
+        job.recorder.start(strategy, plan, observed=0)
+    job.open_connections()
+    session.begin()
+    return session
+
+
+def _backward_s(profile: Profile, rank: int) -> float:
+    """Return a rank's seconds of backward, as profiled."""
+    scale = profile.rank_scale[rank] if profile.rank_scale else 1.0
+    return profile.backward_s * scale

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,16 @@ from offbeat.guards.parameters import ParameterWatch
 from offbeat.guards.untouched import Untouched
 from offbeat.measuring.divergence import Sample
 from offbeat.runtime.attached import Attached
-from offbeat.runtime.gossiping import Gossiping
+from offbeat.runtime.gossiping import Gossiping, join
 from offbeat.runtime.iteration import Iteration, Timestamps
-from offbeat.runtime.pace import Pace
-from offbeat.runtime.record import Recorder
+from offbeat.runtime.training_job import TrainingJob
 from offbeat.runtime.wrap import Position, Session
+from offbeat.strategies.gossip import Gossip as GossipStrategy
 from offbeat.transport.cluster import Cluster
+
+if TYPE_CHECKING:
+    from offbeat.runtime.pace import Pace
+    from offbeat.runtime.record import Recorder
 
 WARM_UP = 2  # iterations that say nothing about a gradient's time
 
@@ -309,3 +313,13 @@ def _summand(flat: Tensor) -> Tensor:
     """What is added up on the host, with at least the digits of float32."""
     numbers = flat.detach().to("cpu", copy=True)
     return numbers.float() if numbers.dtype.itemsize < 4 else numbers
+
+
+def open_gossip_session(strategy: GossipStrategy, job: TrainingJob) -> GossipSession:
+    """Return the session of a worker after it has met the others, or those of the running job."""
+    pace = job.requested_pace()
+    joined = join(job.model, job.optimizer, strategy, job.observation.model, job.cluster)
+    if job.recorder:
+        job.recorder.start(str(strategy), None, observed=0)
+    policy = job.watch.on_nonfinite
+    return GossipSession(job.model, job.optimizer, joined, job.cluster, job.recorder, policy, pace)

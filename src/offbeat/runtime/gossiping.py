@@ -24,7 +24,6 @@ from offbeat.gossip.peers import door
 from offbeat.gossip.state import AVERAGING, State
 from offbeat.measuring.pairs import measure_pairs
 from offbeat.run.job import current_door, current_job
-from offbeat.runtime.serving import address_towards, common_secret, own_address
 from offbeat.solve.graphs import Edge, topology
 from offbeat.solve.measured import measured
 from offbeat.storage.coupling import couples
@@ -32,6 +31,7 @@ from offbeat.storage.flat import flatten
 from offbeat.strategies.gossip import Gossip as GossipStrategy
 from offbeat.transport.cluster import Cluster
 from offbeat.transport.control import Control
+from offbeat.transport.job_secret import address_towards, common_secret, own_address
 from offbeat.transport.secret import VARIABLE as SECRET
 from offbeat.transport.secret import own_secret
 

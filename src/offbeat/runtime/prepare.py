@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -29,7 +29,6 @@ from offbeat.guards.differences import broadcast_model
 from offbeat.guards.finite import OnNonfinite, require_policy
 from offbeat.guards.replicas import EVERY, agree_on_optimizer
 from offbeat.measuring.network import compare_network
-from offbeat.measuring.opening import open_connections
 from offbeat.metrics import Log, Metrics
 from offbeat.profile import Profile
 from offbeat.run.job import (
@@ -44,26 +43,21 @@ from offbeat.run.job import (
 )
 from offbeat.run.launchers import torchrun_variables
 from offbeat.run.named import Named
-from offbeat.runtime.ddp_session import DDPSession
-from offbeat.runtime.gossip_session import GossipSession
-from offbeat.runtime.gossiping import join
 from offbeat.runtime.meter import Board, Meter
-from offbeat.runtime.pace import Pace
-from offbeat.runtime.ps_selsync_session import PSSelSyncSession
-from offbeat.runtime.record import Recorder
-from offbeat.runtime.served_session import NOT_HERE, ServedSession, Worker
-from offbeat.runtime.serving import Crew, client_of, crew_of, serve
-from offbeat.runtime.session import (
-    FlatSession,
-    Observation,
-    Watch,
-    build_flat,
-)
-from offbeat.runtime.ssp_session import SSPSession
 from offbeat.runtime.together import Together, require_disjoint
-from offbeat.runtime.wrap import Model, Optimizer
+from offbeat.runtime.training_job import (
+    RECORDER,
+    Observation,
+    Ranks,
+    TrainingJob,
+    Watch,
+    divide_ranks,
+    load_object,
+)
+from offbeat.runtime.wrap import Model, Optimizer, Session
 from offbeat.storage.flat import require_supported
-from offbeat.strategies import DDP, SSP, WFBP, Gossip, PSSelSync, Served, Strategy, create, methods
+from offbeat.strategies.base import Strategy
+from offbeat.strategies.registry import create, is_registered
 from offbeat.strategies.texts import parse
 from offbeat.transport import rendezvous
 from offbeat.transport.cluster import Cluster, connect
@@ -73,10 +67,13 @@ from offbeat.transport.heartbeat import publish_uncaught_exception, run_at_proce
 from offbeat.transport.interfaces import LinkSpec, parse_link
 from offbeat.transport.link import THREAD_PREFIX
 
+if TYPE_CHECKING:
+    from offbeat.runtime.record import Recorder
+
 OBSERVE = 6
+DEFAULT_STRATEGY = "wfbp"
 TIMEOUT_S = 120.0
 OF_INTERFACES = "of network interfaces, at least one, each once, as in ['eth0', 'gloo:eth1']"
-AnySession = DDPSession | FlatSession | GossipSession | ServedSession
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 SAME_MODEL = "build it from the same configuration everywhere"
 
@@ -176,13 +173,13 @@ def prepare(
     require_supported(model)
     _require_own_parameters(model, optimizer)
     _require_one_backward(optimizer)
-    if current_door() is not None and not isinstance(strategy, Gossip):
+    if current_door() is not None and not strategy.needs.allows_joining:
         raise ValueError(
             f"strategy ({strategy}) must be the job's, one of gossip, where {JOIN_VARIABLE} is "
             "set; name it in the script, or as in `offbeat join --strategy a2cid2`"
         )
-    if job.checkpoint is not None and isinstance(strategy, Served):
-        raise ValueError(NOT_HERE)
+    if job.checkpoint is not None and strategy.needs.no_checkpoint is not None:
+        raise ValueError(strategy.needs.no_checkpoint)
     cluster = _connect(model, links, timeout_s)
     try:
         options = (
@@ -193,9 +190,9 @@ def prepare(
         )
         cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
         fingerprint = _agree(model, optimizer, strategy, cluster.control)
-        crew = crew_of(servers, strategy, isinstance(strategy, Served), cluster.control)
+        ranks = divide_ranks(servers, strategy, strategy.needs.servers, cluster.control)
         known, save_to = None, None
-        if strategy.planned:
+        if strategy.needs.profile:
             known, save_to = _known_profile(profile, job, fingerprint, cluster)
         difference = None if known is None else compare_network(cluster, known)
         if difference is not None:
@@ -219,16 +216,17 @@ def prepare(
         if cluster.control.rank == 0:
             print(_said(strategy, notice, cluster, known, observe), file=sys.stderr, flush=True)
         samples = cluster.control.gather(metrics.divergence_every if metrics else None)
-        session = _session(
-            model, optimizer, strategy, cluster, known, how, watch, job, crew, difference
-        )
+        broadcast_model(model, cluster)
+        recorder = _recorder(model, job, cluster, difference)
+        training = TrainingJob(model, optimizer, cluster, known, how, watch, job, ranks, recorder)
+        session = strategy.open(training)
     except BaseException:
         cluster.close()
         raise
     session.strategy = str(strategy)
-    _prepared[model], cluster.served = ref(cluster), isinstance(strategy, Served)
+    _prepared[model], cluster.served = ref(cluster), strategy.needs.servers
     cluster.leave = run_at_process_exit(partial(_leave, session, cluster))
-    meter = _meter(metrics, samples, session, model, cluster, crew)
+    meter = _meter(metrics, samples, session, model, cluster, ranks)
     prepared = Model(model, session, meter), Optimizer(optimizer, session, meter)
     try:
         attend(job, *prepared)
@@ -242,7 +240,7 @@ def _together(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy
 ) -> Together:
     """Several optimizers as one."""
-    if not optimizers or isinstance(strategy, Gossip | Served):
+    if not optimizers or strategy.needs.one_optimizer:
         raise ValueError(
             f"optimizer (a list of {len(optimizers)}) must be one torch.optim.Optimizer under "
             f"{strategy}, or a list of at least one under other strategies, such as WFBP()"
@@ -259,10 +257,10 @@ _sessions = count()  # with metrics, in this process; all ranks prepare the same
 def _meter(
     metrics: Metrics | None,
     samples: Sequence[int | None],
-    session: AnySession,
+    session: Session,
     model: nn.Module,
     cluster: Cluster,
-    crew: Crew,
+    ranks: Ranks,
 ) -> Meter | None:
     """None where no rank logs. All leave samples as often as the first that logs has it."""
     control = cluster.control
@@ -270,64 +268,22 @@ def _meter(
     if often is None:
         return None
     board = None
-    if often and len(crew.workers) > 1:
-        board = Board(control.store(f"metrics{next(_sessions)}"), control.rank, crew.workers)
+    if often and len(ranks.workers) > 1:
+        board = Board(control.store(f"metrics{next(_sessions)}"), control.rank, ranks.workers)
     trained = [p for p in model.parameters() if p.requires_grad]
     return Meter(metrics, session, cluster.device, board, often, trained)
 
 
-def _session(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    cluster: Cluster,
-    known: Profile | None,
-    how: Observation,
-    watch: Watch,
-    job: Job,
-    crew: Crew,
-    difference: str | None,
-) -> AnySession:
-    broadcast_model(model, cluster)
-    if isinstance(strategy, Served) and cluster.control.rank in crew.servers:
-        serve(model, optimizer, strategy, crew, cluster)
-        raise SystemExit(0)
-    recorder = (
-        Recorder(job.record_dir, cluster.control.rank, cluster.device) if job.record_dir else None
-    )
-    if recorder:
-        recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
-        recorder.warnings += [] if difference is None else [difference]
-    if isinstance(strategy, Served):
-        paced = Profile.load(job.profile) if job.pace and job.profile else None
-        pace = Pace(paced, cluster.control.rank) if paced else None
-        if recorder:
-            recorder.start(str(strategy), None, observed=0, votes=strategy.votes)
-        client = client_of(model, optimizer, strategy, crew, cluster)
-        worker = Worker(model, optimizer, cluster, client, recorder, watch.on_nonfinite, pace)
-        return _served(worker, strategy, crew)
-    if isinstance(strategy, Gossip):
-        paced = Profile.load(job.profile) if job.pace and job.profile else None
-        pace = Pace(paced, cluster.control.rank) if paced else None
-        joined = join(model, optimizer, strategy, how.model, cluster)
-        if recorder:
-            recorder.start(str(strategy), None, observed=0)
-        return GossipSession(model, optimizer, joined, cluster, recorder, watch.on_nonfinite, pace)
-    if isinstance(strategy, DDP) and not how.then_stop:
-        return _ddp(model, optimizer, strategy, known, cluster, recorder, watch)
-    flat = build_flat(model, known)
-    session = FlatSession(model, optimizer, strategy, cluster, recorder, flat, watch)
-    try:
-        if known is not None:
-            session.run_from(known)
-        else:
-            session.observe(how)
-        _open_for(recorder, known, cluster)
-        session.engine.begin()
-    except BaseException:
-        session.detach()
-        raise
-    return session
+def _recorder(
+    model: nn.Module, job: Job, cluster: Cluster, difference: str | None
+) -> Recorder | None:
+    """Return the recorder of this rank; None if the launcher requests no record."""
+    if not job.record_dir:
+        return None
+    recorder = load_object(RECORDER)(job.record_dir, cluster.control.rank, cluster.device)
+    recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
+    recorder.warnings += [] if difference is None else [difference]
+    return recorder
 
 
 def _chosen(strategy: Strategy | str | None, job: Job) -> tuple[Strategy, str | None]:
@@ -344,7 +300,7 @@ def _chosen(strategy: Strategy | str | None, job: Job) -> tuple[Strategy, str | 
     elif told:
         chosen, by = parse(told), STRATEGY_VARIABLE
     else:
-        return script if script is not None else WFBP(), None
+        return script if script is not None else create(DEFAULT_STRATEGY), None
     if script is None or script == chosen or job.stop_after_profile:
         return chosen, None
     return chosen, f"{chosen} is what {by} chooses; {script}, which the script names, is not used"
@@ -355,7 +311,7 @@ def _save_strategy(strategy: Strategy | str | None, job: Job, path: str) -> None
     chosen, _ = _chosen(strategy, replace(job, strategy=None))
     if "RANK" not in os.environ or current_place()[0] == 0:
         text = str(parse(strategy) if isinstance(strategy, str) else strategy)
-        own = type(chosen) is not methods().get(chosen.name)
+        own = not is_registered(chosen)
         named = Named(
             None if strategy is None else text,
             chosen.name,
@@ -374,7 +330,7 @@ def _said(
     ranks = cluster.control.world_size
     links = ", ".join(map(str, cluster.specs.values()))
     how = ""
-    if strategy.planned:
+    if strategy.needs.profile:
         how = ", profile given" if known else f", observing {observe} iterations"
     line = f"offbeat: {strategy}, {ranks} rank{'s' * (ranks > 1)}, {links}{how}"
     notices = [notice, _nodes_notice(os.environ, ranks)]
@@ -639,63 +595,10 @@ def _mismatch(profile: Profile, fingerprint: str, cluster: Cluster, job: Job) ->
     return None
 
 
-# ---- the yardstick, and the end -------------------------------------------------------------
+# ---- leaving --------------------------------------------------------------------------------
 
 
-def _ddp(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: DDP,
-    profile: Profile | None,
-    cluster: Cluster,
-    recorder: Recorder | None,
-    watch: Watch,
-) -> DDPSession:
-    if strategy.bucket_cap_mb == "tuned" and profile is None:
-        raise ValueError(
-            "bucket_cap_mb ('tuned') needs a profile; pass profile= (see `offbeat profile`) or a "
-            "number of MiB"
-        )
-    cap_mb = strategy.cap_mb(profile) if profile else strategy.bucket_cap_mb
-    pace = Pace(profile, cluster.control.rank) if profile and profile.pace else None
-    backward_s = _backward_s(profile, cluster.control.rank) if profile else None
-    session = DDPSession(
-        model,
-        optimizer,
-        cap_mb,  # type: ignore[arg-type]
-        cluster,
-        recorder,
-        pace,
-        backward_s,
-        broadcast_buffers=watch.broadcast_buffers,
-    )
-    if recorder:
-        recorder.start(str(strategy), strategy.plan(profile) if profile else None, observed=0)
-    _open_for(recorder, profile, cluster)
-    session.begin()
-    return session
-
-
-def _backward_s(profile: Profile, rank: int) -> float:
-    """A rank's seconds of backward, as profiled."""
-    scale = profile.rank_scale[rank] if profile.rank_scale else 1.0
-    return profile.backward_s * scale
-
-
-def _open_for(recorder: Recorder | None, profile: Profile | None, cluster: Cluster) -> None:
-    """Open the connections of a run whose iterations are compared with a prediction."""
-    if recorder is not None and profile is not None:
-        open_connections(cluster, profile)
-
-
-def _served(worker: Worker, strategy: Served, crew: Crew) -> ServedSession:
-    if isinstance(strategy, PSSelSync):
-        return PSSelSyncSession(worker, strategy, len(crew.workers))
-    assert isinstance(strategy, SSP)
-    return SSPSession(worker, strategy)
-
-
-def _leave(session: AnySession, cluster: Cluster) -> None:
+def _leave(session: Session, cluster: Cluster) -> None:
     """At exit: close a session that is still open."""
     if not cluster.closed:
         publish_uncaught_exception()

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,16 @@ from torch import Tensor, nn
 from offbeat.guards.finite import OnNonfinite, all_finite
 from offbeat.guards.parameters import ParameterWatch
 from offbeat.runtime.iteration import Iteration, Timestamps
-from offbeat.runtime.pace import Pace
-from offbeat.runtime.record import Recorder
+from offbeat.runtime.serving import client_of, serve
+from offbeat.runtime.training_job import Ranks, TrainingJob
 from offbeat.runtime.wrap import Position, Session
 from offbeat.server.client import Client
+from offbeat.strategies.served import NO_CHECKPOINT, Served
 from offbeat.transport.cluster import Cluster
 
-NOT_HERE = (
-    "offbeat.save and offbeat.load are not for strategies with servers, as the newest parameters "
-    "and their optimizer are there; let servers save their part (SSP(snapshot=DIRECTORY)), or save "
-    "model.state_dict() on rank 0 after model.consolidate(), and load it before offbeat.prepare"
-)
+if TYPE_CHECKING:
+    from offbeat.runtime.pace import Pace
+    from offbeat.runtime.record import Recorder
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,15 @@ class Worker:
     client: Client
     recorder: Recorder | None
     on_nonfinite: OnNonfinite
-    pace: Pace | None = None
+    pace: Pace | None
+    ranks: Ranks
 
 
 class ServedSession(Session):
     """Marks iterations, records them, and leaves the rest to what its subclasses do with the
     client."""
 
-    elsewhere = NOT_HERE
+    elsewhere = NO_CHECKPOINT
 
     def __init__(self, worker: Worker):
         self._pace = worker.pace
@@ -85,10 +85,10 @@ class ServedSession(Session):
         return self._before + self._done.number
 
     def captured(self) -> Position:
-        raise ValueError(NOT_HERE)
+        raise ValueError(NO_CHECKPOINT)
 
     def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        raise ValueError(NOT_HERE)
+        raise ValueError(NO_CHECKPOINT)
 
     # ---- what the user calls ----------------------------------------------------------------
 
@@ -200,3 +200,20 @@ class ServedSession(Session):
         for buffer, mean in zip(buffers, parts, strict=True):
             exact = mean if buffer.is_floating_point() else mean.round()
             buffer.copy_(exact.view(buffer.shape))
+
+
+def open_served_session(strategy: Served, job: TrainingJob) -> ServedSession:
+    """Return the session of a worker. On a rank that serves, serve until all workers have left, and
+    raise SystemExit(0)."""
+    arguments = job.model, job.optimizer, strategy, job.ranks, job.cluster
+    if job.cluster.control.rank in job.ranks.servers:
+        serve(*arguments)
+        raise SystemExit(0)
+    pace = job.requested_pace()
+    if job.recorder:
+        job.recorder.start(str(strategy), None, observed=0, votes=strategy.votes)
+    client, policy = client_of(*arguments), job.watch.on_nonfinite
+    worker = Worker(
+        job.model, job.optimizer, job.cluster, client, job.recorder, policy, pace, job.ranks
+    )
+    return strategy.open_worker(worker)

@@ -6,8 +6,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from offbeat.files import write_or_warn
 from offbeat.guards.convergence import ConvergenceGuard, Finding
 from offbeat.guards.differences import only_gradients, repair, require_equal, take, unite
-from offbeat.guards.finite import FiniteGuard, OnNonfinite, Suspects
+from offbeat.guards.finite import FiniteGuard, Suspects
 from offbeat.guards.habits import Habits, Watched
 from offbeat.guards.parameters import ParameterWatch
 from offbeat.guards.replicas import Comparison, ReplicaGuard, SettingsGuard
@@ -23,10 +23,8 @@ from offbeat.guards.stepping import Stepping
 from offbeat.guards.untouched import Untouched
 from offbeat.measuring.beside import Computing, measure_beside
 from offbeat.measuring.coding import measure_codecs
-from offbeat.measuring.divergence import Sample
 from offbeat.measuring.links import measure_cluster, worthwhile_bytes
 from offbeat.measuring.observe import Observer, observing_plan
-from offbeat.measuring.pacing import affordable
 from offbeat.plan import Plan, effects, vote_channel
 from offbeat.plan.broadcast import with_broadcast, without_broadcast
 from offbeat.plan.check import raise_if_wrong
@@ -37,45 +35,27 @@ from offbeat.runtime.compute import Compute
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.hooks import ALL
 from offbeat.runtime.iteration import Iteration
-from offbeat.runtime.pace import Host, Pace
 from offbeat.runtime.position import capture, land_before, restore
-from offbeat.runtime.record import Recorder
 from offbeat.runtime.together import Together
-from offbeat.runtime.turns import Turns
+from offbeat.runtime.training_job import Observation, TrainingJob, Watch, load_object, open_pace
 from offbeat.runtime.updates import early_remedy
 from offbeat.runtime.wrap import Position, Session
 from offbeat.storage.coupling import couples
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec, specs_of_profile
 from offbeat.storage.module_buffers import has_buffers
-from offbeat.strategies import Strategy
+from offbeat.strategies.base import Strategy
 from offbeat.transport.cluster import Cluster
 
+if TYPE_CHECKING:
+    from offbeat.runtime.pace import Pace
+    from offbeat.runtime.record import Recorder
+
+# Named as text: these rooms lie above the runtime.
+SAMPLE = "offbeat.measuring.divergence:Sample"
+TURNS = "offbeat.runtime.turns:Turns"
+PACED_PROFILE = "offbeat.measuring.pacing:paced_profile"
 SAME_SHAPE = "keep what grows in an attribute that is no buffer, or pass broadcast_buffers=False"
-
-
-@dataclass(frozen=True)
-class Observation:
-    """How to come by a profile: BSP iterations to watch, smallest bucket, what then."""
-
-    iterations: int
-    min_bucket_bytes: int | None
-    model: str  # fingerprint
-    save_to: str | None
-    then_stop: bool
-    pace: float | Literal["auto"] | None = None  # of the hosts that the profile is for
-    turns: str | None = None  # lock file: ranks compute one after the other
-    least_buckets: int = 1  # that a launcher needs for other strategies than the job's
-
-
-@dataclass(frozen=True)
-class Watch:
-    """What is watched while running: replicas every so many iterations, non-finite values. And
-    whether all ranks get rank 0's buffers."""
-
-    compare_every: int
-    on_nonfinite: OnNonfinite
-    broadcast_buffers: bool = True
 
 
 class FlatSession(Session):
@@ -184,7 +164,9 @@ class FlatSession(Session):
         self.engine.reports.listener = self._recorder.iteration if self._recorder else None
         if self._recorder:
             self._recorder.start(str(self._strategy), self.plan, observed)
-            self._recorder.sample = None if self._emulated else Sample.of(self.engine.flat)
+            self._recorder.sample = (
+                None if self._emulated else load_object(SAMPLE).of(self.engine.flat)
+            )
         self._unguard()
         self._monitor = self._strategy.monitor()
         if self._monitor is not None:
@@ -298,7 +280,8 @@ class FlatSession(Session):
             self._recorder.plan = plan
         self._start(plan if trial is None else trial, 0)
         if self._pace is None and self.profile.pace:
-            self._pace = Pace(self.profile, control.rank)
+            self._pace = open_pace(self.profile, control.rank)
+            assert self._pace is not None
             self.engine.hold(self._pace)
         if self._guard is not None:
             self.engine.measure(self._guard.meter)
@@ -376,7 +359,7 @@ class FlatSession(Session):
         self._cluster.open(plan.links)
         self._guard_links()
         self.engine.adopt(plan)
-        turns = Turns(how.turns) if how.turns and not self._emulated else Compute()
+        turns = load_object(TURNS)(how.turns) if how.turns and not self._emulated else Compute()
         self.engine.hold(turns)
         self._observer = observer = Observer(self._model, self.engine, self._cluster.device, turns)
         self._around_forward = observer.memory.forward
@@ -413,7 +396,7 @@ class FlatSession(Session):
         profile = observer.profile(specs, flat, links, contention, control, how.model)
         self.engine.hold(Compute())
         if how.pace is not None and not self._emulated:
-            paced = self._paced(profile, how.pace)
+            paced = load_object(PACED_PROFILE)(profile, how.pace, self._cluster)
             profile = Profile.from_dict(control.gather(paced.to_dict())[0])
             profile = measure_beside(self._cluster, flat, profile)
         with Computing(profile) if profile.pace else nullcontext():
@@ -433,13 +416,6 @@ class FlatSession(Session):
     def _emulated(self) -> bool:
         """Whether the model's layers only sleep."""
         return bool(getattr(self._model, "emulated", False))
-
-    def _paced(self, profile: Profile, pace: float | Literal["auto"]) -> Profile:
-        """As the hosts are that this machine emulates."""
-        hosts = [Host(**host) for host in self._cluster.control.gather(asdict(Host.here()))]
-        if pace == "auto":
-            pace = max(affordable(profile, self._cluster), *(h.speed for h in hosts))
-        return profile.paced(pace, [h.speed for h in hosts], [h.jitter for h in hosts])
 
     # ---- checkpoints ------------------------------------------------------------------------
 
@@ -722,3 +698,23 @@ def build_flat(model: nn.Module, profile: Profile | None) -> Flat:
         return Flat(model, specs_of_profile(model, profile))
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     return Flat(model, [BucketSpec(name, (name,)) for name in reversed(names)])
+
+
+def open_plan_session(strategy: Strategy, job: TrainingJob) -> FlatSession:
+    """Return the session that runs the strategy's plan, after measuring a profile if none is
+    known."""
+    flat = build_flat(job.model, job.profile)
+    session = FlatSession(
+        job.model, job.optimizer, strategy, job.cluster, job.recorder, flat, job.watch
+    )
+    try:
+        if job.profile is not None:
+            session.run_from(job.profile)
+        else:
+            session.observe(job.observation)
+        job.open_connections()
+        session.engine.begin()
+    except BaseException:
+        session.detach()
+        raise
+    return session

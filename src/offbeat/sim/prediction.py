@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from offbeat.sim.simulation import recorded, to_trace
 from offbeat.trace import Trace
 
 if TYPE_CHECKING:
-    from offbeat.strategies.base import Strategy
+    pass
 
 SCHEMA = 1
 MOST_ITERATIONS = 2048  # a pipeline that fills more slowly is not waited for
@@ -86,26 +86,39 @@ class Prediction:
         }
 
 
-@runtime_checkable
-class Predicting(Protocol):
-    """A strategy without a plan, that predicts itself."""
+@dataclass(frozen=True)
+class Conditions:
+    """Conditions of a prediction.
+
+    Attributes:
+        iterations: simulated iterations; None: as many as the timeline needs to repeat.
+        seed: seed of jitter and votes.
+        ranks: how ranks differ; None: as the profile says.
+        votes: by name the share of iterations in which a vote says yes, or its outcomes in a run.
+        servers: number of ranks that serve, for strategies with servers.
+        skip: first iterations that do not count, where `votes` are outcomes of a run.
+    """
+
+    iterations: int | None = None
+    seed: int = 0
+    ranks: Ranks | None = None
+    votes: Votes | None = None
+    servers: int = 1
+    skip: int = 0
+
+
+class Predictable(Protocol):
+    """A strategy, as far as predictions need it."""
 
     def predict(
-        self,
-        profile: Profile,
-        *,
-        servers: int,
-        iterations: int | None,
-        seed: int,
-        ranks: Ranks | None,
-        votes: Votes | None,
+        self, profile: Profile, conditions: Conditions, ran: Plan | None = None
     ) -> Prediction:
-        """What `predict` returns."""
+        """Return the prediction of the timeline."""
         ...
 
 
 def predict(
-    strategy: Strategy,
+    strategy: Predictable,
     profile: Profile,
     *,
     iterations: int | None = None,
@@ -113,29 +126,34 @@ def predict(
     ranks: Ranks | None = None,
     votes: Votes | None = None,
     servers: int = 1,
+    skip: int = 0,
+    ran: Plan | None = None,
 ) -> Prediction:
-    """Prediction for a strategy; arguments as of `predict_plan`. `servers` of those that have
-    some."""
-    if isinstance(strategy, Predicting):
-        found = strategy.predict(
-            profile,
-            servers=servers,
-            iterations=iterations,
-            seed=seed,
-            ranks=ranks,
-            votes=votes,
-        )
-        return within_bound(found, profile, ranks)
-    prediction = predict_plan(
-        strategy.plan(profile),
+    """Return the prediction for a strategy.
+
+    Args:
+        strategy: the strategy.
+        profile: measured facts of model and network.
+        iterations: as of `predict_plan`, like `seed`, `ranks`, `votes` and `skip`.
+        servers: number of ranks that serve, for strategies with servers.
+        ran: the plan that a run has executed, if it differs from the strategy's own.
+    """
+    conditions = Conditions(iterations, seed, ranks, votes, servers, skip)
+    return within_bound(strategy.predict(profile, conditions, ran), profile, ranks)
+
+
+def predict_under(plan: Plan, profile: Profile, conditions: Conditions, name: str) -> Prediction:
+    """Return the prediction for the plan of the strategy of this name."""
+    return predict_plan(
+        plan,
         profile,
-        strategy=str(strategy),
-        iterations=iterations,
-        seed=seed,
-        ranks=ranks,
-        votes=votes,
+        strategy=name,
+        iterations=conditions.iterations,
+        seed=conditions.seed,
+        ranks=conditions.ranks,
+        votes=conditions.votes,
+        skip=conditions.skip,
     )
-    return within_bound(prediction, profile, ranks)
 
 
 def predict_plan(

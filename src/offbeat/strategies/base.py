@@ -5,31 +5,66 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from offbeat.plan import Kind, Payload, Plan
 from offbeat.plan.broadcast import with_broadcast
 from offbeat.profile import Profile
-from offbeat.testing.equations import Equations
 
+if TYPE_CHECKING:
+    from offbeat.runtime.training_job import TrainingJob
+    from offbeat.runtime.wrap import Session
+    from offbeat.sim.prediction import Conditions, Prediction
+    from offbeat.testing.equations import Equations
+
+PLAN_SESSION = "offbeat.runtime.session"  # named as text: the runtime imports this file
+PREDICTION = "offbeat.sim.prediction"
 StatePolicy = Literal["local", "averaged", "reset"]
 """What becomes of optimizer state when parameters are averaged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What a strategy needs from a job, and what it allows.
+
+    Attributes:
+        profile: a profile is given or measured first, and the strategy makes a plan from it.
+        servers: the last ranks of the job serve parameters.
+        allows_joining: further processes may join the running job.
+        survives_ranks: the launcher lets the other ranks go on when a rank fails.
+        one_optimizer: `prepare` refuses a list of optimizers.
+        no_checkpoint: why `offbeat.save` is refused, with the remedy; None if it is allowed.
+    """
+
+    profile: bool = True
+    servers: bool = False
+    allows_joining: bool = False
+    survives_ranks: bool = False
+    one_optimizer: bool = False
+    no_checkpoint: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy(ABC):
     """Settings of one method. Subclasses are frozen dataclasses; `schedule` must be pure.
 
-    `name` is the method's name on the command line; `citation` its source; `synchronous` whether
-    it computes what DDP computes; `planned` whether the core runs it, by a plan.
+    A strategy with a plan defines `schedule` and `bound_s`. A strategy without a plan defines
+    `needs`, `open`, `predict` and `bound_s`.
+
+    Attributes:
+        name: name of the method on the command line.
+        citation: source of the method.
+        synchronous: whether the method computes what DDP computes.
+        needs: what the method needs from a job.
     """
 
     name: ClassVar[str]
     citation: ClassVar[str]
     synchronous: ClassVar[bool] = True
-    planned: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs()
 
     def __post_init__(self) -> None:
         for name, allowed in _choices(type(self)).items():
@@ -83,6 +118,23 @@ class Strategy(ABC):
     def settings(self) -> dict[str, Any]:
         """Settings as JSON-ready values."""
         return dataclasses.asdict(self)
+
+    def open(self, job: TrainingJob) -> Session:
+        """Return the session that trains by this strategy; by default, by its plan. On a rank that
+        serves, serve until all workers have left, and raise SystemExit(0)."""
+        return import_module(PLAN_SESSION).open_plan_session(self, job)
+
+    def predict(
+        self, profile: Profile, conditions: Conditions, ran: Plan | None = None
+    ) -> Prediction:
+        """Return the prediction of the timeline. `ran` is the plan that a run has executed, if it
+        differs from the strategy's own."""
+        plan = self.plan(profile) if ran is None else ran
+        return import_module(PREDICTION).predict_under(plan, profile, conditions, str(self))
+
+    def vote_names(self, profile: Profile) -> Sequence[str]:
+        """Return the names of the votes that ranks take while training."""
+        return [vote.name for vote in self.plan(profile).votes]
 
     def __str__(self) -> str:
         changed = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from offbeat.plan import Plan
 from offbeat.profile import Profile
@@ -19,6 +19,10 @@ from offbeat.strategies.wfbp import (
     message_seconds,
 )
 from offbeat.testing.equations import Equations, synchronous
+
+if TYPE_CHECKING:
+    from offbeat.runtime.training_job import TrainingJob
+    from offbeat.runtime.wrap import Session
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,21 @@ class DDP(Strategy):
 
         caps = {total for total in accumulate(sizes) if total} or {DDP_CAP_BYTES}
         return min(sorted(caps), key=end_s) / MIB
+
+    def open(self, job: TrainingJob) -> Session:
+        if job.observation.then_stop:  # only a profile is measured
+            return super().open(job)
+        from offbeat.runtime.ddp_session import open_ddp_session
+
+        profile = job.profile
+        if self.bucket_cap_mb == "tuned" and profile is None:
+            raise ValueError(
+                "bucket_cap_mb ('tuned') needs a profile; pass profile= (see `offbeat profile`) or "
+                "a number of MiB"
+            )
+        cap_mb = self.cap_mb(profile) if profile else self.bucket_cap_mb
+        plan = self.plan(profile) if profile else None
+        return open_ddp_session(job, cap_mb, str(self), plan)  # type: ignore[arg-type]
 
     def equations(self, plan: Plan) -> Equations:
         return synchronous()

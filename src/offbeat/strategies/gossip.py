@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from offbeat.numerics.codecs import BF16, FP16, Codec, Int4, Int8
 from offbeat.plan import Plan
 from offbeat.profile import Profile
-from offbeat.strategies.base import Strategy
+from offbeat.strategies.base import Needs, Strategy
 from offbeat.strategies.wired import codec_of
 
 if TYPE_CHECKING:
-    from offbeat.sim.outcomes import Votes
-    from offbeat.sim.prediction import Prediction
-    from offbeat.sim.ranks import Ranks
+    from offbeat.runtime.training_job import TrainingJob
+    from offbeat.runtime.wrap import Session
+    from offbeat.sim.prediction import Conditions, Prediction
 
 
 FINE = BF16, FP16, Int8, Int4
@@ -47,8 +48,10 @@ class Gossip(Strategy):
     on_partition: Literal["raise", "continue"] = "raise"
     """What happens if the graph falls apart: training fails, or the larger part goes on."""
 
-    planned: ClassVar[bool] = False
     synchronous: ClassVar[bool] = False
+    needs: ClassVar[Needs] = Needs(
+        profile=False, allows_joining=True, survives_ranks=True, one_optimizer=True
+    )
     momentum: ClassVar[bool]  # whether there is an x~
     exchange: ClassVar[str] = "after_mixing"
 
@@ -90,20 +93,27 @@ class Gossip(Strategy):
         slowest = profile.slowest()
         return slowest.other_s + slowest.forward_s + slowest.backward_s + slowest.update_s
 
+    def open(self, job: TrainingJob) -> Session:
+        from offbeat.runtime.gossip_session import open_gossip_session
+
+        return open_gossip_session(self, job)
+
     def predict(
-        self,
-        profile: Profile,
-        *,
-        servers: int = 0,
-        iterations: int | None = None,
-        seed: int = 0,
-        ranks: Ranks | None = None,
-        votes: Votes | None = None,
+        self, profile: Profile, conditions: Conditions, ran: Plan | None = None
     ) -> Prediction:
-        """Prediction of the timeline; `offbeat graph` predicts how workers agree."""
+        """Return the prediction of the timeline; `offbeat graph` predicts how workers agree."""
         from offbeat.sim.apart import predict_apart
 
-        return predict_apart(self, profile, iterations=iterations, seed=seed, ranks=ranks)
+        return predict_apart(
+            self,
+            profile,
+            iterations=conditions.iterations,
+            seed=conditions.seed,
+            ranks=conditions.ranks,
+        )
+
+    def vote_names(self, profile: Profile) -> Sequence[str]:
+        return ()
 
 
 def _in_words(topology: object) -> str:

@@ -10,9 +10,9 @@ from offbeat.strategies.selsync import SelSync
 from offbeat.strategies.served import Duty, Served, require_silence
 
 if TYPE_CHECKING:
-    from offbeat.sim.outcomes import Votes
-    from offbeat.sim.prediction import Prediction
-    from offbeat.sim.ranks import Ranks
+    from offbeat.plan import Plan
+    from offbeat.runtime.served_session import ServedSession, Worker
+    from offbeat.sim.prediction import Conditions, Prediction
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,22 @@ class PSSelSync(Served):
         server = server_of(profile, 1)
         return compute_s + server.size_bytes / server.rate
 
+    def open_worker(self, worker: Worker) -> ServedSession:
+        from offbeat.runtime.ps_selsync_session import PSSelSyncSession
+
+        return PSSelSyncSession(worker, self, len(worker.ranks.workers))
+
     def predict(
-        self,
-        profile: Profile,
-        *,
-        servers: int = 1,
-        iterations: int | None = None,
-        seed: int = 0,
-        ranks: Ranks | None = None,
-        votes: Votes | None = None,
+        self, profile: Profile, conditions: Conditions, ran: Plan | None = None
     ) -> Prediction:
         from offbeat.sim.selective import predict_selective
 
         return predict_selective(
             self,
             profile,
-            servers=servers,
-            iterations=iterations,
-            seed=seed,
-            ranks=ranks,
-            votes=votes,
+            servers=conditions.servers,
+            iterations=conditions.iterations,
+            seed=conditions.seed,
+            ranks=conditions.ranks,
+            votes=conditions.votes,
         )

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from offbeat.plan import Plan
 from offbeat.profile import Profile
-from offbeat.strategies.base import Strategy
+from offbeat.strategies.base import Needs, Strategy
 
 if TYPE_CHECKING:
-    from offbeat.sim.outcomes import Votes
-    from offbeat.sim.prediction import Prediction
-    from offbeat.sim.ranks import Ranks
+    from offbeat.runtime.served_session import ServedSession, Worker
+    from offbeat.runtime.training_job import TrainingJob
+    from offbeat.runtime.wrap import Session
+
+NO_CHECKPOINT = (
+    "offbeat.save and offbeat.load are not for strategies with servers, as the newest parameters "
+    "and their optimizer are there; let servers save their part (SSP(snapshot=DIRECTORY)), or save "
+    "model.state_dict() on rank 0 after model.consolidate(), and load it before offbeat.prepare"
+)
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,10 @@ class Duty:
 class Served(Strategy):
     """A method whose workers go at their own pace: no plan can say what they do."""
 
-    planned: ClassVar[bool] = False
     synchronous: ClassVar[bool] = False
+    needs: ClassVar[Needs] = Needs(
+        profile=False, servers=True, one_optimizer=True, no_checkpoint=NO_CHECKPOINT
+    )
     votes: ClassVar[tuple[str, ...]] = ()  # names of what workers decide together
 
     @property
@@ -56,18 +65,17 @@ class Served(Strategy):
             "predicts it"
         )
 
+    def open(self, job: TrainingJob) -> Session:
+        from offbeat.runtime.served_session import open_served_session
+
+        return open_served_session(self, job)
+
     @abstractmethod
-    def predict(
-        self,
-        profile: Profile,
-        *,
-        servers: int = 1,
-        iterations: int | None = None,
-        seed: int = 0,
-        ranks: Ranks | None = None,
-        votes: Votes | None = None,
-    ) -> Prediction:
-        """Prediction with so many servers; `votes` as of `simulate`."""
+    def open_worker(self, worker: Worker) -> ServedSession:
+        """Return the session of a worker."""
+
+    def vote_names(self, profile: Profile) -> Sequence[str]:
+        return self.votes
 
 
 def require_silence(silent_s: float) -> None:

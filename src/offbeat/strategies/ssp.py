@@ -10,9 +10,9 @@ from offbeat.strategies.base import require_count
 from offbeat.strategies.served import Duty, Served, require_silence
 
 if TYPE_CHECKING:
-    from offbeat.sim.outcomes import Votes
-    from offbeat.sim.prediction import Prediction
-    from offbeat.sim.ranks import Ranks
+    from offbeat.plan import Plan
+    from offbeat.runtime.served_session import ServedSession, Worker
+    from offbeat.sim.prediction import Conditions, Prediction
 
 
 @dataclass(frozen=True)
@@ -70,20 +70,23 @@ class SSP(Served):
         slowest = profile.slowest()
         return slowest.other_s + slowest.forward_s + slowest.backward_s
 
+    def open_worker(self, worker: Worker) -> ServedSession:
+        from offbeat.runtime.ssp_session import SSPSession
+
+        return SSPSession(worker, self)
+
     def predict(
-        self,
-        profile: Profile,
-        *,
-        servers: int = 1,
-        iterations: int | None = None,
-        seed: int = 0,
-        ranks: Ranks | None = None,
-        votes: Votes | None = None,
+        self, profile: Profile, conditions: Conditions, ran: Plan | None = None
     ) -> Prediction:
         from offbeat.sim.served import predict_served
 
-        if votes:
-            raise ValueError(f"votes ({votes}) must be left out: {self} has none")
+        if conditions.votes:
+            raise ValueError(f"votes ({conditions.votes}) must be left out: {self} has none")
         return predict_served(
-            self, profile, servers=servers, iterations=iterations, seed=seed, ranks=ranks
+            self,
+            profile,
+            servers=conditions.servers,
+            iterations=conditions.iterations,
+            seed=conditions.seed,
+            ranks=conditions.ranks,
         )

@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from offbeat.strategies import Strategy, create, methods
-from offbeat.strategies.base import require_choice
+from offbeat.strategies.base import Strategy, require_choice
 from offbeat.strategies.outer import OuterSGD
+from offbeat.strategies.registry import create, find, reference_of
 
 BITS = {"0": False, "1": True}
 
@@ -52,12 +52,14 @@ def text_of(strategy: Strategy) -> str:
         for field in fields(strategy)
         if getattr(strategy, field.name) != field.default
     ]
-    return ":".join([strategy.name, *changed])
+    return ":".join([reference_of(strategy), *changed])
 
 
 def parts(text: str) -> list[str]:
     """Name and settings of such a text, also where a value has a colon, as in wire=topk:0.01."""
     name, *rest = text.strip().split(":")
+    if rest and "=" not in rest[0]:
+        name = f"{name}:{rest.pop(0)}"  # module:Class
     found: list[str] = []
     for part in rest:
         first, comma, second = part.partition(",")
@@ -113,9 +115,8 @@ def with_setting(strategy: Strategy, setting: str, text: str) -> Strategy:
 
 def create_from_texts(name: str, settings: Mapping[str, str]) -> Strategy:
     """A strategy from its name and its settings' texts; ValueError if there is none."""
-    cls = methods().get(name)
-    known = {field.name for field in fields(cls)} if cls is not None else ()
-    hints = {k: hint for k, hint in get_type_hints(cls).items() if k in known} if cls else {}
-    # `create` knows best what to say about names that there are not.
+    known = {field.name for field in fields(find(name))}
+    hints = {k: hint for k, hint in get_type_hints(find(name)).items() if k in known}
+    # `create` knows best what to say about settings that there are not.
     values = {k: parse_value(k, t, hints[k]) if k in hints else t for k, t in settings.items()}
     return create(name, values)
