@@ -19,7 +19,7 @@ from statistics import fmean
 
 from offbeat.advice import WIRES, Option, advise, tried, with_settings
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
-from offbeat.strategies import WFBP, DeFT, DreamDDP, LocalSGD, Strategy
+from offbeat.strategies import WFBP, DeFT, DreamDDP, LocalSGD, Strategy, find, strategy_names
 
 JITTERS = (0.0, 0.0, 0.0, 0.1)
 LATENCIES_S = (1e-4, 1e-3, 2e-2)

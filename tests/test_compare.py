@@ -77,7 +77,7 @@ if job["stop_after_profile"]:
 profile = Profile.load(job["profile"])
 if int(os.environ.get("OFFBEAT_RANK", 0)) >= size:
     sys.exit(0)  # a server has served
-plan = strategy.plan(profile) if strategy.planned else None
+plan = strategy.plan(profile) if strategy.needs.profile else None
 step_s = strategy.bound_s(profile)
 trace = Trace(
     source="measured",

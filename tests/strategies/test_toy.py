@@ -39,7 +39,7 @@ class Toy(Strategy):
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=True)
 '''
-LINE = "from offbeat.strategies.toy import Toy  # noqa: F401\n"
+LINE = '    "toy": "offbeat.strategies.toy:Toy",\n'
 GOLDEN = """toy: 4 buckets, period 1 iteration
    grad[0:2]   after grad(1)  before step  in 0  on net
    grad[2:4]   after grad(3)  before step  in 0  on net
@@ -48,10 +48,9 @@ USE = """
 import sys
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
-from strategy_lists import STRATEGIES
-from offbeat.strategies import create
+from offbeat.strategies import create, strategy_names
 from offbeat.testing.conformance import conforms
-if "toy" not in STRATEGIES:
+if "toy" not in strategy_names():
     sys.exit("no toy")
 buckets = tuple(Bucket(f"b{i}", 0.01, 0.02, 4000) for i in range(4))
 profile = Profile(buckets, (Link("net", 0.001, 1e6),), world_size=2)
@@ -72,10 +71,10 @@ def test_adding_and_removing_a_toy(tmp_path):
     source = tmp_path / "src"
     shutil.copytree(ROOT / "src" / "offbeat", source / "offbeat")
     room = source / "offbeat" / "strategies"
-    registry = room / "__init__.py"
+    registry = room / "registry.py"
     before = registry.read_text()
     (room / "toy.py").write_text(TOY)
-    last = "from offbeat.strategies.us_byte"
+    last = '    "us-byte"'
     registry.write_text(before.replace(last, LINE + last))
     added = use(source)
     assert added.returncode == 0, added.stderr

@@ -18,12 +18,12 @@ from offbeat.advice import MAX_STALENESS
 from offbeat.cli import limits, secrets, texts
 from offbeat.files import write_text
 from offbeat.profile import Profile
+from offbeat.strategies import find, strategy_names
 
 if TYPE_CHECKING:  # the lab, the report and rich are imported by the commands that need them
     from offbeat.lab import Cluster
     from offbeat.run.compare import Comparison, Outcome, Setup
-    from offbeat.strategies import find, strategy_names
-from offbeat.sim import Prediction
+    from offbeat.sim import Prediction
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 SCRIPT_COMMANDS = ("run", "profile", "compare", "join")
