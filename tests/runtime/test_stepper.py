@@ -62,7 +62,10 @@ def test_the_profiler_sees_every_step() -> None:
     with torch.autograd.profiler.profile() as profile:
         iterate(model, optimizer)
     model.close()
-    assert sum(e.name == "Optimizer.step#SGD.step" for e in profile.function_events) == CALLS
+    steps = [e for e in profile.function_events if e.name == "Optimizer.step#SGD.step"]
+    # The prepared optimizer's own step may contain a bucket's step of the same name.
+    inner = [e for e in steps if all(child.name != e.name for child in e.cpu_children)]
+    assert len(inner) == CALLS
 
 
 def test_schedulers_know_that_the_optimizer_has_stepped() -> None:
