@@ -2,7 +2,9 @@
 
     python benchmarks/selsync.py
 
-A transformer of about 10 M parameters on one thread; medians and quartiles of microseconds.
+A transformer of about 10 M parameters on one thread; medians and quartiles of microseconds. Then
+what an iteration waits for votes and averages by the share of yes, computed for a cluster: with
+all-reduces, and with the same votes and averages through one parameter server.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ from statistics import median, quantiles
 import torch
 from torch import nn
 
+from offbeat import Profile, SelSync
+from offbeat.profile import Bucket, Link
 from offbeat.runtime.context import StorageContext
+from offbeat.sim import predict
+from offbeat.sim.served import server_of
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec
 
@@ -57,10 +63,49 @@ def microseconds(act: Callable[[], object], repeat: int) -> tuple[float, float, 
     return low, median(taken), high
 
 
+SHARES = (0.0, 0.05, 0.2, 0.5, 1.0)
+ITERATIONS = 20
+
+
+def server_s(profile: Profile, share: float) -> float:
+    """Return what an iteration waits if votes and averages pass one server. A vote is a message
+    there and back; after a yes all workers push and pull at the same time."""
+    server = server_of(profile, 1)
+    incast_s = len(server.caps) * server.size_bytes / server.rate
+    return 2 * server.latency_s + share * 2 * (incast_s + server.latency_s)
+
+
+def profile_of(flat: Flat, compute_s: float, hosts: int, bytes_per_s: float) -> Profile:
+    """Return a profile with equal compute per bucket and a round trip of 1 ms."""
+    each_s = compute_s / len(flat.buckets)
+    buckets = tuple(
+        Bucket(f"b{b}", each_s / 3, each_s * 2 / 3, _bytes(flat, b))
+        for b in range(len(flat.buckets))
+    )
+    hops = 2 * (hosts - 1)
+    return Profile(buckets, (Link("net", 0.5e-3 * hops, bytes_per_s * hosts / hops),), hosts)
+
+
+def _bytes(flat: Flat, bucket: int) -> int:
+    return sum(t.nbytes for t in flat.tensors("param", range(bucket, bucket + 1)))
+
+
+def print_traffic(profile: Profile) -> None:
+    """Print what an iteration waits with all-reduces and through a server, by the share of yes."""
+    print(f"{profile.world_size} hosts, computed: ms that votes and averages take of an iteration")
+    print(f"{'share of yes':>12} {'all-reduce':>12} {'server':>12}")
+    for share in SHARES:
+        votes = [i < share * ITERATIONS for i in range(ITERATIONS)]
+        reduced_s = predict(SelSync(), profile, votes={"sync": votes}).exposed_s
+        print(f"{share:12g} {1e3 * reduced_s:12.1f} {1e3 * server_s(profile, share):12.1f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--mbit", type=float, default=1000, help="rate of a host")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -92,6 +137,8 @@ def main() -> None:
     for name, (low, middle, high) in rows.items():
         share = 100 * middle / whole[1]
         print(f"{name:22} {middle:10.0f} us ({low:.0f} to {high:.0f})  {share:6.2f} %")
+    bytes_per_s = arguments.mbit * 1e6 / 8
+    print_traffic(profile_of(flat, whole[1] / 1e6, arguments.hosts, bytes_per_s))
 
 
 if __name__ == "__main__":

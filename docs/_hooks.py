@@ -34,7 +34,6 @@ from offbeat.profile import Link, Profile
 from offbeat.report.page import asset
 from offbeat.report.still import LEGEND, kinds, still, still_gossip, still_workers
 from offbeat.sim import Ranks, predict, simulate
-from offbeat.sim.selective import run_selective
 from offbeat.sim.served import compute_seconds, run_served, server_of, spans_of
 from offbeat.strategies import SSP, OuterSGD, Strategy, find, strategy_names
 from offbeat.strategies.texts import parse
@@ -205,14 +204,12 @@ def _planned(strategy: Strategy, text: str) -> tuple[str, str]:
 
 
 def _served(strategy: Strategy) -> Iterator[Span]:
-    """The first clocks of all workers; of votes every third one is a yes."""
+    """The first clocks of all workers."""
     profile, ranks, count = faster(), Ranks(scale=SLOW), 12
     compute_s = compute_seconds(profile, ranks, count, seed=0)
     server = server_of(profile, 1, ranks)
-    if isinstance(strategy, SSP):
-        course = run_served(server, compute_s, strategy.s, each_push=strategy.apply == "push")
-    else:
-        course = run_selective(server, compute_s, [i % 3 == 0 for i in range(count)])
+    assert isinstance(strategy, SSP)
+    course = run_served(server, compute_s, strategy.s, each_push=strategy.apply == "push")
     for worker in range(profile.world_size):
         yield from spans_of(course, worker, range(count))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from offbeat.server.client import Client
 from offbeat.server.layout import Layout
-from offbeat.server.optimizers import Keep, settings_of
+from offbeat.server.optimizers import settings_of
 from offbeat.server.service import Service
 from offbeat.server.snapshots import Snapshots
 from offbeat.server.store import Store
@@ -29,11 +29,7 @@ class Job:
     def __init__(self, size: int, servers: int, workers: int, rule: Any = "clock", **options: Any):
         self.parameter = nn.Parameter(torch.zeros(size, dtype=torch.float64))
         rate = options.pop("lr", 1.0)
-        self.optimizer = (
-            Keep([self.parameter])
-            if options.pop("keeps", False)
-            else torch.optim.SGD([self.parameter], lr=rate)
-        )
+        self.optimizer = torch.optim.SGD([self.parameter], lr=rate)
         self.layout = Layout([[self.parameter]], servers, options.pop("shard_bytes", 64))
         directory = options.pop("directory", None)
         self.services: list[Service] = []

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
 from contextlib import redirect_stderr
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from models import (
     Case,
-    Loop,
     batch,
     build_model,
     build_optimizer,
     build_scheduler,
     loss_of,
-    profile_of,
 )
 from torch import Tensor
-from workers import User, bits, rank, snapshot, world_size
+from workers import rank, snapshot
 
 import offbeat
 from offbeat import Strategy
-from offbeat.blocks import path_of, read
 
 
 @dataclass
@@ -109,44 +104,6 @@ def sparsely(strategy: Strategy) -> list[Tensor]:
     found.append(model.weight.detach().clone())
     model.close()
     return found
-
-
-def selected(
-    directory: str,
-    case: Case,
-    strategies: list[Strategy],
-    iterations: int,
-    servers: int,
-    loop: Loop,
-) -> list[Any]:
-    """Train with one strategy after the other: what a worker has and has recorded, or the exit
-    codes of a server."""
-    os.environ["OFFBEAT_SERVERS"] = str(servers)
-    job = Path(directory) / f"job{rank()}.json"
-    job.write_text(json.dumps({"schema": 1, "record_dir": directory}))
-    os.environ["OFFBEAT_JOB"] = str(job)
-    return [_selected(directory, case, strategy, iterations, loop) for strategy in strategies]
-
-
-def _selected(directory: str, case: Case, strategy: Strategy, iterations: int, loop: Loop) -> Any:
-    model = build_model(case, seed=rank())
-    optimizer = build_optimizer(case, model)
-    profile = profile_of(case, world_size())
-    try:
-        model, optimizer = offbeat.prepare(model, optimizer, strategy, profile=profile)
-    except SystemExit as end:
-        return end.code
-    scheduler, user = build_scheduler(case, optimizer), User(case, model, optimizer, loop)
-    for t in range(iterations):
-        user.iterate(t)
-        if scheduler is not None:
-            scheduler.step()
-    trained = snapshot(model.state_dict()), snapshot(optimizer.state_dict())
-    model.consolidate()
-    client = getattr(model._session, "_client", None)
-    found = Worked(*trained, {}, client.clock if client else 0, bits(model))
-    model.close()
-    return found, read(path_of(directory, rank()))
 
 
 def refused(servers: int, strategy: Any) -> str:

@@ -25,8 +25,7 @@ from offbeat.profile import Bucket, Link, Profile
 from offbeat.report.run import Repetition
 from offbeat.run import compare
 from offbeat.run.progress import Progress
-from offbeat.sim import predict
-from offbeat.strategies import DDP, SSP, WFBP, DreamDDP, PSSelSync
+from offbeat.strategies import DDP, SSP, WFBP, DreamDDP
 from offbeat.trace import Trace
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("here")]
@@ -86,15 +85,11 @@ trace = Trace(
     ends_s=(tuple(step_s * (i + 1) for i in range(12)),),
     period=plan.period if plan else 1,
 )
-yes = [[0, 1], [], [0], *[[]] * 9]
-votes = {"iterations": [*range(12)], "sent_bytes": [0] * 12, "spared_bytes": [0] * 12,
-    "by_vote": {"sync": {"norm": [1.0] * 12, "change": [0.0] * 12, "yes": yes}}}
 record = {
     "schema": 1, "rank": rank, "strategy": str(strategy), "observed": 0,
     "emulated": "emulated" in words, "bytes": {"net": 1000},
     "losses": [[i, step_s * (i + 1), 2.0 / (i + 1)] for i in range(12)],
     "trace": trace.to_dict(), "warnings": [], "checks": [],
-    "votes": votes if not plan and strategy.votes else {},
 }
 directory = Path(job["record_dir"])
 (directory / f"rank{rank}.json").write_text(json.dumps(record))
@@ -181,22 +176,6 @@ def test_contestants_take_turns_after_one_profile(turns):
     order = (turns.here / "order.txt").read_text().splitlines()
     # The profile has the first seed; all contestants of a repetition share one.
     assert [line.split()[1] for line in order] == ["7", "7", "7", "8", "8"]
-
-
-def test_methods_with_servers_are_predicted_with_their_votes(here):
-    """Of the iterations that count, the stand-in's third alone has a yes."""
-    contestant = compare.Contestant("ps-selsync", PSSelSync())
-    outcome = compare.compare(
-        compare.Comparison(replace(setup(hosts=3), servers=1), (contestant,)), here / "out"
-    )
-    assert (outcome.measured, outcome.failures) == (1, [])
-    facts = Profile.load(here / "out" / "profile.json")
-    assert facts.world_size == 2
-    told = {"sync": [True, *[False] * 9]}
-    expected = predict(PSSelSync(), facts, votes=told).iteration_s
-    predicted = Trace.load(here / "out" / "ps-selsync" / "predicted.json")
-    assert predicted.notes["iteration_s"] == pytest.approx(expected)
-    report.write(here / "out")
 
 
 def test_run_directory(turns):

@@ -29,7 +29,6 @@ DOCUMENTED = [
     "FedAvg",
     "LocalSGD",
     "OuterSGD",
-    "PSSelSync",
     "PartialSync",
     "Plan",
     "Profile",

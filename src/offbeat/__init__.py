@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         LocalSGD,
         OuterSGD,
         PartialSync,
-        PSSelSync,
         SelSync,
         Strategy,
         USByte,
@@ -60,7 +59,6 @@ __all__ = [
     "FedAvg",
     "LocalSGD",
     "OuterSGD",
-    "PSSelSync",
     "PartialSync",
     "Plan",
     "Profile",
@@ -93,6 +91,6 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first used: planning needs no torch, and a strategy no other one."""
-    if name in __all__:
+    if name in __all__ or name == "PSSelSync":  # a former name
         return getattr(import_module(f"offbeat.{_MODULES.get(name, 'strategies')}"), name)
     raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

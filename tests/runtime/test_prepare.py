@@ -30,7 +30,6 @@ from offbeat import (
     LocalSGD,
     PartialSync,
     Profile,
-    PSSelSync,
     Strategy,
 )
 from offbeat.blocks import path_of, read
@@ -198,7 +197,7 @@ def test_a_lone_process_trains_alone() -> None:
 
 @pytest.mark.parametrize(
     ("strategies", "servers"),
-    [([BSP(), DDP(), A2CiD2("complete")], 0), ([SSP(s=0), PSSelSync()], 1)],
+    [([BSP(), DDP(), A2CiD2("complete")], 0), ([SSP(s=0)], 1)],
     ids=["without servers", "served"],
 )
 def test_a_closed_model_says_so(strategies: list[Strategy], servers: int) -> None:

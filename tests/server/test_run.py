@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offbeat import BSP, SSP, Profile, PSSelSync
+from offbeat import BSP, SSP, Profile, SelSync
 from offbeat.cli import main
 from offbeat.lab import Cluster, NoLab, launch
 from offbeat.profile import Bucket, Link
@@ -73,8 +73,8 @@ def test_a_killed_worker_is_not_the_jobs_end_but_a_server_is(tmp_path: Path) -> 
     ("hosts", "servers", "strategy", "words"),
     [
         (2, 0, SSP(), "servers (0) must be at least 1 for ssp"),
-        (2, 0, PSSelSync(), "servers (0) must be at least 1 for ps-selsync"),
         (3, 1, BSP(), "servers (1) must be 0"),
+        (3, 1, SelSync(), "servers (1) must be 0"),
         (2, 2, SSP(), "servers (2) must be below the number of ranks (2)"),
     ],
 )
@@ -98,9 +98,5 @@ def test_simulate_and_plan_on_the_command_line(
     assert found["iteration_s"] == pytest.approx(0.3 + 2 * 4 * 2000 / 1.5e5)
     assert main(["plan", *common]) == 2
     assert "no plan" in capsys.readouterr().err
-    common = ["--profile", str(path), "--strategy", "ps-selsync", "--json"]
-    assert main(["simulate", *common, "--votes", "0"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["iteration_s"] == pytest.approx(0.3)
     assert main(["simulate", "--profile", str(path), "--strategy", "ssp", "--votes", "1"]) == 2
     assert "votes (1) must be left out" in capsys.readouterr().err

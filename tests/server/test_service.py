@@ -65,17 +65,6 @@ def test_meeting_averages_the_numbers_of_all() -> None:
             client.close()
 
 
-def test_servers_that_keep_hold_the_last_mean() -> None:
-    with job(20, 2, 2, keeps=True) as j:
-        a, b = j.client(0), j.client(1)
-        for clock, (mine, theirs) in enumerate([(1.0, 4.0), (-2.0, 0.0)]):
-            j.push(a, mine)
-            j.push(b, theirs)
-            assert bool((pulled(a, need=clock + 1) == (mine + theirs) / 2).all())
-        for client in (a, b):
-            client.close()
-
-
 def test_an_answer_that_was_lost_is_given_again() -> None:
     """A worker that asks once more for a meeting that is over gets what came out of it, and the
     others do not meet it there; a new process begins its count anew."""
@@ -93,22 +82,6 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
         other.join()
         for client in (again, b):
             client.close()
-
-
-@pytest.mark.filterwarnings("ignore:server")
-def test_who_is_silent_may_have_to_stay_away() -> None:
-    with job(5, 1, 2, silent_s=0.5, returns=False) as j:
-        a, b = j.client(0), j.client(1)
-        awake = threading.Event()
-        b._do(awake.wait)  # it hangs
-        until(lambda: list(j.services[0].store.clocks()) == [0])
-        awake.set()
-        until(lambda: b._error is not None)
-        with pytest.raises(RefusedError, match=r"rank 1 was silent for more than 0.5 s"):
-            b.settle()
-        j.push(a, 1.0)
-        assert bool((pulled(a, need=1) == -1).all())
-        a.close()
 
 
 def test_optimizer_state_comes_back() -> None:

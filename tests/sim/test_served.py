@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offbeat import SSP, Profile, PSSelSync
+from offbeat import SSP, Profile
 from offbeat.profile import Bucket, Link
 from offbeat.sim import Ranks, predict
 from offbeat.sim.pipe import fair_shares
-from offbeat.sim.selective import run_selective
 from offbeat.sim.served import Server, run_served, server_of
 
 CLOCKS = 60
@@ -103,51 +102,7 @@ def test_predict_is_ssps() -> None:
     assert bigger.iteration_s < prediction.iteration_s
     with pytest.raises(ValueError, match="servers"):
         predict(SSP(), facts, servers=0)
-    with pytest.raises(ValueError, match="no plan"):
-        SSP().plan(facts)
-
-
-# ---- votes ----------------------------------------------------------------------------------
-
-
-def test_a_vote_costs_a_way_there_and_back_and_a_yes_two_incasts() -> None:
-    facts = profile(4, update_s=0.01)
-    never, always = (predict(PSSelSync(), facts, votes={"sync": share}) for share in (0.0, 1.0))
-    assert never.iteration_s == pytest.approx(0.6 + 0.01 + 2 * 0.001)
-    means_s = 2 * (4 * 8000 / 1.5e5 + 0.001)
-    assert always.iteration_s == pytest.approx(never.iteration_s + means_s)
-    assert (never.bytes_per_iteration, always.bytes_per_iteration) == ({"net": 0}, {"net": 8000})
-    assert always.exposed_s == pytest.approx(0.002 + means_s)
-    two = predict(PSSelSync(), facts, servers=2)
-    assert two.iteration_s == pytest.approx(never.iteration_s + 2 * (4 * 4000 / 1.5e5 + 0.001))
-    mixed = predict(PSSelSync(), facts, votes={"sync": [True, False, False, True]})
-    assert mixed.iteration_s == pytest.approx(never.iteration_s + means_s / 2)
-    assert mixed.trace.uneven
-    assert mixed.trace.iteration_seconds() == pytest.approx(
-        [never.iteration_s + means_s * yes for yes in (1, 0, 0, 1)]
-    )
-    some = predict(PSSelSync(), facts, votes={"sync": 0.3})
-    assert never.iteration_s < some.iteration_s < always.iteration_s
-
-
-def test_a_vote_waits_for_the_slowest() -> None:
-    compute_s = np.random.default_rng(3).lognormal(0, 0.5, (CLOCKS, 5))
-    course = run_selective(Server(1.0, 9.0, (9.0,) * 5, 0.25), compute_s, [False] * CLOCKS)
-    assert course.seconds == pytest.approx(compute_s.max(axis=1).sum() + CLOCKS * 0.5)
-    assert np.array(course.begins_s)[:, 1:].tolist() == np.array(course.ends_s)[:, :-1].tolist()
-
-
-def test_the_bounds_of_selsync_over_servers() -> None:
-    facts = profile(4, update_s=0.01)
-    assert PSSelSync().bound_s(facts) == pytest.approx(0.61)
-    assert PSSelSync(delta=0).bound_s(facts) == pytest.approx(0.61 + 8000 / 1.5e5)
-    for delta, votes in ((0, 1.0), (0.3, 0.0)):
-        strategy = PSSelSync(delta=delta)
-        found = predict(strategy, facts, servers=64, votes={"sync": votes})
-        assert found.iteration_s >= found.bound_s == strategy.bound_s(facts)
-    with pytest.raises(ValueError, match="servers"):
-        predict(PSSelSync(), facts, servers=0)
-    with pytest.raises(ValueError, match="must name a vote"):
-        predict(PSSelSync(), facts, votes={"layer 0": 0.5})
     with pytest.raises(ValueError, match="must be left out"):
         predict(SSP(), facts, votes={"sync": 0.5})
+    with pytest.raises(ValueError, match="no plan"):
+        SSP().plan(facts)

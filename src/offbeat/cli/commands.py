@@ -83,7 +83,7 @@ class Where:
     hosts: Annotated[int | None, number("Number of hosts.  [default: 4]")] = None
     rate: Annotated[str | None, option("Rate of every link.  [default: 100mbit]")] = None
     servers: Annotated[
-        int, number("So many more hosts, the last ones, that serve (ssp, ps-bsp, ps-selsync).")
+        int, number("So many more hosts, the last ones, that serve (ssp, ps-bsp).")
     ] = 0
     cluster: Annotated[Path | None, option("Cluster file (TOML), instead of both.")] = None
     lab: Annotated[
@@ -359,6 +359,11 @@ def simulate(
     else:
         assert strategy is not None
         named = texts.several(strategy, set_)
+        if servers != 1 and not any(chosen.needs.servers for chosen in named):
+            raise ValueError(
+                f"servers ({servers}) must be left out with {strategy}, which trains without them; "
+                "choose one that has servers: ssp, ps-bsp"
+            )
         for chosen in sweep.with_periods(named, period):
             told = {"strategy": str(chosen), "period": getattr(chosen, "period", None)}
             said = texts.votes(votes, chosen, facts) if votes else None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +17,7 @@ from offbeat.profile import Profile
 from offbeat.profile.device import DeviceSpeed
 from offbeat.sim import Votes
 from offbeat.strategies.base import Strategy, require_choice
-from offbeat.strategies.registry import find
+from offbeat.strategies.registry import setting_names
 from offbeat.strategies.texts import create_from_texts, pairs, parts, strategy
 
 if TYPE_CHECKING:  # imported by the commands that need it
@@ -34,9 +33,10 @@ def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
 
     items = [parts(item) for item in names.split(",")]
     chosen = [name for name, *_ in items]
+    known = {name: setting_names(name) for name in chosen}
     shared: dict[str, dict[str, str]] = {name: {} for name in chosen}
     for key, text in pairs(settings).items():
-        for name, setting in _addressed(key, chosen):
+        for name, setting in _addressed(key, known):
             shared[name][setting] = text
     return tuple(
         Contestant("-".join([name, *inline]), create_from_texts(name, shared[name] | pairs(inline)))
@@ -44,13 +44,12 @@ def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
     )
 
 
-def _addressed(key: str, chosen: Sequence[str]) -> list[tuple[str, str]]:
+def _addressed(key: str, known: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
     """(strategy, setting) of `dreamddp.period`, or of `period` for all strategies that have it."""
     scope, _, setting = key.rpartition(".")
     if scope:
-        require_choice("strategy of --set", scope, chosen)
+        require_choice("strategy of --set", scope, known)
         return [(scope, setting)]
-    known = {name: [f.name for f in fields(find(name))] for name in chosen}
     every = dict.fromkeys(setting for settings in known.values() for setting in settings)
     require_choice(f"setting of {', '.join(known)}", key, every)
     return [(name, key) for name in known if key in known[name]]

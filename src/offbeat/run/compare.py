@@ -204,7 +204,7 @@ class Comparison:
         if self.setup.servers and not served:
             raise ValueError(
                 f"servers ({self.setup.servers}) must be 0 unless a strategy has servers; leave "
-                "--servers out, or choose one that has: ssp, ps-bsp, ps-selsync"
+                "--servers out, or choose one that has: ssp, ps-bsp"
             )
         if not labels:
             raise ValueError("contestants ([]) must not be empty; name a strategy")
@@ -391,7 +391,7 @@ def _run_all(
     if given is not None:  # the first launch has written what the script names
         _note_unused_strategy(outcome, progress)
     for contestant in ready:
-        _adopt_course(contestant, comparison, profile, outcome, progress)
+        _adopt_course(contestant, profile, outcome, progress)
 
 
 def _on_device(
@@ -613,21 +613,12 @@ def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
 
 
 def _adopt_course(
-    contestant: Contestant,
-    comparison: Comparison,
-    profile: Profile,
-    outcome: Outcome,
-    progress: Progress,
+    contestant: Contestant, profile: Profile, outcome: Outcome, progress: Progress
 ) -> None:
     """Let the plan that ran, not the one expected, stand in the run directory, predicted with
     what its votes have decided."""
     directory, strategy = outcome.run_dir / contestant.label, contestant.strategy
     if not strategy.needs.profile:
-        found = _outcomes(directory / "rep0")
-        votes = {name: outcomes[SKIP:] for name, outcomes in found.items()}
-        if all(votes.values()) and votes:
-            servers = comparison.setup.servers
-            predict(strategy, profile, directory, votes=votes, servers=servers)
         return
     ran = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
     if ran is None:

@@ -62,8 +62,7 @@ class BackwardSplit:
 class Iteration:
     """One iteration: its number, its times, its messages; `planned` is its number in the plan,
     which may begin anew. Of its votes: what this rank `shown`, who `voted` yes; `spared_bytes`
-    were not sent, as votes said no; `pushed_bytes` went to servers. `split`: of a backward that
-    waits for messages within."""
+    were not sent, as votes said no. `split`: of a backward that waits for messages within."""
 
     number: int
     marks: Timestamps
@@ -80,7 +79,6 @@ class Iteration:
     undecided: set[str] = field(default_factory=set)  # votes whose outcome is not known
     voted: dict[str, list[int]] = field(default_factory=dict)
     spared_bytes: int = 0
-    pushed_bytes: int = 0
     split: BackwardSplit | None = None
 
     @property

@@ -123,8 +123,8 @@ def prepare(
     before the next forward, as under torch's DDP. Only strategies that compute what DDP computes
     broadcast; under others, and with False, every rank keeps its own buffers.
     `metrics`: who is told how training goes, see `offbeat.metrics`; it may differ between ranks.
-    With a strategy that has servers (SSP, PSBSP, PSSelSync), the last OFFBEAT_SERVERS ranks
-    serve: there prepare returns only when all workers have left, by SystemExit(0).
+    With a strategy that has servers (SSP, PSBSP), the last OFFBEAT_SERVERS ranks serve: there
+    prepare returns only when all workers have left, by SystemExit(0).
     With gossip (A2CiD2, ADPSGD) ranks train on parameters of their own, and some may die.
     `mesh` and `process_group` are refused: every rank holds a whole replica, and all ranks of the
     job average.

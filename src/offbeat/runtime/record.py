@@ -86,17 +86,12 @@ class Recorder:
         self.notes: dict[str, Any] = {}
         self.pace: dict[str, float] | None = None
         self.sample: Sample | None = None
-        self._votes_without_plan: Sequence[str] = ()
         self._votes = VoteLog()
         self._tap = LossTap()
 
-    def start(
-        self, strategy: str, plan: Plan | None, observed: int, votes: Sequence[str] = ()
-    ) -> None:
-        """The strategy's own iterations begin now; `observed` ones came before. `votes` are those
-        of a strategy without a plan."""
+    def start(self, strategy: str, plan: Plan | None, observed: int) -> None:
+        """The strategy's own iterations begin now; `observed` ones came before."""
         self.strategy, self.plan, self.observed = strategy, plan, observed
-        self._votes_without_plan = votes
         window = WINDOW_PERIODS * (plan.period if plan else 1)
         self._spans = deque(maxlen=max(2, window))
         if plan is not None and self._rank == 0:
@@ -138,8 +133,7 @@ class Recorder:
 
     @property
     def _voting(self) -> Sequence[str]:
-        plan = self.plan
-        return self._votes_without_plan if plan is None else [vote.name for vote in plan.votes]
+        return [] if self.plan is None else [vote.name for vote in self.plan.votes]
 
     def write(self, bytes_sent: dict[str, int]) -> None:
         """Write the rest, and that the record is whole."""

@@ -16,7 +16,7 @@ from offbeat.guards.finite import OnNonfinite, all_finite
 from offbeat.guards.parameters import ParameterWatch
 from offbeat.runtime.iteration import Iteration, Timestamps
 from offbeat.runtime.serving import client_of, serve
-from offbeat.runtime.training_job import Ranks, TrainingJob
+from offbeat.runtime.training_job import TrainingJob
 from offbeat.runtime.wrap import Position, Session
 from offbeat.server.client import Client
 from offbeat.strategies.served import NO_CHECKPOINT, Served
@@ -37,8 +37,7 @@ class Worker:
     client: Client
     recorder: Recorder | None
     on_nonfinite: OnNonfinite
-    pace: Pace | None
-    ranks: Ranks
+    pace: Pace | None = None
 
 
 class ServedSession(Session):
@@ -205,15 +204,13 @@ class ServedSession(Session):
 def open_served_session(strategy: Served, job: TrainingJob) -> ServedSession:
     """Return the session of a worker. On a rank that serves, serve until all workers have left, and
     raise SystemExit(0)."""
-    arguments = job.model, job.optimizer, strategy, job.ranks, job.cluster
     if job.cluster.control.rank in job.ranks.servers:
-        serve(*arguments)
+        serve(job.model, job.optimizer, strategy, job.ranks, job.cluster)
         raise SystemExit(0)
     pace = job.requested_pace()
     if job.recorder:
-        job.recorder.start(str(strategy), None, observed=0, votes=strategy.votes)
-    client, policy = client_of(*arguments), job.watch.on_nonfinite
-    worker = Worker(
-        job.model, job.optimizer, job.cluster, client, job.recorder, policy, pace, job.ranks
-    )
+        job.recorder.start(str(strategy), None, observed=0)
+    client = client_of(job.optimizer, strategy, job.ranks, job.cluster)
+    policy = job.watch.on_nonfinite
+    worker = Worker(job.model, job.optimizer, job.cluster, client, job.recorder, policy, pace)
     return strategy.open_worker(worker)

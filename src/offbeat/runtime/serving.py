@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offbeat.runtime.training_job import Ranks
 from offbeat.server.client import Client
 from offbeat.server.layout import Layout
-from offbeat.server.optimizers import Keep, require_elementwise
+from offbeat.server.optimizers import require_elementwise
 from offbeat.server.service import Service
 from offbeat.server.snapshots import Snapshots
 from offbeat.server.store import Store
@@ -32,10 +32,9 @@ def serve(
     cluster: Cluster,
 ) -> None:
     """What a serving rank does, until every worker has left."""
-    layout, duty = layout_of(model, optimizer, strategy, ranks), strategy.duty
+    layout, duty = layout_of(optimizer, strategy, ranks), strategy.duty
     number = cluster.control.rank - ranks.servers.start
-    stepping = Keep(layout.parameters) if duty.keeps else optimizer
-    store = Store(layout, number, stepping, duty.apply, ranks.workers)
+    store = Store(layout, number, optimizer, duty.apply, ranks.workers)
     snapshots = _snapshots(duty, number)
     clock = _common_snapshot(snapshots, ranks, cluster.control)
     if clock is not None:
@@ -44,25 +43,14 @@ def serve(
     _forget(model, optimizer)
     listener = socket.create_server((own_address(cluster), 0), backlog=2 * len(ranks.workers))
     secret = _meet(listener.getsockname()[:2], ranks, cluster.control)[1]
-    Service(
-        store,
-        listener,
-        secret,
-        silent_s=duty.silent_s,
-        snapshots=snapshots,
-        returns=duty.returns,
-    ).serve()
+    Service(store, listener, secret, silent_s=duty.silent_s, snapshots=snapshots).serve()
 
 
 def client_of(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Served,
-    ranks: Ranks,
-    cluster: Cluster,
+    optimizer: torch.optim.Optimizer, strategy: Served, ranks: Ranks, cluster: Cluster
 ) -> Client:
     """A worker's client, connected to all servers."""
-    layout, duty = layout_of(model, optimizer, strategy, ranks), strategy.duty
+    layout, duty = layout_of(optimizer, strategy, ranks), strategy.duty
     control = cluster.control
     resumed = _common_snapshot(None, ranks, control)
     if resumed is not None and control.rank == 0:
@@ -90,19 +78,12 @@ def client_of(
     )
 
 
-def layout_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Served, ranks: Ranks
-) -> Layout:
-    """Where that lies which servers hold: the trained parameters; averaged ones with the model's
-    running statistics. ValueError for an optimizer that servers cannot have."""
+def layout_of(optimizer: torch.optim.Optimizer, strategy: Served, ranks: Ranks) -> Layout:
+    """Return the layout of the trained parameters on the servers; ValueError for an optimizer that
+    servers cannot have."""
+    require_elementwise(optimizer, strategy.duty.apply)
     groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-    if not strategy.duty.keeps:
-        require_elementwise(optimizer, strategy.duty.apply)
-        return Layout(groups, len(ranks.servers))
-    held: list[Tensor] = [p for group in groups for p in group]
-    if strategy.duty.keeps == "parameters":
-        held += [b for b in model.buffers() if b.is_floating_point() and b.numel()]
-    return Layout([held], len(ranks.servers))
+    return Layout(groups, len(ranks.servers))
 
 
 def _meet(
@@ -130,8 +111,6 @@ def _common_snapshot(mine: Snapshots | None, ranks: Ranks, control: Control) -> 
 
 
 def _remedy(duty: Duty) -> str:
-    if duty.keeps:
-        return "start the job again, from your last checkpoint"
     if duty.snapshot is None:
         return "start the job again (with snapshot=DIRECTORY it would go on where it was saved)"
     return (

@@ -26,7 +26,7 @@ class VoteLog:
         """Take in one finished iteration with these votes."""
         self._iterations.append(done.number)
         sent = [m for m in done.messages if not m.passed]
-        self._sent.append(done.pushed_bytes + sum(x.nbytes for m in sent for x in m.tensors))
+        self._sent.append(sum(x.nbytes for m in sent for x in m.tensors))
         self._spared.append(done.spared_bytes)
         for name in votes:
             numbers = {k: float(f"{x:.6g}") for k, x in done.shown.get(name, {}).items()}

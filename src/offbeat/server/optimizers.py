@@ -72,19 +72,6 @@ def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], cut: bool)
     return torch.cat([piece.detach().flatten() for piece in pieces])
 
 
-class Keep(torch.optim.Optimizer):
-    """What is applied takes the parameter's place: for servers that only hold means."""
-
-    def __init__(self, params: Sequence[Tensor]):
-        super().__init__(params, {})
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.copy_(p.grad)
-
-
 # ---- settings -------------------------------------------------------------------------------
 
 

@@ -49,7 +49,7 @@ class Service:
     """Serves a store to its workers until all of them have left.
 
     A worker that has not been heard of for `silent_s` counts no more, with a warning; it may come
-    back if it `returns`.
+    back.
     """
 
     def __init__(
@@ -60,11 +60,10 @@ class Service:
         *,
         silent_s: float,
         snapshots: Snapshots | None = None,
-        returns: bool = True,
     ):
         self.store = store
         self._listener, self._secret = listener, secret
-        self._silent_s, self._snapshots, self._returns = silent_s, snapshots, returns
+        self._silent_s, self._snapshots = silent_s, snapshots
         self._peers: set[_Peer] = set()
         now = time.monotonic()
         self._heard_s = dict.fromkeys(store.clocks(), now)
@@ -254,11 +253,6 @@ class Service:
             raise WireError(f"rank ({rank}) is no worker of this job")
         if meta.get("layout") != self.store.layout.digest:
             raise WireError("the model or optimizer is another one than the server's")
-        if rank in self._lost and not self._returns:
-            raise WireError(
-                f"rank {rank} was silent for more than {self._silent_s:g} s, and the others have "
-                "gone on without it; raise silent_s"
-            )
         for other in [p for p in self._peers if p.rank == rank]:
             self._drop(other)
         peer.rank = rank

@@ -6,7 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from offbeat.strategies.base import Monitor, Needs, StatePolicy, Strategy, require_choice
-from offbeat.strategies.registry import BUILT_IN, create, find, reference_of, strategy_names
+from offbeat.strategies.registry import (
+    BUILT_IN,
+    FORMER,
+    create,
+    find,
+    reference_of,
+    setting_names,
+    strategy_names,
+)
 
 if TYPE_CHECKING:
     from offbeat.strategies.a2cid2 import A2CiD2
@@ -26,14 +34,13 @@ if TYPE_CHECKING:
     from offbeat.strategies.p3 import P3
     from offbeat.strategies.partial_sync import PartialSync
     from offbeat.strategies.ps_bsp import PSBSP
-    from offbeat.strategies.ps_selsync import PSSelSync
     from offbeat.strategies.selsync import SelSync
     from offbeat.strategies.ssp import SSP
     from offbeat.strategies.us_byte import USByte
     from offbeat.strategies.wfbp import WFBP
 
 _MODULES = {"OuterSGD": "offbeat.strategies.outer"}
-for _path in BUILT_IN.values():
+for _path in (*BUILT_IN.values(), *FORMER.values()):
     _module, _, _class = _path.partition(":")
     _MODULES[_class] = _module
 
@@ -66,7 +73,6 @@ __all__ = [
     "Monitor",
     "Needs",
     "OuterSGD",
-    "PSSelSync",
     "PartialSync",
     "SelSync",
     "StatePolicy",
@@ -76,5 +82,6 @@ __all__ = [
     "find",
     "reference_of",
     "require_choice",
+    "setting_names",
     "strategy_names",
 ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
 from typing import Any
 
 from offbeat.strategies.base import Strategy, require_choice
@@ -32,11 +32,14 @@ BUILT_IN = {
     "partial-sync": "offbeat.strategies.partial_sync:PartialSync",
     "selsync": "offbeat.strategies.selsync:SelSync",
     "ps-bsp": "offbeat.strategies.ps_bsp:PSBSP",
-    "ps-selsync": "offbeat.strategies.ps_selsync:PSSelSync",
     "ssp": "offbeat.strategies.ssp:SSP",
     "a2cid2": "offbeat.strategies.a2cid2:A2CiD2",
     "ad-psgd": "offbeat.strategies.ad_psgd:ADPSGD",
 }
+
+
+# Former names: functions that warn for one release and return a strategy.
+FORMER = {"ps-selsync": "offbeat.strategies.former:PSSelSync"}
 
 
 def strategy_names() -> list[str]:
@@ -97,8 +100,8 @@ def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
     Raises:
         ValueError: name or setting does not exist; suggests the nearest one.
     """
-    cls, settings = find(name), settings or {}
-    known = [field.name for field in fields(cls)]
+    make, settings = maker(name), settings or {}
+    known = setting_names(name)
     if "outer" in settings and "outer" not in known:
         raise ValueError(
             f"outer must be left out with {name}: outer optimizers step on averages of parameters, "
@@ -106,7 +109,20 @@ def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
         )
     for key in settings:
         require_choice(f"setting of {name}", key, known)
-    return cls(**settings)
+    return make(**settings)
+
+
+def maker(name: str) -> Callable[..., Strategy]:
+    """Return the class of a strategy, or the function of a former name; ValueError as of `find`."""
+    if name in FORMER:
+        module, _, function = FORMER[name].partition(":")
+        return getattr(import_module(module), function)
+    return find(name)
+
+
+def setting_names(name: str) -> list[str]:
+    """Return the names of a strategy's settings; ValueError as of `find`."""
+    return list(signature(maker(name)).parameters)
 
 
 @cache

@@ -29,14 +29,11 @@ class Duty:
     """What servers do for a method.
 
     `apply`: "clock", the mean of what all workers have pushed for a clock, or "push", each push at
-    once. The user's optimizer steps by it, unless the servers only keep it: `keeps` says what
-    it is then. `returns`: whether a worker that was silent for `silent_s` may come back.
+    once. The user's optimizer steps by it.
     """
 
     silent_s: float
     apply: Literal["clock", "push"] = "clock"
-    keeps: Literal["parameters", "gradients"] | None = None
-    returns: bool = True
     snapshot: str | None = None
     snapshot_every: int = 100
 
@@ -48,7 +45,6 @@ class Served(Strategy):
     needs: ClassVar[Needs] = Needs(
         profile=False, servers=True, one_optimizer=True, no_checkpoint=NO_CHECKPOINT
     )
-    votes: ClassVar[tuple[str, ...]] = ()  # names of what workers decide together
 
     @property
     @abstractmethod
@@ -75,7 +71,7 @@ class Served(Strategy):
         """Return the session of a worker."""
 
     def vote_names(self, profile: Profile) -> Sequence[str]:
-        return self.votes
+        return ()
 
 
 def require_silence(silent_s: float) -> None:

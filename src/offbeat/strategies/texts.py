@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from offbeat.strategies.base import Strategy, require_choice
 from offbeat.strategies.outer import OuterSGD
-from offbeat.strategies.registry import create, find, reference_of
+from offbeat.strategies.registry import create, maker, reference_of, setting_names
 
 BITS = {"0": False, "1": True}
 
@@ -115,8 +115,8 @@ def with_setting(strategy: Strategy, setting: str, text: str) -> Strategy:
 
 def create_from_texts(name: str, settings: Mapping[str, str]) -> Strategy:
     """A strategy from its name and its settings' texts; ValueError if there is none."""
-    known = {field.name for field in fields(find(name))}
-    hints = {k: hint for k, hint in get_type_hints(find(name)).items() if k in known}
+    known = setting_names(name)
+    hints = {k: hint for k, hint in get_type_hints(maker(name)).items() if k in known}
     # `create` knows best what to say about settings that there are not.
     values = {k: parse_value(k, t, hints[k]) if k in hints else t for k, t in settings.items()}
     return create(name, values)

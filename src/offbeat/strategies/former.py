@@ -1,0 +1,25 @@
+"""Former names of strategies, which warn for one release."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+from offbeat.strategies.selsync import SelSync
+
+
+def PSSelSync(  # noqa: N802
+    delta: float = 0.3,
+    window: int = 25,
+    smooth: Literal["norm", "change"] = "norm",
+    aggregate: Literal["parameters", "gradients"] = "parameters",
+    silent_s: float | None = None,  # noqa: ARG001
+) -> SelSync:
+    """Warn, and return `SelSync` with the same settings. Without servers `silent_s` has no use."""
+    warnings.warn(
+        "ps-selsync (PSSelSync) runs selsync, which computes the same without servers, and will be "
+        "removed in the next release; use selsync (SelSync), and leave --servers and silent_s out",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return SelSync(delta, window, smooth, aggregate)
