@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from slides_tasks import Task
 from torch import Tensor, nn
 
-from offbeat.plan import Plan
+from offbeat.plan import Plan, vote_channel
 from offbeat.profile import Profile
 from offbeat.run.compare import outcomes_of
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.iteration import Iteration
 from offbeat.runtime.vote_log import VoteLog
-from offbeat.runtime.votes import vote_channel
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import specs_of_profile
 from offbeat.strategies import Strategy
-from offbeat.testing import memory
-from offbeat.testing.memory import MemoryControl, World, memory_links, run_ranks
 from offbeat.transport.device import CPU
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from support import memory  # pyright: ignore[reportMissingImports]
+from support.memory import (  # pyright: ignore[reportMissingImports]
+    MemoryControl,
+    World,
+    memory_links,
+    run_ranks,
+)
 
 memory.TIMEOUT_S = 900.0  # its own is that of tests; a run takes longer, and may be paused
 

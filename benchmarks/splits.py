@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from tasks import Batch, network, picture_loss, pictures, sgd
-from threads import Job, Trained, consolidated, remembered, train, untimed
+from threads import Job, Trained, World, consolidated, remembered, train, untimed
 
 from offbeat.data import Chunks, DefDP, Dirichlet, Injection, LabelSkew, Partition, SelDP
 from offbeat.strategies import BSP, FedAvg, SelSync, Strategy
-from offbeat.testing.memory import World
 
 WORKERS, BATCH, WIDTH = 8, 32, 64
 

@@ -18,16 +18,22 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.measuring.divergence import Sample
-from offbeat.plan import Plan
+from offbeat.plan import Plan, vote_channel
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.runtime.engine import Engine
 from offbeat.runtime.iteration import Iteration
-from offbeat.runtime.votes import vote_channel
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec, group_parameters, nbytes, specs_of_profile
-from offbeat.testing import memory
-from offbeat.testing.memory import MemoryControl, World, memory_links, run_ranks
 from offbeat.transport.device import CPU
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from support import memory  # pyright: ignore[reportMissingImports]
+from support.memory import (  # pyright: ignore[reportMissingImports]
+    MemoryControl,
+    World,
+    memory_links,
+    run_ranks,
+)
 
 LINK = "net"
 LEAST_BYTES = 16_384  # of a bucket: these models are small

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.memory import MemoryControl, World, memory_links, run_ranks
+from support.quadratic import DECAY, MOMENTUM, RATE, TIMEOUT_S, Net, Quadratic, ran
+from support.random_plans import random_plan, ranks_of
 
 from offbeat.checkpoint.frozen import Frozen, freeze
 from offbeat.plan import Plan, vote_channel
@@ -17,9 +20,6 @@ from offbeat.runtime.engine import Engine
 from offbeat.runtime.position import capture, restore
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec
-from offbeat.testing.memory import MemoryControl, World, memory_links, run_ranks
-from offbeat.testing.quadratic import DECAY, MOMENTUM, RATE, TIMEOUT_S, Net, Quadratic, ran
-from offbeat.testing.random_plans import random_plan, ranks_of
 from offbeat.transport.device import CPU
 
 PLANS = 50  # accepted ones

@@ -9,6 +9,8 @@ from random import Random
 
 import numpy as np
 import pytest
+from support import quadratic
+from support.random_plans import random_plan, ranks_of
 
 import offbeat
 from offbeat.numerics import EFFECTS, RULES, SETTINGS
@@ -18,8 +20,6 @@ from offbeat.plan.deferred import deferred
 from offbeat.plan.lean import keeps_gradients
 from offbeat.plan.program import Program
 from offbeat.runtime.engine import Engine
-from offbeat.testing import quadratic
-from offbeat.testing.random_plans import random_plan, ranks_of
 
 SOURCE = Path(offbeat.__file__).parent
 NUMBERS = {"number": 0.5, "count": 1, "numbers": (2.0, 0.5)}

@@ -5,12 +5,12 @@ from random import Random
 
 import pytest
 from plan.families import FAMILIES, H, N, dear_plan, deft_plan, dreamddp_plan, selsync_plan
+from support.random_plans import random_plan, ranks_of
 
 from offbeat.plan import Apply, Moment, Phases, Plan, local, transfer
 from offbeat.plan.coalesced import coalesced
 from offbeat.plan.program import Program, moment_at, position
 from offbeat.plan.windows import Windows
-from offbeat.testing.random_plans import random_plan, ranks_of
 
 STEP, END = Moment("step"), Moment("end")
 

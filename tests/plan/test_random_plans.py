@@ -11,13 +11,13 @@ from random import Random
 import numpy as np
 import pytest
 from reference.adversary import Machine, Problem, momentum
+from support.random_plans import random_plan, ranks_of
 
 from offbeat.numerics import RULES, WIRES
 from offbeat.plan import VERBS, Phases, Plan
 from offbeat.plan.check import check, shortened, slices_of
 from offbeat.plan.interpreter import Interpreter, Model
 from offbeat.plan.program import Program
-from offbeat.testing.random_plans import random_plan, ranks_of
 
 PLANS = 500
 EXECUTED = 60

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch._inductor.config
+from support.memory import memory_links, run_ranks
+from support.quadratic import MOMENTUM, RATE, Net, Quadratic, interpreted, model_of, ran
 
 from offbeat.cli.texts import contestants
 from offbeat.measuring import coding as measuring
@@ -46,8 +48,6 @@ from offbeat.strategies import (
 )
 from offbeat.strategies.texts import parse
 from offbeat.strategies.wired import with_wire
-from offbeat.testing.memory import memory_links, run_ranks
-from offbeat.testing.quadratic import MOMENTUM, RATE, Net, Quadratic, interpreted, model_of, ran
 from offbeat.transport.codes import blocks, fused
 from offbeat.transport.codes.average import (
     OriginError,

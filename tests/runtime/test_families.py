@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from plan.families import CENTER, FAMILIES, SIZE, SLOPE, START, N, T, World
+from support.quadratic import Quadratic, train
 from worlds import run_world
 
 from offbeat.plan import base_link, vote_channel
-from offbeat.testing.quadratic import Quadratic, train
 from offbeat.transport.cluster import connect
 from offbeat.transport.device import CPU
 from offbeat.transport.interfaces import LinkSpec

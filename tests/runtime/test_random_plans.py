@@ -4,11 +4,11 @@ from random import Random
 
 import numpy as np
 import pytest
+from support.quadratic import Quadratic, interpreted, ran
+from support.random_plans import random_plan, ranks_of
 
 from offbeat.plan.check import check
 from offbeat.plan.program import Program
-from offbeat.testing.quadratic import Quadratic, interpreted, ran
-from offbeat.testing.random_plans import random_plan, ranks_of
 
 PLANS, PARTS = 300, 4  # accepted ones, in so many tests
 TOLERANCE = 1e-12

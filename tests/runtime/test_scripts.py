@@ -14,6 +14,7 @@ from comparing import assert_close, assert_same, sets_of
 from models import Case, Loop, profile_of
 from reference.training import Replica, bsp, local_sgd, partial_sync, replicas
 from strategy_lists import STRATEGIES
+from support.memory import MemoryControl, World, run_ranks
 from workers import Trained
 from worlds import run_world, watch_world
 
@@ -37,7 +38,6 @@ from offbeat.plan.check import check as problems
 from offbeat.plan.deferred import deferred
 from offbeat.sim import predict_plan
 from offbeat.strategies import USByte
-from offbeat.testing.memory import MemoryControl, World, run_ranks
 
 CASE = Case("mlp", "nesterov", "step")
 ITERATIONS = 8

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from server_jobs import SECRET, Job, job, pulled, until
+from support.memory import MemoryControl, World, run_ranks
 
 from offbeat.runtime.serving import common_secret
 from offbeat.server.client import Client, ServerGoneError
 from offbeat.server.service import _Peer
 from offbeat.server.upstream import RefusedError
 from offbeat.server.wire import Kind
-from offbeat.testing.memory import MemoryControl, World, run_ranks
 from offbeat.transport import secret as secrets
 from offbeat.transport.frames import HEADER_BYTES, pack
 

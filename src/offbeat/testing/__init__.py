@@ -1,1 +1,1 @@
-"""For people who add strategies: random plans, equations, and what every strategy must pass."""
+"""For authors of strategies: equations, and the conformance suite of every strategy."""

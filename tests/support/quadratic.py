@@ -20,10 +20,10 @@ from offbeat.plan.interpreter import Interpreter, Model, Worker
 from offbeat.runtime.engine import Engine
 from offbeat.storage.flat import Flat
 from offbeat.storage.layout import BucketSpec
-from offbeat.testing.memory import MemoryControl, World, memory_links, run_ranks
 from offbeat.transport.control import Control
 from offbeat.transport.device import CPU
 from offbeat.transport.link import Link
+from support.memory import MemoryControl, World, memory_links, run_ranks
 
 RATE, MOMENTUM, DECAY = 0.1, 0.9, 0.01
 TIMEOUT_S = 20.0

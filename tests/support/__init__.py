@@ -1,0 +1,1 @@
+"""Support of several tests: ranks in threads, quadratic models, random plans, gossip."""
