@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -20,11 +22,13 @@ import numpy as np
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks
 from offbeat.sim import simulate as simulate_plan
-from offbeat.sim.consensus import Course, Quadratic, follow
 from offbeat.sim.gossip import Network, Workers, poisson, simulate
 from offbeat.solve.graphs import Constants, Rates, constants, edge_rates, topology
 from offbeat.solve.measured import measured
 from offbeat.strategies import BSP, WFBP, Strategy
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from support.consensus import Course, Quadratic, follow  # pyright: ignore[reportMissingImports]
 
 SEEDS = range(5)
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from support.consensus import Course, Quadratic, follow
 
-from offbeat.sim.consensus import Course, Quadratic, follow
 from offbeat.sim.gossip import Network, Workers, poisson, simulate
 from offbeat.solve.graphs import constants, edge_rates, topology
 
