@@ -1,15 +1,13 @@
-"""`offbeat graph`: constants, exchanges, pictures of 80 columns, and mistakes in one line."""
+"""`offbeat graph`: constants, exchanges, and mistakes in one line."""
 
 import json
 import re
 import subprocess
 import sys
 
-import networkx as nx
 import pytest
 
 from offbeat import cli
-from offbeat.report.graph import circle, draw, matrix, table, torus
 from offbeat.solve.graphs import constants, edge_rates, topology
 
 
@@ -86,62 +84,6 @@ def test_mistakes_are_one_line(argv, facts, capsys):
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert [fact for fact in facts if fact not in printed.err] == []
-
-
-SHAPES = ["ring", "star", "torus", "complete", "exponential", "random-regular"]
-
-
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("n", [4, 8, 16, 32, 64, 500])
-def test_pictures_fit_and_name_workers(name, n):
-    lines = draw(topology(name, n)).split("\n")
-    assert max(map(len, lines)) <= 80
-    assert len(lines) <= 70
-    assert all(line == line.rstrip() for line in lines)
-    shown = set(re.findall(r"\d+", "\n".join(lines)))
-    assert {"0", str(n // 2)} <= shown or n > 32
-
-
-def test_a_circle_names_everybody_and_has_a_line_per_edge():
-    ring, path = circle(nx.cycle_graph(8)), circle(nx.path_graph(8))
-    for text in (ring, path):
-        assert sorted(map(int, re.findall(r"\d+", text))) == list(range(8))
-    assert dots(ring) == pytest.approx(dots(path) * 8 / 7, rel=0.05)
-
-
-def test_the_hub_of_a_star_is_in_the_middle():
-    lines = circle(nx.star_graph(7)).split("\n")
-    row = next(k for k, line in enumerate(lines) if re.search(r"\b0\b", line))
-    assert row == pytest.approx(len(lines) / 2, abs=1)
-
-
-def test_a_table_is_the_adjacency():
-    graph = nx.path_graph(3)
-    assert table(graph) == "   0   2\n0  · ■ ·\n1  ■ · ■\n2  · ■ ·"
-
-
-def dots(text):
-    return sum((ord(letter) - 0x2800).bit_count() for letter in text if ord(letter) >= 0x2800)
-
-
-@pytest.mark.parametrize("n", [40, 128])
-def test_a_matrix_has_a_dot_per_pair(n):
-    graph = topology("exponential", n)
-    assert dots(matrix(graph)) == 2 * graph.number_of_edges()
-
-
-def test_a_large_matrix_says_what_a_dot_is():
-    text = matrix(topology("complete", 500))
-    assert text.endswith("a dot is 4 x 4 pairs")
-    assert dots(text) == 125**2
-
-
-def test_a_torus_is_a_grid():
-    assert torus(2, 3) == "- 0 - 1 - 2 -\n  |   |   |\n- 3 - 4 - 5 -"
-    text = torus(3, 4)
-    assert re.findall(r"\d+", text) == [str(i) for i in range(12)]
-    assert text.count("|") == 16  # 4 more that leave below come back above
-    assert text.count("-") == 15
 
 
 def test_no_torch():

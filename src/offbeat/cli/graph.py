@@ -1,4 +1,4 @@
-"""`offbeat graph`: the constants of gossip on a graph, and its picture."""
+"""`offbeat graph`: the constants of gossip on a graph, and its exchanges."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def graph(
     mb: Annotated[float, option("measured: megabytes of an exchange, each way.")] = 4.0,
     json_: Json = False,
 ) -> int:
-    """Show a graph of gossip: its constants for A2CiD2, its exchanges, and a picture.
+    """Show a graph of gossip: its constants for A2CiD2, and its exchanges.
 
     Example: offbeat graph --topology ring --workers 16
     """
@@ -102,9 +102,6 @@ def _data(
 def _text(
     topology: str, rate: float, rates: dict[Edge, float], found: Constants, made: nx.Graph
 ) -> str:
-    from offbeat.report.graph import draw
-    from offbeat.solve.graphs import torus_shape
-
     lines = [f"{topology}: {len(made)} workers, {len(rates)} edges, rate {rate:g}", ""]
     for field, (name, meaning) in MEANINGS.items():
         lines.append(f"{name:<12} {getattr(found, field):<10.4g} {meaning}")
@@ -113,8 +110,7 @@ def _text(
     spread = least if least == most else f"{least} to {most}"
     total = sum(rates.values())
     lines.append(f"{'exchanges':<12} {total:<10.4g} per unit time; {spread} of each worker")
-    grid = torus_shape(len(made)) if topology == "torus" else None
-    return "\n".join([*lines, "", draw(made, grid)])
+    return "\n".join(lines)
 
 
 def _per_worker(rates: dict[Edge, float], workers: int) -> list[float]:
