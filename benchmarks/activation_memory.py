@@ -2,6 +2,7 @@
 Cyclic Data Parallelism; and how far that is from an interleaved execution.
 
     python benchmarks/activation_memory.py [--model vit,resnet,small] [--repetitions 5]
+    python benchmarks/activation_memory.py --profile profile.json --hosts 4,8,32
 
 Measured: the bytes that autograd keeps, at every moment of a real forward and backward of one
 worker (each change with its time; storages count once, parameters never), without the update.
@@ -10,7 +11,8 @@ Extrapolated: N such workers at the same time, and each 1/N of the time behind t
 worker. `profile` says the same from what `offbeat profile` writes: bytes and times by bucket.
 `allocated` is everything that is in memory, temporaries as well, but for parameters and gradients.
 `small` also runs: N micro-batches in parallel, and N stages interleaved on one device.
-Reductions are medians [least, most] over repetitions.
+Reductions are medians [least, most] over repetitions. With `--profile` nothing runs: the table is
+that of the profile.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from cyclic_memory import Batch, Block, Bottleneck, transformer
@@ -31,11 +34,14 @@ from torch import Tensor, nn
 import offbeat
 from offbeat.cyclic import Activations, Interleaved, split
 from offbeat.profile import Profile
-from offbeat.sim.activations import Curve, curve_of, memory
+from offbeat.report.words import size
+from offbeat.sim.activations import Curve, Memory, curve_of, cyclic, memory
 
 WORKERS = (4, 8, 32)
 PAPER = {"vit": 0.42, "resnet": 0.30}
 STAGES = 4
+COLUMNS, ROWS = 64, 10  # of the picture
+HEADINGS = ("hosts", "parallel, per host", "cyclic, per host", "reduction")
 
 
 class ViT(nn.Module):
@@ -213,13 +219,73 @@ def interleaved(curves: list[Curve]) -> None:
         print(f"| {what} | {wanted / 1e6:.1f} | {measured / 1e6:.1f} | {off:+.1f} % |")
 
 
+# ---- from a profile -----------------------------------------------------------------------------
+
+
+def show_profile(path: Path, hosts: str | None) -> None:
+    """Print what workers of a profile keep, for each number of hosts."""
+    profile = Profile.load(path)
+    if not any(bucket.activation_bytes for bucket in profile.buckets):
+        raise ValueError(
+            "activation_bytes (0 in every bucket) of the profile must be known; measure the "
+            "profile again with `offbeat profile`, or write them into it"
+        )
+    counts = [int(n) for n in hosts.split(",")] if hosts else [profile.world_size]
+    one = curve_of(profile)
+    print(text(profile, one, [memory(one, n) for n in counts]))
+
+
+def text(profile: Profile, one: Curve, rows: Sequence[Memory]) -> str:
+    """The table, and the curve of most hosts under it."""
+    lines = [HEADINGS, *(_cells(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+    most = max(row.workers for row in rows)
+    title = f"kept by a host over one iteration: ░ in parallel, ━ cyclic, the mean of {most}"
+    return "\n".join([*table, "", title, *_picture(profile, one, most)])
+
+
+def _cells(row: Memory) -> tuple[str, ...]:
+    percent = f"{100 * row.reduction:.1f} %"
+    return str(row.workers), size(row.parallel_bytes), size(row.cyclic_bytes), percent
+
+
+def _picture(profile: Profile, one: Curve, workers: int) -> list[str]:
+    middle = (np.arange(COLUMNS) + 0.5) / COLUMNS * one.period_s
+    together = cyclic(one, workers)
+    filled = _rows(one, one, middle)
+    line = np.ceil(_rows(together, one, middle % together.period_s))
+    label = size(one.peak_bytes)
+    lines = []
+    for row in range(ROWS, 0, -1):
+        cells = [
+            "━" if level == row else "░" if height > row - 0.5 else " "
+            for height, level in zip(filled, line, strict=True)
+        ]
+        lines.append(f"{label if row == ROWS else '':>{len(label)}} │{''.join(cells).rstrip()}")
+    back = round(COLUMNS * profile.forward_s / one.period_s)
+    axis = f"{0:>{len(label)}} └{'─' * COLUMNS}"
+    names = "forward".ljust(back) + "backward" if back > 7 else "forward, backward"
+    return [*lines, axis, " " * (len(label) + 2) + names]
+
+
+def _rows(curve: Curve, one: Curve, at_s: np.ndarray) -> np.ndarray:
+    """Heights in rows, of a curve as it is just after some times."""
+    return curve.limits(at_s)[1] * (ROWS / one.peak_bytes)
+
+
 def main() -> None:
     """The tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", default="vit,resnet,small")
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--hosts", help="with --profile, as 4,8,32; as many as were measured")
     args = parser.parse_args()
+    if args.profile is not None:
+        show_profile(args.profile, args.hosts)
+        return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

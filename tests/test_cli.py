@@ -38,8 +38,7 @@ PROFILE = {
     "links": [{"name": "net", "latency_s": 1e-4, "bytes_per_s": 1.25e8}],
     "buckets": [{"name": f"h.{i}", **BUCKET} for i in range(6)],
 }
-COMMANDS = ["run", "profile", "plan", "simulate", "compare", "report", "strategies", "data"]
-COMMANDS += ["graph"]
+COMMANDS = ["run", "profile", "plan", "simulate", "compare", "report", "strategies", "graph"]
 
 
 @pytest.fixture
@@ -326,76 +325,6 @@ def test_wrong_products_are_one_line(argv, words, capsys):
     assert words in error_of(capsys, "simulate", "--profile", "profile.json", *argv.split())
 
 
-# --- memory --------------------------------------------------------------------------------------
-
-MEMORY = ["simulate", "--profile", "memory.json", "--memory"]
-
-
-@pytest.fixture
-def memory(here: Path) -> None:
-    """A profile of even layers that keep 2 MB each; an iteration is forward and backward."""
-    buckets = [{**bucket, "activation_bytes": 2_000_000} for bucket in PROFILE["buckets"]]
-    (here / "memory.json").write_text(json.dumps({**PROFILE, "buckets": buckets}))
-
-
-# Forward takes 6 ms, backward 12. With three hosts one has 12 MB, one is half-way down, one has
-# none; with four they have 1, 5/8, 1/4 and 1/4 of 12 MB.
-KEPT = {3: 6e6, 4: 6.375e6}
-
-
-@pytest.mark.usefixtures("memory")
-def test_simulate_memory(capsys):
-    found = json_of(capsys, *MEMORY, "--hosts", "3,4")
-    assert found["rows"] == [
-        {
-            "hosts": hosts,
-            "parallel_bytes": 12e6,
-            "cyclic_bytes": pytest.approx(kept),
-            "reduction": pytest.approx(1 - kept / 12e6),
-        }
-        for hosts, kept in KEPT.items()
-    ]
-    assert found["kept_bytes"][6] == 12e6
-    assert found["at_s"][-1] == pytest.approx(0.018)
-    [row] = json_of(capsys, *MEMORY)["rows"]
-    assert row["hosts"] == 16, "as many as were measured"
-    assert cli.main([*MEMORY, "--hosts", "3,32"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines[1:3]] == [
-        [hosts, "12.0", "MB", kept, "MB", "50.0", "%"]
-        for hosts, kept in (("3", "6.00"), ("32", "6.01"))
-    ]
-    assert "░" in lines[-4]
-    assert "forward" in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("--strategy ddp", "leave out --strategy ddp"),
-        ("--plan plan.json", "leave out --plan plan.json"),
-        ("--rate 10mbit", "leave out --rate 10mbit"),
-        ("--jitter 0", "leave out --jitter 0"),
-        ("--period 5", "leave out --period 5"),
-        ("--set period=5", "leave out --set period=5"),
-        ("--iterations 9", "leave out --iterations 9"),
-        ("--servers 2", "leave out --servers 2"),
-        ("--votes .5", "leave out --votes .5"),
-        ("--csv", "leave out --csv"),
-        ("--hosts 4,x", "hosts ('x') must be integers of at least 2"),
-    ],
-)
-@pytest.mark.usefixtures("memory")
-def test_wrong_memory_is_one_line(argv, words, capsys):
-    assert words in error_of(capsys, *MEMORY, *argv.split())
-
-
-def test_a_profile_without_activations_says_the_remedy(capsys):
-    error = error_of(capsys, "simulate", "--profile", "profile.json", "--memory")
-    assert "activation_bytes (0 in every bucket)" in error
-    assert "measure the profile again with `offbeat profile`" in error
-
-
 # --- settings ------------------------------------------------------------------------------------
 
 NUMBERS = {
@@ -626,7 +555,6 @@ assert "torch" not in sys.modules
 def test_planning_does_not_import_torch():
     arguments = ["--profile", "profile.json", "--strategy", "dreamddp"]
     commands = [["--help"], ["plan", *arguments], ["simulate", *arguments], ["strategies"]]
-    commands.append(["data", "--digits"])
     subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH.format(commands=commands)],
         check=True,

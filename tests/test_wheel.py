@@ -155,18 +155,15 @@ def test_every_command_works(installed, tmp_path):
         assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    commands = ("advise", "compare", "data", "graph", "join", "plan", "profile", "report", "run")
+    commands = ("advise", "compare", "graph", "join", "plan", "profile", "report", "run")
     text = offbeat("--help")
-    assert all(name in text for name in (*commands, "simulate", "strategies", "timetable"))
+    assert all(name in text for name in (*commands, "simulate", "strategies"))
     assert offbeat("--version").strip() == metadata.version("offbeat")
     assert "dreamddp" in offbeat("strategies")
     assert "param" in offbeat("plan", "--profile", PROFILE, "--strategy", "dreamddp")
     assert json.loads(offbeat("simulate", "--profile", PROFILE, "--strategy", "ddp", "--json"))
     assert json.loads(offbeat("advise", "--profile", PROFILE, "--json"))
     assert json.loads(offbeat("graph", "--json"))
-    assert json.loads(offbeat("timetable", "--json"))
-    (tmp_path / "labels.json").write_text("[0, 1, 0, 1, 0, 1, 0, 1]")
-    assert json.loads(offbeat("data", "labels.json", "--workers", "2", "--json"))
     offbeat("join", "--help")  # needs a job that runs
 
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -6,8 +6,8 @@ import json
 import re
 
 import pytest
+from support.scripts import benchmark
 
-from offbeat import cli
 from offbeat.report.timetable import Panel, page
 from offbeat.sim.placements import StageFacts, in_steps, simulate
 from offbeat.solve.timetable import PLACEMENTS, Placement, Timetable
@@ -38,26 +38,12 @@ def test_curve_of_the_parallel_order_reaches_the_whole() -> None:
     assert "12 steps <small>per iteration" in text
 
 
-def test_command(tmp_path, capsys) -> None:
+def test_script(tmp_path, capsys) -> None:
     out = tmp_path / "t.html"
-    assert cli.main(["timetable", "--stages", "3", "--json", "--out", str(out)]) == 0
+    benchmark("timetables").main(["--stages", "3", "--json", "--out", str(out)])
     rows = json.loads(capsys.readouterr().out)
     ways = [(row["placement"], row["order"]) for row in rows]
     assert len(ways) == len(set(ways)) == 9
     pyramid = next(row for row in rows if (row["placement"], row["order"]) == ("pyramid", "cyclic"))
     assert (pyramid["devices"], pyramid["messages"]) == (6, 2)
     assert out.read_text().count("<article>") == 9
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--placement", "cube"], ["placement", "cube", "pyramid"]),
-        (["--stages", "0"], ["stages", "0", "at least 1"]),
-        (["--backward", "-1"], ["backward", "-1"]),
-    ],
-)
-def test_refuses_in_words(argv: list[str], words: list[str], capsys) -> None:
-    assert cli.main(["timetable", *argv]) == 2
-    said = capsys.readouterr().err
-    assert all(word in said for word in words)

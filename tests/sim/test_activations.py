@@ -141,3 +141,15 @@ def test_nothing_kept_spares_nothing():
     found = memory(curve([Stage(1.0, 1.0, 0.0)]), 4)
     assert (found.parallel_bytes, found.cyclic_bytes, found.reduction) == (0.0, 0.0, 0.0)
     assert not math.isnan(found.reduction)
+
+
+@pytest.mark.parametrize(("hosts", "kept_bytes"), [(3, 6e6), (4, 6.375e6)])
+def test_even_layers_of_a_profile(hosts, kept_bytes):
+    """Forward takes 6 ms, backward 12. With three hosts one has 12 MB, one is half-way down, one
+    has none; with four they have 1, 5/8, 1/4 and 1/4 of 12 MB."""
+    buckets = tuple(Bucket(f"b{i}", 1e-3, 2e-3, 4000, activation_bytes=2_000_000) for i in range(6))
+    one = curve_of(Profile(buckets, (Link("net", 0.0, 1e6),), 16))
+    found = memory(one, hosts)
+    assert (found.parallel_bytes, one.kept_bytes[6]) == (12e6, 12e6)
+    assert found.cyclic_bytes == pytest.approx(kept_bytes)
+    assert one.period_s == pytest.approx(0.018)

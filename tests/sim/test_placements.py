@@ -155,3 +155,12 @@ def test_collectives_of_uneven_stages() -> None:
     run = simulate(Timetable("pyramid", n, cyclic=False), facts, 4, rate)
     ring = 2 * (n - 1) / n * sizes[0] / rate
     assert run.iteration_s == pytest.approx(2 * n + ring)
+
+
+@pytest.mark.parametrize(
+    ("placement", "stages", "words"),
+    [("cube", 3, r"placement \('cube'\) must be one of"), ("pyramid", 0, r"stages \(0\) must be")],
+)
+def test_timetables_that_cannot_be(placement: Any, stages: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Timetable(placement, stages)

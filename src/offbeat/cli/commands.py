@@ -313,9 +313,6 @@ def simulate(
         str | None,
         option("Share of yes where the plan votes, as .2, or the record of a run (rank0.jsonl)."),
     ] = None,
-    memory: Annotated[
-        bool, option("Activation memory instead: in parallel, and in the cyclic order.")
-    ] = False,
     device_speed: DeviceSpeed = None,
     json_: Json = False,
 ) -> int:
@@ -327,18 +324,8 @@ def simulate(
     from offbeat.cli import sweep
     from offbeat.profile.device import Compute
 
-    if memory:
-        other = {"--plan": plan, "--strategy": strategy, "--set": set_, "--rate": rate}
-        other |= {"--jitter": jitter, "--period": period, "--iterations": iterations}
-        other |= {
-            "--device-speed": device_speed,
-            "--csv": csv,
-            "--votes": votes,
-            "--servers": servers if servers != 1 else None,
-        }
-        return _simulate_memory(profile, hosts, other, json_)
     if (plan is None) == (strategy is None):
-        raise ValueError("simulate takes either --plan FILE or --strategy NAME, or --memory")
+        raise ValueError("simulate takes either --plan FILE or --strategy NAME")
     if plan is not None and period is not None:
         raise ValueError(f"period ({period}) is the plan's already; give --strategy NAME instead")
     facts, speed = texts.load_profile(profile), texts.device_speed(device_speed)
@@ -434,54 +421,6 @@ def report(
 
 
 @app.command
-def data(
-    labels: Annotated[
-        Path | None, Parameter(help="Labels of the data: .npy, .csv or .json.")
-    ] = None,
-    /,
-    *,
-    digits: Annotated[bool, option("The labels of scikit-learn's handwritten digits.")] = False,
-    split: Annotated[
-        Literal["defdp", "seldp", "label-skew", "dirichlet"], option("How the data is split.")
-    ] = "defdp",
-    workers: Annotated[int, option("Number of workers.")] = 4,
-    classes: Annotated[int | None, option("label-skew: classes per worker.  [default: 2]")] = None,
-    alpha: Annotated[
-        float | None, option("dirichlet: small is much skew, large none.  [default: 0.5]")
-    ] = None,
-    sizes: Annotated[str | None, option("Relative sizes, one per worker, as 1,2,1.")] = None,
-    seed: Annotated[int, option("Another seed, another split.")] = 0,
-    out: Annotated[
-        Path | None, option("Also write who owns which samples (JSON).", "--output", "-o")
-    ] = None,
-    json_: Json = False,
-) -> int:
-    """Show how many samples of each class every worker reads.
-
-    Example: offbeat data --digits --split dirichlet --alpha 0.3 --workers 4
-    """
-    from offbeat.cli import splits
-    from offbeat.data.summary import summarize
-
-    known = splits.read_labels(labels, digits)
-    made = splits.partition(
-        split, known, workers, classes=classes, alpha=alpha, sizes=sizes, seed=seed
-    )
-    summary = summarize(made, known, circular=split == "seldp")
-    if out is not None:
-        made.save(out)
-    if json_:
-        _print(True, summary.to_dict(), "")
-        return 0
-    from rich.console import Console
-
-    from offbeat.data.picture import draw
-
-    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(draw(summary))
-    return 0
-
-
-@app.command
 def strategies(*, json_: Json = False) -> int:
     """List the strategies, their settings with defaults, and their sources.
 
@@ -566,16 +505,6 @@ def _workers(where: Where) -> Cluster:
         raise ValueError("--cluster says what --hosts and --rate say; give one or the other")
     texts.require_file(where.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
     return Cluster.load(where.cluster)
-
-
-def _simulate_memory(profile: Path, hosts: str | None, other: dict[str, Any], json_: bool) -> int:
-    from offbeat.cli import memory, sweep
-
-    memory.require_alone(other)
-    facts = texts.load_profile(profile)
-    one, rows = memory.of(facts, sweep.Axes.of(None, hosts, None).hosts)
-    _print(json_, memory.to_dict(one, rows), memory.text(facts, one, rows))
-    return 0
 
 
 def _prediction_text(prediction: Prediction) -> str:

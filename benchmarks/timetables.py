@@ -1,15 +1,24 @@
-"""`offbeat timetable`: what the placements of cyclic data parallelism take, and their picture."""
+"""What the placements of cyclic data parallelism take, in both orders, and their picture.
+
+    python benchmarks/timetables.py --stages 4 --placement pyramid,zero --out timetable.html
+
+Simulated: every stage takes one step forward, and messages take none.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from offbeat.cli.commands import Json, app, option
 from offbeat.cli.sweep import aligned
 from offbeat.files import write_text
+from offbeat.report.timetable import Panel, page
+from offbeat.sim.placements import StageFacts, costs, in_steps, simulate
+from offbeat.solve.timetable import PLACEMENTS, Timetable
 
 COLUMNS = (
     "placement", "order", "devices", "activations", "parameters", "volume", "handed", "messages",
@@ -17,39 +26,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@app.command
-def timetable(
-    *,
-    stages: Annotated[int, option("Stages of the model, and micro-batches.")] = 4,
-    placement: Annotated[
-        str,
-        option("single, workers, pyramid, pipeline, zero; several with commas between, or all."),
-    ] = "all",
-    backward: Annotated[float, option("Time of backward, in that of forward.")] = 1.0,
-    out: Annotated[Path | None, option("Draw them into this file (HTML).")] = None,
-    json_: Json = False,
-) -> int:
-    """Show what each placement of micro-batches and stages takes, cyclic and parallel.
-
-    Example: offbeat timetable --stages 4 --placement pyramid,zero --out timetable.html
-    """
-    rows = [_row(*way, stages, backward) for way in _ways(placement)]
-    if out is not None:
-        from offbeat.report.timetable import page
-
-        panels = [_panel(*way, stages, backward) for way in _ways(placement)]
-        write_text(out, page(f"{stages} micro-batches in {stages} stages", panels))
-    if json_:
-        print(json.dumps(rows, indent=1))
-    else:
-        print(_text(rows))
-    return 0
-
-
 def _ways(asked: str) -> list[tuple[Any, bool]]:
     """Placements and orders."""
-    from offbeat.solve.timetable import PLACEMENTS
-
     names = PLACEMENTS if asked == "all" else asked.split(",")
     return [
         (name, cyclic) for name in names for cyclic in (False, True) if cyclic or name != "pipeline"
@@ -57,12 +35,7 @@ def _ways(asked: str) -> list[tuple[Any, bool]]:
 
 
 def _row(placement: Any, cyclic: bool, stages: int, backward: float) -> dict[str, Any]:
-    from offbeat.sim.placements import StageFacts, costs, simulate
-    from offbeat.solve.timetable import Timetable
-
     table = Timetable(placement, stages, cyclic)
-    if not 0 < backward < float("inf"):
-        raise ValueError(f"backward ({backward}) must be a time above 0, in that of forward")
     run = simulate(table, StageFacts.unit(stages, backward))
     return {
         "placement": placement,
@@ -72,11 +45,7 @@ def _row(placement: Any, cyclic: bool, stages: int, backward: float) -> dict[str
     }
 
 
-def _panel(placement: Any, cyclic: bool, stages: int, backward: float) -> Any:
-    from offbeat.report.timetable import Panel
-    from offbeat.sim.placements import StageFacts, in_steps, simulate
-    from offbeat.solve.timetable import Timetable
-
+def _panel(placement: Any, cyclic: bool, stages: int, backward: float) -> Panel:
     table, facts = Timetable(placement, stages, cyclic), StageFacts.unit(stages, backward)
     run = in_steps(table) if backward == 1 else simulate(table, facts)
     title = f"{placement}, {'cyclic' if cyclic else 'parallel'}"
@@ -101,3 +70,23 @@ def _text(rows: list[dict[str, Any]]) -> str:
 
 def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--stages", type=int, default=4, help="and micro-batches")
+    parser.add_argument("--placement", default="all", help=f"some of {','.join(PLACEMENTS)}")
+    parser.add_argument("--backward", type=float, default=1.0, help="its time, in that of forward")
+    parser.add_argument("--out", type=Path, help="draw them into this file (HTML)")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    rows = [_row(*way, args.stages, args.backward) for way in _ways(args.placement)]
+    if args.out is not None:
+        panels = [_panel(*way, args.stages, args.backward) for way in _ways(args.placement)]
+        title = f"{args.stages} micro-batches in {args.stages} stages"
+        write_text(args.out, page(title, panels))
+    print(json.dumps(rows, indent=1) if args.json else _text(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,18 +1,20 @@
-"""`offbeat data`: labels of every kind of file, numbers as JSON, a picture, errors in one line."""
+"""benchmarks/data_splits.py: labels of every kind of file, numbers as JSON, a picture."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
+from support.scripts import benchmark
 
-from offbeat.cli import commands as cli
 from offbeat.data import Dirichlet, Partition
-from offbeat.data.digits import DIGITS
+
+script = benchmark("data_splits")
 
 LABELS = [0, 1, 2, 2, 1, 0, 0, 2, 1, 0, 0, 0]
 
@@ -29,17 +31,12 @@ def here(tmp_path, monkeypatch):
 
 
 def json_of(capsys, argv):
-    assert cli.main(["data", *argv.split(), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(picture_of(capsys, f"{argv} --json"))
 
 
 def picture_of(capsys, argv):
-    assert cli.main(["data", *argv.split()]) == 0
+    script.main(argv.split())
     return capsys.readouterr().out
-
-
-def test_the_digits_are_scikit_learns():
-    assert [int(digit) for digit in DIGITS] == load_digits().target.tolist()
 
 
 @pytest.mark.usefixtures("here")
@@ -83,7 +80,7 @@ def test_seldp_reads_all_chunks_in_a_circle(capsys):
 def test_options_reach_the_split(capsys):
     argv = "--digits --split dirichlet --alpha 0.3 --sizes 1,2,1 --workers 3 --seed 5"
     summary = json_of(capsys, argv)
-    labels = [int(digit) for digit in DIGITS]
+    labels = load_digits().target
     expected = Dirichlet(0.3, (1, 2, 1)).partition(labels, 3, seed=5)
     assert summary["chunks"] == expected.histogram(labels).tolist()
 
@@ -111,8 +108,7 @@ def test_a_picture_of_many_workers(capsys):
 
 
 def test_shades_grow():
-    from offbeat.data.picture import SHADES, shade
-
+    SHADES, shade = script.SHADES, script.shade  # noqa: N806
     shades = [SHADES.index(shade(count, 9)) for count in range(10)]
     assert all(a <= b for a, b in pairwise(shades))
     assert (shades[0], shades[1], shades[9]) == (0, 1, len(SHADES) - 1)
@@ -123,27 +119,19 @@ def test_shades_grow():
     [
         ("", "either a file of labels or --digits"),
         ("labels.npy --digits", "either a file of labels or --digits"),
-        ("no.npy", "file (no.npy) must exist"),
-        ("labels.txt", "ending of the file of labels ('.txt') must be one of .npy, .csv, .json"),
         ("bad.json", "bad.json holds no labels"),
         ("nan.json --workers 2", "NaN among them"),
         ("labels.npy --workers 13", "samples (12) must be at least 13"),
         ("labels.npy --workers 0", "workers (0) must be an integer of at least 1"),
         ("labels.npy --classes 2", "--classes (2) must come with --split label-skew, not defdp"),
-        ("labels.npy --alpha 2", "--alpha (2.0) must come with --split dirichlet, not defdp"),
         ("labels.npy --split dirichlet --alpha nan", "alpha (nan) must be a finite number above 0"),
         ("labels.npy --split label-skew --workers 1", "raise classes to 3"),
         ("labels.npy --sizes 1,2", "sizes (2 entries) must have one entry per worker (4)"),
         ("labels.npy --sizes 1,x", "--sizes ('1,x') must be numbers with commas between"),
-        ("labels.npy --split iid", "--split"),
     ],
 )
-def test_wrong_use_is_one_line(argv, words, here, capsys):
-    (here / "labels.txt").write_text("0")
+def test_what_cannot_be_split(argv, words, here):
     (here / "bad.json").write_text("{")
     (here / "nan.json").write_text("[0, 1, NaN]")
-    assert cli.main(["data", *argv.split()]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert words in printed.err
+    with pytest.raises(ValueError, match=re.escape(words)):
+        script.main(argv.split())
