@@ -841,12 +841,6 @@ def test_halves_have_no_codes():
         DeAR(wire="int8")
 
 
-def test_no_wire_is_the_plan_of_before():
-    assert Cyclic(wire="none").plan(profile_of()) == Cyclic().plan(profile_of())
-    assert FedAvg(wire="none").plan(profile_of()) == FedAvg().plan(profile_of())
-    assert DreamDDP(wire="none").plan(profile_of()) == DreamDDP().plan(profile_of())
-
-
 def test_few_ranks_gather_and_many_scatter():
     def via(ranks):
         plan = BSP(wire="int4").plan(profile_of((400_000,), ranks))
