@@ -161,6 +161,6 @@ def test_collectives_of_uneven_stages() -> None:
     ("placement", "stages", "words"),
     [("cube", 3, r"placement \('cube'\) must be one of"), ("pyramid", 0, r"stages \(0\) must be")],
 )
-def test_timetables_that_cannot_be(placement: Any, stages: int, words: str) -> None:
+def test_timetables_that_cannot_be(placement: Placement, stages: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Timetable(placement, stages)
