@@ -651,7 +651,7 @@ def test_delayed_averages_travel_together_where_that_takes_no_longer(profile):
     strategy = DreamDDP(period=3, due="delayed")
     setting = later.Setting("dreamddp", profile, 3, "after_update", "local")
     message_s = [piece.seconds(profile, "local") for piece in whole(len(profile.buckets))]
-    even = later.Late(whole(len(profile.buckets)), later.even_loads(message_s, 3))
+    even = later.Candidate(whole(len(profile.buckets)), later.even_loads(message_s, 3))
     limit_s = later.steady_s(later.delayed_plan(setting, 1, even), profile)
     assert later.steady_s(strategy.schedule(profile), profile) <= limit_s * 1.006
 

@@ -103,10 +103,11 @@ class DiLoCo(Wired):
             setting = later.Setting(self.name, profile, self.period, self.average, "local")
             return later.delayed_plan(setting, self.delay, self._fragments(profile))
         none: solve.Sets = ((),) * self.period
-        pieces, sets = self._fragments(profile)
-        return partial_plan(self.name, profile, sets, none, self.average, "local", pieces)
+        chosen = self._fragments(profile)
+        average, pieces = self.average, chosen.pieces
+        return partial_plan(self.name, profile, chosen.sets, none, average, "local", pieces)
 
-    def _fragments(self, profile: Profile) -> later.Late:
+    def _fragments(self, profile: Profile) -> later.Candidate:
         """DreamDDP's sets for so many iterations, spread over the period; with a delay, neighbours
         that travel together."""
         assert self.fragments is not None
@@ -119,7 +120,7 @@ class DiLoCo(Wired):
         spread: list[tuple[int, ...]] = [()] * self.period
         for n, members in enumerate(sets):
             spread[(n + 1) * self.period // self.fragments - 1] = members
-        return later.Late(whole(len(profile.buckets)), tuple(spread))
+        return later.Candidate(whole(len(profile.buckets)), tuple(spread))
 
     def at_step(self) -> Strategy | None:
         early = self.average == "after_update" and not self.delay and self.fragments != 1

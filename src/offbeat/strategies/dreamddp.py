@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from offbeat.profile import Profile
 from offbeat.sim import simulate
 from offbeat.strategies import dreamddp_due as later
 from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
+from offbeat.strategies.dreamddp_due import Candidate
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
 from offbeat.strategies.outer import OuterSGD, equations_of, outer_of, with_outer
 from offbeat.strategies.partial_sync import (
@@ -162,7 +163,7 @@ class DreamDDP(Wired):
             plan = self._plan_of(self._chosen(profile), profile)
         return plan if self.clip is None else _clipped(plan, self.clip)
 
-    def _chosen(self, profile: Profile) -> _Candidate:
+    def _chosen(self, profile: Profile) -> Candidate:
         """What the paper's variant is predicted to do fastest."""
         layers = self._layer_sets(profile, [frozenset()])
         layers += self._at_once(profile, min(self._closed_s(one, profile) for one in layers))
@@ -205,8 +206,7 @@ class DreamDDP(Wired):
         setting, size = self._setting(profile), len(profile.buckets)
         chosen = self._chosen(profile)
         cuts = self._input_side(size) if self._cuts(size) else []
-        start = later.Start(chosen.pieces, chosen.sets, chosen.fill, chosen.at_step)
-        found = [*later.forward_choices(setting, start, cuts, search=self.solver == "auto")]
+        found = [*later.forward_choices(setting, chosen, cuts, search=self.solver == "auto")]
 
         simulated = self._simulated(profile)
         gain = SIMULATED_GAIN if simulated else ROUNDING
@@ -254,20 +254,20 @@ class DreamDDP(Wired):
         """Runs of neighbours, or other sets of whole buckets where that is faster."""
         setting, size = self._setting(profile), len(profile.buckets)
         times = layer_times(profile, self.average, self.state)
-        choice = later.Late(whole(size), _SOLVERS[self.solver](*times, self.period))
+        choice = Candidate(whole(size), _SOLVERS[self.solver](*times, self.period))
         if self.solver == "auto":
             at_once = self._at_once(profile, float("inf"))
-            starts = [choice, *(later.Late(c.pieces, c.sets) for c in at_once if not c.at_step)]
+            starts = [choice, *(c for c in at_once if not c.at_step)]
             small = size * self._periods() * self.period <= MOST_SIMULATED
             choice = later.delayed_choice(setting, self.delay, starts, simulated=small)
         plan = later.delayed_plan(setting, self.delay, choice)
         plain = replace(self, due="end", delay=1)
         return later.no_slower(plan, plain._plan_of(plain._chosen(profile), profile), profile)
 
-    def _layer_sets(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[_Candidate]:
+    def _layer_sets(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[Candidate]:
         """The cheapest sets of all the ways to cut buckets into slices, filled or not."""
-        best: _Candidate | None = None
-        best_s, best_n = float("inf"), 0
+        best: Candidate | None = None
+        best_s, best_n, best_times = float("inf"), 0, ([], [])
         backward_s, whole_s = layer_times(profile, self.average, self.state)
         slice_s = piece_times(profile, self.state, self.period) if any(cuts) else []
         outside_s = [self._outside_s(profile) + s for s in self._sent_s(profile, cuts)]
@@ -296,10 +296,11 @@ class DreamDDP(Wired):
             if (outside_s[n] + cost_s, n) < (best_s, best_n):
                 best_s, best_n = outside_s[n] + cost_s, n
                 pieces = later.cut_into(cuts[n], self._setting(profile))
-                best = _Candidate(cost_s, pieces, sets, ((),) * self.period, times)
+                best = Candidate(pieces, sets, ((),) * self.period, cost_s)
+                best_times = times
         if best is None:
             return []
-        fill = solve.fill_bubbles(best.sets, *best.times) if self.fill else best.fill
+        fill = solve.fill_bubbles(best.sets, *best_times) if self.fill else best.fill
         filled = best._replace(fill=fill)
         return [filled, best] if self.fill == "auto" and filled != best else [filled]
 
@@ -340,7 +341,7 @@ class DreamDDP(Wired):
         total_s = float(whole_s.sum())
         return [total_s + float(more_s[list(sliced)].sum()) for sliced in cuts]
 
-    def _at_once(self, profile: Profile, layers_s: float) -> Iterator[_Candidate]:
+    def _at_once(self, profile: Profile, layers_s: float) -> Iterator[Candidate]:
         """All layers in the last iteration: in messages that end as early as possible, in one, or
         exactly as local SGD does. None where even the least that they can take is more than
         `layers_s`, what sets of layers take."""
@@ -351,13 +352,13 @@ class DreamDDP(Wired):
         idle: solve.Sets = ((),) * (self.period - 1)
         none: solve.Sets = ((),) * self.period
 
-        def candidate(groups: solve.Fusion) -> _Candidate:
+        def candidate(groups: solve.Fusion) -> Candidate:
             pieces = [Piece(group) for group in groups]
             end_s = solve.fusion_finish(
                 groups, ready_s, lambda group: Piece(group).seconds(profile, self.state)
             )
             cost_s = (self.period - 1) * ready_s[-1] + max(ready_s[-1], end_s)
-            return _Candidate(cost_s, pieces, (*idle, tuple(range(len(pieces)))), none, times)
+            return Candidate(pieces, (*idle, tuple(range(len(pieces)))), none, cost_s)
 
         one = candidate((everything,))
         message_s = one.pieces[0].seconds(profile, self.state)
@@ -404,8 +405,8 @@ class DreamDDP(Wired):
         return list(dict.fromkeys([*some[1:], frozenset(range(size))]))
 
     def _fastest(
-        self, candidates: Iterable[_Candidate], profile: Profile
-    ) -> tuple[float, _Candidate]:
+        self, candidates: Iterable[Candidate], profile: Profile
+    ) -> tuple[float, Candidate]:
         """The candidate with the shortest period, and its seconds; the first of those as fast."""
         best_s, best = float("inf"), None
         for candidate in candidates:
@@ -415,7 +416,7 @@ class DreamDDP(Wired):
         assert best is not None
         return best_s, best
 
-    def _period_s(self, candidate: _Candidate, profile: Profile) -> float:
+    def _period_s(self, candidate: Candidate, profile: Profile) -> float:
         """Predicted seconds of one period: simulated where that tells more than the cost of the
         sets, always with the same noise, so that candidates can be compared."""
         if not self._simulated(profile):
@@ -437,7 +438,7 @@ class DreamDDP(Wired):
     def _periods(self) -> int:
         return max(4, -(-LEAST_ITERATIONS // self.period))
 
-    def _closed_s(self, candidate: _Candidate, profile: Profile) -> float:
+    def _closed_s(self, candidate: Candidate, profile: Profile) -> float:
         """Seconds of one period of steady ranks that wait for the processor time of messages."""
         messages = chain(*candidate.sets, *candidate.fill)
         sending_s = self._sending_s(candidate.pieces, messages, profile)
@@ -462,7 +463,7 @@ class DreamDDP(Wired):
             for payload in pieces[i].payloads(self.state)
         )
 
-    def _plan_of(self, candidate: _Candidate, profile: Profile) -> Plan:
+    def _plan_of(self, candidate: Candidate, profile: Profile) -> Plan:
         if candidate.at_step:
             local = LocalSGD(self.period, state=self.state).schedule(profile)
             facts = sets_facts(candidate.sets, candidate.fill, candidate.pieces)
@@ -489,20 +490,6 @@ def _clipped(plan: Plan, norm: float) -> Plan:
             applies.append(Apply(rule, apply.buckets, apply.at, apply.phases, args=args))
         applies.append(apply)
     return replace(plan, applies=tuple(applies))
-
-
-class _Candidate(NamedTuple):
-    """Pieces, when they are averaged, and what a period costs without its forward passes.
-
-    `at_step`: update and average as local SGD does, in one step of all and not bucket by bucket.
-    """
-
-    cost_s: float
-    pieces: list[Piece]
-    sets: solve.Sets
-    fill: solve.Sets
-    times: tuple[list[float], list[float]]
-    at_step: bool = False
 
 
 def cut_times(

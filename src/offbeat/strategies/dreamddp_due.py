@@ -45,6 +45,20 @@ class Setting:
         return len(self.profile.buckets)
 
 
+class Candidate(NamedTuple):
+    """Pieces, which of them each iteration averages, and which of those once more (`fill`).
+
+    `cost_s`: seconds of a period without its forward passes. `at_step`: update and average as local
+    SGD does, in one step of all and not bucket by bucket.
+    """
+
+    pieces: list[Piece]
+    sets: Sets
+    fill: Sets = ()
+    cost_s: float = 0.0
+    at_step: bool = False
+
+
 class Choice(NamedTuple):
     """Pieces, which of them each iteration sends in which order, and which of those once more.
 
@@ -91,19 +105,10 @@ def forward_bound_s(setting: Setting) -> float:
     return max(cycle.least_s, *(r + c / setting.period + q for r, c, q in heads))
 
 
-class Start(NamedTuple):
-    """What the paper's variant chose."""
-
-    pieces: list[Piece]
-    sets: Sets
-    fill: Sets
-    at_step: bool
-
-
 def forward_choices(
-    setting: Setting, start: Start, cuts: Iterable[frozenset[int]], *, search: bool
+    setting: Setting, start: Candidate, cuts: Iterable[frozenset[int]], *, search: bool
 ) -> Iterator[Choice]:
-    """What to choose from: what the paper's variant sends, with later deadlines; its sets in their
+    """What to choose from: the paper's variant (`start`) with later deadlines; its sets in their
     best order; with `search` also better sets of the same pieces, of whole buckets, and of the
     buckets in `cuts` in slices."""
     pieces, sets = start.pieces, start.sets
@@ -136,7 +141,7 @@ def forward_choices(
         left -= given - max(work.left, 0)
 
 
-def _as_it_is(setting: Setting, start: Start) -> Choice:
+def _as_it_is(setting: Setting, start: Candidate) -> Choice:
     cycle = forward_cycle(setting, start.pieces)
     both = zip(start.sets, start.fill, strict=True)
     orders = tuple(tuple(sorted(chain(*members))) for members in both)
@@ -273,16 +278,9 @@ def _compute_s(setting: Setting) -> float:
     return slowest.other_s + slowest.forward_s + slowest.backward_s + slowest.update_s
 
 
-class Late(NamedTuple):
-    """Pieces, and which of them are copied and sent in each iteration."""
-
-    pieces: list[Piece]
-    sets: Sets
-
-
 def delayed_choice(
-    setting: Setting, delay: int, starts: Iterable[Late], *, simulated: bool
-) -> Late:
+    setting: Setting, delay: int, starts: Iterable[Candidate], *, simulated: bool
+) -> Candidate:
     """What leaves little to wait for, in few messages: neighbours that travel together, in as few
     runs as take no longer; whole buckets, loads as even as they come; some `starts`, and what a
     few moves from the heaviest set make of even loads; all compared by simulation."""
@@ -292,13 +290,13 @@ def delayed_choice(
     if not simulated:
         return neighbours(message_s, most, setting.period)
 
-    def seconds(choice: Late) -> float:
+    def seconds(choice: Candidate) -> float:
         return steady_s(delayed_plan(setting, delay, choice), setting.profile)
 
     counts = sorted({2**n for n in range(most.bit_length()) if 2**n <= most} | {most})
     together = (neighbours(message_s, count, setting.period) for count in counts)
-    even = Late(pieces, even_loads(message_s, setting.period))
-    moved = (Late(pieces, sets) for sets in _moves(even.sets, message_s))
+    even = Candidate(pieces, even_loads(message_s, setting.period))
+    moved = (Candidate(pieces, sets) for sets in _moves(even.sets, message_s))
     best, best_s, least_s = even, float("inf"), _compute_s(setting)
     for choice in chain(together, [even], starts, moved):
         if best_s <= least_s * (1 + WORTH_MORE):
@@ -308,14 +306,14 @@ def delayed_choice(
     return best
 
 
-def neighbours(message_s: Sequence[float], count: int, period: int) -> Late:
+def neighbours(message_s: Sequence[float], count: int, period: int) -> Candidate:
     """So many runs of neighbouring buckets, as even as can be, each one message, spread over the
     period."""
     runs = cut(message_s, count)
     sets: list[tuple[int, ...]] = [()] * period
     for n in range(count):
         sets[(n + 1) * period // count - 1] = (n,)
-    return Late([Piece(run) for run in runs], tuple(sets))
+    return Candidate([Piece(run) for run in runs], tuple(sets))
 
 
 def even_loads(message_s: Sequence[float], period: int) -> Sets:
@@ -351,7 +349,7 @@ def _moves(sets: Sets, message_s: Sequence[float]) -> Iterator[Sets]:
             yield tuple(tuple(sorted(members)) for members in changed)
 
 
-def delayed_plan(setting: Setting, delay: int, choice: Late) -> Plan:
+def delayed_plan(setting: Setting, delay: int, choice: Candidate) -> Plan:
     """Parameters are copied twice, after the step or, before it, at their gradients. One copy is
     averaged, in place, and lands at the forward `delay` iterations after the next. As there is time
     enough, the optimizer steps once for all: clipping works, no bucket pays for a call of its own.
