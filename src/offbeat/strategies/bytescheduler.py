@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.plan import Fact, Plan
 from offbeat.profile import Profile
-from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
+from offbeat.strategies.base import require_count
 from offbeat.strategies.slices import (
     ELEMENT_BYTES,
+    Prioritized,
     Update,
     by_priority,
     fastest,
     forward_plan,
     sizes_to_try,
 )
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Equations, synchronous
 
 TUNED = "use None to have it tuned"
 
 
 @dataclass(frozen=True)
-class ByteScheduler(Wired):
+class ByteScheduler(Prioritized):
     """Slices of gradients, those first whose next forward comes first.
 
     While less than a credit is in flight, the ready slice nearest the input side is sent. The next
@@ -63,15 +62,6 @@ class ByteScheduler(Wired):
             Fact("credit_elements", credit, "elements in flight at once"),
         )
         return forward_plan(self.name, profile, orders[best], facts, self.update)
-
-    def at_step(self) -> Strategy | None:
-        return replace(self, update="at_step") if self.update == "on_arrival" else None
-
-    def equations(self, plan: Plan) -> Equations:
-        return synchronous()
-
-    def bound_s(self, profile: Profile) -> float:
-        return synchronous_bound_s(profile, fused=True)
 
     def _settings_to_try(self, profile: Profile) -> list[tuple[int, int]]:
         """Pairs of partition and credit, in elements: one slice at a time, or more."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.plan import Plan
 from offbeat.profile import Profile
-from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
-from offbeat.strategies.slices import Update, by_priority, forward_plan
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Equations, synchronous
+from offbeat.strategies.base import require_count
+from offbeat.strategies.slices import Prioritized, Update, by_priority, forward_plan
 
 
 @dataclass(frozen=True)
-class P3(Wired):
+class P3(Prioritized):
     """Small slices of gradients, one in flight, those first whose next forward comes first.
 
     The next forward of a bucket waits only for its own slices and comes right after its optimizer
@@ -40,12 +38,3 @@ class P3(Wired):
     def schedule(self, profile: Profile) -> Plan:
         order = by_priority(profile.slowest(), self.slice_elements, credit_bytes=1)
         return forward_plan(self.name, profile, order, update=self.update)
-
-    def at_step(self) -> Strategy | None:
-        return replace(self, update="at_step") if self.update == "on_arrival" else None
-
-    def equations(self, plan: Plan) -> Equations:
-        return synchronous()
-
-    def bound_s(self, profile: Profile) -> float:
-        return synchronous_bound_s(profile, fused=True)

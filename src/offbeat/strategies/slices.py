@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from offbeat.plan import Fact, Moment, Payload, Plan, local, transfer
 from offbeat.profile import Profile
 from offbeat.solve import Compute, Slice, iteration_s, priority_order
+from offbeat.strategies.base import Strategy, synchronous_bound_s
+from offbeat.strategies.wired import Wired
+from offbeat.testing.equations import Equations, synchronous
 
 ELEMENT_BYTES = 4  # papers count elements of 32 bits
 MOST_MESSAGES = 1024  # slices that tuning still considers; more is slow to plan and to send
@@ -16,6 +20,21 @@ TIE = 1e-3  # predictions are no more precise: of two this close the one with fe
 Order = tuple[Payload, ...]
 Update = Literal["on_arrival", "at_step"]
 """When a bucket is updated: before its next forward, or with all others in `optimizer.step()`."""
+
+
+class Prioritized(Wired):
+    """A strategy that sends slices of gradients by priority, and has a setting `update`."""
+
+    update: Update
+
+    def at_step(self) -> Strategy | None:
+        return replace(self, update="at_step") if self.update == "on_arrival" else None
+
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
+
+    def bound_s(self, profile: Profile) -> float:
+        return synchronous_bound_s(profile, fused=True)
 
 
 def compute_of(profile: Profile) -> Compute:

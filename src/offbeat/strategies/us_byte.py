@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
 from offbeat.plan import Fact, Payload, Plan
 from offbeat.profile import Profile
 from offbeat.solve import improved, iteration_s, unit_runs
-from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
+from offbeat.strategies.base import require_count
 from offbeat.strategies.slices import (
     Order,
+    Prioritized,
     Update,
     compute_of,
     fastest,
@@ -20,14 +21,12 @@ from offbeat.strategies.slices import (
     sizes_to_try,
     slice_of,
 )
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Equations, synchronous
 
 MOST_EVALUATIONS = 5000  # of whole orders
 
 
 @dataclass(frozen=True)
-class USByte(Wired):
+class USByte(Prioritized):
     """Unequal messages, each to end when the next gradient is ready.
 
     Buckets fall into unit blocks. During backward the bucket nearest the input sends as many of its
@@ -63,15 +62,6 @@ class USByte(Wired):
         order = _improved(orders[best], slowest)
         facts = [Fact("unit_elements", sizes[best], "most elements of a unit block")]
         return forward_plan(self.name, profile, order, facts, self.update)
-
-    def at_step(self) -> Strategy | None:
-        return replace(self, update="at_step") if self.update == "on_arrival" else None
-
-    def equations(self, plan: Plan) -> Equations:
-        return synchronous()
-
-    def bound_s(self, profile: Profile) -> float:
-        return synchronous_bound_s(profile, fused=True)
 
 
 def _messages(profile: Profile, unit_elements: int) -> Order:
