@@ -32,10 +32,10 @@ from cyclic_memory import Batch, Block, Bottleneck, transformer
 from torch import Tensor, nn
 
 import offbeat
+from offbeat.core.sim.activations import Curve, Memory, curve_of, cyclic, memory
 from offbeat.cyclic import Activations, Interleaved, split
+from offbeat.experiments.report.words import size
 from offbeat.profile import Profile
-from offbeat.report.words import size
-from offbeat.sim.activations import Curve, Memory, curve_of, cyclic, memory
 
 WORKERS = (4, 8, 32)
 PAPER = {"vit": 0.42, "resnet": 0.30}

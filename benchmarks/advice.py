@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean
 
-from offbeat.advice import WIRES, Option, advise, tried, with_settings
+from offbeat.experiments.advice import WIRES, Option, advise, tried, with_settings
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.strategies import WFBP, DeFT, DreamDDP, LocalSGD, Strategy, find, strategy_names
 

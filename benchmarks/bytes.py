@@ -30,12 +30,12 @@ from threads import remembered
 from torch import nn
 
 from offbeat import sim
+from offbeat.core.codecs import WIRES, codec
+from offbeat.core.codecs.tensor_codecs import code
+from offbeat.core.strategy.text import parse
 from offbeat.lab import Cluster, Lab
-from offbeat.lab.netns import NoLab
-from offbeat.numerics.codecs import WIRES, codec
+from offbeat.lab.lab import NoLab
 from offbeat.strategies import DDP
-from offbeat.strategies.texts import parse
-from offbeat.transport.codes.codes import code
 
 HOSTS = 2
 ALONE = "local-sgd:period=10000"  # no averages: what the processors can do

@@ -23,12 +23,12 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from timetable_page import Panel, page
 from torch import Tensor, nn
 
 from offbeat.cyclic import Interleaved, Record, recording, together
-from offbeat.report.timetable import Panel, page
-from offbeat.sim.placements import Run, StageFacts, costs, simulate
-from offbeat.solve.timetable import PLACEMENTS, Placement, Timetable
+from offbeat.cyclic.simulation import Run, StageFacts, costs, simulate
+from offbeat.cyclic.timetable import PLACEMENTS, Placement, Timetable
 from offbeat.strategies import Cyclic
 
 WIDTH, ROWS, LAYERS, ITERATIONS = 128, 64, 4, 6

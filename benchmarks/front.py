@@ -32,12 +32,12 @@ from front_worker import ADVISED, PERIOD, TASKS, TORCH, text_in
 from threads import layout, remembered
 
 from offbeat import sim
+from offbeat.core.buckets.layout import nbytes
+from offbeat.core.strategy.text import parse
 from offbeat.lab import Cluster, Lab, launch
-from offbeat.lab.netns import NoLab
+from offbeat.lab.lab import NoLab
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.storage.layout import nbytes
 from offbeat.strategies import DDP
-from offbeat.strategies.texts import parse
 
 FORWARD_S, BACKWARD_S = 0.01, 0.02
 WIRES = ("bf16", "fp16", "int8", "int4", "sign", "topk:0.01", "randomk:0.01", "powersgd:4")

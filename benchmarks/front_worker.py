@@ -26,11 +26,11 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.advice import advise
+from offbeat.core.runtime.prepared import Model
+from offbeat.core.strategy.text import parse, text_of
+from offbeat.experiments.advice import advise
 from offbeat.lab.emulate import EmulatedModel
 from offbeat.profile import Bucket, Profile
-from offbeat.runtime.wrap import Model
-from offbeat.strategies.texts import parse, text_of
 
 TASKS = {
     "digits": digits_task(800, batch=16),

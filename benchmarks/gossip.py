@@ -19,12 +19,12 @@ from statistics import fmean
 
 import numpy as np
 
+from offbeat.gossip.graphs import Constants, Rates, constants, edge_rates, topology
+from offbeat.gossip.measured_graph import measured
+from offbeat.gossip.simulation import Network, Workers, poisson, simulate
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks
 from offbeat.sim import simulate as simulate_plan
-from offbeat.sim.gossip import Network, Workers, poisson, simulate
-from offbeat.solve.graphs import Constants, Rates, constants, edge_rates, topology
-from offbeat.solve.measured import measured
 from offbeat.strategies import BSP, WFBP, Strategy
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))

@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "offbeat.gossip.gossip", "offbeat.gossip.joining"])
+    context.set_forkserver_preload(["torch", "offbeat.gossip.worker", "offbeat.gossip.joining"])
     end_s, rounds, totals, drifts = time.monotonic() + args.seconds, 0, [0] * 5, []
     while time.monotonic() < end_s:
         one = Round(context, args.silent, f"{args.seed} {rounds}")

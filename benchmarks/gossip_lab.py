@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from offbeat.blocks import read, records_in
+from offbeat.experiments.compare import Comparison, Contestant, Setup, compare
+from offbeat.experiments.record.record_file import read, records_in
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
-from offbeat.run.compare import Comparison, Contestant, Setup, compare
 from offbeat.strategies import ADPSGD, DDP, WFBP, A2CiD2, Strategy
 
 HERE = Path(__file__).parent

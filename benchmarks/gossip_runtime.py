@@ -282,7 +282,7 @@ class _Worker:
 
 
 def _graph(name: str, n: int) -> Any:
-    from offbeat.solve.graphs import topology
+    from offbeat.gossip.graphs import topology
 
     return topology(name, n)
 
@@ -300,8 +300,8 @@ def _worker(
 
     from offbeat.gossip.chunks import Wire
     from offbeat.gossip.clock import Clock
-    from offbeat.gossip.gossip import Gossip, Settings
     from offbeat.gossip.state import AVERAGING, State
+    from offbeat.gossip.worker import Gossip, Settings
 
     wire, clock = Wire([flat]), Clock()
     state = State([flat], wire, AVERAGING)
@@ -375,7 +375,7 @@ def _launched(rate: str | None, mb: str) -> list[dict[str, Any]]:
 
 
 def _address() -> str:
-    from offbeat.transport.interfaces import ipv4_of
+    from offbeat.core.transport.interfaces import ipv4_of
 
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     found = ipv4_of(interface) if interface else None

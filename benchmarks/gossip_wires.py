@@ -13,9 +13,9 @@ import torch
 
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.exchange import Exchanges
+from offbeat.gossip.graphs import constants, edge_rates, topology
 from offbeat.gossip.state import AVERAGING, Mixing, State
-from offbeat.solve.graphs import constants, edge_rates, topology
-from offbeat.strategies.wired import codec_of
+from offbeat.strategies.compressible import codec_of
 
 SIZE, SPREAD = 2048, 0.1
 WIRES = ("none", "bf16", "fp16", "int8", "int4", "sign", "topk:0.1", "topk:0.01")

@@ -16,8 +16,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from offbeat.profile import Bucket, GradientNoise, Link, Profile
-from offbeat.solve import deft, knapsack
 from offbeat.strategies.deft import DeFT
+from offbeat.strategies.solvers import knapsack
+from offbeat.strategies.solvers import queues as deft
 
 MU = 1.65  # how much slower the second link is (DeFT, Section III-C)
 FORWARD_S = 0.5  # backward takes 1 s

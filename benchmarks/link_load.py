@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import sys
 
-from offbeat.report import Run, load
-from offbeat.report.run import skipped
-from offbeat.report.traffic import LinkLoad, link_loads
+from offbeat.experiments.record.run_directory import skipped
+from offbeat.experiments.report import Run, load
+from offbeat.experiments.report.traffic import LinkLoad, link_loads
 
 
 def table(run: Run) -> str:

@@ -26,11 +26,11 @@ from statistics import median
 
 from link_load import table
 
+from offbeat.experiments.compare import Comparison, Contestant, Setup, compare
+from offbeat.experiments.report import load, summarize
+from offbeat.experiments.report.pace_notes import pace_in_words
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
-from offbeat.report import load, summarize
-from offbeat.report.paced import pace_in_words
-from offbeat.run.compare import Comparison, Contestant, Setup, compare
 from offbeat.strategies import (
     ASCWFBP,
     DDP,

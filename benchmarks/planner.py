@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.solve import fusion, partition
 from offbeat.strategies import DreamDDP
+from offbeat.strategies.solvers import fusion
+from offbeat.strategies.solvers import layer_sets as partition
 
 RATIOS = (0.3, 1.0, 3.0, 10.0)  # communication of all buckets / backward
 LATENCIES = (0.1, 0.5, 2.0)  # latency of all buckets, each sent alone / backward

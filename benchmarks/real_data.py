@@ -26,11 +26,11 @@ from statistics import fmean, median
 from contest import count, coverage_rate, fifo
 
 from offbeat import Profile, sim
+from offbeat.experiments.compare import Comparison, Contestant, Setup, compare, measure_profile
+from offbeat.experiments.report import Contestant as Finished
+from offbeat.experiments.report import Row, Run, load, summarize
+from offbeat.experiments.report.losses import SMOOTH, rank_mean
 from offbeat.lab import Cluster
-from offbeat.report import Contestant as Finished
-from offbeat.report import Row, Run, load, summarize
-from offbeat.report.losses import SMOOTH, rank_mean
-from offbeat.run.compare import Comparison, Contestant, Setup, compare, measure_profile
 from offbeat.strategies import (
     DDP,
     WFBP,

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from offbeat import Profile, SelSync
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.layout import BucketSpec
+from offbeat.core.runtime.context import StorageContext
+from offbeat.core.sim.separate_workers import server_of
 from offbeat.profile import Bucket, Link
-from offbeat.runtime.context import StorageContext
 from offbeat.sim import predict
-from offbeat.sim.served import server_of
-from offbeat.storage.flat import Flat
-from offbeat.storage.layout import BucketSpec
 
 
 class Gpt(nn.Module):

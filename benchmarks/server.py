@@ -342,7 +342,7 @@ def _launched(rate: str | None, ranks: int, role: list[str]) -> list[dict[str, A
 
 
 def _address() -> str:
-    from offbeat.transport.interfaces import ipv4_of
+    from offbeat.core.transport.interfaces import ipv4_of
 
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     found = ipv4_of(interface) if interface else None

@@ -28,10 +28,10 @@ from slides_served import train_served
 from slides_tables import iterations_apart, measured, table
 from slides_tasks import Task, measured_methods, methods, servers_of, task_of
 
+from offbeat.core.profile.elsewhere import elsewhere
+from offbeat.experiments.compare import Comparison, Contestant, Setup, compare
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
-from offbeat.profile.elsewhere import elsewhere
-from offbeat.run.compare import Comparison, Contestant, Setup, compare
 from offbeat.strategies import SSP
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -13,16 +13,16 @@ import torch
 from slides_tasks import Task
 from torch import Tensor, nn
 
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.layout import specs_of_profile
+from offbeat.core.runtime.engine import Engine
+from offbeat.core.runtime.iteration import Iteration
+from offbeat.core.transport.device import CPU
+from offbeat.experiments.compare import outcomes_of
+from offbeat.experiments.record.vote_log import VoteLog
 from offbeat.plan import Plan, vote_channel
 from offbeat.profile import Profile
-from offbeat.run.compare import outcomes_of
-from offbeat.runtime.engine import Engine
-from offbeat.runtime.iteration import Iteration
-from offbeat.runtime.vote_log import VoteLog
-from offbeat.storage.flat import Flat
-from offbeat.storage.layout import specs_of_profile
 from offbeat.strategies import Strategy
-from offbeat.transport.device import CPU
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from support import memory  # pyright: ignore[reportMissingImports]

@@ -1,9 +1,10 @@
 """SSP for `slides.py`: simulated time, real numbers.
 
-The library's own simulation of workers and server (`offbeat.sim.served`) says when a worker begins
-to compute, when its push has reached the server, and when it gets parameters. At these moments
-real gradients of the real model are computed and the library's own server (`offbeat.server.shard`)
-takes them. A run ends when as many pushes were applied as the other methods compute gradients.
+The library's own simulation of workers and server (`server/simulation.py`) says when a worker
+begins to compute, when its push has reached the server, and when it gets parameters. At these
+moments real gradients of the real model are computed and the library's own server
+(`server/parameters.py`) takes them. A run ends when as many pushes were applied as the other
+methods compute gradients.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from slides_runs import EVERY, quality_of_mean
 from slides_tasks import Task
 from torch import Tensor
 
+from offbeat.core.sim.ranks import Ranks
 from offbeat.profile import Profile
+from offbeat.server import simulation as served
 from offbeat.server.layout import Layout
 from offbeat.server.optimizers import settings_of
-from offbeat.server.shard import Shard
-from offbeat.sim import served
-from offbeat.sim.ranks import Ranks
+from offbeat.server.parameters import Shard
 from offbeat.strategies import SSP
 
 FASTER = 4  # a fast worker may compute so many times its share of the gradients

@@ -11,12 +11,13 @@ from typing import Any
 
 from slides_tasks import Task, methods
 
-from offbeat.blocks import read, records_in
+from offbeat.core.sim.separate_workers import compute_seconds, server_of
+from offbeat.experiments.compare import SKIP
+from offbeat.experiments.record.record_file import read, records_in
+from offbeat.experiments.report import load, summarize
 from offbeat.profile import Profile
-from offbeat.report import load, summarize
-from offbeat.run.compare import SKIP
+from offbeat.server.simulation import run_served
 from offbeat.sim import Ranks, predict, simulate
-from offbeat.sim.served import compute_seconds, run_served, server_of
 from offbeat.strategies import SSP
 
 Run = Mapping[str, Any]

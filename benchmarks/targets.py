@@ -28,13 +28,13 @@ from tasks import GPT, Task, digits_task
 from threads import LEAST_BYTES, LINK, Job, Trained, consolidated, remembered, train
 
 import offbeat
+from offbeat.core.sim.prediction import predict
+from offbeat.core.sim.trace import Trace
+from offbeat.experiments.record.run_directory import RankRecord, Repetition
+from offbeat.experiments.report.divergence import gamma, relative
+from offbeat.experiments.report.losses import FINAL_LEAST, FINAL_SHARE, KEPT_UP, Curve
 from offbeat.profile import Link, Profile
-from offbeat.report.divergence import gamma, relative
-from offbeat.report.losses import FINAL_LEAST, FINAL_SHARE, KEPT_UP, Curve
-from offbeat.report.run import RankRecord, Repetition
-from offbeat.sim.prediction import predict
 from offbeat.strategies import BSP, DDP, WFBP, DreamDDP, LocalSGD, PartialSync, Strategy
-from offbeat.trace import Trace
 
 RANKS, WIDTH, PERIOD = 4, 128, 5
 STEPS = {"GPT": 200, "digits": 150}

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.measuring.divergence import Sample
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.layout import BucketSpec, group_parameters, nbytes, specs_of_profile
+from offbeat.core.measuring.replica_sample import Sample
+from offbeat.core.runtime.engine import Engine
+from offbeat.core.runtime.iteration import Iteration
+from offbeat.core.transport.device import CPU
 from offbeat.plan import Plan, vote_channel
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.runtime.engine import Engine
-from offbeat.runtime.iteration import Iteration
-from offbeat.storage.flat import Flat
-from offbeat.storage.layout import BucketSpec, group_parameters, nbytes, specs_of_profile
-from offbeat.transport.device import CPU
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from support import memory  # pyright: ignore[reportMissingImports]

@@ -14,11 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from timetable_page import Panel, page
+
 from offbeat.cli.sweep import aligned
-from offbeat.files import write_text
-from offbeat.report.timetable import Panel, page
-from offbeat.sim.placements import StageFacts, costs, in_steps, simulate
-from offbeat.solve.timetable import PLACEMENTS, Timetable
+from offbeat.core.files import write_text
+from offbeat.cyclic.simulation import StageFacts, costs, in_steps, simulate
+from offbeat.cyclic.timetable import PLACEMENTS, Timetable
 
 COLUMNS = (
     "placement", "order", "devices", "activations", "parameters", "volume", "handed", "messages",

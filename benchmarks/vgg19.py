@@ -11,12 +11,12 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+from offbeat.core.strategy.interface import Strategy
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
-from offbeat.solve import preserver
 from offbeat.strategies import WFBP, ByteScheduler
-from offbeat.strategies.base import Strategy
 from offbeat.strategies.deft import DeFT
+from offbeat.strategies.solvers import preserver
 
 # Output side first: forward, backward, communication in us.
 BUCKETS = {

@@ -30,14 +30,15 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 from offbeat import cli
+from offbeat.core.sim.separate_workers import compute_seconds, server_of
+from offbeat.core.sim.trace import Span
+from offbeat.core.strategy.text import parse
+from offbeat.experiments.report.lanes import LEGEND, kinds, still, still_gossip, still_workers
+from offbeat.experiments.report.page import asset
 from offbeat.profile import Link, Profile
-from offbeat.report.page import asset
-from offbeat.report.still import LEGEND, kinds, still, still_gossip, still_workers
+from offbeat.server.simulation import run_served, spans_of
 from offbeat.sim import Ranks, predict, simulate
-from offbeat.sim.served import compute_seconds, run_served, server_of, spans_of
 from offbeat.strategies import SSP, OuterSGD, Strategy, find, strategy_names
-from offbeat.strategies.texts import parse
-from offbeat.trace import Span
 
 DOCS = Path(__file__).parent
 MARKER = re.compile(r"^<!-- (\w+(?: run)?)(?:: (.*?))? -->\n", re.MULTILINE)

@@ -22,10 +22,10 @@ from workers import TIMEOUT_S, bits, rank, world_size
 
 import offbeat
 from offbeat import Strategy
-from offbeat.checkpoint import shard
-from offbeat.checkpoint.folder import Folder
-from offbeat.checkpoint.frozen import freeze
-from offbeat.checkpoint.saving import Company, Saving
+from offbeat.core.checkpoint import shard
+from offbeat.core.checkpoint.folder import Folder
+from offbeat.core.checkpoint.frozen import freeze
+from offbeat.core.checkpoint.saving import Company, Saving
 from offbeat.data import DefDP
 
 CASE = Case("conv", "nesterov", "step")

@@ -184,7 +184,7 @@ def accelerate_after(where: Path) -> dict[str, Any]:
     execute_snippet(DOCS / "frameworks.md", "model, optimizer = offbeat.prepare(", names)
     del os.environ["OFFBEAT_STRATEGY"]
     model, optimizer, loader = (names[name] for name in ("model", "optimizer", "loader"))
-    assert isinstance(model, offbeat.runtime.Model)  # not wrapped in DDP
+    assert isinstance(model, offbeat.core.runtime.prepared.Model)  # not wrapped in DDP
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch).loss)

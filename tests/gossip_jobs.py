@@ -14,13 +14,13 @@ import networkx as nx
 import torch
 from torch import Tensor
 
+from offbeat.core.codecs import Codec
 from offbeat.gossip.chunks import Wire, WireForm
 from offbeat.gossip.clock import Clock
-from offbeat.gossip.gossip import Gossip, Settings
 from offbeat.gossip.joining import ask
 from offbeat.gossip.peers import door
 from offbeat.gossip.state import AVERAGING, State
-from offbeat.numerics.codecs import Codec
+from offbeat.gossip.worker import Gossip, Settings
 
 SECRET = b"a secret of the tests"
 SIZE = 50  # four chunks

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from workers import rank
 
 import offbeat
-from offbeat.strategies.gossip import Gossip
+from offbeat.gossip.strategies import Gossip
 
 STEPS = 9
 Step = Callable[[int], None]

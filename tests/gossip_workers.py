@@ -18,14 +18,14 @@ from torch import Tensor
 from workers import rank, snapshot
 
 import offbeat
-from offbeat.blocks import path_of, read
-from offbeat.gossip.meetings import USER
+from offbeat.core.transport.control import Control
+from offbeat.experiments.record.record_file import path_of, read
+from offbeat.gossip import pairs
+from offbeat.gossip import session as gossip_session
+from offbeat.gossip.strategies import Gossip
+from offbeat.gossip.tree_reductions import USER
 from offbeat.gossip.view import State
-from offbeat.measuring import pairs
-from offbeat.runtime import gossip_session
 from offbeat.strategies import A2CiD2
-from offbeat.strategies.gossip import Gossip
-from offbeat.transport.control import Control
 
 
 @dataclass

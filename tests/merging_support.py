@@ -20,11 +20,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 from workers import Trained, bits, prepared, rank, snapshot, world_size
 
 from offbeat import WFBP, Plan, Profile, Strategy
-from offbeat.blocks import path_of, read
-from offbeat.guards import convergence as guard
+from offbeat.core.guards import convergence as guard
+from offbeat.core.runtime import plan_session as session
+from offbeat.experiments.record.record_file import path_of, read
 from offbeat.plan import Apply, Buffer, Merge, Moment, Phases, local, transfer
 from offbeat.profile import Link
-from offbeat.runtime import session
 from offbeat.strategies import Monitor
 
 # ---- merged ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from workers import prepared, rank
 
 from offbeat import WFBP, Profile, Strategy
-from offbeat.metrics import Metrics
+from offbeat.core.runtime.metrics import Metrics
 from offbeat.profile import Bucket, Link
 
 STEPS, EVERY, LR = 6, 2, 0.25

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from workers import rank
 
-from offbeat.transport.control import Control
-from offbeat.transport.packed import broadcast_state
+from offbeat.core.transport.control import Control
+from offbeat.core.transport.packed import broadcast_state
 
 STATE = {"step": 3, "moments": [torch.arange(5.0), torch.zeros(0)], "first": (True, None)}
 

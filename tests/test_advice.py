@@ -7,14 +7,22 @@ from random import Random
 
 import pytest
 
-from offbeat import advice as advising
-from offbeat.advice import CHANGES, WIRES, advise, in_words, periods, tried, with_settings
 from offbeat.cli import commands as cli
+from offbeat.core.strategy.text import parse, text_of
+from offbeat.experiments import advice as advising
+from offbeat.experiments.advice import (
+    CHANGES,
+    WIRES,
+    advise,
+    in_words,
+    periods,
+    tried,
+    with_settings,
+)
+from offbeat.experiments.compare import given_profile
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
-from offbeat.run.compare import given_profile
 from offbeat.sim import predict
 from offbeat.strategies import DDP, WFBP, DeFT, DreamDDP, LocalSGD, create
-from offbeat.strategies.texts import parse, text_of
 
 STALENESS = 4
 WITHIN = 1.03

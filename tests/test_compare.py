@@ -17,16 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from offbeat import report
 from offbeat.cli import commands as cli
+from offbeat.core.measuring.processors import processors
+from offbeat.core.sim.trace import Trace
+from offbeat.experiments import compare, report
+from offbeat.experiments.progress import Progress
+from offbeat.experiments.record.run_directory import Repetition
 from offbeat.lab import Cluster
-from offbeat.measuring.processors import processors
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.report.run import Repetition
-from offbeat.run import compare
-from offbeat.run.progress import Progress
 from offbeat.strategies import DDP, SSP, WFBP, DreamDDP
-from offbeat.trace import Trace
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("here")]
 
@@ -35,10 +34,10 @@ SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.run.named import Named
+from offbeat.core.runtime.named_strategy import Named
 from offbeat.strategies import create
-from offbeat.strategies.texts import parse
-from offbeat.trace import Trace
+from offbeat.core.strategy.text import parse
+from offbeat.core.sim.trace import Trace
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 job = json.loads(Path(os.environ["OFFBEAT_JOB"]).read_text())
@@ -96,7 +95,7 @@ directory = Path(job["record_dir"])
 if rank == 0 and plan:
     (directory / "plan.json").write_text(json.dumps(plan.to_dict()))
 if f"killed={what}" in words:
-    from offbeat.blocks import Blocks, path_of
+    from offbeat.experiments.record.record_file import Blocks, path_of
     (directory / f"rank{rank}.json").unlink()
     block = {"first": 0, "rank": rank, "strategy": str(strategy), "observed": 0, "period": 1,
         "uneven": False, "ends_s": trace.ends_s[0], "losses": [[11, 0.5]]}

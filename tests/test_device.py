@@ -9,8 +9,8 @@ from test_compare import SCRIPT
 
 from offbeat.cli import commands as cli
 from offbeat.cli.texts import device_speed
+from offbeat.core.profile.device_speed import Compute, DeviceSpeed, compute_s
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.profile.device import Compute, DeviceSpeed, compute_s
 from offbeat.sim import predict
 from offbeat.strategies import BSP, LocalSGD
 

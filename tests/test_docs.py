@@ -13,11 +13,11 @@ from docs_support import DOCS, RANKS, ROOT, blocks, commands, name_of, pages, ru
 from strategy_lists import ALL
 from worlds import run_world
 
-from offbeat import metrics
 from offbeat.cli import texts
 from offbeat.cli.commands import app, mark_script
+from offbeat.core.runtime import metrics
 from offbeat.lab import Cluster
-from offbeat.lab.cluster import Way
+from offbeat.lab.description import Way
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import PartialSync
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from offbeat.core.profile.elsewhere import PAYLOAD, elsewhere
 from offbeat.profile import Bucket, GradientNoise, Link, Profile
-from offbeat.profile.elsewhere import PAYLOAD, elsewhere
 
 LINK = Link(
     "net",

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from offbeat import cli
-from offbeat.solve.graphs import constants, edge_rates, topology
+from offbeat.gossip.graphs import constants, edge_rates, topology
 
 
 def output_of(capsys, argv):

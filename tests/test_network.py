@@ -9,12 +9,12 @@ import pytest
 from test_compare import SCRIPT
 
 from offbeat.cli import commands as cli
+from offbeat.core.measuring.processors import processors
+from offbeat.core.profile.elsewhere import PAYLOAD, elsewhere
+from offbeat.experiments import compare
+from offbeat.experiments.profile_for_network import compute_for, with_network
 from offbeat.lab import Cluster, NoLab
-from offbeat.measuring.processors import processors
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.profile.elsewhere import PAYLOAD, elsewhere
-from offbeat.run import compare
-from offbeat.run.network import compute_for, with_network
 
 RATE = 200e6
 # A ring of 4 sends every byte 1.5 times.

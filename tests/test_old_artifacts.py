@@ -16,7 +16,7 @@ from checkpoint_jobs import job
 from worlds import run_world
 
 import offbeat
-from offbeat.report.write import SUMMARY, write
+from offbeat.experiments.report.write import SUMMARY, write
 
 ARCHIVES = sorted((Path(__file__).parent / "artifacts").glob("*.tar.xz"))
 STRATEGIES = {

@@ -64,17 +64,22 @@ def test_unknown_attribute() -> None:
 
 def test_import_does_not_need_torch() -> None:
     """Planning and simulating work where torch is not installed."""
-    code = "import sys; sys.modules['torch'] = None; import offbeat, offbeat.sim, offbeat.solve"
+    code = (
+        "import sys; sys.modules['torch'] = None; "
+        "import offbeat, offbeat.sim, offbeat.strategies.solvers"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_commands_that_launch_ranks_do_not_import_torch() -> None:
     """It takes more than a second of processor time, and only the ranks need it."""
-    code = "import sys; sys.modules['torch'] = None; import offbeat.cli, offbeat.run.compare"
+    code = (
+        "import sys; sys.modules['torch'] = None; import offbeat.cli, offbeat.experiments.compare"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_prepare_is_the_runtimes() -> None:
-    from offbeat.runtime import prepare
+    from offbeat.core.runtime.prepare import prepare
 
     assert offbeat.prepare is prepare

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.trace import COMPUTE, Span, Trace
+from offbeat.core.sim.trace import COMPUTE, Span, Trace
 
 SPANS = (
     Span(1, "net", "grad", 1, 3.0, 5.5, (0, 2), 12),

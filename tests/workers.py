@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
+from offbeat.core.transport.collectives import Collective
+from offbeat.core.transport.link import Link, Message
 from offbeat.plan import BUFFERS, BUILT_IN, Buffer, Plan, Transfer
 from offbeat.profile import Profile
 from offbeat.strategies import Strategy
-from offbeat.transport.collectives import Collective
-from offbeat.transport.link import Link, Message
 
 TIMEOUT_S = 20.0
 

@@ -27,7 +27,7 @@ PRELOAD = [
     "torch.distributed.checkpoint.default_planner",
     "torch.distributed.checkpoint.filesystem",
     "torch.profiler._cupti_monitor",
-    "offbeat.runtime",
+    "offbeat.core.runtime.prepare",
     "pytest",
 ]
 GRACE_S = 0.5  # for a rank that has reported and only has to leave
@@ -216,7 +216,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from offbeat.measuring import coding
+    from offbeat.core.measuring import codec_speed as coding
 
     os.environ.update(variables)
     torch.set_num_threads(1)

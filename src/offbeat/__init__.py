@@ -6,11 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offbeat.checkpoint import Checkpoint, Saving, iteration, load, save
-    from offbeat.data.joined import join
-    from offbeat.plan import Plan
-    from offbeat.profile import Profile
-    from offbeat.runtime import prepare
+    from offbeat.core.checkpoint import Checkpoint, Saving, iteration, load, save
+    from offbeat.core.plan import Plan
+    from offbeat.core.profile import Profile
+    from offbeat.core.runtime.prepare import prepare
+    from offbeat.core.sim.trace import Trace
+    from offbeat.data.shortest import join
     from offbeat.strategies import (
         ADPSGD,
         ASCWFBP,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
         Strategy,
         USByte,
     )
-    from offbeat.trace import Trace
 
 __version__ = "0.1.0"
 
@@ -76,16 +76,16 @@ __all__ = [
 
 
 _MODULES = {
-    "Checkpoint": "checkpoint",
+    "Checkpoint": "core.checkpoint",
     "Plan": "plan",
     "Profile": "profile",
-    "Saving": "checkpoint",
+    "Saving": "core.checkpoint",
     "Trace": "trace",
-    "iteration": "checkpoint",
-    "join": "data.joined",
-    "load": "checkpoint",
-    "prepare": "runtime",
-    "save": "checkpoint",
+    "iteration": "core.checkpoint",
+    "join": "data.shortest",
+    "load": "core.checkpoint",
+    "prepare": "core.runtime.prepare",
+    "save": "core.checkpoint",
 }
 
 

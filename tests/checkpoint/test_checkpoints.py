@@ -21,12 +21,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from worlds import run_world, watch_world
 
 import offbeat
-from offbeat.checkpoint import automatic, shard
-from offbeat.checkpoint.checkpoints import _frozen, _load_extra, _of_extra
-from offbeat.checkpoint.folder import Folder
-from offbeat.checkpoint.frozen import freeze
-from offbeat.checkpoint.saving import Company, Saver, Saving
-from offbeat.numerics.change import Course
+from offbeat.core.checkpoint import requested as automatic
+from offbeat.core.checkpoint import shard
+from offbeat.core.checkpoint.checkpoints import _frozen, _load_extra, _of_extra
+from offbeat.core.checkpoint.folder import Folder
+from offbeat.core.checkpoint.frozen import freeze
+from offbeat.core.checkpoint.saving import Company, Saver, Saving
+from offbeat.core.rules.changed import Course
 
 ALONE = Company(None)
 

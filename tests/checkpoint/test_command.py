@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from offbeat import cli
+from offbeat.core.runtime.launch_request import Job
+from offbeat.experiments import compare
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.run import compare
-from offbeat.run.job import Job
 
 
 def asked(

@@ -12,15 +12,15 @@ from support.memory import MemoryControl, World, memory_links, run_ranks
 from support.quadratic import DECAY, MOMENTUM, RATE, TIMEOUT_S, Net, Quadratic, ran
 from support.random_plans import random_plan, ranks_of
 
-from offbeat.checkpoint.frozen import Frozen, freeze
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.layout import BucketSpec
+from offbeat.core.checkpoint.frozen import Frozen, freeze
+from offbeat.core.plan.program import Program
+from offbeat.core.runtime.engine import Engine
+from offbeat.core.runtime.position import capture, restore
+from offbeat.core.transport.device import CPU
+from offbeat.core.verify.check import check
 from offbeat.plan import Plan, vote_channel
-from offbeat.plan.check import check
-from offbeat.plan.program import Program
-from offbeat.runtime.engine import Engine
-from offbeat.runtime.position import capture, restore
-from offbeat.storage.flat import Flat
-from offbeat.storage.layout import BucketSpec
-from offbeat.transport.device import CPU
 
 PLANS = 50  # accepted ones
 

@@ -13,10 +13,10 @@ from models import Case, build_model, build_optimizer, profile_of
 from torch import nn
 from worlds import run_world
 
-from offbeat.guards.parameters import ParameterWatch
-from offbeat.storage.flat import Flat, place_like
-from offbeat.storage.layout import group_parameters
-from offbeat.storage.optimizer_state import StateStore
+from offbeat.core.buckets.flat import Flat, place_like
+from offbeat.core.buckets.layout import group_parameters
+from offbeat.core.buckets.optimizer_state import StateStore
+from offbeat.core.guards.parameters import ParameterWatch
 
 CASES = [Case("conv"), Case("tied"), Case("mixed", dtype=torch.float32)]
 

@@ -42,13 +42,13 @@ from workers import (
 from worlds import one_of, run_world
 
 from offbeat import Plan, Profile
-from offbeat.numerics.select import drawn
+from offbeat.core.derive.windows import Windows
+from offbeat.core.rules.select import drawn
+from offbeat.core.sim.trace import COMPUTE
+from offbeat.core.verify.equations import Changes
 from offbeat.plan import BUFFERS, VOTES, Payload
-from offbeat.plan.windows import Windows
 from offbeat.sim import simulate
 from offbeat.strategies import Strategy, create
-from offbeat.testing.equations import Changes
-from offbeat.trace import COMPUTE
 
 # Settings beside the defaults; a strategy that is only registered is tested with its defaults.
 SETTINGS: dict[str, list[dict[str, Any]]] = {

@@ -8,7 +8,7 @@ from cyclic_support import ITERATIONS, batch, chain, equations, optimizer_of
 from torch import Tensor, nn
 
 from offbeat.cyclic import Activations, Interleaved, split
-from offbeat.solve.timetable import Work
+from offbeat.cyclic.timetable import Work
 from offbeat.strategies import Cyclic
 
 

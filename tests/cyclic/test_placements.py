@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from worlds import run_world, watch_world
 
 from offbeat.cyclic import Interleaved, recording, together
-from offbeat.solve.timetable import Placement, Timetable, Work
+from offbeat.cyclic.timetable import Placement, Timetable, Work
 from offbeat.strategies import Cyclic
 
 RULES = (

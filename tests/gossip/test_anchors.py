@@ -12,12 +12,12 @@ import torch
 from gossip_jobs import come, cut, job, together, until, warm
 from torch import Tensor
 
+from offbeat.core.codecs import FP16, Codec, Int4, Int8
 from offbeat.gossip.anchors import NEVER
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.exchange import Exchange, Exchanges
+from offbeat.gossip.graphs import constants, edge_rates, topology
 from offbeat.gossip.state import AVERAGING, Mixing, State
-from offbeat.numerics.codecs import FP16, Codec, Int4, Int8
-from offbeat.solve.graphs import constants, edge_rates, topology
 
 SIZE = 700  # blocks that are not whole
 CODECS = [FP16(), Int8(), Int4()]

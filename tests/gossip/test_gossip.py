@@ -11,9 +11,9 @@ import pytest
 import torch
 from gossip_jobs import Worker, cut, flats, job, kill, stall, together, until, warm
 
-from offbeat.gossip.kinds import Kind
-from offbeat.gossip.meetings import OWN, USER
+from offbeat.gossip.protocol import Kind
 from offbeat.gossip.state import AVERAGING
+from offbeat.gossip.tree_reductions import OWN, USER
 from offbeat.gossip.view import State
 
 STEP = 2.0**-7  # float32 adds up many of them without a bias

@@ -27,8 +27,8 @@ from reference.training import bsp, replicas
 from worlds import run_world, watch_world
 
 from offbeat import ADPSGD, A2CiD2
-from offbeat.gossip.meetings import KEPT
-from offbeat.measuring.pairs import partners
+from offbeat.gossip.pairs import partners
+from offbeat.gossip.tree_reductions import KEPT
 
 TRIP_S = 0.5  # a round trip on a busy machine takes less
 

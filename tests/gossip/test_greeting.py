@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.transport import secret as secrets
-from offbeat.transport.greeting import Greeting, GreetingError
+from offbeat.frames import secret as secrets
+from offbeat.frames.greeting import Greeting, GreetingError
 
 
 def talk(one: Greeting, other: Greeting, spoil: int | None = None) -> None:

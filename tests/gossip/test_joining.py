@@ -19,14 +19,14 @@ from torch import Tensor
 
 from offbeat import A2CiD2, cli
 from offbeat.cli import texts
+from offbeat.frames.frames import WireError
+from offbeat.frames.secret import VARIABLE
+from offbeat.gossip import startup as gossiping
 from offbeat.gossip.agreement import Agreement
 from offbeat.gossip.joining import Place
+from offbeat.gossip.startup import _invite
 from offbeat.gossip.state import Change
 from offbeat.gossip.view import State
-from offbeat.runtime import gossiping
-from offbeat.runtime.gossiping import _invite
-from offbeat.transport.frames import WireError
-from offbeat.transport.secret import VARIABLE
 
 
 def test_a_worker_joins_with_the_state_of_another() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.gossip.meeting import Meeting, Out
+from offbeat.gossip.tree_reduction import Meeting, Out
 from offbeat.gossip.view import State, View
 
 EDGES = [(0, 1), (0, 2), (1, 3), (1, 4), (2, 4)]

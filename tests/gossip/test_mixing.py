@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.numerics import mixing
-from offbeat.numerics.pieces import PIECE
+from offbeat.core.codecs.pieces import PIECE
+from offbeat.gossip import mixing
 
 SIZE = PIECE + 7  # more than one piece
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from offbeat.gossip.gossip import Gossip
 from offbeat.gossip.view import Known, State, View
+from offbeat.gossip.worker import Gossip
 
 ALL = [(i, j) for j in range(5) for i in range(j)]
 RING = [(0, 1), (1, 2), (2, 3), (0, 3)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from offbeat.lab import Cluster, HostOverride, Lab, LabError, Link, Pair
-from offbeat.lab.carried import Carried, much, ring_ways
+from offbeat.lab.saturation import Carried, much, ring_ways
 
 MBIT = 10**6
 

@@ -3,12 +3,12 @@
 import pytest
 
 from offbeat.lab import Change, Cluster, HostOverride, Link, Pair
-from offbeat.lab.asked import MOST_WAYS, Asked, Measured, asked_ways, lines
-from offbeat.lab.cluster import Way
-from offbeat.lab.link_plan import ChangePlan, LinkPlan, PairPlan
-from offbeat.lab.plans import change_messages, link_plan
+from offbeat.lab.changes import Schedule
+from offbeat.lab.description import Way
 from offbeat.lab.probe import rate_bps
-from offbeat.lab.schedule import Schedule
+from offbeat.lab.probe_report import MOST_WAYS, Asked, Measured, asked_ways, lines
+from offbeat.lab.switch.link_state import ChangePlan, LinkPlan, PairPlan
+from offbeat.lab.templates import change_messages, link_plan
 
 pytestmark = pytest.mark.timeout(10)
 

@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
+from offbeat.core.buckets.flat import require_supported
+from offbeat.core.buckets.layout import specs_of_profile
 from offbeat.lab.emulate import EmulatedModel, uniform_profile
 from offbeat.profile import Bucket
-from offbeat.storage.flat import require_supported
-from offbeat.storage.layout import specs_of_profile
 
 pytestmark = pytest.mark.timeout(60)
 

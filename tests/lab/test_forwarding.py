@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat.lab.forwarding import Crossbar
-from offbeat.lab.link_plan import LinkPlan, PairPlan
 from offbeat.lab.shaping import burst_bytes, queue_bytes
-from offbeat.lab.tap import HEADER_BYTES, wire_bytes
+from offbeat.lab.switch.forwarding import Crossbar
+from offbeat.lab.switch.link_state import LinkPlan, PairPlan
+from offbeat.lab.switch.tap import HEADER_BYTES, wire_bytes
 
 pytestmark = pytest.mark.timeout(10)
 

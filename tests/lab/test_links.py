@@ -45,9 +45,9 @@ for name, wanted in json.loads(os.environ["WANTED"]).items():
 TOGETHER = """
 import json, torch
 from offbeat.plan import Moment, transfer
-from offbeat.transport.cluster import connect
-from offbeat.transport.device import CPU
-from offbeat.transport.interfaces import LinkSpec
+from offbeat.core.transport.cluster import connect
+from offbeat.core.transport.device import CPU
+from offbeat.core.transport.interfaces import LinkSpec
 torch.distributed.init_process_group("gloo")
 specs = [LinkSpec("a", "eth0", "gloo"), LinkSpec("b", "eth1", "gloo")]
 cluster = connect(specs, torch.device("cpu"), CPU(), 30.0)

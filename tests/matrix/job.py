@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from matrix import references
 from offbeat import A2CiD2, Cyclic, DeFT, DreamDDP, LocalSGD, SelSync, Strategy
+from offbeat.core.runtime import plan_session as session
+from offbeat.core.runtime.prepared import Model, Optimizer
+from offbeat.core.verify.check import raise_if_wrong
 from offbeat.plan import Plan
-from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.runtime import session
-from offbeat.runtime.wrap import Model, Optimizer
 
 STEPS = 5
 OBSERVED = 2  # of these, where a profile is measured

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offbeat.plan.windows import Windows
+from offbeat.core.derive.windows import Windows
+from offbeat.core.runtime.hooks import AfterBackward
+from offbeat.core.runtime.prepared import Session
+from offbeat.core.runtime.schedulers import SchedulerGate
+from offbeat.core.verify.equations import Changes, layer_sets
 from offbeat.profile import Profile
-from offbeat.runtime.hooks import AfterBackward
-from offbeat.runtime.schedulers import SchedulerGate
-from offbeat.runtime.wrap import Session
-from offbeat.testing.equations import Changes, layer_sets
 
 
 def mean_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from plan.families import FAMILIES, deft_plan, diloco_plan, fedavg_plan, selsync_plan, topk_plan
 
-from offbeat.numerics import WIRES
+from offbeat.core.codecs import WIRES
+from offbeat.core.verify.check import check, raise_if_wrong, slices_of
 from offbeat.plan import (
     Apply,
     Buffer,
@@ -18,7 +19,6 @@ from offbeat.plan import (
     transfer,
     vote_channel,
 )
-from offbeat.plan.check import check, raise_if_wrong, slices_of
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import BSP, DeFT, DiLoCo, LocalSGD
 

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from offbeat.numerics.clip import clip, clip_early
+from offbeat.core.rules.clip import clip, clip_early
 from offbeat.plan import Apply, Moment, Phases
 
 

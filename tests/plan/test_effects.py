@@ -13,13 +13,14 @@ from support import quadratic
 from support.random_plans import random_plan, ranks_of
 
 import offbeat
-from offbeat.numerics import EFFECTS, RULES, SETTINGS
-from offbeat.plan import Apply, Moment, Phases, Plan, effects
-from offbeat.plan.check import check
-from offbeat.plan.deferred import deferred
-from offbeat.plan.lean import keeps_gradients
-from offbeat.plan.program import Program
-from offbeat.runtime.engine import Engine
+from offbeat.core.derive import effects
+from offbeat.core.derive.deferred import deferred
+from offbeat.core.derive.lean import keeps_gradients
+from offbeat.core.plan.program import Program
+from offbeat.core.rules import EFFECTS, RULES, SETTINGS
+from offbeat.core.runtime.engine import Engine
+from offbeat.core.verify.check import check
+from offbeat.plan import Apply, Moment, Phases, Plan
 
 SOURCE = Path(offbeat.__file__).parent
 NUMBERS = {"number": 0.5, "count": 1, "numbers": (2.0, 0.5)}

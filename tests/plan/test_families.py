@@ -5,10 +5,10 @@ import pytest
 from plan.families import FAMILIES, SIZE, START, N, T, World, gradient
 from reference.adversary import MOMENTUM, RATE, momentum
 
-from offbeat.plan.check import check
-from offbeat.plan.interpreter import Interpreter, Model
+from offbeat.core.verify.check import check
+from offbeat.core.verify.equations import Task
+from offbeat.core.verify.interpreter import Interpreter, Model
 from offbeat.testing.conformance import interpreted
-from offbeat.testing.equations import Task
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from offbeat.core.derive.lean import keeps_gradients, lean
+from offbeat.core.plan.program import Program
 from offbeat.plan import Apply, Buffer, Moment, Plan, Vote, local, transfer
-from offbeat.plan.lean import keeps_gradients, lean
-from offbeat.plan.program import Program
 
 SIZE = 5
 

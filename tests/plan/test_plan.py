@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from plan.families import FAMILIES
 
+from offbeat.core.plan.types import POINTS
 from offbeat.plan import (
     Apply,
     Buffer,
@@ -23,7 +24,6 @@ from offbeat.plan import (
     parse_moment,
     transfer,
 )
-from offbeat.plan.model import POINTS
 
 STEP, END = Moment("step"), Moment("end")
 PLAN = Plan(

@@ -7,10 +7,10 @@ import pytest
 from plan.families import FAMILIES, H, N, dear_plan, deft_plan, dreamddp_plan, selsync_plan
 from support.random_plans import random_plan, ranks_of
 
+from offbeat.core.derive.coalesced import coalesced
+from offbeat.core.derive.windows import Windows
+from offbeat.core.plan.program import Program, moment_at, position
 from offbeat.plan import Apply, Moment, Phases, Plan, local, transfer
-from offbeat.plan.coalesced import coalesced
-from offbeat.plan.program import Program, moment_at, position
-from offbeat.plan.windows import Windows
 
 STEP, END = Moment("step"), Moment("end")
 

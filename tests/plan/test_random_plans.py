@@ -13,11 +13,12 @@ import pytest
 from reference.adversary import Machine, Problem, momentum
 from support.random_plans import random_plan, ranks_of
 
-from offbeat.numerics import RULES, WIRES
+from offbeat.core.codecs import WIRES
+from offbeat.core.plan.program import Program
+from offbeat.core.rules import RULES
+from offbeat.core.verify.check import check, shortened, slices_of
+from offbeat.core.verify.interpreter import Interpreter, Model
 from offbeat.plan import VERBS, Phases, Plan
-from offbeat.plan.check import check, shortened, slices_of
-from offbeat.plan.interpreter import Interpreter, Model
-from offbeat.plan.program import Program
 
 PLANS = 500
 EXECUTED = 60
@@ -171,7 +172,7 @@ def test_a_shortened_plan_means_the_same(monkeypatch):
         long = stretched(plan, 6)
         found = messages(long)
         with monkeypatch.context() as patch:
-            patch.setattr("offbeat.plan.check.shortened", lambda plan: plan)
+            patch.setattr("offbeat.core.verify.check.shortened", lambda plan: plan)
             assert messages(long) == found, seed
         short = shortened(long)
         assert shortened(short) == short

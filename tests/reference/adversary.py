@@ -1,6 +1,6 @@
 """A slow, separate interpreter of plans that is as unkind as a real machine may be.
 
-It shares no code with `offbeat.plan.program` and `offbeat.plan.interpreter`. Everything works in
+It shares no code with `core/plan/program.py` and `core/verify/interpreter.py`. Everything works in
 place: a collective takes each rank's payload at any time after that rank's release, may leave
 rubbish in its place, and writes the result at any time before that rank's wait returns. Forwards
 read, and gradients arrive, in any order that the moments allow, each gradient being added to
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from offbeat.numerics.codecs import codec, way
-from offbeat.numerics.select import drawn
+from offbeat.core.codecs import codec, way
+from offbeat.core.rules.select import drawn
 from offbeat.plan import Apply, Moment, Plan, Transfer, Vote
 
 Array = np.ndarray
@@ -494,7 +494,7 @@ class Machine:
 
 
 def momentum(worker, buckets, weights, gradients) -> None:
-    """The same optimizer for `offbeat.plan.interpreter`, its state in the buffer of that name."""
+    """The same optimizer for the interpreter, its state in the buffer of that name."""
     state = worker.buffers["state"][0][worker.span(buckets)]
     state *= MOMENTUM
     state += gradients

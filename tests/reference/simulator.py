@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from offbeat.numerics.codecs import way
+from offbeat.core.codecs import way
 from offbeat.plan import Apply, Moment, Plan, Transfer, Vote, base_link
 from offbeat.profile import Profile
 

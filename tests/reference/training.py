@@ -23,7 +23,7 @@ from models import (
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from offbeat.numerics import RULES, VOTES
+from offbeat.core.rules import RULES, VOTES
 from offbeat.plan import Apply, Plan, Transfer
 
 Names = Collection[str]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.report.run import RankRecord, Repetition
-from offbeat.trace import Trace
+from offbeat.core.sim.trace import Trace
+from offbeat.experiments.record.run_directory import RankRecord, Repetition
 
 Row = tuple[int, int, float, float, int]  # partner, number, begin, end, bytes
 

@@ -10,6 +10,8 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
+from offbeat.core.derive.windows import Windows
+from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.plan import (
     Apply,
     Buffer,
@@ -22,9 +24,7 @@ from offbeat.plan import (
     local,
     transfer,
 )
-from offbeat.plan.windows import Windows
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.trace import COMPUTE, Span, Trace
 
 
 def profile(buckets: int = 20, world_size: int = 4, links: Sequence[Link] = ()) -> Profile:

@@ -13,7 +13,7 @@ from report.test_votes import ranks as voting_ranks
 from report.tiny import record, steady, write_tiny
 
 from offbeat import A2CiD2, sim
-from offbeat.report import write
+from offbeat.experiments.report import write
 
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)

@@ -9,9 +9,9 @@ import pytest
 from report.synthetic import NEAR_AND_FAR, late, profile, write_run
 from report.tiny import record, steady, write_tiny
 
+from offbeat.experiments.report import load, write
+from offbeat.experiments.report.decisions import decisions
 from offbeat.plan import Fact, Plan
-from offbeat.report import load, write
-from offbeat.report.decisions import decisions
 
 
 @pytest.fixture(scope="module")

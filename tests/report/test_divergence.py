@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from offbeat.measuring import divergence as sampling
-from offbeat.measuring.divergence import Sample
-from offbeat.report.divergence import draw, gamma, relative
-from offbeat.report.run import Contestant, RankRecord, Repetition
-from offbeat.storage.flat import Flat
-from offbeat.storage.layout import BucketSpec
-from offbeat.trace import Trace
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.layout import BucketSpec
+from offbeat.core.measuring import replica_sample as sampling
+from offbeat.core.measuring.replica_sample import Sample
+from offbeat.core.sim.trace import Trace
+from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition
+from offbeat.experiments.report.divergence import draw, gamma, relative
 
 RANKS, ITERATIONS = 3, 6
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat.core.derive.windows import Windows
+from offbeat.core.sim.trace import COMPUTE, Span
+from offbeat.experiments.report.generations import COLOURS, Generations, carried
 from offbeat.plan import Apply, Moment, Phases, Plan
-from offbeat.plan.windows import Windows
-from offbeat.report.generations import COLOURS, Generations, carried
-from offbeat.trace import COMPUTE, Span
 
 
 def message(iteration, carries=None, kind="grad"):

@@ -10,12 +10,20 @@ import pytest
 from report.gossiping import THREE, record, repetition
 
 from offbeat import A2CiD2, Profile, sim
+from offbeat.experiments.record.run_directory import Contestant
+from offbeat.experiments.report.divergence import draw as draw_divergence
+from offbeat.experiments.report.divergence import relative
+from offbeat.experiments.report.gossip import (
+    Exchange,
+    chrome,
+    clocks,
+    draw,
+    measured,
+    pack,
+    predicted,
+)
+from offbeat.experiments.report.timeline import predicted_window
 from offbeat.profile import Bucket, Link
-from offbeat.report.divergence import draw as draw_divergence
-from offbeat.report.divergence import relative
-from offbeat.report.gossip import Exchange, chrome, clocks, draw, measured, pack, predicted
-from offbeat.report.run import Contestant
-from offbeat.report.timeline import predicted_window
 
 
 def test_exchanges_are_where_they_were_on_one_clock() -> None:

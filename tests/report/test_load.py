@@ -7,8 +7,8 @@ import json
 import pytest
 from report.tiny import dump, record, steady, write_tiny
 
-from offbeat.report import load, summarize
-from offbeat.report.run import LOG_TAIL_LINES
+from offbeat.experiments.record.run_directory import LOG_TAIL_LINES
+from offbeat.experiments.report import load, summarize
 
 
 def two_ranks(seconds=1.0, **fields):
@@ -152,13 +152,14 @@ def test_importing_the_report_does_not_import_torch():
     import subprocess
     import sys
 
-    code = "import sys, offbeat.report, offbeat.report.text; print('torch' in sys.modules)"
+    room = "offbeat.experiments.report"
+    code = f"import sys, {room}, {room}.table; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 def test_the_summary_is_strict_json(tmp_path):
-    from offbeat.report import write
+    from offbeat.experiments.report import write
 
     write(write_tiny(tmp_path, {"a": [[record(0, steady(1, 9), [float("nan")] * 9)]]}))
 

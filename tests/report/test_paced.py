@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offbeat.report.paced import pace_in_words
-from offbeat.report.run import Contestant, RankRecord, Repetition, Run
-from offbeat.trace import Trace
+from offbeat.core.sim.trace import Trace
+from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run
+from offbeat.experiments.report.pace_notes import pace_in_words
 
 TRACE = Trace(source="measured", strategy="s", ends_s=((1.0,),), starts_s=(0.0,), spans=())
 

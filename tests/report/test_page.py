@@ -14,11 +14,11 @@ from report.synthetic import Entry, every_gradient, profile, three, write_run
 from report.tiny import dump, record, steady, write_tiny
 from rich.console import Console
 
+from offbeat.core.sim.trace import Span
+from offbeat.experiments.report import load, summarize, write
+from offbeat.experiments.report.table import table
 from offbeat.plan import Fact, Plan
 from offbeat.profile import Link
-from offbeat.report import load, summarize, write
-from offbeat.report.text import table
-from offbeat.trace import Span
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"'\u2028"
 

@@ -10,10 +10,10 @@ import pytest
 from report.synthetic import profile, three, write_run
 from report.tiny import dump, record, write_tiny
 
-from offbeat.report import load, summarize, write
-from offbeat.report.parts import Parts, Split, in_words, parts_of
-from offbeat.report.timeline import Window
-from offbeat.trace import COMPUTE, Span, Trace
+from offbeat.core.sim.trace import COMPUTE, Span, Trace
+from offbeat.experiments.report import load, summarize, write
+from offbeat.experiments.report.breakdown import Parts, Split, in_words, parts_of
+from offbeat.experiments.report.timeline import Window
 
 
 def spans_of(rank, compute_s, begin_s, end_s, shift_s=0.0, iterations=3):

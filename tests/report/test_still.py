@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from offbeat.profile import Bucket, Link, Profile
-from offbeat.report.still import (
+from offbeat.core.sim.trace import COMPUTE, Span
+from offbeat.experiments.report.lanes import (
     LEFT,
     LEGEND,
     RIGHT,
@@ -16,9 +16,9 @@ from offbeat.report.still import (
     still_gossip,
     still_workers,
 )
+from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, simulate
 from offbeat.strategies import BSP, P3, A2CiD2, Cyclic
-from offbeat.trace import COMPUTE, Span
 
 PROFILE = Profile(
     tuple(Bucket(f"b{i}", 0.01, 0.02, 50_000) for i in range(3)),

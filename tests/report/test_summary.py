@@ -11,10 +11,10 @@ from itertools import accumulate
 import pytest
 from report.tiny import dump, record, steady, write_tiny
 
-from offbeat.report import Row, load, ranked, summarize, winner, words, write
-from offbeat.report.losses import Curve, rank_mean, target_loss
-from offbeat.report.text import table
-from offbeat.trace import COMPUTE, Span, Trace, whole_periods
+from offbeat.core.sim.trace import COMPUTE, Span, Trace, whole_periods
+from offbeat.experiments.report import Row, load, ranked, summarize, winner, words, write
+from offbeat.experiments.report.losses import Curve, rank_mean, target_loss
+from offbeat.experiments.report.table import table
 
 
 def rows_of(path, records, **run):

@@ -8,9 +8,10 @@ import pytest
 from report.synthetic import NEAR_AND_FAR, late, profile, write_run
 from report.tiny import dump, record, write_tiny
 
-from offbeat.plan.windows import Windows
-from offbeat.report import load
-from offbeat.report.timeline import (
+from offbeat.core.derive.windows import Windows
+from offbeat.core.sim.trace import COMPUTE, Span, Trace
+from offbeat.experiments.report import load
+from offbeat.experiments.report.timeline import (
     Window,
     lane_name,
     lanes_of,
@@ -19,7 +20,6 @@ from offbeat.report.timeline import (
     predicted_window,
     shrink,
 )
-from offbeat.trace import COMPUTE, Span, Trace
 
 
 def unpack(packed):

@@ -8,9 +8,11 @@ import re
 import pytest
 from support.scripts import benchmark
 
-from offbeat.report.timetable import Panel, page
-from offbeat.sim.placements import StageFacts, in_steps, simulate
-from offbeat.solve.timetable import PLACEMENTS, Placement, Timetable
+from offbeat.cyclic.simulation import StageFacts, in_steps, simulate
+from offbeat.cyclic.timetable import PLACEMENTS, Placement, Timetable
+
+timetable_page = benchmark("timetable_page")
+Panel, page = timetable_page.Panel, timetable_page.page
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

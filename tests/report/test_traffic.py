@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.report.traffic import link_loads
-from offbeat.trace import COMPUTE, Span, Trace
+from offbeat.core.sim.trace import COMPUTE, Span, Trace
+from offbeat.experiments.report.traffic import link_loads
 
 
 def trace_of(*spans, ranks=2, iterations=1, period=1, iteration_s=8.0, **fields):

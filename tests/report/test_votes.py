@@ -7,11 +7,11 @@ import math
 import pytest
 from report.tiny import record, steady, write_tiny
 
-from offbeat.report import load, summarize, write
-from offbeat.report.curves import draw
-from offbeat.report.text import table
-from offbeat.report.votes import votes_of
-from offbeat.trace import Trace
+from offbeat.core.sim.trace import Trace
+from offbeat.experiments.report import load, summarize, write
+from offbeat.experiments.report.curves import draw
+from offbeat.experiments.report.table import table
+from offbeat.experiments.report.votes import votes_of
 
 YES = [[0, 1], [], [1], [], None]
 VOTES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.report import words
+from offbeat.experiments.report import words
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offbeat.trace import Span, Trace
+from offbeat.core.sim.trace import Span, Trace
 
 
 def record(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from worlds import run_world
 
-from offbeat.measuring.beside import (
+from offbeat.core.measuring.beside_compute import (
     MESSAGES,
     ROUNDS,
     Computing,
@@ -21,13 +21,13 @@ from offbeat.measuring.beside import (
     measure_extra,
     with_extra,
 )
-from offbeat.measuring.probe import Budget
+from offbeat.core.measuring.timing import Budget
+from offbeat.core.runtime.plan_session import build_flat
+from offbeat.core.transport.cluster import connect
+from offbeat.core.transport.device import CPU
+from offbeat.core.transport.interfaces import LinkSpec
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.runtime.session import build_flat
-from offbeat.transport.cluster import connect
-from offbeat.transport.device import CPU
-from offbeat.transport.interfaces import LinkSpec
 
 RATE, LATENCY_S, MORE_S = 2e6, 1e-3, 3e-3
 LINK = Link("net", LATENCY_S, RATE)

@@ -16,20 +16,33 @@ from support.memory import memory_links, run_ranks
 from support.quadratic import MOMENTUM, RATE, Net, Quadratic, interpreted, model_of, ran
 
 from offbeat.cli.texts import contestants
-from offbeat.measuring import coding as measuring
-from offbeat.numerics import pieces
-from offbeat.numerics.codecs import WIRES, codec, way
-from offbeat.numerics.pieces import PIECE
-from offbeat.numerics.select import drawn
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.layout import BucketSpec
+from offbeat.core.codecs import WIRES, blocks, codec, fused, pieces, way
+from offbeat.core.codecs.average import (
+    OriginError,
+    Part,
+    Settings,
+    average,
+    handed_over,
+    send,
+)
+from offbeat.core.codecs.cost import Encoded, coding_s, costed
+from offbeat.core.codecs.pieces import PIECE
+from offbeat.core.codecs.rows import Rows
+from offbeat.core.codecs.spares import Spares
+from offbeat.core.codecs.tensor_codecs import code
+from offbeat.core.measuring import codec_speed as measuring
+from offbeat.core.rules.select import drawn
+from offbeat.core.runtime.coding import Coded, Coding
+from offbeat.core.strategy.text import parse
+from offbeat.core.transport.collectives import Collectives
+from offbeat.core.transport.device import CPU
+from offbeat.core.verify.check import check
+from offbeat.core.verify.interpreter import Interpreter, memory_of
 from offbeat.plan import Moment, Payload, Plan, Wire, local, transfer
-from offbeat.plan.check import check
-from offbeat.plan.interpreter import Interpreter, memory_of
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
-from offbeat.runtime.coding import Coded, Coding
 from offbeat.sim import predict_plan
-from offbeat.sim.wires import Encoded, coding_s, costed
-from offbeat.storage.flat import Flat
-from offbeat.storage.layout import BucketSpec
 from offbeat.strategies import (
     ASCWFBP,
     BSP,
@@ -46,22 +59,7 @@ from offbeat.strategies import (
     PartialSync,
     SelSync,
 )
-from offbeat.strategies.texts import parse
-from offbeat.strategies.wired import with_wire
-from offbeat.transport.codes import blocks, fused
-from offbeat.transport.codes.average import (
-    OriginError,
-    Part,
-    Settings,
-    average,
-    handed_over,
-    send,
-)
-from offbeat.transport.codes.codes import code
-from offbeat.transport.codes.rows import Rows
-from offbeat.transport.codes.spares import Spares
-from offbeat.transport.collectives import Collectives
-from offbeat.transport.device import CPU
+from offbeat.strategies.compressible import with_wire
 
 ARGS = {"topk": {"fraction": 0.1}, "randomk": {"fraction": 0.1}, "powersgd": {"rank": 2}}
 PLAIN = [name for name in WIRES if not WIRES[name].linear]

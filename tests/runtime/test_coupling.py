@@ -15,9 +15,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from worlds import run_world
 
 from offbeat import BSP, WFBP, ByteScheduler, LocalSGD, PartialSync, Strategy
-from offbeat.measuring.calls import call_s
-from offbeat.storage.coupling import couples
-from offbeat.transport.device import device_of
+from offbeat.core.buckets.coupling import couples
+from offbeat.core.measuring.optimizer_calls import call_s
+from offbeat.core.transport.device import device_of
 
 
 class Clipped(SGD):

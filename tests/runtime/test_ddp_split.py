@@ -17,9 +17,9 @@ from workers import rank
 from worlds import run_world
 
 import offbeat
-from offbeat import blocks
+from offbeat.core.runtime.ddp_session import BackwardClock
+from offbeat.experiments.record import record_file as blocks
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.runtime.ddp_session import BackwardClock
 
 LATE_S, BACKWARD_S, ITERATIONS = 0.15, 0.02, 5
 

@@ -18,7 +18,8 @@ from reference.training import Replica, consolidate, delayed_sync, partial_sync,
 from schedules_support import CASE, Script, follow_all
 from worlds import run_world
 
-from offbeat import DreamDDP, blocks
+from offbeat import DreamDDP
+from offbeat.experiments.record import record_file as blocks
 
 FORWARD = DreamDDP(period=2, due="forward")
 BEFORE = DreamDDP(period=2, due="forward", average="before_update")

@@ -10,10 +10,10 @@ from plan.families import CENTER, FAMILIES, SIZE, SLOPE, START, N, T, World
 from support.quadratic import Quadratic, train
 from worlds import run_world
 
+from offbeat.core.transport.cluster import connect
+from offbeat.core.transport.device import CPU
+from offbeat.core.transport.interfaces import LinkSpec
 from offbeat.plan import base_link, vote_channel
-from offbeat.transport.cluster import connect
-from offbeat.transport.device import CPU
-from offbeat.transport.interfaces import LinkSpec
 
 TIMEOUT_S = 20.0
 

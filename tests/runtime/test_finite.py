@@ -13,7 +13,7 @@ from torch import Tensor
 from worlds import run_world
 
 from offbeat import WFBP, ByteScheduler, DeAR, LocalSGD, Strategy
-from offbeat.guards.finite import FiniteGuard, all_finite, finite, require_policy
+from offbeat.core.guards.finite import FiniteGuard, all_finite, finite, require_policy
 from offbeat.plan import Moment, Payload, Phases, Transfer, transfer
 
 MESSAGE = transfer(

@@ -11,14 +11,14 @@ from models import Case, build_model, build_optimizer, profile_of
 from oddities import Odd
 from torch import Tensor, nn
 
-import offbeat.storage.flat as flat_module
+import offbeat.core.buckets.flat as flat_module
+from offbeat.core.buckets.checksum import checksum
+from offbeat.core.buckets.flat import Flat, require_supported
+from offbeat.core.buckets.gradients import Gradients
+from offbeat.core.buckets.layout import BucketSpec, Key, group_parameters, specs_of_profile
+from offbeat.core.buckets.module_buffers import ModuleBuffers
+from offbeat.core.buckets.optimizer_state import StateStore
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.storage.checksum import checksum
-from offbeat.storage.flat import Flat, require_supported
-from offbeat.storage.gradients import Gradients
-from offbeat.storage.layout import BucketSpec, Key, group_parameters, specs_of_profile
-from offbeat.storage.module_buffers import ModuleBuffers
-from offbeat.storage.optimizer_state import StateStore
 
 
 def specs(model: nn.Module, buffers: tuple[str, ...] = ()) -> list[BucketSpec]:

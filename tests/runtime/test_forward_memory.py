@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from worlds import run_world
 
 import offbeat
-from offbeat.measuring import forward_memory
-from offbeat.measuring.activations import Activations
-from offbeat.measuring.forward_memory import ForwardMemory
+from offbeat.core.measuring import forward_memory
+from offbeat.core.measuring.activations import Activations
+from offbeat.core.measuring.forward_memory import ForwardMemory
 from offbeat.profile import Profile
 
 WIDTH, ROWS = 5, 3

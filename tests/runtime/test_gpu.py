@@ -10,15 +10,15 @@ from comparing import assert_close
 from worlds import run_world
 
 from offbeat import BSP, DDP, WFBP, LocalSGD, PartialSync, Strategy
-from offbeat.numerics.codecs import codec
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.layout import BucketSpec
+from offbeat.core.codecs import codec
+from offbeat.core.codecs.tensor_codecs import code
+from offbeat.core.transport.cluster import connect
+from offbeat.core.transport.collectives import collectives, shards
+from offbeat.core.transport.device import device_of
+from offbeat.core.transport.interfaces import LinkSpec
 from offbeat.plan import VERBS, Moment, transfer
-from offbeat.storage.flat import Flat
-from offbeat.storage.layout import BucketSpec
-from offbeat.transport.cluster import connect
-from offbeat.transport.codes.codes import code
-from offbeat.transport.collectives import collectives, shards
-from offbeat.transport.device import device_of
-from offbeat.transport.interfaces import LinkSpec
 
 pytestmark = [
     pytest.mark.gpu,

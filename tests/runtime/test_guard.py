@@ -17,9 +17,9 @@ from schedules_support import CASE
 from worlds import run_world
 
 from offbeat import DeFT
-from offbeat.guards.convergence import ConvergenceGuard
-from offbeat.measuring.loss import LossTap
-from offbeat.measuring.noise import NoiseMeter, scale_free, step_size
+from offbeat.core.guards.convergence import ConvergenceGuard
+from offbeat.core.measuring.loss import LossTap
+from offbeat.core.measuring.noise import NoiseMeter, scale_free, step_size
 from offbeat.strategies import Strategy
 
 WINDOW = 3

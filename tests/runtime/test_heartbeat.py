@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import HashStore
 from worlds import run_world
 
 import offbeat
-from offbeat.transport import heartbeat, rendezvous
-from offbeat.transport.control import Control
-from offbeat.transport.heartbeat import (
+from offbeat.core.transport import heartbeat, rendezvous
+from offbeat.core.transport.control import Control
+from offbeat.core.transport.heartbeat import (
     ABORTED,
     FAILED,
     LEFT,

@@ -11,7 +11,7 @@ import torch
 from worlds import run_world
 
 import offbeat
-from offbeat.run.launchers import LOOPBACK, first_host, torchrun_variables
+from offbeat.core.runtime.launchers import LOOPBACK, first_host, torchrun_variables
 
 SRUN = {
     "SLURM_PROCID": "5",

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from offbeat.core.transport.collectives import Collectives
+from offbeat.core.transport.device import CPU
+from offbeat.core.transport.link import Link, Message
 from offbeat.plan import Moment, Verb, transfer
-from offbeat.transport.collectives import Collectives
-from offbeat.transport.device import CPU
-from offbeat.transport.link import Link, Message
 
 TRANSFER = transfer(
     "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"

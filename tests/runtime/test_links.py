@@ -19,12 +19,11 @@ from torch import Tensor
 from worlds import run_world, watch_world
 
 from offbeat.cli import commands as cli
-from offbeat.plan import Moment, Verb, transfer
-from offbeat.run.job import current_links
-from offbeat.runtime.prepare import _specs
-from offbeat.transport import interfaces
-from offbeat.transport.cluster import Cluster, connect
-from offbeat.transport.collectives import (
+from offbeat.core.runtime.launch_request import current_links
+from offbeat.core.runtime.prepare import _specs
+from offbeat.core.transport import interfaces
+from offbeat.core.transport.cluster import Cluster, connect
+from offbeat.core.transport.collectives import (
     ASKED_BYTES,
     AT_ONCE_BYTES,
     Native,
@@ -32,9 +31,10 @@ from offbeat.transport.collectives import (
     collectives,
     shards,
 )
-from offbeat.transport.control import new_group
-from offbeat.transport.device import CPU
-from offbeat.transport.interfaces import LinkSpec, ipv4_of, parse_link, unreachable
+from offbeat.core.transport.control import new_group
+from offbeat.core.transport.device import CPU
+from offbeat.core.transport.interfaces import LinkSpec, ipv4_of, parse_link, unreachable
+from offbeat.plan import Moment, Verb, transfer
 
 HOST = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 2e-2, torch.float16: 2e-3}

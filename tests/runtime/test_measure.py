@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from torch import nn
 from worlds import run_world
 
-from offbeat.measuring import links as measuring_links
-from offbeat.measuring.coding import measure_codecs
-from offbeat.measuring.contention import COUNT, RUNS, _rate, load_bytes
-from offbeat.measuring.jitter import are_alike
-from offbeat.measuring.links import (
+from offbeat.core.buckets.layout import BucketSpec
+from offbeat.core.codecs import WIRES
+from offbeat.core.measuring import links as measuring_links
+from offbeat.core.measuring.codec_speed import measure_codecs
+from offbeat.core.measuring.contention import COUNT, RUNS, _rate, load_bytes
+from offbeat.core.measuring.jitter import are_alike
+from offbeat.core.measuring.links import (
     BUDGET_MODELS,
     BUDGET_S,
     BUDGET_SIZES,
@@ -36,15 +38,13 @@ from offbeat.measuring.links import (
     never_falling,
     worthwhile_bytes,
 )
-from offbeat.measuring.probe import Budget, Probe
-from offbeat.numerics.codecs import WIRES
+from offbeat.core.measuring.timing import Budget, Probe
+from offbeat.core.runtime.plan_session import Observer, build_flat
+from offbeat.core.transport.cluster import Cluster, connect
+from offbeat.core.transport.collectives import Ring
+from offbeat.core.transport.device import CPU
+from offbeat.core.transport.interfaces import LinkSpec
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.runtime.session import Observer, build_flat
-from offbeat.storage.layout import BucketSpec
-from offbeat.transport.cluster import Cluster, connect
-from offbeat.transport.collectives import Ring
-from offbeat.transport.device import CPU
-from offbeat.transport.interfaces import LinkSpec
 
 HOST = torch.device("cpu")
 

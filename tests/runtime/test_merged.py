@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from worlds import Outcome, run_world, watch_world
 
 from offbeat import WFBP, DeFT, Strategy
+from offbeat.core.runtime.schedulers import SchedulerGate
 from offbeat.plan import Plan
-from offbeat.runtime.schedulers import SchedulerGate
 
 PAIRS = Merging(period=2)
 MEANS = Merging(period=3, merge="mean")

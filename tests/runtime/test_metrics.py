@@ -15,11 +15,11 @@ from metrics_workers import EVERY, LR, SIZES, STEPS, log_all, log_alone
 from worlds import run_world
 
 from offbeat import ADPSGD, DDP, WFBP, LocalSGD
-from offbeat.measuring.divergence import Chosen
-from offbeat.metrics import Metrics, Prometheus, TensorBoard, WandB
-from offbeat.runtime.iteration import Acted, Timestamps
-from offbeat.runtime.meter import Meter, exposed_s, gamma
-from offbeat.transport.device import CPU
+from offbeat.core.measuring.replica_sample import Chosen
+from offbeat.core.runtime.iteration import Acted, Timestamps
+from offbeat.core.runtime.meter import Meter, exposed_s, gamma
+from offbeat.core.runtime.metrics import Metrics, Prometheus, TensorBoard, WandB
+from offbeat.core.transport.device import CPU
 
 NUMBERS = {"loss": 0.5, "bytes_per_iteration/net": 40.0, "bytes_per_iteration/eth1": 2.0}
 

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from workers import prepared, rank
 from worlds import run_world
 
-from offbeat.guards.differences import only_gradients
-from offbeat.plan.broadcast import with_broadcast, without_broadcast
-from offbeat.plan.check import raise_if_wrong
+from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
+from offbeat.core.guards.replicas import only_gradients
+from offbeat.core.verify.check import raise_if_wrong
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict, simulate
 from offbeat.strategies import BSP, P3, WFBP, DeAR, LocalSGD, Strategy

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from offbeat.measuring.network import FIRST_BYTES, LONG_S, TRIES, compare_link
+from offbeat.core.measuring.network_check import FIRST_BYTES, LONG_S, TRIES, compare_link
 from offbeat.profile import Bucket, Link, Profile
 
 MB = 10**6

@@ -15,14 +15,16 @@ import workers
 from models import Case
 from worlds import run_world
 
-from offbeat.measuring.opening import LARGE_MESSAGES, MESSAGE_S, open_connections
+from offbeat.core.measuring.connections import LARGE_MESSAGES, MESSAGE_S, open_connections
+from offbeat.core.transport.collectives import Collectives
+from offbeat.core.transport.device import CPU
+from offbeat.experiments.record.recorder import Recorder
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.runtime.record import Recorder
 from offbeat.strategies import ASCWFBP, DDP, Strategy
-from offbeat.transport.collectives import Collectives
-from offbeat.transport.device import CPU
 
-prepare: Any = import_module("offbeat.runtime.prepare")  # the package has a function of this name
+prepare: Any = import_module(
+    "offbeat.core.runtime.prepare"
+)  # the package has a function of this name
 CASE = Case("mlp", "sgd")
 
 

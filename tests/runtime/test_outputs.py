@@ -13,7 +13,7 @@ import workers
 from worlds import run_world
 
 from offbeat import LocalSGD, PartialSync
-from offbeat.runtime.outputs import tensors_of
+from offbeat.core.runtime.outputs import tensors_of
 from offbeat.strategies import Strategy
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from offbeat import Profile
-from offbeat.measuring.pacing import BUSY, Messages, least_pace
+from offbeat.lab import pace as pacing
+from offbeat.lab import turns as turning
+from offbeat.lab.pace import Pace
+from offbeat.lab.pacing import BUSY, Messages, least_pace
+from offbeat.lab.turns import Turns
 from offbeat.plan import Moment, local
-from offbeat.runtime import pace as pacing
-from offbeat.runtime import turns as turning
-from offbeat.runtime.pace import Pace
-from offbeat.runtime.turns import Turns
 
 BUCKETS = [  # in backward order
     {"name": "out", "forward_s": 0.5, "backward_s": 1.0, "size_bytes": 30},

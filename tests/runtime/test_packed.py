@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from worlds import run_world
 
 import offbeat
-from offbeat.transport.packed import TUPLE, pack, unpack, unreadable
+from offbeat.core.transport.packed import TUPLE, pack, unpack, unreadable
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -32,10 +32,10 @@ from offbeat import (
     Profile,
     Strategy,
 )
-from offbeat.blocks import path_of, read
-from offbeat.run.job import Job
-from offbeat.run.named import Named
-from offbeat.runtime.prepare import _save_strategy
+from offbeat.core.runtime.launch_request import Job
+from offbeat.core.runtime.named_strategy import Named
+from offbeat.core.runtime.prepare import _save_strategy
+from offbeat.experiments.record.record_file import path_of, read
 
 CASE = failing.CASE
 

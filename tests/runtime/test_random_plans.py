@@ -7,8 +7,8 @@ import pytest
 from support.quadratic import Quadratic, interpreted, ran
 from support.random_plans import random_plan, ranks_of
 
-from offbeat.plan.check import check
-from offbeat.plan.program import Program
+from offbeat.core.plan.program import Program
+from offbeat.core.verify.check import check
 
 PLANS, PARTS = 300, 4  # accepted ones, in so many tests
 TOLERANCE = 1e-12

@@ -16,14 +16,14 @@ from torch.optim import SGD
 from worlds import run_world
 
 import offbeat
-from offbeat.measuring.calls import call_s
+from offbeat.core.buckets.coupling import couples
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.layout import BucketSpec
+from offbeat.core.buckets.optimizer_state import StateStore
+from offbeat.core.measuring.optimizer_calls import call_s
+from offbeat.core.transport.device import CPU
 from offbeat.server.optimizers import require_elementwise
-from offbeat.storage.coupling import couples
-from offbeat.storage.flat import Flat
-from offbeat.storage.layout import BucketSpec
-from offbeat.storage.optimizer_state import StateStore
 from offbeat.strategies import create
-from offbeat.transport.device import CPU
 
 OBSERVED, ITERATIONS = 2, 4
 SETTINGS: dict[str, dict[str, Any]] = {

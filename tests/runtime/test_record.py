@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat import BSP, Profile, blocks
-from offbeat.blocks import Blocks, iterations_so_far, path_of, read
+from offbeat import BSP, Profile
+from offbeat.core.runtime.iteration import Iteration, Timestamps
+from offbeat.core.transport.device import CPU
+from offbeat.experiments.record import record_file as blocks
+from offbeat.experiments.record import recorder as record
+from offbeat.experiments.record.record_file import Blocks, iterations_so_far, path_of, read
+from offbeat.experiments.record.recorder import Recorder
 from offbeat.profile import Bucket, Link
-from offbeat.runtime import record
-from offbeat.runtime.iteration import Iteration, Timestamps
-from offbeat.runtime.record import Recorder
-from offbeat.transport.device import CPU
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from offbeat import (
     SelSync,
     Strategy,
 )
-from offbeat.guards.differences import dissenters, hash_text, sketch
-from offbeat.guards.replicas import ReplicaGuard, SettingsGuard
+from offbeat.core.guards.comparison import ReplicaGuard, SettingsGuard
+from offbeat.core.guards.replicas import dissenters, hash_text, sketch
 
 NAMED = {
     "rate": "rank 1 has 0.1 as lr of param group 0, rank 0 has 0.05",

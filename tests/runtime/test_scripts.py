@@ -31,11 +31,11 @@ from offbeat import (
     Profile,
     Strategy,
 )
-from offbeat.guards.habits import Habits, Watched
-from offbeat.guards.looks import Looks
+from offbeat.core.derive.deferred import deferred
+from offbeat.core.guards.gradients_read import Looks
+from offbeat.core.guards.script_usage import Habits, Watched
+from offbeat.core.verify.check import check as problems
 from offbeat.plan import Apply, Buffer, Moment, Phases, Vote, local
-from offbeat.plan.check import check as problems
-from offbeat.plan.deferred import deferred
 from offbeat.sim import predict_plan
 from offbeat.strategies import USByte
 

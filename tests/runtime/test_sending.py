@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from worlds import run_world
 
-from offbeat.measuring.calls import call_s
-from offbeat.measuring.jitter import jitter_of, of_ranks, spread_of
-from offbeat.measuring.probe import Budget
-from offbeat.measuring.sending import crowding, measure_sending, split
+from offbeat.core.measuring.jitter import jitter_of, of_ranks, spread_of
+from offbeat.core.measuring.optimizer_calls import call_s
+from offbeat.core.measuring.sending import crowding, measure_sending, split
+from offbeat.core.measuring.timing import Budget
+from offbeat.core.runtime.plan_session import build_flat
+from offbeat.core.transport.cluster import connect
+from offbeat.core.transport.device import CPU
+from offbeat.core.transport.interfaces import LinkSpec
 from offbeat.profile import Link
-from offbeat.runtime.session import build_flat
-from offbeat.transport.cluster import connect
-from offbeat.transport.device import CPU
-from offbeat.transport.interfaces import LinkSpec
 
 TOTAL = 200_000
 

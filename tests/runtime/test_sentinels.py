@@ -10,12 +10,12 @@ from models import Case, build_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offbeat.runtime.hooks import BackwardHooks
-from offbeat.runtime.sentinels import Sentinels
-from offbeat.storage.flat import Flat
-from offbeat.storage.gradients import Gradients
-from offbeat.storage.handed import HandedOver
-from offbeat.storage.layout import BucketSpec
+from offbeat.core.buckets.autograd_gradients import HandedOver
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.gradients import Gradients
+from offbeat.core.buckets.layout import BucketSpec
+from offbeat.core.runtime.hooks import BackwardHooks
+from offbeat.core.runtime.sentinels import Sentinels
 
 
 class Chain(nn.Module):

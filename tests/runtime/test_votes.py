@@ -16,11 +16,11 @@ from workers import Trained
 from worlds import run_world
 
 from offbeat import BSP, FedAvg, SelSync, Strategy
-from offbeat import report as reports
-from offbeat.blocks import path_of, read
-from offbeat.report.run import Repetition
-from offbeat.report.votes import votes_of
-from offbeat.run.compare import outcomes_of
+from offbeat.experiments import report as reports
+from offbeat.experiments.compare import outcomes_of
+from offbeat.experiments.record.record_file import path_of, read
+from offbeat.experiments.record.run_directory import Repetition
+from offbeat.experiments.report.votes import votes_of
 
 CASE = Case("mlp", "nesterov", "step")
 GRADIENTS = SelSync(delta=0, aggregate="gradients")

@@ -7,7 +7,7 @@ import wired
 from worlds import run_world, watch_world
 
 from offbeat import WFBP, Cyclic, DreamDDP, FedAvg, LocalSGD, SelSync
-from offbeat.numerics.codecs import WIRES
+from offbeat.core.codecs import WIRES
 
 STRATEGIES = (
     WFBP(),

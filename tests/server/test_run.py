@@ -12,9 +12,9 @@ import pytest
 
 from offbeat import BSP, SSP, Profile, SelSync
 from offbeat.cli import main
+from offbeat.experiments.compare import Comparison, Contestant, Setup
 from offbeat.lab import Cluster, NoLab, launch
 from offbeat.profile import Bucket, Link
-from offbeat.run.compare import Comparison, Contestant, Setup
 
 SAY = "import os; print({k: v for k, v in os.environ.items() if 'RANK' in k or 'WORLD' in k})"
 

@@ -15,13 +15,13 @@ import torch
 from server_jobs import SECRET, Job, job, pulled, until
 from support.memory import MemoryControl, World, run_ranks
 
-from offbeat.runtime.serving import common_secret
+from offbeat.frames import secret as secrets
+from offbeat.frames.frames import HEADER_BYTES, pack
 from offbeat.server.client import Client, ServerGoneError
+from offbeat.server.protocol import Kind
 from offbeat.server.service import _Peer
+from offbeat.server.serving import common_secret
 from offbeat.server.upstream import RefusedError
-from offbeat.server.wire import Kind
-from offbeat.transport import secret as secrets
-from offbeat.transport.frames import HEADER_BYTES, pack
 
 
 def test_pushes_are_averaged_per_clock_and_pulled() -> None:

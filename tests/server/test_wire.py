@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from offbeat.server.wire import Kind
-from offbeat.transport.frames import HEADER_BYTES, Frame, Header, Reader, WireError, pack, unpack
+from offbeat.frames.frames import HEADER_BYTES, Frame, Header, Reader, WireError, pack, unpack
+from offbeat.server.protocol import Kind
 
 
 def reader(limit: int = 1 << 16) -> Reader:

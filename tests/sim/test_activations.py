@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from offbeat.core.sim.activations import Curve, Stage, curve, curve_of, cyclic, memory
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.sim.activations import Curve, Stage, curve, curve_of, cyclic, memory
 
 STAGES = [Stage(1.0, 3.0, 8.0), Stage(2.0, 1.0, 2.0)]
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from reference import random_timelines
 
-from offbeat import solve
 from offbeat.plan import Apply, Moment, Payload, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, predict_plan, simulate
 from offbeat.strategies import BSP, WFBP, DreamDDP, LocalSGD, PartialSync
+from offbeat.strategies import solvers as solve
 from offbeat.strategies.partial_sync import layer_times
 from offbeat.strategies.wfbp import message_seconds
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from support.consensus import Course, Quadratic, follow
 
-from offbeat.sim.gossip import Network, Workers, poisson, simulate
-from offbeat.solve.graphs import constants, edge_rates, topology
+from offbeat.gossip.graphs import constants, edge_rates, topology
+from offbeat.gossip.simulation import Network, Workers, poisson, simulate
 
 
 def ring(n, rate=1.0):

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from offbeat.core.sim.trace import COMPUTE
 from offbeat.plan import Moment, Payload, Plan, transfer
 from offbeat.profile import Bucket, Contention, Link, Profile
 from offbeat.sim import Ranks, predict_plan, simulate
-from offbeat.trace import COMPUTE
 
 STEP = Moment("step")
 

@@ -5,11 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from offbeat.numerics import SETTINGS, WIRES, Setting
+from offbeat.core.codecs import WIRES
+from offbeat.core.rules import SETTINGS, Setting
+from offbeat.core.sim.trace import COMPUTE
 from offbeat.plan import Apply, Buffer, Moment, Plan, Wire, local, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict_plan, simulate
-from offbeat.trace import COMPUTE
 
 GRAD, STEP, END = Moment("grad"), Moment("step"), Moment("end")
 

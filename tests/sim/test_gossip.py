@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from offbeat.sim.gossip import Network, Workers, poisson, simulate
-from offbeat.solve.graphs import edge_rates, topology
+from offbeat.gossip.graphs import edge_rates, topology
+from offbeat.gossip.simulation import Network, Workers, poisson, simulate
 
 PAIR = {(0, 1): 2.0}
 

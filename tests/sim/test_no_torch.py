@@ -9,12 +9,21 @@ import pytest
 
 import offbeat.plan
 
-SOURCE = Path(offbeat.plan.__file__).parent.parent.parent
+SOURCE = Path(offbeat.core.plan.__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize(
     "module",
-    ["sim", "solve", "strategies", "plan", "profile", "trace", "plan.check", "numerics"],
+    [
+        "sim",
+        "strategies.solvers",
+        "strategies",
+        "plan",
+        "profile",
+        "core.sim.trace",
+        "core.verify.check",
+        "rules",
+    ],
 )
 def test_import_does_not_import_torch(module):
     code = f"import sys, offbeat.{module}; sys.exit('torch' in sys.modules)"

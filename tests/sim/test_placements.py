@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from offbeat.sim.placements import StageFacts, costs, simulate
-from offbeat.solve.timetable import PLACEMENTS, Placement, Timetable
+from offbeat.cyclic.simulation import StageFacts, costs, simulate
+from offbeat.cyclic.timetable import PLACEMENTS, Placement, Timetable
 
 SIZES = range(2, 12)
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from reference import random_timelines
 from strategy_lists import ALL, STRATEGIES
 
+from offbeat.core.derive.windows import Windows
 from offbeat.plan import Moment, Plan, transfer
-from offbeat.plan.windows import Windows
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, predict_plan, simulate
 from offbeat.strategies import BSP, WFBP, Cyclic, LocalSGD

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from offbeat import SSP, Profile
+from offbeat.core.sim.separate_workers import Server, server_of
 from offbeat.profile import Bucket, Link
+from offbeat.server.pipe import fair_shares
+from offbeat.server.simulation import run_served
 from offbeat.sim import Ranks, predict
-from offbeat.sim.pipe import fair_shares
-from offbeat.sim.served import Server, run_served, server_of
 
 CLOCKS = 60
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from offbeat.core.sim.shorten import LONG, SAMPLE, shorten
 from offbeat.plan import Moment, Phases, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, predict_plan, simulate
-from offbeat.sim.shorten import LONG, SAMPLE, shorten
 from offbeat.strategies import LocalSGD
 
 PROFILE = Profile(

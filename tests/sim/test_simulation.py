@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from reference import random_timelines
 from reference import simulator as reference
 
+from offbeat.core.sim import event_engine as events
+from offbeat.core.sim import fast_engine as engine
+from offbeat.core.sim.outcomes import Outcomes
+from offbeat.core.sim.run import job_of
+from offbeat.core.sim.trace import COMPUTE
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.sim import Ranks, engine, events, simulate
-from offbeat.sim.outcomes import Outcomes
-from offbeat.sim.run import job_of
+from offbeat.sim import Ranks, simulate
 from offbeat.strategies import BSP, LocalSGD
-from offbeat.trace import COMPUTE
 
 ITERATIONS = 7
 SEED = 3

@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from offbeat.core.sim import event_engine as events
+from offbeat.core.sim import fast_engine as engine
+from offbeat.core.sim.run import job_of
+from offbeat.core.sim.spread import Spread
 from offbeat.plan import Moment, Plan, transfer
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.sim import Ranks, engine, events, predict, simulate
-from offbeat.sim.run import job_of
-from offbeat.sim.spread import Spread
+from offbeat.sim import Ranks, predict, simulate
 from offbeat.strategies import BSP, DreamDDP, LocalSGD
 
 PROFILE = Profile(

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from reference import random_timelines
 
+from offbeat.core.sim.trace import COMPUTE
 from offbeat.plan import Apply, Buffer, Moment, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict_plan, simulate
-from offbeat.trace import COMPUTE
 
 ALIKE = random_timelines.profiles(most_buckets=8, links=("net",), rank_scales=False)
 

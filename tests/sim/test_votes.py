@@ -5,10 +5,10 @@ from statistics import fmean
 
 import pytest
 
+from offbeat.core.sim.trace import COMPUTE
 from offbeat.plan import Apply, Moment, Plan, Vote, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict_plan, simulate
-from offbeat.trace import COMPUTE
 
 GRAD, STEP, END = Moment("grad"), Moment("step"), Moment("end")
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.solve import deft, knapsack
+from offbeat.strategies.solvers import knapsack
+from offbeat.strategies.solvers import queues as deft
 
 # VGG-19, Table II, output side first: forward, backward, communication in us; bucket 1 with the
 # 11,968 us that the printed total needs.

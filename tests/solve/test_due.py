@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.solve import due
-from offbeat.solve.due import Cycle, bound_s, due_sets, filled, greedy
+from offbeat.strategies.solvers import due
+from offbeat.strategies.solvers.due import Cycle, bound_s, due_sets, filled, greedy
 
 
 def cycle_of(forward_s, backward_s, message_s, other_s=0.0):

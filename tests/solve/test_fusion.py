@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import solve as reference
 
-from offbeat.solve import fusion
+from offbeat.strategies.solvers import fusion
 
 
 def problems(

@@ -6,7 +6,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from offbeat.solve.graphs import constants, edge_rates, parts, topology
+from offbeat.gossip.graphs import constants, edge_rates, parts, topology
 
 ORACLE = [  # of the algorithms' specification, at rate 1: chi1, chi2, eta, alpha~
     ("ring", 4, 1.0, 0.75, 0.577, 0.577),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from offbeat.solve import knapsack
+from offbeat.strategies.solvers import knapsack
 
 WHOLE = st.integers(0, 6).map(float)  # ties, zeros, and exact sums
 TENTHS = st.integers(0, 12).map(lambda n: n / 10)  # sums that tie on paper, not in floating point

@@ -7,8 +7,8 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from offbeat.solve.graphs import constants, edge_rates, topology
-from offbeat.solve.measured import _Search, measured
+from offbeat.gossip.graphs import constants, edge_rates, topology
+from offbeat.gossip.measured_graph import _Search, measured
 
 
 def links(n, seed):
@@ -124,7 +124,7 @@ def test_pairs_that_cannot_reach_each_other_have_no_edge():
 
 
 def test_a_search_of_many_workers_ends_with_its_work(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offbeat.solve.measured.MOST_WORK", 4e7)
+    monkeypatch.setattr("offbeat.gossip.measured_graph.MOST_WORK", 4e7)
     rate, delay = links(40, 0)
     found = measured(rate, delay, 1e5)
     complete = by_hand(list(combinations(range(40), 2)), 40, rate, delay, 1e5)

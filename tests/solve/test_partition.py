@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import solve as reference
 
-from offbeat.solve import partition
-from offbeat.solve.partition import Sets
+from offbeat.strategies.solvers import layer_sets as partition
+from offbeat.strategies.solvers.layer_sets import Sets
 
 SOLVERS = [
     partition.dfs,
@@ -312,5 +312,5 @@ def test_sets_must_ascend_and_exist(function, members):
 
 
 def test_importing_the_solvers_does_not_import_torch():
-    code = "import sys, offbeat.solve; sys.exit('torch' in sys.modules)"
+    code = "import sys, offbeat.strategies.solvers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,8 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from offbeat.core.guards import loss_watch
 from offbeat.profile import GradientNoise
-from offbeat.solve import preserver
+from offbeat.strategies.solvers import preserver
 
 WALKS = 400_000
 SINGLE_STEPS = [0.2103, 0.2054, 0.1989, 0.1967, 0.1922]  # DeFT, Table V, row O_B
@@ -95,7 +96,7 @@ def test_arguments_that_make_no_sense(merges, sigma, text):
 
 
 def test_the_watch_is_silent_while_the_loss_goes_down_or_is_noisy():
-    watch = preserver.LossWatch()
+    watch = loss_watch.LossWatch()
     rng = np.random.default_rng(1)
     for window in range(200):
         level = 1.0 + math.exp(-window / 20)
@@ -103,7 +104,7 @@ def test_the_watch_is_silent_while_the_loss_goes_down_or_is_noisy():
 
 
 def test_the_watch_wants_two_windows_in_a_row():
-    watch = preserver.LossWatch()
+    watch = loss_watch.LossWatch()
     means = [1.0, 1.05, 1.2, 1.0, 1.2]
     assert [watch.see([mean] * 4) for mean in means] == [None] * 5
     said = watch.see([1.3] * 4)
@@ -115,14 +116,14 @@ def test_the_watch_wants_two_windows_in_a_row():
 
 
 def test_the_watch_allows_for_the_windows_own_noise():
-    watch = preserver.LossWatch()
+    watch = loss_watch.LossWatch()
     watch.see([1.0, 1.0])
     assert [watch.see([0.2, 2.4]) for _ in range(3)] == [None] * 3  # mean 1.3, error 1.1
 
 
 def test_the_watch_measures_a_rise_by_the_fall_before():
     """So the noise of a loss near 0 says nothing, and a tenth of what was gained a lot."""
-    watch = preserver.LossWatch()
+    watch = loss_watch.LossWatch()
     rng = np.random.default_rng(2)
     watch.see([2.0] * 10)
     for _ in range(1000):
@@ -135,7 +136,7 @@ def test_the_watch_measures_a_rise_by_the_fall_before():
 
 
 def test_the_watch_sees_losses_that_are_not_finite_at_once():
-    watch = preserver.LossWatch()
+    watch = loss_watch.LossWatch()
     assert watch.see([1.0, math.nan]) == "the loss is not finite (in a window of 2 iterations)"
     assert watch.see([math.inf]) == "the loss is not finite (in a window of 1 iterations)"
     assert watch.see([5.0]) is None  # the first that counts
@@ -149,7 +150,7 @@ def noise(gradient_sq, noise_sq=0.0, step_size=0.1):
 
 def watched(levels, estimate, deviation=0.0, seed=0):
     """What the watch says at each estimate of 60 iterations around these levels."""
-    watch, rng = preserver.LossWatch(tolerance=math.inf), np.random.default_rng(seed)
+    watch, rng = loss_watch.LossWatch(tolerance=math.inf), np.random.default_rng(seed)
     said = []
     for start, end in pairwise(levels):
         for level in np.linspace(start, end, 6, endpoint=False):
@@ -178,7 +179,7 @@ def test_the_watch_is_silent_on_a_plateau():
     """SGD that has come as far as its step size lets it: the gradient is smaller than its noise."""
     rng = np.random.default_rng(3)
     curvature, deviation, eta = np.array([1.0, 0.3, 0.05]), 1.0, 0.5
-    watch, w = preserver.LossWatch(tolerance=math.inf), np.full(3, 3.0)
+    watch, w = loss_watch.LossWatch(tolerance=math.inf), np.full(3, 3.0)
     for _ in range(100):
         squares = 0.0
         for _ in range(6):
@@ -193,7 +194,7 @@ def test_the_watch_is_silent_on_a_plateau():
 
 
 def test_the_watch_waits_for_losses_and_for_an_estimate():
-    watch = preserver.LossWatch()
+    watch = loss_watch.LossWatch()
     assert watch.estimated(noise(1.0)) is None  # before any loss
     for _ in range(2):
         watch.see([1.0] * 9)

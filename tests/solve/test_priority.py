@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise, permutations
 
 import pytest
 
-from offbeat.solve import (
+from offbeat.strategies.solvers import (
     Compute,
     Slice,
     improved,

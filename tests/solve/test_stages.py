@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.solve.stages import cut
+from offbeat.strategies.solvers.stages import cut
 
 
 @settings(max_examples=200, deadline=None)

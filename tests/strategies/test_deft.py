@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat import sim
+from offbeat.core.derive.windows import Windows
+from offbeat.core.plan.program import Program
+from offbeat.core.verify.check import raise_if_wrong
 from offbeat.plan import Plan
-from offbeat.plan.check import raise_if_wrong
-from offbeat.plan.program import Program
-from offbeat.plan.windows import Windows
 from offbeat.profile import Bucket, Contention, GradientNoise, Link, Profile
 from offbeat.strategies.deft import DeFT
 from offbeat.strategies.wfbp import WFBP

@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from offbeat.numerics.select import drawn
-from offbeat.plan.check import check
+from offbeat.core.rules.select import drawn
+from offbeat.core.strategy.text import strategy
+from offbeat.core.verify.check import check
+from offbeat.core.verify.equations import Task, momentum
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import BSP, FedAvg, LocalSGD, create
-from offbeat.strategies.texts import strategy
 from offbeat.testing.conformance import equals_equations, interpreted
-from offbeat.testing.equations import Task, momentum
 
 PROFILE = Profile(
     tuple(Bucket(f"b{b}", 0.01, 0.02, 1000 * (b + 1)) for b in range(3)),

@@ -12,8 +12,8 @@ from strategy_lists import ALL
 
 from offbeat import A2CiD2, Profile, sim
 from offbeat.cli import main
+from offbeat.core.sim.ranks import Ranks
 from offbeat.profile import Bucket, CodecSpeed, Link
-from offbeat.sim.ranks import Ranks
 from offbeat.strategies import create
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.plan.check import check
+from offbeat.core.strategy.text import parse
+from offbeat.core.verify.check import check
+from offbeat.core.verify.equations import Task
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import DiLoCo, DreamDDP, LocalSGD, OuterSGD, PartialSync
-from offbeat.strategies.texts import parse
 from offbeat.testing.conformance import interpreted
-from offbeat.testing.equations import Task
 
 PROFILE = Profile(
     tuple(Bucket(str(b), 0.01, 0.02, 100_000 * (1 + b % 3)) for b in range(5)),

@@ -6,9 +6,9 @@ import offbeat
 from offbeat import Profile
 from offbeat.cli import main
 from offbeat.cli.texts import contestants
+from offbeat.core.strategy.text import parse
 from offbeat.profile import Bucket, Link
 from offbeat.strategies import PSBSP, SSP, SelSync, create, methods
-from offbeat.strategies.texts import parse
 
 
 def test_bsp_over_servers_is_ssp_without_staleness():

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat.core.verify.check import raise_if_wrong
 from offbeat.plan import Moment, Plan
-from offbeat.plan.check import raise_if_wrong
 from offbeat.profile import Bucket, Contention, Link, Profile
-from offbeat.solve import cap_fusion
 from offbeat.strategies.asc_wfbp import ASCWFBP
 from offbeat.strategies.bytescheduler import ByteScheduler
 from offbeat.strategies.dear import DeAR, decoupled_s
 from offbeat.strategies.p3 import P3
 from offbeat.strategies.slices import MOST_MESSAGES, TIE, order_s
+from offbeat.strategies.solvers import cap_fusion
 from offbeat.strategies.us_byte import USByte
 
 BY_FORWARD = [

@@ -6,14 +6,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from offbeat.numerics import VOTES
-from offbeat.numerics.change import smoothed
+from offbeat.core.rules import VOTES
+from offbeat.core.rules.changed import smoothed
+from offbeat.core.verify.equations import Task, momentum, rmsprop
 from offbeat.plan import Moment, Vote
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import BSP, DreamDDP, LocalSGD, SelSync
 from offbeat.testing.conformance import interpreted
-from offbeat.testing.equations import Task, momentum, rmsprop
 
 PROFILE = Profile(
     tuple(Bucket(f"b{b}", 0.01, 0.02, 1000 * (b + 1)) for b in range(4)),

@@ -15,12 +15,11 @@ from reference import random_timelines
 from reference import solve as reference
 from strategy_lists import STRATEGIES
 
+from offbeat.core.runtime.updates import early_remedy
+from offbeat.core.verify.check import check
 from offbeat.plan import Payload
-from offbeat.plan.check import check
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.runtime.updates import early_remedy
 from offbeat.sim import Ranks, predict, predict_plan, simulate
-from offbeat.solve import cap_fusion
 from offbeat.strategies import (
     BSP,
     DDP,
@@ -39,6 +38,7 @@ from offbeat.strategies import (
 )
 from offbeat.strategies import dreamddp_due as later
 from offbeat.strategies.partial_sync import Piece, whole
+from offbeat.strategies.solvers import cap_fusion
 from offbeat.testing.conformance import equals_equations, moves_everything, shares
 from offbeat.testing.conformance import plan_is_pure as is_pure
 from offbeat.testing.conformance import plan_is_sound as is_sound

@@ -16,9 +16,9 @@ from typing import ClassVar
 
 from offbeat.plan import Plan
 from offbeat.profile import Profile
-from offbeat.strategies.base import Strategy, synchronous_bound_s
+from offbeat.core.strategy.interface import Strategy, synchronous_bound_s
 from offbeat.strategies.wfbp import gradients_when_ready
-from offbeat.testing.equations import Equations, synchronous
+from offbeat.core.verify.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from offbeat.sim.gossip import Timeline
-from offbeat.solve.graphs import Constants, Edge
+from offbeat.gossip.graphs import Constants, Edge
+from offbeat.gossip.simulation import Timeline
 
 Matrix = NDArray[np.float64]
 Order = Literal["after_mixing", "before_mixing"]

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.core.transport.collectives import Collectives, shards
+from offbeat.core.transport.device import CPU
+from offbeat.core.transport.link import Link
+from offbeat.core.transport.packed import pack, unpack
 from offbeat.plan import VERBS, Groups, groups_of
-from offbeat.transport.collectives import Collectives, shards
-from offbeat.transport.device import CPU
-from offbeat.transport.link import Link
-from offbeat.transport.packed import pack, unpack
 
 TIMEOUT_S = 20.0
 

@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.layout import BucketSpec
+from offbeat.core.runtime.engine import Engine
+from offbeat.core.transport.control import Control
+from offbeat.core.transport.device import CPU
+from offbeat.core.transport.link import Link
+from offbeat.core.verify.interpreter import Interpreter, Model, Worker
 from offbeat.plan import Plan, vote_channel
-from offbeat.plan.interpreter import Interpreter, Model, Worker
-from offbeat.runtime.engine import Engine
-from offbeat.storage.flat import Flat
-from offbeat.storage.layout import BucketSpec
-from offbeat.transport.control import Control
-from offbeat.transport.device import CPU
-from offbeat.transport.link import Link
 from support.memory import MemoryControl, World, memory_links, run_ranks
 
 RATE, MOMENTUM, DECAY = 0.1, 0.9, 0.01

@@ -12,7 +12,9 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from offbeat.numerics import WIRES
+from offbeat.core.codecs import WIRES
+from offbeat.core.derive.windows import Windows
+from offbeat.core.plan.program import moment_at, position
 from offbeat.plan import (
     Apply,
     Buffer,
@@ -26,8 +28,6 @@ from offbeat.plan import (
     channel,
     local,
 )
-from offbeat.plan.program import moment_at, position
-from offbeat.plan.windows import Windows
 
 STEP, END = Moment("step"), Moment("end")
 GRAD = Buffer("grad", "grad")

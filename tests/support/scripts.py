@@ -15,6 +15,8 @@ def benchmark(name: str) -> ModuleType:
     path = BENCHMARKS / f"{name}.py"
     if not path.exists():
         pytest.skip("benchmarks are not in the source distribution", allow_module_level=True)
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.append(str(BENCHMARKS))  # scripts import each other
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
     assert spec is not None
     assert spec.loader is not None

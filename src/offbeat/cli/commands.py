@@ -8,22 +8,22 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from offbeat import __version__
-from offbeat.advice import MAX_STALENESS
 from offbeat.cli import limits, secrets, texts
-from offbeat.files import write_text
-from offbeat.profile import Profile
+from offbeat.core.files import write_text
+from offbeat.core.profile import Profile
+from offbeat.experiments.advice import MAX_STALENESS
 from offbeat.strategies import find, strategy_names
 
 if TYPE_CHECKING:  # the lab, the report and rich are imported by the commands that need them
+    from offbeat.core.sim import Prediction
+    from offbeat.experiments.compare import Comparison, Outcome, Setup
     from offbeat.lab import Cluster
-    from offbeat.run.compare import Comparison, Outcome, Setup
-    from offbeat.sim import Prediction
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 SCRIPT_COMMANDS = ("run", "profile", "compare", "join")
@@ -33,7 +33,7 @@ PLAIN_WIDTH = 140  # columns of a table that goes into a file
 
 app = App(
     name="offbeat",
-    version=__version__,
+    version=metadata.version("offbeat"),
     help_format="plaintext",
     help=(
         "Train data-parallel over slow networks: measure, plan, predict, run, compare.\n\n"
@@ -141,7 +141,7 @@ def run(
 
     Example: offbeat run --rate 50mbit --strategy dreamddp --set period=8 train.py --steps 100
     """
-    from offbeat.run.compare import Comparison, Contestant, Keeping
+    from offbeat.experiments.compare import Comparison, Contestant, Keeping
 
     if checkpoint is None and (every is not None or resume):
         raise ValueError("--every and --resume need --checkpoint, a folder")
@@ -178,7 +178,7 @@ def join(
 
     Example: offbeat join --secret secret.txt 10.0.0.1:40123 train.py --steps 100
     """
-    from offbeat.run.joining import run_joined
+    from offbeat.experiments.joining import run_joined
 
     secrets.adopt(secret)
     chosen = None if strategy is None else texts.strategy(strategy, set_)
@@ -216,7 +216,7 @@ def compare(
 
     Example: offbeat compare --strategies ddp,ddp:bucket_cap_mb=1,dreamddp --repeat 3 train.py
     """
-    from offbeat.run.compare import Comparison, given_profile
+    from offbeat.experiments.compare import Comparison, given_profile
 
     device = texts.device_speed(device_speed)
     compared = partial(Comparison, repeat_disturbed=not keep_disturbed, device=device)
@@ -226,7 +226,7 @@ def compare(
         chosen = texts.contestants(strategies, set_ or [])
         comparison = compared(setup, chosen, repeat, target_loss, profile, notes=notes)
         return _compare(comparison, out, json_)
-    from offbeat.cli import advising
+    from offbeat.cli import advise as advising
 
     with advising.measured(setup, profile, stderr=json_) as (path, outcome):
         if path is None:
@@ -252,7 +252,7 @@ def profile(
 
     Example: offbeat profile --hosts 4 --rate 100mbit -o profile.json train.py
     """
-    from offbeat.run.compare import Progress, measure_profile
+    from offbeat.experiments.compare import Progress, measure_profile
 
     setup, progress = _setup(where, script, args), Progress(stderr=json_)
     for note in _options_of_script("profile", args):
@@ -320,9 +320,9 @@ def simulate(
 
     Example: offbeat simulate --profile profile.json --strategy dreamddp --period 5,10 --hosts 4,32
     """
-    from offbeat import sim
     from offbeat.cli import sweep
-    from offbeat.profile.device import Compute
+    from offbeat.core import sim
+    from offbeat.core.profile.device_speed import Compute
 
     if (plan is None) == (strategy is None):
         raise ValueError("simulate takes either --plan FILE or --strategy NAME")
@@ -389,9 +389,9 @@ def advise(
 
     Example: offbeat advise --profile profile.json --max-staleness 19 --hosts 8 --rate 50mbit
     """
-    from offbeat.advice import advise as advised
-    from offbeat.cli import advising
-    from offbeat.profile.device import Compute
+    from offbeat.cli import advise as advising
+    from offbeat.core.profile.device_speed import Compute
+    from offbeat.experiments.advice import advise as advised
 
     measured, speed = texts.load_profile(profile), texts.device_speed(device_speed)
     compute = Compute.of(measured, speed)
@@ -414,7 +414,7 @@ def report(
 
     Example: offbeat report runs/20250102-030405-train
     """
-    from offbeat import report as reports
+    from offbeat.experiments import report as reports
 
     _show_run(run_dir, reports.write(run_dir), json_)
     return 0
@@ -444,7 +444,7 @@ def strategies(*, json_: Json = False) -> int:
 
 
 def _setup(where: Where, script: str, args: Sequence[str]) -> Setup:
-    from offbeat.run.compare import NO_LIMIT_S, Setup
+    from offbeat.experiments.compare import NO_LIMIT_S, Setup
 
     cluster = _cluster(where)
     for name, value in (("--timeout", where.timeout), ("--wait", where.wait)):
@@ -490,7 +490,7 @@ def _cluster(where: Where) -> Cluster:
 
 def _workers(where: Where) -> Cluster:
     from offbeat.lab import Cluster
-    from offbeat.lab.cluster import MAX_HOSTS
+    from offbeat.lab.description import MAX_HOSTS
     from offbeat.lab.units import parse_rate_bps
 
     if where.cluster is None:
@@ -519,8 +519,8 @@ def _prediction_text(prediction: Prediction) -> str:
 
 
 def _compare(comparison: Comparison, out: Path | None, json_: bool) -> int:
-    from offbeat.run import compare as comparing
-    from offbeat.run.script import name_of
+    from offbeat.experiments import compare as comparing
+    from offbeat.experiments.script import name_of
 
     run_dir = out or comparing.default_run_dir(name_of(comparison.setup.script))
     outcome = comparing.compare(comparison, run_dir, comparing.Progress(stderr=json_))
@@ -544,10 +544,10 @@ def _show_run(run_dir: Path, page: Path, json_: bool, logs: str | None = None) -
     contents of summary.json."""
     from rich.console import Console
 
-    from offbeat import report as reports
-    from offbeat.report.parts import in_words
-    from offbeat.report.summary import disturbances
-    from offbeat.report.text import table
+    from offbeat.experiments import report as reports
+    from offbeat.experiments.report.breakdown import in_words
+    from offbeat.experiments.report.summary import disturbances
+    from offbeat.experiments.report.table import table
 
     if json_:
         summary = json.loads((run_dir / "summary.json").read_text())

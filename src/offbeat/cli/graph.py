@@ -13,7 +13,7 @@ from offbeat.cli.commands import Json, app, option
 if TYPE_CHECKING:
     import networkx as nx
 
-    from offbeat.solve.graphs import Constants, Edge
+    from offbeat.gossip.graphs import Constants, Edge
 
 MEANINGS = {
     "lambda2": ("lambda_2", "how well the graph holds together"),
@@ -48,7 +48,7 @@ def graph(
 
     Example: offbeat graph --topology ring --workers 16
     """
-    from offbeat.solve import graphs
+    from offbeat.gossip import graphs
 
     if topology == "measured" and cluster is not None:
         made = _suited(cluster, mb, seed)
@@ -72,8 +72,8 @@ def _suited(cluster: Path, mb: float, seed: int) -> nx.Graph:
     """The graph with which workers agree fastest if only links limit them."""
     import numpy as np
 
+    from offbeat.gossip.measured_graph import measured
     from offbeat.lab import Cluster
-    from offbeat.solve.measured import measured
 
     asked = Cluster.load(cluster)
     link = asked.links[0].name

@@ -17,7 +17,7 @@ def adopt(path: Path | None) -> None:
     """
     if path is None:
         return
-    from offbeat.transport.secret import VARIABLE
+    from offbeat.frames.secret import VARIABLE
 
     if not path.is_file():
         raise ValueError(

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from offbeat.profile import Profile
-from offbeat.profile.elsewhere import elsewhere
+from offbeat.core.profile import Profile
+from offbeat.core.profile.elsewhere import elsewhere
 
 if TYPE_CHECKING:
-    from offbeat.sim import Prediction
+    from offbeat.core.sim import Prediction
     from offbeat.strategies import Strategy
 
 COLUMNS = ("strategy", "period", "hosts", "rate", "jitter", "iteration_s", "bound_s", "exposed_s")
@@ -63,7 +63,7 @@ def rows(
 
 def with_periods(strategies: Sequence[Strategy], period: str | None) -> list[Strategy]:
     """Every strategy with every period, those without one once; ValueError if none has one."""
-    from offbeat.strategies.texts import with_setting
+    from offbeat.core.strategy.text import with_setting
 
     if period is None:
         return list(strategies)

@@ -10,18 +10,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from offbeat.blocks import read
-from offbeat.plan import Plan
-from offbeat.plan.check import raise_if_wrong
-from offbeat.profile import Profile
-from offbeat.profile.device import DeviceSpeed
-from offbeat.sim import Votes
-from offbeat.strategies.base import Strategy, require_choice
-from offbeat.strategies.registry import setting_names
-from offbeat.strategies.texts import create_from_texts, pairs, parts, strategy
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.profile.device_speed import DeviceSpeed
+from offbeat.core.sim import Votes
+from offbeat.core.strategy.interface import Strategy, require_choice
+from offbeat.core.strategy.registry import setting_names
+from offbeat.core.strategy.text import create_from_texts, pairs, parts, strategy
+from offbeat.core.verify.check import raise_if_wrong
+from offbeat.experiments.record.record_file import read
 
 if TYPE_CHECKING:  # imported by the commands that need it
-    from offbeat.run.compare import Contestant
+    from offbeat.experiments.compare import Contestant
 
 
 def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
@@ -29,7 +29,7 @@ def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
 
     ValueError for a strategy or setting that does not exist, with the nearest one.
     """
-    from offbeat.run.compare import Contestant
+    from offbeat.experiments.compare import Contestant
 
     items = [parts(item) for item in names.split(",")]
     chosen = [name for name, *_ in items]
@@ -115,7 +115,7 @@ def votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Votes:
         raise ValueError(f"votes ({text}) must be left out: there are none")
     with suppress(ValueError):
         return dict.fromkeys(names, float(text))
-    from offbeat.run.compare import outcomes_of
+    from offbeat.experiments.compare import outcomes_of
 
     path = Path(text)
     require_file(path, "give a share of yes such as .2, or the rank0.jsonl of a run")

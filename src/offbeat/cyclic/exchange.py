@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.transport.control import Control, new_group
+from offbeat.core.transport.control import Control, new_group
 
 HOST = torch.device("cpu")
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from offbeat.cyclic.interleaved import Interleaved
-from offbeat.measuring.activations import Activations
-from offbeat.sim.placements import Done, Moved, Run
-from offbeat.solve.timetable import Message, Timetable, Work
+from offbeat.core.measuring.activations import Activations
+from offbeat.cyclic.simulation import Done, Moved, Run
+from offbeat.cyclic.timetable import Message, Timetable, Work
+from offbeat.cyclic.trainer import Interleaved
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from offbeat.solve.stages import cut
+from offbeat.strategies.solvers.stages import cut
 
 REPEATS = 3  # of which the fastest counts
 

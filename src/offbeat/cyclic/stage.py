@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from offbeat.core.transport import packed
 from offbeat.cyclic.state import StageState
 from offbeat.cyclic.vectors import Shape, Vectors
-from offbeat.transport import packed
 
 
 class Stage:

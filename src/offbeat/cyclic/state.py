@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from offbeat.core.buckets.coupling import shield_parameters, trial_copy
+from offbeat.core.buckets.random_states import preserve_random_states
 from offbeat.cyclic.vectors import Shape
-from offbeat.storage.coupling import shield_parameters, trial_copy
-from offbeat.storage.randomness import preserve_random_states
 
 ALIGNED = 16  # bytes
 _TRIAL = (2, 3)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offbeat.cyclic.exchange import Arrival, Exchange
-from offbeat.solve.timetable import Message, Timetable, What
+from offbeat.cyclic.timetable import Message, Timetable, What
 
 Key = tuple[What, int, int]  # what, and the stage and micro-batch that need it
 Room = Callable[[Message], "list[Tensor] | None"]

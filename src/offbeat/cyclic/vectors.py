@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offbeat.storage.flat import view_like
+from offbeat.core.buckets.flat import view_like
 
 
 class Shape(NamedTuple):

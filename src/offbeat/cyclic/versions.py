@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offbeat.solve.timetable import Timetable
+from offbeat.cyclic.timetable import Timetable
 
 Table = Sequence[Sequence[bool]]  # by micro-batch; stages from the output
 

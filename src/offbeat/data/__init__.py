@@ -11,7 +11,7 @@ from offbeat.data.label_skew import LabelSkew
 from offbeat.data.partition import Partition
 
 if TYPE_CHECKING:
-    from offbeat.data.injected import Injected
+    from offbeat.data.injected_loader import Injected
     from offbeat.data.injection import Injection
     from offbeat.data.samplers import DefDP, SelDP
 
@@ -29,7 +29,7 @@ __all__ = [
 _NEED_TORCH = {
     "DefDP": "samplers",
     "SelDP": "samplers",
-    "Injected": "injected",
+    "Injected": "injected_loader",
     "Injection": "injection",
 }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from offbeat.data.apportion import apportion
-from offbeat.data.check import relative_sizes, require_count, require_enough, require_sizes
+from offbeat.data.numbers import relative_sizes, require_count, require_enough, require_sizes
 from offbeat.data.partition import Partition
 
 

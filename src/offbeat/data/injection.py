@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.data.check import require_count, require_fraction
+from offbeat.data.numbers import require_count, require_fraction
 from offbeat.data.place import place
 
 ROUNDING = 1e-9  # what should be a whole number or a half may be off by less

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.data.apportion import apportion
-from offbeat.data.check import relative_sizes, require_count, require_enough, require_sizes
 from offbeat.data.labels import classes_of
+from offbeat.data.numbers import relative_sizes, require_count, require_enough, require_sizes
 from offbeat.data.partition import Partition
 
 

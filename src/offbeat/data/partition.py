@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.core.files import write_text
 from offbeat.data.labels import classes_of
-from offbeat.files import write_text
 
 SCHEMA = 1
 

@@ -6,7 +6,7 @@ import os
 
 import torch.distributed as dist
 
-from offbeat.data.check import require_count
+from offbeat.data.numbers import require_count
 
 
 def place(rank: int | None = None, world_size: int | None = None) -> tuple[int, int]:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from offbeat.data.check import require_count
 from offbeat.data.chunks import Chunks
+from offbeat.data.numbers import require_count
 from offbeat.data.partition import Partition
 from offbeat.data.place import place
 

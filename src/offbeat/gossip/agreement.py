@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import networkx as nx
 
 from offbeat.gossip.clock import DRIFT
+from offbeat.gossip.graphs import constants, edge_rates
 from offbeat.gossip.state import AVERAGING, Mixing
 from offbeat.gossip.view import Edge
-from offbeat.solve.graphs import constants, edge_rates
 
 PULSE = 50.0  # units between two agreements
 ENOUGH = 200  # exchanges, before their measured rate is believed

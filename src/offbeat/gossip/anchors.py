@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offbeat.core.codecs.pieces import pieces
+from offbeat.core.codecs.tensor_codecs import code
 from offbeat.gossip.chunks import Wire
-from offbeat.numerics.pieces import pieces
-from offbeat.transport.codes.codes import code
 
 NEVER = 0  # label of anchors that there are not
 

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from offbeat.numerics.codecs import Codec
-from offbeat.storage.flat import memory_of
+from offbeat.core.buckets.flat import memory_of
+from offbeat.core.codecs import Codec
 
 CHUNK_BYTES = 512 << 10
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from offbeat.core.buckets.flat import memory_of
 from offbeat.gossip.anchors import NEVER, Anchors, Coded, decode, encode, followed
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.state import Mixing, State
-from offbeat.storage.flat import memory_of
 
 Buffers = tuple[list[Tensor], list[Tensor]]
 

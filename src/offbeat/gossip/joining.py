@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.core.buckets.flat import memory_of
+from offbeat.frames.frames import Frame, Header, Reader, WireError, pack
+from offbeat.frames.greeting import Greeting
+from offbeat.frames.secret import VARIABLE as SECRET
 from offbeat.gossip.agreement import Agreement
 from offbeat.gossip.clock import Line, RoundTrip, offset_s
-from offbeat.gossip.kinds import Kind, pairs
+from offbeat.gossip.protocol import Kind, pairs
 from offbeat.gossip.state import Change
 from offbeat.gossip.view import Edge, Known
-from offbeat.storage.flat import memory_of
-from offbeat.transport.frames import Frame, Header, Reader, WireError, pack
-from offbeat.transport.greeting import Greeting
-from offbeat.transport.secret import VARIABLE as SECRET
 
 Address = tuple[str, int]
 

@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from offbeat.gossip.kinds import Kind
-from offbeat.transport.connection import Connection
-from offbeat.transport.frames import Frame, Header, WireError, pack
-from offbeat.transport.greeting import Greeting
+from offbeat.frames.connection import Connection
+from offbeat.frames.frames import Frame, Header, WireError, pack
+from offbeat.frames.greeting import Greeting
+from offbeat.gossip.protocol import Kind
 
 AGAIN_S = 0.3  # between two tries to connect; longer after the first ones
 MOST_AGAIN_S = 5.0

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offbeat.core.codecs.pieces import pieces
 from offbeat.gossip.chunks import Wire
-from offbeat.numerics.mixing import exchange, follow, jump, mix
-from offbeat.numerics.pieces import pieces
+from offbeat.gossip.mixing import exchange, follow, jump, mix
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
 
-import offbeat
+from offbeat.core.runtime.prepare import prepare as prepare_training
+from offbeat.core.runtime.prepared import Model
 from offbeat.integrations.options import Options
-from offbeat.runtime import Model
 from offbeat.strategies import Strategy
 
 # Who shards a model, or runs it, does not leave it whole to offbeat.
@@ -54,7 +54,7 @@ def prepare(
         )
     if accelerator.device_placement:
         models[0].to(accelerator.device)
-    model, optimizer = offbeat.prepare(models[0], optimizers[0], strategy, **options)
+    model, optimizer = prepare_training(models[0], optimizers[0], strategy, **options)
     _autocast(accelerator, model)
     _replace_methods(accelerator)
     given = [model if o is models[0] else optimizer if o is optimizers[0] else o for o in objects]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import offbeat
+from offbeat.core.runtime.prepare import prepare as prepare_training
+from offbeat.core.runtime.prepared import Model
 from offbeat.integrations.options import Options
-from offbeat.runtime import Model
 from offbeat.strategies import Strategy
 
 Base: Any = object  # either package has strategies of its own
@@ -43,7 +43,7 @@ class TrainerStrategy(Base):
                 f"configure_optimizers must return one optimizer ({len(self.optimizers)} here); "
                 "give it the parameters of all as param groups"
             )
-        self.model, optimizer = offbeat.prepare(
+        self.model, optimizer = prepare_training(
             self.model, self.optimizers[0], self._strategy, **self._options
         )
         self.optimizers = [optimizer]
@@ -113,7 +113,7 @@ class FabricStrategy(Base):
                 f"setup must be given one optimizer ({len(optimizers)} here); give it the "
                 "parameters of all as param groups"
             )
-        prepared, optimizer = offbeat.prepare(
+        prepared, optimizer = prepare_training(
             module, optimizers[0], self._strategy, **self._options
         )
         self._prepared.append(prepared)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from offbeat.guards.finite import OnNonfinite
-from offbeat.metrics import Log, Metrics
-from offbeat.profile import Profile
+from offbeat.core.guards.finite import OnNonfinite
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.metrics import Log, Metrics
 
 
 class Options(TypedDict, total=False):

@@ -6,9 +6,9 @@ from typing import Any
 
 import transformers
 
+from offbeat.core.runtime.prepared import Model
 from offbeat.integrations.accelerate import adopt
 from offbeat.integrations.options import Options
-from offbeat.runtime import Model
 from offbeat.strategies import Strategy
 
 Base: Any = object  # whatever Trainer comes behind

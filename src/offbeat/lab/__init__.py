@@ -1,9 +1,9 @@
 """A cluster in a box: real processes on shaped links between network namespaces of one machine."""
 
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.description import Cluster
 from offbeat.lab.errors import LabError
+from offbeat.lab.lab import Lab, NoLab, Traffic, check_support
 from offbeat.lab.launch import Result, launch
-from offbeat.lab.netns import Lab, NoLab, Traffic, check_support
 from offbeat.lab.parts import Change, HostOverride, Link, Pair
 
 __all__ = [

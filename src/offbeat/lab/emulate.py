@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.profile import Bucket, Link, Profile
+from offbeat.core.profile import Bucket, Link, Profile
 
 _ELEMENT_BYTES = 4  # float32
 _SAMPLE = 1024  # elements of a layer that its loss is computed on

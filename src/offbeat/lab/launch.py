@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from offbeat.lab.errors import LabError
-from offbeat.lab.netns import Lab, NoLab
+from offbeat.lab.lab import Lab, NoLab
 from offbeat.lab.process import exit_in_words
 
 TAIL_LINES = 15

@@ -17,7 +17,6 @@ from pyroute2.netlink.exceptions import NetlinkError
 from offbeat.lab import syscalls
 from offbeat.lab.addressing import address, interface_name, port_name, subnet
 from offbeat.lab.errors import LabError
-from offbeat.lab.link_plan import ChangePlan, LinkPlan
 from offbeat.lab.namespaces import (
     NO_LAB,
     Namespace,
@@ -34,8 +33,9 @@ from offbeat.lab.shaping import (
     queue_bytes,
     segments_bytes,
 )
-from offbeat.lab.switch import Switch
-from offbeat.lab.tap import mac, open_tap
+from offbeat.lab.switch.link_state import ChangePlan, LinkPlan
+from offbeat.lab.switch.switch import Switch
+from offbeat.lab.switch.tap import mac, open_tap
 from offbeat.lab.units import format_time
 
 _NETEM_QUEUE_PACKETS = 100_000

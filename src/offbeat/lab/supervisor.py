@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.lab import syscalls
+from offbeat.lab.changes import Schedule
 from offbeat.lab.control_channel import Channel
 from offbeat.lab.errors import LabError
-from offbeat.lab.link_plan import ChangePlan, LinkPlan
-from offbeat.lab.schedule import Schedule
+from offbeat.lab.switch.link_state import ChangePlan, LinkPlan
 
 if TYPE_CHECKING:
     from offbeat.lab.network import Network

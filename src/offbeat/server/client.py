@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.core.buckets.flat import memory_of
+from offbeat.core.transport.heartbeat import mark_peer_error
+from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.server.layout import Layout
 from offbeat.server.optimizers import Settings, unpacked_state
+from offbeat.server.protocol import Kind
 from offbeat.server.upstream import Me, RefusedError, Upstream
-from offbeat.server.wire import Kind
-from offbeat.storage.flat import memory_of
-from offbeat.transport.frames import Frame, Header, WireError, pack
-from offbeat.transport.heartbeat import mark_peer_error
 
 ANSWERS_S = 3.0  # for a server to say who is where
 MOST_FAILURES = 5  # connections that break one after the other, without an answer

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from offbeat.storage.flat import view_like
+from offbeat.core.buckets.flat import view_like
 
 SHARD_BYTES = 1 << 20
 """Largest shard: what arrives or leaves is held once more, for every worker at most this much."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat.core.buckets.coupling import couples, shield_parameters, trial_copy
+from offbeat.core.buckets.random_states import generator, normal, preserve_random_states
+from offbeat.frames.frames import WireError
 from offbeat.server.layout import Piece, in_order_of
-from offbeat.storage.coupling import couples, shield_parameters, trial_copy
-from offbeat.storage.randomness import generator, normal, preserve_random_states
-from offbeat.transport.frames import WireError
 
 Settings = list[dict[str, Any]]
 """Plain settings of every param group, as they are at one moment."""

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.core.buckets.flat import memory_of
+from offbeat.frames import secret as secrets
+from offbeat.frames.connection import Connection, Views
+from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.server.optimizers import checked_settings, packed_state
-from offbeat.server.shard import Shard
+from offbeat.server.parameters import Shard
+from offbeat.server.protocol import Kind
 from offbeat.server.snapshots import Snapshots
 from offbeat.server.store import Store
-from offbeat.server.wire import Kind
-from offbeat.storage.flat import memory_of
-from offbeat.transport import secret as secrets
-from offbeat.transport.connection import Connection, Views
-from offbeat.transport.frames import Frame, Header, WireError, pack
 
 GREETING_S = 10.0  # for a stranger to prove that it is none
 MOST_STRANGERS = 64

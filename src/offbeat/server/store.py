@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offbeat.server.layout import Layout, in_order_of
-from offbeat.server.shard import Rule, Shard
+from offbeat.server.parameters import Rule, Shard
 
 
 class Store:

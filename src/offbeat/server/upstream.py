@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from offbeat.frames import secret as secrets
+from offbeat.frames.connection import Connection
+from offbeat.frames.frames import Frame, Header, Reader, WireError, pack
 from offbeat.server.layout import ShardSpec
-from offbeat.server.wire import Kind
-from offbeat.transport import secret as secrets
-from offbeat.transport.connection import Connection
-from offbeat.transport.frames import Frame, Header, Reader, WireError, pack
+from offbeat.server.protocol import Kind
 
 RETRY_EVERY_S = 0.2
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from offbeat.strategies.base import Monitor, Needs, StatePolicy, Strategy, require_choice
-from offbeat.strategies.registry import (
+from offbeat.core.strategy.interface import Monitor, Needs, StatePolicy, Strategy, require_choice
+from offbeat.core.strategy.registry import (
     BUILT_IN,
     FORMER,
     create,
@@ -17,8 +17,10 @@ from offbeat.strategies.registry import (
 )
 
 if TYPE_CHECKING:
-    from offbeat.strategies.a2cid2 import A2CiD2
-    from offbeat.strategies.ad_psgd import ADPSGD
+    from offbeat.gossip.a2cid2 import A2CiD2
+    from offbeat.gossip.ad_psgd import ADPSGD
+    from offbeat.server.ps_bsp import PSBSP
+    from offbeat.server.ssp import SSP
     from offbeat.strategies.asc_wfbp import ASCWFBP
     from offbeat.strategies.bsp import BSP
     from offbeat.strategies.bytescheduler import ByteScheduler
@@ -30,16 +32,14 @@ if TYPE_CHECKING:
     from offbeat.strategies.dreamddp import DreamDDP
     from offbeat.strategies.fedavg import FedAvg
     from offbeat.strategies.local_sgd import LocalSGD
-    from offbeat.strategies.outer import OuterSGD
+    from offbeat.strategies.outer_optimizer import OuterSGD
     from offbeat.strategies.p3 import P3
     from offbeat.strategies.partial_sync import PartialSync
-    from offbeat.strategies.ps_bsp import PSBSP
     from offbeat.strategies.selsync import SelSync
-    from offbeat.strategies.ssp import SSP
     from offbeat.strategies.us_byte import USByte
     from offbeat.strategies.wfbp import WFBP
 
-_MODULES = {"OuterSGD": "offbeat.strategies.outer"}
+_MODULES = {"OuterSGD": "offbeat.strategies.outer_optimizer"}
 for _path in (*BUILT_IN.values(), *FORMER.values()):
     _module, _, _class = _path.partition(":")
     _MODULES[_class] = _module

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.plan import Plan
-from offbeat.profile import Profile
-from offbeat.solve import simultaneous_fusion
-from offbeat.strategies.base import require_count
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import require_count
+from offbeat.core.verify.equations import Equations, synchronous
+from offbeat.strategies.compressible import Wired
+from offbeat.strategies.solvers import simultaneous_fusion
 from offbeat.strategies.wfbp import gradients_when_ready, message_seconds
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)

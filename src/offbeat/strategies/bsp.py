@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.plan import Moment, Plan, Transfer, local, transfer
-from offbeat.profile import Profile
-from offbeat.strategies.base import synchronous_bound_s
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Equations, synchronous
+from offbeat.core.plan import Moment, Plan, Transfer, local, transfer
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import synchronous_bound_s
+from offbeat.core.verify.equations import Equations, synchronous
+from offbeat.strategies.compressible import Wired
 
 
 @dataclass(frozen=True)

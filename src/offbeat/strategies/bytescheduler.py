@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.plan import Fact, Plan
-from offbeat.profile import Profile
-from offbeat.strategies.base import require_count
+from offbeat.core.plan import Fact, Plan
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import require_count
 from offbeat.strategies.slices import (
     ELEMENT_BYTES,
     Prioritized,

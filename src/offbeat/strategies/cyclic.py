@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from random import Random
 from typing import Any, ClassVar, Literal
 
-from offbeat.plan import (
+from offbeat.core.plan import (
     Apply,
     Buffer,
     Fact,
@@ -20,12 +20,12 @@ from offbeat.plan import (
     Transfer,
     channel,
 )
-from offbeat.profile import Profile
-from offbeat.sim import predict_plan
-from offbeat.solve.stages import cut
-from offbeat.strategies.base import require_choice, require_count
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Equations, cyclic
+from offbeat.core.profile import Profile
+from offbeat.core.sim import predict_plan
+from offbeat.core.strategy.interface import require_choice, require_count
+from offbeat.core.verify.equations import Equations, cyclic
+from offbeat.strategies.compressible import Wired
+from offbeat.strategies.solvers.stages import cut
 
 END = Moment("end")
 SETTLED = 2  # iterations from the first update on, after which every worker has received some

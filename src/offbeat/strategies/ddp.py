@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from offbeat.plan import Plan
-from offbeat.profile import Profile
-from offbeat.solve import cap_fusion, fusion_finish
-from offbeat.strategies.base import Strategy, synchronous_bound_s
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import Strategy, synchronous_bound_s
+from offbeat.core.verify.equations import Equations, synchronous
+from offbeat.strategies.solvers import cap_fusion, fusion_finish
 from offbeat.strategies.wfbp import (
     DDP_CAP_BYTES,
     DDP_FIRST_CAP_BYTES,
@@ -18,11 +19,10 @@ from offbeat.strategies.wfbp import (
     gradients_when_ready,
     message_seconds,
 )
-from offbeat.testing.equations import Equations, synchronous
 
 if TYPE_CHECKING:
-    from offbeat.runtime.training_job import TrainingJob
-    from offbeat.runtime.wrap import Session
+    from offbeat.core.runtime.prepared import Session
+    from offbeat.core.runtime.training_job import TrainingJob
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class DDP(Strategy):
     def open(self, job: TrainingJob) -> Session:
         if job.observation.then_stop:  # only a profile is measured
             return super().open(job)
-        from offbeat.runtime.ddp_session import open_ddp_session
+        from offbeat.core.runtime.ddp_session import open_ddp_session
 
         profile = job.profile
         if self.bucket_cap_mb == "tuned" and profile is None:

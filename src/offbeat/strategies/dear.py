@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar
 
-from offbeat.plan import Fact, Moment, Payload, Phases, Plan, Transfer, Verb, local
-from offbeat.profile import Profile
-from offbeat.solve import Fusion, cap_fusion
-from offbeat.strategies.base import Strategy, require_count, synchronous_bound_s
+from offbeat.core.plan import Fact, Moment, Payload, Phases, Plan, Transfer, Verb, local
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import Strategy, require_count, synchronous_bound_s
+from offbeat.core.verify.equations import Equations, synchronous
+from offbeat.strategies.compressible import NONE, Wired
 from offbeat.strategies.slices import Update, compute_of
-from offbeat.strategies.wired import NONE, Wired
-from offbeat.testing.equations import Equations, synchronous
+from offbeat.strategies.solvers import Fusion, cap_fusion
 
 
 @dataclass(frozen=True)

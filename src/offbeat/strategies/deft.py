@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from offbeat.plan import Apply, Buffer, Fact, Merge, Moment, Phases, Plan, Transfer, effects, local
-from offbeat.profile import GradientNoise, Profile
-from offbeat.solve import deft, preserver
-from offbeat.strategies.base import Monitor, require_count
+from offbeat.core.derive import effects
+from offbeat.core.plan import Apply, Buffer, Fact, Merge, Moment, Phases, Plan, Transfer, local
+from offbeat.core.profile import GradientNoise, Profile
+from offbeat.core.strategy.interface import Monitor, require_count
+from offbeat.core.verify.equations import Equations, closing, merged, synchronous
+from offbeat.strategies.compressible import Wired
 from offbeat.strategies.deft_search import Choice, Search, Sized, ready_s_of
-from offbeat.strategies.messages import Messages, NoWindowError
+from offbeat.strategies.solvers import preserver
+from offbeat.strategies.solvers import queues as deft
+from offbeat.strategies.solvers.window_messages import Messages, NoWindowError
 from offbeat.strategies.wfbp import WFBP, gradients_when_ready_s
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Equations, closing, merged, synchronous
 
 RETRIES = 10
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from offbeat.plan import Payload
-from offbeat.profile import Profile
-from offbeat.solve import deft, knapsack
-from offbeat.strategies.messages import Messages, NoWindowError
+from offbeat.core.plan import Payload
+from offbeat.core.profile import Profile
+from offbeat.strategies.solvers import knapsack
+from offbeat.strategies.solvers import queues as deft
+from offbeat.strategies.solvers.window_messages import Messages, NoWindowError
 
 if TYPE_CHECKING:
     from offbeat.strategies.deft import DeFT

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from offbeat import solve
-from offbeat.plan import Plan
-from offbeat.profile import Profile
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import Strategy, periodic_bound_s, require_count
+from offbeat.core.verify.equations import Equations, delayed, layer_sets, partial
 from offbeat.strategies import dreamddp_due as later
-from offbeat.strategies.base import Strategy, periodic_bound_s, require_count
+from offbeat.strategies import solvers as solve
+from offbeat.strategies.compressible import Wired
 from offbeat.strategies.dreamddp import DreamDDP
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
-from offbeat.strategies.outer import OuterSGD, equations_of, number, outer_of, with_outer
+from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, number, outer_of, with_outer
 from offbeat.strategies.partial_sync import Average, layer_times, partial_plan, whole
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Equations, delayed, layer_sets, partial
 
 STEADY = OuterSGD()
 

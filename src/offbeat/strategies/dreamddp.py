@@ -10,15 +10,18 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat import solve
-from offbeat.plan import Apply, Plan, effects
-from offbeat.profile import Profile
-from offbeat.sim import simulate
+from offbeat.core.derive import effects
+from offbeat.core.plan import Apply, Plan
+from offbeat.core.profile import Profile
+from offbeat.core.sim import simulate
+from offbeat.core.strategy.interface import StatePolicy, Strategy, periodic_bound_s, require_count
+from offbeat.core.verify.equations import Clip, Equations, delayed, layer_sets, partial
 from offbeat.strategies import dreamddp_due as later
-from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
+from offbeat.strategies import solvers as solve
+from offbeat.strategies.compressible import NONE, Wired
 from offbeat.strategies.dreamddp_due import Candidate
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
-from offbeat.strategies.outer import OuterSGD, equations_of, outer_of, with_outer
+from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, outer_of, with_outer
 from offbeat.strategies.partial_sync import (
     Average,
     Piece,
@@ -29,8 +32,6 @@ from offbeat.strategies.partial_sync import (
     sets_facts,
     whole,
 )
-from offbeat.strategies.wired import NONE, Wired
-from offbeat.testing.equations import Clip, Equations, delayed, layer_sets, partial
 
 Solver = Callable[[list[float], list[float], int], solve.Sets]
 

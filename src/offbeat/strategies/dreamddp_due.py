@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from offbeat.plan import Apply, Buffer, Fact, Moment, Payload, Phases, Plan, local, transfer
-from offbeat.profile import Profile
-from offbeat.sim import predict_plan, simulate
-from offbeat.solve import Sets
-from offbeat.solve.due import MOST_WORK, Cycle, Orders, Work, due_sets, filled, greedy
-from offbeat.solve.stages import cut
-from offbeat.strategies.base import StatePolicy
+from offbeat.core.plan import Apply, Buffer, Fact, Moment, Payload, Phases, Plan, local, transfer
+from offbeat.core.profile import Profile
+from offbeat.core.sim import predict_plan, simulate
+from offbeat.core.strategy.interface import StatePolicy
 from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.partial_sync import Average, Piece, kinds_of, sets_facts, whole
+from offbeat.strategies.solvers import Sets
+from offbeat.strategies.solvers.due import MOST_WORK, Cycle, Orders, Work, due_sets, filled, greedy
+from offbeat.strategies.solvers.stages import cut
 
 CLIMBED = 2  # of the ways to cut buckets into slices, so many are looked at closely
 MOST_CLIMBED = 400  # pieces; of more the greedy sets have to do

@@ -8,13 +8,13 @@ from itertools import pairwise
 from math import inf
 from typing import Any, ClassVar
 
-from offbeat.numerics.select import drawn
-from offbeat.plan import Apply, Fact, Moment, Phases, Plan, local, transfer
-from offbeat.profile import Profile
-from offbeat.strategies.base import StatePolicy, periodic_bound_s, require_count
+from offbeat.core.plan import Apply, Fact, Moment, Phases, Plan, local, transfer
+from offbeat.core.profile import Profile
+from offbeat.core.rules.select import drawn
+from offbeat.core.strategy.interface import StatePolicy, periodic_bound_s, require_count
+from offbeat.core.verify.equations import Equations, federated
+from offbeat.strategies.compressible import Wired
 from offbeat.strategies.partial_sync import kinds_of
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Equations, federated
 
 LOCAL_STEPS = 5
 STEP, END = Moment("step"), Moment("end")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from offbeat.plan import Apply, Moment, Phases, Plan, local, transfer
-from offbeat.profile import Profile
-from offbeat.strategies.base import StatePolicy, periodic_bound_s, require_count
+from offbeat.core.plan import Apply, Moment, Phases, Plan, local, transfer
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import StatePolicy, periodic_bound_s, require_count
+from offbeat.core.verify.equations import Equations, local_sgd
 from offbeat.strategies.bsp import all_gradients
-from offbeat.strategies.outer import COMMON, OuterSGD, equations_of, outer_of, with_outer
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Equations, local_sgd
+from offbeat.strategies.compressible import Wired
+from offbeat.strategies.outer_optimizer import COMMON, OuterSGD, equations_of, outer_of, with_outer
 
 EVERY_ITERATION = "use BSP() to synchronize in every iteration"
 

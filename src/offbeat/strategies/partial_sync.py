@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar, Literal
 
-from offbeat.plan import Apply, Fact, Kind, Moment, Payload, Phases, Plan, local, transfer
-from offbeat.profile import Profile
-from offbeat.solve import Sets, equal_number
-from offbeat.strategies.base import StatePolicy, Strategy, periodic_bound_s, require_count
+from offbeat.core.plan import Apply, Fact, Kind, Moment, Payload, Phases, Plan, local, transfer
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import StatePolicy, Strategy, periodic_bound_s, require_count
+from offbeat.core.verify.equations import Equations, layer_sets, partial
+from offbeat.strategies.compressible import Wired
 from offbeat.strategies.local_sgd import EVERY_ITERATION
-from offbeat.strategies.outer import OuterSGD, equations_of, outer_of, with_outer
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Equations, layer_sets, partial
+from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, outer_of, with_outer
+from offbeat.strategies.solvers import Sets, equal_number
 
 Average = Literal["after_update", "before_update"]
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar, Literal
 
-from offbeat import solve
-from offbeat.plan import (
+from offbeat.core.plan import (
     Apply,
     Fact,
     Kind,
@@ -21,17 +20,18 @@ from offbeat.plan import (
     local,
     transfer,
 )
-from offbeat.profile import Profile
-from offbeat.strategies.base import (
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import (
     StatePolicy,
     Strategy,
     periodic_bound_s,
     require_count,
     synchronous_bound_s,
 )
+from offbeat.core.verify.equations import Changes, Equations, selective
+from offbeat.strategies import solvers as solve
+from offbeat.strategies.compressible import Wired
 from offbeat.strategies.partial_sync import kinds_of, layer_times
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Changes, Equations, selective
 
 STEP, END = Moment("step"), Moment("end")
 

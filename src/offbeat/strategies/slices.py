@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from offbeat.plan import Fact, Moment, Payload, Plan, local, transfer
-from offbeat.profile import Profile
-from offbeat.solve import Compute, Slice, iteration_s, priority_order
-from offbeat.strategies.base import Strategy, synchronous_bound_s
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Equations, synchronous
+from offbeat.core.plan import Fact, Moment, Payload, Plan, local, transfer
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import Strategy, synchronous_bound_s
+from offbeat.core.verify.equations import Equations, synchronous
+from offbeat.strategies.compressible import Wired
+from offbeat.strategies.solvers import Compute, Slice, iteration_s, priority_order
 
 ELEMENT_BYTES = 4  # papers count elements of 32 bits
 MOST_MESSAGES = 1024  # slices that tuning still considers; more is slow to plan and to send

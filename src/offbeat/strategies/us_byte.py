@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
-from offbeat.plan import Fact, Payload, Plan
-from offbeat.profile import Profile
-from offbeat.solve import improved, iteration_s, unit_runs
-from offbeat.strategies.base import require_count
+from offbeat.core.plan import Fact, Payload, Plan
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import require_count
 from offbeat.strategies.slices import (
     Order,
     Prioritized,
@@ -21,6 +20,7 @@ from offbeat.strategies.slices import (
     sizes_to_try,
     slice_of,
 )
+from offbeat.strategies.solvers import improved, iteration_s, unit_runs
 
 MOST_EVALUATIONS = 5000  # of whole orders
 

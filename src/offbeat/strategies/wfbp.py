@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from offbeat.plan import Moment, Payload, Plan, channel, local, transfer
-from offbeat.profile import Profile
-from offbeat.solve import MessageSeconds, cap_fusion, greedy_fusion, no_fusion, optimal_fusion
-from offbeat.strategies.base import synchronous_bound_s
-from offbeat.strategies.wired import Wired
-from offbeat.testing.equations import Equations, synchronous
+from offbeat.core.plan import Moment, Payload, Plan, channel, local, transfer
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import synchronous_bound_s
+from offbeat.core.verify.equations import Equations, synchronous
+from offbeat.strategies.compressible import Wired
+from offbeat.strategies.solvers import (
+    MessageSeconds,
+    cap_fusion,
+    greedy_fusion,
+    no_fusion,
+    optimal_fusion,
+)
 
 Fusion = tuple[range, ...]
 MIB = 1024 * 1024

@@ -13,13 +13,13 @@ from fractions import Fraction
 
 import numpy as np
 
-from offbeat.plan import Plan
-from offbeat.plan.check import check
-from offbeat.plan.interpreter import Array, Interpreter, Model, Worker
-from offbeat.plan.program import Program
-from offbeat.profile import Profile
+from offbeat.core.plan import Plan
+from offbeat.core.plan.program import Program
+from offbeat.core.profile import Profile
+from offbeat.core.verify.check import check
+from offbeat.core.verify.equations import NumpyWorld, Optimizer, Task, momentum, rmsprop
+from offbeat.core.verify.interpreter import Array, Interpreter, Model, Worker
 from offbeat.strategies import Strategy
-from offbeat.testing.equations import NumpyWorld, Optimizer, Task, momentum, rmsprop
 
 TOLERANCE = 1e-12
 

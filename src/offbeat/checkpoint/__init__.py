@@ -1,8 +1,0 @@
-"""Checkpoints: everything that a bit-exact continuation needs, saved in the background."""
-
-from __future__ import annotations
-
-from offbeat.checkpoint.checkpoints import Checkpoint, iteration, load, save
-from offbeat.checkpoint.saving import Saving
-
-__all__ = ["Checkpoint", "Saving", "iteration", "load", "save"]

@@ -1,0 +1,141 @@
+"""Advice on the command line: its table, and what `compare --strategies advised` runs."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.cli import texts
+from offbeat.cli.sweep import aligned
+from offbeat.core.profile import Profile
+from offbeat.core.profile.elsewhere import elsewhere, network_rate_bps
+from offbeat.core.strategy.interface import require_choice
+from offbeat.core.strategy.text import pairs, parse_value, text_of
+from offbeat.experiments.advice import Advice, Option, advise, in_words
+
+if TYPE_CHECKING:
+    from offbeat.experiments.compare import Contestant, Outcome, Setup
+
+SHOWN = 12  # options in the table; JSON has all
+MEGA = 1e6
+DEFAULT_LINK = "net"  # of a cluster without a file
+COLUMNS = ("", "ms per update", "MB", "stale", "mathematics")
+
+
+def there(profile: Profile, rate: str | None, hosts: int | None) -> Profile:
+    """The profile on other links or another number of ranks; ValueError."""
+    from offbeat.lab.units import parse_rate_bps
+
+    rate_bps = None if rate is None else parse_rate_bps(rate, "--rate")
+    return elsewhere(profile, hosts=hosts, rate_bps=rate_bps)
+
+
+def text(advice: Advice, command: str, compute: str | None = None) -> str:
+    """The fastest options, what each changes, and the command that compares some on the model."""
+    shown = list(advice.options[:SHOWN])
+    shown += [option for option in advice.compared if option not in shown]
+    left = len(advice.options) - len(shown)
+    lines = [_table([COLUMNS, *(_row(option, advice) for option in shown)])]
+    if left > 0:
+        lines.append(f"and {left} more that are slower (--json has all)")
+    lines.append(f"advised: {text_of(advice.chosen.strategy)} ({in_words(advice.chosen)})")
+    lines += [f"note: {note}" for note in (*advice.notes, *filter(None, [compute]))]
+    lines.append("losses are not predicted; compare on your model:")
+    lines.append(f"  {command}")
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned, the last column as it is."""
+    numbers = aligned([row[:-1] for row in rows]).splitlines()
+    return "\n".join(f"{a}  {row[-1]}" for a, row in zip(numbers, rows, strict=True))
+
+
+def _row(option: Option, advice: Advice) -> list[str]:
+    mark = "*" if option is advice.chosen else "+" if option in advice.compared else " "
+    name = f"{mark} {text_of(option.strategy)}"
+    numbers = [f"{1e3 * option.update_s:.4g}", f"{option.bytes / MEGA:.3g}"]
+    return [name, *numbers, str(option.staleness), in_words(option)]
+
+
+def command(advice: Advice, profile: Profile, file: Path, device_speed: str | None = None) -> str:
+    """The command that compares some options on the cluster of `profile`, with the profile of
+    `file`. `--hosts` and `--rate` describe one link without delay; anything else needs a file.
+    """
+    names = ",".join(text_of(option.strategy) for option in advice.compared)
+    place = _place(profile) or ["--cluster", "cluster.toml"]
+    place += ["--profile", str(file)]
+    place += ["--device-speed", device_speed] if device_speed else []
+    return shlex.join(["offbeat", "compare", *place, "--strategies", names, "train.py"])
+
+
+def _place(profile: Profile) -> list[str] | None:
+    from offbeat.lab.units import MAX_RATE_BPS, MIN_RATE_BPS, format_rate
+
+    link, hosts = profile.default_link, ["--hosts", str(profile.world_size)]
+    uneven = profile.pace and (profile.rank_scale or profile.rank_jitter or profile.jitter)
+    plain = link.name == DEFAULT_LINK and not link.asked_latency_s and not link.asked_loss
+    if len(profile.links) > 1 or uneven or not plain:
+        return None
+    if profile.world_size < 2:
+        return hosts
+    rate_bps = network_rate_bps(link, profile.world_size)
+    if not MIN_RATE_BPS <= rate_bps <= MAX_RATE_BPS:
+        return hosts
+    return [*hosts, "--rate", format_rate(round(float(f"{rate_bps:.3g}")))]
+
+
+def to_dict(advice: Advice, command: str) -> dict[str, Any]:
+    """JSON-ready form."""
+    return {
+        "command": command,
+        "advised": text_of(advice.chosen.strategy),
+        "compared": [text_of(option.strategy) for option in advice.compared],
+        "notes": list(advice.notes),
+        "options": [
+            {
+                "strategy": text_of(option.strategy),
+                "change": option.change,
+                "staleness": option.staleness,
+                "iteration_s": option.iteration_s,
+                "update_s": option.update_s,
+                "bytes_per_iteration": option.bytes,
+            }
+            for option in advice.options
+        ],
+    }
+
+
+# --- compare -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def measured(
+    setup: Setup, given: Path | None, *, stderr: bool
+) -> Iterator[tuple[Path | None, Outcome]]:
+    """A profile's file, the given one or one that is measured now; None if that failed."""
+    from offbeat.experiments.compare import Outcome, Progress, measure_profile
+
+    if given is not None:
+        texts.require_file(given, "measure one with `offbeat profile`")
+        yield given, Outcome(given.parent)
+        return
+    with tempfile.TemporaryDirectory(prefix="offbeat-advised-") as folder:
+        path = Path(folder, "profile.json")
+        outcome = measure_profile(setup, path, Progress(stderr=stderr))
+        yield (path if outcome.measured else None), outcome
+
+
+def contestants(profile: Profile, asked: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
+    """What is advised for a profile; `asked` is "advised" or "advised:max_staleness=19"."""
+    limit = pairs(asked.split(":")[1:])
+    for name in limit:
+        require_choice("setting of advised", name, ("max_staleness",))
+    known = {name: parse_value(name, value, int) for name, value in limit.items()}
+    advice = advise(profile, **known)
+    names = ",".join(text_of(option.strategy) for option in advice.compared)
+    return texts.contestants(names, settings)

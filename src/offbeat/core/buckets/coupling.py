@@ -1,0 +1,179 @@
+"""Coupling: whether an optimizer's step of one parameter depends on other parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.core.buckets.random_states import (
+    CPU,
+    generator,
+    normal,
+    preserve_random_states,
+    seed_all,
+)
+
+Group = dict[str, Any]
+
+_SCALES = (1.0, 1e4)  # of gradients: clipping shows only above its threshold
+_RATE = 0.1  # instead of the present one, which a warm-up may have at 0
+_LARGEST = 3  # elements along one dimension of a stand-in
+
+
+def couples(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why one parameter's step depends on what is stepped with it, for instance through a norm of
+    all gradients; None if it does not.
+
+    A copy of the optimizer steps small stand-ins, one alone and the same with all others. The
+    user's tensors and state are not touched, and the answer is the same on all ranks.
+    """
+    name = type(optimizer).__name__
+    if delegates(optimizer):
+        return f"{name} hands its step to another optimizer"
+    for g, _ in enumerate(optimizer.param_groups):
+        for scale in _SCALES:
+            try:
+                alone = _step_stand_in(optimizer, g, scale, alone=True)
+                together = _step_stand_in(optimizer, g, scale, alone=False)
+            except Exception as error:
+                return f"{name} could not be tried on made-up parameters ({error})"
+            if alone is None or together is None:
+                return (
+                    f"{name} does not step the parameters of its param groups (does it keep "
+                    "parameters, or views of them, in attributes of its own?)"
+                )
+            if not torch.equal(alone, together):
+                return (
+                    f"{name} steps a parameter otherwise when others are stepped with it (does it "
+                    "clip by the norm of all gradients?)"
+                )
+    return None
+
+
+def trial_copy(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> torch.optim.Optimizer:
+    """Return a copy of the optimizer with other groups and without state.
+
+    Tensors that the optimizer keeps in attributes of its own are copied too; parameters are not.
+    Step a copy within `shield_parameters`.
+    """
+    trial = object.__new__(type(optimizer))
+    own = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups")}
+    trial.__dict__.update(_copy_tensors(own))
+    trial.__dict__.pop("step", None)  # a scheduler's patch, which would step the original
+    trial._optimizer_step_pre_hooks = OrderedDict()
+    trial._optimizer_step_post_hooks = OrderedDict()
+    trial.state = defaultdict(dict)
+    trial.param_groups = list(groups)
+    return trial
+
+
+def _copy_tensors(value: Any) -> Any:
+    """Return a copy of tensors, and of containers of them; parameters and other objects stay."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        made.update((key, _copy_tensors(item)) for key, item in value.items())
+        return made
+    make: Any = type(value)
+    if make in (list, tuple):
+        return make(_copy_tensors(item) for item in value)
+    return value
+
+
+@contextmanager
+def shield_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Protect the parameters and gradients of an optimizer from steps of its trial copies.
+
+    A copy may reach the real parameters through attributes of its own. Meanwhile they have no
+    gradient, and all their elements share one memory location, which torch refuses to write.
+    """
+    kept = [(p, p.data, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    try:
+        for p, data, _ in kept:
+            p.grad = None
+            p.data = data.new_zeros(()).expand(data.shape)
+        yield
+    finally:
+        for p, data, grad in kept:
+            p.data, p.grad = data, grad
+
+
+def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy of the optimizer that steps one small stand-in per group."""
+    random = generator()
+    groups = [_with(g, _stand_ins(g, 1, 1.0, random)) for g in optimizer.param_groups]
+    return trial_copy(optimizer, [group for group in groups if group["params"]])
+
+
+def delegates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer steps others, which it holds."""
+    held = [value for value in vars(optimizer).values() if not isinstance(value, list)]
+    held += [one for value in vars(optimizer).values() if isinstance(value, list) for one in value]
+    return any(isinstance(value, torch.optim.Optimizer) for value in held)
+
+
+def devices_of(optimizer: torch.optim.Optimizer) -> set[torch.device]:
+    """Return the devices of the optimizer's parameters."""
+    return {p.device for group in optimizer.param_groups for p in group["params"]}
+
+
+def _step_stand_in(
+    optimizer: torch.optim.Optimizer, g: int, scale: float, *, alone: bool
+) -> Tensor | None:
+    """Return a stand-in of group g after two steps, by itself or with stand-ins of all groups.
+
+    None if the steps leave it as it is and keep no state for it.
+    """
+    random = generator()
+    first = _stand_ins(optimizer.param_groups[g], 1, scale, random)
+    if not first:
+        return torch.zeros(0, device=CPU, dtype=torch.float32)
+    begin = first[0].detach().clone()
+    groups = [_with(optimizer.param_groups[g], first)]
+    if not alone:
+        groups[0]["params"] = first + _stand_ins(optimizer.param_groups[g], 2, scale, random)
+        groups += [
+            _with(group, _stand_ins(group, 1, scale, random))
+            for other, group in enumerate(optimizer.param_groups)
+            if other != g
+        ]
+    trial = trial_copy(optimizer, [group for group in groups if group["params"]])
+    devices = devices_of(trial)
+    with preserve_random_states(devices), shield_parameters(optimizer):
+        for seed in range(2):
+            seed_all(seed, devices)  # of optimizers that round at random
+            trial.step()
+    end = first[0].detach()
+    if end.numel() and torch.equal(begin, end) and not trial.state.get(first[0]):
+        return None
+    return end
+
+
+def _stand_ins(
+    group: Group, count: int, scale: float, random: torch.Generator
+) -> list[nn.Parameter]:
+    """Small parameters like the group's first one, with gradients."""
+    made: list[nn.Parameter] = []
+    for like in group["params"][:1] * count:
+        shape = [min(size, _LARGEST) for size in like.shape]
+        p = nn.Parameter(normal(shape, random).to(like))
+        p.grad = (scale * normal(shape, random)).to(like)
+        made.append(p)
+    return made
+
+
+def _with(group: Group, params: list[nn.Parameter]) -> Group:
+    made = {**group, "params": params}
+    rate = group.get("lr")
+    if isinstance(rate, Tensor):
+        made["lr"] = torch.full_like(rate, _RATE)
+    elif isinstance(rate, (int, float)):
+        made["lr"] = _RATE
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in made.items()}

@@ -1,0 +1,398 @@
+"""Flat storage: parameters, buffers and gradients in contiguous tensors.
+
+Neighbouring buckets are neighbours in memory, so any run of buckets is one slice and one
+collective, without a copy. Gradients are views, as their common version counter tells who has
+changed them; parameters and buffers have storages of their own over the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from offbeat.core.buckets.former_memory import FormerMemory
+from offbeat.core.buckets.layout import BucketSpec, Key, key_of
+from offbeat.core.plan import BUILT_IN, Buffer, Payload
+
+Store = dict[Key, Tensor]
+ALIGNED_BYTES = 16  # what vectorized loads of a GPU need
+
+
+class FlatBucket:
+    """One bucket: its parameters, and its slices of the flat tensors.
+
+    `grad` are its gradients, `absent` one number per parameter behind them: how often this rank
+    had no gradient for it. They travel with the gradients, so that all ranks learn which
+    parameters nobody has used.
+    """
+
+    __slots__ = ("absent", "grad", "grad_views", "name", "param", "parameters")
+
+    def __init__(self, name: str, parameters: list[nn.Parameter], param: Tensor):
+        self.name = name
+        self.parameters = parameters
+        self.param = param
+        self.grad_views: list[Tensor] = []
+        self.grad = self.absent = param.new_empty(0)
+
+
+class Flat:
+    """A model's trainable tensors re-homed into one flat tensor per dtype and device, and further
+    buffers of the same layout.
+
+    Peak memory while moving: one more copy of the parameters, then of the gradients; none
+    afterwards, except the gradients, which exist from now on. Of a storage `before`, in which they
+    have been so far, each is let go as soon as it is empty: nobody else may use it any more.
+    """
+
+    def __init__(self, model: nn.Module, specs: Sequence[BucketSpec], before: Flat | None = None):
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        mine = [[parameters[n] for n in spec.parameters] for spec in specs]
+        carried = [[buffers[n] for n in spec.buffers] for spec in specs]
+        self.former = FormerMemory({n: parameters[n] for spec in specs for n in spec.parameters})
+        self.keys = [key_of(own[0]) for own in mine]
+        self._kinds = {name: buffer.kind for name, buffer in BUILT_IN.items()}
+        self._newest = {"param": 0, "grad": 0}
+        self._stores: dict[str, list[Store]] = {}
+        self._spans: list[tuple[int, int, int, int]] = []  # of parameters, of gradients
+        ends: dict[Key, tuple[int, int]] = {}
+        for key, own, more in zip(self.keys, mine, carried, strict=True):
+            at, grad_at = ends.get(key, (0, 0))
+            count = sum(p.numel() for p in own)
+            stop = at + count + sum(b.numel() for b in more)
+            ends[key] = stop, grad_at + count + len(own)
+            self._spans.append((at, stop, grad_at, ends[key][1]))
+        with torch.no_grad():
+            params = {key: _empty(key, size) for key, (size, _) in ends.items()}
+            for key, span, own, more in zip(self.keys, self._spans, mine, carried, strict=True):
+                _rehome_all(params[key], [*own, *more], span[0])
+            if before is not None:
+                before.let_go("param")
+        self._stores = {"param": [params], "grad": []}
+        self.buckets = [
+            FlatBucket(spec.name, own, params[key][start:stop])
+            for spec, key, own, (start, stop, *_) in zip(
+                specs, self.keys, mine, self._spans, strict=True
+            )
+        ]
+        self.take_gradients()
+        if before is not None:
+            before.let_go("grad")
+        self.former.note()
+
+    def take_gradients(self) -> None:
+        """Have the gradients in a flat tensor of their own; those that there are keep."""
+        sizes: dict[Key, int] = {}
+        for key, span in zip(self.keys, self._spans, strict=True):
+            sizes[key] = span[3]
+        grads = {key: _empty(key, size).zero_() for key, size in sizes.items()}
+        self._stores["grad"], self._newest["grad"] = [grads], 0
+        with torch.no_grad():
+            for key, (_, _, start, stop), bucket in zip(
+                self.keys, self._spans, self.buckets, strict=True
+            ):
+                behind = stop - len(bucket.parameters)
+                bucket.grad_views = _own_gradients(grads[key], bucket.parameters, start)
+                bucket.grad, bucket.absent = grads[key][start:behind], grads[key][behind:stop]
+
+    def let_go(self, buffer: str) -> None:
+        """Its tensors are elsewhere now, or not needed any more: free what nobody else holds."""
+        self._stores[buffer] = []
+        for bucket in self.buckets:
+            if buffer == "param":
+                bucket.param = bucket.param.new_empty(0)
+            else:
+                bucket.grad_views = []
+                bucket.grad, bucket.absent = bucket.grad.new_empty(0), bucket.absent.new_empty(0)
+
+    # ---- named buffers ----------------------------------------------------------------------
+
+    def adopt(self, buffers: Mapping[str, Buffer]) -> None:
+        """Have these buffers, new ones at their start, and no others. Gradients stay, and what once
+        was a copy of the parameters, as replicas may differ by now."""
+        for name in set(self._stores) - set(buffers):
+            del self._stores[name], self._newest[name]
+        for name, buffer in buffers.items():
+            if buffer.kind in ("state", "buffers") or (name == "grad" and not self._stores["grad"]):
+                continue
+            kept: list[Store] = []
+            if name in self._stores and (
+                name in BUILT_IN or buffer.start == "param"
+            ):  # what is there stays, the newest copy first
+                first = self._newest[name]
+                kept = (self._stores[name][first:] + self._stores[name][:first])[: buffer.copies]
+            made = [self._made(buffer) for _ in range(buffer.copies - len(kept))]
+            self._stores[name], self._newest[name] = kept + made, 0
+            self._kinds[name] = buffer.kind
+
+    def _made(self, buffer: Buffer) -> Store:
+        like = self._stores["grad" if buffer.kind == "grad" else "param"][0]
+        make = torch.clone if buffer.start == "param" else torch.zeros_like
+        with torch.no_grad():
+            return {key: make(tensor).detach() for key, tensor in like.items()}
+
+    def restart(self, buffer: Buffer) -> None:
+        """A plan's buffer is again as it starts."""
+        like = self._stores["grad" if buffer.kind == "grad" else "param"][0]
+        for copy in self._stores[buffer.name]:
+            for key, tensor in copy.items():
+                if buffer.start == "param":
+                    tensor.copy_(like[key].data)
+                else:
+                    tensor.zero_()
+
+    def copies(self, buffer: str) -> int:
+        """Copies of a buffer."""
+        return len(self._stores[buffer])
+
+    def physical(self, buffer: str, age: int = 0) -> int:
+        """Which copy is the one of this age."""
+        return (self._newest[buffer] + age) % max(len(self._stores[buffer]), 1)  # 0: not kept here
+
+    def rotate(self, buffer: str) -> None:
+        """Every copy becomes one older; the oldest becomes the newest."""
+        self._newest[buffer] = (self._newest[buffer] - 1) % len(self._stores[buffer])
+
+    def tensors(self, buffer: str, run: range, copy: int = 0) -> tuple[Tensor, ...]:
+        """One copy of a buffer of a run of buckets: one slice per dtype and device.
+
+        With a version counter of their own, so that what is done to them does not look like the
+        user's doing.
+        """
+        column = 2 if self._kinds[buffer] == "grad" else 0
+        bounds: dict[Key, tuple[int, int]] = {}
+        for b in run:
+            key, span = self.keys[b], self._spans[b]
+            first = bounds.get(key, (span[column], 0))[0]
+            bounds[key] = (first, span[column + 1])
+        store = self._stores[buffer][copy]
+        return tuple(store[key].data[a:z] for key, (a, z) in bounds.items() if z > a)
+
+    def parameters_of(self, buffer: str, run: range) -> list[Tensor]:
+        """A buffer of the parameters' shape, bucket by bucket, without running statistics."""
+        found, copy = [], self.physical(buffer)
+        for b in run:
+            count = sum(p.numel() for p in self.buckets[b].parameters)
+            found.append(self._bucket(buffer, b, copy)[:count])
+        return found
+
+    def _bucket(self, buffer: str, b: int, copy: int) -> Tensor:
+        """One copy of a buffer of one bucket, also of one without elements."""
+        column = 2 if self._kinds[buffer] == "grad" else 0
+        start, stop = self._spans[b][column : column + 2]
+        return self._stores[buffer][copy][self.keys[b]].data[start:stop]
+
+    def carried(self, payload: Payload, copy: int, into: str | None = None) -> tuple[Tensor, ...]:
+        """What a message carries of one copy of its buffer (or of another buffer, alike). What
+        stands behind the gradients of a bucket goes with its last slice."""
+        buffer = into or payload.buffer
+        whole = self.tensors(buffer, payload.buckets, copy)
+        if payload.parts == 1:
+            return whole
+        behind = self._behind(buffer, payload.buckets.start)
+        return tuple(t[self._slice(payload, t.numel() - behind, behind)] for t in whole)
+
+    def apart(
+        self, payload: Payload, copy: int, buffer: str
+    ) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """The same by dtype and device, as views of numbers, and of what stands behind them:
+        running statistics behind parameters."""
+        found: dict[Key, tuple[list[Tensor], list[Tensor]]] = {}
+        last = payload.part + payload.width == payload.parts
+        for b in payload.buckets:
+            whole = self._bucket(buffer, b, copy)
+            numbers = sum(p.numel() for p in self.buckets[b].parameters)
+            pieces = found.setdefault(self.keys[b], ([], []))
+            pieces[0].append(whole[payload.slice_of(numbers)])
+            if last:
+                pieces[1].append(whole[numbers:])
+        return list(found.values())
+
+    def _behind(self, buffer: str, b: int) -> int:
+        return len(self.buckets[b].parameters) if self._kinds[buffer] == "grad" else 0
+
+    @staticmethod
+    def _slice(payload: Payload, numbers: int, behind: int) -> slice:
+        part = payload.slice_of(numbers)
+        last = payload.part + payload.width == payload.parts
+        return slice(part.start, part.stop + (behind if last else 0))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them, bucket by bucket."""
+        return [p for bucket in self.buckets for p in bucket.parameters]
+
+    def everything(self) -> list[Tensor]:
+        """All flat parameter tensors."""
+        return list(self._stores["param"][0].values())
+
+    def take_back(self) -> None:
+        """Have every parameter in its place again, with the values that it has elsewhere."""
+        store = self._stores["param"][0]
+        for key, (at, *_), bucket in zip(self.keys, self._spans, self.buckets, strict=True):
+            for p in bucket.parameters:
+                place = store[key].data_ptr() + at * store[key].element_size()
+                if p.data_ptr() != place and key_of(p) == key:
+                    with torch.no_grad():
+                        _rehome_all(store[key], [p], at)
+                at += p.numel()
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    def contents(self, buffer: str) -> list[list[Tensor]]:
+        """All copies of a buffer, the newest first: one tensor per dtype and device."""
+        stores = self._stores[buffer]
+        return [list(stores[self.physical(buffer, age)].values()) for age in range(len(stores))]
+
+    def fill(self, buffer: str, contents: Sequence[Sequence[Tensor]]) -> None:
+        """The inverse of `contents`."""
+        for mine, saved in zip(self.contents(buffer), contents, strict=True):
+            for tensor, value in zip(mine, saved, strict=True):
+                tensor.data.copy_(value)
+
+    # ---- gradients --------------------------------------------------------------------------
+
+    def views(self, copy: int = 0) -> list[Tensor]:
+        """The gradient of every parameter, bucket by bucket, as a view of a copy of them."""
+        first = self.buckets[0].grad_views if self.buckets else []
+        if first and first[0]._base is self._stores["grad"][copy][self.keys[0]]:
+            return [view for bucket in self.buckets for view in bucket.grad_views]
+        store, views = self._stores["grad"][copy], []
+        for key, (_, _, at, _), bucket in zip(self.keys, self._spans, self.buckets, strict=True):
+            for p in bucket.parameters:
+                views.append(view_like(store[key], p, at))
+                at += p.numel()
+        return views
+
+    def gradients(self, bucket: int, copy: int = 0) -> Tensor:
+        """One bucket's gradients alone, flat."""
+        _, _, start, stop = self._spans[bucket]
+        count = len(self.buckets[bucket].parameters)
+        return self._stores["grad"][copy][self.keys[bucket]].data[start : stop - count]
+
+    def absent(self, bucket: int, copy: int = 0) -> Tensor:
+        """One number per parameter of a bucket: how often this rank had no gradient for it."""
+        _, _, _, stop = self._spans[bucket]
+        count = len(self.buckets[bucket].parameters)
+        return self._stores["grad"][copy][self.keys[bucket]].data[stop - count : stop]
+
+    def zero_grads(self, copy: int, run: range | None = None) -> None:
+        """Zero a copy of the gradients, of all buckets or a run of them, in place."""
+        everything = run is None or len(run) == len(self.buckets)
+        whole = self._stores["grad"][copy].values()
+        for grads in whole if everything else self.tensors("grad", run, copy):  # type: ignore[arg-type]
+            grads.data.zero_()
+
+    def grad_version(self) -> int:
+        """Changes whenever the user writes a gradient in place."""
+        return sum(grads._version for copy in self._stores["grad"] for grads in copy.values())
+
+
+def require_supported(model: nn.Module) -> None:
+    """ValueError for a model that cannot be re-homed into flat storage."""
+    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("the model has no parameter that requires a gradient; nothing to train")
+    seen: dict[tuple[int, torch.device], str] = {}
+    for name, p in trainable:
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} is lazy; run one forward pass before prepare")
+        if not p.is_floating_point():
+            raise ValueError(
+                f"parameter {name!r} has dtype {p.dtype}; only real floats are supported"
+            )
+        if hasattr(p, "placements"):  # a DTensor; importing its class takes .8 s
+            raise ValueError(
+                f"parameter {name!r} is a DTensor (fully_shard or tensor parallelism), of which "
+                "each rank holds a part; offbeat needs the whole parameter on every rank, so "
+                "prepare the model without sharding it"
+            )
+        place = (p.data_ptr(), p.device)
+        if p.numel() and place in seen:
+            raise ValueError(
+                f"parameters {seen[place]!r} and {name!r} share memory but are two objects; "
+                "tie them by assigning the same Parameter"
+            )
+        seen[place] = name
+
+
+def flatten(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Re-home these tensors into flat ones, one per dtype and device, in their order."""
+    by_key: dict[Key, list[Tensor]] = {}
+    for tensor in tensors:
+        by_key.setdefault(key_of(tensor), []).append(tensor)
+    flats: list[Tensor] = []
+    with torch.no_grad():
+        for key, mine in by_key.items():
+            size = sum(tensor.numel() for tensor in mine)
+            flat = _empty(key, size)
+            _rehome_all(flat, mine, 0)
+            flats.append(flat)
+    return flats
+
+
+def _empty(key: Key, size: int) -> Tensor:
+    return torch.empty(size, dtype=key[0], device=key[1])
+
+
+def _rehome_all(flat: Tensor, tensors: Iterable[Tensor], offset: int) -> None:
+    for tensor in tensors:
+        place = place_like(flat, tensor, offset)
+        place.copy_(tensor.detach())
+        tensor.data = place
+        offset += tensor.numel()
+
+
+def _own_gradients(flat: Tensor, parameters: Iterable[nn.Parameter], offset: int) -> list[Tensor]:
+    """Have the gradients of these parameters in a flat tensor, next to each other."""
+    views = []
+    for p in parameters:
+        view = view_like(flat, p, offset)
+        if p.grad is not None:
+            view.copy_(p.grad)
+        p.grad = view
+        views.append(view)
+        offset += p.numel()
+    return views
+
+
+def place_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
+    """As `view_like`, but with a storage of its own over the same memory, which it keeps alive.
+
+    Whoever saves or copies it - pickles, `deepcopy`, safetensors - takes a storage whole, and so
+    takes this tensor alone. It has a version counter of its own, too. On a GPU the storage begins
+    at an aligned address, up to 15 bytes before the tensor: compiled kernels conclude from the
+    offset within a storage that an address is aligned.
+    """
+    before = 0
+    if flat.is_cuda:
+        size = flat.element_size()
+        before = (flat.data_ptr() + offset * size) % ALIGNED_BYTES // size
+    whole = flat[offset - before : offset + like.numel()].detach()
+    alone = from_dlpack(whole.view(torch.uint8)).view(flat.dtype)  # it knows not every dtype
+    return view_like(alone, like, before)
+
+
+def view_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
+    """View of `flat` with the shape of `like`, and its memory format where that is dense."""
+    if _is_dense(like):
+        return flat.as_strided(like.size(), like.stride(), offset)
+    return flat[offset : offset + like.numel()].view(like.size())
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host; without elements none."""
+    return tensor.detach().view(torch.uint8).numpy().data
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,81 @@
+"""Former memory of parameters: finds code that still writes where parameters were before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offbeat.core.buckets.checksum import checksum
+
+LOOKS = 20  # steps; a plan may apply its first gradients some iterations late
+
+
+class _Place(NamedTuple):
+    name: str
+    storage: StorageWeakRef
+    like: Tensor  # without elements: dtype and device
+    offset: int
+    size: torch.Size
+    strides: tuple[int, ...]
+
+    def tensor(self) -> Tensor | None:
+        """Return the parameter's former elements; None if no reference to them exists."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            return None
+        return torch.empty_like(self.like).set_(storage, self.offset, self.size, self.strides)
+
+
+class FormerMemory:
+    """Memory that held parameters before they moved, as far as references to it still exist.
+
+    An optimizer that keeps views of parameters (`p.data`) writes there after the parameters have
+    moved, so the weights that the model uses never change.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]):
+        self._looks = LOOKS
+        self._known: list[tuple[_Place, int]] = []
+        self._places = [
+            _Place(
+                name,
+                StorageWeakRef(p.untyped_storage()),
+                p.detach().new_empty(0),
+                int(p.storage_offset()),
+                p.size(),
+                p.stride(),
+            )
+            for name, p in parameters.items()
+            if p.numel()
+        ]
+
+    def note(self) -> None:
+        """Record the contents: call it when the parameters have moved, before the next step."""
+        held = [(place, place.tensor()) for place in self._places]
+        self._known = [(place, checksum(t)) for place, t in held if t is not None]
+        self._places = []
+
+    def require_unwritten(self) -> None:
+        """After a step: raise ValueError if a parameter's former memory was written since `note`.
+
+        Look only after the first `LOOKS` steps.
+        """
+        if not self._known:
+            return
+        for place, known in self._known:
+            tensor = place.tensor()
+            if tensor is not None and checksum(tensor) != known:
+                raise ValueError(
+                    f"parameter {place.name!r} was updated in memory that it has left: the "
+                    "optimizer keeps a view of it (such as p.data), and offbeat moves parameters "
+                    "into buckets at offbeat.prepare and at the end of observation; let the "
+                    "optimizer use the parameters of its param_groups in every step(), or use "
+                    "strategy DDP(), which does not move them"
+                )
+        self._looks -= 1
+        if not self._looks:
+            self._known = []

@@ -1,0 +1,138 @@
+"""Layout: which parameters and buffers make a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.core.profile import Profile
+
+Key = tuple[torch.dtype, torch.device]
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """Names of a bucket's parameters (ready order) and of the buffers that travel with them."""
+
+    name: str
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...] = ()
+
+
+def group_parameters(
+    model: nn.Module, order: Sequence[str], min_bytes: int, buffers: Sequence[str] = ()
+) -> list[BucketSpec]:
+    """Buckets of whole modules in ready order, joined until they hold `min_bytes`.
+
+    A module's parameters stay together where they are ready together; a bucket has one dtype and
+    one device. `buffers` join the bucket of their module, or the last one.
+    """
+    tensors = dict(model.named_parameters())
+    groups: list[list[str]] = []
+    for name in order:
+        last = groups[-1] if groups else None
+        if last is not None and _belongs(tensors, last, name, min_bytes):
+            last.append(name)
+        else:
+            groups.append([name])
+    homes = {_owner(name): i for i, names in reversed(list(enumerate(groups))) for name in names}
+    carried: list[list[str]] = [[] for _ in groups]
+    every_buffer = dict(model.named_buffers())
+    for name in buffers:
+        home = homes.get(_owner(name), len(groups) - 1)
+        if key_of(tensors[groups[home][0]]) == key_of(every_buffer[name]):
+            carried[home].append(name)  # of another dtype: each rank's own until consolidate()
+    specs = [
+        BucketSpec(_title(tensors, names), tuple(names), tuple(more))
+        for names, more in zip(groups, carried, strict=True)
+    ]
+    return _unique_names(specs)
+
+
+def specs_of_profile(model: nn.Module, profile: Profile) -> list[BucketSpec]:
+    """Buckets as a profile names them: its `tensors`, else all parameters of the module of that
+    name. ValueError if they do not cover the model exactly or sizes differ."""
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    buffers = dict(model.named_buffers())
+    remedy = "measure the model again with `offbeat profile`"
+    specs: list[BucketSpec] = []
+    for bucket in profile.buckets:
+        names = bucket.tensors or tuple(
+            n for n in parameters if n == bucket.name or n.startswith(bucket.name + ".")
+        )
+        unknown = [n for n in names if n not in parameters and n not in buffers]
+        if unknown or not names:
+            what = f"tensor {unknown[0]!r}" if unknown else "parameters"
+            raise ValueError(
+                f"the profile does not match the model: its bucket {bucket.name!r} holds {what} "
+                f"that the model does not have; {remedy}"
+            )
+        spec = BucketSpec(
+            bucket.name,
+            tuple(n for n in names if n in parameters),
+            tuple(n for n in names if n in buffers),
+        )
+        _require_one_key(spec, [(parameters | buffers)[n] for n in names])
+        size = sum(nbytes(parameters[n]) for n in spec.parameters)
+        if size != bucket.size_bytes:
+            raise ValueError(
+                f"the profile does not match the model: bucket {bucket.name!r} has "
+                f"{bucket.size_bytes} bytes there and {size} in the model; {remedy}"
+            )
+        specs.append(spec)
+    covered = [n for spec in specs for n in spec.parameters]
+    if sorted(covered) != sorted(parameters):
+        odd = sorted(set(parameters) ^ set(covered)) or [n for n in covered if covered.count(n) > 1]
+        raise ValueError(
+            f"the profile does not match the model: parameter {odd[0]!r} must be in exactly one "
+            f"bucket; {remedy}"
+        )
+    return specs
+
+
+def _require_one_key(spec: BucketSpec, tensors: Sequence[Tensor]) -> None:
+    keys = dict.fromkeys(key_of(t) for t in tensors)
+    if not spec.parameters or len(keys) > 1:
+        what = " and ".join(f"{dtype} on {device}" for dtype, device in keys)
+        raise ValueError(
+            f"bucket {spec.name!r} of the profile must hold parameters of one dtype on one "
+            f"device, and it holds {what if spec.parameters else 'only buffers'}; split it"
+        )
+
+
+def _belongs(tensors: dict[str, nn.Parameter], group: list[str], name: str, min_bytes: int) -> bool:
+    if key_of(tensors[group[0]]) != key_of(tensors[name]):
+        return False
+    same_module = _owner(group[-1]) == _owner(name)
+    return same_module or sum(nbytes(tensors[n]) for n in group) < min_bytes
+
+
+def _title(tensors: dict[str, nn.Parameter], names: Iterable[str]) -> str:
+    """A bucket is called after the module of its largest parameter."""
+    largest = max(names, key=lambda n: tensors[n].numel())
+    return _owner(largest) or largest
+
+
+def _unique_names(specs: list[BucketSpec]) -> list[BucketSpec]:
+    counts: dict[str, int] = {}
+    unique: list[BucketSpec] = []
+    for spec in specs:
+        counts[spec.name] = seen = counts.get(spec.name, 0) + 1
+        name = spec.name if seen == 1 else f"{spec.name}#{seen}"
+        unique.append(BucketSpec(name, spec.parameters, spec.buffers))
+    return unique
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def key_of(tensor: Tensor) -> Key:
+    return tensor.dtype, tensor.device
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

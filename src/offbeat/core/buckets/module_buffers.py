@@ -1,0 +1,147 @@
+"""Module buffers: which of them training writes, and rank 0's of those for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.core.buckets.checksum import checksum
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A buffer by its module, as a script may assign another tensor to it."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    shape: torch.Size
+    dtype: torch.dtype
+    begin: int
+    end: int
+
+    @property
+    def tensor(self) -> Tensor:
+        found = self.owner._buffers.get(self.attribute)
+        if found is None or found.shape != self.shape or found.dtype != self.dtype:
+            now = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+            raise ValueError(
+                f"buffer {self.name!r} ({now}) must keep its shape and dtype ({self.dtype} "
+                f"{list(self.shape)}), as rank 0's is broadcast; keep what grows in an attribute "
+                "that is no buffer, or pass broadcast_buffers=False to offbeat.prepare"
+            )
+        return found
+
+
+class ModuleBuffers:
+    """Packs the buffers that training writes into one tensor of bytes, and unpacks rank 0's.
+
+    Version counters do not show every write: batch normalization and `.data` bypass them.
+    Checksums do. They are compared in the first iteration and whenever replicas are compared.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, where: torch.device):
+        self._model, self._rank, self._where = model, rank, where
+        self._checksums: dict[str, int] | None = None
+        self._places: list[_Place] = []
+        self.size_bytes = 0
+        self.before_packing: Callable[[], None] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the buffers that are broadcast."""
+        return [place.name for place in self._places]
+
+    def forget(self) -> None:
+        """Drop the checksums: other values are about to be loaded."""
+        self._checksums = None
+
+    def note(self) -> None:
+        """Record checksums before a forward, unless there are some."""
+        if self._checksums is None:
+            self._checksums = _checksums(self._model)
+
+    def changed_names(self) -> list[str] | None:
+        """Return the names of buffers whose bits differ from the last checksums, and record new
+        checksums. None if there were none."""
+        before, self._checksums = self._checksums, _checksums(self._model)
+        if before is None:
+            return None
+        now = self._checksums
+        return [name for name in now if now[name] != before.get(name, now[name])]
+
+    def share(self, names: Iterable[str]) -> list[str]:
+        """Broadcast these buffers from now on, beside those of before. Return the new names."""
+        found = {name: (owner, key) for name, owner, key, _ in _buffers(self._model)}
+        new = sorted(name for name in names if name in found and name not in self.names)
+        if new:
+            self._place({name: found[name] for name in sorted([*self.names, *new])})
+        return new
+
+    def descriptions(self) -> list[tuple[str, list[int], str]]:
+        """Return name, shape and dtype of every buffer that is broadcast."""
+        return [(place.name, list(place.shape), str(place.dtype)) for place in self._places]
+
+    def _place(self, found: dict[str, tuple[nn.Module, str]]) -> None:
+        tensors = {name: owner._buffers[key] for name, (owner, key) in found.items()}
+        # Large elements first, so that every part begins at a multiple of its element size.
+        order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # type: ignore[union-attr]
+        self._places, at = [], 0
+        for name in order:
+            tensor = tensors[name]
+            assert tensor is not None
+            place = _Place(name, *found[name], tensor.shape, tensor.dtype, at, at + tensor.nbytes)
+            self._places.append(place)
+            at = place.end
+        self.size_bytes = at
+
+    def pack(self) -> tuple[Tensor, ...]:
+        """Return the bytes of this rank's buffers if it is rank 0, otherwise room for them."""
+        if self.before_packing is not None:
+            self.before_packing()
+        if not self._places:
+            return ()
+        if self._rank:
+            for place in self._places:
+                _ = place.tensor  # of the same shape as rank 0's
+            return (torch.empty(self.size_bytes, dtype=torch.uint8, device=self._where),)
+        parts = [_bytes(place.tensor).to(self._where) for place in self._places]
+        return (torch.cat(parts),)
+
+    def unpack(self, tensors: Sequence[Tensor]) -> None:
+        """Write rank 0's bytes into this rank's buffers."""
+        if not self._rank or not tensors:
+            return
+        [packed] = tensors
+        with torch.no_grad():
+            for place in self._places:
+                part = packed[place.begin : place.end]
+                place.tensor.copy_(part.view(place.dtype).view(place.shape))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Name, module, attribute and value of every dense buffer with elements, each once."""
+    known: set[int] = set()
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or buffer.layout != torch.strided or not buffer.numel():
+                continue
+            if id(buffer) not in known:
+                known.add(id(buffer))
+                yield f"{prefix}.{key}".lstrip("."), module, key, buffer
+
+
+def has_buffers(model: nn.Module) -> bool:
+    """Whether a model has a buffer that a forward might write."""
+    return next(_buffers(model), None) is not None
+
+
+def _checksums(model: nn.Module) -> dict[str, int]:
+    return {name: checksum(buffer) for name, _, _, buffer in _buffers(model)}

@@ -1,0 +1,179 @@
+"""Wires in time: what a message takes whose codes travel in place of its numbers.
+
+The link's thread encodes and decodes, so both are part of the message. Where messages take
+processor time from compute, so do they.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from offbeat.core.codecs import Codec, codec, way
+from offbeat.core.plan import Kind, Payload, Verb, Wire
+from offbeat.core.profile import Link, Profile
+
+ELEMENT_BYTES = 4  # of what is encoded; a profile does not know dtypes
+
+
+class Encoded:
+    """One payload of a profile over a wire."""
+
+    def __init__(self, profile: Profile, payload: Payload, wire: Wire, verb: Verb) -> None:
+        self._profile, self._payload = profile, payload
+        self._verb: Verb = verb
+        args, kind = dict(wire.args), payload.buffer
+        self._codec, self._way = codec(wire.name, args), way(wire.name, args)
+        self._whole = profile.bytes_of(replace(payload, part=0, parts=1, width=1))
+        buffers = sum(profile.buckets[b].buffer_bytes for b in payload.buckets)
+        buffers = buffers if kind == "param" else 0
+        held = payload.slice_of(self._whole - buffers)
+        self._numbers = held.stop - held.start
+        last = payload.part + payload.width == payload.parts
+        self._plain = buffers if last else 0  # running statistics go with the last slice
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the all-reduce that puts as many on the link."""
+        whole = sum(self._rounds)
+        return whole // 2 if self._gathers else whole
+
+    @property
+    def _gathers(self) -> bool:
+        return self._verb != "send" and self._way != "reduce"
+
+    @property
+    def _rounds(self) -> list[int]:
+        """Bytes of the messages that it goes round in: of all-gathers, where an exchange is as good
+        as one, and what is not encoded goes with the last, whole from each rank; else as it is."""
+        ranks, plain = self._profile.world_size, self._plain
+        codes = self._codec.bytes_of(-(-self._numbers // ELEMENT_BYTES))
+        if not self._gathers:
+            count = 1 if self._verb == "send" else self._codec.rounds
+            return [codes // count + plain, *[codes // count] * (count - 1)]
+        return (
+            [ranks * (codes + plain)] if self._way == "gather" else [codes, codes + ranks * plain]
+        )
+
+    def seconds(self, link: str) -> float:
+        """Of the message alone on its link."""
+        if not self._numbers + self._plain:
+            return 0.0
+        verb: Verb = "all_gather" if self._gathers else self._verb
+        sent_s = sum(
+            self._profile.message_s(self._holding(size), link, verb) for size in self._rounds
+        )
+        return sent_s + self._coding_s("send" if self._verb == "send" else self._way)
+
+    def sending_s(self, link: str) -> float:
+        """Processor time that compute lacks."""
+        facts = self._profile.link(link)
+        if not (facts.cpu_s_per_message or facts.cpu_s_per_byte):
+            return 0.0
+        verb: Verb = "send" if self._verb == "send" else "all_reduce"
+        sizes = [self.bytes] if self._gathers else self._rounds
+        sent_s = sum(
+            self._profile.sending_s(self._holding(size), link, verb) for size in sizes if size
+        )
+        # The sender of a send encodes, and who receives it decodes.
+        return sent_s + self._coding_s("encode" if verb == "send" else self._way)
+
+    def _coding_s(self, via: str) -> float:
+        per_message_s, per_byte_s = coding_s(self._profile, self._codec, via)
+        return per_message_s * bool(self._numbers) + per_byte_s * self._numbers
+
+    def _holding(self, size: int) -> Payload:
+        """The payload, as large as so many bytes."""
+        return replace(self._payload, part=0, parts=self._whole, width=size)
+
+
+def coding_s(profile: Profile, used: Codec, via: str) -> tuple[float, float]:
+    """Seconds of encoding and decoding per message, and per byte of the numbers, on every rank: of
+    an average by `way`, of a "send" on its two ranks together, or of an "encode" alone."""
+    speed, ranks = profile.codec_speed(used.name), profile.world_size
+    rounds = 2 if via == "scatter" else 1
+    # How often all numbers are encoded and decoded. A pass takes the codes of all ranks, or the
+    # shards for them, at once.
+    encoded = 1 + 1 / ranks if via == "scatter" else 1
+    decoded = {"encode": 0, "gather": ranks, "scatter": 2}.get(via, 1)
+    decodes_s = speed.decode_s_per_pass if decoded else 0.0
+    per_round_s = speed.s_per_message + speed.encode_s_per_pass + decodes_s
+    per_byte_s = encoded * speed.encode_s_per_byte + decoded * speed.decode_s_per_byte
+    return rounds * per_round_s, per_byte_s
+
+
+def costed(profile: Profile, wire: Wire, *, sends: bool = False) -> Profile:
+    """The profile of links over which messages take as long as they do over a wire: what planners
+    that know nothing of wires plan with. Of codecs whose bytes are not in proportion to the
+    numbers, those of the buckets count. Either averages are right, or what is sent from rank to
+    rank."""
+    used = codec(wire.name, dict(wire.args))
+    via = "send" if sends else way(wire.name, dict(wire.args))
+    links = [_costed(profile, link, used, via) for link in profile.links]
+    both = {old.name: (old, new) for old, new in zip(profile.links, links, strict=True)}
+    _, per_byte_s = coding_s(profile, used, via)
+
+    def given_s(name: str, seconds: float, size_bytes: int) -> float:
+        """Of a measured bucket: what it takes beyond its latency shrinks as its bytes do."""
+        old, new = both[name]
+        least_s = min(old.latency_s, seconds)
+        first_s = max(least_s + new.latency_s - old.latency_s, 0.0)
+        shrunk = old.bytes_per_s * (1 / new.bytes_per_s - per_byte_s)
+        return first_s + (seconds - least_s) * shrunk + per_byte_s * size_bytes
+
+    buckets = tuple(
+        replace(
+            b,
+            communication_s={n: given_s(n, s, b.size_bytes) for n, s in b.communication_s.items()},
+        )
+        for b in profile.buckets
+    )
+    return replace(profile, links=tuple(links), buckets=buckets)
+
+
+def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
+    sizes = [b.size_bytes for b in profile.buckets if b.size_bytes]
+    if not sizes:  # nothing is sent, so nothing is encoded
+        return link
+    codes = sum(used.bytes_of(-(-size // ELEMENT_BYTES)) for size in sizes)
+    share = codes / sum(sizes)
+    first_s, per_byte_s = busy_first_s, busy_s = coding_s(profile, used, via)
+    least_per_byte_s = per_byte_s
+    if via == "send":  # a send takes a share of what an all-reduce would
+        steps = 2 * max(profile.world_size - 1, 1)
+        first_s, least_per_byte_s = steps * first_s, steps * per_byte_s
+        per_byte_s *= profile.sent_per_s(link.name) / link.bytes_per_s
+        busy_first_s, busy_s = (2 * s for s in coding_s(profile, used, "encode"))
+    latency_s, rate = link.latency_s, link.bytes_per_s
+    small: Iterable[tuple[int, float]] = link.small
+    if via in ("gather", "scatter"):
+        latency_s, rate = link.halves.get("all_gather", (latency_s, 2 * rate))
+        small = link.small_halves.get("all_gather") or [(size, s / 2) for size, s in small]
+    rounds = {"scatter": 2, "reduce": used.rounds}.get(via, 1)
+    # The bytes of one round over those of the numbers, and of the all-reduce that is as good.
+    each = {"gather": share * profile.world_size, "scatter": share}.get(via, share / rounds)
+    alike = rounds * each / (2 if via in ("gather", "scatter") else 1)
+    messages = 1 if via == "scatter" else rounds
+    takes_time = bool(link.cpu_s_per_message or link.cpu_s_per_byte)
+    floor: dict[int, float] = {}
+    least = [(round(size / each) if each else size, seconds) for size, seconds in small]
+    if least and sum(sizes) > least[-1][0]:
+        least.append((sum(sizes), least[-1][1]))  # more is encoded of what is larger
+    for size, seconds in least:
+        least_s = rounds * seconds + first_s + least_per_byte_s * size
+        floor[size] = max(floor.get(size, 0.0), least_s)
+    return replace(
+        link,
+        latency_s=rounds * latency_s + first_s,
+        bytes_per_s=1 / max(rounds * each / rate + per_byte_s, 1e-30),
+        small=tuple(sorted(floor.items())),
+        halves={},
+        small_halves={},
+        cpu_s_per_message=link.cpu_s_per_message * messages + busy_first_s * takes_time,
+        cpu_s_per_byte=link.cpu_s_per_byte * alike + busy_s * takes_time,
+    )
+
+
+def kind_of(payload: Payload, kind: Kind) -> Payload:
+    """A payload of some buffer as one of the kinds that a profile knows."""
+    return payload if payload.buffer == kind else replace(payload, buffer=kind)

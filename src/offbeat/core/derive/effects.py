@@ -1,0 +1,121 @@
+"""Effects of a plan: which buffers its applies read and write, derived from declared effects."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from offbeat.core.plan.types import BUILT_IN, Apply, Plan
+from offbeat.core.rules import EFFECTS, SETTINGS
+from offbeat.core.rules.vocabulary import Use
+
+
+def is_update(apply: Apply) -> bool:
+    """Return whether the apply is a step of the user's optimizer."""
+    return apply.rule in EFFECTS and EFFECTS[apply.rule].role == "update"
+
+
+def is_window_end(apply: Apply) -> bool:
+    """Return whether the apply ends an accumulation window."""
+    return apply.rule in EFFECTS and EFFECTS[apply.rule].role == "close"
+
+
+def conserves_gradients(apply: Apply) -> bool:
+    """Return whether every gradient still arrives in the weights once."""
+    return apply.rule in EFFECTS and EFFECTS[apply.rule].conserves
+
+
+def is_by_bucket(apply: Apply) -> bool:
+    """Return whether the result for a run of buckets equals the results for each bucket."""
+    return apply.rule in EFFECTS and EFFECTS[apply.rule].by_bucket
+
+
+def reads(apply: Apply) -> frozenset[str]:
+    """Return the buffers whose content the apply uses."""
+    return EFFECTS[apply.rule].reads | {*_buffers(apply, ("reads", "changes"))}
+
+
+def writes(apply: Apply) -> frozenset[str]:
+    """Return the buffers that the apply changes."""
+    return EFFECTS[apply.rule].writes | {*_buffers(apply, ("writes", "changes"))}
+
+
+def uses_any(apply: Apply, buffers: Collection[str]) -> bool:
+    """Return whether the apply uses one of `buffers`; an unregistered rule may use all of them."""
+    if apply.rule not in EFFECTS:
+        return True
+    return not (reads(apply) | writes(apply)).isdisjoint(buffers)
+
+
+def writes_only(apply: Apply, buffers: Collection[str]) -> bool:
+    """Return whether the apply changes no buffer outside `buffers`."""
+    return apply.rule in EFFECTS and writes(apply) <= set(buffers)
+
+
+def landings(plan: Plan) -> Sequence[Apply]:
+    """Return the applies that write a result of an earlier iteration into the parameters. A plan
+    with a `source` has none, as each rank holds its own parameters there."""
+    if plan.source is not None:
+        return ()
+    return [
+        a
+        for a in plan.applies
+        if not is_update(a) and "param" in writes(a) and _lands_late(a, plan)
+    ]
+
+
+def landing_buffers(plan: Plan) -> Sequence[str]:
+    """Return the buffers that hold results for a later landing. In the state in which they start
+    they change no parameter."""
+    names = {name for apply in landings(plan) for name in reads(apply) - BUILT_IN.keys()}
+    kept = {name for apply in plan.applies for name in common_buffers_of(apply)}
+    return sorted(names - kept)
+
+
+def common_buffers(plan: Plan) -> frozenset[str]:
+    """Return the buffers that must be equal on all ranks, else replicas differ."""
+    return frozenset(name for apply in plan.applies for name in common_buffers_of(apply))
+
+
+def with_smaller_share(apply: Apply, factor: float) -> Apply:
+    """Return the apply with a smaller remaining difference between replicas."""
+    shares = {
+        name: share * factor
+        for name, setting in SETTINGS.get(apply.rule, {}).items()
+        if setting.contracts and (share := apply.arg(name, setting.default)) < 1
+    }
+    if not shares:
+        return apply
+    return replace(apply, args=tuple((dict(apply.args) | shares).items()))
+
+
+def _lands_late(apply: Apply, plan: Plan) -> bool:
+    """Return whether the apply reads a buffer that messages of earlier iterations fill or send."""
+    for t in plan.transfers:
+        carried = {t.payload.buffer, t.target} - BUILT_IN.keys()
+        if carried & reads(apply) and set(t.payload.buckets) & set(apply.buckets):
+            own = not (t.before.lag or apply.at.lag) and apply.phases <= t.phases
+            if not own:
+                return True
+    return False
+
+
+def _buffers(apply: Apply, uses: Collection[Use]) -> Iterator[str]:
+    for name, setting in SETTINGS[apply.rule].items():
+        if setting.what == "buffer" and setting.use in uses:
+            buffer = apply.arg(name, setting.default)
+            if buffer is not None:
+                yield buffer
+
+
+def common_buffers_of(apply: Apply) -> list[str]:
+    """Return the buffers of the apply that must be equal on all ranks."""
+    settings = SETTINGS.get(apply.rule, {}).items()
+    named = [apply.arg(name, setting.default) for name, setting in settings if setting.common]
+    return [buffer for buffer in named if buffer is not None]
+
+
+def origin_setting(apply: Apply) -> str | None:
+    """Return the name of the setting that names a buffer from which changes are counted."""
+    settings = SETTINGS.get(apply.rule, {})
+    return next((name for name, setting in settings.items() if setting.origin), None)

@@ -1,0 +1,74 @@
+"""What a runtime may spare where nothing but the user's optimizer uses gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from offbeat.core.derive import effects
+from offbeat.core.plan.program import Step
+from offbeat.core.plan.types import Apply, Moment, Plan, Transfer
+
+
+def keeps_gradients(plan: Plan) -> bool:
+    """Whether gradients are neither sent, nor changed, nor measured, nor added up over iterations:
+    each iteration's are the optimizer's alone."""
+    buffers = plan.all_buffers
+    gradients = {name for name, buffer in buffers.items() if buffer.kind == "grad"}
+    if plan.votes or plan.source is not None or buffers["grad"].copies > 1:
+        return False
+    sent = {name for t in plan.transfers for name in (t.payload.buffer, t.target)}
+    return not gradients & sent and all(_plain(apply, gradients) for apply in plan.applies)
+
+
+def _plain(apply: Apply, gradients: Collection[str]) -> bool:
+    if effects.is_update(apply):
+        return not apply.args and not apply.at.lag
+    return not effects.uses_any(apply, gradients)
+
+
+class Lean(NamedTuple):
+    """Steps of an iteration; buckets of which the update comes at the step, in one call."""
+
+    steps: tuple[Step, ...]
+    rest: tuple[int, ...] = ()
+
+
+def lean(steps: Sequence[Step], transfers: Sequence[Transfer], buckets: int) -> Lean:
+    """An iteration of such a plan with as few updates in backward as it takes: of a bucket that
+    leaves in backward right before that, of all others at the step.
+
+    The numbers are the same, as nobody looks at the parameters in between. Where something else
+    happens in backward, steps stay as they are.
+    """
+    backward = [s for s in steps if buckets <= s.position < 2 * buckets]
+    if not all(map(_only_updates, backward)):
+        return Lean(tuple(steps))
+    found, pending = {s.position: s for s in steps}, dict[int, Apply]()
+    for step in backward:
+        pending |= {b: apply for _, apply in step.apply for b in apply.buckets}
+        leaving = sorted({b for i in step.release for b in transfers[i].payload.buckets})
+        due = {b: pending.pop(b) for b in leaving if b in pending}
+        if step.release:
+            at = Moment("grad", step.position - buckets)
+            applies = [replace(due[run[0]], buckets=run, at=at) for run in _runs(list(due))]
+            found[step.position] = step._replace(apply=tuple((0, a) for a in applies))
+        else:
+            del found[step.position]
+    return Lean(tuple(found[place] for place in sorted(found)), tuple(sorted(pending)))
+
+
+def _only_updates(step: Step) -> bool:
+    """Whether a moment of backward has nothing but updates of its own gradients and releases."""
+    own = all(lag == 0 and effects.is_update(apply) for lag, apply in step.apply)
+    return own and not (step.wait or step.decide or step.ask)
+
+
+def _runs(buckets: Sequence[int]) -> Iterator[range]:
+    """Neighbours together."""
+    start = 0
+    for i in range(1, len(buckets) + 1):
+        if i == len(buckets) or buckets[i] != buckets[i - 1] + 1:
+            yield range(buckets[start], buckets[i - 1] + 1)
+            start = i

@@ -1,0 +1,104 @@
+"""The watch of the loss: departures from a falling loss, and estimates of its fall."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from offbeat.core.profile import GradientNoise
+
+CONSECUTIVE = 2  # windows of too high a loss, or estimates of too small a fall, before it is said
+FEWEST = 10  # losses that a line is put through
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Mean of a window's losses and its standard error."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, losses: Sequence[float]) -> _Window:
+        count = len(losses)
+        error = statistics.stdev(losses) / math.sqrt(count) if count > 1 else 0.0
+        return cls(sum(losses) / count, error)
+
+
+@dataclass
+class LossWatch:
+    """Says when the real loss departs from going down: not finite, rising, or stalling.
+
+    Not finite: at once, for any loss of a window.
+
+    Rising: the mean of a window lies above the lowest mean of the windows before, twice in a row.
+    Above means by more than three standard errors (of both) and `tolerance` of the larger of: that
+    lowest mean, and how far it is below the first one.
+
+    Stalling: since the last estimate of the gradient the loss fell by less than `share` of what
+    the estimate predicts, twice in a row. The fall is that of a line through the losses, and three
+    standard errors of it are granted. Predicted is one step size times the squared gradient per
+    iteration, less the square of its noise, and no more than the loss itself. The noise is left out
+    since a plateau that training has reached is where the two are in balance: steps that still
+    converge raise the loss by at most so much per iteration.
+    """
+
+    tolerance: float = 0.1
+    share: float = 0.1
+    _first: _Window | None = field(default=None, init=False)
+    _lowest: _Window | None = field(default=None, init=False)
+    _high: int = field(default=0, init=False)
+    _stretch: list[float] = field(default_factory=list, init=False)  # since the last estimate
+    _flat: int = field(default=0, init=False)
+
+    def see(self, losses: Sequence[float]) -> str | None:
+        """Take one window's losses, one per iteration; what is wrong in words, or None."""
+        if not losses:
+            raise ValueError("losses ([]) must hold at least one; give those of a whole window")
+        if not all(map(math.isfinite, losses)):
+            return f"the loss is not finite (in a window of {len(losses)} iterations)"
+        self._stretch.extend(losses)
+        now = _Window.of(losses)
+        if self._first is None or self._lowest is None:
+            self._first = self._lowest = now
+            return None
+        lowest, fall = self._lowest, self._first.mean - self._lowest.mean
+        allowed = self.tolerance * max(abs(lowest.mean), fall)
+        limit = lowest.mean + allowed + 3 * math.hypot(now.error, lowest.error)
+        self._high = self._high + 1 if now.mean > limit else 0
+        self._lowest = min(lowest, now, key=lambda window: window.mean)
+        if self._high < CONSECUTIVE:
+            return None
+        return (
+            f"the loss rose to {now.mean:.4g} (mean of {len(losses)} iterations), above "
+            f"{limit:.4g} in {self._high} windows in a row; the lowest mean so far was "
+            f"{lowest.mean:.4g}"
+        )
+
+    def estimated(self, noise: GradientNoise) -> str | None:
+        """Take an estimate of the gradient over the windows since the last one; as `see`."""
+        losses, self._stretch = self._stretch, []
+        if len(losses) < FEWEST:
+            return None
+        fall, error = _fall(losses)
+        signal = max(0.0, noise.gradient_sq - noise.noise_sq)
+        predicted = min(len(losses) * noise.step_size * signal, abs(statistics.fmean(losses)))
+        self._flat = self._flat + 1 if fall + 3 * error < self.share * predicted else 0
+        if self._flat < CONSECUTIVE:
+            return None
+        return (
+            f"the loss stalls: it fell by {fall:.4g} in {len(losses)} iterations, and its "
+            f"gradients predict {predicted:.4g}"
+        )
+
+
+def _fall(losses: Sequence[float]) -> tuple[float, float]:
+    """How far a line through losses goes down, and the standard error of that."""
+    times = range(len(losses))
+    slope, start = statistics.linear_regression(times, losses)
+    left = sum((loss - start - slope * t) ** 2 for t, loss in zip(times, losses, strict=True))
+    spread = statistics.pvariance(times)
+    error = math.sqrt(left / (len(losses) - 2) / len(losses) / spread)
+    return -slope * len(losses), error * len(losses)

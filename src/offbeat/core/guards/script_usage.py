@@ -1,0 +1,109 @@
+"""Habits: what a script does to gradients between backward and step, seen in its first iterations.
+
+A strategy that applies gradients at other times than in `optimizer.step()` asks for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from offbeat.core.derive import effects
+from offbeat.core.plan import Plan
+from offbeat.core.transport.control import Control
+
+
+@dataclass
+class Habits:
+    """`changes`: gradients were changed or replaced before a step, as clipping does; `reads`: they
+    were looked at; `scales`: a gradient scaler stepped; `skips`: an update was left out after its
+    backward; `backwards`: most backward passes before one step; `alters`: weights or settings of
+    param groups were changed between backward and step; `drives`: the optimizer stepped in a method
+    of its own, evaluated a closure several times, or is one of several; `hooks`: the optimizer has
+    step hooks, which bucket by bucket would run once per bucket."""
+
+    changes: bool = False
+    reads: bool = False
+    scales: bool = False
+    skips: bool = False
+    backwards: int = 1
+    alters: bool = False
+    drives: bool = False
+    hooks: bool = False
+
+    @classmethod
+    def of_all(cls, mine: Habits, control: Control) -> Habits:
+        """What some rank does. Every rank must call it."""
+        seen = [cls(**habits) for habits in control.gather(asdict(mine))]
+        return cls(
+            any(one.changes for one in seen),
+            any(one.reads for one in seen),
+            any(one.scales for one in seen),
+            any(one.skips for one in seen),
+            max(one.backwards for one in seen),
+            any(one.alters for one in seen),
+            any(one.drives for one in seen),
+            any(one.hooks for one in seen),
+        )
+
+    def against(self, plan: Plan) -> str | None:
+        """Why the script cannot run under a plan, in words; None if it can."""
+        points = {apply.at.point for apply in plan.applies if effects.is_update(apply)}
+        if not points & {"grad", "forward"}:
+            return None
+        late = "forward" in points
+        found = [
+            (self.drives, "steps through several optimizers, or through methods of one"),
+            (self.scales, "uses a GradScaler"),
+            (self.changes and not self.scales, "changes gradients before the step (clipping?)"),
+            (self.skips and not late, "leaves out updates after backward"),
+            (self.reads and late and not self.changes, "reads gradients before the step"),
+            (self.backwards > 1 and late, "calls backward several times before a step"),
+            (self.hooks, "has hooks of optimizer.step()"),
+            (
+                self.alters and "grad" in points,
+                "changes weights or the optimizer's settings between backward and step",
+            ),
+        ]
+        words = [word for holds, word in found if holds]
+        return " and ".join(words) or None
+
+
+class Watched:
+    """Counts what becomes of iterations until their habits are known."""
+
+    def __init__(self) -> None:
+        self.habits = Habits()
+        self._backwards = 0
+
+    def backward(self) -> None:
+        """A backward pass has begun."""
+        self._backwards += 1
+
+    def stepped(
+        self, *, changed: bool, skipped: bool, altered: bool = False, hooked: bool = False
+    ) -> None:
+        """`optimizer.step()`, with gradients that were changed since backward, its update
+        skipped by the script, weights or settings `altered` since backward, or step hooks."""
+        self.habits.changes |= changed
+        self.habits.hooks |= hooked
+        self.habits.alters |= altered
+        self.habits.skips |= skipped and self._backwards > 0
+        self.habits.backwards = max(self.habits.backwards, self._backwards)
+        self._backwards = 0
+
+    def dropped(self) -> None:
+        """Gradients were zeroed without a step."""
+        self.habits.skips |= self._backwards > 0
+        self._backwards = 0
+
+    def read(self) -> None:
+        """A gradient was looked at between backward and step."""
+        self.habits.reads = True
+
+    def drove(self) -> None:
+        """An optimizer steps by itself."""
+        self.habits.drives = True
+
+    def scaled(self) -> None:
+        """A gradient scaler steps."""
+        self.habits.scales = True

@@ -1,0 +1,66 @@
+"""The guard of updates without effect: an optimizer must change the weights of its groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.core.buckets.checksum import checksum
+
+ATTEMPTS = 3  # updates; SOAP, for one, only sets up its state in the first
+LEAST_RATE = 1e-6  # a smaller learning rate may change no digit
+
+
+class Moves:
+    """Compares weights before and after the first updates of an optimizer, until one changes them.
+
+    Looks at updates whose gradients are not zero, of groups whose learning rate is not.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+        self._unmoved, self._first = 0, -1
+        self._before: tuple[list[Tensor], int] | None = None
+        self.done = False
+
+    def begin(self, first: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Before an update of these parameters, whose first bucket is `first`."""
+        self._before = None
+        if self._first not in (-1, first):
+            return
+        moving = {
+            id(p)
+            for group in self._optimizer.param_groups
+            if (rate := group.get("lr")) is None or abs(float(rate)) >= LEAST_RATE
+            for p in group["params"]
+        }
+        stepped: list[Tensor] = [p for p in parameters if id(p) in moving]
+        if any(_has_gradient(p) for p in stepped):
+            self._first, self._before = first, (stepped, checksum(*stepped))
+
+    def end(self) -> None:
+        """After the update: raise ValueError if `ATTEMPTS` updates have changed no weight."""
+        if self._before is None:
+            return
+        parameters, before = self._before
+        self._before = None
+        if checksum(*parameters) != before:
+            self.done = True
+            return
+        self._unmoved += 1
+        if self._unmoved == ATTEMPTS:
+            raise ValueError(
+                f"{type(self._optimizer).__name__}.step() has changed no weight in {ATTEMPTS} "
+                "updates although gradients are not zero (does it keep views of parameters or "
+                "gradients?); let it use p and p.grad of its param_groups in every step(), or use "
+                "strategy DDP(), which moves neither"
+            )
+
+
+def _has_gradient(p: Tensor) -> bool:
+    if p.grad is None or not p.grad.numel():
+        return False
+    return 0.0 < float(p.grad.detach().abs().max()) < math.inf

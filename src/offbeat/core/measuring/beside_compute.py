@@ -1,0 +1,139 @@
+"""Messages beside compute: the time of a message while emulated hosts compute, over its time alone.
+
+Emulated hosts share the processors of one machine. A message wakes a thread on every rank several
+times, and each of them waits for a processor on which another host computes. Predictions are of
+messages in training, so they count that time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Self
+
+import numpy as np
+import torch
+
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.measuring.links import SMALL_SIZES
+from offbeat.core.measuring.timing import Budget, Probe, Prober, timed
+from offbeat.core.profile import Link, Profile
+from offbeat.core.transport.cluster import Cluster
+from offbeat.core.transport.collectives import Collective
+
+BESIDE_S = 3.5  # of messages, on all links together
+LARGEST = 2 / 3  # of it at most, for the largest size
+SIZES, ROUNDS, MESSAGES = 3, 3, 4  # different sizes; alone and beside in turns; messages of each
+WORK = 1 << 16  # numbers that are summed up, which one thread does, in place of a model's compute
+
+Extra = list[tuple[int, float]]  # (bytes, seconds), ascending
+
+
+class Computing:
+    """Computes in a thread as one emulated host does, while a block runs: pieces of the profile's
+    forward, backward and update, each at full speed and then asleep for the rest of its time."""
+
+    def __init__(self, profile: Profile) -> None:
+        backward = [bucket.backward_s for bucket in profile.buckets]
+        forward = [bucket.forward_s for bucket in reversed(profile.buckets)]
+        pieces = [*forward, *backward, profile.update_s, profile.other_s]
+        self._pieces_s = [seconds for seconds in pieces if seconds > 0]
+        self._share = 1 / max(1.0, profile.pace)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="offbeat-compute", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        due_s = time.perf_counter()
+        work = torch.zeros(WORK, dtype=torch.float32, device="cpu")
+        out = torch.empty_like(work)
+        while self._pieces_s:
+            for piece_s in self._pieces_s:
+                begin_s = time.thread_time()
+                while time.thread_time() - begin_s < piece_s * self._share:
+                    torch.cumsum(work, 0, out=out)
+                due_s = max(due_s + piece_s, time.perf_counter())
+                if self._over.wait(due_s - time.perf_counter()):
+                    return
+
+
+def measure_beside(cluster: Cluster, flat: Flat, profile: Profile) -> Profile:
+    """Return the profile of emulated hosts with messages as long as they are beside compute. Every
+    rank must call it with equal profiles."""
+    like = flat.everything()[0]
+    if cluster.control.world_size == 1 or not profile.pace or like.device.type != "cpu":
+        return profile
+    total = sum(bucket.grad.nbytes for bucket in flat.buckets)
+    links = []
+    for link in profile.links:
+        probe = Probe(cluster.groups[link.name], like, cluster.device)
+        mean = cluster.links[link.name].collectives.by_verb["all_reduce"]
+        budget = Budget(BESIDE_S / len(profile.links), float("inf"))
+        extra = measure_extra(probe, mean, link, total, profile, budget)
+        links.append(with_extra(link, extra))
+    return replace(profile, links=tuple(links))
+
+
+def measure_extra(
+    probe: Prober, mean: Collective, link: Link, total: int, profile: Profile, budget: Budget
+) -> Extra:
+    """Return by size the seconds of an all-reduce beside compute minus its seconds alone, at least
+    0, for the sizes of `sizes_of`: medians of messages, and of rounds, one of which may be
+    disturbed."""
+    found: Extra = []
+    for size in sizes_of(link, total, budget):
+        differences_s = []
+        for _ in range(ROUNDS):
+            alone = timed(probe, mean, [size] * (MESSAGES + 1), budget)[1:]
+            with Computing(profile):
+                beside = timed(probe, mean, [size] * (MESSAGES + 1), budget)[1:]
+            differences_s.append(median(beside) - median(alone))
+        found.append((size, max(0.0, median(differences_s))))
+    return found
+
+
+def sizes_of(link: Link, total: int, budget: Budget) -> list[int]:
+    """Return the sizes to measure, ascending: the largest of `SMALL_SIZES` that leaves a third of
+    the budget, and others each a quarter as large."""
+    sizes: list[int] = []
+    left_s = budget.seconds
+    for size in reversed([size for size in SMALL_SIZES if size <= total]):
+        message_s = link.seconds(link.latency_s, size / link.bytes_per_s, size)
+        spent_s = 2 * ROUNDS * (MESSAGES + 1) * message_s
+        fits = 4 * size <= sizes[-1] if sizes else spent_s <= LARGEST * budget.seconds
+        if fits and len(sizes) < SIZES and spent_s <= left_s:
+            sizes.append(size)
+            left_s -= spent_s
+    return sizes[::-1]
+
+
+def with_extra(link: Link, extra: Extra) -> Link:
+    """Return the link with `extra` added to all messages: interpolated for small sizes, that of the
+    largest measured size for larger messages, half for half an all-reduce."""
+    if not extra:
+        return link
+    sizes, seconds = zip(*extra, strict=True)
+    last_s = seconds[-1]
+
+    def longer(points: Sequence[tuple[int, float]], share: float) -> tuple[tuple[int, float], ...]:
+        return tuple((n, s + share * float(np.interp(n, sizes, seconds))) for n, s in points)
+
+    return replace(
+        link,
+        latency_s=link.latency_s + last_s,
+        small=longer(link.small, 1.0),
+        halves={
+            verb: (latency_s + last_s / 2, rate) for verb, (latency_s, rate) in link.halves.items()
+        },
+        small_halves={verb: longer(points, 0.5) for verb, points in link.small_halves.items()},
+    )

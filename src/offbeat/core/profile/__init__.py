@@ -1,0 +1,21 @@
+"""Profiles: measured facts of one model on one cluster, and the message times they imply."""
+
+from offbeat.core.profile.facts import (
+    SIMULTANEOUS_SPEED,
+    Bucket,
+    CodecSpeed,
+    Contention,
+    GradientNoise,
+    Link,
+    Profile,
+)
+
+__all__ = [
+    "SIMULTANEOUS_SPEED",
+    "Bucket",
+    "CodecSpeed",
+    "Contention",
+    "GradientNoise",
+    "Link",
+    "Profile",
+]

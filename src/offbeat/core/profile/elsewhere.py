@@ -1,0 +1,159 @@
+"""Elsewhere: a measured profile on another number of hosts, at other rates, with other jitter.
+
+All-reduces are taken to be rings, as gloo's are: each of N ranks sends 2 (N - 1) messages of one
+N-th of the bytes. So the time of the bytes goes with 2 (N - 1) / N, latency with N - 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+
+from offbeat.core.profile.facts import Bucket, Link, Profile
+
+Points = tuple[tuple[int, float], ...]
+PAYLOAD = 0.94  # of a link's rate arrives as payload of large all-reduces (25 to 200 Mbit/s, gloo)
+
+
+def elsewhere(
+    profile: Profile,
+    *,
+    hosts: int | None = None,
+    rate_bps: float | Mapping[str, float] | None = None,
+    jitter: float | None = None,
+) -> Profile:
+    """The profile on `hosts` ranks, all links at `rate_bps` (or some, by name), compute varying by
+    `jitter`; None: as measured. Ranks that differ are repeated in turn. ValueError for what cannot
+    be scaled.
+    """
+    ranks = profile.world_size
+    count = ranks if hosts is None else hosts
+    if isinstance(rate_bps, Mapping):
+        rates = dict(rate_bps)
+    else:
+        rates = {} if rate_bps is None else {link.name: rate_bps for link in profile.links}
+    if jitter is not None:
+        profile = replace(profile, jitter=jitter, rank_jitter=())
+    if count == ranks and not rates:
+        return profile
+    for name, value in (("hosts", count), ("world_size of the profile", ranks)):
+        if value < 2:
+            raise ValueError(f"{name} ({value}) must be at least 2; one rank alone sends nothing")
+    links = tuple(_link(link, ranks, count, rates.get(link.name)) for link in profile.links)
+    pairs = dict(
+        zip((link.name for link in links), zip(profile.links, links, strict=True), strict=True)
+    )
+    steps, noise = (count - 1) / (ranks - 1), profile.noise
+    return replace(
+        profile,
+        world_size=count,
+        links=links,
+        buckets=tuple(_bucket(bucket, pairs, steps) for bucket in profile.buckets),
+        rank_scale=_repeated(profile.rank_scale, count),
+        rank_jitter=_repeated(profile.rank_jitter, count),
+        noise=None if noise is None else replace(noise, noise_sq=noise.noise_sq * ranks / count),
+    )
+
+
+def on_device(profile: Profile, speed: float) -> Profile:
+    """The profile of devices that compute `speed` times as fast. Forward, backward, updates and the
+    rest of the loop scale alike; messages and codecs take as long as measured. The result has no
+    pace: its times are those of the device, not of an emulated host. ValueError unless `speed` is
+    finite and above 0.
+    """
+    if not 0 < speed < math.inf:
+        raise ValueError(f"speed ({speed:g}) of the device must be finite and above 0")
+    return replace(
+        profile,
+        buckets=tuple(
+            replace(b, forward_s=b.forward_s / speed, backward_s=b.backward_s / speed)
+            for b in profile.buckets
+        ),
+        update_s=profile.update_s / speed,
+        step_s=profile.step_s / speed,
+        other_s=profile.other_s / speed,
+        pace=0.0,
+    )
+
+
+def with_slower_links(profile: Profile, times: float) -> Profile:
+    """The profile whose messages take so many times as long; coding takes what it takes."""
+
+    def slower(small: Points) -> Points:
+        return tuple((size, seconds * times) for size, seconds in small)
+
+    links = tuple(
+        replace(
+            link,
+            latency_s=link.latency_s * times,
+            bytes_per_s=link.bytes_per_s / times,
+            small=slower(link.small),
+            halves={verb: (s * times, rate / times) for verb, (s, rate) in link.halves.items()},
+            small_halves={verb: slower(small) for verb, small in link.small_halves.items()},
+        )
+        for link in profile.links
+    )
+    buckets = tuple(
+        replace(b, communication_s={name: s * times for name, s in b.communication_s.items()})
+        for b in profile.buckets
+    )
+    return replace(profile, links=links, buckets=buckets)
+
+
+def passes(ranks: int) -> float:
+    """How often a rank sends every byte of an all-reduce."""
+    return 2 * (ranks - 1) / ranks
+
+
+def network_rate_bps(link: Link, ranks: int) -> float:
+    """Rate of the network in bit/s: the recorded one, else what the ring's payload implies."""
+    if link.asked_rate_bps is not None:
+        return link.asked_rate_bps
+    return 8 * link.bytes_per_s * passes(ranks) / PAYLOAD
+
+
+def _link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Link:
+    steps, more = (count - 1) / (ranks - 1), passes(count) / passes(ranks)
+    rate = link.bytes_per_s / more
+    if rate_bps is not None:
+        rate = PAYLOAD * rate_bps / 8 / passes(count)
+    faster = rate / link.bytes_per_s
+
+    def scaled(small: Points, before: float) -> Points:
+        least = ((size, max(seconds - size / before, 0.0)) for size, seconds in small)
+        return tuple((size, seconds * steps + size / before / faster) for size, seconds in least)
+
+    half = 2 * link.bytes_per_s
+    return replace(
+        link,
+        latency_s=link.latency_s * steps,
+        bytes_per_s=rate,
+        small=scaled(link.small, link.bytes_per_s),
+        small_halves={
+            verb: scaled(small, link.halves.get(verb, (0.0, half))[1])
+            for verb, small in link.small_halves.items()
+        },
+        halves={verb: (least * steps, r * faster) for verb, (least, r) in link.halves.items()},
+        cpu_s_per_message=link.cpu_s_per_message * steps,
+        vote_s=None if link.vote_s is None else link.vote_s * steps,
+        cpu_s_per_byte=link.cpu_s_per_byte * more,
+        asked_rate_bps=link.asked_rate_bps if rate_bps is None else rate_bps,
+    )
+
+
+def _bucket(bucket: Bucket, links: dict[str, tuple[Link, Link]], steps: float) -> Bucket:
+    """Given times of messages change as those by the line do."""
+    given = {}
+    for name, seconds in bucket.communication_s.items():
+        before, after = links[name]
+        latency_s = min(before.latency_s, seconds)
+        given[name] = latency_s * steps + (seconds - latency_s) * (
+            before.bytes_per_s / after.bytes_per_s
+        )
+    return replace(bucket, communication_s=given)
+
+
+def _repeated(values: Sequence[float], count: int) -> tuple[float, ...]:
+    return tuple(islice(cycle(values), count)) if values else ()

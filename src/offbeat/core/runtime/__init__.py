@@ -1,0 +1,1 @@
+"""The runtime: plans on a real model, over torch.distributed."""

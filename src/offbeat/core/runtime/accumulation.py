@@ -1,0 +1,135 @@
+"""Accumulation windows at run time: gradients added up over iterations, applied when due."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from offbeat.core.buckets.autograd_gradients import HandedOver
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.gradients import Gradients
+from offbeat.core.derive import effects
+from offbeat.core.derive.windows import Windows
+from offbeat.core.plan import Apply, Moment, Payload, Phases, Plan, Transfer, groups_of
+from offbeat.core.rules import RULES
+from offbeat.core.runtime.context import StorageContext
+from offbeat.core.runtime.iteration import Iteration, Timestamps
+from offbeat.core.runtime.schedulers import SchedulerGate
+from offbeat.core.runtime.updates import Updates
+from offbeat.core.runtime.waiting import Waiting
+from offbeat.core.transport.link import Link
+
+
+class Accumulation:
+    """What a plan that applies gradients late does between its iterations.
+
+    `planned` counts the plan's iterations from 0. Backward adds to the newest copy of the
+    gradients while an older one is averaged; schedulers step only when the optimizer does.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer,
+        flat: Flat,
+        gradients: Gradients | HandedOver,
+        updates: Updates,
+        links: Mapping[str, Link],
+        waiting: Waiting,
+    ):
+        self._plan, self._flat, self._gradients = plan, flat, gradients
+        self._updates = updates
+        self._links, self._waiting = links, waiting
+        self._windows = Windows(plan)
+        self.late = self._windows.late
+        self._update = next((a for a in plan.applies if effects.is_update(a)), None)
+        self._gate = SchedulerGate(optimizer) if self.late else None
+        self._version = flat.grad_version()
+
+    def close(self) -> None:
+        """Let schedulers go on as usual."""
+        if self._gate is not None:
+            self._gate.close()
+
+    def applied(self, planned: int) -> range:
+        """Iterations whose gradients the step of this one applies."""
+        return self._windows.applied(planned)
+
+    def closing(self, planned: int) -> bool:
+        """Whether a window ends with this iteration."""
+        return self._windows.closing(planned)
+
+    def require_unchanged(self) -> None:
+        """Gradients must survive from one iteration to the next; else ValueError."""
+        if self.late and self._flat.grad_version() != self._version:
+            raise ValueError(
+                "gradients were changed between iterations (zeroed in place?), but this strategy "
+                "adds them up over several; use zero_grad() of the prepared model or optimizer, "
+                "which leaves them alone"
+            )
+
+    def iteration_ends(self, planned: int) -> None:
+        """After `optimizer.step()`: gradients go to the newest copy again."""
+        if self._gate is None:
+            return
+        self._gradients.open()
+        self._version = self._flat.grad_version()
+        self._gate.iteration(bool(self.applied(planned)))
+
+    def resumed(self) -> None:
+        """The storage holds the gradients of another process."""
+        self._begin_anew()
+
+    # ---- leaving the plan -------------------------------------------------------------------
+
+    def discard(self) -> None:
+        """Forget every gradient; the plan begins anew."""
+        self._gradients.zero()
+        self._begin_anew()
+
+    def drain(self, context: StorageContext, iteration: int, planned: int) -> None:
+        """Average and apply what earlier iterations left behind, before this one (`planned` in the
+        plan); the plan begins anew. Every rank must call it."""
+        closed, opened = self._windows.window(planned, age=1), self._windows.window(planned)
+        context.iteration = Iteration(iteration, Timestamps(), [], planned)
+        if closed:
+            self._send_rest(iteration, planned, closed)
+            self._apply(context, 1)
+        if opened.start < planned:
+            everything = Payload("grad", range(len(self._flat.buckets)))
+            whole = (name for name in self._links if not groups_of(name, self._plan.groups))
+            self._send(iteration, everything, next(whole))
+            self._apply(context, 0)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._gradients.open()
+        self._version = self._flat.grad_version()
+
+    def _send_rest(self, iteration: int, planned: int, window: range) -> None:
+        """What the plan would send of the closed window in iterations to come."""
+        while True:
+            for t in self._plan.transfers:
+                if t.payload.age and self._plan.phase(planned) in t.phases:
+                    self._send(iteration, t.payload, t.link)
+            if self._windows.applied(planned) == window:
+                return
+            planned += 1
+
+    def _send(self, iteration: int, payload: Payload, link: str) -> None:
+        """Average some gradients now."""
+        end = Moment("end")
+        message = self._links[link].enqueue(Transfer(payload, end, end, Phases(), link), iteration)
+        copy = self._flat.physical("grad", payload.age)
+        self._links[link].release(message, self._flat.carried(payload, copy))
+        self._waiting.wait(message, self._flat)
+
+    def _apply(self, context: StorageContext, age: int) -> None:
+        if self._update is None:
+            return
+        everything = range(len(self._flat.buckets))
+        args = tuple((dict(self._update.args) | {"age": age}).items())
+        apply = Apply(self._update.rule, everything, Moment("step"), Phases(), args=args)
+        self._updates.reveal([apply])
+        RULES[apply.rule](context, apply)

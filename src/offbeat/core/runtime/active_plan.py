@@ -1,0 +1,252 @@
+"""A plan that a worker has adopted: everything that lives as long as it runs."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from offbeat.core.derive import effects
+from offbeat.core.derive.lean import Lean, lean
+from offbeat.core.guards.replicas import only_gradients
+from offbeat.core.plan import BUFFERS, Apply, Plan, Vote, is_vote_channel
+from offbeat.core.plan.program import Program, Step
+from offbeat.core.plan.types import BUILT_IN
+from offbeat.core.runtime.accumulation import Accumulation
+from offbeat.core.runtime.compute import Compute
+from offbeat.core.runtime.context import StorageContext
+from offbeat.core.runtime.forward import ForwardHooks
+from offbeat.core.runtime.iteration import Iteration, Timestamps
+from offbeat.core.runtime.messages import Messages
+from offbeat.core.runtime.updates import AT_ONCE, Updates
+from offbeat.core.runtime.votes import Votes
+
+if TYPE_CHECKING:
+    from offbeat.core.runtime.engine import Engine
+
+
+class Adopted:
+    """One plan on one engine: its program, its storage, its messages, its past iterations."""
+
+    def __init__(self, plan: Plan, engine: Engine) -> None:
+        self.plan, self.flat, self.gradients = plan, engine.flat, engine.gradients
+        rank, world_size = engine.control.rank, engine.control.world_size
+        self.program = Program(plan, rank)
+        rules = (*plan.transfers, *plan.applies)
+        self._remembered = max([self.program.lag, *(rule.ago for rule in rules)])
+        self.iterations: dict[int, Iteration] = {}  # by their number in the plan
+        self.reloaded = False  # whether buffers are of other weights than the parameters now
+        self.flat.adopt(plan.all_buffers)
+        self.gradients.begin_anew()
+        self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat)
+        self.context = StorageContext(rank, self.flat, self.gradients, engine.state, self.updates)
+        self.messages = Messages(
+            self.program,
+            self.flat,
+            engine.state,
+            engine.links,
+            engine.waiting,
+            self.context.memory,
+            engine.module_buffers,
+        )
+        self.broadcasts = any(t.verb == "broadcast" for t in plan.transfers)
+        channel = next((one for name, one in engine.links.items() if is_vote_channel(name)), None)
+        self.votes = Votes(channel, engine.waiting, self.flat, rank, world_size)
+        self.windows = Accumulation(
+            plan,
+            engine.optimizer,
+            self.flat,
+            self.gradients,
+            self.updates,
+            engine.links,
+            engine.waiting,
+        )
+        # The update waits for what a vote at the step decides, so nothing is applied before.
+        updates = {a.at.point for a in plan.applies if effects.is_update(a)}
+        self.updates_at_end = updates == {"end"} and all(a.at.point != "step" for a in plan.applies)
+        self._lean = not engine.gradients.sent
+        self._leaner: dict[tuple[int, ...], Lean] = {}
+        self._suspects = self.updates.suspects = engine.suspects
+        self.updates.stepping = engine.stepping
+        self.forward_hooks: ForwardHooks | None = None
+        if self._acts_within_forward():
+            self.forward_hooks = ForwardHooks(
+                engine.model, self.flat, engine.forward_needs, engine.before_read
+            )
+
+    def _acts_within_forward(self) -> bool:
+        """Whether some bucket's forward has a moment of its own, not just the whole model's."""
+        moments = [t.before for t in self.plan.transfers] + [t.after for t in self.plan.transfers]
+        own = any(m.point == "forward" and m.bucket is not None for m in moments)
+        return own or any(a.at.point == "forward" for a in self.plan.applies)
+
+    def close(self) -> None:
+        """Undo what was attached elsewhere."""
+        if self.forward_hooks is not None:
+            self.forward_hooks.remove()
+        self.windows.close()
+
+    def let_go(self) -> None:
+        """The storage is about to be left: hold none of its tensors."""
+        self.messages.let_go()
+        for iteration in self.iterations.values():
+            for message in iteration.messages:
+                message.tensors = ()
+
+    # ---- iterations and their messages ------------------------------------------------------
+
+    def start(self, planned: int, number: int, marks: Timestamps) -> Iteration:
+        """A new iteration; its messages have their places on the links."""
+        if self.reloaded:
+            self._restart_buffers()
+        messages, program = self.messages.enqueue(planned, number), self.program
+        now = Iteration(number, marks, messages, planned, *self._steps(planned))
+        now.outstanding.update(program.awaited(planned))
+        self.iterations[planned] = now
+        self.iterations.pop(planned - self.program.lag - 1, None)
+        self.votes.forget(planned - self._remembered)
+        return now
+
+    def _steps(self, planned: int) -> Lean:
+        """What an iteration does. Updates that nobody waits for in backward come at the step, in
+        one call; not where compute has a pace, which is that of the plan."""
+        steps = self.program.steps(planned)
+        if not self._lean or type(self.updates.compute) is not Compute:
+            return Lean(steps)
+        key = self.program.key(planned)
+        if key not in self._leaner:
+            self._leaner[key] = lean(steps, self.program.transfers(planned), self.plan.buckets)
+        return self._leaner[key]
+
+    def _restart_buffers(self) -> None:
+        """What is left of weights before a load: anchors, velocities, residuals."""
+        self.reloaded = False
+        for buffer in self.plan.buffers:
+            if buffer.name not in BUILT_IN and buffer.kind != "state" and self.plan.source is None:
+                self.flat.restart(buffer)
+
+    def release(self, now: Iteration, index: int) -> None:
+        """Send a message, unless a vote has said no."""
+        message = now.messages[index]
+        if self.votes.goes(message.transfer, now.planned):
+            self.messages.release(message, now.planned)
+        else:
+            now.spared_bytes += self.messages.size(message.transfer)
+            self.messages.pass_over(message)
+            now.outstanding.discard(index)
+
+    def arrive(self, planned: int, index: int) -> None:
+        """Wait for a message of an iteration."""
+        iteration = self.iterations[planned]
+        if index in iteration.outstanding:
+            iteration.outstanding.discard(index)
+            message = iteration.messages[index]
+            self.messages.arrive(message)
+            if message.culprits and self._suspects is not None:
+                gradients = message.transfer.payload.buffer == "grad"
+                at_step = self.updates.remedy is None
+                self._suspects.note(message, later=gradients and at_step)
+
+    def decide(self, vote: Vote, planned: int) -> None:
+        """Wait for the outcome of an iteration's vote."""
+        iteration = self.iterations[planned]
+        if vote.name in iteration.undecided:
+            iteration.undecided.discard(vote.name)
+            iteration.voted[vote.name] = self.votes.decide(vote, planned)
+
+    def first_updates(self, step: Step, planned: int) -> list[Apply]:
+        """The optimizer's updates that begin a step: nothing changes their gradients before."""
+        updates = takewhile(effects.is_update, (a for _, a in step.apply))
+        return [apply for apply in updates if self.votes.goes(apply, planned)]
+
+    def land(self, iteration: Iteration) -> None:
+        """Wait for every message of an iteration that has released them all."""
+        for index in sorted(iteration.outstanding):
+            if iteration.messages[index].released is not None:
+                self.arrive(iteration.planned, index)
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether gradients alone are averaged, in the iteration that computes them."""
+        return only_gradients(self.plan) and not self.windows.late
+
+    @property
+    def lands_late(self) -> bool:
+        """Whether snapshots are averaged while training goes on."""
+        return bool(effects.landings(self.plan))
+
+    @property
+    def lands_at_forward(self) -> bool:
+        """Whether parameters are still in flight, or about to change, when an iteration is over."""
+        return self.lands_late or any(
+            t.in_place and t.payload.buffer == "param" and t.before.point == "forward"
+            for t in self.plan.transfers
+        )
+
+    def discard_landings(self) -> None:
+        """What has not landed is forgotten: where it waits all is as when the plan began."""
+        for name in effects.landing_buffers(self.plan):
+            self.flat.restart(self.plan.all_buffers[name])
+
+    def land_all(self) -> None:
+        """Wait for every message of iterations that are over."""
+        for iteration in list(self.iterations.values()):
+            if iteration.over:
+                self.land(iteration)
+
+    def require_unsent(self, iteration: Iteration) -> None:
+        """RuntimeError if an iteration has sent something for which other ranks need it."""
+        if any(m.released is not None and m.transfer.ranks is None for m in iteration.messages):
+            raise RuntimeError(
+                "an iteration is under way; consolidate and load between iterations: after "
+                "optimizer.step() and before the next forward"
+            )
+
+    def drop(self, iteration: Iteration) -> None:
+        """An iteration will not end: messages behind those that it has not sent may go."""
+        for message in iteration.messages:
+            if message.released is None and not message.passed:
+                self.messages.pass_over(message)
+
+    def only_adds(self, iteration: Iteration) -> bool:
+        """Whether another backward before the step may add to an iteration as it is: nothing was
+        sent, applied or asked in the one before."""
+        size = self.plan.buckets
+        steps = self.program.steps(iteration.planned)
+        done = [s for s in steps if size <= s.position < 2 * size]
+        awaited = iteration.at("step", self.plan)
+        quiet = not (done or awaited.wait or awaited.decide or self.updates_at_end)
+        return quiet and not self.windows.late and self.plan.source is None
+
+    def require_skippable(self, iteration: Iteration, *, adding: bool) -> None:
+        """RuntimeError if an iteration cannot end without its update, or cannot any more: another
+        backward is `adding` to its gradients, after a forward with the parameters as they are."""
+        flying = any(
+            iteration.messages[i].transfer.payload.buffer == "grad" for i in iteration.outstanding
+        )
+        late = adding and (flying or self._moves_at_the_end() or self._has_moved(iteration))
+        if late or self.updates.early or self.windows.late:
+            remedy = self.updates.remedy or AT_ONCE
+            raise RuntimeError(
+                "backward ran without optimizer.step() after it, but its gradients were already "
+                "handed on; call step() after every backward, wrap those that only add up in "
+                f"`with model.no_sync():`, or {remedy}"
+            )
+
+    def _has_moved(self, iteration: Iteration) -> bool:
+        """Whether parameters were averaged in the backward of an iteration."""
+        return any(
+            m.released is not None and m.transfer.target not in ("grad", BUFFERS)
+            for m in iteration.messages
+        )
+
+    def _moves_at_the_end(self) -> bool:
+        """Whether parameters change at the end of iterations by more than their update."""
+        late = ("step", "end")
+        moved = any(t.target != "grad" and t.after.point in late for t in self.plan.transfers)
+        return moved or any(self._moves(a) and a.at.point in late for a in self.plan.applies)
+
+    @staticmethod
+    def _moves(apply: Apply) -> bool:
+        """Whether it changes more than an update does, or the state of one."""
+        own = effects.is_update(apply) or effects.is_window_end(apply)
+        return not own and not effects.writes_only(apply, ("state",))

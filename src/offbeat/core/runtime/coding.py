@@ -1,0 +1,239 @@
+"""Coding: what the wires of a plan take from the storage, and where what arrives is put."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.core.buckets.checksum import checksum
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.codecs import codec, way
+from offbeat.core.codecs.average import Part, Settings, average, handed_over, send
+from offbeat.core.codecs.rows import Rows
+from offbeat.core.codecs.spares import Spares
+from offbeat.core.plan import Plan, Transfer, Wire
+from offbeat.core.transport.collectives import Collectives
+from offbeat.core.verify.interpreter import memory_of
+
+Views = list[tuple[list[Tensor], list[Tensor]]]
+ORIGIN = "origin of changes"  # its fingerprint, among what a rank keeps
+
+
+class Coding:
+    """The wires of one plan on one rank.
+
+    Numbers are copied when a message is released, as differences to its anchor. On the link's
+    thread errors are added, and the sum is encoded, sent and decoded. What arrives is put in
+    its place when it is due, also into the anchor. The anchor of a send is what its receiver has:
+    on the link's thread the difference to it is taken, and what was decoded added to it.
+    """
+
+    def __init__(self, plan: Plan, flat: Flat, memory: dict[str, Any]) -> None:
+        self._flat, self._memory = flat, memory
+        wires = [t.wire for t in plan.transfers if t.wire is not None]
+        self._anchors = sorted({wire.anchor for wire in wires if wire.anchor is not None})
+        self._errors = sorted({wire.error for wire in wires if wire.error is not None})
+        self._tracked = any(t.tracked for t in plan.transfers)
+        self._names = {memory_of(t) for t in plan.transfers if t.wire is not None}
+        self._stale = self._united = False
+        self._spares = Spares()
+
+    def forget(self) -> None:
+        """Other weights are about to be loaded: changes are counted from these."""
+        self._stale = True
+
+    def unite(self) -> None:
+        """All ranks are about to have the same parameters, receivers as well."""
+        self._united = self._tracked
+
+    def restored(self) -> None:
+        """Buffers are as they were saved."""
+        self._stale = self._united = False
+
+    @property
+    def outdated(self) -> bool:
+        """Whether changes are counted from weights that were replaced."""
+        return self._stale or self._united
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        if not self.outdated:
+            return
+        stale = self._stale
+        self.restored()
+        self._memory.pop(ORIGIN, None)
+        (params,) = self._flat.contents("param")
+        for name in self._anchors:
+            self._flat.fill(name, [params])
+        for name in self._errors if stale else ():
+            for tensor in self._flat.contents(name)[0]:
+                tensor.data.zero_()
+        for name in self._names if stale else ():
+            self._memory.pop(name, None)
+
+    def coded(self, t: Transfer, copy: int, planned: int) -> Coded:
+        """A message of what the storage holds now."""
+        assert t.wire is not None
+        parts = []
+        anchors = None if t.wire.anchor is None else self._views(t, t.wire.anchor)
+        memory = self._memory.setdefault(memory_of(t), {})
+        for i, (numbers, behind) in enumerate(self._flat.apart(t.payload, copy, t.payload.buffer)):
+            whole = self._room(numbers)
+            if anchors is None or t.tracked:
+                _each(whole, numbers, Tensor.copy_)
+            else:
+                _subtracted(whole, numbers, anchors[i][0])
+            plain = torch.cat(behind) if behind else numbers[0].new_empty(0)
+            parts.append(Part(whole, plain, memory.setdefault(str(i), {})))
+        errors = self._views(t, t.wire.error) if t.wire.error is not None else None
+        there = anchors if t.tracked else None
+        how = replace(_settings(t.wire), iteration=planned, origin=self._begun())
+        return Coded(t, parts, errors, how, there, spares=self._spares)
+
+    def receiver(self, t: Transfer, copy: int) -> Coded:
+        """Room for a message that another rank sends."""
+        assert t.wire is not None
+        views = self._flat.apart(t.payload, copy, t.target)
+        parts = [
+            Part(self._room(numbers), torch.cat([numbers[0][:0], *behind]), {})
+            for numbers, behind in views
+        ]
+        how = replace(_settings(t.wire), origin=self._begun())
+        return Coded(t, parts, None, how, gives=False, spares=self._spares)
+
+    def _room(self, numbers: Sequence[Tensor]) -> Tensor:
+        """For all of them; for numbers of 16 bits as float32, which is what codecs work on."""
+        dtype = torch.float32 if numbers[0].itemsize < 4 else numbers[0].dtype
+        size = sum(x.numel() for x in numbers)
+        return self._spares.take(size, dtype, numbers[0].device)
+
+    def give_back(self, tensors: Sequence[Tensor]) -> None:
+        """What has arrived was put in its place, and nobody looks at it any more."""
+        for mean in tensors[::2]:
+            self._spares.give(mean)
+
+    def put(self, t: Transfer, copy: int, buffer: str, tensors: Sequence[Tensor]) -> None:
+        """What has arrived, in its place."""
+        assert t.wire is not None
+        targets = self._flat.apart(t.payload, copy, buffer)
+        anchors = None if t.wire.anchor is None else self._views(t, t.wire.anchor)
+        for i, (numbers, behind) in enumerate(targets):
+            mean, plain = tensors[2 * i : 2 * i + 2]
+            if t.tracked:
+                _each(mean, numbers, lambda x, target: target.add_(x))
+            elif anchors is None:
+                _each(mean, numbers, lambda x, target: target.copy_(x))
+            else:
+                _each(mean, anchors[i][0], lambda x, anchor: anchor.add_(x))
+                for target, anchor in zip(numbers, anchors[i][0], strict=True):
+                    target.copy_(anchor)
+            _each(plain, behind, lambda x, target: target.copy_(x))
+
+    def bytes_of(self, t: Transfer, ranks: int) -> int:
+        """Bytes of a message between so many ranks."""
+        assert t.wire is not None
+        used, via, total = codec(t.wire.name, dict(t.wire.args)), _settings(t.wire).via, 0
+        copy = self._flat.physical(t.payload.buffer)
+        for numbers, behind in self._flat.apart(t.payload, copy, t.payload.buffer):
+            size, itemsize = sum(x.numel() for x in numbers), max(numbers[0].itemsize, 4)
+            plain = sum(x.nbytes for x in behind)
+            if t.verb == "send":
+                total += Rows(used.bytes_of(size, itemsize), plain).bytes
+            else:
+                total += handed_over(used, via, size, itemsize, plain, ranks)
+        return total
+
+    def _views(self, t: Transfer, buffer: str) -> Views:
+        return self._flat.apart(t.payload, self._flat.physical(buffer), buffer)
+
+    def _begun(self) -> int:
+        """A fingerprint of what changes were first counted from; running statistics may differ."""
+        if ORIGIN not in self._memory:
+            run = range(len(self._flat.buckets))
+            found = (x for name in self._anchors for x in self._flat.parameters_of(name, run))
+            self._memory[ORIGIN] = checksum(*found) >> 1
+        return self._memory[ORIGIN]
+
+
+@dataclass
+class Coded:
+    """One message, and how it goes round."""
+
+    transfer: Transfer
+    parts: list[Part]
+    errors: Views | None
+    settings: Settings
+    there: Views | None = None  # of a send: what the receiver has
+    gives: bool = True
+    spares: Spares = field(default_factory=Spares)
+
+    def __call__(
+        self, act: Collectives, *, leaves_out: bool
+    ) -> tuple[Sequence[Tensor], Sequence[int], int]:
+        """What arrives, ranks whose values were not finite, bytes. Errors are kept only when all
+        of that is here."""
+        how, sent, bad = replace(self.settings, leaves_out=leaves_out), 0, list[int]()
+        taken = [part.numbers for part in self.parts]
+        for x, part in zip(taken, self.parts, strict=True):
+            part.mean = self.spares.take(x.numel(), x.dtype, x.device)
+        for i, part in enumerate(self.parts):
+            if self.errors is not None:
+                _each(part.numbers, self.errors[i][0], Tensor.add_)
+            if self.there is not None:
+                _each(part.numbers, self.there[i][0], Tensor.sub_)
+            ranks = self.transfer.ranks
+            outcome = (
+                average(part, how, act)
+                if ranks is None
+                else send(part, how, act, ranks, gives=self.gives)
+            )
+            sent += outcome.bytes
+            bad += outcome.bad
+        own = act.rank in bad if leaves_out else bool(bad)
+        if self.errors is not None and not own:
+            for part, views in zip(self.parts, self.errors, strict=True):
+                _each(part.numbers, views[0], lambda x, error: error.copy_(x))
+        if self.there is not None and not own:
+            for part, views in zip(self.parts, self.there, strict=True):
+                assert part.mean is not None
+                _each(part.mean, views[0], lambda x, there: there.add_(x))
+        arrived: list[Tensor] = []
+        for part in self.parts:
+            assert part.mean is not None
+            arrived += [part.mean, part.plain]
+        for x in taken:
+            self.spares.give(x)
+        t = self.transfer
+        if t.ranks is not None and t.payload.buffer != "grad":
+            bad = []  # as without a wire: who has made such parameters is known before
+        return arrived, sorted(set(bad)), sent
+
+
+def _settings(wire: Wire) -> Settings:
+    args = dict(wire.args)
+    used = codec(wire.name, args)
+    return Settings(used, way(wire.name, args), 0, keeps=wire.error is not None)
+
+
+def _subtracted(flat: Tensor, over: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Differences of pieces laid end to end, in one pass unless dtypes differ."""
+    at = 0
+    for one, other in zip(over, others, strict=True):
+        to = flat[at : at + one.numel()]
+        if one.dtype == other.dtype == flat.dtype:
+            torch.sub(one.detach(), other.detach(), out=to)
+        else:
+            to.copy_(one).sub_(other)
+        at += one.numel()
+
+
+def _each(flat: Tensor, over: Sequence[Tensor], act: Any) -> None:
+    """Act on pieces of a tensor and on several others, in order."""
+    at = 0
+    for other in over:
+        act(flat[at : at + other.numel()], other)
+        at += other.numel()

@@ -1,0 +1,96 @@
+"""The context that rules are given: this rank's storage as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.core.buckets.autograd_gradients import HandedOver
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.gradients import Gradients
+from offbeat.core.buckets.optimizer_state import StateStore
+from offbeat.core.plan import Apply
+from offbeat.core.runtime.iteration import Iteration
+from offbeat.core.runtime.updates import Updates
+
+
+class StorageContext:
+    """One rank's storage at one moment; `iteration` is the one that the rule belongs to."""
+
+    def __init__(
+        self,
+        rank: int,
+        flat: Flat,
+        gradients: Gradients | HandedOver,
+        state: StateStore,
+        updates: Updates,
+    ):
+        self.rank = rank
+        self.iteration: Iteration | None = None
+        self._flat, self._gradients, self._state, self._updates = flat, gradients, state, updates
+        self._memory: dict[str, Any] = {}
+
+    def read(self, buffer: str, buckets: range, age: int = 0) -> tuple[Tensor, ...]:
+        if buffer == "state":
+            return self._state.tensors(buckets)
+        return self._flat.tensors(buffer, buckets, self._flat.physical(buffer, age))
+
+    write = read
+
+    def parameters(self, buffer: str, buckets: range) -> tuple[Tensor, ...]:
+        return tuple(self._flat.parameters_of(buffer, buckets))
+
+    def squared_norm(self, buffer: str, buckets: range) -> float:
+        if buffer != "grad":
+            tensors = self.read(buffer, buckets)
+        else:  # without what travels behind the gradients
+            copy = self._flat.physical(buffer)
+            tensors = tuple(self._flat.gradients(b, copy) for b in buckets)
+        return float(sum(torch.linalg.vector_norm(t).double().square() for t in tensors))
+
+    def scale(self, buffer: str, buckets: range, factor: float) -> None:
+        if buffer != "grad":
+            tensors = self.write(buffer, buckets)
+        else:
+            copy = self._flat.physical(buffer)
+            tensors = tuple(self._flat.gradients(b, copy) for b in buckets)
+        for tensor in tensors:
+            tensor *= factor
+
+    def swap(self, a: str, b: str, buckets: range) -> None:
+        for one, other in zip(
+            self._flat.parameters_of(a, buckets), self._flat.parameters_of(b, buckets), strict=True
+        ):
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
+
+    def rotate(self, buffer: str) -> None:
+        self._flat.rotate(buffer)
+        if buffer == "grad":
+            self._gradients.open()
+
+    def local(self, apply: Apply) -> None:
+        assert self.iteration is not None
+        self._updates.local(apply, self.iteration)
+
+    def reset(self, buckets: range) -> None:
+        self._state.reset(buckets)
+
+    def recall(self, name: str) -> Any:
+        return self._memory.get(name)
+
+    def keep(self, name: str, value: Any) -> None:
+        self._memory[name] = value
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Everything that is kept."""
+        return self._memory
+
+    def show(self, name: str, numbers: Mapping[str, float]) -> None:
+        assert self.iteration is not None
+        self.iteration.shown[name] = numbers

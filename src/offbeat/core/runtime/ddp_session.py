@@ -1,0 +1,296 @@
+"""The session of the yardstick: torch's own DistributedDataParallel, untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.variable import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from offbeat.core.guards.replicas import repair, require_equal, unite
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.iteration import BackwardSplit, Iteration, Timestamps
+from offbeat.core.runtime.prepared import Position, Session
+from offbeat.core.runtime.training_job import TrainingJob, open_pace
+from offbeat.core.transport.cluster import Cluster
+
+if TYPE_CHECKING:
+    from offbeat.experiments.record.recorder import Recorder
+    from offbeat.lab.pace import Pace
+
+queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+
+
+class BackwardClock:
+    """Reads torch's own times of backward: when it computed, and when its messages were sent.
+
+    The interface is private to torch; where it is missing nothing is known. Times of one backward
+    are there after the next synchronized forward has begun.
+    """
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._module = module
+        self._start = 0
+        sample = getattr(module, "_set_ddp_runtime_logging_sample_rate", None)
+        if sample is not None:
+            sample(1)
+
+    def new_times(self) -> tuple[float, float] | None:
+        """Return the seconds of messages and the seconds of compute's waits for messages; None if
+        the last backward was read before."""
+        try:
+            data = self._module._get_ddp_logging_data()
+            start = int(data["backward_compute_time_start"])
+            sent, hidden = (
+                int(data[f"backward_{name}_time"]) for name in ("comm", "compute_comm_overlap")
+            )
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+            return None
+        if start == self._start:
+            return None
+        self._start = start
+        return sent * 1e-9, max(0, sent - hidden) * 1e-9
+
+
+class DDPSession(Session):
+    """Hands everything to DistributedDataParallel and marks when iterations begin and end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        bucket_cap_mb: float | None,
+        cluster: Cluster,
+        recorder: Recorder | None,
+        pace: Pace | None,
+        backward_s: float | None = None,
+        *,
+        broadcast_buffers: bool,
+    ):
+        self._model, self._optimizer = model, optimizer
+        self._cluster, self._recorder = cluster, recorder
+        self.module = DistributedDataParallel(
+            model,
+            process_group=cluster.everyone,
+            bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]
+            broadcast_buffers=broadcast_buffers,
+        )
+        set_wait = cluster.control.set_wait_in_torch
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._handles = [
+            model.register_forward_pre_hook(lambda *_: set_wait(None), prepend=True),
+            trained[-1].register_hook(lambda _: queue(self._wait_in_backward)),
+        ]
+        self._pace = pace
+        if pace is not None:
+            pace.follow(model)
+        self._iteration = self._before = 0
+        self._forward_seen = False  # in this iteration
+        self._marks = Timestamps(begin=cluster.device.mark())
+        gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        self._bytes_per_iteration = gradients
+        self._backward_s = backward_s  # as profiled
+        self._clock = BackwardClock(self.module) if recorder else None
+        self._split = self._new_split()
+        self._pending: Iteration | None = None  # its split is known after the next forward
+
+    def begin(self) -> None:
+        """The time from here on belongs to the next iteration."""
+        self._marks = Timestamps(begin=self._cluster.device.mark())
+
+    @property
+    def iteration(self) -> int:
+        return self._before + self._iteration
+
+    def captured(self) -> Position:
+        self._cluster.require_open()
+        return Position(self.iteration, alike=True)
+
+    def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
+        self._cluster.require_open()
+        self._before = iteration - self._iteration
+
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._cluster.closed and not (torch.is_grad_enabled() and self._model.training):
+            return call(*args, **kwargs)
+        self._cluster.require_open()
+        pace = self._pace if torch.is_grad_enabled() and self._model.training else None
+        if pace is not None:
+            pace.begins(self._iteration, self._marks.begin)
+        self._marks.forward = self._cluster.device.mark()
+        if call is self._model:
+            output = self._call_ddp(*args, **kwargs)
+        else:
+            output = self._announce(call(*args, **kwargs))
+        if self._clock is not None and torch.is_grad_enabled():
+            self._take_split(self._clock)
+        self._forward_seen = True
+        if pace is not None:
+            pace.forward(-1)
+        self._marks.forward_end = self._cluster.device.mark()
+        return output
+
+    def drive(
+        self, call: Callable[..., Any], closure: Any = None, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        if closure is not None:
+            args = (torch.enable_grad()(closure), *args)
+        return call(*args, **kwargs), closure is not None
+
+    def note_forward(self, output: object) -> None:
+        self._announce(output)
+        self._forward_seen = True
+
+    def _announce(self, output: Any) -> Any:
+        """Let DistributedDataParallel prepare for the backward of what a method has returned: its
+        own forward returns the same, as if that were the model's output."""
+        modules = self.module._modules
+        modules["module"], model = nn.Identity(), modules["module"]
+        try:
+            return self._call_ddp(output)
+        finally:
+            modules["module"] = model
+
+    def _require_forward(self) -> None:
+        """RuntimeError if gradients were computed beside DistributedDataParallel."""
+        ranks, parameters = self._cluster.control.world_size, self._model.parameters()
+        if not self._forward_seen and ranks > 1 and any(p.grad is not None for p in parameters):
+            raise RuntimeError(
+                "optimizer.step() without a forward of the prepared model: torch's "
+                "DistributedDataParallel averages only gradients that its forward has announced; "
+                "call the model that offbeat.prepare returned, or one of its methods that return "
+                "what backward begins from, or use another strategy, such as WFBP()"
+            )
+        self._forward_seen = False
+
+    def _call_ddp(self, *args: Any, **kwargs: Any) -> Any:
+        """Call DDP. Before the model's own forward, DDP waits for rank 0's buffers."""
+        set_wait = self._cluster.control.set_wait_in_torch
+        set_wait("in forward, waiting for DDP's buffers")
+        output = self.module(*args, **kwargs)
+        set_wait(None)
+        return output
+
+    def _wait_in_backward(self) -> None:
+        """Set the state of this rank for DDP's wait at the end of backward.
+
+        Torch runs queued callbacks in order: this one, DDP's wait, and the one queued here.
+        """
+        set_wait = self._cluster.control.set_wait_in_torch
+        set_wait("in backward, waiting for DDP's gradients")
+        queue(lambda: set_wait(None))
+
+    def step(self, skip_update: bool) -> None:
+        self._cluster.require_open()
+        mark, marks = self._cluster.device.mark, self._marks
+        # DDP waits for its messages at the end of backward; seen from outside both are one.
+        marks.backward_end = marks.waited = marks.step = mark()
+        if self._pace is not None:
+            self._pace.waited()  # within backward, for its messages
+        if not skip_update:
+            self._require_forward()
+            self._optimizer.step()
+            if self._pace is not None:
+                self._pace.updated_whole()
+        marks.stepped = marks.end = mark()
+        self._cluster.control.set_iteration(self._iteration + 1)
+        if self._recorder:
+            self._recorder.stepped(self._iteration)
+            self._report()
+            self._pending = Iteration(self._iteration, marks, [], split=self._split)
+            self._split = self._new_split()
+        self._iteration += 1
+        self._marks = Timestamps(begin=mark())
+
+    def _new_split(self) -> BackwardSplit:
+        return BackwardSplit(next(iter(self._cluster.links)), self._bytes_per_iteration)
+
+    def _take_split(self, clock: BackwardClock) -> None:
+        """Take the times of the last backward, which belong to the iteration before if this is the
+        first synchronized forward since its step."""
+        found = clock.new_times()
+        if found is None:
+            return
+        split = self._split if self._pending is None else self._pending.split
+        assert split is not None
+        split.sent_s += found[0]
+        split.waited_s += found[1]
+        split.measured = True
+        self._report()
+
+    def _report(self) -> None:
+        """Hand the pending iteration to the recorder. Without times of its backward, compute is
+        taken to be as profiled, and the rest to be waiting."""
+        done, self._pending = self._pending, None
+        if done is None or self._recorder is None or done.split is None:
+            return
+        if not done.split.measured and self._backward_s is not None:
+            seconds, marks = self._cluster.device.seconds, done.marks
+            if marks.forward_end is not None:
+                took_s = seconds(marks.backward_end) - seconds(marks.forward_end)
+                done.split.waited_s = done.split.sent_s = max(0.0, took_s - self._backward_s)
+        self._recorder.iteration(done)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self._model.zero_grad(set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.module.no_sync()
+
+    def consolidate(self, repairing: bool) -> None:
+        self._cluster.require_open()
+        self._cluster.control.set_activity("in consolidate")
+        if repairing:
+            repair(self._model, self._optimizer, self._cluster)
+        else:
+            require_equal(self._model, "ddp", self._cluster.control)
+            unite(self._model, self._cluster)
+
+    def traffic(self) -> dict[str, int]:
+        # By DDP's definition: every gradient, in every iteration.
+        return {next(iter(self._cluster.links)): self._bytes_per_iteration * self._iteration}
+
+    def close(self) -> None:
+        if self._cluster.closed:
+            return
+        if self._recorder:
+            self._report()
+            self._recorder.pace = self._pace.record() if self._pace else None
+            self._recorder.write(self.traffic())
+        for handle in self._handles:
+            handle.remove()
+        del self.module
+        self._cluster.close()
+
+
+def open_ddp_session(
+    job: TrainingJob, bucket_cap_mb: float | None, strategy: str, plan: Plan | None
+) -> DDPSession:
+    """Return the session of torch's own DDP. `plan` describes DDP for the record."""
+    profile, rank = job.profile, job.cluster.control.rank
+    session = DDPSession(
+        job.model,
+        job.optimizer,
+        bucket_cap_mb,
+        job.cluster,
+        job.recorder,
+        open_pace(profile, rank),
+        _backward_s(profile, rank) if profile else None,
+        broadcast_buffers=job.watch.broadcast_buffers,
+    )
+    if job.recorder:
+        job.recorder.start(strategy, plan, observed=0)
+    job.open_connections()
+    session.begin()
+    return session
+
+
+def _backward_s(profile: Profile, rank: int) -> float:
+    """Return a rank's seconds of backward, as profiled."""
+    scale = profile.rank_scale[rank] if profile.rank_scale else 1.0
+    return profile.backward_s * scale

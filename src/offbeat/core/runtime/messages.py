@@ -1,0 +1,189 @@
+"""Messages: what the transfers of an iteration carry, and where their results go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.module_buffers import ModuleBuffers
+from offbeat.core.buckets.optimizer_state import StateStore
+from offbeat.core.plan import BUFFERS, Transfer
+from offbeat.core.plan.program import Program
+from offbeat.core.runtime.coding import Coding
+from offbeat.core.runtime.waiting import Waiting
+from offbeat.core.transport.link import Link, Message
+
+
+class Messages:
+    """The messages of one rank's program.
+
+    An in-place transfer puts views of the storage on its link. Any other sends a copy, made when
+    it is released, and its result waits beside the storage until it is due.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        flat: Flat,
+        state: StateStore,
+        links: Mapping[str, Link],
+        waiting: Waiting,
+        memory: dict[str, Any],
+        module_buffers: ModuleBuffers,
+    ):
+        self._program, self._flat, self._state = program, flat, state
+        self._links, self._waiting = links, waiting
+        self._module_buffers = module_buffers
+        self.coding = Coding(program.plan, flat, memory)
+        self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        # By transfer, where they are always the same: its link and views.
+        self._fixed: dict[int, tuple[Link, tuple[Tensor, ...]]] = {}
+        self._sizes: dict[int, int] = {}  # by transfer
+        self._copies: dict[int, int] = {}  # by message: the copy of the buffer that it took
+        self._sent: list[Message] = []  # codes for one rank: errors and anchors move when they go
+
+    def enqueue(self, planned: int, number: int) -> list[Message]:
+        """The messages of one iteration at their places on the links; receivers are ready."""
+        messages = []
+        self.renew()
+        for t in self._program.transfers(planned):
+            message = self._links[t.link].enqueue(t, number)
+            messages.append(message)
+            if t.ranks is not None and t.ranks[1] == self._program.rank:
+                payload, copy = t.payload, self._flat.physical(t.target)
+                if t.wire is not None:
+                    coded = self.coding.receiver(t, copy)
+                    self._links[t.link].release(message, (), coded)
+                    continue
+                like = self._flat.carried(payload, copy, into=t.target)
+                landing = [torch.empty_like(x) for x in like]
+                self._links[t.link].release(message, landing)
+        return messages
+
+    def release(self, message: Message, planned: int) -> None:
+        """Send what the storage holds now; `planned` is the iteration's number in the plan."""
+        t = message.transfer
+        if (fixed := self._fixed.get(id(t))) is not None:
+            fixed[0].release(message, fixed[1])
+            return
+        payload = t.payload
+        if payload.buffer == "state":
+            tensors = self._state.tensors(payload.buckets)
+            given: Sequence[Tensor] = [x[payload.slice_of(x.numel())] for x in tensors]
+        elif payload.buffer == BUFFERS:
+            given = self._module_buffers.pack()
+        else:
+            copy = self._flat.physical(payload.buffer, payload.age)
+            if t.wire is not None:
+                if t.verb == "send":
+                    self._sent = [*(m for m in self._sent if not m.done), message]
+                else:
+                    self._copies[id(message)] = copy
+                self._links[t.link].release(message, (), self.coding.coded(t, copy, planned))
+                return
+            key = (id(t), copy)
+            if key not in self._views:
+                self._views[key] = self._flat.carried(payload, copy)
+            given = self._views[key]
+            if t.in_place and self._flat.copies(payload.buffer) == 1:
+                self._fixed[id(t)] = self._links[t.link], given
+            if not t.in_place:
+                if t.verb != "send":
+                    self._copies[id(message)] = copy
+                given = [x.clone() for x in given]
+        self._links[t.link].release(message, given)
+
+    def settle(self) -> None:
+        """Wait until all codes that this rank has for one other have gone. Other ranks must have
+        begun the same iterations."""
+        for message in self._sent:
+            self._waiting.wait(message, self._flat)
+        self._sent.clear()
+
+    def renew(self) -> None:
+        """Where weights were replaced, count changes from what they are now."""
+        if self.coding.outdated:
+            self.settle()
+            self.coding.begin()
+
+    def let_go(self) -> None:
+        """Hold no views of the storage."""
+        self._views.clear()
+        self._fixed.clear()
+
+    def staged(self, message: Message) -> int | None:
+        """The age of the copy whose numbers a message under way has taken, and will give back; None
+        for one that works in place, or whose result belongs elsewhere."""
+        copy = self._copies.get(id(message))
+        if copy is None:
+            return None
+        buffer = message.transfer.payload.buffer
+        return next(
+            age
+            for age in range(self._flat.copies(buffer))
+            if self._flat.physical(buffer, age) == copy
+        )
+
+    def landed(
+        self, t: Transfer, number: int, tensors: Sequence[Tensor], age: int | None
+    ) -> Message:
+        """A message of an earlier process: it has arrived with these tensors, and its result is not
+        yet in its place."""
+        message = Message(t, number, order=-1)
+        message.tensors = tensors
+        message.released = message.start = message.end = self._waiting.mark()
+        if age is not None:
+            self._copies[id(message)] = self._flat.physical(t.payload.buffer, age)
+        message.arrive()
+        return message
+
+    def size(self, t: Transfer) -> int:
+        """Bytes of a message."""
+        if id(t) not in self._sizes:
+            run = t.payload.buckets
+            if t.payload.buffer == "state":
+                whole = sum(self._state.bytes_of(b) for b in run)
+                part = t.payload.slice_of(whole)
+                self._sizes[id(t)] = part.stop - part.start
+            elif t.payload.buffer == BUFFERS:
+                return self._module_buffers.size_bytes
+            elif t.wire is not None:
+                ranks = self._links[t.link].collectives.size
+                self._sizes[id(t)] = self.coding.bytes_of(t, ranks)
+            else:
+                carried = self._flat.carried(t.payload, self._flat.physical(t.payload.buffer))
+                self._sizes[id(t)] = sum(x.nbytes for x in carried)
+        return self._sizes[id(t)]
+
+    def pass_over(self, message: Message) -> None:
+        """A vote has said no."""
+        self._links[message.transfer.link].pass_over(message)
+
+    def arrive(self, message: Message) -> None:
+        """Wait for a message; afterwards its result is in its place."""
+        self._waiting.wait(message, self._flat)
+        t = message.transfer
+        if t.payload.buffer == BUFFERS:
+            self._module_buffers.unpack(message.tensors)
+        if t.in_place or message.passed:
+            return
+        buffer, copy = self._target(t, message)
+        if t.wire is None:
+            targets = self._flat.carried(t.payload, copy, into=buffer)
+            for target, result in zip(targets, message.tensors, strict=True):
+                target.copy_(result)
+        else:
+            self.coding.put(t, copy, buffer, message.tensors)
+            if not message.culprits:  # else a guard will look at it
+                self.coding.give_back(message.tensors)
+
+    def _target(self, t: Transfer, message: Message) -> tuple[str, int]:
+        """Buffer and copy of a staged message: its own, or where it was taken from."""
+        taken = self._copies.pop(id(message), None)
+        if t.into or taken is None:
+            return t.target, self._flat.physical(t.target)
+        return t.target, taken

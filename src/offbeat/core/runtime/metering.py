@@ -1,0 +1,52 @@
+"""Metering: when gradients are measured for the scale of their noise."""
+
+from __future__ import annotations
+
+from offbeat.core.measuring.noise import NoiseMeter
+from offbeat.core.runtime.active_plan import Adopted
+
+
+class Metering:
+    """Shows a meter each rank's own gradients, complete and not yet on a link, and the averages.
+
+    Where some gradients are sent during backward, each bucket is shown as it is ready. Without a
+    meter nothing happens.
+    """
+
+    def __init__(self, meter: NoiseMeter | None, run: Adopted):
+        self._meter, self._run = meter, run
+        early = any(t.after.point == "grad" for t in run.plan.transfers)
+        self.by_bucket = meter is not None and early
+        self._age = max((a.arg("age", 0) for a in run.plan.applies), default=0)
+        self._everything = range(run.plan.buckets)
+
+    def bucket_ready(self, b: int, planned: int) -> None:
+        """Bucket b has its gradients; to be called if metering is `by_bucket`."""
+        if self._run.windows.closing(planned):
+            self._own(range(b, b + 1))
+
+    def backward_ends(self, planned: int) -> None:
+        """All buckets have their gradients."""
+        if self._meter is None or not self._run.windows.closing(planned):
+            return
+        if not self.by_bucket:
+            self._own(self._everything)
+        self._meter.complete()
+
+    def averaged(self, planned: int) -> None:
+        """What the step applies has arrived."""
+        applied = self._run.windows.applied(planned)
+        if self._meter is not None and applied:
+            copy = self._run.flat.physical("grad", self._age)
+            gradients = list(self._run.gradients.own(self._everything, copy))
+            self._meter.averaged(gradients, len(applied))
+
+    def reset(self) -> None:
+        """Gradients shown so far will not be averaged."""
+        if self._meter is not None:
+            self._meter.reset()
+
+    def _own(self, run: range) -> None:
+        assert self._meter is not None
+        copy = self._run.flat.physical("grad")
+        self._meter.own(list(self._run.gradients.own(run, copy)))

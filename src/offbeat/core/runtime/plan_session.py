@@ -1,0 +1,725 @@
+"""The session of every planned strategy: observe, agree, plan, run."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from offbeat.core.buckets.coupling import couples
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.layout import BucketSpec, specs_of_profile
+from offbeat.core.buckets.module_buffers import has_buffers
+from offbeat.core.derive import effects
+from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
+from offbeat.core.derive.deferred import deferred
+from offbeat.core.files import write_or_warn
+from offbeat.core.guards.comparison import Comparison, ReplicaGuard, SettingsGuard
+from offbeat.core.guards.convergence import ConvergenceGuard, Finding
+from offbeat.core.guards.finite import FiniteGuard, Suspects
+from offbeat.core.guards.foreign_step import Stepping
+from offbeat.core.guards.parameters import ParameterWatch
+from offbeat.core.guards.replicas import only_gradients, repair, require_equal, take, unite
+from offbeat.core.guards.script_usage import Habits, Watched
+from offbeat.core.guards.unwritten_weights import Untouched
+from offbeat.core.measuring.beside_compute import Computing, measure_beside
+from offbeat.core.measuring.codec_speed import measure_codecs
+from offbeat.core.measuring.links import measure_cluster, worthwhile_bytes
+from offbeat.core.measuring.observe import Observer, observing_plan
+from offbeat.core.measuring.replica_sample import Sample
+from offbeat.core.plan import Plan, vote_channel
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.attached import Attached
+from offbeat.core.runtime.compute import Compute
+from offbeat.core.runtime.engine import Engine
+from offbeat.core.runtime.hooks import ALL
+from offbeat.core.runtime.iteration import Iteration
+from offbeat.core.runtime.joint_optimizer import Together
+from offbeat.core.runtime.position import capture, land_before, restore
+from offbeat.core.runtime.prepared import Position, Session
+from offbeat.core.runtime.training_job import (
+    Observation,
+    TrainingJob,
+    Watch,
+    load_object,
+    open_pace,
+)
+from offbeat.core.runtime.updates import early_remedy
+from offbeat.core.strategy.interface import Strategy
+from offbeat.core.transport.cluster import Cluster
+from offbeat.core.verify.check import raise_if_wrong
+
+if TYPE_CHECKING:
+    from offbeat.experiments.record.recorder import Recorder
+    from offbeat.lab.pace import Pace
+
+# Named as text: these rooms lie above the runtime.
+TURNS = "offbeat.lab.turns:Turns"
+PACED_PROFILE = "offbeat.lab.pacing:paced_profile"
+SAME_SHAPE = "keep what grows in an attribute that is no buffer, or pass broadcast_buffers=False"
+
+
+class FlatSession(Session):
+    """Runs a strategy's plan on flat buckets, after observing plain BSP if need be."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        cluster: Cluster,
+        recorder: Recorder | None,
+        flat: Flat,
+        watch: Watch,
+    ):
+        self._watch = watch
+        self._replicas: Comparison | None = None
+        self._model, self._strategy, self._cluster = model, strategy, cluster
+        self._recorder = recorder
+        self._guard: ConvergenceGuard | None = None
+        self._pace: Pace | None = None
+        self._trying = False  # the first iteration runs everything at the step
+        self._varied = False  # the strategy is a variant, for the script's sake
+        self._around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._observer: Observer | None = None
+        self._before = 0  # iterations of processes before this one
+        self._loaded = False  # since the last iteration, and the plan begins anew
+        self._united = -1  # the engine's iteration when replicas were last made the same
+        self.engine = Engine(
+            model,
+            flat,
+            optimizer,
+            cluster.links,
+            cluster.device,
+            cluster.control,
+            cluster.timeout_s,
+        )
+        # Where ranks hand parameters on: from a step to the next forward.
+        self._untouched = Untouched((n, p) for n, p in model.named_parameters() if p.requires_grad)
+        self._untouched.forget()
+        self._shared = cluster.control.world_size > 1 and has_buffers(model)
+        self._agreed_on_buffers = 0  # iterations so far
+        if self._shared:
+            self.engine.module_buffers.before_packing = self._agree_on_buffers
+        self._parameters = ParameterWatch(model, self.flush)
+        self._parameters.attach(flat.parameters)
+        control = cluster.control
+        self._finite = FiniteGuard(
+            watch.on_nonfinite, control.rank, control.world_size, self._names
+        )
+        self.engine.suspects = Suspects(self._finite, self.engine.waiting.refuse)
+        self._stepping = self.engine.stepping = Stepping(optimizer, self._anybody_steps)
+        self._guard_links()
+        # Also of bare modules: whoever reads or replaces weights finds them up to date.
+        flush, discard = Attached(self.flush), Attached(self._discard)
+        self._handles = [model.register_load_state_dict_pre_hook(discard)]
+        self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
+
+    def _anybody_steps(self) -> bool:
+        """Whether any optimizer may use the gradients between backward and step."""
+        plan = self.engine.plan
+        early = early_remedy(plan) is not None or self.engine.run.windows.late
+        observing = self._observer is not None and not self._strategy.synchronous
+        return only_gradients(plan) and not early and not observing
+
+    def _names(self, run: range) -> str:
+        """Of a run of buckets, by their first and last."""
+        names = [self.engine.flat.buckets[b].name for b in (run.start, run.stop - 1)]
+        return repr(names[0]) if len(run) == 1 else f"{names[0]!r} to {names[1]!r}"
+
+    def _guard_links(self) -> None:
+        for link in self._cluster.links.values():
+            link.guard = self._finite.run if self._finite.active else None
+            link.leaves_out = self._finite.leaves_out
+
+    def run_from(self, profile: Profile, observed: int = 0, habits: Habits | None = None) -> None:
+        """Plan from a profile that all ranks share, check, agree on the plan, adopt it.
+
+        `habits`: what the script was seen to do; None: nothing was seen yet. A plan that updates
+        early then does everything at the first step, and what the script does there decides.
+        """
+        self.profile = profile
+        if isinstance(self.engine.optimizer, Together):
+            habits = replace(habits or Habits(), drives=True)
+        with warnings.catch_warnings(record=True) as said:  # rank 0 says it for all
+            warnings.simplefilter("always")
+            plan = self._checked(self._strategy)
+        trial = None
+        if habits is not None:
+            plan = self._suited(plan, habits)
+        else:
+            trial = deferred(plan)
+        self._trying = trial is not None
+        self.engine.watch(Watched() if self._trying else None)
+        self._run(plan, observed, trial)
+        if habits is not None:
+            self._hold_back(habits)
+        elif trial is None and _acts_once(plan):
+            self.engine.hooks.held = ALL
+        for warning in said:
+            self._decide(str(warning.message))
+
+    def _run(self, plan: Plan, observed: int, trial: Plan | None = None) -> None:
+        """Adopt the strategy's first plan, record it, and watch what it does to the loss."""
+        self._adopt(self._strategy, plan, trial)
+        self.engine.reports.listener = self._recorder.iteration if self._recorder else None
+        if self._recorder:
+            self._recorder.start(str(self._strategy), self.plan, observed)
+            self._recorder.sample = None if self._emulated else Sample.of(self.engine.flat)
+        self._unguard()
+        self._monitor = self._strategy.monitor()
+        if self._monitor is not None:
+            self._guard = ConvergenceGuard(self._cluster.control, self.engine.optimizer)
+            self.engine.measure(self._guard.meter)
+
+    def _checked(self, strategy: Strategy) -> Plan:
+        plan = strategy.plan(self.profile)
+        if self._broadcasts(strategy):
+            plan = with_broadcast(plan, self.profile.default_link.name)
+        else:
+            plan = without_broadcast(plan)
+        raise_if_wrong(plan, self.profile)
+        return plan
+
+    def _broadcasts(self, strategy: Strategy) -> bool:
+        """Whether all ranks get rank 0's buffers, as under torch's DDP."""
+        return self._shared and self._watch.broadcast_buffers and strategy.synchronous
+
+    def _agree_on_buffers(self) -> None:
+        """Agree on the buffers that forward writes: in the first iteration, and then as often as
+        replicas are compared. All ranks call it at the same place of an iteration."""
+        every, iteration = self._watch.compare_every, self._agreed_on_buffers
+        if iteration and not (every and iteration % every == 0):
+            self._agreed_on_buffers += 1
+            return
+        buffers, control = self.engine.module_buffers, self._cluster.control
+        everyone = control.gather(buffers.changed_names())
+        if all(changed is None for changed in everyone):  # no forward yet
+            return
+        self._agreed_on_buffers += 1
+        new = buffers.share({name for changed in everyone for name in changed or ()})
+        if new:
+            control.agree("the buffers that forward writes", buffers.descriptions(), SAME_SHAPE)
+        if new and iteration:
+            self._say(f"forward has begun to write buffer {new[0]!r}, so rank 0's is broadcast")
+
+    def _suited(self, plan: Plan, habits: Habits) -> Plan:
+        """The plan, or that of the strategy's variant that lets the script do what it does."""
+        why = habits.against(plan)
+        if why is None:
+            return plan
+        asked, variant = self._strategy, self._strategy.at_step()
+        if variant is None:
+            why = replace(habits, hooks=False).against(plan)
+            if why is None:  # step hooks that only count, for example: see `StepHooks`
+                return plan
+            raise ValueError(
+                f"the script {why}, but {asked} applies gradients bucket by bucket, at other "
+                f"times; {early_remedy(plan)}"
+            )
+        self._strategy, self._varied = variant, True
+        self._say(f"the script {why}, so {variant} runs instead of {asked}")
+        return self._checked(variant)
+
+    def _hold_back(self, habits: Habits) -> None:
+        """Unless each iteration averages its own gradients, only the last backward before a step
+        begins messages: the others add up."""
+        averaging = any(t.payload.buffer == "grad" for t in self.plan.transfers)
+        averaging = averaging and self.plan.source is None and not self.engine.run.windows.late
+        self.engine.hooks.held = 0 if averaging else habits.backwards - 1
+
+    def _count_backwards(self) -> None:
+        """Expect as many backward passes per step as the rank with the most has run in this one,
+        whose messages have all waited for the step."""
+        hooks = self.engine.hooks
+        hooks.held = max(1, *self._cluster.control.gather(hooks.added)) - 1
+
+    def _change_variant(self) -> None:
+        """Run the variant that averages the gradients of every backward pass, if there is one: this
+        plan has averaged them again. All ranks did, and all call it."""
+        self.engine.repeats = False
+        if self._strategy.at_step() is None:
+            return
+        plan = self._suited(self.plan, Habits(backwards=2))
+        if plan is not self.plan:
+            self.engine.pauses.drain()
+            self._adopt(self._strategy, plan)
+
+    def _tried(self) -> None:
+        """The first step is over, in which nothing was early: go on as planned, or with a variant
+        if some rank's script needs one. All ranks know the same and do the same."""
+        watched, self._trying = self.engine.watched, False
+        assert watched is not None
+        habits = Habits.of_all(watched.habits, self._cluster.control)
+        self.engine.watch(None)
+        plan = self._suited(self.plan, habits)
+        if plan is self.plan:
+            tried = self.engine.planned
+            self._start(plan, tried)
+            land_before(self.engine, tried)
+        else:
+            self._adopt(self._strategy, plan)
+        self._hold_back(habits)
+
+    def _adopt(self, strategy: Strategy, plan: Plan, trial: Plan | None = None) -> None:
+        """Agree on a plan, open what it needs, and run it, or at first a `trial` of it."""
+        control = self._cluster.control
+        control.agree("the plan", plan.digest, "start all ranks with the same offbeat version")
+        remedy = early_remedy(plan)
+        coupled = couples(self.engine.optimizer) if remedy is not None else None
+        if coupled is not None:
+            raise ValueError(f"{coupled}, so it cannot step bucket by bucket; {remedy}")
+        names = list(plan.links)
+        if plan.votes or plan.groups:  # what spans all ranks needs a channel that does
+            names.append(vote_channel(next(iter(self._cluster.specs))))
+        self._cluster.open(names, plan.groups)
+        self._guard_links()
+        self.plan = plan
+        if self._recorder:
+            self._recorder.plan = plan
+        self._start(plan if trial is None else trial, 0)
+        if self._pace is None and self.profile.pace:
+            self._pace = open_pace(self.profile, control.rank)
+            assert self._pace is not None
+            self.engine.hold(self._pace)
+        if self._guard is not None:
+            self.engine.measure(self._guard.meter)
+        self._replicas, every = None, self._watch.compare_every
+        compared = control, self._model, self.engine.optimizer, every
+        if every and only_gradients(plan):
+            self._replicas = ReplicaGuard(*compared, self.engine.pauses.flush)
+            self._replicas.look()
+        elif every:
+            self._replicas = SettingsGuard(*compared, self._averages_now, self._decide)
+
+    def _averages_now(self) -> bool:
+        """Whether all ranks average parameters in this iteration, or may by a vote.
+
+        Ranks that hand sums and parameters on are iterations apart and do not meet here.
+        """
+        transfers = self.engine.run.program.transfers(self.engine.planned)
+        return any(t.payload.buffer != "grad" and t.ranks is None for t in transfers)
+
+    def _start(self, plan: Plan, planned: int) -> None:
+        self.scaler_remedy = _scaler_remedy(plan)
+        self.engine.adopt(plan, planned)
+
+    def _heed(self, finding: Finding) -> None:
+        """Fall back to a synchronous schedule if the loss departs, plan again if the noise says
+        so. All ranks see the same finding and do the same."""
+        if finding.departed is not None:
+            assert self._monitor is not None
+            fallback = self._monitor.fallback
+            plan = self._checked(fallback)
+            self._unguard()
+            if plan.digest == self.plan.digest:  # it runs already, and is not to blame
+                return
+            self._decide(f"{finding.departed}: fell back from {self._strategy} to {fallback}")
+            self.engine.pauses.drain()
+            self._adopt(fallback, plan)
+        elif finding.noise is not None:
+            self.profile = replace(self.profile, noise=finding.noise)
+            with warnings.catch_warnings():  # what is decided while training is in the report
+                warnings.simplefilter("ignore")
+                plan = self._checked(self._strategy)
+            if plan.digest != self.plan.digest:
+                why = plan.fact("why") or plan.fact("preserver", {}).get("decision")
+                self._decide(f"planned again, {why or 'the gradient noise changed'}", warn=False)
+                self.engine.pauses.drain()
+                self._adopt(self._strategy, plan)
+
+    def _say(self, what: str) -> None:
+        """One line of rank 0, and in the report."""
+        self._decide(what, warn=False)
+        if self._cluster.control.rank == 0:
+            print(f"offbeat: {what}", file=sys.stderr, flush=True)
+
+    def _decide(self, what: str, warn: bool = True) -> None:
+        iteration = self.engine.iteration
+        warning = f"iteration {iteration}: {what}" if warn else None
+        if self._recorder:
+            self._recorder.decide(iteration, what, warning)
+        if warning is not None and self._cluster.control.rank == 0:
+            warnings.warn(warning, stacklevel=2)
+
+    def _unguard(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+            self.engine.measure(None)
+        self._guard = None
+
+    def observe(self, how: Observation) -> None:
+        """Run plain BSP first, measure, and plan from what was measured."""
+        first = next(iter(self._cluster.links))
+        self.engine.watch(Watched())
+        plan = observing_plan(
+            len(self.engine.flat.buckets), first, broadcasts=self._broadcasts(self._strategy)
+        )
+        self._cluster.open(plan.links)
+        self._guard_links()
+        self.engine.adopt(plan)
+        turns = load_object(TURNS)(how.turns) if how.turns and not self._emulated else Compute()
+        self.engine.hold(turns)
+        self._observer = observer = Observer(self._model, self.engine, self._cluster.device, turns)
+        self._around_forward = observer.memory.forward
+
+        def listen(done: Iteration) -> None:
+            if self._recorder:
+                self._recorder.iteration(done)
+            observer.iteration(done)
+            if observer.memory.measured:
+                self._around_forward = nullcontext
+            if done.number + 1 >= how.iterations and not done.abandoned:
+                self._plan_from(observer, how, observed=done.number + 1)
+
+        self.engine.reports.listener = listen
+
+    def _plan_from(self, observer: Observer, how: Observation, observed: int) -> None:
+        observer.finish()
+        if self._shared and not self._broadcasts(self._strategy):
+            self._agree_on_buffers()  # averages of parameters hold them, too
+        self._observer, self._around_forward = None, nullcontext
+        control = self._cluster.control
+        first = self._cluster.everyone
+        least = how.min_bucket_bytes or worthwhile_bytes(
+            first, self.engine.flat, self._cluster.device
+        )
+        needed = 1
+        if how.min_bucket_bytes is None:
+            needed = max(how.least_buckets, self._strategy.least_buckets(control.world_size))
+        specs = observer.layout(control, least, needed)
+        self.engine.relayout(specs)
+        flat = self.engine.flat
+        self._parameters.attach(flat.parameters)
+        links, contention = measure_cluster(self._cluster, flat, emulated=self._emulated)
+        profile = observer.profile(specs, flat, links, contention, control, how.model)
+        self.engine.hold(Compute())
+        if how.pace is not None and not self._emulated:
+            paced = load_object(PACED_PROFILE)(profile, how.pace, self._cluster)
+            profile = Profile.from_dict(control.gather(paced.to_dict())[0])
+            profile = measure_beside(self._cluster, flat, profile)
+        with Computing(profile) if profile.pace else nullcontext():
+            profile = measure_codecs(self._cluster, profile)
+        # Every rank plans from the same numbers.
+        profile = Profile.from_dict(control.gather(profile.to_dict())[0])
+        if how.save_to and control.rank == 0:
+            again = ", and the next run measures again"
+            write_or_warn(profile.save, how.save_to, "profile", again, needed=how.then_stop)
+        if how.then_stop:
+            raise SystemExit(0)
+        assert self.engine.watched is not None
+        habits = Habits.of_all(self.engine.watched.habits, control)
+        self.run_from(profile, observed, habits)
+
+    @property
+    def _emulated(self) -> bool:
+        """Whether the model's layers only sleep."""
+        return bool(getattr(self._model, "emulated", False))
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int:
+        return self._before + self.engine.iteration
+
+    def captured(self) -> Position:
+        self._cluster.require_open()
+        if self._observer is not None:
+            raise RuntimeError(
+                f"there is no plan yet in iteration {self.iteration}, as the first iterations are "
+                "measured; save later, or give offbeat.prepare a profile"
+            )
+        state = {
+            "profile": self.profile.to_dict(),
+            "plan": self.plan.to_dict(),
+            "guard": self._guard.captured() if self._guard is not None else None,
+            "engine": capture(self.engine),
+            "trying": self._trying,
+            "varied": self._varied,
+            "held": self.engine.hooks.held,
+        }
+        united = self._united == self.engine.iteration
+        alike = united or (only_gradients(self.plan) and not self.engine.run.windows.late)
+        return Position(self.iteration, alike, state)
+
+    @property
+    def observing(self) -> bool:
+        return self._observer is not None
+
+    def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
+        self._cluster.require_open()
+        self._united = -1
+        self._agreed_on_buffers = 0
+        self._forget_weights()
+        if state is not None:
+            self._resume_plan(state)
+        else:
+            self.engine.pauses.discard()
+        self._before = iteration - self.engine.iteration
+
+    def _resume_plan(self, state: Mapping[str, Any]) -> None:
+        """Have the buckets and the plan that were captured, and stand at the same place in it."""
+        self.engine.pauses.pause()
+        if self._observer is not None:
+            self._observer.finish()
+            self._observer, self._around_forward = None, nullcontext
+            self.engine.hold(Compute())
+        self.profile = Profile.from_dict(state["profile"])
+        if self._recorder:
+            self._recorder.sample = None  # of the storage before
+        self.engine.relayout(specs_of_profile(self._model, self.profile))
+        self._parameters.attach(self.engine.flat.parameters)
+        if state["varied"] and not self._varied:
+            variant = self._strategy.at_step()
+            assert variant is not None
+            self._strategy, self._varied = variant, True
+        if state["trying"]:  # nothing has happened yet
+            self.run_from(self.profile)
+            self.engine.begin()
+            return
+        self._trying = False
+        self.engine.watch(None)
+        self._run(Plan.from_dict(state["plan"]), observed=0)
+        self.engine.hooks.held = state["held"]
+        if state["guard"] is None:
+            self._unguard()
+        elif self._guard is not None:
+            self._guard.resume(state["guard"])
+            self.engine.measure(self._guard.meter)
+        restore(self.engine, state["engine"])
+
+    # ---- what the user calls ----------------------------------------------------------------
+
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._cluster.closed and not (torch.is_grad_enabled() and self._model.training):
+            return call(*args, **kwargs)
+        if torch.is_grad_enabled():
+            if self._shared:
+                self.engine.module_buffers.note()
+            shared = self._anybody_steps()  # else messages may hold what was there
+            self._parameters.require_unchanged(self.engine.flat.take_back if shared else None)
+            self._require_untouched()
+            if self._replicas is not None and self.engine.now is None and self.engine.trains:
+                self._replicas.forward_begins()
+            if self._loaded and self.engine.trains and not self._cluster.closed:
+                self._require_all_loaded()
+        with self.engine.forward_begins(), self._around_forward():
+            output = call(*args, **kwargs)
+        self.engine.forward_ends(output)
+        if self._unsampled is not None and self._recorder:
+            self._recorder.ended(self._unsampled)
+            self._unsampled = None
+        return output
+
+    def before_call(self) -> None:
+        self.engine.before_call()
+
+    def note_forward(self, output: object) -> None:
+        self.engine.note_forward(output)
+
+    def drive(
+        self, call: Callable[..., Any], closure: Any = None, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        self.flush()
+        begin_update = self.engine.begin_update
+        if closure is not None:
+
+            def evaluate() -> Any:
+                loss = closure()
+                begin_update()
+                return loss
+
+            args = (torch.enable_grad()(evaluate), *args)
+        with self._stepping.lent(begin_update, inner=closure is None):
+            result = call(*args, **kwargs)
+        stepped = self._stepping.seen or closure is not None
+        if stepped:
+            self.engine.flat.take_back()
+        return result, stepped
+
+    @property
+    def awaits_step(self) -> bool:
+        return self.engine.awaits_step
+
+    _unsampled: int | None = None  # iteration whose parameters land only within a forward
+
+    def step(self, skip_update: bool) -> None:
+        if self._recorder:
+            self._recorder.stepped(self.engine.iteration)
+        if self._replicas is not None:
+            self.engine.end_backward(skip_update)  # those that compare already have this rank's
+            self._replicas.step()
+        self.engine.step(skip_update)
+        self.engine.flat.former.require_unwritten()
+        if self.engine.plan.source is not None and self._cluster.control.world_size > 1:
+            self._untouched.note()
+        if self._replicas is not None:
+            self._replicas.note_step(landed=not self.engine.run.lands_at_forward)
+        if self.engine.run.lands_at_forward:
+            self._unsampled = self.engine.iteration - 1
+        elif self._recorder:
+            self._recorder.ended(self.engine.iteration - 1)
+        if self._trying:
+            self._tried()
+        elif self.engine.hooks.held == ALL:
+            self._count_backwards()
+        if self.engine.repeats:
+            self._change_variant()
+        finding = self._guard.iteration() if self._guard is not None else None
+        if finding is not None:
+            self._heed(finding)
+
+    def _require_untouched(self) -> None:
+        if self.engine.now is None and (name := self._untouched.changed()) is not None:
+            raise RuntimeError(
+                f"parameter {name!r} was changed outside of optimizer.step(): where workers hand "
+                "parameters on, others have got the earlier ones already, or replace the changed "
+                "ones; change it in optimizer.register_step_post_hook, load with "
+                "model.load_state_dict, or use a strategy that steps at once, such as WFBP()"
+            )
+
+    def scaled(self) -> None:
+        if self.engine.watched is not None:
+            self.engine.watched.scaled()
+
+    def skip_step(self) -> None:
+        skipping = self.engine.require_skippable()
+        self.step(skip_update=skipping)
+        if skipping and isinstance(self._replicas, ReplicaGuard):
+            self._replicas.skipped += 1
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.engine.zero_grad(set_to_none)
+
+    def flush(self) -> None:
+        self.engine.pauses.flush()
+
+    def traffic(self) -> dict[str, int]:
+        return self._cluster.bytes_sent()
+
+    def listen(self, listener: Callable[[Iteration], None]) -> None:
+        self.engine.reports.watcher = listener
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        hooks = self.engine.hooks
+        before, hooks.accumulating = hooks.accumulating, True
+        try:
+            yield
+        finally:
+            hooks.accumulating = before
+
+    def _discard(self) -> None:
+        """Other weights are about to be loaded."""
+        self._loaded |= self.engine.pauses.discard()
+        self.engine.module_buffers.forget()
+        self._forget_weights()
+
+    def _forget_weights(self) -> None:
+        """Weights may change until the next step."""
+        self._untouched.forget()
+        if self._replicas is not None:
+            self._replicas.forget()
+
+    def _require_all_loaded(self) -> None:
+        """The plan begins anew after a load: others that go on as before would send other messages
+        than this rank, which the backend may answer by ending the process."""
+        self._loaded, control = False, self._cluster.control
+        try:
+            with control.waiting("loading weights"):
+                control.meet(f"loaded/{control.met}/{self.engine.iteration}")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"weights were loaded on rank {control.rank}, and {self._strategy} begins anew "
+                "then; load them on all ranks in the same place, or on none, and evaluate others "
+                f"on copy.deepcopy(model): {error}. {control.report_failure()}"
+            ) from error
+
+    def optimizer_reloaded(self) -> None:
+        self.engine.refresh_groups()
+
+    def consolidate(self, repairing: bool) -> None:
+        self._cluster.require_open()
+        self._cluster.control.set_activity("in consolidate")
+        self._forget_weights()
+        self.engine.pauses.drain()
+        if self.engine.plan.source is not None:
+            take(self.engine.plan.source, self._model, self._cluster)
+        elif not only_gradients(self.engine.plan):
+            unite(self._model, self._cluster)
+        elif repairing:
+            repair(self._model, self.engine.optimizer, self._cluster)
+        else:
+            require_equal(self._model, self._strategy, self._cluster.control)
+            unite(self._model, self._cluster)
+        self._united = self.engine.iteration
+
+    def close(self) -> None:
+        if self._cluster.closed:
+            return
+        if getattr(sys, "last_value", None) is None:  # else this rank is going down: at once
+            self.engine.pauses.settle()
+        self.engine.waiting.closed = True
+        if self._recorder:
+            self.engine.reports.hand_on(rest=True)
+            self._recorder.pace = self._pace.record() if self._pace else None
+            self._recorder.write(self.traffic())
+        self.detach()
+        self._cluster.close(self.engine.waiting.failure)
+
+    def detach(self) -> None:
+        """Remove every hook on the model, the optimizer and torch."""
+        self._unguard()
+        self.engine.detach()
+        self._parameters.close()
+        self._stepping.close()
+        for handle in self._handles:
+            handle.remove()
+
+
+def _acts_once(plan: Plan) -> bool:
+    """Whether parameters change during backward, so that no other pass may follow it."""
+    averages = any(t.payload.buffer == "param" and t.after.point == "grad" for t in plan.transfers)
+    return averages or plan.source is not None
+
+
+def _scaler_remedy(plan: Plan) -> str | None:
+    """What to do instead of unscaling gradients, if this plan's cannot be; else None."""
+    if any(map(effects.is_window_end, plan.applies)):
+        return "gradients of several scales cannot be unscaled together; use WFBP()"
+    remedy = early_remedy(plan)
+    return remedy and f"they are applied bucket by bucket, at other times; {remedy}"
+
+
+def build_flat(model: nn.Module, profile: Profile | None) -> Flat:
+    """Flat storage by the profile's buckets, or one bucket per parameter in reverse order."""
+    if profile is not None:
+        return Flat(model, specs_of_profile(model, profile))
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return Flat(model, [BucketSpec(name, (name,)) for name in reversed(names)])
+
+
+def open_plan_session(strategy: Strategy, job: TrainingJob) -> FlatSession:
+    """Return the session that runs the strategy's plan, after measuring a profile if none is
+    known."""
+    flat = build_flat(job.model, job.profile)
+    session = FlatSession(
+        job.model, job.optimizer, strategy, job.cluster, job.recorder, flat, job.watch
+    )
+    try:
+        if job.profile is not None:
+            session.run_from(job.profile)
+        else:
+            session.observe(job.observation)
+        job.open_connections()
+        session.engine.begin()
+    except BaseException:
+        session.detach()
+        raise
+    return session

@@ -1,0 +1,132 @@
+"""Where an engine stands between two iterations, so that another process can go on from there.
+
+What earlier iterations have sent may be due in later ones. Such a message is waited for, but not
+put in its place: the other process finds it arrived, and puts it there when it is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from offbeat.core.runtime.engine import Engine
+from offbeat.core.runtime.iteration import Iteration, Timestamps
+
+State = dict[str, Any]
+
+
+def capture(engine: Engine) -> State:
+    """Everything that the iterations to come depend on beside weights and optimizer state.
+
+    Tensors are the engine's own, to be copied before the next iteration. RuntimeError within one.
+    """
+    engine.waiting.require_alive()
+    if engine.now is not None:
+        raise RuntimeError(
+            "an iteration is under way; save between iterations: after optimizer.step() and before "
+            "the next forward in training mode"
+        )
+    engine.pauses.flush()
+    engine.run.messages.settle()
+    engine.run.messages.renew()
+    run, planned = engine.run, engine.planned
+    recent = [i for i in run.iterations.values() if i.planned >= planned - run.program.lag]
+    return {
+        "planned": planned,
+        "iterations": [_captured(engine, iteration) for iteration in recent],
+        "buffers": {name: run.flat.contents(name) for name in _kept(engine)},
+        "gradients": run.gradients.flags() if run.windows.late else None,
+        "memory": run.context.memory,
+        "votes": run.votes.outcomes,
+    }
+
+
+def restore(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Go on from there, with the plan that was captured, which has just been adopted."""
+    run, planned = engine.run, state["planned"]
+    run.reloaded = False
+    for name, contents in state["buffers"].items():
+        run.flat.fill(name, contents)
+    if state["gradients"] is not None:
+        run.gradients.restore(state["gradients"])
+    run.messages.coding.restored()
+    run.windows.resumed()
+    run.context.memory.update(state["memory"])
+    run.votes.outcomes.update(state["votes"])
+    for saved in state["iterations"]:
+        run.iterations[saved["planned"]] = _landed(engine, saved, planned)
+    engine.start = engine.iteration - planned
+    engine.walker.flushed = planned or None
+    engine.begin()
+
+
+def land_before(engine: Engine, planned: int) -> None:
+    """Go on at this place of a plan that has just been adopted: what iterations before it have sent
+    has arrived and is in its place."""
+    nothing = {"messages": {}, "settings": None, "skipped": False}
+    for earlier in range(max(0, planned - engine.run.program.lag), planned):
+        saved = {**nothing, "planned": earlier}
+        engine.run.iterations[earlier] = _landed(engine, saved, planned)
+    engine.walker.flushed = planned or None
+
+
+def _kept(engine: Engine) -> list[str]:
+    """Buffers that a checkpoint needs. Parameters are the model's; gradients are zeroed by the
+    loop, unless the plan adds them up."""
+    late = engine.run.windows.late
+    return [
+        name
+        for name, buffer in engine.plan.all_buffers.items()
+        if buffer.kept
+        and buffer.kind != "state"
+        and (name != "param" or buffer.copies > 1)
+        and (name != "grad" or late)
+    ]
+
+
+def _captured(engine: Engine, iteration: Iteration) -> State:
+    """An iteration that is over, and what of it is still to come."""
+    run, messages = engine.run, {}
+    for vote in engine.plan.votes:
+        run.decide(vote, iteration.planned)
+    for index in sorted(iteration.outstanding):
+        message = iteration.messages[index]
+        engine.waiting.wait(message, run.flat)
+        messages[index] = {
+            "tensors": () if message.transfer.in_place else tuple(message.tensors),
+            "age": run.messages.staged(message),
+            "culprits": list(message.culprits),
+        }
+    settings = iteration.settings
+    return {
+        "planned": iteration.planned,
+        "skipped": iteration.skipped,
+        "settings": None if settings is None else run.updates.stepper.listed(settings),
+        "messages": messages,
+    }
+
+
+def _landed(engine: Engine, saved: Mapping[str, Any], planned: int) -> Iteration:
+    run, now = engine.run, engine.iteration
+    number = now - (planned - saved["planned"])
+    rules, messages = run.program.transfers(saved["planned"]), saved["messages"]
+    where = engine.flat.everything()[0].device
+    found = []
+    for index, transfer in enumerate(rules):
+        mine = messages.get(index, {"tensors": (), "age": None, "culprits": []})
+        tensors = [t.to(where) for t in mine["tensors"]]
+        message = run.messages.landed(transfer, number, tensors, mine["age"])
+        message.culprits = mine["culprits"]
+        found.append(message)
+    listed = saved["settings"]
+    return Iteration(
+        number,
+        Timestamps(),
+        found,
+        saved["planned"],
+        run.program.steps(saved["planned"]),
+        skipped=saved["skipped"],
+        settings=None if listed is None else run.updates.stepper.unlisted(listed),
+        outstanding=set(messages),
+        over=True,
+    )

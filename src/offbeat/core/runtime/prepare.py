@@ -1,0 +1,628 @@
+"""prepare: connect, compare notes with the other ranks, and hand the loop back."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import inspect
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache, partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from offbeat.core.buckets.flat import require_supported
+from offbeat.core.checkpoint.requested import attend
+from offbeat.core.files import write_or_warn
+from offbeat.core.guards.comparison import EVERY, agree_on_optimizer
+from offbeat.core.guards.finite import OnNonfinite, require_policy
+from offbeat.core.guards.replicas import broadcast_model
+from offbeat.core.measuring.network_check import compare_network
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.joint_optimizer import Together, require_disjoint
+from offbeat.core.runtime.launch_request import (
+    JOIN_VARIABLE,
+    STRATEGY_VARIABLE,
+    Job,
+    current_door,
+    current_job,
+    current_links,
+    current_place,
+    current_servers,
+)
+from offbeat.core.runtime.launchers import torchrun_variables
+from offbeat.core.runtime.meter import Board, Meter
+from offbeat.core.runtime.metrics import Log, Metrics
+from offbeat.core.runtime.named_strategy import Named
+from offbeat.core.runtime.prepared import Model, Optimizer, Session
+from offbeat.core.runtime.training_job import (
+    RECORDER,
+    Observation,
+    Ranks,
+    TrainingJob,
+    Watch,
+    divide_ranks,
+    load_object,
+)
+from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.registry import create, is_registered
+from offbeat.core.strategy.text import parse
+from offbeat.core.transport import rendezvous
+from offbeat.core.transport.cluster import Cluster, connect
+from offbeat.core.transport.control import Control
+from offbeat.core.transport.device import device_of
+from offbeat.core.transport.heartbeat import publish_uncaught_exception, run_at_process_exit
+from offbeat.core.transport.interfaces import LinkSpec, parse_link
+from offbeat.core.transport.link import THREAD_PREFIX
+
+if TYPE_CHECKING:
+    from offbeat.experiments.record.recorder import Recorder
+
+OBSERVE = 6
+DEFAULT_STRATEGY = "wfbp"
+TIMEOUT_S = 120.0
+OF_INTERFACES = "of network interfaces, at least one, each once, as in ['eth0', 'gloo:eth1']"
+WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
+SAME_MODEL = "build it from the same configuration everywhere"
+
+
+@torch.inference_mode(mode=False)  # what is made here is trained later
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    strategy: Strategy | str | None = None,
+    *,
+    profile: Profile | str | Path | None = None,
+    links: Sequence[str] | None = None,
+    observe: int = OBSERVE,
+    min_bucket_bytes: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+    compare_every: int = EVERY,
+    on_nonfinite: OnNonfinite = "raise",
+    broadcast_buffers: bool = True,
+    metrics: Metrics | Log | None = None,
+    mesh: None = None,
+    process_group: None = None,
+) -> tuple[Model, Any]:
+    """Model and optimizer that train together with their replicas on all ranks.
+
+    Of several optimizers, each with parameters of its own, pass a list, which is returned as a
+    list: `model, [muon, adamw] = offbeat.prepare(model, [muon, adamw])`.
+
+    Start one process per rank with `torchrun`, `offbeat run`, `srun` or `mpirun`; a lone process
+    trains alone. `strategy`: an object, or its name and settings as "dreamddp:period=8"; without
+    one WFBP(). What `offbeat run` chooses, or else the variable OFFBEAT_STRATEGY, counts before the
+    script's. `profile`: a Profile that must match, or a file that is reused if it matches and
+    written if not; without one the first `observe` iterations run BSP and are measured. If a few
+    messages show that it is of another network, a file that was measured is measured again; for
+    any other profile rank 0 prints the difference. `links`:
+    network interfaces, one link each, in the same order on all ranks; "gloo:eth1" names the backend
+    too, "nccl" leaves the interface to it. Buckets hold at least `min_bucket_bytes`, by default
+    what makes a message worth its measured latency. No wait outlasts `timeout_s` seconds.
+
+    Where only gradients are averaged, replicas are compared every `compare_every` iterations (0:
+    never), and RuntimeError names rank and setting or tensor if they differ. Where parameters are
+    averaged, the optimizer's settings and the names of frozen parameters are compared, and rank 0
+    warns of weights that some ranks alone have written between a step and the next forward.
+    `on_nonfinite`: what becomes of an average to which a rank brought NaN or infinity: "raise"
+    RuntimeError on every rank, naming rank and bucket, "skip" that rank, which takes over the
+    others' average, or "ignore". DDP() does neither: it is torch's own.
+    `broadcast_buffers`: whether all ranks get the buffers of rank 0 that forward has written,
+    before the next forward, as under torch's DDP. Only strategies that compute what DDP computes
+    broadcast; under others, and with False, every rank keeps its own buffers.
+    `metrics`: receives figures of training, see `offbeat.metrics`; it may differ between ranks.
+    With a strategy that has servers (SSP, PSBSP), the last OFFBEAT_SERVERS ranks serve: there
+    prepare returns only when all workers have left, by SystemExit(0).
+    With gossip (A2CiD2, ADPSGD) ranks train on parameters of their own, and some may die.
+    `mesh` and `process_group` are refused: every rank holds a whole replica, and all ranks of the
+    job average.
+    ValueError on every rank if models, strategies or links differ between ranks.
+    """
+    _require_whole_job(mesh, process_group)
+    job = current_job()
+    if not dist.is_initialized():
+        os.environ.update(torchrun_variables(os.environ))
+    if job.save_strategy is not None:
+        _save_strategy(strategy, job, job.save_strategy)
+    strategy, notice = _chosen(strategy, job)
+    servers = current_servers()
+    timeout_s = _positive("timeout_s", job.timeout_s or timeout_s)
+    min_bucket_bytes = job.min_bucket_bytes or min_bucket_bytes
+    if not isinstance(observe, int) or observe < 1:
+        raise ValueError(
+            f"observe ({observe!r}) must be at least 1 iteration; pass a profile for none"
+        )
+    if not isinstance(compare_every, int) or compare_every < 0:
+        raise ValueError(
+            f"compare_every ({compare_every!r}) must be a number of iterations, or 0 for never"
+        )
+    require_policy(on_nonfinite)
+    if metrics is not None and not isinstance(metrics, Metrics):
+        metrics = Metrics(metrics)
+    several = isinstance(optimizer, Sequence)
+    for one in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        if not hasattr(one, "param_groups"):
+            raise ValueError(
+                f"optimizer ({type(one).__name__}) must be a torch.optim.Optimizer, or a list of "
+                "them, each with parameters of its own"
+            )
+        _require_unprepared(model, one)
+    if isinstance(optimizer, Sequence):
+        optimizer = _together(model, optimizer, strategy)
+    _require_idle_servers()
+    _require_one_model(job)
+    if hasattr(model, "_orig_mod"):  # what torch.compile returns
+        warnings.warn(
+            "a model compiled as a whole yields all gradients at the end of backward, so nothing "
+            "can be sent under it; compile its blocks instead",
+            stacklevel=2,
+        )
+    _require_unwrapped(model)
+    require_supported(model)
+    _require_own_parameters(model, optimizer)
+    _require_one_backward(optimizer)
+    if current_door() is not None and not strategy.needs.allows_joining:
+        raise ValueError(
+            f"strategy ({strategy}) must be the job's, one of gossip, where {JOIN_VARIABLE} is "
+            "set; name it in the script, or as in `offbeat join --strategy a2cid2`"
+        )
+    if job.checkpoint is not None and strategy.needs.no_checkpoint is not None:
+        raise ValueError(strategy.needs.no_checkpoint)
+    cluster = _connect(model, links, timeout_s)
+    try:
+        options = (
+            f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, profile={_kind(profile)}, "
+            f"compare_every={compare_every}, on_nonfinite={on_nonfinite}, "
+            f"broadcast_buffers={broadcast_buffers}, "
+            f"servers={servers}"
+        )
+        cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
+        fingerprint = _agree(model, optimizer, strategy, cluster.control)
+        ranks = divide_ranks(servers, strategy, strategy.needs.servers, cluster.control)
+        known, save_to = None, None
+        if strategy.needs.profile:
+            known, save_to = _known_profile(profile, job, fingerprint, cluster)
+        difference = None if known is None else compare_network(cluster, known)
+        if difference is not None:
+            assert known is not None
+            if save_to is not None and job.profile is None and known.model:
+                known, difference = None, f"{difference}; it is measured again"
+            else:
+                difference += "; plan and predictions do not fit, so measure it again"
+            notice = difference if notice is None else f"{notice}\noffbeat: {difference}"
+        how = Observation(
+            observe,
+            min_bucket_bytes,
+            fingerprint,
+            save_to,
+            job.stop_after_profile,
+            job.pace,
+            job.turns,
+            job.least_buckets,
+        )
+        watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
+        if cluster.control.rank == 0:
+            print(_said(strategy, notice, cluster, known, observe), file=sys.stderr, flush=True)
+        samples = cluster.control.gather(metrics.divergence_every if metrics else None)
+        broadcast_model(model, cluster)
+        recorder = _recorder(model, job, cluster, difference)
+        training = TrainingJob(model, optimizer, cluster, known, how, watch, job, ranks, recorder)
+        session = strategy.open(training)
+    except BaseException:
+        cluster.close()
+        raise
+    session.strategy = str(strategy)
+    _prepared[model], cluster.served = ref(cluster), strategy.needs.servers
+    cluster.leave = run_at_process_exit(partial(_leave, session, cluster))
+    meter = _meter(metrics, samples, session, model, cluster, ranks)
+    prepared = Model(model, session, meter), Optimizer(optimizer, session, meter)
+    try:
+        attend(job, *prepared)
+    except BaseException:
+        prepared[0].close()
+        raise
+    return (prepared[0], prepared[1].parts()) if several else prepared
+
+
+def _together(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy
+) -> Together:
+    """Several optimizers as one."""
+    if not optimizers or strategy.needs.one_optimizer:
+        raise ValueError(
+            f"optimizer (a list of {len(optimizers)}) must be one torch.optim.Optimizer under "
+            f"{strategy}, or a list of at least one under other strategies, such as WFBP()"
+        )
+    require_disjoint(model, optimizers)
+    for one in optimizers:
+        _require_one_backward(one)
+    return Together(optimizers)
+
+
+_sessions = count()  # with metrics, in this process; all ranks prepare the same ones
+
+
+def _meter(
+    metrics: Metrics | None,
+    samples: Sequence[int | None],
+    session: Session,
+    model: nn.Module,
+    cluster: Cluster,
+    ranks: Ranks,
+) -> Meter | None:
+    """None where no rank logs. All leave samples as often as the first that logs has it."""
+    control = cluster.control
+    often = next((every for every in samples if every is not None), None)
+    if often is None:
+        return None
+    board = None
+    if often and len(ranks.workers) > 1:
+        board = Board(control.store(f"metrics{next(_sessions)}"), control.rank, ranks.workers)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return Meter(metrics, session, cluster.device, board, often, trained)
+
+
+def _recorder(
+    model: nn.Module, job: Job, cluster: Cluster, difference: str | None
+) -> Recorder | None:
+    """Return the recorder of this rank; None if the launcher requests no record."""
+    if not job.record_dir:
+        return None
+    recorder = load_object(RECORDER)(job.record_dir, cluster.control.rank, cluster.device)
+    recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
+    recorder.warnings += [] if difference is None else [difference]
+    return recorder
+
+
+def _chosen(strategy: Strategy | str | None, job: Job) -> tuple[Strategy, str | None]:
+    """The strategy, and what is to be said if it is not the script's."""
+    script = parse(strategy) if isinstance(strategy, str) else strategy
+    if script is not None and not isinstance(script, Strategy):
+        raise ValueError(
+            f"strategy ({script!r}) must be a strategy, or its name and settings as "
+            "'dreamddp:period=8'"
+        )
+    told = os.environ.get(STRATEGY_VARIABLE)
+    if job.strategy is not None:
+        chosen, by = create(job.strategy, job.settings), "the launcher"
+    elif told:
+        chosen, by = parse(told), STRATEGY_VARIABLE
+    else:
+        return script if script is not None else create(DEFAULT_STRATEGY), None
+    if script is None or script == chosen or job.stop_after_profile:
+        return chosen, None
+    return chosen, f"{chosen} is what {by} chooses; {script}, which the script names, is not used"
+
+
+def _save_strategy(strategy: Strategy | str | None, job: Job, path: str) -> None:
+    """Tell the launcher on rank 0 which strategy runs without its choice."""
+    chosen, _ = _chosen(strategy, replace(job, strategy=None))
+    if "RANK" not in os.environ or current_place()[0] == 0:
+        text = str(parse(strategy) if isinstance(strategy, str) else strategy)
+        own = not is_registered(chosen)
+        named = Named(
+            None if strategy is None else text,
+            chosen.name,
+            chosen.settings(),
+            own,
+        )
+        write_or_warn(named.save, path, "strategy", needed=job.stop_after_strategy)
+    if job.stop_after_strategy:
+        raise SystemExit(0)
+
+
+def _said(
+    strategy: Strategy, notice: str | None, cluster: Cluster, known: Profile | None, observe: int
+) -> str:
+    """One line on what is about to happen, and the notice."""
+    ranks = cluster.control.world_size
+    links = ", ".join(map(str, cluster.specs.values()))
+    how = ""
+    if strategy.needs.profile:
+        how = ", profile given" if known else f", observing {observe} iterations"
+    line = f"offbeat: {strategy}, {ranks} rank{'s' * (ranks > 1)}, {links}{how}"
+    notices = [notice, _nodes_notice(os.environ, ranks)]
+    return "\n".join([*(f"offbeat: {one}" for one in notices if one is not None), line])
+
+
+def _nodes_notice(environ: Mapping[str, str], ranks: int) -> str | None:
+    """Return what to know where several ranks of a job of several nodes share a node."""
+    local = environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdigit() or not 1 < int(local) < ranks:
+        return None
+    return (
+        f"LOCAL_WORLD_SIZE ({local}) is above 1 and below the number of ranks ({ranks}): nodes are "
+        "not known to the planner, so every rank communicates as if it were a node of its own. "
+        "Where the network between nodes is slow, start one rank per node"
+    )
+
+
+def _positive(name: str, value: float) -> float:
+    if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} ({value!r}) must be a number of seconds above 0")
+    return float(value)
+
+
+# Models and their sessions, which lead back to the model: a strong value would keep both for ever.
+_prepared: WeakKeyDictionary[nn.Module, ref[Cluster]] = WeakKeyDictionary()
+
+
+def _still_open() -> list[Cluster]:
+    """The clusters of models that were prepared and not closed."""
+    found = (known() for known in _prepared.values())
+    return [cluster for cluster in found if cluster is not None and not cluster.closed]
+
+
+def _is_open(model: nn.Module) -> bool:
+    known = _prepared.get(model)
+    cluster = None if known is None else known()
+    return cluster is not None and not cluster.closed
+
+
+def _require_unprepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, Optimizer):
+        raise ValueError("the optimizer is prepared already; call prepare once")
+    if isinstance(model, Model) or _is_open(model):
+        raise ValueError(
+            "the model is prepared already; call prepare once, or model.close() before"
+        )
+
+
+def _require_unwrapped(model: nn.Module) -> None:
+    """By name: most of these modules take long to import."""
+    for name, module in model.named_modules():
+        wrapper = WRAPPERS & {cls.__name__ for cls in type(module).__mro__}
+        if wrapper:
+            raise ValueError(
+                f"the model ({name or type(module).__name__}) must not be within "
+                f"{wrapper.pop()}, which moves gradients or weights between processes itself; give "
+                "offbeat.prepare the module that is in it"
+            )
+
+
+def _require_whole_job(mesh: object, process_group: object) -> None:
+    """Raise ValueError if the script names a part of the job."""
+    for name, value in (("mesh", mesh), ("process_group", process_group)):
+        if value is not None:
+            raise ValueError(
+                f"{name} ({type(value).__name__}) must be left out: offbeat averages over all "
+                "ranks of the job, and each rank holds a whole replica"
+            )
+
+
+def _require_idle_servers() -> None:
+    if any(cluster.served for cluster in _still_open()):
+        raise ValueError(
+            "another model is prepared with servers, which serve that one alone; train both as one "
+            "module with one optimizer, or use strategies without servers"
+        )
+
+
+def _require_one_model(job: Job) -> None:
+    if _still_open() and (job.record_dir or job.stop_after_profile):
+        raise ValueError(
+            "a second model cannot be prepared in a process that `offbeat run`, `compare` or "
+            "`profile` has started: profile and record are of one model. Train both as one module "
+            "with one optimizer, or start the script with torchrun"
+        )
+
+
+def _require_one_backward(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"optimizer ({type(optimizer).__name__}) must have a step() that needs no closure, as "
+            "an iteration has one backward; use one such as SGD or AdamW"
+        )
+
+
+def _kind(profile: Profile | str | Path | None) -> str:
+    if profile is None:
+        return "none"
+    return "given" if isinstance(profile, Profile) else "a file"
+
+
+def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    mine = {id(p) for p in model.parameters()}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if id(p) not in mine:
+                raise ValueError(
+                    f"parameter {i} of the optimizer's group {g} must belong to the model; build "
+                    "the optimizer from model.parameters() after the model is final"
+                )
+
+
+# ---- connecting -----------------------------------------------------------------------------
+
+
+def _connect(model: nn.Module, links: Sequence[str] | None, timeout_s: float) -> Cluster:
+    where = next(model.parameters()).device
+    device = device_of(where)
+    specs = _specs(links, where)
+    joined_here = not dist.is_initialized()
+    if joined_here:
+        _join("nccl" if any(spec.backend == "nccl" for spec in specs) else "gloo", timeout_s)
+    _leave_world_at_exit(joined_here)
+    return connect(specs, where, device, timeout_s)
+
+
+def _specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSpec]:
+    """What the links are made of; ValueError on those that cannot be, before anything is opened."""
+    if isinstance(links, str):
+        raise ValueError(f"links ({links!r}) must be a list {OF_INTERFACES}")
+    given = current_links() if links is None else [parse_link(link) for link in links]
+    if not given or len({spec.name for spec in given}) < len(given):
+        raise ValueError(f"links ({links!r}) must be a list {OF_INTERFACES}")
+    default = "nccl" if where.type == "cuda" else "gloo"
+    specs = [replace(spec, backend=spec.backend or default) for spec in given]
+    over_nccl = [spec for spec in specs if spec.backend == "nccl"]
+    if over_nccl and where.type != "cuda":
+        raise ValueError(
+            f"{over_nccl[0]} needs a model on a GPU ({where}); give gloo:INTERFACE instead"
+        )
+    if len({spec.interface for spec in over_nccl}) > 1:
+        raise ValueError(
+            f"{over_nccl[1]} must have the interface of {over_nccl[0]}, as NCCL uses one choice in "
+            f"the whole process; give gloo:{over_nccl[1].interface} instead"
+        )
+    return specs
+
+
+def _join(backend: str, timeout_s: float) -> None:
+    """torchrun's rendezvous, or a world of one where nothing says otherwise."""
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    rank, size = current_place()
+    try:
+        store = rendezvous.connect_store(rank, size, timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        raise RuntimeError(
+            f"rank {rank} could not meet the other {size} "
+            f"ranks at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
+            f"{timeout_s:g} s: {error}"
+        ) from error
+
+
+def _agree(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, control: Control
+) -> str:
+    """Fingerprint of the model, after making sure that all ranks are about to do the same."""
+    settings = f"{strategy.name} {strategy.settings()}"
+    control.agree("the strategy", settings, "start every rank with the same settings")
+    tensors = [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad, p.stride())
+        for name, p in model.named_parameters()
+    ]
+    everyone = control.gather(tensors)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ValueError(
+                "the model must be the same on all ranks: "
+                f"{_first_difference(everyone[0], theirs, rank)}; {SAME_MODEL}"
+            )
+    buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
+    control.agree("the model's buffers", buffers, SAME_MODEL)
+    agree_on_optimizer(control, optimizer, model)
+    return hashlib.sha256(repr(tensors).encode()).hexdigest()[:16]
+
+
+def _first_difference(mine: list[Any], theirs: list[Any], rank: int) -> str:
+    for a, b in zip(mine, theirs, strict=False):
+        if a != b:
+            return f"rank 0 has {_describe(a)}, rank {rank} {_describe(b)}"
+    return f"rank 0 has {len(mine)} parameters, rank {rank} {len(theirs)}"
+
+
+def _describe(tensor: tuple[Any, ...]) -> str:
+    name, shape, dtype, trainable, strides = tensor
+    kind = "trainable" if trainable else "frozen"
+    return f"{name!r} {list(shape)} {dtype} {kind} with strides {list(strides)}"
+
+
+# ---- profiles -------------------------------------------------------------------------------
+
+
+def _known_profile(
+    given: Profile | str | Path | None, job: Job, fingerprint: str, cluster: Cluster
+) -> tuple[Profile | None, str | None]:
+    """(profile to run from or None to measure one, file to save it in); rank 0's word counts.
+
+    A Profile, or the launcher's file, must match; a user's file is a cache, measured anew if not.
+    """
+    if job.stop_after_profile or (given is None and job.profile is None):
+        return None, job.save_profile
+    strict = job.profile is not None or isinstance(given, Profile)
+    found, problem = None, None
+    if cluster.control.rank == 0:
+        try:
+            found = _read(given, job)
+        except (OSError, ValueError) as error:
+            problem = error
+    said = {"problem": problem and str(problem), "profile": found and found.to_dict()}
+    told = cluster.control.gather(said)[0]
+    if told["problem"] is not None:
+        raise problem or ValueError(told["problem"])
+    found = told["profile"] and Profile.from_dict(told["profile"])
+    cache = None if isinstance(given, Profile) else str(given) if given else None
+    if found is None:
+        return None, cache
+    mismatch = _mismatch(found, fingerprint, cluster, job)
+    if mismatch and (strict or not found.model):
+        raise ValueError(
+            f"the profile does not match: {mismatch}; measure it again with `offbeat profile`"
+        )
+    return (None, cache) if mismatch else (found, cache)
+
+
+def _read(given: Profile | str | Path | None, job: Job) -> Profile | None:
+    if job.profile is not None:
+        return Profile.load(job.profile)
+    if isinstance(given, Profile):
+        return given
+    assert given is not None
+    return Profile.load(given) if Path(given).exists() else None
+
+
+def _mismatch(profile: Profile, fingerprint: str, cluster: Cluster, job: Job) -> str | None:
+    if profile.model and profile.model != fingerprint:
+        return f"it was measured on another model ({profile.model}, here {fingerprint})"
+    if profile.world_size != cluster.control.world_size:
+        return f"its world_size ({profile.world_size}) must be {cluster.control.world_size}"
+    if profile.pace and not job.pace:
+        return (
+            f"it is of emulated hosts (pace {profile.pace:g}), and this machine is to be used as "
+            "it is"
+        )
+    names = [link.name for link in profile.links]
+    if names != list(cluster.links):
+        return f"its links ({', '.join(names)}) must be {', '.join(cluster.links)}"
+    return None
+
+
+# ---- leaving --------------------------------------------------------------------------------
+
+
+def _leave(session: Session, cluster: Cluster) -> None:
+    """At exit: close a session that is still open."""
+    if not cluster.closed:
+        publish_uncaught_exception()
+        session.close()
+
+
+@cache
+def _leave_world_at_exit(joined_here: bool) -> None:
+    """Register once, before any session, so that it runs after all of them have closed."""
+    atexit.register(_leave_world, joined_here, os.getpid())
+
+
+def _leave_world(joined_here: bool, process_id: int) -> None:
+    """A link can be stuck in a collective, and leaving with its group alive can abort the process:
+    then end at once, with the failure's exit status if there was one.
+
+    A fork of the process `process_id` cannot destroy the group, because it has no threads of gloo.
+    """
+    failed = getattr(sys, "last_value", None) is not None
+    stuck = any(t.name.startswith(THREAD_PREFIX) for t in threading.enumerate())
+    if failed or stuck:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Stuck without a failure: in a message that the last forward has begun and nobody awaits.
+        os._exit(1 if failed else 0)
+    if joined_here and dist.is_initialized() and os.getpid() == process_id:
+        dist.destroy_process_group()

@@ -1,0 +1,130 @@
+"""The training job of one rank: what a strategy opens its session with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from offbeat.core.guards.finite import OnNonfinite
+from offbeat.core.measuring.connections import open_connections
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.launch_request import SERVERS_VARIABLE, Job
+from offbeat.core.transport.cluster import Cluster
+from offbeat.core.transport.control import Control
+
+if TYPE_CHECKING:
+    from offbeat.experiments.record.recorder import Recorder
+    from offbeat.lab.pace import Pace
+
+# Named as text: these rooms lie above the runtime.
+PACE = "offbeat.lab.pace:Pace"
+RECORDER = "offbeat.experiments.record.recorder:Recorder"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """How a profile is measured: iterations of BSP, smallest bucket, and what follows."""
+
+    iterations: int
+    min_bucket_bytes: int | None
+    model: str  # fingerprint
+    save_to: str | None
+    then_stop: bool
+    pace: float | Literal["auto"] | None = None  # of the hosts that the profile is for
+    turns: str | None = None  # lock file: ranks compute one after the other
+    least_buckets: int = 1  # that a launcher needs for other strategies than the job's
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is watched while training: replicas every `compare_every` iterations, and non-finite
+    values. With `broadcast_buffers` all ranks get rank 0's buffers."""
+
+    compare_every: int
+    on_nonfinite: OnNonfinite
+    broadcast_buffers: bool = True
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that train, and the ranks that serve: the last ones."""
+
+    workers: range
+    servers: range
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """The objects of one rank that a strategy opens its session with.
+
+    Attributes:
+        model: the user's module, equal on all ranks.
+        optimizer: the user's optimizer.
+        cluster: links and control of this rank.
+        profile: the known profile; None if it is not needed or is measured first.
+        observation: how a profile is measured.
+        watch: what is watched while training.
+        request: what the launcher requests.
+        ranks: the ranks that train, and the ranks that serve.
+        recorder: writes this rank's record; None if none is requested.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    cluster: Cluster
+    profile: Profile | None
+    observation: Observation
+    watch: Watch
+    request: Job
+    ranks: Ranks
+    recorder: Recorder | None
+
+    def open_connections(self) -> None:
+        """Open the connections of a run whose iterations are compared with a prediction."""
+        if self.recorder is not None and self.profile is not None:
+            open_connections(self.cluster, self.profile)
+
+    def requested_pace(self) -> Pace | None:
+        """Return the pace of this rank by the profile that the launcher names; None without one."""
+        request = self.request
+        paced = Profile.load(request.profile) if request.pace and request.profile else None
+        return open_pace(paced, self.cluster.control.rank)
+
+
+def open_pace(profile: Profile | None, rank: int) -> Pace | None:
+    """Return the pace of an emulated host; None if the profile is not of emulated hosts."""
+    if profile is None or not profile.pace:
+        return None
+    return load_object(PACE)(profile, rank)
+
+
+def load_object(text: str) -> Any:
+    """Return the object named by `module:name`."""
+    module, _, name = text.partition(":")
+    return getattr(import_module(module), name)
+
+
+def divide_ranks(servers: int, strategy: object, needs_servers: bool, control: Control) -> Ranks:
+    """Return which ranks train and which serve; ValueError on every rank for an impossible number
+    of servers."""
+    world_size = control.world_size
+    if needs_servers and servers < 1:
+        raise ValueError(
+            f"servers ({servers}) must be at least 1 for {strategy}; start with `offbeat run "
+            f"--servers 1`, or set {SERVERS_VARIABLE}: so many of the last ranks serve"
+        )
+    if servers and not needs_servers:
+        raise ValueError(
+            f"servers ({servers}) must be 0 for {strategy}, which has none to train with; unset "
+            f"{SERVERS_VARIABLE}, or choose a strategy with servers (see `offbeat strategies`)"
+        )
+    if servers >= world_size:
+        raise ValueError(
+            f"servers ({servers}) must be below the number of ranks ({world_size}), as at least "
+            "one rank must train; start more ranks"
+        )
+    return Ranks(range(world_size - servers), range(world_size - servers, world_size))

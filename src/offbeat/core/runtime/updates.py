@@ -1,0 +1,313 @@
+"""Updates: the user's optimizer, whole or bucket by bucket, at the moments of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from offbeat.core.buckets.autograd_gradients import HandedOver
+from offbeat.core.buckets.checksum import checksum
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.gradients import Gradients
+from offbeat.core.derive import effects
+from offbeat.core.guards.finite import Suspects
+from offbeat.core.guards.foreign_step import Stepping
+from offbeat.core.guards.replicas import only_gradients
+from offbeat.core.guards.updates_without_effect import Moves
+from offbeat.core.plan import Apply, Plan
+from offbeat.core.runtime.compute import Compute
+from offbeat.core.runtime.iteration import Iteration
+from offbeat.core.runtime.stepper import BucketStepper, Settings
+
+
+def early_remedy(plan: Plan) -> str | None:
+    """What to do instead where gradients are applied at other times than in `step()`; None if
+    they are applied there."""
+    points = {apply.at.point for apply in plan.applies if effects.is_update(apply)}
+    if plan.source is not None:
+        return (
+            "let the strategy clip each stage (clip=...), or use one that steps at once, such as "
+            "WFBP()"
+        )
+    if "grad" in points:
+        return "use scope='model'" if plan.votes else "use average='before_update'"
+    if "forward" in points:
+        return "use a strategy that steps at once, such as WFBP(), or update='at_step'"
+    return None
+
+
+AT_ONCE = "use a strategy that steps at once, such as WFBP()"
+FIRST_LOOKS, LOOK_EVERY = 3, 100  # steps after which weights are compared by checksums
+REST = -1  # stands for buckets that are stepped together at the step
+
+
+class Updates:
+    """Does what the rule `local` says, and sees to it that nobody changes gradients before."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer,
+        gradients: Gradients | HandedOver,
+        flat: Flat,
+    ):
+        self._optimizer, self._gradients, self._flat = optimizer, gradients, flat
+        self._everything = range(plan.buckets)
+        self.remedy = early_remedy(plan)
+        self.on_arrival = any(
+            effects.is_update(a) and a.at.point == "forward" for a in plan.applies
+        )
+        self.early = any(effects.is_update(a) and a.at.point == "grad" for a in plan.applies)
+        self._parameters = flat.parameters
+        self._noted: tuple[Settings, list[int], int | None] | None = None
+        self._plan = plan
+        self._tried: set[int] = set()  # buckets, by the first of a run
+        self._later = [a for a in plan.applies if effects.is_update(a) and a.at.lag]
+        self._version = flat.grad_version()
+        # By bucket with an update to come: versions of its parameters, and their checksum if taken.
+        self._weights: dict[int, tuple[list[int], int | None]] = {}
+        self._asked = 0  # steps whose updates come later
+        self._revealed: set[int] = set()  # applies whose gradients the user has seen as they are
+        self._moves: Moves | None = Moves(optimizer)
+        self.refresh()
+        if self.remedy is not None:
+            self.stepper.require_independent()
+
+    def refresh(self) -> None:
+        """The optimizer's groups or state were replaced."""
+        parameters = [bucket.parameters for bucket in self._flat.buckets]
+        remedy = self.remedy or AT_ONCE
+        self.stepper = BucketStepper(self._optimizer, parameters, remedy)
+
+    # ---- the rule ---------------------------------------------------------------------------
+
+    def reveal(self, locals_: Sequence[Apply]) -> None:
+        """Backward is over and what the step needs is there: show code between backward and step
+        (clipping, unscaling) the gradients that the step applies."""
+        if self._gradients.late:
+            self._gradients.conceal()
+        self._revealed = {id(apply) for apply in locals_}
+        for apply in locals_:
+            if self._gathered(apply):
+                copy = self._copy(apply)
+                self._scale(apply, copy)
+                if not self._gradients.shown(copy):
+                    self._gradients.show(apply.buckets, copy)
+        if self._gradients.late and not any(map(self._gathered, locals_)):
+            self._gradients.show_zero()
+        self._version = self._flat.grad_version()
+
+    def local(self, apply: Apply, iteration: Iteration) -> None:
+        """Step some buckets with the gradients of an iteration."""
+        run, copy, gradients = apply.buckets, self._copy(apply), self._gradients
+        if not gradients.added(run.start, copy):
+            return  # nothing was added up yet: the first window of a plan that applies late
+        in_backward = apply.at.point == "grad"
+        cleared = []
+        if apply.at.lag:
+            self._require_untouched_since()
+            self._require_unchanged(run)
+            cleared = gradients.missing(run)
+        if id(apply) not in self._revealed:
+            self._scale(apply, copy)
+            if not (in_backward and gradients.shown(copy)):
+                gradients.show(run, copy)
+        if not iteration.skipped:
+            if self.suspects is not None and self._plan.source is not None:
+                sums = [self._flat.gradients(b, copy) for b in run]
+                self.suspects.require_finite_sum(run, iteration.number, sums)
+            whole = apply.at.point in ("step", "end") and len(run) == len(self._everything)
+            self._step(apply, iteration, whole=whole)
+            self.compute.updated(apply)
+        gradients.applied(run, copy)
+        if in_backward:
+            gradients.used_early(run)
+        for view in cleared:
+            view.zero_()
+        if not in_backward:  # what backward writes is no change by the user
+            self._version = self._flat.grad_version()
+
+    def _gathered(self, apply: Apply) -> bool:
+        """Whether there is anything that it would apply."""
+        return self._gradients.added(apply.buckets.start, self._copy(apply)) > 0
+
+    def rest(self, iteration: Iteration) -> None:
+        """Step all buckets whose update was left to the step, in one call."""
+        if iteration.skipped or not iteration.rest:
+            return
+        with self._own(iteration.rest):
+            if len(iteration.rest) == len(self._everything):
+                self._optimizer.step()
+            else:
+                self.stepper.step(iteration.rest, None, compare=self._is_first(REST))
+
+    def _copy(self, apply: Apply) -> int:
+        return self._flat.physical("grad", apply.arg("age", 0))
+
+    def _own(self, run: Sequence[int]) -> AbstractContextManager[None]:
+        """Steps of these buckets within it are not the script's."""
+        if self._moves is not None:
+            return self._require_moves(run, self._moves)
+        return self.stepping.own() if self.stepping is not None else nullcontext()
+
+    @contextmanager
+    def _require_moves(self, run: Sequence[int], moves: Moves) -> Iterator[None]:
+        """As `_own`, and require that updates change weights."""
+        self._moves = None
+        moves.begin(run[0], (p for b in run for p in self._flat.buckets[b].parameters))
+        with self._own(run):
+            yield
+        moves.end()
+        self._moves = None if moves.done else moves
+
+    def _step(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:
+        with self._own(apply.buckets):
+            self._step_own(apply, iteration, whole=whole)
+
+    def _step_own(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:
+        if whole:
+            self._optimizer.step()
+            return
+        first = self._is_first(apply.buckets.start)
+        if not apply.at.lag:
+            self.stepper.step(apply.buckets, None, compare=first)
+            return
+        with _plainly(self._flat.buckets[apply.buckets.start].param.device.type):
+            self.stepper.step(apply.buckets, iteration.settings, compare=first)
+
+    def _is_first(self, run: int) -> bool:
+        """Return whether this run of buckets is stepped alone for the first time."""
+        first = self.remedy is not None and run not in self._tried
+        self._tried.add(run)
+        return first
+
+    def _scale(self, apply: Apply, copy: int) -> None:
+        """Multiply gradients as the rule's settings say, before anybody sees them."""
+        factor = apply.arg("scale", 1.0)
+        if apply.arg("merge") == "mean":
+            factor /= max(self._gradients.added(apply.buckets.start, copy), 1)
+        if factor != 1.0:
+            for b in apply.buckets:
+                self._flat.gradients(b, copy).mul_(factor)
+
+    # ---- guards -----------------------------------------------------------------------------
+
+    def note_backward_end(self, *, contents: bool = False) -> None:
+        """Record settings and weights as updates in backward have found and left them.
+
+        Writes through `p.data` have no version counter; with `contents` checksums tell them. That
+        needs weights that no message writes between backward and step.
+        """
+        self._noted = self.stepper.settings(), self._all_versions(), self._contents(contents)
+
+    def alteration(self) -> str | None:
+        """Return what the script has changed since the end of backward: a setting, or weights."""
+        if self._noted is None:
+            return None
+        settings, versions, contents = self._noted
+        for group in self._optimizer.param_groups:
+            for key, value in settings.get(id(group), {}).items():
+                if key in group and not _is_equal(group[key], value):
+                    return f"{key!r} of a param group"
+        if versions != self._all_versions() or contents != self._contents(contents is not None):
+            return "weights"
+        return None
+
+    def _all_versions(self) -> list[int]:
+        return [p._version for p in self._parameters]
+
+    def _contents(self, wanted: bool) -> int | None:
+        return checksum(*self._parameters) if wanted else None
+
+    def asked_for(self, iteration: Iteration, *, abandoned: bool = False) -> None:
+        """`optimizer.step()`: ValueError if gradients that are applied at other times were
+        changed since backward. Later updates use the settings of this moment, which a scheduler
+        may change before they are done."""
+        if self.remedy is None:
+            return
+        if not abandoned and self.touched():
+            raise ValueError(
+                "gradients were changed between backward and optimizer.step() (clipping or "
+                "unscaling?), but this strategy applies them bucket by bucket, at other times; "
+                f"{self.remedy}"
+            )
+        if self.early and not abandoned and (what := self.alteration()) is not None:
+            raise ValueError(
+                f"{what} was changed between backward and optimizer.step(), but this strategy "
+                "applies gradients bucket by bucket in backward, with the settings and weights "
+                f"there; change it before backward or after the step, or {self.remedy}"
+            )
+        phase = self._plan.phase(iteration.planned)
+        later = [apply.buckets for apply in self._later if phase in apply.phases]
+        if later:
+            iteration.settings = self.stepper.settings()
+            self._gradients.apply_later(later)
+            # Writes through `p.data` have no version; each checksum is a pass over the weights.
+            # Averages of parameters may write between the step and the update, too.
+            looks = self._asked < FIRST_LOOKS or self._asked % LOOK_EVERY == 0
+            taken = looks and only_gradients(self._plan)
+            self._asked += 1
+            self._weights = {b: self._state_of(b, taken) for run in later for b in run}
+            self._optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
+
+    def touched(self) -> bool:
+        """Whether somebody has changed or replaced gradients since backward."""
+        return self._flat.grad_version() != self._version or not self._gradients.attached()
+
+    def refuse_look(self) -> None:
+        """ValueError: a gradient was read that is in flight, or a part of a sum."""
+        raise ValueError(
+            "a gradient was read between backward and optimizer.step() (clipping, unscaling or "
+            f"logging?), but this strategy's messages still write to it then, or it was handed on; "
+            f"{self.remedy}"
+        )
+
+    def _require_untouched_since(self) -> None:
+        if self._flat.grad_version() != self._version and not self.in_backward:
+            raise ValueError(
+                "gradients were changed while their update was still to come (zeroed in place?); "
+                "use zero_grad() of the prepared model or optimizer, which waits for it, or "
+                f"{self.remedy}"
+            )
+
+    def _require_unchanged(self, run: range) -> None:
+        """The parameters are as they were when this update was asked for."""
+        for b in run:
+            known = self._weights.pop(b, None)
+            if known is not None and known != self._state_of(b, known[1] is not None):
+                raise ValueError(
+                    f"parameters of {self._flat.buckets[b].name!r} were changed between "
+                    "optimizer.step() and the next forward, while their update was still to come; "
+                    "call model.flush() before, or reach them through the model that "
+                    f"offbeat.prepare returned, or {self.remedy}"
+                )
+
+    def _state_of(self, b: int, taken: bool) -> tuple[list[int], int | None]:
+        """Return versions of a bucket's parameters, and their checksum if it is to be `taken`."""
+        parameters = self._flat.buckets[b].parameters
+        return [p._version for p in parameters], checksum(*parameters) if taken else None
+
+    in_backward = False  # then autograd has changed them
+    compute = Compute()  # told of every update
+    stepping: Stepping | None = None  # who sees all other steps
+    suspects: Suspects | None = None  # asked before every update with a sum that was handed on
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether two values of a setting are the same; tensors by their elements."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
+
+
+@contextmanager
+def _plainly(device_type: str) -> Iterator[None]:
+    """As after backward, though a forward may have been entered in another mode."""
+    if not (torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device_type)):
+        yield
+        return
+    with torch.inference_mode(False), torch.autocast(device_type, enabled=False):
+        yield

@@ -1,0 +1,56 @@
+"""Votes: decisions that all ranks make together while training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.plan import Apply, Moment, Payload, Phases, Transfer, Vote
+from offbeat.core.runtime.waiting import Waiting
+from offbeat.core.transport.link import Link, Message
+
+
+class Votes:
+    """One small message for all votes of a moment; afterwards every rank knows who has said yes."""
+
+    def __init__(self, link: Link | None, waiting: Waiting, flat: Flat, rank: int, world_size: int):
+        self._link, self._waiting, self._flat = link, waiting, flat
+        self._rank, self._world_size = rank, world_size
+        self._asked: dict[tuple[str, int], tuple[Message, int]] = {}
+        self.outcomes: dict[tuple[str, int], list[int]] = {}
+        """By name and iteration in the plan: the ranks that said yes."""
+
+    def ask(self, votes: Sequence[Vote], planned: int, says: Sequence[bool]) -> None:
+        """This rank has its say in the votes of a moment."""
+        assert self._link is not None
+        rule = Transfer(
+            Payload("vote", range(1)), votes[0].at, Moment("end"), Phases(), self._link.name
+        )
+        where = self._flat.everything()[0].device
+        table = torch.zeros(len(votes), self._world_size, device=where, dtype=torch.float32)
+        table[:, self._rank] = torch.tensor(says, dtype=table.dtype, device=where)
+        message = self._link.enqueue(rule, planned)
+        self._link.release(message, (table,))
+        for row, vote in enumerate(votes):
+            self._asked[vote.name, planned] = message, row
+
+    def decide(self, vote: Vote, planned: int) -> list[int]:
+        """Wait for everyone's say; the ranks that said yes."""
+        message, row = self._asked.pop((vote.name, planned))
+        self._waiting.wait(message, self._flat)
+        yes = [rank for rank, said in enumerate(message.tensors[0][row].tolist()) if said]
+        self.outcomes[vote.name, planned] = yes
+        return yes
+
+    def goes(self, rule: Transfer | Apply, planned: int) -> bool:
+        """Whether a rule of an iteration happens."""
+        if rule.when is None or planned < rule.ago:
+            return True
+        return bool(self.outcomes[rule.when, planned - rule.ago])
+
+    def forget(self, before: int) -> None:
+        """Outcomes of iterations before this one are not asked for any more."""
+        for key in [key for key in self.outcomes if key[1] < before]:
+            del self.outcomes[key]

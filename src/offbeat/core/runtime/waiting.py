@@ -1,0 +1,94 @@
+"""Waiting for messages, never without end, and saying who was waited for."""
+
+from __future__ import annotations
+
+import time
+
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.runtime.compute import Compute
+from offbeat.core.transport.cluster import CLOSED
+from offbeat.core.transport.control import Control
+from offbeat.core.transport.device import Device, Mark
+from offbeat.core.transport.link import Message
+
+LOOK_EVERY_S = 0.5  # whether another rank has given up
+
+
+class Waiting:
+    """Waits for messages. After a failure `require_alive` raises, as nothing can go on."""
+
+    def __init__(self, device: Device, control: Control, timeout_s: float):
+        self._device, self._control, self._timeout_s = device, control, timeout_s
+        self._failure: BaseException | None = None
+        self.closed = False
+        self.compute = Compute()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why nothing can go on."""
+        return self._failure
+
+    def require_alive(self) -> None:
+        """RuntimeError once a wait has failed, or the session is closed."""
+        if self._failure is not None:
+            raise RuntimeError("this worker has failed; start it again") from self._failure
+        if self.closed:
+            raise RuntimeError(CLOSED)
+
+    def refuse(self, error: BaseException) -> None:
+        """What has arrived must not be used."""
+        self._failure = error
+        raise error
+
+    def mark(self) -> Mark:
+        """The device's present moment."""
+        return self._device.mark()
+
+    def wait(self, message: Message, flat: Flat) -> None:
+        """Return when the message is there; RuntimeError in words if it failed or is too late."""
+        if not message.done:
+            with self._control.waiting(lambda: f"waiting for {_described(message, flat)}"):
+                self._await(message, flat)
+            self.compute.waited()
+        if message.error is not None:
+            released_s = self._since(message)
+            after = "" if released_s is None else f", {released_s:.1f} s after its release"
+            self._fail(message, flat, f"failed{after}: {message.error}")
+        self._device.follow(message.end)
+
+    def _await(self, message: Message, flat: Flat) -> None:
+        begun_s = time.monotonic()
+        while not message.wait(LOOK_EVERY_S):
+            if time.monotonic() - begun_s >= self._timeout_s:
+                self._fail(message, flat, f"has not arrived in {self._timeout_s:g} s")
+            if self._control.needs_abort:
+                self._fail(message, flat, "will not arrive: another rank has failed or given up")
+
+    def _since(self, message: Message) -> float | None:
+        """Seconds since its release."""
+        if message.released is None:
+            return None
+        return self._device.seconds(self._device.mark()) - self._device.seconds(message.released)
+
+    def _fail(self, message: Message, flat: Flat, what: str) -> None:
+        waited_s = self._since(message) or 0.0
+        error = RuntimeError(
+            f"rank {self._control.rank}: {_described(message, flat)} {what}. "
+            f"{self._control.report_failure(waited_s=waited_s)} Restart the missing ranks, or "
+            f"raise timeout_s ({self._timeout_s:g} s) if they are only slow."
+        )
+        self._failure = error
+        raise error from message.error
+
+
+def _described(message: Message, flat: Flat) -> str:
+    payload = message.transfer.payload
+    run = payload.buckets
+    names = [flat.buckets[b].name for b in (run.start, run.stop - 1)]
+    between = names[0] if len(run) == 1 else f"{names[0]}..{names[1]}"
+    ranks = message.transfer.ranks
+    way = "" if ranks is None else f" from rank {ranks[0]} to rank {ranks[1]}"
+    return (
+        f"{payload.buffer} of bucket {between}{way} on link {message.transfer.link!r} in "
+        f"iteration {message.iteration}"
+    )

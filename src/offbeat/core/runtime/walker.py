@@ -1,0 +1,103 @@
+"""The walker: passes the moments of a program, one after the other, as compute reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offbeat.core.plan import Apply, Vote
+from offbeat.core.plan.program import Step
+from offbeat.core.rules import RULES, VOTES
+from offbeat.core.runtime.active_plan import Adopted
+from offbeat.core.runtime.iteration import Acted, Iteration
+from offbeat.core.transport.device import Device
+
+
+class Walker:
+    """At every moment: wait, decide, apply, ask, release; the order is the program's.
+
+    What a forward waits for and applies on behalf of earlier iterations may be done early
+    (`flush`), when somebody looks at the model between two iterations.
+    """
+
+    def __init__(self, run: Adopted, device: Device):
+        self._run, self._device = run, device
+        self._buckets = run.plan.buckets
+        self._next = 0  # the first step of the iteration that has not been passed
+        self.flushed: int | None = None  # iteration whose forward finds everything done
+
+    def begin(self, now: Iteration) -> None:
+        """The present iteration."""
+        self._now, self._next = now, 0
+
+    def walk(self, position: int) -> None:
+        """Pass every moment up to a position that has not been passed yet."""
+        now, mark = self._now, self._device.mark
+        steps = now.steps
+        while self._next < len(steps) and (step := steps[self._next]).position <= position:
+            self._next += 1
+            if not (step.wait or step.apply or step.decide or step.ask):
+                for index in step.release:
+                    self._run.release(now, index)
+                continue
+            waited = begin = mark()
+            if step.wait or step.decide:
+                self.wait(step)
+                waited = mark()
+            self.act(step)
+            now.marks.acted.append(Acted(step.position, begin, waited, mark()))
+
+    def wait(self, step: Step) -> None:
+        """Wait for what is due at a moment."""
+        planned, early = self._now.planned, self._done_early(step)
+        for lag, index in step.wait:
+            if not (lag and early):
+                self._run.arrive(planned - lag, index)
+        for lag, vote in step.decide:
+            if not (lag and early):
+                self._run.decide(vote, planned - lag)
+
+    def act(self, step: Step) -> None:
+        """Apply, have a say in votes, and release."""
+        now, early = self._now, self._done_early(step)
+        for lag, apply in step.apply:
+            if not (lag and early):
+                self._apply(apply, now.planned - lag)
+        if step.ask:
+            self._ask(step.ask)
+        for index in step.release:
+            self._run.release(now, index)
+
+    def flush(self, planned: int, *, begun: bool = False) -> None:
+        """Do what the forward of the next iteration waits for and applies of earlier ones, or the
+        rest of it if that has `begun`."""
+        if self.flushed == planned:
+            return
+        for step in self._run.program.steps(planned)[self._next if begun else 0 :]:
+            if step.position >= self._buckets:
+                break
+            for lag, index in step.wait:
+                if lag:
+                    self._run.arrive(planned - lag, index)
+            for lag, vote in step.decide:
+                if lag:
+                    self._run.decide(vote, planned - lag)
+            for lag, apply in step.apply:
+                if lag:
+                    self._apply(apply, planned - lag)
+        self.flushed = planned
+
+    def _apply(self, apply: Apply, planned: int) -> None:
+        run = self._run
+        if run.votes.goes(apply, planned):
+            run.context.iteration = run.iterations[planned]
+            RULES[apply.rule](run.context, apply)
+
+    def _ask(self, votes: Sequence[Vote]) -> None:
+        now, context, everything = self._now, self._run.context, range(self._buckets)
+        context.iteration = now
+        says = [VOTES[vote.rule](context, vote, vote.buckets or everything) for vote in votes]
+        now.undecided.update(vote.name for vote in votes)
+        self._run.votes.ask(votes, now.planned, says)
+
+    def _done_early(self, step: Step) -> bool:
+        return self.flushed == self._now.planned and step.position < self._buckets

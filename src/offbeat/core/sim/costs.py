@@ -1,0 +1,124 @@
+"""Costs: what computing, messages, votes and rules take, by a profile."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.core.codecs.cost import Encoded, kind_of
+from offbeat.core.derive import effects
+from offbeat.core.plan import Apply, Payload, Plan, Transfer, groups_of
+from offbeat.core.plan.program import spread, work_before
+from offbeat.core.profile import Profile
+from offbeat.core.sim.ranks import Ranks
+
+Seconds = NDArray[np.float64]
+
+
+def applied_s(profile: Profile, apply: Apply, update_s: Seconds) -> Seconds | None:
+    """Return the seconds of an apply for each of its buckets, from the seconds of updates; None for
+    rules that are no updates, which take no time."""
+    if not effects.is_update(apply):
+        return None
+    seconds = update_s[apply.buckets.start : apply.buckets.stop]
+    if not profile.step_s:
+        return seconds
+    # The step of the whole model is the one call that costs nothing more.
+    whole = apply.at.point in ("step", "end") and len(apply.buckets) == len(profile.buckets)
+    calls = len(apply.buckets) if spread(apply) else int(not whole)
+    return seconds + profile.step_s * calls / len(seconds)
+
+
+class Costs:
+    """Seconds and bytes of everything in one plan; times of compute are the profile's."""
+
+    def __init__(self, plan: Plan, profile: Profile, ranks: Ranks) -> None:
+        self.plan, self.profile = plan, profile
+        self._ranks = ranks
+        self._buffers = plan.all_buffers
+        self._update_s = np.array(profile.bucket_update_s)
+        self._alone = {
+            link: {group[0] for group in groups_of(link, plan.groups) if len(group) == 1}
+            for link in plan.links
+        }
+        self._message_s: dict[tuple[int, int], float] = {}
+        self._sending_s: dict[int, float] = {}
+        self._bytes: dict[int, int] = {}
+        # By place: the compute between the moment before and this one.
+        self.compute_s = np.array(
+            [
+                sum(self.work_s(*work) for work in work_before(place, plan.buckets))
+                for place in range(2 * plan.buckets + 2)
+            ]
+        )
+
+    def work_s(self, kind: str, bucket: int) -> float:
+        """A bucket's forward or backward."""
+        facts = self.profile.buckets[bucket]
+        return facts.forward_s if kind == "forward" else facts.backward_s
+
+    def applied_s(self, apply: Apply) -> Seconds | None:
+        """Seconds of an apply for each of its buckets; None: no time at all."""
+        return applied_s(self.profile, apply, self._update_s)
+
+    def message_s(self, t: Transfer, ranks: tuple[int, ...] | None = None) -> float:
+        """Seconds of a message alone on its link, between some ranks or all of them; a rank that
+        is a group of its own sends nothing."""
+        if ranks is not None and self._is_alone(t, ranks[0]):
+            return 0.0
+        key = id(t), ranks[0] if ranks else -1
+        if key not in self._message_s:
+            payload, encoded = self._on_link(t)
+            seconds = (
+                self.profile.message_s(payload, t.link, t.verb)
+                if encoded is None
+                else encoded.seconds(t.link)
+            )
+            self._message_s[key] = seconds / self._ranks.link_rate(t.link, ranks)
+        return self._message_s[key]
+
+    def sending_s(self, t: Transfer, rank: int) -> float:
+        """What the compute of a rank that sends a message loses to it."""
+        if self._is_alone(t, rank):
+            return 0.0
+        if id(t) not in self._sending_s:
+            payload, encoded = self._on_link(t)
+            self._sending_s[id(t)] = (
+                self.profile.sending_s(payload, t.link, t.verb)
+                if encoded is None
+                else encoded.sending_s(t.link)
+            )
+        return self._sending_s[id(t)]
+
+    def message_bytes(self, t: Transfer, rank: int) -> int:
+        """Bytes of a message of a rank; half of them for a reduce_scatter or all_gather, so that a
+        pair of them counts as one all-reduce. A rank that is a group of its own sends none."""
+        if self._is_alone(t, rank):
+            return 0
+        if id(t) not in self._bytes:
+            payload, encoded = self._on_link(t)
+            size = self.profile.bytes_of(payload) if encoded is None else encoded.bytes
+            half = t.verb in ("reduce_scatter", "all_gather")
+            self._bytes[id(t)] = size // 2 if half else size
+        return self._bytes[id(t)]
+
+    def _is_alone(self, t: Transfer, rank: int) -> bool:
+        """Whether a collective of a rank spans no other rank."""
+        return t.ranks is None and rank in self._alone[t.link]
+
+    def _on_link(self, t: Transfer) -> tuple[Payload, Encoded | None]:
+        """A message as a payload of one of the kinds that the profile knows, and over its wire."""
+        payload = kind_of(t.payload, self._buffers[t.payload.buffer].kind)
+        if t.wire is None:
+            return payload, None
+        return payload, Encoded(self.profile, payload, t.wire, t.verb)
+
+    @property
+    def vote_s(self) -> float:
+        """What a vote takes from the last say on: as measured, else the least message on the
+        default link."""
+        link = self.profile.default_link
+        least_s = link.vote_s
+        if least_s is None:
+            least_s = max([link.latency_s, *(seconds for _, seconds in link.small[:1])])
+        return least_s / self._ranks.link_rate(link.name)

@@ -1,0 +1,193 @@
+"""Traces: the timeline that both interpreters produce, and what can be read off it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal
+
+from offbeat.core.files import write_text
+
+SCHEMA = 1
+COMPUTE = "compute"  # the lane of forward, backward, update and waiting
+
+Source = Literal["simulated", "measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time on one lane of one rank; seconds from the trace's origin.
+
+    Lanes are `compute` and the links' names. Kinds on compute: forward, backward, update, wait,
+    other, and simulated sending (processor time that messages take); on links: grad, param, state,
+    or the verb (reduce_scatter, all_gather, send).
+    `buckets` is a run of neighbours, None for the model.
+    `carries`: the iterations [first, stop) whose gradients a message holds; None: its own.
+    `way`: (from, to) of a send, which has a span on both; None: the message is of all its ranks.
+    """
+
+    rank: int
+    lane: str
+    kind: str
+    iteration: int
+    start_s: float
+    end_s: float
+    buckets: tuple[int, int] | None = None
+    bytes: int = 0
+    carries: tuple[int, int] | None = None
+    way: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        return (
+            self.kind
+            if self.buckets is None
+            else f"{self.kind}[{self.buckets[0]}:{self.buckets[1]}]"
+        )
+
+
+def whole_periods(skip: int, period: int, iterations: int) -> int:
+    """Return how many first iterations to leave out: whole periods, at least `skip` iterations; or
+    `skip` itself if no whole period of the `iterations` would remain.
+
+    The first averages of a plan differ from all later ones, as it begins with a trial.
+    """
+    whole = -(-skip // period) * period
+    return whole if iterations - whole >= period else skip
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A timeline. `ends_s[rank][i]` is when iteration `first + i` ended; the first one started
+    at `starts_s[rank]`. Spans may cover fewer iterations than `ends_s` (a recorded window).
+    `uneven`: iterations differ by what votes decide, so that only their mean says something.
+    """
+
+    source: Source
+    strategy: str
+    ends_s: tuple[tuple[float, ...], ...]
+    starts_s: tuple[float, ...]
+    spans: tuple[Span, ...] = ()
+    first: int = 0
+    period: int = 1
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    uneven: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ends_s)
+
+    @property
+    def iterations(self) -> int:
+        return min(len(ends) for ends in self.ends_s)
+
+    def iteration_seconds(self) -> list[float]:
+        """Duration of every iteration, the slowest rank's end counting."""
+        return _steps(min(self.starts_s), [max(ends) for ends in zip(*self.ends_s, strict=False)])
+
+    def period_seconds(self, skip: int = 0) -> list[float]:
+        """Mean iteration time of every whole period after the first `skip` iterations."""
+        seconds = self.iteration_seconds()[skip:]
+        whole = len(seconds) // self.period * self.period
+        return [fmean(seconds[i : i + self.period]) for i in range(0, whole, self.period)]
+
+    def iteration_s(self, skip: int = 0) -> float:
+        """Seconds per iteration: median over whole periods, or the mean where they are uneven;
+        ValueError if there is none."""
+        periods = self.period_seconds(skip)
+        if not periods:
+            raise ValueError(
+                f"the trace ({self.iterations} iterations) must have a whole period "
+                f"({self.period}) after the first {skip}; run more iterations"
+            )
+        return fmean(periods) if self.uneven else median(periods)
+
+    def window(self, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> list[Span]:
+        """Spans of some iterations (and ranks), in order of start."""
+        wanted = set(iterations)
+        of = None if ranks is None else set(ranks)
+        chosen = (s for s in self.spans if s.iteration in wanted and (of is None or s.rank in of))
+        return sorted(chosen, key=lambda s: (s.start_s, s.rank, s.lane))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, with the schema version."""
+        data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        data |= {"schema": SCHEMA, "notes": dict(self.notes)}
+        data["spans"] = spans_to_dict(self.spans)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Trace:
+        """Inverse of `to_dict`; ValueError on another schema."""
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"schema ({data.get('schema')!r}) of the trace must be {SCHEMA}")
+        values = {key: value for key, value in data.items() if key != "schema"}
+        names = values["spans"]["fields"]
+        values["spans"] = tuple(
+            _span(dict(zip(names, row, strict=True))) for row in values["spans"]["rows"]
+        )
+        values["ends_s"] = tuple(tuple(ends) for ends in values["ends_s"])
+        values["starts_s"] = tuple(values["starts_s"])
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        write_text(path, json.dumps(self.to_dict()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read from JSON."""
+        return cls.from_dict(json.loads(Path(path).read_text()))
+
+    def to_chrome(self) -> dict[str, Any]:
+        """Chrome trace events (Perfetto reads them): a process per rank, a thread per lane."""
+        lanes = list(dict.fromkeys([COMPUTE, *(span.lane for span in self.spans)]))
+        events: list[dict[str, Any]] = []
+        for rank in range(self.world_size):
+            label = f"rank {rank} ({self.strategy}, {self.source})"
+            events.append(_meta("process_name", rank, 0, label))
+            events += [_meta("thread_name", rank, i, lane) for i, lane in enumerate(lanes)]
+        for span in self.spans:
+            events.append(
+                {
+                    "name": span.name,
+                    "cat": span.kind,
+                    "ph": "X",
+                    "pid": span.rank,
+                    "tid": lanes.index(span.lane),
+                    "ts": span.start_s * 1e6,
+                    "dur": (span.end_s - span.start_s) * 1e6,
+                    "args": _arguments(span),
+                }
+            )
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def spans_to_dict(spans: Iterable[Span]) -> dict[str, Any]:
+    """JSON-ready form: the names of the fields once, and a row for each."""
+    names = [f.name for f in fields(Span)]
+    return {"fields": names, "rows": [[getattr(span, name) for name in names] for span in spans]}
+
+
+def _steps(start: float, ends: list[float]) -> list[float]:
+    return [end - begin for begin, end in zip([start, *ends], ends, strict=False)]
+
+
+def _span(values: dict[str, Any]) -> Span:
+    pairs: dict[str, Any] = {
+        name: None if values.get(name) is None else tuple(values[name])
+        for name in ("buckets", "carries", "way")
+    }
+    return Span(**(values | pairs))
+
+
+def _arguments(span: Span) -> dict[str, Any]:
+    carries = {} if span.carries is None else {"carries": list(range(*span.carries))}
+    return {"iteration": span.iteration, "bytes": span.bytes, **carries}
+
+
+def _meta(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,0 +1,1 @@
+"""Strategies as the core knows them: interface, registry, text."""

@@ -1,0 +1,156 @@
+"""The registry of strategies: by name, and by `module:Class` for strategies of other packages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
+from typing import Any
+
+from offbeat.core.strategy.interface import Strategy, require_choice
+
+ENTRY_POINTS = "offbeat.strategies"  # group in which packages name their strategies
+
+# Strategies that compute what DDP computes come first. Nothing is imported to list the names.
+BUILT_IN = {
+    "ddp": "offbeat.strategies.ddp:DDP",
+    "asc-wfbp": "offbeat.strategies.asc_wfbp:ASCWFBP",
+    "bsp": "offbeat.strategies.bsp:BSP",
+    "bytescheduler": "offbeat.strategies.bytescheduler:ByteScheduler",
+    "dear": "offbeat.strategies.dear:DeAR",
+    "p3": "offbeat.strategies.p3:P3",
+    "us-byte": "offbeat.strategies.us_byte:USByte",
+    "wfbp": "offbeat.strategies.wfbp:WFBP",
+    "cyclic": "offbeat.strategies.cyclic:Cyclic",
+    "deft": "offbeat.strategies.deft:DeFT",
+    "diloco": "offbeat.strategies.diloco:DiLoCo",
+    "dreamddp": "offbeat.strategies.dreamddp:DreamDDP",
+    "fedavg": "offbeat.strategies.fedavg:FedAvg",
+    "local-sgd": "offbeat.strategies.local_sgd:LocalSGD",
+    "partial-sync": "offbeat.strategies.partial_sync:PartialSync",
+    "selsync": "offbeat.strategies.selsync:SelSync",
+    "ps-bsp": "offbeat.server.ps_bsp:PSBSP",
+    "ssp": "offbeat.server.ssp:SSP",
+    "a2cid2": "offbeat.gossip.a2cid2:A2CiD2",
+    "ad-psgd": "offbeat.gossip.ad_psgd:ADPSGD",
+}
+
+
+# Former names: functions that warn for one release and return a strategy.
+FORMER = {"ps-selsync": "offbeat.strategies.former:PSSelSync"}
+
+
+def strategy_names() -> list[str]:
+    """Return the names of all strategies: built in, then of installed packages."""
+    return [*BUILT_IN, *sorted(set(_entry_points()) - set(BUILT_IN))]
+
+
+def find(name: str) -> type[Strategy]:
+    """Return the strategy class of a name.
+
+    Args:
+        name: a built-in name, a name that an installed package declares in the entry point group
+            `offbeat.strategies`, or `module:Class`.
+
+    Raises:
+        ValueError: no strategy has this name, or two packages declare it, or the class cannot be
+            imported or is not a strategy.
+    """
+    if ":" in name:
+        return _import(name, name)
+    if name in BUILT_IN:
+        if name in _entry_points():
+            raise ValueError(_claimed(name, ["offbeat", *map(_package, _entry_points()[name])]))
+        return _import(name, BUILT_IN[name])
+    points = _entry_points().get(name, [])
+    if len(points) > 1:
+        raise ValueError(_claimed(name, [_package(point) for point in points]))
+    require_choice("strategy", name, strategy_names())
+    return _import(name, points[0].value)
+
+
+def is_registered(strategy: Strategy) -> bool:
+    """Return whether the strategy's class is the registered one of its name."""
+    name = getattr(strategy, "name", "")
+    return (name in BUILT_IN or name in _entry_points()) and find(name) is type(strategy)
+
+
+def reference_of(strategy: Strategy) -> str:
+    """Return the name under which another process finds the strategy's class.
+
+    Raises:
+        ValueError: the class is defined in the script itself, which other processes cannot import.
+    """
+    cls = type(strategy)
+    if is_registered(strategy):
+        return strategy.name
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+        raise ValueError(
+            f"strategy ({cls.__qualname__}) must be in a module of its own, not in the script, as "
+            "the launcher imports it; name it as module:Class, or start the script with torchrun"
+        )
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
+    """Return the strategy of a name with these settings.
+
+    Raises:
+        ValueError: name or setting does not exist; suggests the nearest one.
+    """
+    make, settings = maker(name), settings or {}
+    known = setting_names(name)
+    if "outer" in settings and "outer" not in known:
+        raise ValueError(
+            f"outer must be left out with {name}: outer optimizers step on averages of parameters, "
+            "which this strategy does not make"
+        )
+    for key in settings:
+        require_choice(f"setting of {name}", key, known)
+    return make(**settings)
+
+
+def maker(name: str) -> Callable[..., Strategy]:
+    """Return the class of a strategy, or the function of a former name; ValueError as of `find`."""
+    if name in FORMER:
+        module, _, function = FORMER[name].partition(":")
+        return getattr(import_module(module), function)
+    return find(name)
+
+
+def setting_names(name: str) -> list[str]:
+    """Return the names of a strategy's settings; ValueError as of `find`."""
+    return list(signature(maker(name)).parameters)
+
+
+@cache
+def _entry_points() -> dict[str, list[EntryPoint]]:
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _import(name: str, path: str) -> type[Strategy]:
+    module, _, attribute = path.partition(":")
+    try:
+        cls = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"strategy ({name}) must be a class that can be imported as {path}: {error}"
+        ) from error
+    if not (isinstance(cls, type) and issubclass(cls, Strategy)):
+        raise ValueError(f"strategy ({name}) must be a subclass of offbeat.Strategy, not {cls!r}")
+    return cls
+
+
+def _claimed(name: str, packages: list[str]) -> str:
+    return (
+        f"strategy ({name}) is declared by {' and '.join(packages)}; name the class as module:Class"
+    )
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.value

@@ -1,0 +1,121 @@
+"""Strategies from text: `dreamddp:period=8`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from offbeat.core.strategy.interface import Strategy, require_choice
+from offbeat.core.strategy.registry import create, maker, reference_of, setting_names
+
+BITS = {"0": False, "1": True}
+
+# Types that a setting may have: how an error calls their values, and what makes one of text.
+KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    NoneType: ("none", lambda text: {"none": None}[text.lower()]),
+    bool: ("true or false", lambda text: {"true": True, "false": False}[text.lower()]),
+    int: ("an integer", int),
+    float: ("a number", float),
+    str: ("text", str),
+    tuple[int, ...]: (
+        "integers with / between",
+        lambda text: tuple(int(part) for part in text.split("/")),
+    ),
+    tuple[float, ...]: (
+        "numbers with / between",
+        lambda text: tuple(float(part) for part in text.split("/")),
+    ),
+    tuple[tuple[bool, ...], ...]: (
+        "rows of 0 and 1 with / between",
+        lambda text: tuple(tuple(BITS[bit] for bit in row) for row in text.split("/")),
+    ),
+}
+UNIONS = (Union, UnionType)
+
+
+def parse(text: str) -> Strategy:
+    """A strategy of its name and settings, as in `dreamddp:period=8:average=before_update`;
+    ValueError if there is none."""
+    name, *settings = parts(text)
+    return strategy(name, settings)
+
+
+def text_of(strategy: Strategy) -> str:
+    """Inverse of `parse`: the name, and the settings that are not the defaults."""
+    changed = [
+        f"{field.name}={getattr(strategy, field.name)}"
+        for field in fields(strategy)
+        if getattr(strategy, field.name) != field.default
+    ]
+    return ":".join([reference_of(strategy), *changed])
+
+
+def parts(text: str) -> list[str]:
+    """Name and settings of such a text, also where a value has a colon, as in wire=topk:0.01."""
+    name, *rest = text.strip().split(":")
+    if rest and "=" not in rest[0]:
+        name = f"{name}:{rest.pop(0)}"  # module:Class
+    found: list[str] = []
+    for part in rest:
+        first, comma, second = part.partition(",")
+        if comma and "=" in second:
+            raise ValueError(
+                f"settings of a strategy ({part!r}) must have ':' between them, as in "
+                f"{name}:{first}:{second}"
+            )
+        if found and "=" not in part:
+            found[-1] += f":{part}"
+        else:
+            found.append(part)
+    return [name, *found]
+
+
+def parse_value(setting: str, text: str, hint: Any) -> Any:
+    """Value of a setting from its text and its type: a word of a Literal (first, as a word may be
+    "none"), none, true or false, int, float. ValueError if the type has no such value."""
+    kinds = get_args(hint) if get_origin(hint) in UNIONS else (hint,)
+    literal = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    words = {str(word).lower() if isinstance(word, bool) else str(word): word for word in literal}
+    given = text.lower() if text in ("True", "False") else text
+    if given in words:
+        return words[given]
+    readers = KINDS | {kind: (kind.FORM, kind.parse) for kind in kinds if hasattr(kind, "parse")}
+    for kind, (_, values) in readers.items():
+        with suppress(ValueError, KeyError):
+            if kind in kinds:
+                return values(text)
+    if len(words) > 1:
+        require_choice(setting, text, words)
+    allowed = [*words, *(name for kind, (name, _) in readers.items() if kind in kinds)]
+    raise ValueError(f"{setting} ({text!r}) must be {' or '.join(allowed)}")
+
+
+def pairs(texts: Sequence[str] | None) -> dict[str, str]:
+    """NAME=VALUE, by name; ValueError of anything else."""
+    for text in texts or []:
+        if not text.partition("=")[0] or "=" not in text:
+            raise ValueError(f"setting ({text!r}) must read NAME=VALUE, as in period=5")
+    return {text.partition("=")[0]: text.partition("=")[2] for text in texts or []}
+
+
+def strategy(name: str, settings: Sequence[str] | None) -> Strategy:
+    """A strategy of settings as "period=5"; ValueError if there is none."""
+    return create_from_texts(name, pairs(settings))
+
+
+def with_setting(strategy: Strategy, setting: str, text: str) -> Strategy:
+    """The strategy with one setting from its text; ValueError if it has no such value."""
+    value = parse_value(setting, text.strip(), get_type_hints(type(strategy))[setting])
+    return replace(strategy, **{setting: value})
+
+
+def create_from_texts(name: str, settings: Mapping[str, str]) -> Strategy:
+    """A strategy from its name and its settings' texts; ValueError if there is none."""
+    known = setting_names(name)
+    hints = {k: hint for k, hint in get_type_hints(maker(name)).items() if k in known}
+    # `create` knows best what to say about settings that there are not.
+    values = {k: parse_value(k, t, hints[k]) if k in hints else t for k, t in settings.items()}
+    return create(name, values)

@@ -1,0 +1,133 @@
+"""The cluster as one process sees it: control, links, device."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from offbeat.core.plan import Groups, base_link, groups_of
+from offbeat.core.transport.collectives import collectives
+from offbeat.core.transport.control import Control, new_group
+from offbeat.core.transport.device import Device
+from offbeat.core.transport.interfaces import LinkSpec, agree_on_links, bound_to
+from offbeat.core.transport.link import Link
+
+CLOSED = (
+    "the model is closed: it has left the other ranks. Train before model.close(), or prepare a "
+    "model again"
+)
+
+
+@dataclass
+class Cluster:
+    """What this process is connected to: control, links with their groups, the device.
+
+    `specs` are the links by name; `links` and `groups` hold them and their further channels.
+    """
+
+    control: Control
+    specs: dict[str, LinkSpec]
+    where: torch.device
+    device: Device
+    timeout_s: float
+    links: dict[str, Link] = field(default_factory=dict)
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    _parts: dict[str, Groups] = field(default_factory=dict)
+    _everyone: dist.ProcessGroup | None = None
+    closed: bool = False
+    served: bool = False  # by servers, for as long as it is open
+    leave: Callable[[], None] | None = None  # registered to run at exit; holds the session
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """Group of all ranks on the first link, whatever the groups of a plan."""
+        assert self._everyone is not None
+        return self._everyone
+
+    def open(self, names: Iterable[str], within: Mapping[str, Groups] | None = None) -> None:
+        """Open the links and channels among `names` that are not open yet. With `within`, the
+        groups of a plan by link, links that are open with other groups are opened again.
+
+        Every rank must call it with the same arguments in the same order. ValueError for a channel
+        of an unknown link; RuntimeError on every rank, naming the link, if a group cannot be built.
+        """
+        for name in dict.fromkeys([*names, *(self.links if within is not None else ())]):
+            parts = tuple(groups_of(name, within or {}))
+            if name in self.links and self._parts[name] == parts:
+                continue
+            if name in self.links:
+                self.links.pop(name).close()
+            spec = self.specs.get(base_link(name))
+            if spec is None:
+                known = ", ".join(self.specs)
+                raise ValueError(f"link ({name!r}) must be one of {known}, or a channel of one")
+            group = self._group(name, spec, parts)
+            verbs = collectives(group, str(spec.backend), self.where, self.timeout_s)
+            if self._everyone is None and not parts:
+                self._everyone = group
+            self.groups[name], self._parts[name] = group, parts
+            self.links[name] = Link(name, verbs, self.device)
+
+    def _group(self, name: str, spec: LinkSpec, parts: Groups) -> dist.ProcessGroup:
+        """A group bound to the link's interface that has carried a first message."""
+        try:
+            with bound_to(spec.interface), self.control.waiting(f"opening link {name!r}"):
+                group = new_group(str(spec.backend), self.timeout_s, parts)
+                where = self.where if spec.backend == "nccl" else torch.device("cpu")
+                dist.all_reduce(torch.zeros(1, device=where, dtype=torch.float32), group=group)
+                self.device.finish()
+        except RuntimeError as error:
+            interface = spec.interface or "any interface"
+            raise RuntimeError(
+                f"link {name!r} ({spec.backend} on {interface}) could not be opened: {error}. "
+                f"{self.control.report_failure()}"
+            ) from error
+        return group
+
+    def require_open(self) -> None:
+        """RuntimeError once this process has left the other ranks."""
+        if self.closed:
+            raise RuntimeError(CLOSED)
+
+    def bytes_sent(self) -> dict[str, int]:
+        """By link, and by channel where one was used."""
+        sent = {name: link.bytes_sent for name, link in self.links.items()}
+        return {name: size for name, size in sent.items() if size or name in self.specs}
+
+    def close(self, failure: BaseException | None = None) -> bool:
+        """Stop the links and drop the groups; False if a link is stuck in a collective, which
+        nothing can interrupt: then the groups stay, as dropping them could abort the process.
+        Others hear of a `failure` of this rank, and wait no longer."""
+        self.closed = True
+        if self.leave is not None:
+            atexit.unregister(self.leave)
+            self.leave = None
+        self.control.close(failure)
+        closed = [link.close() for link in self.links.values()]
+        if not all(closed):
+            return False
+        for group in (*self.groups.values(), self._everyone, self.control.group):
+            with suppress(ValueError):  # the script may have destroyed all of them
+                dist.destroy_process_group(group)
+        return True
+
+
+def connect(
+    specs: Sequence[LinkSpec], where: torch.device, device: Device, timeout_s: float
+) -> Cluster:
+    """Control and all links; ValueError on every rank unless the links are the same everywhere
+    and connect all ranks."""
+    control = Control(timeout_s)
+    cluster = Cluster(control, {}, where, device, timeout_s)
+    try:
+        cluster.specs = {spec.name: spec for spec in agree_on_links(specs, control)}
+        cluster.open(cluster.specs)
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster

@@ -1,0 +1,242 @@
+"""Control: small messages beside the links - agreement between ranks, and who is behind."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from offbeat.core.transport import packed
+from offbeat.core.transport.heartbeat import (
+    ABORTED,
+    ACTIVE,
+    IN_SCRIPT,
+    REPORTED,
+    RUNNING,
+    WAITING,
+    Heartbeat,
+    LazyText,
+    RankStatus,
+    as_text,
+    mark_peer_error,
+    process_heartbeat,
+)
+
+_met = 0  # how often this process has met all others
+SHOWN = 16  # ranks in a report
+STAYS_S = 2.0  # whose store it is waits so long for the others to give up, too
+NOBODY = (
+    "No rank is missing: all of them live and wait. The network between them may have failed, or "
+    "they wait for different things, as when one has less data (see offbeat.join), or when not "
+    "every rank calls consolidate, save or load."
+)
+STORE_IS_SILENT = (
+    "The store of rank 0 does not respond: rank 0 has failed, its host is gone, or the network "
+    "between it and this rank is cut."
+)
+STORE_HAS_ENDED = (
+    "Rank 0 has ended after a failed wait, and its store with it. The first report in the logs of "
+    "all ranks names the cause."
+)
+
+
+class Control:
+    """A group of its own for agreement, so that bulk traffic never holds it up, and a store
+    where every rank leaves its progress."""
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._heartbeat: Heartbeat | None = None
+        try:
+            with self.waiting("waiting for all ranks to call prepare"):
+                self._count()
+                self.group = new_group("gloo", timeout_s)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} waited {timeout_s:g} s for all {self.world_size} ranks to call "
+                f"offbeat.prepare: {error}. See the logs of the others: one may have failed, or "
+                "have ended, as a server does when all workers have closed their model"
+            ) from error
+        self.met = _met  # how often all ranks have met, this time included
+        if self.world_size > 1:
+            store = distributed_c10d._get_default_store()
+            self._heartbeat = process_heartbeat(store, self.rank, self.world_size)
+            self._heartbeat.add_user(self.met)
+        self.hosts: list[str] = self.gather(socket.gethostname())
+
+    def _count(self) -> None:
+        """Meet once more before torch makes a group: it counts them, and who has begun one more
+        than the others never finds them again."""
+        global _met
+        self.meet(f"prepare/{_met}")
+        _met += 1
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks in the store, where a wait in vain leaves nothing behind. RuntimeError
+        with the ranks that did not come; `what` must be new."""
+        if self.world_size == 1:
+            return
+        store, ranks = self.store(what), [str(rank) for rank in range(self.world_size)]
+        store.set(str(self.rank), "")
+        try:
+            store.wait(ranks, timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            missing = [rank for rank in ranks if not store.check([rank])]
+            store.delete_key(str(self.rank))
+            raise RuntimeError(
+                f"rank {', '.join(missing)} did not within {self.timeout_s:g} s"
+            ) from error
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """This rank leaves the others, as it should, or after a failure that is its own."""
+        if self._heartbeat is not None:
+            reason = None if failure is None else f"failed with {type(failure).__name__}: {failure}"
+            self._heartbeat.remove_user(reason)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's value, by rank: what JSON can hold, and tuples. RuntimeError naming who is
+        missing on timeout, ValueError on every rank for what cannot be said."""
+        with self.together("exchanging values"):
+            return packed.gather(value, self.group)
+
+    def same(self, numbers: Sequence[int]) -> bool:
+        """Whether every rank has these numbers (of at most 62 bits): one small collective."""
+        mine = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64, device="cpu")
+        largest = mine.clone()
+        with self.together("comparing values"):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        # Equal on every rank or on none: largest and smallest coincide, or they do not.
+        return all(int(a) == -int(b) for a, b in zip(*largest.chunk(2), strict=True))
+
+    def agree(self, what: str, value: Any, remedy: str) -> None:
+        """ValueError on every rank, naming the ranks that differ, unless all values are equal."""
+        values = self.gather(value)
+        if all(v == values[0] for v in values):
+            return
+        odd = next(rank for rank, v in enumerate(values) if v != values[0])
+        same = [rank for rank, v in enumerate(values) if v == values[odd]]
+        raise ValueError(
+            f"{what} must be the same on all ranks: rank 0 has {values[0]}, "
+            f"rank {', '.join(map(str, same))} {'has' if len(same) == 1 else 'have'} "
+            f"{values[odd]}; {remedy}"
+        )
+
+    def store(self, name: str) -> Store:
+        """A part of the job's store, in which ranks leave things for each other."""
+        return PrefixStore(f"offbeat/{name}", distributed_c10d._get_default_store())
+
+    # ---- heartbeat and failure report ---------------------------------------------------------
+
+    def set_iteration(self, iteration: int) -> None:
+        """Set the iteration of this rank, published with its next heartbeat."""
+        if self._heartbeat is not None:
+            self._heartbeat.iteration = iteration
+
+    def set_activity(self, activity: str) -> None:
+        """Set the activity of this rank ("in forward"), published with its next heartbeat."""
+        if self._heartbeat is not None:
+            self._heartbeat.activity = activity
+
+    def set_wait_in_torch(self, activity: str | None) -> None:
+        """Set the state of this rank at the start of a wait in C++ code of torch, and at its end.
+
+        Args:
+            activity: activity during the wait; None at its end.
+        """
+        heartbeat = self._heartbeat
+        if heartbeat is not None and heartbeat.state in ACTIVE:
+            heartbeat.state = RUNNING if activity is None else WAITING
+            heartbeat.activity = IN_SCRIPT if activity is None else activity
+
+    @contextmanager
+    def waiting(self, words: LazyText) -> Iterator[None]:
+        """Set the state of this rank to `WAITING` while the body waits for other ranks.
+
+        A RuntimeError that the body raises is marked as an error of a wait.
+        """
+        try:
+            with nullcontext() if self._heartbeat is None else self._heartbeat.waiting(words):
+                yield
+        except RuntimeError as error:
+            mark_peer_error(error)
+            raise
+
+    @contextmanager
+    def together(self, words: str) -> Iterator[None]:
+        """Run a collective of all ranks in the body. An error of the backend names the suspects."""
+        begun_s = time.monotonic()
+        with self.waiting(words):
+            try:
+                yield
+            except RuntimeError as error:
+                why = self.report_failure(waited_s=time.monotonic() - begun_s)
+                raise RuntimeError(f"ranks could not agree, {words}: {error}. {why}") from error
+
+    @property
+    def needs_abort(self) -> bool:
+        """Whether this rank needs to stop waiting, because another rank has failed or aborted."""
+        return self._heartbeat is not None and self._heartbeat.detector.needs_abort
+
+    def report_failure(self, waiting_in: int | None = None, waited_s: float = 0.0) -> str:
+        """Return a report of the suspects and of the last status of every rank.
+
+        Publishes that this rank has aborted, waits for a heartbeat timeout so that a rank that has
+        just died becomes suspect (up to 3 s), and publishes the suspects.
+
+        Args:
+            waiting_in: iteration in which this rank has waited, if it was not published.
+            waited_s: seconds for which this rank has waited.
+        """
+        heartbeat = self._heartbeat
+        if heartbeat is None:
+            return ""
+        if waiting_in is not None:
+            heartbeat.iteration = waiting_in
+        reason, detector = f"gave up {as_text(heartbeat.activity)}", heartbeat.detector
+        heartbeat.publish(ABORTED, reason)
+        heartbeat.wait_for_failed_peers()
+        suspects = detector.suspects(waited_s)
+        parts = [f"Rank {self._at(rank)} {detector.describe_suspect(rank)}." for rank in suspects]
+        if detector.has_unexplained_store_loss:
+            parts.append(STORE_IS_SILENT)
+        elif not parts:
+            parts.append(NOBODY if detector.store_lost_s is None else STORE_HAS_ENDED)
+        parts.append(self._last_heard(detector.statuses))
+        heartbeat.publish(REPORTED, reason, suspects)
+        heartbeat.keep_store_open(STAYS_S, excluded=suspects)
+        return " ".join(parts)
+
+    def _at(self, rank: int) -> str:
+        return f"{rank} ({self.hosts[rank] if hasattr(self, 'hosts') else '?'})"
+
+    def _last_heard(self, statuses: Sequence[RankStatus]) -> str:
+        """Return the last status of the first `SHOWN` ranks."""
+        now_s, shown = time.monotonic(), []
+        for rank, status in enumerate(statuses[:SHOWN]):
+            age_s = now_s - status.received_s
+            shown.append(f"rank {self._at(rank)}: {status}, {age_s:.0f} s ago")
+        if self.world_size > SHOWN:
+            shown.append(f"and {self.world_size - SHOWN} more")
+        return "Last heard of: " + "; ".join(shown) + "."
+
+
+def new_group(
+    backend: str, timeout_s: float, parts: Sequence[Sequence[int]] = ()
+) -> dist.ProcessGroup:
+    """A process group over all ranks, or over this rank's part of them."""
+    mine, timeout = None, timedelta(seconds=timeout_s)
+    for part in parts or [range(dist.get_world_size())]:  # every rank must make every group
+        group = dist.new_group(list(part), backend=backend, timeout=timeout)
+        mine = group if dist.get_rank() in part else mine
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine

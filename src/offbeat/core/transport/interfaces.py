@@ -1,0 +1,245 @@
+"""Network interfaces: which one a link names, what this host has, whether the ranks' ones meet."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import selectors
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING
+
+from offbeat.core.plan import CHANNEL
+
+if TYPE_CHECKING:  # needs torch, which the launcher of ranks does not import
+    from offbeat.core.transport.control import Control
+
+BACKENDS = ("gloo", "nccl")
+CHECK_S = 15.0
+SHOWN = 4  # failed connections in an error
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """What a link is made of; no interface: torch's choice, no backend: the device's own."""
+
+    name: str
+    interface: str | None = None
+    backend: str | None = None
+
+    def __str__(self) -> str:
+        on = f" ({self.interface})" if self.interface not in (None, self.name) else ""
+        return f"link {self.name!r}{on}"
+
+
+def parse_link(text: str) -> LinkSpec:
+    """A link from "interface", "backend:interface", "backend:" or "backend"."""
+    if not text or CHANNEL in text:
+        raise ValueError(
+            f"link ({text!r}) must read INTERFACE or BACKEND:INTERFACE, without {CHANNEL!r}, "
+            "as in eth0 or gloo:eth1"
+        )
+    backend, _, interface = text.partition(":")
+    if backend in BACKENDS:
+        return LinkSpec(text.rstrip(":"), interface or None, backend)
+    return LinkSpec(text, text)
+
+
+@contextmanager
+def bound_to(interface: str | None):
+    """Groups whose first message is sent inside use this network interface: gloo reads it when a
+    group is made, NCCL with the first message of the whole process."""
+    if interface is None:
+        yield
+        return
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def ipv4_of(interface: str) -> ipaddress.IPv4Interface | None:
+    """An interface's first IPv4 address with its network; None if it has none or on another
+    system than Linux."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, suppress(OSError):
+        own, mask = (
+            socket.inet_ntoa(fcntl.ioctl(s.fileno(), what, request)[20:24])
+            for what in (_SIOCGIFADDR, _SIOCGIFNETMASK)
+        )
+        return ipaddress.IPv4Interface(f"{own}/{mask}")
+    return None
+
+
+# ---- the same links on all ranks ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Host:
+    """One rank's links and where they lie, for the others to compare."""
+
+    links: tuple[LinkSpec, ...]
+    networks: tuple[str | None, ...]
+    interfaces: tuple[str, ...]
+
+
+def agree_on_links(specs: Sequence[LinkSpec], control: Control) -> tuple[LinkSpec, ...]:
+    """The links under rank 0's names, after making sure that they are the same ones everywhere.
+
+    ValueError on every rank if an interface does not exist somewhere, if hosts list their links in
+    another order, or if ranks cannot reach each other.
+    """
+    kinds = [spec.backend for spec in specs]
+    control.agree("the backends of the links", kinds, "give every rank the same links")
+    addresses = [ipv4_of(spec.interface) if spec.interface else None for spec in specs]
+    networks = tuple(str(address.network) if address else None for address in addresses)
+    present = tuple(name for _, name in socket.if_nameindex())
+    own = (tuple(astuple(spec) for spec in specs), networks, present)
+    hosts = [
+        _Host(tuple(LinkSpec(*spec) for spec in links), *rest)
+        for links, *rest in control.gather(own)
+    ]
+    problem = _missing(hosts, control) or _disorder(hosts, control)
+    if problem:
+        raise ValueError(problem)
+    agreed = tuple(
+        replace(mine, name=theirs.name) for mine, theirs in zip(specs, hosts[0].links, strict=True)
+    )
+    for spec, address in zip(agreed, addresses, strict=True):
+        _require_reach(spec, str(address.ip) if address else None, control)
+    return agreed
+
+
+def _where(rank: int, control: Control) -> str:
+    return f"rank {rank} (host {control.hosts[rank]})"
+
+
+def _missing(hosts: Sequence[_Host], control: Control) -> str | None:
+    for rank, host in enumerate(hosts):
+        for spec in host.links:
+            if spec.interface is not None and spec.interface not in host.interfaces:
+                return (
+                    f"link {spec.name!r}: interface {spec.interface!r} must exist on every host; "
+                    f"{_where(rank, control)} has {', '.join(host.interfaces)}"
+                )
+    return None
+
+
+def _disorder(hosts: Sequence[_Host], control: Control) -> str | None:
+    """Words on the first rank whose link i is what rank 0 calls another one."""
+    first = hosts[0]
+    for rank, host in enumerate(hosts):
+        for i, (spec, network) in enumerate(zip(host.links, host.networks, strict=True)):
+            if network is not None and network == first.networks[i]:
+                continue
+            j = _index_of(network, spec, first)
+            if j in (None, i):
+                continue
+            return (
+                "links must be in the same order on all ranks: "
+                f"{_where(rank, control)} has {_described(host, i)} where "
+                f"{_where(0, control)} has {_described(first, i)}, but it is what rank 0 has as "
+                f"{_described(first, j)}; on rank {rank} give links={_reordered(host, first)}"
+            )
+    return None
+
+
+def _index_of(network: str | None, spec: LinkSpec, first: _Host) -> int | None:
+    """Which of rank 0's links this is: the one in its network, else of its name."""
+    if network is not None and network in first.networks:
+        return first.networks.index(network)
+    names = [link.name for link in first.links]
+    return names.index(spec.name) if spec.name in names else None
+
+
+def _described(host: _Host, i: int) -> str:
+    network = host.networks[i]
+    return f"link {i} {host.links[i].name!r}" + (f" in {network}" if network else "")
+
+
+def _reordered(host: _Host, first: _Host) -> list[str]:
+    """A host's links in rank 0's order; those that rank 0 does not know come last."""
+
+    def place(i: int) -> int:
+        known = _index_of(host.networks[i], host.links[i], first)
+        return len(first.links) if known is None else known
+
+    return [host.links[i].name for i in sorted(range(len(host.links)), key=place)]
+
+
+# ---- reach ----------------------------------------------------------------------------------
+
+
+def _require_reach(spec: LinkSpec, own: str | None, control: Control) -> None:
+    """ValueError on every rank, naming ranks, unless each can connect to all others over the
+    link's interface. A process group that cannot be built would say so after the whole timeout.
+    """
+    if control.world_size == 1:
+        return
+    # Half of it: a rank that has nothing to wait for waits for the others' word.
+    limit_s = min(control.timeout_s / 2, CHECK_S)
+    with ExitStack() as stack:
+        mine: tuple[str, int] | None = None
+        if own is not None:
+            listening = socket.create_server((own, 0), backlog=control.world_size)
+            mine = (own, stack.enter_context(listening).getsockname()[1])
+        everyone: list[tuple[str, int] | None] = control.gather(mine)
+        others = {
+            rank: address
+            for rank, address in enumerate(everyone)
+            if rank != control.rank and address is not None
+        }
+        missed = [] if own is None else unreachable(own, others, limit_s)
+        failures = control.gather(missed)  # everyone listens until all have tried
+    pairs = [(a, b) for a, missed in enumerate(failures) for b in missed]
+    if pairs:
+        words = "; ".join(
+            f"{_where(a, control)} cannot reach {_where(b, control)} at {everyone[b][0]}"  # type: ignore[index]
+            for a, b in pairs[:SHOWN]
+        )
+        more = f"; and {len(pairs) - SHOWN} more" if len(pairs) > SHOWN else ""
+        raise ValueError(
+            f"{spec} must connect all ranks, but within {limit_s:g} s {words}{more}; open the "
+            "firewall between them, or give other interfaces as links"
+        )
+
+
+def unreachable(own: str, others: dict[int, tuple[str, int]], limit_s: float) -> list[int]:
+    """Ranks of those at (address, port) to which no connection from `own` comes about in time."""
+    end = time.monotonic() + limit_s
+    missed: list[int] = []
+    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+        for rank, address in others.items():
+            s = stack.enter_context(socket.socket())
+            s.setblocking(False)
+            s.bind((own, 0))
+            code = s.connect_ex(address)
+            if code == errno.EINPROGRESS:
+                selector.register(s, selectors.EVENT_WRITE, rank)
+            elif code:
+                missed.append(rank)
+        while selector.get_map() and (left := end - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                selector.unregister(key.fileobj)
+                if key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # type: ignore[union-attr]
+                    missed.append(key.data)
+        missed += [key.data for key in selector.get_map().values()]
+    return sorted(missed)

@@ -1,0 +1,1 @@
+"""Verification: plans executed with numbers, and their errors."""

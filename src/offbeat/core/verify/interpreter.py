@@ -1,0 +1,619 @@
+"""Interpreter: a plan executed with numbers, all workers in one process. Slow, plain, exact.
+
+It walks the same programs as the simulator and the runtime, on NumPy arrays. `check` runs it on
+made-up numbers, tests compare the runtime with it. A message takes its payload when it is
+released, and its result is there after the wait. That agrees with a runtime that works in place
+only if nobody touches the payload in between, so whoever does is reported as a `ConflictError`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.core.codecs import Exact, codec, way
+from offbeat.core.derive import effects
+from offbeat.core.derive.coalesced import coalesced
+from offbeat.core.plan.program import Program, Step, moment_at
+from offbeat.core.plan.types import Apply, Payload, Plan, Transfer, Vote, Wire, groups_of
+from offbeat.core.rules import RULES, VOTES, Rule, VoteRule
+
+Array = NDArray[np.float64]
+NOTHING: Array = np.empty(0)  # what a rank gives that only receives, or passes over
+
+
+class ConflictError(Exception):
+    """The plan cannot be executed, or not with one meaning; `rules` are those at fault."""
+
+    def __init__(self, message: str, *rules: Transfer | Apply | Vote) -> None:
+        super().__init__(message)
+        self.rules = rules
+
+
+Waits = Generator[ConflictError, None, None]
+
+
+@dataclass
+class Model:
+    """What is trained: elements per bucket, the weights that all workers start with, gradients.
+
+    `gradient(rank, iteration, buckets, weights)` is of a run of buckets; the weights are those
+    that the forward has seen. `optimizer(worker, buckets, weights, gradients)` changes the weights
+    of one step in place; by default `w -= g`.
+    """
+
+    sizes: Sequence[int]
+    start: Array
+    gradient: Callable[[int, int, range, Array], Array]
+    optimizer: Callable[[Worker, range, Array, Array], None] | None = None
+    merges_by_mean: bool = True  # whether the setting `merge` of the rule `local` counts
+
+
+class _Message:
+    """One transfer in one iteration, as all its ranks see it."""
+
+    def __init__(self, transfer: Transfer, iteration: int, ranks: tuple[int, ...]) -> None:
+        self.transfer, self.iteration, self.ranks = transfer, iteration, ranks
+        self.given: dict[int, Array] = {}  # by rank: what it released
+        self.regions: dict[int, tuple[str, int]] = {}  # by rank: buffer and physical copy
+        self.passed: set[int] = set()
+        self.result: Array | None = None
+        self.done = False
+
+    @property
+    def ready(self) -> bool:
+        return len(self.given) == len(self.ranks)
+
+
+class Worker:
+    """One rank's storage, and the context that its rules are given."""
+
+    def __init__(self, rank: int, model: Model, program: Program) -> None:
+        self.rank, self.model, self.program = rank, model, program
+        self.plan = plan = program.plan
+        self.offsets = [0, *accumulate(model.sizes)]
+        self.buffers: dict[str, list[Array]] = {}
+        for buffer in plan.all_buffers.values():
+            first = model.start if buffer.start == "param" else np.zeros_like(model.start)
+            self.buffers[buffer.name] = [first.copy() for _ in range(buffer.copies)]
+        self.newest = dict.fromkeys(self.buffers, 0)
+        self.memory: dict[Any, Any] = {}
+        # Elements that nobody else may touch: in flight, or used by the compute under way.
+        self.flying = {n: [np.zeros(a.size, int) for a in c] for n, c in self.buffers.items()}
+        self.used = {name: np.zeros(model.start.size, bool) for name in ("param", "grad")}
+        # Over which ranks each gradient is averaged, as a number of the group; 0: not yet.
+        self.averaged = [np.zeros(model.start.size, int) for _ in self.buffers["grad"]]
+        self.filled = [False] * len(self.buffers["grad"])  # whether backward has ever added
+        self.adds_up = any(map(effects.is_window_end, plan.applies))
+        self.decided: set[tuple[str, int]] = set()  # votes of which this rank knows the outcome
+        self.seen = model.start.copy()  # the weights that the forward has used
+        self.added = [np.zeros(model.start.size) for _ in self.buffers["grad"]]  # iterations
+
+    # ---- the context of rules ---------------------------------------------------------------
+
+    def read(self, buffer: str, buckets: range, age: int = 0) -> list[Array]:
+        span = self.span(buckets)
+        self.require_gradients(buffer, self.physical(buffer, age), span)
+        return [self.view(buffer, span, age)]
+
+    def write(self, buffer: str, buckets: range, age: int = 0) -> list[Array]:
+        return [self.view(buffer, self.span(buckets), age)]
+
+    def parameters(self, buffer: str, buckets: range) -> list[Array]:
+        return self.write(buffer, buckets)
+
+    def squared_norm(self, buffer: str, buckets: range) -> float:
+        return float(sum((a * a).sum() for a in self.read(buffer, buckets)))
+
+    def scale(self, buffer: str, buckets: range, factor: float) -> None:
+        for array in self.write(buffer, buckets):
+            array *= factor
+
+    def swap(self, a: str, b: str, buckets: range) -> None:
+        for one, other in zip(self.write(a, buckets), self.write(b, buckets), strict=True):
+            one[...], other[...] = other.copy(), one.copy()
+
+    def rotate(self, buffer: str) -> None:
+        copies = len(self.buffers[buffer])
+        if self.used.get(buffer, np.zeros(1)).any():
+            raise ConflictError(f"{buffer} is closed while backward adds to it", self.acting)
+        self.newest[buffer] = (self.newest[buffer] - 1) % copies
+        self.starts_window = True
+
+    def local(self, apply: Apply) -> None:
+        age = apply.arg("age", 0)
+        span = self.span(apply.buckets)
+        weights, gradients = self.view("param", span), self.view("grad", span, age)
+        copy = self.physical("grad", age)
+        added = self.added[copy][span]
+        self.view("state", span)
+        if not np.count_nonzero(added):
+            if not self.filled[copy]:
+                return  # nothing was added up yet: the first window of a plan that applies late
+            raise ConflictError(
+                f"{apply.id} has no gradients to apply: they were used up since backward", apply
+            )
+        factor = apply.arg("scale", 1.0)
+        if apply.arg("merge") == "mean" and self.model.merges_by_mean:
+            factor = factor / np.maximum(added, 1)
+        if self.model.optimizer is None:
+            weights -= factor * gradients
+        else:
+            self.model.optimizer(self, apply.buckets, weights, factor * gradients)
+        gradients[...] = added[...] = 0
+        self.averaged[copy][span] = 0
+
+    def reset(self, buckets: range) -> None:
+        self.view("state", self.span(buckets))[...] = 0
+
+    def recall(self, name: str) -> Any:
+        return self.memory.get(name)
+
+    def keep(self, name: str, value: Any) -> None:
+        self.memory[name] = value
+
+    def show(self, name: str, numbers: Mapping[str, float]) -> None:
+        pass  # nobody looks
+
+    # ---- storage ----------------------------------------------------------------------------
+
+    def span(self, buckets: range) -> slice:
+        return slice(self.offsets[buckets.start], self.offsets[buckets.stop])
+
+    def slice_of(self, payload: Payload) -> slice:
+        whole = self.span(payload.buckets)
+        part = payload.slice_of(whole.stop - whole.start)
+        return slice(whole.start + part.start, whole.start + part.stop)
+
+    def physical(self, buffer: str, age: int) -> int:
+        return (self.newest[buffer] + age) % len(self.buffers[buffer])
+
+    def view(self, buffer: str, span: slice, age: int = 0) -> Array:
+        """Elements of a buffer for whoever acts now; ConflictError if they are in flight."""
+        copy = self.physical(buffer, age)
+        self.require_free(buffer, copy, span, in_use=age == 0)
+        return self.buffers[buffer][copy][span]
+
+    acting: Any = None  # the rule that acts now, or words for compute
+
+    def require_gradients(self, buffer: str, copy: int, span: slice) -> None:
+        """Raise ConflictError if the acting rule reads gradients that the rule `local` has used up
+        since backward: they are zeros then. A copy that no backward has filled yet is allowed."""
+        if buffer != "grad" or not self.filled[copy]:
+            return
+        lost = np.flatnonzero(self.added[copy][span] == 0)
+        if lost.size:
+            raise ConflictError(
+                f"{_named(self.acting)} reads {self._where(buffer, span.start + int(lost[0]))}, "
+                "which the rule local has used up since backward; read it at an earlier moment "
+                "than local, or keep its norm with the rule measure",
+                *_rules(self.acting),
+            )
+
+    def require_free(self, buffer: str, copy: int, span: slice, *, in_use: bool = True) -> None:
+        flying = self.flying[buffer][copy][span]
+        if np.count_nonzero(flying):  # much faster than any()
+            odd = int(np.flatnonzero(flying)[0])
+            t = self.messages_by_number[int(flying[odd])].transfer
+            raise ConflictError(
+                f"{t.id} is in flight between its release {t.after} and its deadline {t.before} "
+                f"while {_named(self.acting)} uses {self._where(buffer, span.start + odd)}",
+                *_rules(t, self.acting),
+            )
+        if in_use and buffer in self.used and np.count_nonzero(self.used[buffer][span]):
+            odd = int(np.flatnonzero(self.used[buffer][span])[0])
+            when = (
+                "the forward has read it and backward still needs it"
+                if buffer == "param"
+                else "backward still adds to it"
+            )
+            where = self._where(buffer, span.start + odd)
+            raise ConflictError(
+                f"{_named(self.acting)} touches {where} too early: {when}", *_rules(self.acting)
+            )
+
+    messages_by_number: Sequence[_Message] = ()
+
+    def _where(self, buffer: str, element: int) -> str:
+        bucket = next(b for b, stop in enumerate(self.offsets[1:]) if stop > element)
+        return f"{buffer} of bucket {bucket}"
+
+    # ---- compute ----------------------------------------------------------------------------
+
+    def compute(self, iteration: int, start: int, stop: int) -> None:
+        """The compute of the moments from position `start` up to, not including, `stop`:
+        forwards that follow their moments, and gradients that precede theirs."""
+        n = self.plan.buckets
+        low, high = n - min(stop, n), n - min(start, n)
+        if high > low:
+            self._forward(self.span(range(low, high)))
+        if start < n < stop:
+            self._backward_begins()
+        low, high = max(start - n, 0), min(stop - n, n)
+        if high > low:
+            self._backward(iteration, range(low, high))
+
+    def _forward(self, span: slice) -> None:
+        self.acting = "forward"
+        self.seen[span] = self.view("param", span)
+        self.used["param"][span] = True
+
+    def _backward_begins(self) -> None:
+        """From here on gradients may come in any order."""
+        self.acting = "backward"
+        everything, copy = slice(0, self.offsets[-1]), self.physical("grad", 0)
+        self.require_free("grad", copy, everything)
+        self._require_applied(copy)
+        self.used["grad"][:] = True
+        self.added[copy] += 1
+        self.filled[copy] = True
+
+    def _require_applied(self, copy: int) -> None:
+        """Backward adds to what is there: gradients of its own window, or nothing."""
+        if self.adds_up and not self.starts_window:
+            return
+        self.starts_window = False
+        left = self.buffers["grad"][copy]
+        if left.any():
+            where = self._where("grad", int(np.flatnonzero(left)[0]))
+            raise ConflictError(
+                f"backward adds to gradients of an earlier iteration in {where}: nothing has "
+                "applied or cleared them; apply them in every iteration, or add them up with the "
+                "rule close"
+            )
+
+    starts_window = True
+
+    def _backward(self, iteration: int, run: range) -> None:
+        self.acting = "backward"
+        span = self.span(run)
+        self.used["param"][span] = self.used["grad"][span] = False
+        copy = self.physical("grad", 0)
+        self.buffers["grad"][copy][span] += self.model.gradient(
+            self.rank, iteration, run, self.seen[span]
+        )
+        self.averaged[copy][span] = 0
+
+
+@dataclass
+class Interpreter:
+    """All workers of a job; `run` advances them together.
+
+    `votes` and `rules` override what the names in the plan stand for; `exact`: wires lose nothing.
+    `flushing` are
+    ranks that finish early, after every iteration, what the next forward waits for (as an
+    evaluation or a checkpoint makes them).
+    """
+
+    plan: Plan
+    model: Model
+    ranks: int
+    votes: Mapping[str, VoteRule] = field(default_factory=lambda: VOTES)
+    rules: Mapping[str, Rule] = field(default_factory=lambda: RULES)
+    exact: bool = False
+    flushing: Collection[int] = ()
+
+    def __post_init__(self) -> None:
+        shared = Program(self.plan) if self.plan.uniform else None
+        self.workers = [
+            Worker(rank, self.model, shared or Program(self.plan, rank))
+            for rank in range(self.ranks)
+        ]
+        self._coalesced: dict[tuple[Program, tuple[int, ...]], tuple[Step, ...]] = {}
+        self._messages: dict[tuple[int, int, int], _Message] = {}
+        self._numbered: list[_Message] = []  # type: ignore[assignment]
+        self._numbers: dict[int, int] = {}
+        self._queues: dict[tuple[str, int], deque[_Message]] = defaultdict(deque)
+        self._said: dict[tuple[str, int], dict[int, bool]] = defaultdict(dict)
+        self.decisions: dict[tuple[str, int], bool] = {}
+        self._happened = 0
+        self._group_numbers: dict[tuple[int, ...], int] = {}
+        self._mine: list[dict[int, list[_Message]]] = [{} for _ in self.workers]
+        self._groups = {
+            link: {rank: group for group in groups_of(link, self.plan.groups) for rank in group}
+            for link in self.plan.links
+        }
+        for worker in self.workers:
+            worker.messages_by_number = self._numbered
+
+    def run(
+        self,
+        iterations: int,
+        *,
+        seed: int | None = None,
+        after: Callable[[Worker, int], None] = lambda *_: None,
+    ) -> None:
+        """Run so many iterations; with a seed the workers take steps in a random order.
+        ConflictError if they cannot proceed. `after` is called when a worker's iteration ends."""
+        rng = None if seed is None else random.Random(seed)
+        lives = {w: self._life(w, iterations, after, eager=rng is None) for w in self.workers}
+        blocked: dict[Worker, int] = {}  # and how much had happened when it was tried last
+        while lives:
+            worker = next(iter(lives)) if rng is None else rng.choice(list(lives))
+            life = lives.pop(worker)
+            state = next(life, "over")
+            if state == "over":
+                self._happened += 1
+                continue
+            lives[worker] = life  # at the end: all have their turns
+            blocked[worker] = self._happened if isinstance(state, ConflictError) else -1
+            if all(blocked.get(w) == self._happened for w in lives):
+                assert isinstance(state, ConflictError)
+                raise state
+
+    # ---- one worker -------------------------------------------------------------------------
+
+    def _life(
+        self, w: Worker, iterations: int, after: Callable[[Worker, int], None], *, eager: bool
+    ) -> Generator[ConflictError | str, None, None]:
+        forwards = self.plan.buckets
+        flushed = False
+        for i in range(iterations):
+            self._enqueue(w, i)
+            done = 0
+            for step in self._steps(w, i):
+                w.compute(i, done, _stop(step, forwards))
+                done = _stop(step, forwards)
+                early = flushed and step.position < forwards
+                yield from self._act(w, i, step, late=True, own=not early)
+                self._release(w, i, step)
+                self._happened += 1
+                if not eager:
+                    yield "moved"
+            w.compute(i, done, 2 * forwards + 2)
+            after(w, i)
+            flushed = w.rank in self.flushing
+            for step in self._steps(w, i + 1) if flushed else ():
+                if step.position < forwards:
+                    yield from self._act(w, i + 1, step, late=False, own=True)
+
+    def _steps(self, w: Worker, i: int) -> tuple[Step, ...]:
+        key = (w.program, w.program.key(i))
+        if key not in self._coalesced:
+            self._coalesced[key] = coalesced(w.program.steps(i), self.plan.buckets)
+        return self._coalesced[key]
+
+    def _act(self, w: Worker, i: int, step: Step, *, late: bool, own: bool) -> Waits:
+        """Wait, decide, apply. `late`: also what belongs to this iteration; `own`: also what
+        belongs to earlier ones at a forward."""
+
+        def wanted(lag: int) -> bool:
+            return own if lag > 0 else late
+
+        for lag, index in step.wait:
+            if wanted(lag):
+                yield from self._wait(w, self._mine[w.rank][i - lag][index])
+        for lag, vote in step.decide:
+            if wanted(lag):
+                yield from self._decide(w, vote, i - lag)
+        for lag, apply in step.apply:
+            if wanted(lag) and self._goes(w, apply, i - lag):
+                w.acting = apply
+                self.rules[apply.rule](w, apply)
+
+    def _goes(self, w: Worker, rule: Transfer | Apply, iteration: int) -> bool:
+        if rule.when is None or iteration < rule.ago:
+            return True
+        vote = rule.when, iteration - rule.ago
+        if vote not in w.decided:
+            raise ConflictError(
+                f"{rule.id} depends on the vote {rule.when!r} before it is due", rule
+            )
+        return self.decisions[vote]
+
+    def _decide(self, w: Worker, vote: Vote, iteration: int) -> Waits:
+        said = self._said[vote.name, iteration]
+        while len(said) < self.ranks:
+            yield ConflictError(
+                f"the vote {vote.name!r} waits for a rank that never has its say", vote
+            )
+        self.decisions[vote.name, iteration] = any(said.values())
+        w.decided.add((vote.name, iteration))
+
+    # ---- messages ---------------------------------------------------------------------------
+
+    def _enqueue(self, w: Worker, i: int) -> None:
+        mine = self._mine[w.rank][i] = []
+        for t in w.program.transfers(i):
+            group = self._groups[t.link].get(w.rank)
+            ranks = t.ranks or group or tuple(range(self.ranks))
+            message = self._messages.setdefault((id(t), i, ranks[0]), _Message(t, i, ranks))
+            mine.append(message)
+            self._queues[t.link, w.rank].append(message)
+            if t.ranks is not None and w.rank == t.ranks[1]:
+                message.given[w.rank] = NOTHING
+                self._pump(message)
+
+    def _release(self, w: Worker, i: int, step: Step) -> None:
+        for vote in step.ask:
+            w.acting = vote
+            say = self.votes[vote.rule](w, vote, vote.buckets or range(self.plan.buckets))
+            self._said[vote.name, i][w.rank] = say
+            self._happened += 1
+        for index in step.release:
+            message = self._mine[w.rank][i][index]
+            t = w.acting = message.transfer
+            if not self._goes(w, t, i):
+                message.passed.add(w.rank)
+                message.given[w.rank] = NOTHING
+            else:
+                message.given[w.rank] = self._payload(w, message)
+            self._pump(message)
+
+    def _payload(self, w: Worker, message: _Message) -> Array:
+        t, payload = message.transfer, message.transfer.payload
+        span, copy = w.slice_of(payload), w.physical(payload.buffer, payload.age)
+        array = w.view(payload.buffer, span, payload.age)
+        w.require_gradients(payload.buffer, copy, span)
+        if payload.buffer == "grad" and t.verb in ("all_reduce", "reduce_scatter") and t.in_place:
+            group = self._group_numbers.setdefault(message.ranks, len(self._group_numbers) + 1)
+            if np.count_nonzero(w.averaged[copy][span] == group):
+                raise ConflictError(f"{payload} is moved twice: {t.id} averages it again", t)
+            w.averaged[copy][span] = group
+        message.regions[w.rank] = payload.buffer, copy
+        if t.in_place:
+            w.flying[payload.buffer][copy][span] = self._number(message)
+        given = array.copy()
+        if t.wire is not None and t.wire.anchor is not None and not t.tracked:
+            anchor = w.physical(t.wire.anchor, 0)
+            given -= w.view(t.wire.anchor, span)
+            w.flying[t.wire.anchor][anchor][span] = self._number(message)
+        return given
+
+    def _number(self, message: _Message) -> int:
+        """Its number from 1 on, for marks of what is in flight."""
+        if id(message) not in self._numbers:
+            if not self._numbered:
+                self._numbered.append(message)
+            self._numbered.append(message)
+            self._numbers[id(message)] = len(self._numbered) - 1
+        return self._numbers[id(message)]
+
+    def _pump(self, message: _Message) -> None:
+        """Complete a message, and what it held up, if it is the first of all its ranks' queues."""
+        queues = [self._queues[message.transfer.link, rank] for rank in message.ranks]
+        if not message.ready or any(not q or q[0] is not message for q in queues):
+            return
+        if not message.passed:
+            wire = message.transfer.wire
+            message.result = _result(message) if wire is None else self._decoded(message, wire)
+        message.given.clear()
+        message.done = True
+        self._happened += 1
+        for queue in queues:
+            queue.popleft()
+        for queue in queues:
+            if queue:
+                self._pump(queue[0])
+
+    def _decoded(self, message: _Message, wire: Wire) -> Array:
+        """What arrives over a wire. Errors of earlier messages are added in the link's order, and
+        what a receiver has is known in that order."""
+        t, givers = (
+            message.transfer,
+            message.ranks[: 1 if message.transfer.verb == "send" else None],
+        )
+        workers = [self.workers[rank] for rank in givers]
+        given, errors = [message.given[rank] for rank in givers], []
+        if wire.error is not None:
+            errors = [w.buffers[wire.error][0][w.slice_of(t.payload)] for w in workers]
+            given = [x + e for x, e in zip(given, errors, strict=True)]
+        there: list[Array] = []  # what a receiver has
+        if t.tracked:
+            assert wire.anchor is not None
+            there = [workers[0].buffers[wire.anchor][0][workers[0].slice_of(t.payload)]]
+            given = [given[0] - there[0]]
+        settings = dict(wire.args)
+        used = Exact() if self.exact else codec(wire.name, settings)
+        memories = None
+        if errors or used.linear:
+            memories = [w.memory.setdefault(memory_of(t), {}) for w in workers]
+        via = "gather" if self.exact else way(wire.name, settings)
+        mean, lost = used.average(given, via, message.iteration, memories)
+        for error, own in zip(errors, lost, strict=False):
+            error[...] = own
+        for array in there:
+            array += mean
+        return mean
+
+    def _wait(self, w: Worker, message: _Message) -> Waits:
+        t = message.transfer
+        if not self._goes(w, t, message.iteration):
+            return
+        while not message.done:
+            yield self._stuck(w, message)
+        span = w.slice_of(t.payload)
+        w.acting = t
+        if t.in_place:
+            buffer, copy = message.regions[w.rank]
+            w.flying[buffer][copy][span] = 0
+        elif t.into is None and w.rank in message.regions:
+            buffer, copy = message.regions[w.rank]
+        else:
+            buffer, copy = t.target, w.physical(t.target, 0)
+        newest = copy == w.physical(buffer, 0)
+        w.require_free(buffer, copy, span, in_use=newest)
+        result = message.result
+        assert result is not None
+        if t.verb == "reduce_scatter":
+            own = _shard(result.size, message.ranks, w.rank)
+            shard = result[own]
+            result = np.full_like(result, np.nan)
+            result[own] = shard
+        if t.tracked:
+            result = w.buffers[buffer][copy][span] + result
+        elif t.wire is not None and t.wire.anchor is not None:
+            anchor = w.physical(t.wire.anchor, 0)
+            w.flying[t.wire.anchor][anchor][span] = 0
+            result = w.buffers[t.wire.anchor][anchor][span] + result
+            w.buffers[t.wire.anchor][anchor][span] = result
+        w.buffers[buffer][copy][span] = result
+
+    def _stuck(self, w: Worker, message: _Message) -> ConflictError:
+        """What a message waits for."""
+        t = message.transfer
+        for rank in message.ranks:
+            head = next(iter(self._queues[t.link, rank]), message)
+            if head is not message:
+                h = head.transfer
+                return ConflictError(
+                    f"{t.id} can never meet its deadline {t.before}: {h.id} of iteration "
+                    f"{head.iteration} goes first on {t.link} and is released only after {h.after}",
+                    h,
+                    t,
+                )
+        return ConflictError(
+            f"{t.id} can never meet its deadline {t.before}: it is released only after {t.after}",
+            t,
+        )
+
+
+def _result(message: _Message) -> Array:
+    t = message.transfer
+    if t.verb in ("send", "broadcast"):
+        return message.given[message.ranks[0]]
+    arrays = [message.given[r] for r in message.ranks]
+    if t.verb == "all_gather":
+        result = np.empty_like(arrays[0])
+        for rank, array in zip(message.ranks, arrays, strict=True):
+            own = _shard(result.size, message.ranks, rank)
+            result[own] = array[own]
+        return result
+    return np.sum(arrays, axis=0) / len(arrays)
+
+
+def _shard(size: int, ranks: tuple[int, ...], rank: int) -> slice:
+    """A tensor of n elements is cut into K shards of ceil(n / K), the last ones shorter."""
+    each, k = -(-size // len(ranks)), ranks.index(rank)
+    return slice(min(size, k * each), min(size, (k + 1) * each))
+
+
+def memory_of(t: Transfer) -> str:
+    """Under which name a rank keeps what the codec of a transfer remembers."""
+    return f"wire of {t.id}"
+
+
+def _stop(step: Step, forwards: int) -> int:
+    """Where the compute that comes before a step stops: the forward of a moment follows it, the
+    gradient of a moment precedes it."""
+    return step.position if step.position < forwards else step.position + 1
+
+
+def _named(acting: Any) -> str:
+    return acting if isinstance(acting, str) else getattr(acting, "id", None) or acting.name
+
+
+def _rules(*acting: Any) -> list[Any]:
+    return [rule for rule in acting if rule is not None and not isinstance(rule, str)]
+
+
+def moment_of(step: Step, plan: Plan) -> str:
+    """A step's moment in words."""
+    return str(moment_at(step.position, plan.buckets))

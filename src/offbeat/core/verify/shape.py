@@ -1,0 +1,439 @@
+"""Names and numbers of a plan, looked at one by one: does every one mean something?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from itertools import combinations, pairwise
+from typing import Any
+
+from offbeat.core.codecs import WIRES
+from offbeat.core.derive import effects
+from offbeat.core.plan.phases import Phases
+from offbeat.core.plan.program import position, spread
+from offbeat.core.plan.types import (
+    BUFFERS,
+    BUILT_IN,
+    CHANNEL,
+    Apply,
+    Buffer,
+    Moment,
+    Payload,
+    Plan,
+    Transfer,
+    Vote,
+    Wire,
+    base_link,
+    groups_of,
+    is_vote_channel,
+)
+from offbeat.core.profile import Profile
+from offbeat.core.rules import RULES, SETTINGS, VOTES, Setting
+
+Rule = Transfer | Apply | Vote
+Fault = tuple[str, tuple[Rule, ...]]
+OTHER_HALF = {"reduce_scatter": "all_gather", "all_gather": "reduce_scatter"}
+
+
+def faults(plan: Plan, profile: Profile | None = None) -> Iterator[Fault]:
+    """Every fault in words, with the rules that have it."""
+    sizes = list(_sizes(plan, profile))
+    yield from ((words, ()) for words in sizes)
+    if sizes:
+        return  # phases and buckets below are meaningless
+    for rule in (*plan.transfers, *plan.applies, *plan.votes):
+        name = _name(rule)
+        for words in (*_when(rule, name, plan), *_what(rule, name, plan, profile)):
+            yield words, (rule,)
+    for words in (*_buffers(plan), *_groups(plan, profile), *_votes(plan)):
+        yield words, ()
+    yield from _halves(plan)
+    yield from _twice(plan)
+    yield from _errors(plan)
+
+
+def _name(rule: Rule) -> str:
+    return f"vote {rule.name!r}" if isinstance(rule, Vote) else rule.id
+
+
+def _sizes(plan: Plan, profile: Profile | None) -> Iterator[str]:
+    for name, least in (("buckets", 1), ("period", 1), ("prologue", 0)):
+        if getattr(plan, name) < least:
+            yield f"{name} ({getattr(plan, name)}) of the plan must be at least {least}"
+    world = 1 + (plan.source or 0) if profile is None else profile.world_size
+    if plan.source is not None and not 0 <= plan.source < world:
+        yield f"source ({plan.source}) of the plan must be one of the ranks 0..{world - 1}"
+    if profile is not None and plan.buckets != len(profile.buckets):
+        yield (
+            f"the plan has {plan.buckets} buckets, the profile {len(profile.buckets)}; "
+            "plan again from this profile"
+        )
+
+
+def _when(rule: Rule, name: str, plan: Plan) -> Iterator[str]:
+    """Moments and phases."""
+    moments = {
+        Transfer: lambda t: (("release", t.after), ("deadline", t.before)),
+        Apply: lambda a: (("moment", a.at),),
+        Vote: lambda v: (("moment", v.at), ("deadline", v.due)),
+    }[type(rule)](rule)
+    for role, moment in moments:
+        if moment.bucket is not None and not 0 <= moment.bucket < plan.buckets:
+            yield f"{role} {moment} of {name} never fires: there are {plan.buckets} buckets"
+        if (moment.bucket is not None) and moment.point in ("step", "end"):
+            yield f"{role} {moment} of {name} must not name a bucket"
+        if moment.lag < 0:
+            yield f"{role} {moment} of {name} must not lie before its iteration"
+        own = role == "release" or (role == "moment" and not _at_next_forward(rule, moment))
+        if own and moment.lag:
+            # A rank that evaluates or saves alone would wait for the others' next forward.
+            yield f"{role} {moment} of {name} must lie in its own iteration: use phases instead"
+    if isinstance(rule, Apply) and effects.is_update(rule) and rule.at == _forward_of(rule):
+        # The user's zero_grad() comes before it.
+        yield f"{name} at {rule.at} has no gradients yet; apply those of the iteration before, +1"
+    lost = Phases(set(_outside(rule.phases, plan)))
+    if lost or not rule.phases:
+        yield (
+            f"{name} never fires in phases {lost}: the plan has the phases "
+            f"0..{len(plan.phases) - 1}"
+        )
+
+
+def _at_next_forward(rule: Rule, moment: Moment) -> bool:
+    return isinstance(rule, Apply) and moment.point == "forward" and moment.lag == 1
+
+
+def _forward_of(apply: Apply) -> Moment:
+    return Moment("forward", apply.at.bucket)
+
+
+def _outside(phases: Phases, plan: Plan) -> list[int]:
+    """The first phases that the plan does not have."""
+    stop = len(plan.phases)
+    return [max(a, stop) for a, z in phases.runs if z > stop] + [a for a, _ in phases.runs if a < 0]
+
+
+def _what(rule: Rule, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
+    if isinstance(rule, Vote):
+        yield from _known("rule", rule.rule, name, VOTES)
+        if _place(rule.due, plan) <= _place(rule.at, plan):
+            yield f"{name} is due {rule.due}, but taken only at {rule.at}; it must be due later"
+        if rule.buckets is not None and not _run_of(rule.buckets, plan):
+            yield f"{name} must name a run of buckets within 0..{plan.buckets - 1}"
+        yield from _settings(rule.rule, rule.args, name, plan, profile)
+        return
+    run = rule.payload.buckets if isinstance(rule, Transfer) else rule.buckets
+    if not _run_of(run, plan):
+        yield f"{name} must name a run of buckets within 0..{plan.buckets - 1}"
+    if rule.ago < 0:
+        yield f"{name} must not depend on a vote of a later iteration (ago {rule.ago})"
+    if rule.when is not None:
+        votes = {vote.name: vote for vote in plan.votes}
+        yield from _known("vote", rule.when, name, votes)
+        # The iteration before may be of any phase.
+        needed = Phases(plan.phases) if rule.ago else rule.phases
+        if rule.when in votes and not needed <= votes[rule.when].phases:
+            yield f"{name} depends on the vote {rule.when!r} in phases in which there is none"
+    if isinstance(rule, Apply):
+        yield from _apply(rule, name, plan, profile)
+    else:
+        yield from _transfer(rule, name, plan, profile)
+
+
+def _run_of(run: range, plan: Plan) -> bool:
+    return 0 <= run.start < run.stop <= plan.buckets and run.step == 1
+
+
+def _transfer(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
+    payload, known = t.payload, plan.all_buffers
+    if t.verb != "broadcast":
+        known = _sent(plan)
+    elif payload != Payload(BUFFERS, range(plan.buckets)) or t.into or t.wire or t.when:
+        yield f"{name} must carry {BUFFERS} of all buckets, whole and without a vote"
+    wire = t.wire
+    for buffer in (payload.buffer, t.into, *((wire.error, wire.anchor) if wire else ())):
+        if buffer is not None:
+            yield from _known("buffer", buffer, name, known)
+    if not 0 <= payload.part < payload.part + payload.width <= payload.parts:
+        yield f"{name} must be one of its {payload.parts} parts"
+    if payload.parts > 1 and len(payload.buckets) > 1:
+        yield f"{name} cuts a run of buckets; cut one bucket, or send the run whole"
+    if not 0 <= payload.age < _copies(plan, payload.buffer):
+        yield (
+            f"age ({payload.age}) of {name} must be below the copies of {payload.buffer} "
+            f"({_copies(plan, payload.buffer)})"
+        )
+    if t.into is not None and t.into in known and payload.buffer in known:
+        source, target = known[payload.buffer], known[t.into]
+        if source.kind != target.kind or target.copies > 1 or "state" in (payload.buffer, t.into):
+            yield f"{name} must go into a buffer of the same shape that has one copy"
+    if t.wire is not None:
+        yield from _known("wire", t.wire.name, name, WIRES)
+        yield from _settings(t.wire.name, t.wire.args, name, plan, profile)
+        yield from _error(t, name, plan)
+        yield from _anchor(t, t.wire, name, plan)
+        if t.verb not in ("all_reduce", "send"):
+            yield f"{name} cannot be encoded as {t.wire.name}: only all_reduce and send can"
+    if t.verb == "send":
+        if t.ranks is None or len(t.ranks) != 2 or t.ranks[0] == t.ranks[1]:
+            yield f"{name} must name two ranks, from and to"
+        if payload.age and t.into is None:
+            yield f"{name} must name the buffer that the older copy goes into"
+    elif t.ranks is not None:
+        yield f"{name} is a collective; the ranks it spans are the link's group"
+    elif _place(t.before, plan) <= _place(t.after, plan):
+        yield f"deadline {t.before} of {name} comes before its release {t.after}"
+    groups = groups_of(t.link, plan.groups)
+    if t.ranks is not None and groups and not any(set(t.ranks) <= set(one) for one in groups):
+        yield f"{name} must name two ranks of one group of its link, or use another link"
+    if is_vote_channel(t.link):
+        yield f"link {t.link!r} of {name} carries votes alone; use another channel of it"
+    if profile is None:
+        return
+    links = [link.name for link in profile.links]
+    if base_link(t.link) not in links:
+        yield f"link {t.link!r} of {name} must be one of {', '.join(links)}"
+    yield from _ranks(t, name, profile)
+
+
+def _ranks(rule: Transfer | Apply, name: str, profile: Profile | None) -> Iterator[str]:
+    named = rule.ranks or ()
+    world = max(named, default=0) + 1 if profile is None else profile.world_size
+    if not all(0 <= rank < world for rank in named):
+        yield f"{name} names a rank beyond 0..{world - 1}"
+
+
+def _error(t: Transfer, name: str, plan: Plan) -> Iterator[str]:
+    """What encoding has lost needs room of its own."""
+    error = t.wire.error if t.wire else None
+    known = plan.all_buffers
+    if error is None or error not in known or t.payload.buffer not in known:
+        return
+    given, kind = known[error], known[t.payload.buffer].kind
+    if error in BUILT_IN or error in (t.payload.buffer, t.into):
+        yield f"error ({error!r}) of {name} must be a buffer of its own"
+    elif given.kind != kind or given.copies > 1:
+        yield f"error ({error!r}) of {name} must be a buffer like {kind} that has one copy"
+
+
+def _anchor(t: Transfer, wire: Wire, name: str, plan: Plan) -> Iterator[str]:
+    """What changes are counted from begins as the parameters, on all ranks alike."""
+    known, linear = plan.all_buffers, wire.name in WIRES and WIRES[wire.name].linear
+    if t.verb == "send" and linear:
+        yield f"{name} cannot be encoded as {wire.name}: only all_reduce can"
+    elif t.verb == "send" and wire.arg("via", "gather") != "gather":
+        yield f"via ({wire.arg('via')!r}) of {name} must be left out: it goes to one rank"
+    if t.tracked and wire.error is not None:
+        yield (
+            f"error ({wire.error!r}) of {name} must be left out: what is lost stays in the "
+            "difference to its anchor"
+        )
+    if t.payload.buffer == "state":
+        yield f"{name} cannot be encoded: only gradients and parameters can"
+    if wire.anchor is None or wire.anchor not in known or t.payload.buffer not in known:
+        return
+    anchor = known[wire.anchor]
+    taken = (*BUILT_IN, t.payload.buffer, t.into, wire.error)
+    if wire.anchor in taken or anchor.start != "param" or anchor.copies > 1:
+        yield (
+            f"anchor ({wire.anchor!r}) of {name} must be a buffer of its own that starts as the "
+            "parameters and has one copy"
+        )
+    elif groups_of(t.link, plan.groups) and not t.tracked:
+        yield (
+            f"anchor ({wire.anchor!r}) of {name} must be left out: it is the same on all ranks, "
+            f"and {base_link(t.link)!r} spans groups of them"
+        )
+    elif known[t.payload.buffer].kind != "param":
+        yield f"anchor ({wire.anchor!r}) of {name} must be left out: only parameters have one"
+
+
+def _errors(plan: Plan) -> Iterator[Fault]:
+    """Messages of two links have no order, so they must not share what encoding has lost; nor an
+    anchor, if that is of what others have."""
+    wired = [t for t in plan.transfers if t.wire is not None and (t.wire.error or t.wire.anchor)]
+    for one, other in combinations(wired, 2):
+        what = _shared(one, other)
+        if what is not None and _overlap(one, other) and _meet(one, other):
+            words = f"{one.id} and {other.id} share an {what}; give each link its own"
+            yield words, (one, other)
+            return
+
+
+def _shared(one: Transfer, other: Transfer) -> str | None:
+    """What two messages that have no order must not share, in words."""
+    a, b = one.wire, other.wire
+    assert a is not None
+    assert b is not None
+    if a.anchor is not None and a.anchor == b.anchor and one.tracked != other.tracked:
+        return "anchor"
+    if one.link == other.link:
+        return None
+    if a.error is not None and a.error == b.error:
+        return "error buffer"
+    return "anchor" if one.tracked and other.tracked and a.anchor == b.anchor else None
+
+
+def _meet(one: Transfer, other: Transfer) -> bool:
+    """Whether some rank encodes for both."""
+    senders = [t.ranks and t.ranks[0] for t in (one, other)]
+    return None in senders or senders[0] == senders[1]
+
+
+def _overlap(one: Transfer, other: Transfer) -> bool:
+    """Whether the payloads of two transfers have a bucket, or a slice of it, in common."""
+    a, b = one.payload, other.payload
+    if not set(a.buckets) & set(b.buckets):
+        return False
+    return a.part * b.parts < (b.part + b.width) * a.parts and (
+        b.part * a.parts < (a.part + a.width) * b.parts
+    )
+
+
+def _apply(apply: Apply, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
+    yield from _known("rule", apply.rule, name, RULES)
+    yield from _settings(apply.rule, apply.args, name, plan, profile)
+    yield from _ranks(apply, name, profile)
+    copies = _copies(plan, "grad")
+    if isinstance(apply.arg("age", 0), int) and apply.arg("age", 0) >= copies:
+        yield f"age ({apply.arg('age')}) of {name} must be below the copies of grad ({copies})"
+    if not effects.is_window_end(apply):
+        return
+    if apply.buckets != range(plan.buckets) or apply.ranks is not None or apply.when is not None:
+        yield f"{name} must close the gradients of all buckets, on all ranks, without a vote"
+    if spread(apply) or apply.at.point not in ("step", "end"):
+        yield f"moment {apply.at} of {name} must be step or end: a window ends with its iteration"
+    if copies < 2:
+        yield f"copies ({copies}) of grad must be at least 2 for {name}"
+
+
+def _settings(
+    rule: str, args: Iterable[tuple[str, Any]], name: str, plan: Plan, profile: Profile | None
+) -> Iterator[str]:
+    """Settings of a rule, a vote or a wire; of one that says nothing about them, none."""
+    allowed, given = SETTINGS.get(rule), dict(args)
+    if allowed is None:
+        return
+    for key in given:
+        yield from _known("setting", key, name, allowed)
+    buffers: list[Buffer] = []
+    for key, setting in allowed.items():
+        value = given.get(key, setting.default)
+        if value is None:
+            if not setting.optional:
+                yield f"{key} of {name} must be given"
+        else:
+            what = f"{key} ({value!r}) of {name}"
+            yield from _setting(what, value, setting, plan, profile, buffers)
+    if len({buffer.kind for buffer in buffers}) > 1:
+        yield f"{name} must name buffers of one kind"
+
+
+def _setting(
+    what: str,
+    value: Any,
+    setting: Setting,
+    plan: Plan,
+    profile: Profile | None,
+    buffers: list[Buffer],
+) -> Iterator[str]:
+    if setting.what == "buffer":
+        if value not in _sent(plan):
+            yield f"{what} must be one of {', '.join(sorted(_sent(plan)))}"
+            return
+        buffers.append(plan.all_buffers[value])
+        if setting.kind not in (None, buffers[-1].kind):
+            yield f"{what} must be a buffer like {setting.kind}"
+    elif setting.what == "word":
+        if value not in setting.words:
+            yield f"{what} must be one of {', '.join(setting.words)}"
+    elif setting.what == "numbers":
+        if not isinstance(value, tuple) or not all(map(_number, value)):
+            yield f"{what} must be numbers, one per rank"
+        elif profile is not None and len(value) != profile.world_size:
+            yield f"{what} must be {profile.world_size} numbers, one per rank"
+    elif setting.what == "count" and not isinstance(value, int):
+        yield f"{what} must be a whole number"
+    elif setting.above and value == setting.least:
+        yield f"{what} must be above {setting.least:g}"
+    elif not _number(value) or not setting.least <= value <= setting.most:
+        yield f"{what} must be a number from {setting.least:g} to {setting.most:g}"
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _buffers(plan: Plan) -> Iterator[str]:
+    names = [buffer.name for buffer in plan.buffers]
+    for buffer in plan.buffers:
+        given = BUILT_IN.get(buffer.name)
+        if names.count(buffer.name) > 1:
+            yield f"buffer {buffer.name!r} must be listed once"
+        if buffer.copies < 1:
+            yield f"copies ({buffer.copies}) of buffer {buffer.name!r} must be at least 1"
+        if given is not None and (buffer.kind, buffer.start) != (given.kind, given.start):
+            yield f"buffer {buffer.name!r} is in every plan; only its copies can be set"
+        if buffer.name in ("param", "state", BUFFERS) and buffer.copies != 1:
+            yield f"buffer {buffer.name!r} has one copy"
+
+
+def _groups(plan: Plan, profile: Profile | None) -> Iterator[str]:
+    for link, groups in plan.groups.items():
+        if CHANNEL in link:
+            yield f"groups of {link!r} must be those of its link: all its channels share them"
+        members = sorted(rank for group in groups for rank in group)
+        world = len(members) if profile is None else profile.world_size
+        if members != list(range(world)):
+            yield f"groups of link {link!r} must hold each of the ranks 0..{world - 1} once"
+
+
+def _votes(plan: Plan) -> Iterator[str]:
+    names = [vote.name for vote in plan.votes]
+    for name in sorted(set(names)):
+        if names.count(name) > 1:
+            yield f"vote {name!r} must be defined once"
+
+
+def _halves(plan: Plan) -> Iterator[Fault]:
+    """reduce_scatter and all_gather come in pairs."""
+    halves: dict[Any, list[Transfer]] = {}
+    for t in plan.transfers:
+        if t.verb in OTHER_HALF:
+            halves.setdefault((t.verb, t.payload), []).append(t)
+    for (verb, payload), found in halves.items():
+        other = OTHER_HALF[verb]
+        for t in found:
+            if not any(t.phases <= o.phases for o in halves.get((other, payload), ())):
+                words = f"{t.id} must come with its other half, {other}, in the same iterations"
+                yield words, (t,)
+
+
+def _twice(plan: Plan) -> Iterator[Fault]:
+    """Messages of one iteration are told apart by their names."""
+    same: dict[str, list[Transfer]] = {}
+    for t in plan.transfers:
+        same.setdefault(t.id, []).append(t)
+    for name, found in same.items():
+        runs = sorted((run, i) for i, t in enumerate(found) for run in t.phases.runs)
+        clash = next((p for p in pairwise(runs) if p[1][0][0] < p[0][0][1]), None)
+        if clash is not None:
+            words = f"{name} is there twice in phase {clash[1][0][0]}; give one another channel"
+            yield words, tuple(found[i] for _, i in clash)
+
+
+def _known(what: str, name: str, where: str, known: Collection[str]) -> Iterator[str]:
+    if name not in known:
+        yield f"{what} {name!r} of {where} must be one of {', '.join(sorted(known)) or 'none'}"
+
+
+def _sent(plan: Plan) -> dict[str, Buffer]:
+    """Buffers that rules and messages may name; those of the module are only broadcast."""
+    return {name: b for name, b in plan.all_buffers.items() if name != BUFFERS}
+
+
+def _copies(plan: Plan, buffer: str) -> int:
+    return plan.all_buffers[buffer].copies if buffer in plan.all_buffers else 1
+
+
+def _place(moment: Moment, plan: Plan) -> int:
+    return position(moment, plan.buckets) + moment.lag * (2 * plan.buckets + 2)

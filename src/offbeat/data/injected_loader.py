@@ -1,0 +1,138 @@
+"""A loader whose batches hold samples of other workers too."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offbeat.core.transport.control import Control
+from offbeat.data.batches import kind, leaves, rebuild, samples_of
+from offbeat.data.exchange import pool
+from offbeat.data.injection import Injection
+from offbeat.data.numbers import require_count, require_positive
+from offbeat.data.place import place
+
+ENDED = (0, "no batch")  # what a rank says whose loader has none left
+
+
+class Injected:
+    """Batches of `batch` samples: those of `loader`, then what the sharers of the iteration gave.
+
+    `loader` is any iterable of batches of exactly `injection.batch_size(batch)` samples (a
+    DataLoader with `drop_last=True`). A batch is a tensor, or nested tuples, lists and
+    dictionaries of them; the first dimension counts samples. All ranks must iterate together, after
+    `torch.distributed` was initialized. Iteration ends on all ranks when one has no batch left.
+
+    Each iteration sends one small message to agree and one per sharer, on a gloo group of its own,
+    before the batch is yielded. RuntimeError after `timeout_s` without a rank that was waited for.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], injection: Injection, *, batch: int, timeout_s: float = 120.0
+    ):
+        require_positive("timeout_s", timeout_s)
+        require_count("batch", batch)
+        injection.batch_size(batch)  # refuses what cannot be, before anybody waits
+        self.loader, self.injection, self.batch = loader, injection, batch
+        self._timeout_s = timeout_s
+        self._control: Control | None = None
+        self._iteration = 0  # of all epochs
+
+    def __len__(self) -> int:
+        """Batches per epoch, as the loader says."""
+        if not isinstance(self.loader, Sized):
+            raise TypeError(f"loader ({type(self.loader).__name__}) has no length")
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        workers = place()[1]
+        if self.injection.batch_size(self.batch, workers) == self.batch:  # nothing to share
+            yield from self.loader
+            return
+        control = self._control = self._control or self._meet(workers)
+        for own in self._together(control):
+            made = self._inject(own, control)
+            self._iteration += 1
+            yield made
+
+    def state_dict(self) -> dict[str, int]:
+        """How many iterations have been drawn for; the loader's sampler has a state of its own."""
+        return {"iteration": self._iteration}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Draw sharers as if it had never stopped; every rank must load the same."""
+        require_count("iteration", state["iteration"], least=0)
+        self._iteration = state["iteration"]
+
+    def _meet(self, workers: int) -> Control:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"torch.distributed must be initialized before {workers} workers can share "
+                "samples; call offbeat.prepare or init_process_group before the first batch"
+            )
+        control = Control(self._timeout_s)
+        settings = f"{self.injection} with batch={self.batch} from iteration {self._iteration}"
+        control.agree("injection", settings, "make it with the same settings")
+        return control
+
+    def _together(self, control: Control) -> Iterator[Any]:
+        """This rank's batches, as long as every rank has one of the same kind."""
+        expected = self.injection.batch_size(self.batch, control.world_size)
+        for own in _then_none(self.loader):
+            control.set_iteration(self._iteration)
+            if not self._alike(own, control) or own is None:
+                return
+            if (count := samples_of(leaves(own))) != expected:
+                raise ValueError(
+                    f"batch ({count} samples) must have b' = {expected} samples for {self.batch} "
+                    "after injection; load injection.batch_size(batch) with drop_last=True"
+                )
+            yield own
+
+    def _alike(self, own: Any, control: Control) -> bool:
+        """Whether all ranks have such a batch (or none has); False if some rank has none.
+        ValueError on all ranks if batches differ."""
+        said = ENDED if own is None else (samples_of(leaves(own)), kind(leaves(own)))
+        try:
+            if control.same([self._iteration, said[0], zlib.crc32(said[1].encode())]):
+                return True
+            if ENDED in control.gather(said):
+                return False
+        except RuntimeError as error:
+            raise self._lost(error, control) from error
+        words = f"{said[0]} samples of {said[1]} in iteration {self._iteration}"
+        control.agree("batches", words, "use equal batch sizes, drop_last=True and one shape")
+        raise AssertionError("ranks that say the same are the same")
+
+    def _inject(self, own: Any, control: Control) -> Any:
+        workers, tensors = control.world_size, leaves(own)
+        sharers = self.injection.sharers(self._iteration, workers)
+        given = self.injection.given(self.batch, workers)
+        chosen = [
+            self.injection.chosen(self._iteration, sharer, len(tensors[0]), count)
+            for sharer, count in zip(sharers, given, strict=True)
+        ]
+        try:
+            with control.waiting("sharing samples"):
+                shared = pool(tensors, sharers, chosen, control.group)
+        except RuntimeError as error:
+            raise self._lost(error, control) from error
+        joined = [torch.cat(pair) for pair in zip(tensors, shared, strict=True)]
+        return rebuild(own, iter(joined))
+
+    def _lost(self, error: Exception, control: Control) -> RuntimeError:
+        return RuntimeError(
+            f"rank {control.rank}: injection in iteration {self._iteration}: "
+            f"{error.__cause__ or error}. {control.report_failure(self._iteration)} Restart the "
+            f"missing ranks, or raise timeout_s ({self._timeout_s:g} s) if they are only slow."
+        )
+
+
+def _then_none(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches, then None for the end."""
+    yield from batches
+    yield None

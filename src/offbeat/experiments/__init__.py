@@ -1,0 +1,1 @@
+"""Experiments: comparisons of strategies in the lab, records, reports and advice."""

@@ -1,0 +1,803 @@
+"""Comparing strategies: one run directory, alternating contestants, predictions, a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from offbeat.core import sim
+from offbeat.core.files import write_text
+from offbeat.core.measuring.processors import processors
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.profile.device_speed import Compute, DeviceSpeed
+from offbeat.core.runtime.launch_request import STRATEGY_VARIABLE
+from offbeat.core.runtime.named_strategy import Named, ScriptStrategy
+from offbeat.core.sim import Votes
+from offbeat.core.sim.trace import Trace, whole_periods
+from offbeat.core.strategy.registry import reference_of
+from offbeat.experiments import report
+from offbeat.experiments.profile_for_network import Computed, compute_for, with_network
+from offbeat.experiments.progress import OnLine, Progress
+from offbeat.experiments.record import record_file as blocks
+from offbeat.experiments.record.record_file import records_in
+from offbeat.experiments.record.run_directory import (
+    BEFORE,
+    LOAD,
+    PROBLEM,
+    PROFILING,
+    load_in,
+    load_repetition,
+)
+from offbeat.experiments.report.disturbed import disturbance_of
+from offbeat.experiments.script import name_of, require_runnable
+from offbeat.lab import Cluster, Lab, LabError, NoLab, launch
+from offbeat.lab import probe_report as asked
+from offbeat.lab.machine_load import LoadSampler
+from offbeat.strategies import BSP, Strategy
+
+SCHEMA = 1
+SKIP = 2  # first iterations of every repetition that no statistic counts, or whole periods
+WAIT_S = 120.0
+NO_LIMIT_S = 7 * 24 * 3600.0
+
+MUST_PREPARE = "it must call offbeat.prepare(model, optimizer) and train some iterations"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One strategy of a comparison; `label` names its directory and its row."""
+
+    label: str
+    strategy: Strategy
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A script and where it runs.
+
+    `shaped` asks for the lab with the cluster's rates, else the loopback is used. A launch is
+    stopped after `timeout_s` seconds; a rank waits at most `wait_s` seconds for another one.
+    `links` are those of `offbeat.prepare`, in place of the cluster's; in the lab there are none.
+
+    `pace`: hosts compute at 1/pace of this machine's core; "auto": as slowly as need be so that
+    the machine can be all of them at once; "none": as they can. The default, None, is a given
+    profile's, else "auto" in the lab where there are more ranks than processors.
+
+    The last `servers` ranks of the cluster only serve, under strategies that have servers.
+    `min_bucket_bytes` is that of `offbeat.prepare`, in place of the script's.
+    """
+
+    script: tuple[str, ...]
+    cluster: Cluster
+    shaped: bool = True
+    seed: int = 0
+    timeout_s: float = NO_LIMIT_S
+    wait_s: float = WAIT_S
+    links: tuple[str, ...] = ()
+    pace: float | Literal["auto", "none"] | None = None
+    servers: int = 0
+    min_bucket_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pace, (int, float)) and not 1 <= self.pace < float("inf"):
+            raise ValueError(
+                f"pace ({self.pace:g}) must be at least 1: a host cannot be faster than this "
+                "machine; give a larger one, auto or none"
+            )
+        if self.uneven and (self.pace == "none" or (self.pace is None and not self.shaped)):
+            raise ValueError(
+                "speed and jitter of hosts need a pace, by which they are emulated; leave --pace "
+                "none out, or give --pace auto on the loopback"
+            )
+        require_runnable(self.script)
+        if self.links and self.shaped:
+            raise ValueError(
+                f"links ({', '.join(self.links)}) must be left to the cluster's description in the "
+                "lab; put them into the cluster file, or add --lab none"
+            )
+        if not 0 <= self.servers < self.cluster.world_size:
+            raise ValueError(
+                f"servers ({self.servers}) must be below the number of ranks "
+                f"({self.cluster.world_size}), as somebody must train; add hosts"
+            )
+        for name in ("timeout_s", "wait_s"):
+            if not 0 < getattr(self, name) <= NO_LIMIT_S:
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) must be above 0 and at most {NO_LIMIT_S:.0f} s"
+                )
+
+    @property
+    def uneven(self) -> bool:
+        """Whether hosts are to differ in their compute."""
+        hosts = range(self.cluster.hosts)
+        return any(self.cluster.speed_of(h) != 1 or self.cluster.jitter_of(h) for h in hosts)
+
+    @property
+    def measured_pace(self) -> float | Literal["auto"] | None:
+        """The pace of a profile that is measured here."""
+        if self.pace is None:
+            crowded = self.workers > processors()
+            return "auto" if self.shaped and (crowded or self.uneven) else None
+        return None if self.pace == "none" else self.pace
+
+    @property
+    def workers(self) -> int:
+        """Ranks that train."""
+        return self.cluster.world_size - self.servers
+
+    def lab(self) -> Lab | NoLab:
+        """The lab to enter; entering raises LabError if the machine refuses it."""
+        return Lab(self.cluster, "offbeat") if self.shaped else NoLab(self.cluster)
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Checkpoints of a run: saved into `folder` every so many iterations; with `resume` it goes on
+    from the newest one there."""
+
+    folder: Path
+    every: int | None = None
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"every ({self.every}) must be at least 1 iteration")
+        if self.every is None and not self.resume:
+            raise ValueError(
+                f"checkpoint ({self.folder}) needs --every N to be saved, --resume to go on from, "
+                "or both"
+            )
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What the runtime is told."""
+        return {
+            "checkpoint": str(self.folder.absolute()),
+            "checkpoint_every": self.every,
+            "resume": self.resume,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared: every contestant `repetitions` times, in turns.
+
+    `profile` is read from that file if given, else measured first. `target_loss` asks for the time
+    until this training loss; `command` is what the user typed. `keeping` is of a lone contestant.
+    `repeat_disturbed`: a disturbed repetition, and a disturbed profile, are measured once more.
+    Without `contestants` (None) the strategy that the script names runs. `notes` are recorded and
+    printed with the result. With a `device` every contestant is predicted on it, too.
+    """
+
+    setup: Setup
+    contestants: tuple[Contestant, ...] | None
+    repetitions: int = 1
+    target_loss: float | None = None
+    profile: Path | None = None
+    command: tuple[str, ...] = ()
+    keeping: Keeping | None = None
+    repeat_disturbed: bool = False
+    notes: tuple[str, ...] = ()
+    device: DeviceSpeed | None = None
+
+    def __post_init__(self) -> None:
+        if self.repetitions < 1:
+            raise ValueError(f"repetitions ({self.repetitions}) must be at least 1")
+        if self.contestants is None:
+            return
+        labels = [contestant.label for contestant in self.contestants]
+        served = [c.label for c in self.contestants if c.strategy.needs.servers]
+        if served and self.keeping is not None:
+            raise ValueError(
+                f"checkpoint ({self.keeping.folder}) is not for {served[0]}, whose parameters are "
+                "on its servers; let them save their part with --set snapshot=DIRECTORY"
+            )
+        if served and not self.setup.servers:
+            raise ValueError(
+                f"servers (0) must be at least 1 for {served[0]}; add --servers 1, which are hosts "
+                "beside those that train"
+            )
+        if self.setup.servers and not served:
+            raise ValueError(
+                f"servers ({self.setup.servers}) must be 0 unless a strategy has servers; leave "
+                "--servers out, or choose one that has: ssp, ps-bsp"
+            )
+        if not labels:
+            raise ValueError("contestants ([]) must not be empty; name a strategy")
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(
+                    f"contestant ({label!r}) must be unique; change one of its settings"
+                )
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of every repetition, which all contestants share."""
+        return tuple(self.setup.seed + repetition for repetition in range(self.repetitions))
+
+
+@dataclass
+class Outcome:
+    """How a comparison went: failures in words, in order; what was measured is in `run_dir`."""
+
+    run_dir: Path
+    failures: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    measured: int = 0  # repetitions that ended well
+    report: Path | None = None  # the page, if anything was measured
+    changed: list[dict[str, Any]] = field(default_factory=list)  # what the lab changed, and when
+    contestants: tuple[Contestant, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    device: dict[str, Any] | None = None  # the user's device, and seconds per iteration by label
+
+
+def default_run_dir(script: str) -> Path:
+    """runs/<UTC time>-<script's stem or module>, not yet there."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    name = Path(script).name
+    base = Path("runs") / f"{stamp}-{name.removesuffix('.py')}"
+    names = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))]
+    return next(path for path in names if not path.exists())
+
+
+def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = None) -> Outcome:
+    """Run every contestant in turns and write the run directory with its report.
+
+    A contestant that fails is an entry of `Outcome.failures`, and Ctrl-C ends the comparison early;
+    both keep what was measured. ValueError for a directory or a profile that cannot be used,
+    LabError if the machine refuses the lab.
+    """
+    progress = progress or Progress()
+    _refuse_used(run_dir)
+    path = comparison.profile
+    given = None if path is None else given_profile(comparison.setup, path)
+    with comparison.setup.lab() as lab:
+        record = _describe(comparison, lab) | {"probed": _probe(lab, progress)}
+        record["profile"] = None if given is None else given.record()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _write_json(run_dir / "run.json", record)
+        outcome = Outcome(run_dir, notes=list(comparison.notes))
+        for note in comparison.notes:
+            progress.fail(f"note: {note}")
+        if lab.note:
+            progress.say(lab.note)
+        progress.say(f"what the script prints goes to {logs_of(comparison, run_dir)}")
+        try:
+            if given is not None:
+                progress.say(given.text)
+            _run_all(comparison, lab, given and given.profile, outcome, progress)
+        except KeyboardInterrupt:
+            outcome.interrupted = True
+        except LabError as error:
+            _fail(f"the lab: {error}", outcome, progress)
+    if outcome.measured or any(map(records_in, run_dir.glob("*/rep*"))):
+        record |= {"emulated": _any_emulated(run_dir), "changed": outcome.changed}
+        record |= {"contestants": _entries(outcome.contestants), "notes": outcome.notes}
+        record["device"] = outcome.device
+        _write_json(run_dir / "run.json", record)
+        outcome.report = report.write(run_dir)
+    return outcome
+
+
+def given_profile(setup: Setup, path: Path) -> Computed:
+    """A profile's file for the cluster of a setup; ValueError if it cannot be computed for it."""
+    return compute_for(
+        Profile.load(path),
+        setup.cluster,
+        setup.workers,
+        shaped=setup.shaped,
+        pace=setup.pace,
+        file=str(path),
+    )
+
+
+def logs_of(comparison: Comparison, run_dir: Path) -> str:
+    """Where the output of the script goes, a file per rank."""
+    labels = comparison.contestants or ()
+    contestant = labels[0].label if len(labels) == 1 else "STRATEGY"
+    repetition = "rep0" if comparison.repetitions == 1 else "repN"
+    return str(run_dir / contestant / repetition / "rankR.log")
+
+
+def measure_profile(setup: Setup, path: Path, progress: Progress | None = None) -> Outcome:
+    """Run the script until its profile is measured and write it to `path`.
+
+    The logs stay (`Outcome.run_dir`) only if that failed; LabError if the machine refuses the lab.
+    """
+    progress = progress or Progress()
+    outcome = Outcome(Path(tempfile.mkdtemp(prefix="offbeat-profile-")))
+    progress.say(
+        f"what the script prints goes to {outcome.run_dir / 'rankR.log'}, which stays if it fails"
+    )
+    try:
+        with setup.lab() as lab:
+            _probe(lab, progress)
+            outcome.measured = _measure(setup, lab, path, outcome.run_dir, outcome, progress)
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+    finally:
+        if not outcome.failures:
+            shutil.rmtree(outcome.run_dir)
+    return outcome
+
+
+def predict(
+    strategy: Strategy,
+    profile: Profile,
+    directory: Path,
+    plan: Plan | None = None,
+    votes: Votes | None = None,
+    servers: int = 0,
+) -> float:
+    """Write plan.json and predicted.json of a contestant; returns predicted seconds per iteration.
+
+    `plan` is the one that ran, by default the strategy's; one with servers, or of gossip, has none.
+    `votes`: what came out of its votes, by default always a yes. ValueError if there is no plan.
+    """
+    skip = 0
+    if strategy.needs.profile:
+        plan = plan or strategy.plan(profile)
+        if known := [len(v) for v in (votes or {}).values() if not isinstance(v, (int, float))]:
+            skip = whole_periods(SKIP, plan.period, min(known))
+    prediction = sim.predict(strategy, profile, servers=servers, votes=votes, skip=skip, ran=plan)
+    directory.mkdir(parents=True, exist_ok=True)
+    if plan is not None:
+        _write_json(directory / "plan.json", plan.to_dict())
+    prediction.trace.save(directory / "predicted.json")
+    return prediction.iteration_s
+
+
+# --- the course of a comparison ------------------------------------------------------------------
+
+
+def _run_all(
+    comparison: Comparison,
+    lab: Lab | NoLab,
+    given: Profile | None,
+    outcome: Outcome,
+    progress: Progress,
+) -> None:
+    path = outcome.run_dir / "profile.json"
+    if given is not None:
+        given.save(path)
+    else:
+        again = comparison.repeat_disturbed
+        logs = outcome.run_dir / PROFILING
+        setup = comparison.setup
+        counts = [c.strategy.least_buckets(setup.workers) for c in comparison.contestants or ()]
+        more = {"again": again, "least_buckets": max(counts, default=1)}
+        if not _measure(setup, lab, path, logs, outcome, progress, **more):
+            return
+    profile = Profile.load(path)
+    if profile.pace:
+        busy = min(1.0, profile.world_size / processors() / profile.pace)
+        progress.say(
+            f"emulated: each host computes at 1/{profile.pace:g} of this machine's core, which is "
+            f"{busy:.0%} busy with it"
+        )
+    contestants = _contestants(comparison, lab, outcome, progress)
+    outcome.contestants = contestants
+    _note_unused_strategy(outcome, progress)
+    ready = [c for c in contestants if _predicted(c, comparison, profile, outcome, progress)]
+    if comparison.device is not None:
+        outcome.device = _on_device(ready, comparison.device, profile, comparison.setup.servers)
+    for repetition in range(comparison.repetitions):
+        for contestant in ready:
+            _repeat(comparison, lab, contestant, repetition, outcome, progress)
+    if given is not None:  # the first launch has written what the script names
+        _note_unused_strategy(outcome, progress)
+    for contestant in ready:
+        _adopt_course(contestant, profile, outcome, progress)
+
+
+def _on_device(
+    contestants: Iterable[Contestant], device: DeviceSpeed, profile: Profile, servers: int
+) -> dict[str, Any]:
+    """Predicted seconds per iteration of every contestant on the user's device, with its own plan
+    there; None where that profile has no plan."""
+    there, seconds = device.apply(profile), dict[str, float | None]()
+    for contestant in contestants:
+        try:
+            found = sim.predict(contestant.strategy, there, servers=max(servers, 1))
+        except ValueError:
+            seconds[contestant.label] = None
+        else:
+            seconds[contestant.label] = found.iteration_s
+    return {**Compute.of(profile, device).record(), "seconds": seconds}
+
+
+def _contestants(
+    comparison: Comparison, lab: Lab | NoLab, outcome: Outcome, progress: Progress
+) -> tuple[Contestant, ...]:
+    """The contestants, or the strategy that the script names; nothing if that fails."""
+    if comparison.contestants is not None:
+        return comparison.contestants
+    path = _named_path(outcome.run_dir)
+    if not path.exists():  # the profile was given
+        job = _job(
+            comparison.setup, None, save_strategy=str(path.absolute()), stop_after_strategy=True
+        )
+        with progress.step("reading the strategy of the script") as on_line:
+            problem, _ = _launch(comparison.setup, lab, job, path.parent, on_line)
+        if problem is not None:
+            _fail(f"reading the strategy of the script: {problem}", outcome, progress)
+            return ()
+    named = Named.load(path)
+    try:
+        if named is None:
+            raise ValueError(f"{name_of(comparison.setup.script)} names none; {MUST_PREPARE}")
+        chosen = (Contestant(named.strategy.name, named.strategy),)
+        replace(comparison, contestants=chosen)  # checks servers and checkpoints
+    except ValueError as error:
+        _fail(str(error), outcome, progress)
+        return ()
+    origin = "the default" if named.text is None else "as the script names it"
+    if os.environ.get(STRATEGY_VARIABLE):
+        origin = f"as {STRATEGY_VARIABLE} names it"
+    progress.say(f"strategy: {named.strategy}, {origin}")
+    return chosen
+
+
+def _named_path(run_dir: Path) -> Path:
+    """File of the strategy that the script names, in the folder of the launch that wrote it."""
+    measured = run_dir / PROFILING / "strategy.json"
+    return measured if measured.exists() else run_dir / "reading" / "strategy.json"
+
+
+def _note_unused_strategy(outcome: Outcome, progress: Progress) -> None:
+    """State that the script's own strategy is not used, if none of the contestants is equal."""
+    named = Named.load(_named_path(outcome.run_dir))
+    if named is None or named.text is None:
+        return
+    ran = [str(contestant.strategy) for contestant in outcome.contestants]
+    if ran and named.text not in ran:
+        note = f"{named.text}, which the script names, is not used; {', '.join(ran)} runs instead"
+        outcome.notes.append(note)
+        progress.fail(f"note: {note}")
+
+
+def _measure(
+    setup: Setup,
+    lab: Lab | NoLab,
+    path: Path,
+    logs: Path,
+    outcome: Outcome,
+    progress: Progress,
+    *,
+    again: bool = False,
+    least_buckets: int = 1,
+) -> bool:
+    """Launch until the profile is in `path`, `again` if it was disturbed; a failure is noted and
+    said."""
+    draft = logs / "profile.json"  # only a launch that ended well yields a profile
+    job = _job(
+        setup,
+        BSP(),
+        save_profile=str(draft.absolute()),
+        save_strategy=str((logs / "strategy.json").absolute()),
+        stop_after_profile=True,
+        least_buckets=least_buckets,
+        pace=setup.measured_pace,
+        turns=str((logs / "turns").absolute()) if setup.measured_pace else None,
+    )
+    with progress.step("measuring the profile") as on_line:
+        problem, _ = _launch(setup, lab, job, logs, on_line)
+    if problem is None and not draft.exists():
+        problem = f"{name_of(setup.script)} ended before a profile was measured; {MUST_PREPARE}"
+    if problem is not None:
+        _fail(f"measuring the profile: {problem}", outcome, progress)
+        return False
+    profile = Profile.load(draft)
+    profile = with_network(profile, setup.cluster, setup.workers) if setup.shaped else profile
+    profile.save(path)
+    if found := disturbance_of(0, load_in(logs), {}):
+        once_more = "; it is measured once more" if again else ""
+        progress.say(f"the profile was disturbed: {found.text}{once_more}")
+        if again:
+            logs.rename(logs.with_name(BEFORE + logs.name))
+            return _measure(setup, lab, path, logs, outcome, progress, least_buckets=least_buckets)
+    return True
+
+
+def _predicted(
+    contestant: Contestant,
+    comparison: Comparison,
+    profile: Profile,
+    outcome: Outcome,
+    progress: Progress,
+) -> bool:
+    """Predict one contestant; a strategy without a plan for this profile has failed."""
+    if isinstance(contestant.strategy, ScriptStrategy):
+        progress.say(f"{contestant.label}: predicted after its run, from the plan that runs")
+        return True
+    try:
+        seconds = predict(
+            contestant.strategy,
+            profile,
+            outcome.run_dir / contestant.label,
+            servers=comparison.setup.servers,
+        )
+    except ValueError as error:
+        _fail(f"{contestant.label}: {error}", outcome, progress)
+        return False
+    if_yes = " if every vote is a yes" if contestant.strategy.vote_names(profile) else ""
+    progress.say(f"{contestant.label}: predicted {seconds:.4g} s per iteration{if_yes}")
+    return True
+
+
+def _repeat(
+    comparison: Comparison,
+    lab: Lab | NoLab,
+    contestant: Contestant,
+    repetition: int,
+    outcome: Outcome,
+    progress: Progress,
+) -> None:
+    """Run one repetition of one contestant, a disturbed one once more if that is wanted."""
+    directory = outcome.run_dir / contestant.label / f"rep{repetition}"
+    changed = list(outcome.changed)
+    if not _attempt(comparison, lab, contestant, repetition, outcome, progress):
+        return
+    outcome.measured += 1
+    found = load_repetition(directory, repetition).disturbance
+    if found is None:
+        return
+    again = "; it is repeated once" if comparison.repeat_disturbed else ""
+    progress.say(f"{_what(comparison, contestant, repetition)} was disturbed: {found.text}{again}")
+    if not comparison.repeat_disturbed:
+        return
+    kept = directory.with_name(BEFORE + directory.name)
+    directory.rename(kept)
+    outcome.changed, before = changed, outcome.changed
+    try:
+        if not _attempt(comparison, lab, contestant, repetition, outcome, progress):
+            outcome.measured -= 1
+    except KeyboardInterrupt:
+        shutil.rmtree(directory, ignore_errors=True)
+        kept.rename(directory)
+        outcome.changed = before
+        raise
+
+
+def _what(comparison: Comparison, contestant: Contestant, repetition: int) -> str:
+    return f"{contestant.label}, repetition {repetition + 1} of {comparison.repetitions}"
+
+
+def _attempt(
+    comparison: Comparison,
+    lab: Lab | NoLab,
+    contestant: Contestant,
+    repetition: int,
+    outcome: Outcome,
+    progress: Progress,
+) -> bool:
+    """Launch one repetition of one contestant; False if it failed, which is noted and said."""
+    what = _what(comparison, contestant, repetition)
+    directory = outcome.run_dir / contestant.label / f"rep{repetition}"
+    path = outcome.run_dir / "profile.json"
+    job = _job(
+        comparison.setup,
+        contestant.strategy,
+        profile=str(path.absolute()),
+        pace=Profile.load(path).pace or None,
+        record_dir=str(directory.absolute()),
+        save_strategy=str(_named_path(outcome.run_dir).absolute()),
+        **(comparison.keeping.job if comparison.keeping is not None else {}),
+    )
+    so_far = partial(blocks.iterations_so_far, blocks.path_of(directory, 0))
+    setup = replace(comparison.setup, seed=comparison.seeds[repetition])
+    with progress.step(what, so_far) as on_line:
+        problem, changes = _launch(setup, lab, job, directory, on_line, contestant.strategy)
+    where = {"strategy": contestant.label, "repetition": repetition}
+    outcome.changed += [{**where, **change} for change in changes]
+    if problem is None and not records_in(directory):
+        script = name_of(comparison.setup.script)
+        problem = f"{script} left no record in {directory}; {MUST_PREPARE}"
+    if problem is None:
+        progress.say(f"{what}: {_seconds_in_words(directory)}")
+        return True
+    # What was recorded until then stays; the report says that it was cut short.
+    write_text(directory / PROBLEM, problem.partition("; the end of")[0])
+    _fail(f"{what}: {problem}", outcome, progress)
+    return False
+
+
+def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
+    """By vote what came out in every iteration, of a rank's record; empty without votes."""
+    by_vote = record.get("votes", {}).get("by_vote", {})
+    return {name: [bool(yes) for yes in columns["yes"]] for name, columns in by_vote.items()}
+
+
+def _adopt_course(
+    contestant: Contestant, profile: Profile, outcome: Outcome, progress: Progress
+) -> None:
+    """Let the plan that ran, not the one expected, stand in the run directory, predicted with
+    what its votes have decided."""
+    directory, strategy = outcome.run_dir / contestant.label, contestant.strategy
+    if not strategy.needs.profile:
+        return
+    ran = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
+    if ran is None:
+        return
+    plan, votes = Plan.from_dict(json.loads(ran.read_text())), _outcomes(ran.parent)
+    planned = directory / "plan.json"
+    if not planned.exists():
+        seconds = predict(contestant.strategy, profile, directory, plan, votes)
+        progress.say(f"{contestant.label}: predicted {seconds:.4g} s per iteration")
+        return
+    expected = Plan.from_dict(json.loads(planned.read_text()))
+    if votes or plan.digest != expected.digest:
+        predict(strategy, profile, directory, plan, votes)
+
+
+def _outcomes(repetition: Path) -> dict[str, list[bool]]:
+    """What came out of the votes of a repetition, as rank 0 knows it."""
+    records = records_in(repetition)
+    with suppress(ValueError):  # killed before its first block
+        return outcomes_of(blocks.read(records[0])) if records else {}
+    return {}
+
+
+def _fail(words: str, outcome: Outcome, progress: Progress) -> None:
+    outcome.failures.append(words)
+    progress.fail(words)
+
+
+# --- one launch ----------------------------------------------------------------------------------
+
+
+def _probe(lab: Lab | NoLab, progress: Progress) -> list[dict[str, Any]]:
+    """Measure what is asked of the links, and say both; LabError if the machine is too slow."""
+    found = lab.probe()
+    for line in asked.lines(found):
+        progress.say(line)
+    records = [measured.record() for measured in found if measured.known]
+    carried = lab.verify()
+    if carried is None:
+        return records
+    progress.say(carried.text)
+    return [*records, carried.record()]
+
+
+def _job(setup: Setup, strategy: Strategy | None, **rest: Any) -> dict[str, Any]:
+    """What the runtime is told; see `offbeat.core.runtime`."""
+    if isinstance(strategy, ScriptStrategy):
+        strategy = None  # the script passes it to `prepare`
+    job = {
+        "schema": SCHEMA,
+        "strategy": strategy and reference_of(strategy),
+        "settings": strategy.settings() if strategy else {},
+        "profile": None,
+        "save_profile": None,
+        "stop_after_profile": False,
+        "min_bucket_bytes": setup.min_bucket_bytes,
+        "record_dir": None,
+        "timeout_s": setup.wait_s,
+        "pace": None,
+        "turns": None,
+    }
+    return job | rest
+
+
+def _launch(
+    setup: Setup,
+    lab: Lab | NoLab,
+    job: dict[str, Any],
+    directory: Path,
+    on_line: OnLine,
+    strategy: Strategy | None = None,
+) -> tuple[str | None, list[dict[str, Any]]]:
+    """The problem in words, and what the lab changed. Nothing changes while a profile is measured:
+    it describes the cluster as it is at first."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "job.json"
+    _write_json(path, job)
+    env = {"OFFBEAT_JOB": str(path.absolute()), "OFFBEAT_SEED": str(setup.seed)}
+    if setup.links:
+        env["OFFBEAT_LINKS"] = ",".join(setup.links)
+    with LoadSampler(lab.process.pid) as sampler:
+        result = launch(
+            lab,
+            [sys.executable, *setup.script],
+            env=env,
+            log_dir=directory,
+            timeout_s=setup.timeout_s,
+            on_line=lambda rank, line: on_line(line) if rank == 0 else None,
+            changes=not (job["stop_after_profile"] or job.get("stop_after_strategy")),
+            workers=setup.workers,
+            servers=setup.servers if strategy and strategy.needs.servers else 0,
+            survive=bool(strategy and strategy.needs.survives_ranks),
+        )
+    if (load := sampler.load()) is not None:
+        _write_json(directory / LOAD, load.record())
+    changes = setup.cluster.changes
+    return result.problem, [
+        {"at_s": at_s, "change": changes[number].text} for at_s, number in result.changes
+    ]
+
+
+# --- the run directory ---------------------------------------------------------------------------
+
+
+def _refuse_used(run_dir: Path) -> None:
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise ValueError(f"run directory ({run_dir}) must be new or empty; choose another --out")
+
+
+def _describe(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
+    setup = comparison.setup
+    return {
+        "schema": SCHEMA,
+        "command": list(comparison.command),
+        "script": list(setup.script),
+        "cluster": setup.cluster.record(),
+        "links": list(setup.links),
+        "servers": setup.servers,
+        "lab": "netns" if setup.shaped else "none",
+        "note": lab.note,
+        "emulated": False,
+        "versions": {
+            "offbeat": metadata.version("offbeat"),
+            "torch": _version("torch"),
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+        },
+        "cpus": os.cpu_count(),
+        "congestion_control": lab.congestion_control,
+        "seed": setup.seed,
+        "seeds": list(comparison.seeds),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "contestants": _entries(comparison.contestants or ()),
+        "repetitions": comparison.repetitions,
+        "target_loss": comparison.target_loss,
+        "skip": SKIP,
+    }
+
+
+def _entries(contestants: Iterable[Contestant]) -> list[dict[str, Any]]:
+    return [
+        {"label": c.label, "strategy": c.strategy.name, "settings": c.strategy.settings()}
+        for c in contestants
+    ]
+
+
+def _version(package: str) -> str | None:
+    """Version of an installed package, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _any_emulated(run_dir: Path) -> bool:
+    found = (record for folder in run_dir.glob("*/rep*") for record in records_in(folder))
+    return any(blocks.first_block(record).get("emulated") for record in found)
+
+
+def _seconds_in_words(directory: Path) -> str:
+    """Rank 0's seconds per iteration, for the display only: the report counts all ranks."""
+    record = blocks.read(records_in(directory)[0])
+    try:
+        trace, observed = Trace.from_dict(record["trace"]), record["observed"]
+        skip = whole_periods(SKIP, trace.period, trace.iterations - observed)
+        seconds = trace.iteration_s(observed + skip)
+    except ValueError:
+        return "too short for a whole period"
+    return f"{seconds:.4g} s per iteration"
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    write_text(path, json.dumps(data, indent=1))

@@ -1,0 +1,58 @@
+"""Joining: the process that runs a script as one more worker of a job of gossip."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from offbeat.core.files import write_text
+from offbeat.core.runtime.launch_request import (
+    JOIN_VARIABLE,
+    RANK_VARIABLE,
+    SCHEMA,
+    VARIABLE,
+    WORKER_VARIABLE,
+    WORLD_SIZE_VARIABLE,
+    parse_door,
+)
+from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.registry import reference_of
+from offbeat.experiments.script import require_runnable
+from offbeat.frames.secret import VARIABLE as SECRET_VARIABLE
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", RANK_VARIABLE, WORLD_SIZE_VARIABLE, VARIABLE)
+
+
+def run_joined(
+    address: str, script: Sequence[str], worker: int | None, strategy: Strategy | None
+) -> int:
+    """Exit code of the script with its arguments. ValueError for an address that cannot be, a
+    strategy that is not one of gossip, or without a secret."""
+    parse_door(address)
+    require_runnable(script)
+    if not os.environ.get(SECRET_VARIABLE):
+        raise ValueError(
+            f"{SECRET_VARIABLE} must be set to the job's secret, or --secret name a file with it; "
+            "start the job with it, too"
+        )
+    if strategy is not None and not strategy.needs.allows_joining:
+        raise ValueError(f"strategy ({strategy}) must be one of gossip: a2cid2, ad-psgd")
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    env[JOIN_VARIABLE] = address
+    if worker is not None:
+        env[WORKER_VARIABLE] = str(worker)
+    with tempfile.TemporaryDirectory() as folder:
+        if strategy is not None:
+            job = {
+                "schema": SCHEMA,
+                "strategy": reference_of(strategy),
+                "settings": strategy.settings(),
+            }
+            env[VARIABLE] = str(Path(folder, "job.json"))
+            write_text(env[VARIABLE], json.dumps(job))
+        return subprocess.run([sys.executable, *script], env=env).returncode

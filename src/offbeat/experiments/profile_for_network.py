@@ -1,0 +1,240 @@
+"""A given profile on the cluster of a run: compare both, compute what can be computed, refuse the
+rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from offbeat.core.measuring.processors import processors
+from offbeat.core.profile import Profile
+from offbeat.core.profile.elsewhere import elsewhere, network_rate_bps
+from offbeat.core.profile.facts import Link
+from offbeat.lab import Cluster
+from offbeat.lab.description import Way
+from offbeat.lab.units import format_rate, format_time
+
+EXACT = 1.01  # ratio of two recorded rates that count as equal
+ESTIMATED = 1.5  # the same where one of them is estimated from the payload of messages
+Pace = float | Literal["auto", "none"] | None
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A profile for the cluster of a run, and every quantity that was computed instead of measured:
+    (quantity, measured value, value here). `compared` is False if the network of the run is not
+    known, as without a lab. `crowded`: number of ranks if they share fewer processors without a
+    pace, else 0."""
+
+    profile: Profile
+    quantities: tuple[tuple[str, str, str], ...] = ()
+    compared: bool = True
+    crowded: int = 0
+    file: str = field(default="", compare=False)
+
+    @property
+    def text(self) -> str:
+        """One or two lines for the terminal."""
+        if self.quantities:
+            changed = ", ".join(f"{what} {was} -> {here}" for what, was, here in self.quantities)
+            line = (
+                f"{self.file} was measured on another cluster; its numbers are computed for this "
+                f"one: {changed}"
+            )
+        elif not self.compared:
+            line = f"{self.file} is used as it is: the network of this run is not known"
+        else:
+            line = f"{self.file} was measured on such a cluster"
+        if not self.crowded:
+            return line
+        return (
+            f"{line}\nwarning: {self.crowded} ranks share {processors()} processors, and the "
+            "profile has no pace; compute takes longer than predicted unless layers only sleep "
+            "(add --pace K)"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Plain data for the record of a run."""
+        return {
+            "file": self.file,
+            "compared": self.compared,
+            "crowded": self.crowded,
+            "computed": [
+                {"quantity": what, "measured": was, "here": here}
+                for what, was, here in self.quantities
+            ],
+            "text": self.text,
+        }
+
+
+def with_network(profile: Profile, cluster: Cluster, ranks: int) -> Profile:
+    """The profile with the asked rate, delay and loss of every link between its ranks."""
+    hosts = range(cluster.host_of(ranks - 1) + 1)
+    return replace(
+        profile, links=tuple(_with_way(x, worst_way(cluster, hosts, x.name)) for x in profile.links)
+    )
+
+
+def compute_for(
+    profile: Profile, cluster: Cluster, ranks: int, *, shaped: bool, pace: Pace, file: str
+) -> Computed:
+    """The profile for `ranks` ranks on a cluster.
+
+    Rates and the number of ranks are computed where they differ. ValueError for a difference that
+    cannot be computed: links, delay, loss, speeds of hosts, a pace that is not known.
+    """
+    quantities: list[tuple[str, str, str]] = []
+    if shaped:
+        _require_links(profile, cluster, file)
+    rates: dict[str, float] = {}
+    hosts = range(cluster.host_of(ranks - 1) + 1)
+    ways = {link.name: worst_way(cluster, hosts, link.name) for link in cluster.links}
+    for link in profile.links if shaped and min(ranks, profile.world_size) > 1 else ():
+        way = ways[link.name]
+        _require_delay(link, way, profile.world_size, file)
+        known = link.asked_rate_bps is not None
+        measured_bps = network_rate_bps(link, profile.world_size)
+        if way.rate_bps is None:
+            if known:
+                raise ValueError(
+                    f"rate of link {link.name!r} (unlimited) must be a number for {file}, which "
+                    f"was measured at {_rate(measured_bps)}; give a rate, or measure it again with "
+                    "`offbeat profile`"
+                )
+        elif _ratio(measured_bps, way.rate_bps) > (EXACT if known else ESTIMATED):
+            rates[link.name] = way.rate_bps
+            about = "" if known else "about "
+            was = about + _rate(measured_bps)
+            quantities.append((f"rate of {link.name}", was, format_rate(way.rate_bps)))
+    before = profile.world_size
+    if ranks != before:
+        if min(ranks, before) < 2:
+            raise ValueError(
+                f"world_size ({before}) of {file} must be the cluster's number of ranks ({ranks}) "
+                "where either is 1; measure it again with `offbeat profile`"
+            )
+        quantities.append(("ranks", str(before), str(ranks)))
+    made = elsewhere(profile, hosts=ranks, rate_bps=rates or None)
+    if shaped:
+        made = with_network(made, cluster, ranks)
+    made = _at_pace(made, before, cluster, pace, file, quantities)
+    _require_speeds(made, cluster, file)
+    crowded = shaped and not made.pace and ranks > processors()
+    return Computed(made, tuple(quantities), shaped, ranks if crowded else 0, file)
+
+
+def worst_way(cluster: Cluster, hosts: Iterable[int], link: str) -> Way:
+    """The smallest rate, the longest delay and the greatest loss between some hosts: a ring's
+    all-reduce waits for them."""
+    hosts = list(hosts)
+    ways = [cluster.attachment(host, link) for host in hosts]
+    ways += [
+        cluster.way(*pair.hosts, link) for pair in cluster.pairs if set(pair.hosts) <= {*hosts}
+    ]
+    rates = [way.rate_bps for way in ways if way.rate_bps is not None]
+    return Way(
+        min(rates, default=None), max(way.latency_s for way in ways), max(way.loss for way in ways)
+    )
+
+
+def _with_way(link: Link, way: Way) -> Link:
+    if way.rate_bps is None:
+        return replace(link, asked_rate_bps=None, asked_latency_s=0.0, asked_loss=0.0)
+    return replace(
+        link,
+        asked_rate_bps=way.rate_bps,
+        asked_latency_s=way.latency_s,
+        asked_loss=way.loss,
+    )
+
+
+def _require_links(profile: Profile, cluster: Cluster, file: str) -> None:
+    names, here = ([link.name for link in links] for links in (profile.links, cluster.links))
+    if names != here:
+        raise ValueError(
+            f"links ({', '.join(names)}) of {file} must be the cluster's ({', '.join(here)}); "
+            "rename the links of the cluster, or measure the profile again with `offbeat profile`"
+        )
+
+
+def _require_delay(link: Link, way: Way, ranks: int, file: str) -> None:
+    """ValueError for another delay or loss, which no formula computes. Where those of the profile
+    are not known, its least time of a message must allow half of the delays of a ring."""
+    again = "measure the profile again with `offbeat profile`"
+    if link.asked_rate_bps is None:
+        least_s = (ranks - 1) * way.latency_s
+        if link.latency_s < least_s:
+            raise ValueError(
+                f"latency_s ({link.latency_s:.4g}) of link {link.name!r} of {file} must be at "
+                f"least {least_s:.4g} s with a delay of {format_time(way.latency_s)} each way; "
+                f"{again}"
+            )
+        return
+    for name, was, here in (
+        ("latency", link.asked_latency_s, way.latency_s),
+        ("loss", link.asked_loss, way.loss),
+    ):
+        if not math.isclose(was, here, rel_tol=EXACT - 1):
+            raise ValueError(
+                f"{name} of link {link.name!r} ({here:g}) must be that of {file} ({was:g}); {again}"
+            )
+
+
+def _at_pace(
+    profile: Profile,
+    before: int,
+    cluster: Cluster,
+    pace: Pace,
+    file: str,
+    quantities: list[tuple[str, str, str]],
+) -> Profile:
+    """The profile at the pace of the run; a larger one if more ranks share the processors."""
+    if isinstance(pace, (int, float)):
+        if profile.pace:
+            return profile.paced(pace)
+        return profile.paced(pace, *_hosts(profile, cluster))
+    if (pace == "auto" and not profile.pace) or (pace == "none" and profile.pace):
+        raise ValueError(
+            f"pace ({pace}) must be that of {file} ({profile.pace:g}; 0 is none); leave --pace "
+            "out, or measure a profile with it"
+        )
+    more = profile.world_size / before
+    if more <= 1 or not profile.pace:
+        return profile
+    slower = math.ceil(10 * profile.pace * more) / 10
+    quantities.append(("pace", f"{profile.pace:g}", f"{slower:g}"))
+    return profile.paced(slower)
+
+
+def _require_speeds(profile: Profile, cluster: Cluster, file: str) -> None:
+    """ValueError if paced hosts would compute at other relative speeds than the cluster's."""
+    if not profile.pace:
+        return
+    speeds, jitters = _hosts(profile, cluster)
+    times = [1 / speed for speed in speeds]
+    scale = [time * len(times) / sum(times) for time in times]
+    for name, was, here in (
+        ("speeds", profile.rank_scale or (1.0,) * len(scale), scale),
+        ("jitters", profile.jitters, jitters),
+    ):
+        if any(not math.isclose(a, b, rel_tol=1e-6) for a, b in zip(was, here, strict=True)):
+            raise ValueError(
+                f"{name} of the cluster's hosts must be those of {file}; measure the profile again "
+                "with `offbeat profile`"
+            )
+
+
+def _hosts(profile: Profile, cluster: Cluster) -> tuple[list[float], list[float]]:
+    """Speed and jitter of every rank's host."""
+    hosts = [cluster.host_of(rank) for rank in range(profile.world_size)]
+    return [*map(cluster.speed_of, hosts)], [*map(cluster.jitter_of, hosts)]
+
+
+def _ratio(one: float, other: float) -> float:
+    return max(one / other, other / one)
+
+
+def _rate(rate_bps: float) -> str:
+    return format_rate(round(float(f"{rate_bps:.3g}")))

@@ -1,0 +1,1 @@
+"""Records: what each rank measures in a run, written and read."""

@@ -1,0 +1,307 @@
+"""Recording: the measured trace, losses and traffic of one rank, for the report."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from offbeat.core.derive.windows import Windows
+from offbeat.core.files import write_text
+from offbeat.core.measuring.loss import LossTap
+from offbeat.core.measuring.replica_sample import Sample
+from offbeat.core.plan import BUILT_IN, Plan, Transfer
+from offbeat.core.runtime.iteration import Acted, BackwardSplit, Iteration, Timestamps
+from offbeat.core.sim.trace import COMPUTE, Span, spans_to_dict
+from offbeat.core.transport.device import Device, Mark
+from offbeat.experiments.record.record_file import Blocks, path_of
+from offbeat.experiments.record.vote_log import VoteLog
+
+BLOCK_ITERATIONS, BLOCK_S = 1000, 5.0  # whichever comes first ends a block
+WINDOW_PERIODS = 3  # spans are kept for the last periods only; ends for every iteration
+
+
+class Splits:
+    """Sums of what `BackwardSplit`s say, and which of the last iterations have estimated ones."""
+
+    def __init__(self) -> None:
+        self._measured = self._sent_s = self._waited_s = 0.0
+        self._estimated = 0
+        self._last: deque[int] = deque(maxlen=WINDOW_PERIODS)
+
+    def add(self, iteration: int, split: BackwardSplit) -> None:
+        """Add the split of one iteration."""
+        if not split.measured:
+            self._estimated += 1
+            self._last.append(iteration)
+            return
+        self._measured += 1
+        self._sent_s += split.sent_s
+        self._waited_s += split.waited_s
+
+    def notes(self) -> dict[str, Any]:
+        """Return the notes of a trace: numbers of iterations, and means over the measured ones."""
+        if not self._measured and not self._estimated:
+            return {}
+        count = max(1.0, self._measured)
+        return {
+            "backward": {
+                "measured": int(self._measured),
+                "estimated": self._estimated,
+                "sent_s": self._sent_s / count,
+                "waited_s": self._waited_s / count,
+            },
+            "estimated": list(self._last),
+        }
+
+
+class Recorder:
+    """Appends what one rank did to `directory`/rank{r}.jsonl, in blocks; `write` ends the record.
+
+    What it holds in memory does not grow with the iterations.
+    """
+
+    def __init__(self, directory: str | Path, rank: int, device: Device):
+        self._blocks = Blocks(path_of(directory, rank))
+        self._rank, self._device = rank, device
+        self.origin_s = time.perf_counter()
+        self._first, self._failed = 0, False
+        self._written_s, self._window_due = time.monotonic(), 0
+        self._ends: list[Mark] = []  # these and what follows: since the last block
+        self._losses: list[tuple[int, Tensor]] = []
+        self._without_update: list[int] = []
+        self._spans: deque[list[Span]] = deque(maxlen=WINDOW_PERIODS)
+        self._splits = Splits()
+        self.plan: Plan | None = None
+        self.observed = 0
+        self.strategy = ""
+        self.warnings: list[str] = []
+        self.decisions: list[dict[str, Any]] = []
+        self.notes: dict[str, Any] = {}
+        self.pace: dict[str, float] | None = None
+        self.sample: Sample | None = None
+        self._votes = VoteLog()
+        self._tap = LossTap()
+
+    def start(self, strategy: str, plan: Plan | None, observed: int) -> None:
+        """The strategy's own iterations begin now; `observed` ones came before."""
+        self.strategy, self.plan, self.observed = strategy, plan, observed
+        window = WINDOW_PERIODS * (plan.period if plan else 1)
+        self._spans = deque(maxlen=max(2, window))
+        if plan is not None and self._rank == 0:
+            path = self._blocks.path.with_name("plan.json")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, json.dumps(plan.to_dict()))
+            except OSError as error:
+                self._warn_lost(f"plan ({path}) cannot be written", error)
+
+    def stepped(self, iteration: int) -> None:
+        """The user has called `optimizer.step()`: the loss of this iteration is known."""
+        loss = self._tap.take()
+        if loss is not None:
+            self._losses.append((iteration, loss))
+
+    def ended(self, iteration: int) -> None:
+        """`optimizer.step()` is over."""
+        if self.sample is not None:
+            self.sample.take(iteration)
+
+    def decide(self, iteration: int, what: str, warning: str | None) -> None:
+        """The runtime has changed the plan, or fallen back."""
+        self.decisions.append({"iteration": iteration, "what": what})
+        if warning is not None:
+            self.warnings.append(warning)
+
+    def iteration(self, done: Iteration) -> None:
+        """Take in one finished iteration."""
+        if self.plan is not None and not Windows(self.plan).applied(done.planned):
+            self._without_update.append(done.number)
+        if voting := self._voting:
+            self._votes.take(done, voting)
+        if done.split is not None:
+            self._splits.add(done.number, done.split)
+        self._ends.append(done.marks.end)
+        self._spans.append(list(_spans(done, self.plan, self._rank, self._device, self.origin_s)))
+        self._append_if_due()
+
+    @property
+    def _voting(self) -> Sequence[str]:
+        return [] if self.plan is None else [vote.name for vote in self.plan.votes]
+
+    def write(self, bytes_sent: dict[str, int]) -> None:
+        """Write the rest, and that the record is whole."""
+        self._append({"bytes": bytes_sent, "pace": self.pace, **self._window(), "closed": True})
+        self._tap.close()
+
+    def _append_if_due(self) -> None:
+        now_s = time.monotonic()
+        if len(self._ends) < BLOCK_ITERATIONS and now_s - self._written_s < BLOCK_S:
+            return
+        self._written_s = now_s
+        if self._first + len(self._ends) >= self._window_due:
+            self._window_due = 2 * (self._first + len(self._ends))
+            self._append(self._window())
+        else:
+            self._append({})
+
+    def _window(self) -> dict[str, Any]:
+        """What each block replaces. It is large, so it is written when a run is twice as long."""
+        spans = (span for spans in self._spans for span in spans)
+        return {
+            "spans": spans_to_dict(spans),
+            "notes": {**self.notes, **self._splits.notes()},
+            "sample": self.sample.record() if self.sample else None,
+        }
+
+    def _append(self, more: Mapping[str, Any]) -> None:
+        """One block of what has come since the last one, which is then forgotten."""
+        ends = [round(self._device.seconds(end) - self.origin_s, 7) for end in self._ends]
+        done = self._first + len(ends)
+        block = {
+            "first": self._first,
+            "rank": self._rank,
+            "strategy": self.strategy,
+            "observed": self.observed,
+            "emulated": bool(self.notes.get("emulated")),
+            "period": self.plan.period if self.plan else 1,
+            "uneven": bool(self._voting),
+            "ends_s": ends,
+            "losses": [[i, _short(float(loss))] for i, loss in self._losses if i < done],
+            "without_update": self._without_update,
+            "warnings": self.warnings,
+            "decisions": self.decisions,
+            "checks": [],
+            "votes": self._votes.taken(),
+            **more,
+        }
+        self._first = done
+        self._losses = [(i, loss) for i, loss in self._losses if i >= done]
+        self._ends, self._without_update = [], []
+        self.warnings, self.decisions = [], []
+        if self._failed:
+            return
+        try:
+            self._blocks.append(block)
+        except OSError as error:
+            self._failed = True
+            self._warn_lost(
+                f"record ({self._blocks.path}) cannot be written from iteration {block['first']} "
+                "on",
+                error,
+            )
+
+    @staticmethod
+    def _warn_lost(what: str, error: OSError) -> None:
+        warnings.warn(
+            f"{what}: {error.strerror or error}; training goes on without it. Make room there, or "
+            "give another --out",
+            stacklevel=3,
+        )
+
+
+def _short(loss: float) -> float:
+    """As many digits as float32 has."""
+    return float(f"{loss:.9g}")
+
+
+def _spans(
+    done: Iteration, plan: Plan | None, rank: int, device: Device, origin: float
+) -> Iterator[Span]:
+    def at(mark: Mark) -> float:
+        return device.seconds(mark) - origin
+
+    size = plan.buckets if plan is not None else len(done.marks.ready)
+    buffers = plan.all_buffers if plan is not None else BUILT_IN
+    split = done.split
+    for kind, start, end, bucket in _compute(done.marks, size, device):
+        run = None if bucket is None else (bucket, bucket + 1)
+        if kind == "backward" and bucket is None and split is not None:
+            begin_s, end_s = at(start), at(end)
+            middle_s = max(begin_s, end_s - split.waited_s)
+            yield Span(rank, COMPUTE, "backward", done.number, begin_s, middle_s)
+            yield Span(rank, COMPUTE, "wait", done.number, middle_s, end_s)
+            sent = (max(begin_s, end_s - split.sent_s), end_s)
+            whole = (0, size) if size else None
+            yield Span(rank, split.link, "grad", done.number, *sent, whole, split.sent_bytes)
+            continue
+        yield Span(rank, COMPUTE, kind, done.number, at(start), at(end), run)
+    for message in done.messages:
+        if message.end is None:  # it has failed, was passed over, or the run ended before it
+            continue
+        t = message.transfer
+        run = (t.payload.buckets.start, t.payload.buckets.stop)
+        half = t.verb in ("reduce_scatter", "all_gather")
+        kind = t.verb if half or t.verb == "broadcast" else buffers[t.payload.buffer].kind
+        start, end = at(message.start), at(message.end)
+        carries = _carries(plan, done, t)
+        size = message.sent_bytes
+        yield Span(rank, t.link, kind, done.number, start, end, run, size, carries, t.ranks)
+
+
+def _carries(plan: Plan | None, done: Iteration, t: Transfer) -> tuple[int, int] | None:
+    """Iterations whose gradients a message holds, where they are added up over several."""
+    windows = None if plan is None else Windows(plan)
+    if windows is None or not windows.late or t.payload.buffer != "grad":
+        return None
+    window = windows.window(done.planned, t.payload.age)
+    begun = done.number - done.planned
+    return begun + window.start, begun + window.stop
+
+
+def _compute(
+    marks: Timestamps, buckets: int, device: Device
+) -> Iterator[tuple[str, Mark, Mark, int | None]]:
+    """(kind, start, end, bucket) of what the compute lane did, in order."""
+    at, bucket = marks.begin, None
+    forward = [acted for acted in marks.acted if acted.position < buckets]
+    backward = {acted.position - buckets: acted for acted in marks.acted}
+    if marks.forward is not None:
+        early, later = _split(forward, marks, device)
+        for acted in early:
+            yield "other", at, acted.begin, None
+            yield from _acted(acted, buckets - 1 - acted.position)
+            at = acted.applied
+        yield "other", at, marks.forward, None
+        at = marks.forward
+        for acted in later:
+            yield "forward", at, acted.begin, bucket
+            bucket = buckets - 1 - acted.position
+            yield from _acted(acted, bucket)
+            at = acted.applied
+        yield "forward", at, marks.forward_end, bucket
+        at = marks.forward_end
+    for b, ready in enumerate(marks.ready):
+        if ready is not None:
+            yield "backward", at, ready, b
+            at = ready
+        if b in backward:
+            yield from _acted(backward[b], b)
+            at = backward[b].applied
+    yield "backward", at, marks.backward_end, None
+    yield "wait", marks.backward_end, marks.waited, None
+    yield "other", marks.waited, marks.step, None
+    yield "update", marks.step, marks.stepped, None
+    yield "wait", marks.stepped, marks.end, None
+
+
+def _split(
+    forward: list[Acted], marks: Timestamps, device: Device
+) -> tuple[list[Acted], list[Acted]]:
+    """What was done before the model's forward began (for an evaluation, say), and during it."""
+    if not forward:
+        return [], []
+    begin_s = device.seconds(marks.forward)
+    early = [acted for acted in forward if device.seconds(acted.begin) < begin_s]
+    return early, forward[len(early) :]
+
+
+def _acted(acted: Acted, bucket: int) -> Iterator[tuple[str, Mark, Mark, int | None]]:
+    yield "wait", acted.begin, acted.waited, bucket
+    yield "update", acted.waited, acted.applied, bucket

@@ -1,0 +1,19 @@
+"""Reports: a run directory read, summarized and written as one HTML page; no torch."""
+
+from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run, load
+from offbeat.experiments.report.summary import Row, ranked, summarize
+from offbeat.experiments.report.verdict import winner
+from offbeat.experiments.report.write import write
+
+__all__ = [
+    "Contestant",
+    "RankRecord",
+    "Repetition",
+    "Row",
+    "Run",
+    "load",
+    "ranked",
+    "summarize",
+    "winner",
+    "write",
+]

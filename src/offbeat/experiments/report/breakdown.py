@@ -1,0 +1,181 @@
+"""Where a prediction was wrong: the seconds of an iteration in parts, predicted and measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from offbeat.core.sim.trace import COMPUTE, Span
+from offbeat.experiments.record.run_directory import Contestant, Run
+from offbeat.experiments.report import words
+from offbeat.experiments.report.timeline import (
+    Window,
+    clock_offsets,
+    estimated_in,
+    measured_window,
+    predicted_window,
+)
+
+WORTH_SAYING = 0.03  # of the measured iteration
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Seconds per iteration, means over ranks, whose sum is the iteration.
+
+    `compute_s`: forward, backward, updates and what the user's loop does. `messages_s`: a rank
+    waits, and a message of its own is on the way. `waiting_s`: it waits, and none is: for other
+    ranks, or for a message's turn. `links_s` is how long messages were on the way in all, hidden
+    or not; it is no part of the sum.
+    """
+
+    compute_s: float
+    messages_s: float
+    waiting_s: float
+    links_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.messages_s + self.waiting_s
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The parts of one period, predicted and measured, and by how much the run took longer.
+
+    The four differences add up to `longer_s` = measured - predicted of the table. `rest_s` is what
+    the recorded period differs from the run's median. `estimated`: messages within backward were
+    not timed, so the parts measured are of a compute that took as long as profiled.
+    """
+
+    predicted: Parts
+    measured: Parts
+    longer_s: float
+    estimated: bool = False
+
+    @property
+    def compute_s(self) -> float:
+        return self.measured.compute_s - self.predicted.compute_s
+
+    @property
+    def messages_s(self) -> float:
+        return self.measured.messages_s - self.predicted.messages_s
+
+    @property
+    def waiting_s(self) -> float:
+        return self.measured.waiting_s - self.predicted.waiting_s
+
+    @property
+    def rest_s(self) -> float:
+        return self.longer_s - self.compute_s - self.messages_s - self.waiting_s
+
+
+def split_of(
+    run: Run, contestant: Contestant, predicted_s: float | None, measured_s: float | None
+) -> Split | None:
+    """The parts of the period that the timeline shows; None without both, and where votes decide
+    about iterations or every rank has its own, so that none is typical."""
+    if predicted_s is None or measured_s is None:
+        return None
+    expected, found = predicted_window(contestant), measured_window(run, contestant)
+    if expected is None or found is None or _of_no_kind(expected) or _of_no_kind(found[1]):
+        return None
+    estimated = not estimated_in(found[0].trace).isdisjoint(found[1].iterations)
+    return Split(parts_of(expected), parts_of(found[1]), measured_s - predicted_s, estimated)
+
+
+def parts_of(window: Window) -> Parts:
+    """Means over the ranks with spans."""
+    offsets = clock_offsets(window.trace)
+    ways = _on_the_way(window.trace.spans, offsets)
+    every = [_of_rank(window, rank, ways[rank]) for rank in window.shown]
+    count = len(window.iterations)
+    return Parts(*(fmean(values) / count for values in zip(*every, strict=True)))
+
+
+def in_words(split: Split, label: str) -> str | None:
+    """One sentence where the prediction was off by more than 3 %, else None."""
+    measured_s = split.measured.total_s + split.rest_s
+    if abs(split.longer_s) <= WORTH_SAYING * measured_s:
+        return None
+    more = "longer" if split.longer_s > 0 else "less"
+    head = f"{label} took {words.seconds(abs(split.longer_s))} per iteration {more} than predicted"
+    if split.estimated:
+        return f"{head}; how much of it is compute and how much messages is only estimated."
+    rest = f", {_signed(split.rest_s)} otherwise" if _matters(split.rest_s, split) else ""
+    return (
+        f"{head}: {_signed(split.compute_s)} compute ({_pace(split)}), "
+        f"{_signed(split.messages_s)} messages, {_signed(split.waiting_s)} waiting{rest}."
+    )
+
+
+def _pace(split: Split) -> str:
+    """'18 % slower than profiled'."""
+    before_s = split.predicted.compute_s
+    percent = round(100 * split.compute_s / before_s) if before_s else 0
+    if not percent:
+        return "as profiled"
+    return f"{abs(percent)} % {'slower' if percent > 0 else 'faster'} than profiled"
+
+
+def _signed(seconds: float) -> str:
+    sign = "+" if seconds >= 0 else "−"
+    return sign + words.seconds(abs(seconds))
+
+
+def _matters(seconds: float, split: Split) -> bool:
+    return abs(seconds) > 0.1 * abs(split.longer_s)
+
+
+def _of_no_kind(window: Window) -> bool:
+    """Whether its iterations are not what an iteration is in general."""
+    return window.trace.uneven or "gossip" in window.trace.notes
+
+
+def _of_rank(window: Window, rank: int, ways: Sequence[Interval]) -> tuple[float, ...]:
+    zero_s = window.zero_s[rank]
+    edges = window.bounds_s(rank)
+    within = zero_s + edges[0], zero_s + edges[-1]
+    own = (span for span in window.shown[rank] if span.lane == COMPUTE)
+    busy = _clipped(((s.start_s, s.end_s) for s in own if s.kind != "wait"), within)
+    sent = _clipped(ways, within)
+    compute_s, either_s = _length(busy), _length([*busy, *sent])
+    return compute_s, either_s - compute_s, within[1] - within[0] - either_s, _length(sent)
+
+
+def _on_the_way(spans: Iterable[Span], offsets: Sequence[float]) -> dict[int, list[Interval]]:
+    """By rank, when its messages were on the way, in its own seconds: from when the last rank has
+    come to a message, as the others only wait for it until then."""
+    seen: dict[int, dict[object, int]] = defaultdict(lambda: defaultdict(int))
+    same: dict[object, list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span.start_s):
+        if span.lane != COMPUTE:
+            key = (span.lane, span.kind, span.iteration, span.buckets, span.way)
+            number = seen[span.rank][key]  # slices of one bucket have one name
+            seen[span.rank][key] += 1
+            same[key, number].append(span)
+    found: dict[int, list[Interval]] = defaultdict(list)
+    for ends in same.values():
+        begin_s = max(span.start_s - offsets[span.rank] for span in ends)
+        for span in ends:
+            begun_s = min(begin_s + offsets[span.rank], span.end_s)
+            found[span.rank].append((begun_s, span.end_s))
+    return found
+
+
+def _clipped(spans: Iterable[Interval], within: Interval) -> list[Interval]:
+    low, high = within
+    return [(max(a, low), min(b, high)) for a, b in spans if a < high and b > low]
+
+
+def _length(spans: Iterable[Interval]) -> float:
+    """Of the union."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total

@@ -1,0 +1,56 @@
+"""Generations: which iterations' gradients a span holds, and colours that tell them apart."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from offbeat.core.sim.trace import COMPUTE, Span
+
+GRADIENTS = ("grad", "reduce_scatter", "all_gather")  # kinds of messages that hold gradients
+COLOURS = 4  # g0, g1, ... of the style sheet; at most two generations are under way at a time
+
+Generation = tuple[int, int]  # iterations [first, stop)
+
+
+def carried(span: Span) -> Generation | None:
+    """The iterations whose gradients a message holds, None if it holds none."""
+    if span.lane == COMPUTE or span.kind not in GRADIENTS:
+        return None
+    return span.carries or (span.iteration, span.iteration + 1)
+
+
+@dataclass(frozen=True)
+class Generations:
+    """All that a trace's messages hold, in order.
+
+    `late`: some message holds the gradients of other iterations than its own.
+    """
+
+    known: tuple[Generation, ...] = ()
+    late: bool = False
+
+    @classmethod
+    def among(cls, spans: Iterable[Span]) -> Generations:
+        """Those that the messages among some spans hold."""
+        found = {(span.iteration, held) for span in spans if (held := carried(span))}
+        late = any(held != (iteration, iteration + 1) for iteration, held in found)
+        return cls(tuple(sorted({held for _, held in found})), late)
+
+    def of(self, span: Span) -> Generation | None:
+        """What a message holds or an update applies, None if neither or not known."""
+        held = span.carries or carried(span) or (self._applied(span) if self.late else None)
+        return held if held in self.known else None
+
+    def _applied(self, span: Span) -> Generation | None:
+        """An update closes a generation and applies the one before."""
+        if span.kind != "update":
+            return None
+        closed = next((g for g in self.known if g[1] == span.iteration + 1), None)
+        return next((g for g in self.known if closed and g[1] == closed[0]), None)
+
+    def colours(self, iteration: int) -> dict[Generation, int]:
+        """A colour for each: neighbours differ, and that of `iteration` has the first colour."""
+        base = bisect_right(self.known, (iteration, float("inf"))) - 1
+        return {g: (i - base) % COLOURS for i, g in enumerate(self.known)}

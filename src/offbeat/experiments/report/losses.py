@@ -1,0 +1,177 @@
+"""Loss curves: mean over ranks, smoothing, final loss, target and when it was reached."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean, linear_regression, variance
+
+from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run
+
+SMOOTH = 10  # iterations of the trailing mean
+FINAL_SHARE = 0.1
+FINAL_LEAST = 5
+END_SHARE, SURE, FALLING = 0.2, 3.0, 0.01
+KEPT_UP = 0.8  # of the best one's fall: whoever has less says nothing of when to stop
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses at iterations and at seconds from the trace's origin."""
+
+    iterations: tuple[int, ...]
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.iterations)
+
+    def smoothed(self, width: int = SMOOTH) -> Curve:
+        """Trailing mean over `width` points (all of them if fewer), without a warm-up part."""
+        width = min(width, len(self))
+        if width == 0:
+            return self
+        last = range(width - 1, len(self))
+        means = tuple(fmean(self.losses[i - width + 1 : i + 1]) for i in last)
+        return Curve(self.iterations[width - 1 :], self.seconds[width - 1 :], means)
+
+    def reach(self, target: float) -> tuple[int, float] | None:
+        """(iteration, seconds) of the first point at or below the target, None if none is."""
+        for iteration, seconds, loss in zip(
+            self.iterations, self.seconds, self.losses, strict=True
+        ):
+            if loss <= target:
+                return iteration, seconds
+        return None
+
+
+def rank_mean(rep: Repetition) -> Curve:
+    """Mean over the ranks, at the iterations that every rank recorded."""
+    tables = [{i: (s, x) for i, s, x in record.losses} for record in rep.ranks]
+    if not tables:
+        return Curve((), (), ())
+    shared = sorted(set(tables[0]).intersection(*tables[1:]))
+    return Curve(
+        tuple(shared),
+        tuple(fmean(table[i][0] for table in tables) for i in shared),
+        tuple(fmean(table[i][1] for table in tables) for i in shared),
+    )
+
+
+def final_loss(contestant: Contestant) -> float | None:
+    """Mean over ranks and complete repetitions of the mean of the last 10 % of the iterations
+    (at least 5); None without losses or when one is not finite."""
+    finals = [_last(r) for rep in contestant.complete for r in rep.ranks if r.losses]
+    value = fmean(finals) if finals else math.nan
+    return value if math.isfinite(value) else None
+
+
+def first_loss(contestant: Contestant) -> float | None:
+    """Mean of as many iterations at the beginning as `final_loss` takes at the end."""
+    firsts = [_first(r) for rep in contestant.complete for r in rep.ranks if r.losses]
+    return fmean(firsts) if firsts else None
+
+
+def still_falling(contestant: Contestant) -> bool:
+    """Whether the loss was still falling at the end of most repetitions: a longer run would end
+    lower. The straight line through the last fifth then falls by more than `FALLING` of the whole
+    fall, and by more than `SURE` of its standard errors."""
+    curves = [rank_mean(rep) for rep in contestant.complete]
+    return 2 * sum(map(_falls, curves)) > len(curves)
+
+
+def has_risen(contestant: Contestant) -> bool:
+    """Whether the loss ended above its beginning in most repetitions, by more than `SURE` standard
+    errors of the difference and by more than `FALLING` of the loss at the beginning."""
+    curves = [rank_mean(rep) for rep in contestant.complete]
+    return 2 * sum(map(_rises, curves)) > len(curves)
+
+
+def is_diverged(contestant: Contestant) -> bool:
+    """Whether losses were recorded and are not finite at the end."""
+    recorded = any(record.losses for rep in contestant.complete for record in rep.ranks)
+    return recorded and final_loss(contestant) is None
+
+
+def spread_of_final_losses(contestant: Contestant) -> tuple[float, float] | None:
+    """The lowest and the highest final loss of a repetition; None below two repetitions."""
+    finals = [
+        fmean(_last(record) for record in rep.ranks if record.losses)
+        for rep in contestant.complete
+        if any(record.losses for record in rep.ranks)
+    ]
+    if len(finals) < 2 or not all(map(math.isfinite, finals)):
+        return None
+    return min(finals), max(finals)
+
+
+def is_same_in_repetitions(contestant: Contestant) -> bool:
+    """Whether at least two repetitions began with equal losses: with weights and data of another
+    seed they differ."""
+    begins = [rank_mean(rep).losses[:1] for rep in contestant.complete]
+    known = [begin for begin in begins if begin and math.isfinite(begin[0])]
+    return len(set(known)) < len(known)
+
+
+def _rises(curve: Curve) -> bool:
+    count = max(FINAL_LEAST, math.ceil(FINAL_SHARE * len(curve)))
+    first, last = curve.losses[:count], curve.losses[-count:]
+    if len(curve) < 2 * count or not all(map(math.isfinite, (*first, *last))):
+        return False
+    rise, before = fmean(last) - fmean(first), fmean(first)
+    error = math.sqrt((variance(first) + variance(last)) / count)
+    return rise > SURE * error and rise > FALLING * abs(before)
+
+
+def _falls(curve: Curve) -> bool:
+    losses = curve.losses
+    count = max(2 * FINAL_LEAST, math.ceil(END_SHARE * len(losses)))
+    last = losses[-count:]
+    if len(losses) < 2 * count or not all(map(math.isfinite, last)):
+        return False
+    slope, intercept = linear_regression(range(count), last)
+    square = sum((y - intercept - slope * i) ** 2 for i, y in enumerate(last)) / (count - 2)
+    error = math.sqrt(12 * square / (count**3 - count))
+    whole = fmean(losses[: count // 2]) - fmean(last[count // 2 :])
+    return -slope > SURE * error and -slope * (count - 1) > FALLING * whole > 0
+
+
+def target_loss(run: Run) -> float | None:
+    """The run's target; else the worst final loss of those whose loss fell at least 80 % as far
+    as the best one's, None if nobody's did or if compute was emulated, as then nothing is learned.
+
+    The trailing mean lags behind a falling loss, so the target is raised to the lowest smoothed
+    loss of every repetition where needed: all of those reach it.
+    """
+    if run.target_loss is not None:
+        return run.target_loss
+    if run.emulated:
+        return None
+    falls = {c.label: _fall(c) for c in run.contestants}
+    enough = KEPT_UP * max(falls.values(), default=0.0)
+    kept_up = [c for c in run.contestants if falls[c.label] >= enough > 0]
+    return max(map(_easiest, kept_up), default=None)
+
+
+def _fall(contestant: Contestant) -> float:
+    """How far the loss fell; 0 if it did not or is not finite in the end."""
+    first, final = first_loss(contestant), final_loss(contestant)
+    return 0.0 if first is None or final is None else max(0.0, first - final)
+
+
+def _easiest(contestant: Contestant) -> float:
+    lows = [min(rank_mean(rep).smoothed().losses, default=-math.inf) for rep in contestant.complete]
+    final = final_loss(contestant)
+    return max([low for low in lows if math.isfinite(low)] + ([] if final is None else [final]))
+
+
+def _count(record: RankRecord) -> int:
+    return max(FINAL_LEAST, math.ceil(FINAL_SHARE * len(record.losses)))
+
+
+def _last(record: RankRecord) -> float:
+    return fmean(loss for _, _, loss in record.losses[-_count(record) :])
+
+
+def _first(record: RankRecord) -> float:
+    return fmean(loss for _, _, loss in record.losses[: _count(record)])

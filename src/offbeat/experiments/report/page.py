@@ -1,0 +1,298 @@
+"""The HTML page: everything it shows as plain data, and the template that shows it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+from markupsafe import Markup
+
+from offbeat.core.plan import Payload
+from offbeat.experiments.record.run_directory import Contestant, Run, skipped
+from offbeat.experiments.report import curves, divergence, gossip, words
+from offbeat.experiments.report.breakdown import in_words
+from offbeat.experiments.report.decisions import decisions
+from offbeat.experiments.report.pace_notes import pace_in_words
+from offbeat.experiments.report.places import grouped
+from offbeat.experiments.report.strict_json import dumps, script_safe
+from offbeat.experiments.report.summary import Row, disturbances, how_measured, merges, ranked
+from offbeat.experiments.report.timeline import (
+    Window,
+    lane_name,
+    lanes_of,
+    measured_window,
+    pack,
+    predicted_window,
+    shrink,
+)
+from offbeat.experiments.report.verdict import winner
+from offbeat.experiments.report.votes import said, votes_of
+
+Pair = tuple[Window | None, Window | None]  # predicted, measured
+
+SCRIPTS = ("page.js", "legend.js", "timeline.js", "gossip.js", "losses.js", "sideways.js")
+
+
+def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> str:
+    """The page as text; `traces[label][source]` names the trace files that it links to."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "seconds": words.seconds,
+        "size": words.size,
+        "share": words.share,
+        "ratio": words.ratio,
+        "loss": words.loss,
+        "digits": words.digits,
+    }
+    script = "\n".join(asset(name) for name in SCRIPTS)
+    return environment.from_string(asset("page.html")).render(
+        **view(run, rows, traces),
+        count=words.count,
+        paces=words.paces,
+        uneven=words.uneven,
+        css=Markup(asset("page.css")),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+    """Everything the template shows, by name."""
+    windows = [_windows(run, contestant) for contestant in run.contestants]
+    shown, left_out = shrink([w for pair in windows for w in pair])
+    pairs = list(zip(shown[::2], shown[1::2], strict=True))
+    data = {
+        "timelines": [_timeline(run, pair) for pair in pairs],
+        "curves": [curves.draw(run, c, row) for c, row in zip(run.contestants, rows, strict=True)],
+        "divergence": [divergence.draw(contestant) for contestant in run.contestants],
+        "gossip": [gossip.draw(contestant) for contestant in run.contestants],
+        "labels": [contestant.label for contestant in run.contestants],
+        "target": next((row.target_loss for row in rows if row.target_loss is not None), None),
+        "buckets": [bucket.name for bucket in run.profile.buckets] if run.profile else [],
+    }
+    best, sentence = winner(rows)
+    return {
+        "run": run,
+        "best": best,
+        "sentence": _unbroken(sentence),
+        "command": shlex.join(run.command_line),
+        "banners": [*banners(run), *disturbances(run, rows)],
+        "table": _table(run, rows),
+        "strategies": _strategies(run, rows, pairs, traces),
+        "left_out": left_out,
+        "data": Markup(script_safe(dumps(data))),
+        "any_curves": any(data["curves"]),
+        "thinned": _thinned(run),
+        "any_divergence": any(data["divergence"]),
+        "gossip": _gossip(run, data["gossip"]),
+        "target": data["target"],
+        "profile": run.profile,
+        "every_gradient": Payload("grad", range(len(data["buckets"]))),
+        "cluster": {k: v for k, v in run.cluster.items() if not isinstance(v, (list, dict))},
+        "cluster_tables": _cluster_tables({**run.cluster, **_found(run)}),
+        "started": run.started.replace("T", " ").replace("Z", " UTC").replace("+00:00", " UTC"),
+        "failed": _failed(run),
+        "problems": run.failures(),
+        "warnings": grouped(run.records(), lambda record: record.warnings),
+        "checks": grouped(run.records(), lambda record: record.checks),
+    }
+
+
+def banners(run: Run) -> list[str]:
+    """What must be said loudly before any number is read."""
+    said = []
+    if run.emulated:
+        said.append(
+            "Emulated compute: layers sleep for their measured time. Communication is real, "
+            "compute and losses are not."
+        )
+    said += pace_in_words(run)
+    if cut := [contestant.label for contestant in run.contestants if contestant.cut]:
+        said.append(
+            f"Cut short: {', '.join(cut)}. No repetition came to its end; the numbers are of the "
+            "iterations until then."
+        )
+    if run.note:
+        said.append(run.note)
+    elif run.lab == "none":
+        said.append("No lab: the links were not shaped, they are whatever this machine has.")
+    return said
+
+
+def _thinned(run: Run) -> str:
+    """What is left out of the curves of long runs."""
+    counts = [len(record.losses) for _, _, record in run.records()]
+    if max(counts, default=0) <= curves.MOST_POINTS:
+        return ""
+    text = f"Long curves show {curves.MOST_POINTS} points"
+    width = max(record.losses_of for _, _, record in run.records())
+    return (
+        f"{text}, each loss the mean of {width} iterations before smoothing."
+        if width > 1
+        else (f"{text}.")
+    )
+
+
+def _unbroken(text: str) -> str:
+    """No line break between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=(s|ms|µs|times)\b)", "\u00a0", text)
+
+
+def asset(name: str) -> str:
+    return files("offbeat.experiments.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _windows(run: Run, contestant: Contestant) -> Pair:
+    found = measured_window(run, contestant)
+    return predicted_window(contestant), None if found is None else found[1]
+
+
+def _timeline(run: Run, pair: Pair) -> dict[str, Any]:
+    links = [link.name for link in run.profile.links] if run.profile else []
+    lanes = lanes_of(pair, links)
+    predicted, measured = (None if window is None else pack(window, lanes) for window in pair)
+    return {"lanes": [*map(lane_name, lanes)], "predicted": predicted, "measured": measured}
+
+
+def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
+    """The rows, best first, and what their columns share."""
+    unit = words.unit_for(s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s))
+    ends = [r.spread_s[1] if r.spread_s else r.iteration_s for r in rows]
+    series = {contestant.label: i for i, contestant in enumerate(run.contestants)}
+    return {
+        "rows": ranked(rows),
+        "unit": unit,
+        "finer": replace(unit, decimals=unit.decimals + 1),
+        "most_s": max((s for s in ends if s), default=0.0),
+        "series": series,
+        "how": how_measured(rows),
+        "paces": words.NO_PROGRESS if merges(rows) else "",
+        "votes": any(row.lssr is not None for row in rows),
+        "falling": any(row.falling for row in rows),
+        "split": any(row.split is not None for row in rows),
+        "skipped": sorted({skipped(run, r) for c in run.contestants for r in c.complete}),
+        "repetitions": max((r.repetitions for r in rows), default=0),
+        "observed": max((rep.observed for _, rep, _ in run.records()), default=0),
+    }
+
+
+def _strategies(
+    run: Run,
+    rows: Sequence[Row],
+    pairs: Sequence[Pair],
+    traces: Mapping[str, Mapping[str, str]],
+) -> list[dict[str, Any]]:
+    """What is said of each strategy, in the order of the table."""
+    order = [row.label for row in ranked(rows)]
+    items = [
+        _strategy(i, contestant, rows[i], pairs[i], traces.get(contestant.label, {}))
+        for i, contestant in enumerate(run.contestants)
+    ]
+    return sorted(items, key=lambda item: order.index(item["label"]))
+
+
+def _strategy(
+    index: int, contestant: Contestant, row: Row, pair: Pair, traces: Mapping[str, str]
+) -> dict[str, Any]:
+    measured = pair[1]
+    return {
+        "index": index,
+        "label": contestant.label,
+        "text": contestant.text,
+        "row": row,
+        "plan": None if contestant.plan is None else str(contestant.plan),
+        "has_timeline": any(pair),
+        "iterations": None if measured is None else _iterations(measured.iterations),
+        "decisions": decisions(contestant),
+        "votes": _votes(contestant),
+        "wrong": None if row.split is None else in_words(row.split, contestant.label),
+        "traces": {
+            source: f"{quote(contestant.label)}/{quote(name)}" for source, name in traces.items()
+        },
+    }
+
+
+def _gossip(run: Run, drawn: Sequence[Any]) -> list[dict[str, Any]]:
+    """Of those who gossip: where the page's data is, and of how many workers it shows some."""
+    return [
+        {
+            "index": index,
+            "label": contestant.label,
+            "panels": [panel for panel in ("predicted", "measured") if found[panel]],
+            "left_out": max(p["all"] - len(p["workers"]) for p in found.values() if p),
+        }
+        for index, (contestant, found) in enumerate(zip(run.contestants, drawn, strict=True))
+        if found
+    ]
+
+
+def _votes(contestant: Contestant) -> str | None:
+    rep = next(iter(contestant.complete), None)
+    votes = None if rep is None else votes_of(rep)
+    return None if rep is None or votes is None else said(rep, votes)
+
+
+def _iterations(those: range) -> str:
+    if len(those) == 1:
+        return f"iteration {those.start}"
+    return f"iterations {those.start} to {those.stop - 1}"
+
+
+def _found(run: Run) -> dict[str, Any]:
+    """What was measured of the links before the run, and what was changed while it ran."""
+    columns = ("link", "hosts", "asked", "measured")
+    return {
+        "asked and measured": [{key: row.get(key) for key in columns} for row in run.probed],
+        "changes during the run": [
+            {**row, "at_s": f"{row.get('at_s', 0):.2f}"} for row in run.changed
+        ],
+    }
+
+
+def _cluster_tables(cluster: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Lists of records of the cluster (links, overrides) as tables."""
+    tables = []
+    for name, value in cluster.items():
+        records = _records(value)
+        if records:
+            columns = list(dict.fromkeys(column for record in records for column in record))
+            cells = [[words.plain(record.get(column)) for column in columns] for record in records]
+            tables.append({"name": name, "columns": columns, "rows": cells})
+    return tables
+
+
+def _records(value: Any) -> list[Mapping[str, Any]]:
+    if isinstance(value, Mapping):
+        return [
+            {"name": key, **(item if isinstance(item, Mapping) else {"value": item})}
+            for key, item in value.items()
+        ]
+    if isinstance(value, list):
+        return [item if isinstance(item, Mapping) else {"value": item} for item in value]
+    return []
+
+
+def _failed(run: Run) -> list[dict[str, Any]]:
+    """Repetitions that do not count, with what the ranks without a record said last."""
+    return [
+        {
+            "label": contestant.label,
+            "index": rep.index,
+            "problems": (*rep.problems, *rep.cuts),
+            "counts": rep in contestant.complete,
+            "logs": rep.log_tails,
+        }
+        for contestant in run.contestants
+        for rep in contestant.repetitions
+        if not rep.complete
+    ]

@@ -1,0 +1,325 @@
+"""The comparison in numbers: one row per contestant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median, quantiles
+from typing import Literal
+
+from offbeat.core.sim.trace import COMPUTE, Span
+from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, skipped
+from offbeat.experiments.report.breakdown import Split, split_of
+from offbeat.experiments.report.disturbed import Disturbance, disturbed_in_words
+from offbeat.experiments.report.losses import (
+    Curve,
+    final_loss,
+    has_risen,
+    is_diverged,
+    is_same_in_repetitions,
+    rank_mean,
+    spread_of_final_losses,
+    still_falling,
+    target_loss,
+)
+from offbeat.experiments.report.traffic import link_loads
+from offbeat.experiments.report.votes import votes_of
+
+YARDSTICK = "ddp"
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contestant; times in seconds, None for what cannot be said.
+
+    Measured: `iteration_s` (median over repetitions) with `spread_s` (lowest and highest
+    repetition, or quartiles over the periods of the only one: `spread_of`),
+    `iterations_per_s` and `updates_per_s` (fewer where gradients are merged), `sent_bytes` per
+    iteration and rank, `unevenness` (the most that a rank sends over a link in any 2N-th of an
+    iteration, over the mean), `lssr` (the share of synchronizations that votes left out: local /
+    (local + synchronous)) with the `spared_bytes` of a rank over the whole run, `final_loss` (None
+    if not finite), `target_s` and `target_iterations` (when the smoothed loss reached
+    `target_loss`, median over repetitions; None if not or if the loss was not finite in the end; in
+    seconds of `counted_seconds`).
+    Predicted: `predicted_s`, `predicted_error` (predicted / measured - 1), `exposed_s`. `bound_s`
+    is a lower bound. `speedup` is the fastest DDP's seconds per iteration over this one's.
+    `emulated` must be said with every measured number, and so must a `pace` (hosts computed at
+    1/pace of a core; 0: as they could). `cut`: what was measured is of repetitions that did not
+    come to their end. `falling`: the loss was still falling at the end; `rising`: it ended above
+    its beginning; `diverged`: it was not finite at the end. `final_spread` is the lowest and the
+    highest final loss of a repetition, `seeds` the seed of each repetition that counts;
+    `same_losses`: repetitions began with equal losses, so the script does not use its seed.
+    `device_s`: predicted on the user's device. `split`: where the prediction was wrong.
+    `disturbed`: why repetitions that count are not measurements; `repeated` of them
+    replace an earlier disturbed attempt.
+    """
+
+    label: str
+    strategy: str
+    repetitions: int
+    failed: int
+    iteration_s: float | None = None
+    spread_s: Interval | None = None
+    spread_of: Literal["repetitions", "periods"] | None = None
+    iterations_per_s: float | None = None
+    updates_per_s: float | None = None
+    predicted_s: float | None = None
+    predicted_error: float | None = None
+    bound_s: float | None = None
+    exposed_s: float | None = None
+    sent_bytes: float | None = None
+    unevenness: float | None = None
+    lssr: float | None = None
+    spared_bytes: float | None = None
+    final_loss: float | None = None
+    target_loss: float | None = None
+    target_s: float | None = None
+    target_spread_s: Interval | None = None
+    target_iterations: float | None = None
+    speedup: float | None = None
+    emulated: bool = False
+    pace: float = 0.0
+    cut: bool = False
+    falling: bool = False
+    rising: bool = False
+    diverged: bool = False
+    final_spread: Interval | None = None
+    seeds: tuple[int, ...] = ()
+    same_losses: bool = False
+    device_s: float | None = None
+    split: Split | None = None
+    disturbed: tuple[Disturbance, ...] = ()
+    repeated: int = 0
+
+
+def merges(rows: Sequence[Row]) -> bool:
+    """Whether some iterations of some contestant did not update."""
+    return any(row.updates_per_s != row.iterations_per_s for row in rows)
+
+
+def summarize(run: Run) -> list[Row]:
+    """A row per contestant, in the run's order."""
+    target = target_loss(run)
+    rows = [_row(run, contestant, target) for contestant in run.contestants]
+    yardsticks = [
+        row.iteration_s
+        for row, contestant in zip(rows, run.contestants, strict=True)
+        if contestant.strategy == YARDSTICK and row.iteration_s is not None
+    ]
+    if not yardsticks:
+        return rows
+    return [
+        row if row.iteration_s is None else replace(row, speedup=min(yardsticks) / row.iteration_s)
+        for row in rows
+    ]
+
+
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Best first: least seconds to the target, then least seconds per iteration."""
+    return sorted(rows, key=lambda row: (_or_inf(row.target_s), _or_inf(row.iteration_s)))
+
+
+def how_measured(rows: Sequence[Row]) -> str:
+    """What the seconds per iteration are, over how many repetitions, and what their spread is."""
+    counts = sorted({row.repetitions for row in rows})
+    text = f"median of {' or '.join(map(str, counts))} repetition{'' if counts == [1] else 's'}"
+    spreads = {row.spread_of for row in rows}
+    if "repetitions" in spreads:
+        text += ", lowest to highest below"
+    if "periods" in spreads:
+        one = " (of a single repetition: quartiles over its periods)"
+        text += one if "repetitions" in spreads else ", quartiles over its periods below"
+    if same := [row.label for row in rows if row.same_losses]:
+        text += (
+            f"; repetitions of {', '.join(same)} have equal losses (the script does not use "
+            "OFFBEAT_SEED), so their range is not over seeds"
+        )
+    elif seeds := sorted({seed for row in rows for seed in row.seeds}):
+        text += f"; seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else ""
+    if cut := [row.label for row in rows if row.cut]:
+        text += f"; {', '.join(cut)} cut short: of the iterations until then"
+    failed = sum(row.failed for row in rows)
+    return text + (
+        f"; {failed} failed and do{'es' if failed == 1 else ''} not count" * bool(failed)
+    )
+
+
+def disturbances(run: Run, rows: Sequence[Row]) -> list[str]:
+    """Return one sentence per disturbed contestant, and one if the profile was disturbed."""
+    found = [disturbed_in_words(row.disturbed, row.label, row.repetitions) for row in rows]
+    if run.profile_disturbed is not None:
+        found.insert(0, disturbed_in_words([run.profile_disturbed], "The profile", 1))
+    return [text for text in found if text]
+
+
+def iteration_s(run: Run, rep: Repetition) -> float | None:
+    """Seconds per iteration of one repetition, None without a whole period after the skipped."""
+    try:
+        return rep.trace.iteration_s(skipped(run, rep))
+    except ValueError:
+        return None
+
+
+def counted_seconds(run: Run, rep: Repetition) -> Callable[[int, float], float]:
+    """Return what maps an iteration and its seconds from the trace's origin to the seconds that
+    the counted iterations tell: each of the skipped ones lasts as long as a counted one, so that
+    starting up makes no difference."""
+    trace, start, each_s = rep.trace, skipped(run, rep), iteration_s(run, rep)
+    if not start or each_s is None:
+        return lambda _, seconds: seconds
+    begun_s = min(trace.starts_s) + sum(trace.iteration_seconds()[:start])
+
+    def seconds_of(iteration: int, seconds: float) -> float:
+        number = iteration - trace.first
+        return each_s * (number + 1) if number < start else each_s * start + seconds - begun_s
+
+    return seconds_of
+
+
+def counted_curve(run: Run, rep: Repetition) -> Curve:
+    """Return the mean losses of a repetition at the seconds of `counted_seconds`."""
+    curve, seconds_of = rank_mean(rep), counted_seconds(run, rep)
+    return replace(curve, seconds=tuple(map(seconds_of, curve.iterations, curve.seconds)))
+
+
+def paces(run: Run, rep: Repetition) -> tuple[float, float] | None:
+    """(iterations, updates) per second of one repetition, over all after the skipped."""
+    trace, start = rep.trace, skipped(run, rep)
+    seconds, first = sum(trace.iteration_seconds()[start:]), trace.first + start
+    if not seconds:
+        return None
+    stop = trace.first + trace.iterations
+    without = {i for record in rep.ranks for i in record.without_update if first <= i < stop}
+    return (stop - first) / seconds, (stop - first - len(without)) / seconds
+
+
+def sent_bytes(run: Run, rep: Repetition) -> float | None:
+    """Payload bytes per iteration and rank: of the whole periods after the skipped iterations
+    whose messages were recorded, or of all iterations with votes, else everything that was sent
+    over all iterations."""
+    voted = votes_of(rep)
+    if voted is not None:
+        return voted.sent_bytes / len(voted.iterations)
+    steady = _bytes_of_periods(run, rep)
+    if steady is not None:
+        return steady
+    totals = [sum(record.sent_bytes.values()) for record in rep.ranks if record.sent_bytes]
+    return fmean(totals) / rep.trace.iterations if totals and rep.trace.iterations else None
+
+
+def unevenness(run: Run, rep: Repetition) -> float | None:
+    """The largest step of any rank's link over its mean one; None without recorded messages."""
+    loads = link_loads(rep.trace, skipped(run, rep) + rep.trace.first)
+    return max((load.unevenness for load in loads), default=None)
+
+
+def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
+    reps = contestant.complete
+    measured = [pace for rep in reps if (pace := paces(run, rep)) is not None]
+    row = Row(
+        label=contestant.label,
+        strategy=contestant.text,
+        repetitions=len(reps),
+        failed=len(contestant.repetitions) - len(reps),
+        iterations_per_s=median([pace[0] for pace in measured]) if measured else None,
+        updates_per_s=median([pace[1] for pace in measured]) if measured else None,
+        sent_bytes=_mean([sent_bytes(run, rep) for rep in reps]),
+        unevenness=_mean([unevenness(run, rep) for rep in reps]),
+        lssr=_mean([v.lssr for rep in reps if (v := votes_of(rep)) is not None]),
+        spared_bytes=_mean([v.spared_bytes for rep in reps if (v := votes_of(rep)) is not None]),
+        final_loss=final_loss(contestant),
+        target_loss=target,
+        emulated=run.emulated,
+        pace=run.profile.pace if run.profile else 0.0,
+        cut=contestant.cut,
+        device_s=run.device["seconds"].get(contestant.label) if run.device else None,
+        disturbed=tuple(d for rep in reps if (d := rep.disturbance) is not None),
+        repeated=sum(rep.repeated for rep in reps),
+        falling=not run.emulated and still_falling(contestant),
+        rising=not run.emulated and has_risen(contestant),
+        diverged=not run.emulated and is_diverged(contestant),
+        final_spread=spread_of_final_losses(contestant),
+        seeds=tuple(run.seeds[rep.index] for rep in reps if rep.index < len(run.seeds)),
+        same_losses=not run.emulated and is_same_in_repetitions(contestant),
+    )
+    row = _with_times(row, run, reps)
+    row = _with_prediction(row, run, contestant)
+    diverged = row.final_loss is None
+    return row if target is None or diverged else _with_target(row, run, reps, target)
+
+
+def _with_times(row: Row, run: Run, reps: Sequence[Repetition]) -> Row:
+    times = [s for rep in reps if (s := iteration_s(run, rep)) is not None]
+    if not times:
+        return row
+    if len(times) > 1:
+        return replace(
+            row,
+            iteration_s=median(times),
+            spread_s=(min(times), max(times)),
+            spread_of="repetitions",
+        )
+    periods = [s for rep in reps for s in rep.trace.period_seconds(skipped(run, rep))]
+    if len(periods) < 2:
+        return replace(row, iteration_s=times[0])
+    low, _, high = quantiles(periods, n=4, method="inclusive")
+    return replace(row, iteration_s=times[0], spread_s=(low, high), spread_of="periods")
+
+
+def _with_prediction(row: Row, run: Run, contestant: Contestant) -> Row:
+    trace = contestant.predicted
+    if trace is None:
+        return row
+    notes = trace.notes
+    predicted = notes.get("iteration_s") or trace.iteration_s()
+    return replace(
+        row,
+        predicted_s=predicted,
+        predicted_error=predicted / row.iteration_s - 1 if row.iteration_s else None,
+        bound_s=notes.get("bound_s"),
+        exposed_s=notes.get("exposed_s"),
+        split=split_of(run, contestant, predicted, row.iteration_s),
+    )
+
+
+def _with_target(row: Row, run: Run, reps: Sequence[Repetition], target: float) -> Row:
+    curves = [counted_curve(run, rep).smoothed() for rep in reps]
+    reached = [curve.reach(target) or (math.inf, math.inf) for curve in curves]
+    if not reached:
+        return row
+    times = [seconds for _, seconds in reached]
+    if math.isinf(median(times)):
+        return row
+    spread = (min(times), max(times)) if len(times) > 1 and max(times) < math.inf else None
+    return replace(
+        row,
+        target_s=median(times),
+        target_spread_s=spread,
+        target_iterations=median([iteration + 1 for iteration, _ in reached]),
+    )
+
+
+def _bytes_of_periods(run: Run, rep: Repetition) -> float | None:
+    """From the recorded spans, None if they hold no message or no whole period."""
+    trace, after = rep.trace, skipped(run, rep) + rep.trace.first
+    seen = {span.iteration for span in trace.spans if span.iteration >= after}
+    whole = len(seen) // trace.period * trace.period
+    counted = set(sorted(seen)[:whole])
+    total = sum(span.bytes for span in trace.spans if _is_message(span, counted))
+    return total / whole / len(rep.ranks) if total else None
+
+
+def _is_message(span: Span, iterations: set[int]) -> bool:
+    return span.lane != COMPUTE and span.iteration in iterations
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _or_inf(value: float | None) -> float:
+    return math.inf if value is None else value

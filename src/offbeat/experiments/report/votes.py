@@ -1,0 +1,76 @@
+"""Votes of a repetition: who said yes when, how much stayed local, what that saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.experiments.record.run_directory import RankRecord, Repetition
+from offbeat.experiments.report import words
+
+
+@dataclass(frozen=True)
+class Votes:
+    """Of all iterations with votes. `yes[n]`: by rank, how many of the votes of the n-th of these
+    iterations it said yes to; `outcomes`: by vote, whether anybody did. Bytes are one rank's."""
+
+    iterations: tuple[int, ...]
+    yes: tuple[Mapping[int, int], ...]
+    outcomes: Mapping[str, tuple[bool, ...]]
+    sent_bytes: int
+    spared_bytes: int
+    odd: int
+
+    @property
+    def lssr(self) -> float:
+        """Local over local and synchronous, by bytes where layers have votes of their own."""
+        both = self.sent_bytes + self.spared_bytes
+        return self.spared_bytes / both if both else 0.0
+
+    def voted(self, rank: int) -> list[int]:
+        """Iterations in which a rank said yes to something."""
+        return [i for i, yes in zip(self.iterations, self.yes, strict=True) if yes.get(rank)]
+
+
+def votes_of(rep: Repetition) -> Votes | None:
+    """The votes of a repetition, None if there were none. Every rank knows all outcomes; norms
+    that were zero or not finite are counted over all ranks."""
+    if not rep.ranks or not rep.ranks[0].votes.get("iterations"):
+        return None
+    told = rep.ranks[0].votes
+    by_vote: Mapping[str, Mapping[str, Sequence[Any]]] = told["by_vote"]
+    iterations = tuple(map(int, told["iterations"]))
+    yes: list[dict[int, int]] = [{} for _ in iterations]
+    for columns in by_vote.values():
+        for counts, ranks in zip(yes, columns["yes"], strict=True):
+            for rank in ranks or ():
+                counts[rank] = counts.get(rank, 0) + 1
+    return Votes(
+        iterations,
+        tuple(yes),
+        {name: tuple(map(bool, columns["yes"])) for name, columns in by_vote.items()},
+        sum(told["sent_bytes"]),
+        sum(told["spared_bytes"]),
+        sum(map(_odd, rep.ranks)),
+    )
+
+
+def said(rep: Repetition, votes: Votes) -> str:
+    """One sentence: how much stayed local, and who voted how often."""
+    total = len(votes.iterations)
+    shares = [f"rank {r.rank} in {100 * len(votes.voted(r.rank)) / total:.0f} %" for r in rep.ranks]
+    less = f", {words.digits(1 / (1 - votes.lssr))} times less" if 0 < votes.lssr < 1 else ""
+    odd = f"; {votes.odd:,} norms were zero or not finite" if votes.odd else ""
+    return (
+        f"LSSR {words.digits(votes.lssr)} over {total:,} iterations: a rank has averaged "
+        f"{words.size(votes.sent_bytes)}{less}, and votes have spared "
+        f"{words.size(votes.spared_bytes)}. A vote to synchronize came from "
+        f"{', '.join(shares)} of them{odd}."
+    )
+
+
+def _odd(record: RankRecord) -> int:
+    norms = (norm for votes in record.votes.get("by_vote", {}).values() for norm in votes["norm"])
+    return sum(norm is None or not 0 < norm < math.inf for norm in norms)

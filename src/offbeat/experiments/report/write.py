@@ -1,0 +1,88 @@
+"""Writes the report of a run directory: summary.json, Chrome traces, report.html."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from offbeat.core.files import write_text
+from offbeat.core.profile.device_speed import Compute
+from offbeat.experiments.record.run_directory import SCHEMA, Contestant, Run, load
+from offbeat.experiments.report import gossip
+from offbeat.experiments.report.page import render
+from offbeat.experiments.report.strict_json import dumps
+from offbeat.experiments.report.summary import Row, summarize
+from offbeat.experiments.report.verdict import winner
+
+REPORT = "report.html"
+SUMMARY = "summary.json"
+MEASURED_TRACE = "trace.chrome.json"
+PREDICTED_TRACE = "predicted.chrome.json"
+
+
+def write(run_dir: str | Path) -> Path:
+    """Read a run directory, write its report into it and return the path of report.html.
+
+    Raises ValueError without a readable run.json.
+    """
+    run = load(run_dir)
+    rows = summarize(run)
+    _save(run.path / SUMMARY, dumps(summary(run, rows)))
+    traces = {c.label: _write_traces(run.path / c.label, c) for c in run.contestants}
+    report = run.path / REPORT
+    _save(report, render(run, rows, traces))
+    return report
+
+
+def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
+    """What summary.json holds."""
+    best, sentence = winner(rows)
+    return {
+        "schema": SCHEMA,
+        "winner": None if best is None else best.label,
+        "sentence": sentence,
+        "emulated": run.emulated,
+        "profile": run.given,
+        "profile_disturbed": run.profile_disturbed and asdict(run.profile_disturbed),
+        "notes": list(run.notes),
+        "seeds": list(run.seeds),
+        "compute": _compute(run),
+        "rows": [asdict(row) for row in rows],
+        "problems": run.failures(),
+    }
+
+
+def _compute(run: Run) -> dict[str, Any] | None:
+    """Whose compute the measured times hold, and the user's device if it was given."""
+    if run.profile is None:
+        return None
+    return {**Compute.of(run.profile).record(), "device": run.device}
+
+
+def _write_traces(folder: Path, contestant: Contestant) -> dict[str, str]:
+    """Names of the trace files written, by source."""
+    written = {}
+    if contestant.complete:
+        first = contestant.complete[0]
+        data, gossiped = first.trace.to_chrome(), gossip.measured(first)
+        if gossiped is not None:
+            data["traceEvents"] += gossip.chrome(gossiped, gossip.clocks(first))
+        _save(folder / MEASURED_TRACE, dumps(data))
+        written["measured"] = MEASURED_TRACE
+    if contestant.predicted is not None:
+        data, gossiped = contestant.predicted.to_chrome(), gossip.predicted(contestant.predicted)
+        if gossiped is not None:
+            data["traceEvents"] += gossip.chrome(gossiped)
+        _save(folder / PREDICTED_TRACE, dumps(data))
+        written["predicted"] = PREDICTED_TRACE
+    return written
+
+
+def _save(path: Path, text: str) -> None:
+    """Write in one move, so that a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    write_text(draft, text)
+    draft.replace(path)

@@ -1,0 +1,1 @@
+"""Framing and authentication of the sockets that gossip and servers share."""

@@ -1,0 +1,66 @@
+"""Measuring pairs: what an exchange between any two ranks takes, all pairs in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from offbeat.core.transport.control import Control
+
+TRIPS = 4  # of one number, the first one does not count
+MOST_BYTES = 1 << 18  # one way
+
+Matrix = NDArray[np.float64]
+
+
+def measure_pairs(control: Control, message_bytes: int) -> tuple[Matrix, Matrix]:
+    """`(bytes per second, seconds of delay)` between all ranks, of messages both ways at once.
+
+    Every rank must call it. As many pairs as possible are measured at a time, as they gossip, with
+    messages of 256 KiB at most.
+    """
+    size = control.world_size
+    rate, delay = np.full((2, size), np.inf)
+    small, large = (
+        torch.zeros(1, dtype=torch.float32, device="cpu"),
+        torch.zeros(max(1, min(message_bytes, MOST_BYTES) // 4), dtype=torch.float32, device="cpu"),
+    )
+    for partner in partners(control.rank, size):
+        control.gather(None)  # begin together
+        if partner is None:
+            continue
+        least_s = min([_swap(control, partner, small) for _ in range(TRIPS)][1:])
+        seconds = min(_swap(control, partner, large) for _ in range(2))
+        delay[partner] = least_s
+        rate[partner] = large.nbytes / max(seconds - least_s, 1e-9)
+    rates, delays = (np.array(control.gather(row.tolist())) for row in (rate, delay))
+    return np.minimum(rates, rates.T), np.maximum(delays, delays.T)
+
+
+def partners(rank: int, size: int) -> Iterator[int | None]:
+    """A rank's partner in every round of a tournament in which each meets each once; None: it
+    rests."""
+    seats = size + size % 2
+    for turn in range(seats - 1):
+        if rank == seats - 1:
+            found = turn * (seats // 2) % (seats - 1)
+        else:
+            found = (turn - rank) % (seats - 1)
+            found = seats - 1 if found == rank else found
+        yield None if found >= size else found
+
+
+def _swap(control: Control, partner: int, mine: Tensor) -> float:
+    """Seconds that it takes to send this and to get as much."""
+    theirs, start = torch.empty_like(mine), time.perf_counter()
+    sending = dist.isend(mine, partner, group=control.group)
+    dist.recv(theirs, partner, group=control.group)
+    assert sending is not None
+    sending.wait()
+    return time.perf_counter() - start

@@ -1,0 +1,274 @@
+"""Gossiping: how workers meet before they gossip: addresses, secret, clocks, one graph."""
+
+from __future__ import annotations
+
+import copy
+import io
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import networkx as nx
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from offbeat.core.buckets.coupling import couples
+from offbeat.core.buckets.flat import flatten
+from offbeat.core.runtime.launch_request import current_door, current_job
+from offbeat.core.transport.cluster import Cluster
+from offbeat.core.transport.control import Control
+from offbeat.frames.job_secret import address_towards, common_secret, own_address
+from offbeat.frames.secret import VARIABLE as SECRET
+from offbeat.frames.secret import own_secret
+from offbeat.gossip.chunks import Wire
+from offbeat.gossip.clock import Clock, RoundTrip, offset_s
+from offbeat.gossip.graphs import Edge, topology
+from offbeat.gossip.joining import TRIPS, Place, ask
+from offbeat.gossip.measured_graph import measured
+from offbeat.gossip.pairs import measure_pairs
+from offbeat.gossip.peers import door
+from offbeat.gossip.state import AVERAGING, State
+from offbeat.gossip.strategies import Gossip as GossipStrategy
+from offbeat.gossip.worker import Gossip, Settings
+
+MANY = 4  # neighbours, more than which a worker says what anchors take
+
+
+@dataclass(frozen=True)
+class Gossiping:
+    """A worker's share of a job of gossip. Without a partner in the world there is no gossip."""
+
+    flats: list[Tensor]
+    state: State
+    clock: Clock
+    gossip: Gossip | None
+
+
+def join(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: GossipStrategy,
+    fingerprint: str,
+    cluster: Cluster,
+) -> Gossiping:
+    """Meet the other workers, or those of a job that runs. ValueError on every rank for a graph
+    that cannot be, or an optimizer whose step of one parameter depends on others."""
+    _require_apart(optimizer)
+    control, door_of_another = cluster.control, current_door()
+    own = _Own(model, optimizer, strategy, fingerprint, cluster)
+    if door_of_another is not None:
+        return own.come(*door_of_another)
+    if control.world_size == 1:
+        return Gossiping(own.flats, own.state, Clock(), None)
+    graph = _graph(strategy, control, own.message_bytes)
+    clock = Clock(ahead_s(control))
+    entrance = door(own_address(cluster), 2 * control.world_size)
+    everyone, secret = common_secret(entrance.getsockname()[:2], 0, control)
+    addresses = {rank: (host, port) for rank, (host, port) in enumerate(everyone)}
+    if own_secret() is not None and control.rank == 0:
+        _invite(addresses[0], strategy)
+    return own.begin(control.rank, graph, clock, secret, addresses, entrance)
+
+
+def _invite(address: tuple[str, int], strategy: GossipStrategy) -> None:
+    """Say how others can join, in words to copy; the strategy only if the launcher chose it."""
+    where = f"{address[0]}:{address[1]}"
+    command = ["offbeat", "join"]
+    if current_job().strategy is not None:
+        command += ["--strategy", strategy.name]
+        for setting in fields(strategy):
+            value = getattr(strategy, setting.name)
+            command += ["--set", f"{setting.name}={value}"] if value != setting.default else []
+    command += [where, *sys.argv]
+    print(
+        f"offbeat: others can join this job at {where}\n"
+        f"offbeat: there, with the same {SECRET}: {shlex.join(command)}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _graph(strategy: GossipStrategy, control: Control, message_bytes: int) -> nx.Graph:
+    """That of the topology; every rank must call it. "measured": the one with which workers agree
+    fastest if links are what limits them."""
+    if strategy.topology != "measured":
+        return topology(strategy.topology, control.world_size)
+    rate, delay = measure_pairs(control, message_bytes)
+    edges: list[Edge] = []
+    if control.rank == 0:  # another machine may round otherwise
+        momentum = strategy.momentum
+        found = measured(rate, delay, message_bytes, momentum=momentum, even=True)
+        edges = [(int(i), int(j)) for i, j in sorted(found.rates_per_s)]
+        words = ", ".join(f"{i}-{j}" for i, j in edges)
+        print(f"offbeat: edges by measured links: {words}", file=sys.stderr, flush=True)
+    return topology(control.gather(edges)[0], control.world_size)
+
+
+class _Own:
+    """What a worker brings to gossip."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: GossipStrategy,
+        fingerprint: str,
+        cluster: Cluster,
+    ):
+        self._model, self._optimizer, self._strategy = model, optimizer, strategy
+        self._fingerprint, self._cluster = fingerprint, cluster
+        self.flats = flatten([p for p in model.parameters() if p.requires_grad])
+        form = "bf16" if strategy.wire == "bf16" else "none"
+        self._wire = Wire(self.flats, form, codec=strategy.codec)
+        self.state = State(
+            self.flats,
+            self._wire,
+            AVERAGING,
+            snapshot=strategy.weights == "snapshot",
+            momentum=strategy.momentum,
+            mixed=strategy.exchange == "after_mixing",
+        )
+
+    @property
+    def message_bytes(self) -> int:
+        """What an exchange sends each way."""
+        return self._wire.bytes
+
+    def begin(
+        self,
+        me: int,
+        graph: nx.Graph,
+        clock: Clock,
+        secret: bytes,
+        addresses: Mapping[int, tuple[str, int]],
+        entrance: socket.socket,
+        place: Place | None = None,
+    ) -> Gossiping:
+        """Connect to the neighbours."""
+        strategy = self._strategy
+        settings = Settings(
+            graph,
+            strategy.rate,
+            strategy.momentum,
+            strategy.silent_s,
+            self._cluster.timeout_s,
+            strategy.on_partition,
+            self._fingerprint,
+            str(strategy),
+        )
+        gossip = Gossip(
+            me,
+            settings,
+            self.state,
+            self._wire,
+            clock,
+            secret,
+            addresses,
+            entrance,
+            place=place,
+            luggage=self._pack,
+        )
+        most = max(sorted(graph), key=graph.degree)  # one worker says it for all
+        if place or me == most:
+            self._say_memory(len(place.near if place else graph.adj[me]))
+        try:
+            gossip.connect()
+        except BaseException:
+            gossip.close()
+            raise
+        return Gossiping(self.flats, self.state, clock, gossip)
+
+    def _say_memory(self, neighbours: int) -> None:
+        """Where anchors take much, which they do on dense graphs."""
+        if self._wire.codec is not None and neighbours > MANY:
+            most = 2 * neighbours * self._wire.plain_bytes
+            words = (
+                f"wire={self._strategy.wire} keeps two copies of the parameters for each of "
+                f"{neighbours} neighbours: {most / 1e6:.4g} MB; a topology with fewer edges needs "
+                "less"
+            )
+            print(f"offbeat: {words}", file=sys.stderr, flush=True)
+
+    def come(self, address: tuple[str, int], worker: int | None) -> Gossiping:
+        """Take a place in a job that runs, with the state of the worker at this address."""
+        secret = own_secret()
+        if secret is None:
+            raise ValueError(
+                f"{SECRET} must be set to join a job, there and here to the same: without it "
+                "every job makes a secret of its own"
+            )
+        entrance = door(_here(address), 16)
+        about = {"layout": self._fingerprint, "strategy": str(self._strategy), "id": worker}
+        welcome = ask(address, secret, about, self._cluster.timeout_s)
+        place, clock = welcome.place, Clock(welcome.ahead_s)
+        clock.line = place.line
+        self._unpack(welcome.luggage, clock.now())
+        words = f"joined the job at {address[0]}:{address[1]} as worker {place.me}"
+        print(f"offbeat: {words}", file=sys.stderr, flush=True)
+        graph = nx.Graph(place.first)
+        return self.begin(place.me, graph, clock, secret, place.near, entrance, place)
+
+    def _pack(self, t: float) -> Tensor:
+        """For a worker that joins: x mixed up to `t`, buffers, the optimizer's state."""
+        with self.state.still(t) as x:
+            held = {
+                "x": [flat.detach().to("cpu", copy=True) for flat in x],
+                "buffers": [b.detach().to("cpu", copy=True) for b in self._model.buffers()],
+                "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            }
+        file = io.BytesIO()
+        torch.save(held, file)
+        return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+    def _unpack(self, luggage: Tensor, t: float) -> None:
+        held = torch.load(io.BytesIO(luggage.numpy().data), weights_only=True)
+        self.state.put(held["x"], t)
+        with torch.no_grad():
+            for buffer, value in zip(self._model.buffers(), held["buffers"], strict=True):
+                buffer.copy_(value)
+        self._optimizer.load_state_dict(held["optimizer"])
+
+
+def _here(towards: tuple[str, int]) -> str:
+    """This host's address on the way to a worker's."""
+    try:
+        return address_towards(towards[0])
+    except OSError as error:
+        host, port = towards
+        raise RuntimeError(
+            f"the worker at {host}:{port} cannot be joined: there is no way to {host} ({error}); "
+            "give the address that the job's rank 0 has printed"
+        ) from error
+
+
+def _require_apart(optimizer: torch.optim.Optimizer) -> None:
+    reason = couples(optimizer)
+    if reason is not None:
+        raise ValueError(
+            f"{reason}, but what gossip does to x~ must be what it does to x, element by element; "
+            "use an optimizer that works so (SGD, Adam, AdamW), and clip before the step"
+        )
+
+
+def ahead_s(control: Control) -> float:
+    """What rank 0's clock is ahead of this rank's. Every rank must call it."""
+    if control.rank:
+        trips = [_ask(control) for _ in range(TRIPS)]
+        return offset_s(trips)
+    for rank in range(1, control.world_size):
+        for _ in range(TRIPS):
+            dist.recv(torch.empty(1, dtype=torch.float32, device="cpu"), rank, group=control.group)
+            now = torch.tensor([time.perf_counter()], dtype=torch.float64, device="cpu")
+            dist.send(now, rank, group=control.group)
+    return 0.0
+
+
+def _ask(control: Control) -> RoundTrip:
+    left_s, theirs = time.perf_counter(), torch.empty(1, dtype=torch.float64, device="cpu")
+    dist.send(torch.zeros(1, dtype=torch.float32, device="cpu"), 0, group=control.group)
+    dist.recv(theirs, 0, group=control.group)
+    return RoundTrip(left_s, float(theirs), time.perf_counter())

@@ -1,0 +1,229 @@
+"""The description of a cluster: hosts, links, rates, changes; in Python, TOML and JSON."""
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from offbeat.core.files import write_text
+from offbeat.lab import validation_errors as mistakes
+from offbeat.lab.parts import Change, HostOverride, Link, Pair, Part
+from offbeat.lab.toml_text import toml_text
+from offbeat.lab.units import parse_loss, parse_rate_bps, parse_time_s
+
+MAX_HOSTS = 250  # the last byte of an address inside the lab
+MAX_LINKS = 16
+
+_SHORT_FORM = ("rate", "latency", "loss")  # keys at the top that describe the only link
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What is asked of one host's attachment to a link, or of the way between two hosts.
+
+    `rate_bps` None is unshaped; `latency_s` is one way; `loss` a share of the packets.
+    """
+
+    rate_bps: int | None
+    latency_s: float
+    loss: float
+
+
+class Cluster(Part):
+    """A cluster in a box: `hosts` hosts on shared `links`, some of them different.
+
+    `Cluster(hosts=4, links=(Link(rate="100mbit"),))`, or shorter `Cluster.simple(4, "100mbit")`;
+    in a file the two lines `hosts = 4` and `rate = "100mbit"` say the same. `overrides` say what is
+    different on a host, `pairs` what is between two, `changes` what becomes different while ranks
+    run. `threads` becomes each rank's OMP_NUM_THREADS; `congestion_control = "default"` keeps the
+    kernel's. Raises ValidationError (a ValueError) with the relation that fails.
+    """
+
+    hosts: int = Field(ge=1, le=MAX_HOSTS)
+    processes_per_host: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1)
+    congestion_control: str = Field(default="cubic", pattern=r"^[a-z0-9_-]{1,15}$")
+    links: tuple[Link, ...] = (Link(),)
+    overrides: tuple[HostOverride, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+    @classmethod
+    def simple(
+        cls,
+        hosts: int = 4,
+        rate: str | float | None = None,
+        *,
+        latency: str | float | None = None,
+        loss: str | float = 0.0,
+        processes_per_host: int = 1,
+    ) -> Self:
+        """A cluster with one link, called "net"; `rate` in bit/s or text, None is unshaped."""
+        link = Link(rate=rate, latency=latency, loss=loss)
+        return cls(hosts=hosts, links=(link,), processes_per_host=processes_per_host)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a TOML file; ValueError names the file and every key that is wrong."""
+        try:
+            return cls.from_toml(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """Read TOML text; ValueError names every key that is wrong."""
+        try:
+            return cls.model_validate(tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"not valid TOML: {error}") from None
+        except ValidationError as error:
+            raise ValueError(mistakes.in_words(error, _known_keys())) from None
+
+    def to_toml(self) -> str:
+        """TOML text that `from_toml` reads back as an equal cluster."""
+        return toml_text(self.record())
+
+    def save(self, path: str | Path) -> None:
+        """Write the TOML file."""
+        write_text(path, self.to_toml())
+
+    def record(self) -> dict[str, Any]:
+        """Plain data for a run's JSON record; `Cluster(**record)` is equal to this one."""
+        return self.model_dump(mode="json")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: hosts times processes per host."""
+        return self.hosts * self.processes_per_host
+
+    def host_of(self, rank: int) -> int:
+        """The host that runs this rank (ranks are numbered host by host)."""
+        return rank // self.processes_per_host
+
+    def link_index(self, name: str) -> int:
+        """Position of the link in `links`; ValueError names the links that exist."""
+        names = [link.name for link in self.links]
+        if name not in names:
+            raise ValueError(f"link ({name!r}) must be one of {names}")
+        return names.index(name)
+
+    def rate_bps(self, host: int, link: str) -> int | None:
+        """Bits per second of one host's attachment to one link, None if unshaped."""
+        return self.attachment(host, link).rate_bps
+
+    def attachment(self, host: int, link: str) -> Way:
+        """What is asked of every way from and to this host on one link."""
+        shared, own = self.links[self.link_index(link)], self._override(host)
+        latency = own.latencies.get(link, shared.latency_s)
+        return Way(
+            parse_rate_bps(own.rates.get(link, shared.rate)),
+            parse_time_s(latency),
+            parse_loss(own.losses.get(link, shared.loss)),
+        )
+
+    def way(self, one: int, other: int, link: str) -> Way:
+        """What is asked between two hosts: the smaller rate, the larger delay and loss, and what
+        their pair says."""
+        ends = [self.attachment(host, link) for host in (one, other)]
+        pair = next((p for p in self.pairs if set(p.hosts) == {one, other}), None)
+        rates = [way.rate_bps for way in ends]
+        latency_s = max(way.latency_s for way in ends)
+        loss = max(way.loss for way in ends)
+        if pair is not None:
+            rates.append(parse_rate_bps(pair.rates.get(link)))
+            latency_s = parse_time_s(pair.latencies.get(link, latency_s))
+            loss = parse_loss(pair.losses.get(link, loss))
+        return Way(min((r for r in rates if r is not None), default=None), latency_s, loss)
+
+    def threads_of(self, host: int) -> int:
+        """OMP_NUM_THREADS of this host's ranks."""
+        return self._override(host).threads or self.threads
+
+    def speed_of(self, host: int) -> float:
+        """How fast this host computes; 1 is the others' pace."""
+        return self._override(host).speed
+
+    def jitter_of(self, host: int) -> float:
+        """Sigma of the lognormal factor on this host's compute."""
+        return self._override(host).jitter
+
+    def _override(self, host: int) -> HostOverride:
+        return next((item for item in self.overrides if item.host == host), HostOverride(host=host))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_short_form(cls, data: Any) -> Any:
+        """`rate`, `latency` and `loss` at the top describe the only link."""
+        if not isinstance(data, dict):
+            return data
+        given = [key for key in _SHORT_FORM if key in data]
+        if not given:
+            return data
+        if "links" in data:
+            raise ValueError(
+                f"{given[0]} and links are two ways to say the same; put the {given[0]} into the "
+                "links"
+            )
+        rest = {key: value for key, value in data.items() if key not in given}
+        return rest | {"links": [{key: data[key] for key in given}]}
+
+    @model_validator(mode="after")
+    def _check_relations(self) -> Self:
+        if not 1 <= len(self.links) <= MAX_LINKS:
+            raise ValueError(f"links ({len(self.links)}) must be from 1 to {MAX_LINKS}")
+        names = [link.name for link in self.links]
+        _check_distinct("links", names, "give each link its own name")
+        _check_distinct(
+            "overrides", [item.host for item in self.overrides], "merge the overrides of a host"
+        )
+        _check_distinct(
+            "pairs", [tuple(sorted(item.hosts)) for item in self.pairs], "merge the two pairs"
+        )
+        for what, hosts, links in self._mentions():
+            for host in hosts:
+                self._check_host(what, host)
+            for unknown in sorted(set(links) - set(names)):
+                raise ValueError(f"{what}: link ({unknown!r}) must be one of {names}")
+        return self
+
+    def _mentions(self) -> Iterator[tuple[str, Iterable[int], Iterable[str]]]:
+        """Where, and which hosts and links are named there."""
+        for item in self.overrides:
+            yield "overrides", [item.host], ()
+        for item in self.pairs:
+            yield "pairs", item.hosts, ()
+        for item in (*self.overrides, *self.pairs):
+            what = "overrides" if isinstance(item, HostOverride) else "pairs"
+            for name in ("rates", "latencies", "losses"):
+                yield f"{what}: {name}", (), getattr(item, name)
+        for change in self.changes:
+            where = f"changes: at {change.at}"
+            yield where, change.hosts or change.pair or (), [change.link] if change.link else ()
+
+    def _check_host(self, what: str, host: int) -> None:
+        if not 0 <= host < self.hosts:
+            raise ValueError(
+                f"{what}: host ({host}) must be below hosts ({self.hosts}); "
+                "hosts are counted from 0"
+            )
+
+
+def _check_distinct(what: str, values: list[Any], remedy: str) -> None:
+    repeated = sorted({value for value in values if values.count(value) > 1})
+    if repeated:
+        raise ValueError(f"{what}: {repeated[0]!r} occurs more than once; {remedy}")
+
+
+def _known_keys() -> Mapping[str, list[str]]:
+    tables: dict[str, type[Part]] = {
+        "links": Link,
+        "overrides": HostOverride,
+        "pairs": Pair,
+        "changes": Change,
+    }
+    known = {name: list(table.model_fields) for name, table in tables.items()}
+    return known | {"": [*Cluster.model_fields, *_SHORT_FORM]}

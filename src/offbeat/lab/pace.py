@@ -1,0 +1,162 @@
+"""Pace: a host computes as slowly as the machine that it emulates, with real numbers."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from torch import Tensor, nn
+
+from offbeat.core.measuring.processors import kernel_s, processors
+from offbeat.core.plan import Apply
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.compute import Compute
+from offbeat.core.sim.costs import applied_s
+from offbeat.core.sim.ranks import lognormal
+
+LATE = 0.03  # share of an iteration's compute by which a host may miss its pace unsaid
+SPEED, JITTER, SEED = "OFFBEAT_SPEED", "OFFBEAT_JITTER", "OFFBEAT_SEED"
+
+
+@dataclass(frozen=True)
+class Host:
+    """How the launcher wants this host to differ: its speed relative to the others', the relative
+    standard deviation of its compute."""
+
+    speed: float = 1.0
+    jitter: float = 0.0
+
+    @classmethod
+    def here(cls) -> Host:
+        """Of this process, by its environment."""
+        return cls(float(os.environ.get(SPEED, 1)), float(os.environ.get(JITTER, 0)))
+
+
+class Pace(Compute):
+    """Ends every piece of compute when the profile says that it ends.
+
+    There is one schedule per iteration. It begins with the iteration, grows by the profile's
+    seconds of every piece of compute, and waits where the host waits for a message. The host
+    sleeps up to it. So sleeping too long does not add up, and a host that was late catches up.
+    """
+
+    def __init__(self, profile: Profile, rank: int) -> None:
+        self._profile = profile
+        self._random = np.random.default_rng((int(os.environ.get(SEED, 0)), rank))
+        self._jitter = profile.jitters[rank]
+        scale = profile.rank_scale[rank] if profile.rank_scale else 1.0
+        buckets = len(profile.buckets)
+        # Seconds up to the end of a bucket's forward, by bucket; forward goes from the last one.
+        forward = accumulate(b.forward_s * scale for b in reversed(profile.buckets))
+        self._forward_s = [*forward][::-1]
+        self._backward_s = [*accumulate(b.backward_s * scale for b in profile.buckets)]
+        self._bucket_update_s = np.array(profile.bucket_update_s)
+        self._update_s: dict[int, tuple[Apply, float]] = {}  # by id of the apply, kept alive
+        self._scale, self._buckets = scale, buckets
+        self._iteration: int | None = None
+        self._clock_s = self._late_s = self._computed_s = 0.0
+        self._seen = [0] * buckets  # gradients so far, by bucket (`follow`)
+        self._late: list[float] = []  # by iteration, as a share of its compute
+        self._begin_s = self._busy_s = self._kernel_s = 0.0
+
+    # ---- what the engine says ---------------------------------------------------------------
+
+    def begins(self, iteration: int, begin_s: float) -> float:
+        if iteration == self._iteration:
+            return 0.0  # another forward of the same iteration
+        if self._iteration is None:
+            self._begin_s, self._busy_s, self._kernel_s = begin_s, time.process_time(), kernel_s()
+        self._close()
+        self._iteration, self._clock_s = iteration, begin_s
+        self._factor = self._scale_of_iteration()
+        self._forward_done_s = self._backward_done_s = 0.0
+        self._spend(self._profile.other_s)
+        return 0.0
+
+    def forward(self, bucket: int) -> None:
+        done_s = self._forward_s[bucket + 1] if bucket + 1 < self._buckets else 0.0
+        if done_s > self._forward_done_s:
+            self._spend((done_s - self._forward_done_s) * self._factor)
+            self._forward_done_s = done_s
+
+    def backward(self, bucket: int) -> None:
+        done_s = self._backward_s[bucket]
+        if done_s > self._backward_done_s:
+            self._spend((done_s - self._backward_done_s) * self._factor)
+            self._backward_done_s = done_s
+
+    def updated(self, apply: Apply) -> None:
+        if id(apply) not in self._update_s:
+            each_s = applied_s(self._profile, apply, self._bucket_update_s)
+            seconds = 0.0 if each_s is None else float(each_s.sum()) * self._scale
+            self._update_s[id(apply)] = apply, seconds
+        self._spend(self._update_s[id(apply)][1] * self._factor)
+
+    def updated_whole(self) -> None:
+        """The optimizer has stepped the whole model."""
+        self._spend(self._profile.update_s * self._scale * self._factor)
+
+    def waited(self) -> None:
+        self._clock_s = max(self._clock_s, time.perf_counter())
+
+    # ---- the schedule -----------------------------------------------------------------------
+
+    def _spend(self, seconds: float) -> None:
+        """Compute that takes so long has been done: sleep until it would be."""
+        self._clock_s += seconds
+        self._computed_s += seconds
+        left_s = self._clock_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+        else:
+            self._late_s = max(self._late_s, -left_s)
+
+    def _scale_of_iteration(self) -> float:
+        """A lognormal factor with mean 1 and the profile's jitter."""
+        if not self._jitter:
+            return 1.0
+        return float(lognormal(self._random.standard_normal(1), self._jitter)[0])
+
+    def _close(self) -> None:
+        if self._computed_s:
+            self._late.append(self._late_s / self._computed_s)
+        self._late_s = self._computed_s = 0.0
+
+    # ---- the report -------------------------------------------------------------------------
+
+    def record(self) -> dict[str, float]:
+        """The pace; iterations, and those in which this host was late by more than 3 % of its
+        compute; the longest and the mean delay as such a share; of the machine's processors: the
+        share that this process took, and that interrupts took."""
+        self._close()
+        whole_s = max(time.perf_counter() - self._begin_s, 1e-9) * processors()
+        return {
+            "pace": self._profile.pace,
+            "iterations": len(self._late),
+            "missed": sum(late > LATE for late in self._late),
+            "worst": max(self._late, default=0.0),
+            "mean": sum(self._late) / max(1, len(self._late)),
+            "busy": (time.process_time() - self._busy_s) / whole_s,
+            "interrupts": (kernel_s() - self._kernel_s) / whole_s,
+        }
+
+    # ---- torch's own DDP --------------------------------------------------------------------
+
+    def follow(self, model: nn.Module) -> None:
+        """Be told of backward by the model itself: before a gradient is handed to anybody else."""
+        parameters = dict(model.named_parameters())
+        for b, bucket in enumerate(self._profile.buckets):
+            mine = [parameters[name] for name in bucket.tensors if name in parameters]
+            for p in mine:
+                p.register_post_accumulate_grad_hook(self._counting(b, len(mine)))
+
+    def _counting(self, bucket: int, size: int):
+        def ready(_: Tensor) -> None:
+            self._seen[bucket] += 1
+            if self._seen[bucket] % size == 0:
+                self.backward(bucket)
+
+        return ready

@@ -1,0 +1,146 @@
+"""What is asked of a cluster's links, what is measured, and how far the two are apart."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.lab.addressing import address
+from offbeat.lab.description import Cluster, Way
+from offbeat.lab.units import format_rate, format_time
+
+MOST_WAYS = 8
+TOLERANCE = 0.1  # of what is asked
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One way between two hosts on a link that is to be measured."""
+
+    link: str
+    hosts: tuple[int, int]
+    to_address: str
+    way: Way
+
+    def message(self) -> dict[str, Any]:
+        """What the lab's own process is told. An unshaped way has no rate to measure."""
+        return {
+            "hosts": list(self.hosts),
+            "address": self.to_address,
+            "rate": self.way.rate_bps is not None,
+            "latency_s": self.way.latency_s,
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on a way: bits per second with all headers, seconds one way; None where
+    there was not enough time, or nothing to measure."""
+
+    asked: Asked
+    rate_bps: float | None
+    latency_s: float | None
+
+    @property
+    def known(self) -> bool:
+        """Whether there was time for it."""
+        return self.rate_bps is not None or self.latency_s is not None
+
+    def deviations(self) -> list[str]:
+        """Every quantity that is more than 10 % off, in words."""
+        way, said = self.asked.way, []
+        if way.rate_bps is not None and self.rate_bps is not None:
+            said += _deviation("rate", self.rate_bps / way.rate_bps)
+        if way.latency_s and self.latency_s is not None:
+            said += _deviation("latency", self.latency_s / way.latency_s)
+        return said
+
+    @property
+    def asked_text(self) -> str:
+        """ "100mbit, 20ms"."""
+        way = self.asked.way
+        words = [format_rate(way.rate_bps)]
+        words += [format_time(way.latency_s)] if way.latency_s else []
+        return ", ".join(words)
+
+    @property
+    def measured_text(self) -> str:
+        """ "98.7mbit, 20.3ms one way"; "-" where there was not enough time."""
+        words = []
+        if self.asked.way.rate_bps is not None:
+            words.append("-" if self.rate_bps is None else _rate(self.rate_bps))
+        words.append("-" if self.latency_s is None else f"{_time(self.latency_s)} one way")
+        return ", ".join(words)
+
+    @property
+    def text(self) -> str:
+        """One line: asked and measured."""
+        one, other = self.asked.hosts
+        where = f"{self.asked.link}, hosts {one} and {other}"
+        return f"{where}: asked {self.asked_text}, measured {self.measured_text}"
+
+    def record(self) -> dict[str, Any]:
+        """Plain data for a run's JSON record."""
+        way = self.asked.way
+        return {
+            "link": self.asked.link,
+            "hosts": list(self.asked.hosts),
+            "asked": self.asked_text,
+            "measured": self.measured_text,
+            "asked_rate_bps": way.rate_bps,
+            "rate_bps": self.rate_bps,
+            "asked_latency_s": way.latency_s,
+            "latency_s": self.latency_s,
+            "asked_loss": way.loss,
+        }
+
+
+def asked_ways(cluster: Cluster, most: int = MOST_WAYS) -> list[Asked]:
+    """Ways that tell most: one for every rate and delay that is asked for, then such that reach
+    hosts that are not yet part of one."""
+    chosen: list[Asked] = []
+    for index, link in enumerate(cluster.links):
+        seen: set[Way] = set()
+        for one, other in _pairs(cluster.hosts):
+            way = cluster.way(one, other, link.name)
+            if way not in seen:
+                seen.add(way)
+                chosen.append(Asked(link.name, (one, other), address(other, index), way))
+    reached = {(asked.link, host) for asked in chosen for host in asked.hosts}
+    for index, link in enumerate(cluster.links):
+        for one, other in _pairs(cluster.hosts):
+            if (link.name, one) not in reached and (link.name, other) not in reached:
+                way = cluster.way(one, other, link.name)
+                chosen.append(Asked(link.name, (one, other), address(other, index), way))
+                reached |= {(link.name, one), (link.name, other)}
+    return chosen[:most]
+
+
+def lines(found: Sequence[Measured]) -> list[str]:
+    """What is said before a run: asked and measured, then a warning for each deviation."""
+    said = [measured.text for measured in found if measured.known]
+    for measured in found:
+        one, other = measured.asked.hosts
+        said += [
+            f"warning: {measured.asked.link} between hosts {one} and {other}: {words}"
+            for words in measured.deviations()
+        ]
+    return said
+
+
+def _pairs(hosts: int) -> Iterator[tuple[int, int]]:
+    return ((one, other) for one in range(hosts) for other in range(one + 1, hosts))
+
+
+def _deviation(what: str, ratio: float) -> list[str]:
+    if abs(ratio - 1) <= TOLERANCE:
+        return []
+    where = "above" if ratio > 1 else "below"
+    return [f"the measured {what} is {100 * abs(ratio - 1):.0f} % {where} what is asked"]
+
+
+def _rate(rate_bps: float) -> str:
+    return format_rate(round(float(f"{rate_bps:.3g}")))
+
+
+def _time(time_s: float) -> str:
+    return format_time(float(f"{time_s:.3g}"))

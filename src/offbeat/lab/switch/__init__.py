@@ -1,0 +1,1 @@
+"""A switch in user space, for delays and losses that the kernel cannot make."""

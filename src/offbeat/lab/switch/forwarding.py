@@ -1,0 +1,192 @@
+"""Frames between hosts in time: loss, rates, delays. Pure logic with the clock of the caller."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+
+from offbeat.lab.shaping import burst_bytes, queue_bytes
+from offbeat.lab.switch.link_state import LinkPlan
+
+Deliver = Callable[[int, bytes], None]  # (host, frame)
+
+
+class Gate:
+    """A token bucket with a queue in front: frames leave in order, at `rate_bps` on average.
+
+    A frame may leave as long as there are tokens at all, and may overdraw them: an arriving frame
+    has been sent already, so that a second link of the same rate adds no time to it.
+    """
+
+    __slots__ = (
+        "_burst_s",
+        "_free_s",
+        "_most_bytes",
+        "next_s",
+        "queue",
+        "queued_bytes",
+        "rate_bps",
+        "then",
+    )
+
+    def __init__(self, rate_bps: int | None, then: Callable[[float, bytes, int], None]) -> None:
+        self._keep(rate_bps)
+        self.then = then  # what takes a frame that leaves: (when, frame, bytes)
+        self.queue: deque[tuple[bytes, int]] = deque()
+        self.queued_bytes = 0
+        self.next_s = -1.0  # when it will be looked at again; of several wake-ups this one counts
+        self._free_s = -math.inf  # when the tokens are back at zero or above
+
+    def pass_at_once(self, now_s: float, size: int) -> bool:
+        """Take the tokens of a frame that need not wait; False if it has to."""
+        if self.rate_bps is None:
+            return not self.queue
+        if self.queue or self._free_s > now_s:
+            return False
+        self._pay(now_s, size)
+        return True
+
+    def wait(self, frame: bytes, size: int) -> bool:
+        """Queue a frame; False if the queue is full and the frame is dropped."""
+        if self.queued_bytes + size > self._most_bytes:
+            return False
+        self.queue.append((frame, size))
+        self.queued_bytes += size
+        return True
+
+    def ready_s(self, now_s: float) -> float:
+        """When the first frame may leave."""
+        return now_s if self.rate_bps is None else max(now_s, self._free_s)
+
+    def leave(self, now_s: float) -> tuple[bytes, int]:
+        """Take out the first frame."""
+        frame, size = self.queue.popleft()
+        self.queued_bytes -= size
+        if self.rate_bps is not None:
+            self._pay(now_s, size)
+        return frame, size
+
+    def set_rate(self, now_s: float, rate_bps: int | None) -> None:
+        """Change the rate; debts of tokens stay as many bytes."""
+        if self.rate_bps is not None and rate_bps is not None and self._free_s > now_s:
+            self._free_s = now_s + (self._free_s - now_s) * self.rate_bps / rate_bps
+        self._keep(rate_bps)
+
+    def _keep(self, rate_bps: int | None) -> None:
+        self.rate_bps = rate_bps
+        self._burst_s = 0.0 if rate_bps is None else burst_bytes(rate_bps) * 8 / rate_bps
+        self._most_bytes = math.inf if rate_bps is None else queue_bytes(rate_bps)
+
+    def _pay(self, now_s: float, size: int) -> None:
+        assert self.rate_bps is not None
+        full_s = now_s - self._burst_s
+        free_s = self._free_s if self._free_s > full_s else full_s
+        self._free_s = free_s + size * 8 / self.rate_bps
+
+
+class _Way:
+    """From one host to another: loss, the pair's own gate, delay."""
+
+    __slots__ = ("gate", "last_s", "latency_s", "loss")
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.latency_s = self.loss = self.last_s = 0.0
+
+
+class Crossbar:
+    """The way of frames between the hosts of one link.
+
+    Each frame may get lost, passes the gate of its pair, takes the delay, and passes the gate of
+    the host that it goes to; `deliver(host, frame)` is called when it has arrived. Frames of a pair
+    never overtake each other. The sending host's own rate is not in force here: it shapes itself.
+    """
+
+    def __init__(self, plan: LinkPlan, deliver: Deliver, seed: int = 0) -> None:
+        self._random = random.Random(seed).random
+        self._events: list[tuple[float, int, Gate, bytes | None, int]] = []
+        self._numbers = count()
+        hosts = range(len(plan.rates_bps))
+        self._ports = [Gate(None, self._delivery(deliver, host)) for host in hosts]
+        self._ways = {(a, b): self._way(b) for a in hosts for b in hosts if a != b}
+        self.dropped = 0
+        self.change(0.0, plan)
+
+    def change(self, now_s: float, plan: LinkPlan) -> None:
+        """From now on these rates, delays and losses."""
+        for host, port in enumerate(self._ports):
+            self._set_rate(now_s, port, plan.rates_bps[host])
+        for (a, b), way in self._ways.items():
+            way.latency_s, way.loss = plan.latency_s(a, b), plan.loss(a, b)
+            self._set_rate(now_s, way.gate, plan.pair(a, b).rate_bps)
+
+    def take(self, now_s: float, source: int, to: int, frame: bytes, size: int) -> None:
+        """A host has sent a frame of so many bytes on the wire."""
+        way = self._ways[source, to]
+        if way.loss and self._random() < way.loss:
+            self.dropped += 1
+        else:
+            self._enter(now_s, way.gate, frame, size)
+
+    def next_s(self) -> float | None:
+        """When `advance` has something to do; None: not before the next frame."""
+        return self._events[0][0] if self._events else None
+
+    def advance(self, now_s: float) -> None:
+        """Everything up to now: frames that have crossed, and gates that are free again."""
+        events = self._events
+        while events and events[0][0] <= now_s:
+            at_s, _, gate, frame, size = heappop(events)
+            if frame is not None:
+                self._enter(at_s, gate, frame, size)
+            elif at_s == gate.next_s:
+                self._open(at_s, gate)
+
+    def _way(self, to: int) -> _Way:
+        port = self._ports[to]
+
+        def cross(now_s: float, frame: bytes, size: int) -> None:
+            # Not before the one ahead, whatever the delay was then.
+            at_s = now_s + way.latency_s
+            if at_s < way.last_s:
+                at_s = way.last_s
+            way.last_s = at_s
+            if at_s <= now_s:
+                self._enter(now_s, port, frame, size)
+            else:
+                heappush(self._events, (at_s, next(self._numbers), port, frame, size))
+
+        way = _Way(Gate(None, cross))
+        return way
+
+    def _delivery(self, deliver: Deliver, host: int) -> Callable[[float, bytes, int], None]:
+        return lambda _now_s, frame, _size: deliver(host, frame)
+
+    def _enter(self, now_s: float, gate: Gate, frame: bytes, size: int) -> None:
+        if gate.pass_at_once(now_s, size):
+            gate.then(now_s, frame, size)
+        elif not gate.wait(frame, size):
+            self.dropped += 1
+        elif len(gate.queue) == 1:
+            self._wake(gate, gate.ready_s(now_s))
+
+    def _open(self, now_s: float, gate: Gate) -> None:
+        """Let out what may leave."""
+        while gate.queue and gate.ready_s(now_s) <= now_s:
+            gate.then(now_s, *gate.leave(now_s))
+        if gate.queue:
+            self._wake(gate, gate.ready_s(now_s))
+
+    def _wake(self, gate: Gate, at_s: float) -> None:
+        gate.next_s = at_s
+        heappush(self._events, (at_s, next(self._numbers), gate, None, 0))
+
+    def _set_rate(self, now_s: float, gate: Gate, rate_bps: int | None) -> None:
+        if rate_bps != gate.rate_bps:
+            gate.set_rate(now_s, rate_bps)
+            if gate.queue:
+                self._wake(gate, gate.ready_s(now_s))

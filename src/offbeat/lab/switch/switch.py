@@ -1,0 +1,161 @@
+"""A switch of our own, for what the kernel's cannot do: delays and losses, also of single pairs.
+
+A process that joins the hosts' TAP devices and forwards their frames. It ends with the lab's own
+process, and its devices with it.
+"""
+
+import gc
+import os
+import select
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from offbeat.lab import syscalls
+from offbeat.lab.control_channel import Channel
+from offbeat.lab.switch.forwarding import Crossbar
+from offbeat.lab.switch.link_state import LinkPlan
+from offbeat.lab.switch.tap import HEADER_BYTES, hand_over, wire_bytes
+
+_FRAME_BYTES = HEADER_BYTES + 14 + 65536
+_BATCH = 16  # frames that are read from one host before others have their turn
+_TO = slice(HEADER_BYTES, HEADER_BYTES + 6)
+
+
+class Switch:
+    """The running switch, as the lab's own process sees it."""
+
+    def __init__(self, taps: Mapping[int, Sequence[int]], plans: Mapping[int, LinkPlan]) -> None:
+        """Forward between the TAP descriptors of each link's hosts, which it takes over."""
+        here, there = socket.socketpair()
+        owner = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run(there, taps, plans, owner)
+        there.close()
+        for fds in taps.values():
+            for fd in fds:
+                os.close(fd)
+        self._control = Channel(here)
+
+    def change(self, link: int, plan: LinkPlan) -> None:
+        """From now on this plan; BrokenPipeError if the switch is gone."""
+        self._control.send({"link": link, "plan": plan.to_message()})
+
+
+class _Forwarder:
+    """Frames from descriptors to descriptors, by the clock."""
+
+    def __init__(
+        self, control: Channel, taps: Mapping[int, Sequence[int]], plans: Mapping[int, LinkPlan]
+    ) -> None:
+        self._control = control
+        self._taps = taps
+        self._crossbars = {
+            link: Crossbar(plan, self._writer(taps[link]), seed=link)
+            for link, plan in plans.items()
+        }
+        self._sources = {
+            fd: (link, host) for link, fds in taps.items() for host, fd in enumerate(fds)
+        }
+        self._ready = select.epoll()
+        for fd in self._sources:
+            self._ready.register(fd, select.EPOLLIN)
+        self._ready.register(control.fileno(), select.EPOLLIN)
+
+    def serve(self) -> None:
+        """Until the other side of the control channel is gone."""
+        while True:
+            ready = self._wait()
+            now_s = time.monotonic()
+            for crossbar in self._crossbars.values():
+                crossbar.advance(now_s)
+            for fd in ready:
+                if fd in self._sources:
+                    self._read(fd, now_s)
+                elif not self._obey(now_s):
+                    return
+
+    def _wait(self) -> list[int]:
+        """Descriptors with something to read, at the latest when a frame has crossed."""
+        due = [at for c in self._crossbars.values() if (at := c.next_s()) is not None]
+        limit_s = max(0.0, min(due) - time.monotonic()) if due else None
+        # An epoll counts in milliseconds, too coarse for short delays; select in microseconds.
+        select.select([self._ready], [], [], limit_s)
+        return [fd for fd, _ in self._ready.poll(0)]
+
+    def _read(self, fd: int, now_s: float) -> None:
+        link, source = self._sources[fd]
+        crossbar = self._crossbars[link]
+        hosts = len(self._taps[link])
+        for _ in range(_BATCH):
+            try:
+                frame = os.read(fd, _FRAME_BYTES)
+            except BlockingIOError:
+                return
+            size, to = wire_bytes(frame), frame[_TO]
+            if to[0] & 1:  # to everybody
+                for host in range(hosts):
+                    if host != source:
+                        crossbar.take(now_s, source, host, frame, size)
+            elif to[5] < hosts and to[5] != source:
+                crossbar.take(now_s, source, to[5], frame, size)
+
+    def _obey(self, now_s: float) -> bool:
+        messages = self._control.receive_ready()
+        if messages is None:
+            return False
+        for message in messages:
+            plan = LinkPlan.from_message(message["plan"])
+            self._crossbars[message["link"]].change(now_s, plan)
+            for fd in self._taps[message["link"]]:
+                hand_over(fd, segments=not plan.lossy)
+        return True
+
+    @staticmethod
+    def _writer(fds: Sequence[int]):
+        def write(host: int, frame: bytes) -> None:
+            try:
+                os.write(fds[host], frame)
+            except OSError:  # the interface is down: nobody is there
+                return
+
+        return write
+
+
+def _run(
+    control: socket.socket,
+    taps: Mapping[int, Sequence[int]],
+    plans: Mapping[int, LinkPlan],
+    owner: int,
+) -> NoReturn:
+    """In the forked child; never returns."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        # What is open here of the lab's process closes with it, as neither outlives the other.
+        syscalls.set_parent_death_signal(signal.SIGKILL)
+        if os.getppid() == owner:
+            gc.disable()  # frames make no cycles
+            _hurry()
+            _Forwarder(Channel(control), taps, plans).serve()
+        code = 0
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
+
+
+def _hurry() -> None:
+    """Be ahead of what computes, as the kernel's own shapers are; without the right to it, not."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except OSError:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, -20)

@@ -1,0 +1,84 @@
+"""A cluster's description as what the lab's own process is told: plain data."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from offbeat.lab.description import Cluster
+from offbeat.lab.parts import Change, Pair
+from offbeat.lab.switch.link_state import ChangePlan, LinkPlan, PairPlan
+from offbeat.lab.units import parse_loss, parse_rate_bps, parse_time_s
+
+
+def network_message(cluster: Cluster, name: str) -> dict[str, Any]:
+    """What to build."""
+    return {
+        "name": name,
+        "hosts": cluster.hosts,
+        "congestion_control": cluster.congestion_control,
+        "links": [link_plan(cluster, link.name).to_message() for link in cluster.links],
+    }
+
+
+def change_messages(cluster: Cluster) -> list[dict[str, Any]]:
+    """What is to change while ranks run: one for each link that a change names."""
+    return [asdict(change) for change in _changes(cluster)]
+
+
+def link_plan(cluster: Cluster, link: str) -> LinkPlan:
+    """What holds on one link at first."""
+    ways = [cluster.attachment(host, link) for host in range(cluster.hosts)]
+    pairs = tuple(_pair_plan(pair, link) for pair in cluster.pairs if _concerns(pair, link))
+    uniform = len({(way.latency_s, way.loss) for way in ways}) == 1
+    index = cluster.link_index(link)
+    changing = any(
+        change.link == index and (change.pair is not None or set(change.values) - {"rate_bps"})
+        for change in _changes(cluster)
+    )
+    return LinkPlan(
+        name=link,
+        rates_bps=tuple(way.rate_bps for way in ways),
+        latencies_s=tuple(way.latency_s for way in ways),
+        losses=tuple(way.loss for way in ways),
+        pairs=pairs,
+        switched=bool(pairs) or not uniform or changing,
+    )
+
+
+def _concerns(pair: Pair, link: str) -> bool:
+    return link in {*pair.rates, *pair.latencies, *pair.losses}
+
+
+def _pair_plan(pair: Pair, link: str) -> PairPlan:
+    latency, loss = pair.latencies.get(link), pair.losses.get(link)
+    return PairPlan(
+        hosts=pair.hosts,
+        rate_bps=parse_rate_bps(pair.rates.get(link)),
+        latency_s=None if latency is None else parse_time_s(latency),
+        loss=None if loss is None else parse_loss(loss),
+    )
+
+
+def _changes(cluster: Cluster) -> Iterator[ChangePlan]:
+    for number, change in enumerate(cluster.changes):
+        for index, link in enumerate(cluster.links):
+            if change.link in (None, link.name):
+                yield ChangePlan(
+                    at_s=change.at_s,
+                    link=index,
+                    values=_values(change),
+                    hosts=change.hosts,
+                    pair=change.pair,
+                    number=number,
+                )
+
+
+def _values(change: Change) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if change.rate is not None:
+        values["rate_bps"] = parse_rate_bps(change.rate)
+    if change.latency is not None:
+        values["latency_s"] = parse_time_s(change.latency)
+    if change.loss is not None:
+        values["loss"] = parse_loss(change.loss)
+    return values

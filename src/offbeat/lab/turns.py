@@ -1,0 +1,67 @@
+"""Turns: the ranks of one machine compute one after the other while they are measured."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+import warnings
+from pathlib import Path
+
+from offbeat.core.runtime.compute import Compute
+
+LONGEST_S = 60.0  # then a rank goes on without turns: another one may wait for it elsewhere
+POLL_S = 0.0005
+
+
+class Turns(Compute):
+    """Forward and backward of one rank at a time, and one update at a time.
+
+    The lock is a file's, so that a rank that dies gives its turn away.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = Path(path).open("a")  # noqa: SIM115 - for as long as the process lives
+        self.holds = self._given_up = False
+
+    def begins(self, iteration: int, begin_s: float) -> float:
+        return self._take()
+
+    def backward_ended(self) -> None:
+        self._give()
+
+    def step_begins(self) -> None:
+        self._take()
+
+    def stepped(self) -> None:
+        self._give()
+
+    def close(self) -> None:
+        """No more turns."""
+        self._file.close()
+        self.holds = False
+
+    def _take(self) -> float:
+        if self.holds or self._given_up:
+            return 0.0
+        begin_s = time.perf_counter()
+        while (waited_s := time.perf_counter() - begin_s) < LONGEST_S:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(POLL_S)
+            else:
+                self.holds = True
+                return waited_s
+        self._given_up = True
+        warnings.warn(
+            f"this rank has waited {LONGEST_S:g} s for its turn to compute while another one had "
+            "it; from here on times are measured with several ranks at once and may be too long. "
+            "Let no rank wait for another one within forward or backward, or use --pace none",
+            stacklevel=2,
+        )
+        return waited_s
+
+    def _give(self) -> None:
+        if self.holds:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self.holds = False

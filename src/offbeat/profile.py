@@ -1,0 +1,21 @@
+"""Profiles: measured facts of one model on one cluster."""
+
+from offbeat.core.profile import (
+    SIMULTANEOUS_SPEED,
+    Bucket,
+    CodecSpeed,
+    Contention,
+    GradientNoise,
+    Link,
+    Profile,
+)
+
+__all__ = [
+    "SIMULTANEOUS_SPEED",
+    "Bucket",
+    "CodecSpeed",
+    "Contention",
+    "GradientNoise",
+    "Link",
+    "Profile",
+]

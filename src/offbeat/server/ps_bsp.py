@@ -1,0 +1,26 @@
+"""BSP over parameter servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from offbeat.server.ssp import SSP
+
+
+@dataclass(frozen=True)
+class PSBSP(SSP):
+    """Bulk-synchronous training over parameter servers: `SSP(s=0)`.
+
+    Every worker pushes its gradients; the servers step with their mean once all are there, and
+    every worker pulls the parameters before its next iteration. The other settings are SSP's.
+    """
+
+    s: ClassVar[int] = 0  # type: ignore[misc] # no setting any more
+    apply: ClassVar[Literal["clock", "push"]] = "clock"  # type: ignore[misc]
+
+    name: ClassVar[str] = "ps-bsp"
+    synchronous: ClassVar[bool] = True
+    citation: ClassVar[str] = (
+        "Li et al., Scaling distributed machine learning with the parameter server, OSDI 2014"
+    )

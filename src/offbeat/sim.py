@@ -1,0 +1,5 @@
+"""Simulation: predictions and timelines of plans in virtual time."""
+
+from offbeat.core.sim import Prediction, Ranks, Votes, predict, predict_plan, simulate, within_bound
+
+__all__ = ["Prediction", "Ranks", "Votes", "predict", "predict_plan", "simulate", "within_bound"]

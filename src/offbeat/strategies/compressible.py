@@ -1,0 +1,263 @@
+"""Wired: strategies whose averages may travel as codes, and the one function that makes them so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from offbeat.core.codecs import WIRES, Codec, PowerSGD, Sign, codec
+from offbeat.core.codecs.cost import ELEMENT_BYTES, Encoded, costed, kind_of
+from offbeat.core.codecs.powersgd import matrix
+from offbeat.core.derive import effects
+from offbeat.core.plan import Apply, Buffer, Fact, Payload, Plan, Transfer, Wire
+from offbeat.core.profile import Profile
+from offbeat.core.rules import SETTINGS
+from offbeat.core.strategy.interface import Strategy, require_choice
+
+NONE = "none"
+ANCHOR = "anchor"
+
+
+@dataclass(frozen=True)
+class Wired(Strategy):
+    """A strategy that averages gradients or parameters in collectives, or `sends` them from rank to
+    rank."""
+
+    wire: str = field(default=NONE, kw_only=True)
+    """What travels in place of gradients, or of the change of parameters since their last average:
+    `none`, `bf16`, `fp16`, `int8`, `int4`, `sign`, `topk:0.01`, `randomk:0.01`, `powersgd:4`."""
+    error_feedback: bool = field(default=True, kw_only=True)
+    """Whether what a codec has lost is kept and added to the next message."""
+
+    sends: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        used = codec_of(self.wire)
+        require_choice("error_feedback", self.error_feedback, (True, False))
+        if self.sends and used is not None and used.linear:
+            raise ValueError(
+                f"wire ({self.wire!r}) can only be all-reduced, and {self.name} sends from rank to "
+                "rank; use int4, or topk:0.01 for fewer bytes"
+            )
+        if isinstance(used, Sign) and not self.error_feedback:
+            warnings.warn(
+                f"wire ({self.wire!r}) without error_feedback loses all but one bit of every "
+                "number for good, and need not converge; leave error_feedback at True",
+                stacklevel=3,
+            )
+
+    def costed(self, profile: Profile) -> Profile:
+        wire = self._wire(profile)
+        return profile if wire is None else costed(profile, wire, sends=self.sends)
+
+    def encoded(self, plan: Plan, profile: Profile) -> Plan:
+        wire = self._wire(profile)
+        if wire is None:
+            return plan
+        return with_wire(plan, wire, profile, error_feedback=self.error_feedback)
+
+    def _wire(self, profile: Profile) -> Wire | None:
+        """The codec, the faster way round for a bucket of usual size."""
+        used = codec_of(self.wire)
+        if used is None or profile.world_size == 1:
+            return None
+        wire = Wire(used.name, tuple(arguments(self.wire).items()))
+        if self.sends:
+            return wire
+        bucket = max(range(len(profile.buckets)), key=lambda b: profile.buckets[b].size_bytes)
+        largest = Payload("grad", range(bucket, bucket + 1))
+        return fastest(largest, wire, profile, profile.default_link.name)
+
+
+def with_wire(plan: Plan, wire: Wire, profile: Profile, *, error_feedback: bool = True) -> Plan:
+    """The plan with every all-reduce and send of gradients or parameters over a wire.
+
+    Parameters travel as their change against an anchor. Optimizer state, halves of all-reduces and
+    parameters that a rank gets now from one, now from another stay as they are. ValueError for a
+    codec that no message is large enough for.
+    """
+    buffers: dict[str, Buffer] = {}
+    transfers = tuple(
+        _wired(t, wire, plan, profile, buffers, error_feedback) for t in plan.transfers
+    )
+    if not buffers and error_feedback:
+        return plan
+    _require_smaller(wire, transfers, profile)
+    return replace(
+        plan,
+        transfers=transfers,
+        applies=tuple(_followed(plan, transfers)),
+        buffers=(*plan.buffers, *buffers.values()),
+        facts=(*_larger(plan.facts, buffers, profile), *_facts(wire, transfers, profile)),
+    )
+
+
+def _wired(
+    t: Transfer,
+    wire: Wire,
+    plan: Plan,
+    profile: Profile,
+    buffers: dict[str, Buffer],
+    error_feedback: bool,
+) -> Transfer:
+    kind = plan.all_buffers[t.payload.buffer].kind
+    if t.verb == "send":
+        return _sent(t, wire, plan, buffers, error_feedback)
+    if t.verb != "all_reduce" or kind == "state":
+        return t
+    found = fastest(kind_of(t.payload, kind), wire, profile, t.link)
+    if error_feedback:
+        name = _residual(kind, t.link, plan)
+        buffers[name] = Buffer(name, kind)
+        found = replace(found, error=name)
+    if kind == "param":
+        name = f"{ANCHOR} of wire" if ANCHOR in plan.all_buffers else ANCHOR
+        buffers[name] = Buffer(name, start="param")
+        found = replace(found, anchor=name)
+    return replace(t, wire=found)
+
+
+def _sent(
+    t: Transfer, wire: Wire, plan: Plan, buffers: dict[str, Buffer], error_feedback: bool
+) -> Transfer:
+    """A send over a wire: its sender keeps what is lost of gradients, and knows which parameters
+    the receiver has."""
+    if t.payload.buffer == "param" and _one_to_one(t, plan):
+        buffers[ANCHOR] = Buffer(ANCHOR, start="param")
+        return replace(t, wire=replace(wire, anchor=ANCHOR))
+    if t.payload.buffer != "grad":
+        return t
+    if error_feedback:
+        name = "residual_grad"
+        buffers[name] = Buffer(name, "grad")
+        wire = replace(wire, error=name)
+    return replace(t, wire=wire)
+
+
+def _one_to_one(t: Transfer, plan: Plan) -> bool:
+    """Whether its sender hands these parameters to nobody else, and its receiver gets them from
+    nobody else."""
+    assert t.ranks is not None
+    others = [
+        o.ranks
+        for o in plan.transfers
+        if o.ranks is not None
+        and o.ranks != t.ranks
+        and o.payload.buffer == t.payload.buffer
+        and set(o.payload.buckets) & set(t.payload.buckets)
+    ]
+    return not any(o[0] == t.ranks[0] or o[1] == t.ranks[1] for o in others)
+
+
+def _followed(plan: Plan, transfers: Iterable[Transfer]) -> Iterator[Apply]:
+    """An outer optimizer moves what was averaged, on all ranks alike, and so the anchor, too. What
+    has a weight in an average are changes against the anchor."""
+    anchor = next((t.wire.anchor for t in transfers if t.wire is not None and t.wire.anchor), None)
+    carried = {t.target for t in plan.transfers}
+    for apply in plan.applies:
+        origin = effects.origin_setting(apply) if anchor is not None else None
+        if origin is not None and "param" in effects.writes(apply):
+            yield replace(apply, args={**dict(apply.args), origin: anchor})  # type: ignore[arg-type]
+            continue
+        yield apply
+        if anchor is not None and effects.common_buffers_of(apply):
+            [moved] = effects.writes(apply) & carried
+            args = {"source": moved, "target": anchor}
+            yield replace(apply, rule="copy", args=args)  # type: ignore[arg-type]
+
+
+def _residual(kind: str, link: str, plan: Plan) -> str:
+    """Messages of two links have no order, so each has errors of its own where both carry the same
+    buckets."""
+    name = "residual" if kind == "param" else "residual_grad"
+    carried: dict[str, set[int]] = {}
+    for t in plan.transfers:
+        if plan.all_buffers[t.payload.buffer].kind == kind:
+            carried.setdefault(t.link, set()).update(t.payload.buckets)
+    others = [carried[other] for other in carried if other != link]
+    shared = any(carried[link] & other for other in others)
+    return f"{name} of {link}" if shared else name
+
+
+def fastest(payload: Payload, wire: Wire, profile: Profile, link: str) -> Wire:
+    """The wire with the way round that is predicted to take less time; the first of equal ones."""
+    ways = [
+        replace(wire, args={**dict(wire.args), "via": via})
+        for via in SETTINGS[wire.name]["via"].words
+    ]
+    return min(ways, key=lambda w: Encoded(profile, payload, w, "all_reduce").seconds(link))
+
+
+def _require_smaller(wire: Wire, transfers: Iterable[Transfer], profile: Profile) -> None:
+    used = codec(wire.name, dict(wire.args))
+    if not isinstance(used, PowerSGD):
+        return
+    sizes = [profile.payload_bytes("grad", t.payload.buckets) // t.payload.parts for t in transfers]
+    most = max(sizes, default=0) // ELEMENT_BYTES
+    if used.dense(most):
+        sides = matrix(most)
+        raise ValueError(
+            f"rank ({used.rank}) of wire 'powersgd' must be below {most / sum(sides):.4g}: the "
+            f"largest message is a matrix of {sides[0]} x {sides[1]}, and factors of a higher "
+            "rank are no smaller; use a smaller rank, or wire='none'"
+        )
+
+
+def _larger(
+    facts: Iterable[Fact], buffers: Mapping[str, Buffer], profile: Profile
+) -> Iterator[Fact]:
+    """What further buffers take, those of the wire included."""
+    everything = range(len(profile.buckets))
+    more = sum(profile.payload_bytes(buffer.kind, everything) for buffer in buffers.values())
+    for fact in facts:
+        yield replace(fact, value=fact.value + more) if fact.name == "memory_bytes" else fact
+
+
+def _facts(wire: Wire, transfers: Iterable[Transfer], profile: Profile) -> list[Fact]:
+    ways = sorted({t.wire.arg("via", t.verb) for t in transfers if t.wire is not None})
+    facts = [Fact("wire", f"{wire.name} by {' and '.join(ways)}", "codec, and how codes go round")]
+    plain = []
+    if any(b.buffer_bytes for b in profile.buckets):
+        plain.append("running statistics")
+    if any(t.wire is None and t.payload.buffer == "state" for t in transfers):
+        plain.append("optimizer state")
+    if any(t.wire is None and t.payload.buffer == "param" for t in transfers):
+        plain.append("parameters")
+    if plain:
+        facts.append(Fact("uncompressed", plain, "what is sent as it is"))
+    return facts
+
+
+def codec_of(text: str) -> Codec | None:
+    """The codec of a setting as "int4" or "topk:0.01"; None for "none". ValueError if there is
+    none."""
+    name = str(text).partition(":")[0]
+    require_choice("wire", name, (NONE, *WIRES))
+    return None if name == NONE else codec(name, arguments(text))
+
+
+def arguments(text: str) -> dict[str, Any]:
+    """The settings of a codec from its text; ValueError for those that cannot be."""
+    name, colon, value = text.partition(":")
+    settings = WIRES[name].settings if name in WIRES else {}
+    if not settings:
+        if colon:
+            raise ValueError(f"wire ({text!r}) must be {name!r}, which has no settings")
+        return {}
+    [(key, setting)] = settings.items()
+    example = f"{name}:{'4' if setting.what == 'count' else '0.01'}"
+    try:
+        number = int(value) if setting.what == "count" else float(value)
+    except ValueError:
+        raise ValueError(f"wire ({text!r}) must say a {key}, as in {example!r}") from None
+    low = number <= setting.least if setting.above else number < setting.least
+    if low or not number <= setting.most:
+        least = f"above {setting.least:g}" if setting.above else f"at least {setting.least:g}"
+        most = "" if setting.most == float("inf") else f" and at most {setting.most:g}"
+        raise ValueError(
+            f"{key} ({value}) of wire {name!r} must be {least}{most}, as in {example!r}"
+        )
+    return {key: number}

@@ -1,0 +1,163 @@
+"""Outer optimizers: what becomes of an average before workers go on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+from offbeat.core.derive import effects
+from offbeat.core.plan import Apply, Buffer, Fact, Phases, Plan
+from offbeat.core.plan.types import Transfer
+from offbeat.core.profile import Profile
+from offbeat.core.verify.equations import Outer
+
+PLAIN = "plain"
+COMMON = "common"  # the parameters that the outer optimizer steps: wires have anchors of their own
+Rule = TypeVar("Rule", Transfer, Apply)
+
+
+@dataclass(frozen=True)
+class OuterSGD:
+    """SGD with momentum on what the average has changed since the last one.
+
+    `lr=1, momentum=0` is the average itself. The defaults lost nothing against it where they were
+    measured; those published, 0.7 and 0.9, want long periods and long training. Text: `0.8/0.3`,
+    without Nesterov `0.8/0.3/plain`.
+    """
+
+    lr: float = 0.8
+    momentum: float = 0.3
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if not number(self.lr) or not 0 < self.lr < float("inf"):
+            raise ValueError(
+                f"lr ({self.lr!r}) of outer must be a number above 0; 1 goes on from the average"
+            )
+        if not number(self.momentum) or not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"momentum ({self.momentum!r}) of outer must be at least 0 and below 1: with 1 "
+                "or more its steps never become smaller"
+            )
+        if not isinstance(self.nesterov, bool):
+            raise ValueError(f"nesterov ({self.nesterov!r}) of outer must be True or False")
+
+    FORM: ClassVar[str] = "LR/MOMENTUM with LR above 0 and MOMENTUM in [0, 1)"
+
+    @classmethod
+    def parse(cls, text: str) -> OuterSGD:
+        """Of `LR/MOMENTUM` or `LR/MOMENTUM/plain`; ValueError of anything else."""
+        numbers, plain = text.removesuffix(f"/{PLAIN}"), text.endswith(f"/{PLAIN}")
+        rate, _, momentum = numbers.partition("/")
+        try:
+            lr, beta = float(rate), float(momentum)
+        except ValueError:
+            raise ValueError(
+                f"outer ({text!r}) must be LR/MOMENTUM or LR/MOMENTUM/{PLAIN}, such as 0.8/0.3"
+            ) from None
+        return cls(lr, beta, nesterov=not plain)
+
+    def __str__(self) -> str:
+        return f"{self.lr:g}/{self.momentum:g}" + ("" if self.nesterov else f"/{PLAIN}")
+
+
+def outer_of(given: Any) -> OuterSGD | None:
+    """What a setting `outer` stands for: an OuterSGD, its text, its settings by name, or None."""
+    if given is None or isinstance(given, OuterSGD):
+        return given
+    if isinstance(given, Mapping) and set(given) <= {field.name for field in fields(OuterSGD)}:
+        return OuterSGD(**given)
+    if isinstance(given, str):
+        return OuterSGD.parse(given)
+    raise ValueError(
+        f"outer ({given!r}) must be an OuterSGD, such as OuterSGD(lr=0.8, momentum=0.3), or None"
+    )
+
+
+def equations_of(outer: OuterSGD | None) -> Outer | None:
+    """What it computes."""
+    return None if outer is None else Outer(outer.lr, outer.momentum, nesterov=outer.nesterov)
+
+
+def with_outer(
+    plan: Plan, outer: OuterSGD, profile: Profile, *, share: float | None = None
+) -> Plan:
+    """A plan that averages parameters, or snapshots of them, with an outer step on every average.
+
+    Snapshots land as `w += new - snapshot`, or with a `share` as `w = share w + (1 - share) new`.
+    """
+    landing = effects.landings(plan)
+    if landing:
+        plan = _behind_prologue(plan)
+        landing = effects.landings(plan)
+    settings = {"rate": outer.lr, "momentum": outer.momentum, "nesterov": int(outer.nesterov)}
+    args = tuple({**settings, "anchor": COMMON}.items())
+    steps = [
+        Apply("outer", t.payload.buckets, t.before, t.phases, args=args)
+        for t in plan.transfers
+        if t.payload.buffer == "param"
+    ]
+    steps += [
+        replace(apply, rule="outer", args=(*args, ("buffer", _average(apply, plan))))
+        for apply in landing
+    ]
+    sent = {t.target for t in plan.transfers}
+    buffers = tuple(b for b in plan.buffers if share is None or b.name in sent)
+    copies = 2 + len(buffers)
+    size = profile.payload_bytes("param", range(plan.buckets))
+    memory = Fact("memory_bytes", copies * size, "further buffers on every rank")
+    return replace(
+        plan,
+        applies=(*steps, *_landed(plan, share)),
+        buffers=(*buffers, Buffer(COMMON, start="param"), Buffer("velocity")),
+        facts=(*(fact for fact in plan.facts if fact.name != memory.name), memory),
+    )
+
+
+def _landed(plan: Plan, share: float | None) -> list[Apply]:
+    """The rest of a plan's rules; with a share, averages are blended in and nobody needs to know
+    what was sent."""
+    if share is None:
+        return list(plan.applies)
+    found, landing, waiting = [], effects.landings(plan), effects.landing_buffers(plan)
+    unsent = set(waiting) - {t.target for t in plan.transfers}
+    for apply in plan.applies:
+        if apply in landing:
+            source = _average(apply, plan)
+            args = {"share": float(share)} | ({} if source == "average" else {"source": source})
+            found.append(replace(apply, rule="blend", args=tuple(args.items())))
+        elif not effects.writes_only(apply, unsent):
+            found.append(apply)
+    return found
+
+
+def _average(landing: Apply, plan: Plan) -> str:
+    """The buffer in which the average arrives that an apply lands."""
+    [average] = effects.reads(landing) & {t.target for t in plan.transfers} - {"param"}
+    return average
+
+
+def _behind_prologue(plan: Plan) -> Plan:
+    """As many iterations before the period as a message takes: in them nothing lands, as nothing
+    was sent before."""
+    delay, landings = plan.fact("staleness"), effects.landings(plan)
+    begins = Phases(range(delay))
+
+    def moved(rule: Rule) -> Rule:
+        cycle = {delay + (phase - delay) % plan.period for phase in rule.phases}
+        landing = isinstance(rule, Apply) and rule in landings
+        early = set() if landing else set(rule.phases) & set(begins)
+        return replace(rule, phases=Phases(cycle | early))
+
+    return replace(
+        plan,
+        transfers=tuple(map(moved, plan.transfers)),
+        applies=tuple(map(moved, plan.applies)),
+        prologue=delay,
+    )
+
+
+def number(value: Any) -> bool:
+    """Whether it is one; True and False are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,60 @@
+"""Solvers: numbers in, numbers out, no torch."""
+
+from offbeat.strategies.solvers import knapsack, preserver
+from offbeat.strategies.solvers import queues as deft
+from offbeat.strategies.solvers.fusion import (
+    Fusion,
+    MessageSeconds,
+    cap_fusion,
+    fusion_finish,
+    greedy_fusion,
+    no_fusion,
+    optimal_fusion,
+)
+from offbeat.strategies.solvers.layer_sets import (
+    Sets,
+    balanced,
+    best,
+    brute_force,
+    cost,
+    dfs,
+    equal_number,
+    fill_bubbles,
+    finish,
+    optimal,
+    period_cost,
+)
+from offbeat.strategies.solvers.ordering import Compute, Slice, iteration_s, priority_order
+from offbeat.strategies.solvers.simultaneous import simultaneous_fusion
+from offbeat.strategies.solvers.usbyte import improved, unit_runs
+
+__all__ = [
+    "Compute",
+    "Fusion",
+    "MessageSeconds",
+    "Sets",
+    "Slice",
+    "balanced",
+    "best",
+    "brute_force",
+    "cap_fusion",
+    "cost",
+    "deft",
+    "dfs",
+    "equal_number",
+    "fill_bubbles",
+    "finish",
+    "fusion_finish",
+    "greedy_fusion",
+    "improved",
+    "iteration_s",
+    "knapsack",
+    "no_fusion",
+    "optimal",
+    "optimal_fusion",
+    "period_cost",
+    "preserver",
+    "priority_order",
+    "simultaneous_fusion",
+    "unit_runs",
+]

@@ -1,0 +1,129 @@
+"""Bucket fusion: which neighbouring buckets of one backward share a message (WFBP).
+
+A group is a range of consecutive buckets in backward order; its message starts when its last
+bucket is ready and the link is free, and takes `message_s(group)` seconds.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from offbeat.strategies.solvers import inputs as _check
+from offbeat.strategies.solvers.inputs import Numbers
+
+Fusion = tuple[range, ...]  # groups that cover the buckets 0..L-1 in order
+MessageSeconds = Callable[[range], float]
+
+
+def fusion_finish(
+    groups: Sequence[range], ready_s: Sequence[float], message_s: MessageSeconds
+) -> float:
+    """End of the last message, seconds from the start of backward; 0 without buckets.
+
+    `ready_s` (non-decreasing) is per bucket, in seconds. Raises ValueError. Source: MG-WFBP, the
+    recursion of the communication start times.
+    """
+    ready = _check.ready(ready_s)
+    _check_groups(groups, len(ready))
+    end_s = 0.0
+    for group in groups:
+        end_s = max(float(ready[group[-1]]), end_s) + message_s(group)
+    return end_s
+
+
+def no_fusion(n: int) -> Fusion:
+    """One message per bucket, for n buckets. Source: Poseidon (WFBP)."""
+    if n < 0:
+        raise ValueError(f"n ({n}) must be at least 0; give the number of buckets")
+    return tuple(range(i, i + 1) for i in range(n))
+
+
+def cap_fusion(
+    sizes_bytes: Sequence[int], cap_bytes: int, first_cap_bytes: int | None = None
+) -> Fusion:
+    """Close a group as soon as its size reaches the cap: what DistributedDataParallel does.
+
+    Without `first_cap_bytes` the first group has the same cap, as in torch when the user sets
+    `bucket_cap_mb`; torch's defaults are 25 MiB and 1 MiB for the first. Raises ValueError.
+    Source: torch, compute_bucket_assignment_by_size.
+    """
+    sizes = _check.numbers("sizes_bytes", sizes_bytes)
+    first_cap_bytes = cap_bytes if first_cap_bytes is None else first_cap_bytes
+    for name, cap in (("cap_bytes", cap_bytes), ("first_cap_bytes", first_cap_bytes)):
+        if cap < 1:
+            raise ValueError(f"{name} ({cap}) must be at least 1; use 1 to fuse nothing")
+    starts, filled_bytes, limit_bytes = [0], 0.0, first_cap_bytes
+    for i, size in enumerate(sizes):
+        filled_bytes += size
+        if filled_bytes >= limit_bytes:
+            starts.append(i + 1)
+            filled_bytes, limit_bytes = 0.0, cap_bytes
+    return _groups(starts, len(sizes))
+
+
+def greedy_fusion(ready_s: Sequence[float], message_s: MessageSeconds) -> Fusion:
+    """Wait for the next bucket iff it is ready before what one message less saves is over; O(L).
+
+    `ready_s` (non-decreasing) is per bucket, in seconds. Raises ValueError. Source: MG-WFBP,
+    Algorithm 1, in one pass: a merge never moves an earlier message. There messages take a latency
+    and a time in proportion to size, so that one less saves the latency.
+    """
+    ready = _check.ready(ready_s).tolist()
+    starts, free_s = [0], 0.0
+    for i in range(1, len(ready)):
+        start_s, own_s = max(ready[i - 1], free_s), message_s(range(starts[-1], i))
+        both_s = own_s + message_s(range(i, i + 1))
+        if ready[i] >= start_s + both_s - message_s(range(starts[-1], i + 1)):
+            starts.append(i)
+            free_s = start_s + own_s
+    return _groups(starts, len(ready))
+
+
+def optimal_fusion(
+    ready_s: Sequence[float], messages_ending_s: Callable[[int, int], Numbers]
+) -> Fusion:
+    """The fusion whose last message ends first, exactly, for any message times, in O(L^2).
+
+    `ready_s` (non-decreasing) is per bucket, in seconds; `messages_ending_s(first, stop)` are the
+    seconds of the groups [first, stop), [first + 1, stop), ... as an array. Of equally good starts
+    of a message the earliest is taken, which makes the fewest messages. Raises ValueError.
+    Source: ours, f(e) = min over s <= e of max(f(s-1), ready_e) + message_s(s..e).
+    """
+    ready = _check.ready(ready_s)
+    count = len(ready)
+    end_s = np.zeros(count + 1)  # end_s[i]: earliest end of the messages of the first i buckets
+    first = np.zeros(count, dtype=np.intp)
+    for i in range(count):
+        ends_s = np.maximum(end_s[: i + 1], ready[i]) + messages_ending_s(0, i + 1)
+        first[i] = ends_s.argmin()
+        end_s[i + 1] = ends_s[first[i]]
+    starts, stop = [], count
+    while stop > 0:
+        stop = int(first[stop - 1])
+        starts.append(stop)
+    return _groups(starts[::-1] or [0], count)
+
+
+def _groups(starts: Sequence[int], count: int) -> Fusion:
+    """Groups from their first buckets; a start past the end adds none."""
+    return tuple(
+        range(start, stop)
+        for start, stop in zip(starts, [*starts[1:], count], strict=True)
+        if start < stop
+    )
+
+
+def _check_groups(groups: Sequence[range], count: int) -> None:
+    expected = 0
+    for g, group in enumerate(groups):
+        if group.start != expected or group.step != 1 or not expected < group.stop <= count:
+            raise ValueError(
+                f"groups[{g}] ({group}) must be a non-empty range from {expected} to at most "
+                f"{count}; list consecutive groups in order"
+            )
+        expected = group.stop
+    if expected != count:
+        raise ValueError(
+            f"groups ({len(groups)} ranges) must end at {count} instead of {expected}; "
+            "cover every bucket"
+        )
