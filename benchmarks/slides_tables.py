@@ -80,7 +80,7 @@ class _Runs:
             (name, seed): strategy.plan(paces["lab"])
             for seed in self.seeds
             for name, strategy in methods(task.steps_per_epoch(self.hosts), seed).items()
-            if strategy.planned
+            if strategy.needs.profile
         }
         self._courses = {
             (run["method"], pace, run["seed"]): (run, self._course(run, paces[pace]))

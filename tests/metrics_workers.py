@@ -48,7 +48,7 @@ def logged(strategy: Strategy) -> tuple[list[tuple[dict[str, float], int]], list
     model = Sums()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     metrics = Metrics(log, EVERY, divergence_every=EVERY) if rank() == 1 else None
-    known = profile() if strategy.planned else None
+    known = profile() if strategy.needs.profile else None
     with prepared(model, optimizer, strategy, profile=known, metrics=metrics) as (model, optimizer):
         for _ in range(STEPS):
             optimizer.zero_grad()

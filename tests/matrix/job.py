@@ -76,7 +76,7 @@ class Job:
         options = {"timeout_s": TIMEOUT_S, "compare_every": 1, **options}
         if self.measured:
             options.setdefault("observe", OBSERVED)
-        elif self.strategy.planned and "observe" not in options:
+        elif self.strategy.needs.profile and "observe" not in options:
             options["profile"] = profile_of(model)
         mine, steps = offbeat.prepare(model, optimizer, self.strategy, **options)
         self.closing.append(mine.close)

@@ -58,7 +58,7 @@ REMEDY = r"Restart the missing ranks, or raise timeout_s \(4 s\) if they are onl
 
 @pytest.mark.parametrize(
     ("strategy", "iteration"),
-    [(EAGER, "4"), (LocalSGD(period=3), "5"), (DreamDDP(period=2), "4")],
+    [(EAGER, "4"), (LocalSGD(period=2), "5"), (DreamDDP(period=2), "4")],
     ids=str,
 )
 def test_killed_peer(strategy: Strategy, iteration: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +15,13 @@ from models import Case
 from worlds import run_world
 
 from offbeat.core.measuring.connections import LARGE_MESSAGES, MESSAGE_S, open_connections
+from offbeat.core.runtime import training_job
 from offbeat.core.transport.collectives import Collectives
 from offbeat.core.transport.device import CPU
 from offbeat.experiments.record.recorder import Recorder
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import ASCWFBP, DDP, Strategy
 
-prepare: Any = import_module(
-    "offbeat.core.runtime.prepare"
-)  # the package has a function of this name
 CASE = Case("mlp", "sgd")
 
 
@@ -63,7 +60,7 @@ def test_every_link_carries_the_model_around_and_between_all_pairs() -> None:
 def order(directory: str, strategy: Strategy, recorded: bool) -> list[Any]:
     """Return the events in order: names of opened links, and iterations."""
     events: list[Any] = []
-    real, iteration = prepare.open_connections, Recorder.iteration
+    real, iteration = training_job.open_connections, Recorder.iteration
 
     def spy(cluster: Any, profile: Profile) -> None:
         events.append(sorted(cluster.links))
@@ -73,14 +70,14 @@ def order(directory: str, strategy: Strategy, recorded: bool) -> list[Any]:
         events.append("iteration")
         iteration(self, done)
 
-    prepare.open_connections, Recorder.iteration = spy, noted
+    training_job.open_connections, Recorder.iteration = spy, noted  # type: ignore[assignment]
     job = Path(directory, f"job{workers.rank()}.json")
     job.write_text(json.dumps({"schema": 1, **({"record_dir": directory} if recorded else {})}))
     os.environ["OFFBEAT_JOB"] = str(job)
     try:
         workers.train(CASE, strategy, range(2))
     finally:
-        prepare.open_connections, Recorder.iteration = real, iteration
+        training_job.open_connections, Recorder.iteration = real, iteration
     return events
 
 

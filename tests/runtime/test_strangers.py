@@ -26,6 +26,7 @@ ALIKE: list[tuple[strangers.Script, Strategy]] = [
     (strangers.trains_noisy_weights, EVERY),
     (strangers.steps_twice, P3()),
     (strangers.begins_a_layer_anew, WFBP()),
+    (strangers.begins_a_layer_anew, P3()),
     (strangers.compiles_everything, P3()),
     (strangers.survives_an_error, EVERY),
     (strangers.steps_another_optimizer, WFBP()),
@@ -40,7 +41,6 @@ REFUSED: list[tuple[strangers.Script, Strategy, str]] = [
     (strangers.survives_an_error, WFBP(), "exception that was caught"),
     (strangers.steps_another_optimizer, EVERY, "SGD steps parameters that another"),
     (strangers.steps_the_given_optimizer, EVERY, "the one that offbeat.prepare returned"),
-    (strangers.begins_a_layer_anew, P3(), "call model.flush() before"),
     (strangers.wraps_in_ddp, WFBP(), "is around a prepared model"),
 ]
 

@@ -8,7 +8,7 @@ from offbeat.cli import main
 from offbeat.cli.texts import contestants
 from offbeat.core.strategy.text import parse
 from offbeat.profile import Bucket, Link
-from offbeat.strategies import PSBSP, SSP, SelSync, create, methods
+from offbeat.strategies import PSBSP, SSP, SelSync, create, strategy_names
 
 
 def test_bsp_over_servers_is_ssp_without_staleness():
@@ -35,7 +35,7 @@ def test_refuses(settings, words):
 
 
 def test_a_former_name_warns_and_runs_selsync():
-    assert "ps-selsync" not in methods()
+    assert "ps-selsync" not in strategy_names()
     expected = SelSync(delta=0.1, aggregate="gradients")
     with pytest.warns(FutureWarning, match="use selsync"):
         assert offbeat.PSSelSync(0.1, aggregate="gradients", silent_s=3.0) == expected
