@@ -100,7 +100,7 @@ class Reference(Session):
     def traffic(self) -> dict[str, int]:
         return {}
 
-    def captured(self) -> NoReturn:
+    def capture_position(self) -> NoReturn:
         raise NotImplementedError
 
     def resume(self, position: Any) -> NoReturn:

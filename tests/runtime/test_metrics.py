@@ -16,8 +16,8 @@ from worlds import run_world
 
 from offbeat import ADPSGD, DDP, WFBP, LocalSGD
 from offbeat.core.measuring.replica_sample import Chosen
-from offbeat.core.runtime.iteration import Acted, Timestamps
-from offbeat.core.runtime.meter import Meter, exposed_s, gamma
+from offbeat.core.runtime.iteration import MomentTimes, Timestamps
+from offbeat.core.runtime.meter import Meter, exposed_communication_s, gamma
 from offbeat.core.runtime.metrics import Metrics, Prometheus, TensorBoard, WandB
 from offbeat.core.transport.device import CPU
 
@@ -64,8 +64,8 @@ def test_exposed_is_what_compute_waits_for() -> None:
         begin=0.0, forward=1.0, forward_end=2.0, backward_end=5.0, waited=5.5, step=6.0
     )
     marks.stepped, marks.end = 7.0, 7.25
-    marks.acted = [Acted(3, begin=4.0, waited=4.125, applied=4.5)]
-    assert exposed_s(marks, CPU()) == 0.5 + 0.25 + 0.125
+    marks.acted = [MomentTimes(3, begin=4.0, waited=4.125, applied=4.5)]
+    assert exposed_communication_s(marks, CPU()) == 0.5 + 0.25 + 0.125
 
 
 def test_gamma_of_a_sample() -> None:
@@ -106,8 +106,8 @@ def test_training_goes_on_if_a_log_cannot_be_written() -> None:
     writer = FullDisk()
     meter = Meter(Metrics(TensorBoard(writer), every=1), session, CPU(), None, 0, [])
     with pytest.warns(RuntimeWarning, match="TensorBoard.* to runs/full .*No space"):
-        meter.stepped()
-    meter.stepped()  # warnings are errors here
+        meter.on_step_end()
+    meter.on_step_end()  # warnings are errors here
     meter.close()
     assert writer.calls == 2
 
@@ -116,7 +116,7 @@ def test_training_goes_on_if_a_log_cannot_be_written() -> None:
 
     meter = Meter(Metrics(log, every=1), session, CPU(), None, 0, [])
     with pytest.raises(KeyError):
-        meter.stepped()
+        meter.on_step_end()
     meter.close()
 
 

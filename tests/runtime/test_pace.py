@@ -62,7 +62,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_every_piece_ends_when_the_profile_says(clock: Clock) -> None:
     pace, ends = Pace(PACED, 0), []
     begin = clock.now
-    pace.begins(0, begin)
+    pace.on_iteration_begin(0, begin)
     ends.append(clock.now - begin)
     for bucket in (2, 1, 0, -1):  # before the forward of a bucket, and after the last
         clock.now += 0.01  # what it really takes
@@ -72,7 +72,7 @@ def test_every_piece_ends_when_the_profile_says(clock: Clock) -> None:
         clock.now += 0.02
         pace.backward(bucket)
         ends.append(clock.now - begin)
-    pace.updated(local(3, Moment("step"), [0]))
+    pace.on_update(local(3, Moment("step"), [0]))
     ends.append(clock.now - begin)
     # Twice the profile's seconds; the forward goes from the last bucket to the first.
     wanted = [0.5, 0.51, 0.75, 1.25, 2.25, 4.25, 8.25, 16.25, 18.25]
@@ -81,23 +81,23 @@ def test_every_piece_ends_when_the_profile_says(clock: Clock) -> None:
 
 def test_a_bucket_that_steps_alone_takes_its_share_and_a_call(clock: Clock) -> None:
     pace = Pace(PACED, 0)
-    pace.begins(0, clock.now)
+    pace.on_iteration_begin(0, clock.now)
     before = clock.now
-    pace.updated(replace(local(3, Moment("grad", 1), [0]), buckets=range(1, 2)))
+    pace.on_update(replace(local(3, Moment("grad", 1), [0]), buckets=range(1, 2)))
     assert clock.now - before == pytest.approx(2 * (1.0 * 10 / 100 + 0.0625))
 
 
 def test_a_late_host_catches_up_and_is_counted(clock: Clock) -> None:
     pace = Pace(PACED, 0)
     begin = clock.now
-    pace.begins(0, begin)
+    pace.on_iteration_begin(0, begin)
     pace.forward(-1)
     clock.now += 5.0  # the first bucket should have taken 2
     pace.backward(0)
     pace.backward(1)
     assert clock.now - begin == pytest.approx(0.5 + 1.75 + 2 + 4)  # no drift
     pace.backward(2)
-    pace.begins(1, clock.now)
+    pace.on_iteration_begin(1, clock.now)
     pace.forward(-1)
     record = pace.record()
     assert (record["iterations"], record["missed"]) == (2, 1)
@@ -106,9 +106,9 @@ def test_a_late_host_catches_up_and_is_counted(clock: Clock) -> None:
 
 def test_compute_goes_on_after_a_message_that_it_waited_for(clock: Clock) -> None:
     pace = Pace(PACED, 0)
-    pace.begins(0, clock.now)
+    pace.on_iteration_begin(0, clock.now)
     clock.now += 10.0
-    pace.waited()
+    pace.on_wait_end()
     before = clock.now
     pace.forward(-1)
     assert clock.now - before == pytest.approx(1.75)
@@ -121,7 +121,7 @@ def test_hosts_differ_as_they_are_told(clock: Clock) -> None:
     for rank in (0, 1):
         begin = clock.now
         pace = Pace(profile, rank)
-        pace.begins(0, begin)
+        pace.on_iteration_begin(0, begin)
         pace.forward(-1)
         pace.backward(2)
         seconds.append(clock.now - begin - 2 * PROFILE.other_s)
@@ -141,7 +141,7 @@ def test_every_host_has_its_own_jitter(clock: Clock) -> None:
     for rank in (0, 1):
         pace, found = Pace(profile, rank), set()
         for iteration in range(5):
-            pace.begins(iteration, clock.now)
+            pace.on_iteration_begin(iteration, clock.now)
             begin = clock.now
             pace.forward(-1)
             found.add(round(clock.now - begin, 9))
@@ -153,7 +153,7 @@ def test_jitter_has_mean_1_and_the_profiles_deviation(clock: Clock) -> None:
     pace = Pace(replace(PACED, jitter=0.2), 0)
     seconds = []
     for iteration in range(4000):
-        pace.begins(iteration, clock.now)
+        pace.on_iteration_begin(iteration, clock.now)
         begin = clock.now
         pace.forward(-1)
         seconds.append((clock.now - begin) / 1.75)
@@ -202,18 +202,18 @@ def test_the_least_pace_keeps_processors_as_busy_as_they_may_be(seed: int) -> No
 def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turning, "LONGEST_S", 0.02)
     one, other = Turns(tmp_path / "turns"), Turns(tmp_path / "turns")
-    one.begins(0, 0.0)
+    one.on_iteration_begin(0, 0.0)
     with pytest.warns(UserWarning, match="waited 0.02 s for its turn"):
-        assert other.begins(0, 0.0) >= 0.02
-    assert other.begins(1, 0.0) == 0.0  # it goes on without turns
+        assert other.on_iteration_begin(0, 0.0) >= 0.02
+    assert other.on_iteration_begin(1, 0.0) == 0.0  # it goes on without turns
     assert [one.holds, other.holds] == [True, False]
-    one.backward_ended()
+    one.on_backward_end()
     another = Turns(tmp_path / "turns")
-    another.step_begins()
+    another.on_step_begin()
     assert [one.holds, other.holds, another.holds] == [False, False, True]
     for turns in (one, other, another):
         turns.close()
     third = Turns(tmp_path / "turns")
-    third.begins(0, 0.0)  # what dies or leaves gives its turn away
+    third.on_iteration_begin(0, 0.0)  # what dies or leaves gives its turn away
     assert third.holds
     third.close()

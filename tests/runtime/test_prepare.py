@@ -33,7 +33,7 @@ from offbeat import (
     Strategy,
 )
 from offbeat.core.runtime.launch_request import Job
-from offbeat.core.runtime.named_strategy import Named
+from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.core.runtime.prepare import _save_strategy
 from offbeat.experiments.record.record_file import path_of, read
 
@@ -371,7 +371,7 @@ def test_the_launcher_learns_what_the_script_names(script, text, name, tmp_path,
     model = torch.nn.Linear(1, 1)
     with pytest.raises(SystemExit) as ended:
         offbeat.prepare(model, torch.optim.SGD(model.parameters(), 0.1), script)
-    named = Named.load(path)
+    named = NamedStrategy.load(path)
     assert (ended.value.code, named.text, named.name) == (0, text, name)
     assert str(named.strategy) == (text or name)
 

@@ -24,7 +24,7 @@ from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.device_speed import Compute, DeviceSpeed
 from offbeat.core.runtime.launch_request import STRATEGY_VARIABLE
-from offbeat.core.runtime.named_strategy import Named, ScriptStrategy
+from offbeat.core.runtime.named_strategy import NamedStrategy, ScriptStrategy
 from offbeat.core.sim import Votes
 from offbeat.core.sim.trace import Trace, whole_periods
 from offbeat.core.strategy.registry import reference_of
@@ -435,7 +435,7 @@ def _contestants(
         if problem is not None:
             _fail(f"reading the strategy of the script: {problem}", outcome, progress)
             return ()
-    named = Named.load(path)
+    named = NamedStrategy.load(path)
     try:
         if named is None:
             raise ValueError(f"{name_of(comparison.setup.script)} names none; {MUST_PREPARE}")
@@ -459,7 +459,7 @@ def _named_path(run_dir: Path) -> Path:
 
 def _note_unused_strategy(outcome: Outcome, progress: Progress) -> None:
     """State that the script's own strategy is not used, if none of the contestants is equal."""
-    named = Named.load(_named_path(outcome.run_dir))
+    named = NamedStrategy.load(_named_path(outcome.run_dir))
     if named is None or named.text is None:
         return
     ran = [str(contestant.strategy) for contestant in outcome.contestants]

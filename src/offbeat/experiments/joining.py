@@ -18,7 +18,7 @@ from offbeat.core.runtime.launch_request import (
     VARIABLE,
     WORKER_VARIABLE,
     WORLD_SIZE_VARIABLE,
-    parse_door,
+    parse_address,
 )
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.registry import reference_of
@@ -33,7 +33,7 @@ def run_joined(
 ) -> int:
     """Exit code of the script with its arguments. ValueError for an address that cannot be, a
     strategy that is not one of gossip, or without a secret."""
-    parse_door(address)
+    parse_address(address)
     require_runnable(script)
     if not os.environ.get(SECRET_VARIABLE):
         raise ValueError(

@@ -16,7 +16,7 @@ from offbeat.core.guards.finite import OnNonfinite, all_finite
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.guards.unwritten_weights import Untouched
 from offbeat.core.measuring.replica_sample import Sample
-from offbeat.core.runtime.attached import Attached
+from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.prepared import Position, Session
 from offbeat.core.runtime.training_job import TrainingJob
@@ -71,11 +71,11 @@ class GossipSession(Session):
         self._stepped_s: float | None = None  # when the last iteration ended, if undisturbed
         self._began_s: float | None = None  # when this iteration's forward began
         self._done = Iteration(0, self._new_marks(), [])
-        flush, load = Attached(self.flush), Attached(self._before_load)
+        flush, load = UncopiedHook(self.flush), UncopiedHook(self._before_load)
         self._handles: list[Any] = [m.register_state_dict_pre_hook(flush) for m in model.modules()]
         self._handles.append(model.register_load_state_dict_pre_hook(load))
-        self._handles.append(model.register_forward_pre_hook(Attached(self._called)))
-        loaded = Attached(self._after_load)
+        self._handles.append(model.register_forward_pre_hook(UncopiedHook(self._called)))
+        loaded = UncopiedHook(self._after_load)
         self._handles.append(model.register_load_state_dict_post_hook(loaded))
 
     # ---- what the user calls ----------------------------------------------------------------
@@ -88,7 +88,7 @@ class GossipSession(Session):
             self._cluster.require_open()
         pace = self._pace if training else None
         if pace is not None:
-            pace.begins(self._done.number, self._done.marks.begin)
+            pace.on_iteration_begin(self._done.number, self._done.marks.begin)
         if training:
             self._begin()
         else:
@@ -266,7 +266,7 @@ class GossipSession(Session):
     def iteration(self) -> int:
         return self._before + self._done.number
 
-    def captured(self) -> Position:
+    def capture_position(self) -> Position:
         self._cluster.require_open()
         self._require_untouched()
         if self._open:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from offbeat.core.buckets.coupling import couples
 from offbeat.core.buckets.flat import flatten
-from offbeat.core.runtime.launch_request import current_door, current_job
+from offbeat.core.runtime.launch_request import current_job, current_join_request
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 from offbeat.frames.job_secret import address_towards, common_secret, own_address
@@ -58,7 +58,7 @@ def join(
     """Meet the other workers, or those of a job that runs. ValueError on every rank for a graph
     that cannot be, or an optimizer whose step of one parameter depends on others."""
     _require_apart(optimizer)
-    control, door_of_another = cluster.control, current_door()
+    control, door_of_another = cluster.control, current_join_request()
     own = _Own(model, optimizer, strategy, fingerprint, cluster)
     if door_of_another is not None:
         return own.come(*door_of_another)

@@ -64,7 +64,7 @@ class Pace(Compute):
 
     # ---- what the engine says ---------------------------------------------------------------
 
-    def begins(self, iteration: int, begin_s: float) -> float:
+    def on_iteration_begin(self, iteration: int, begin_s: float) -> float:
         if iteration == self._iteration:
             return 0.0  # another forward of the same iteration
         if self._iteration is None:
@@ -88,7 +88,7 @@ class Pace(Compute):
             self._spend((done_s - self._backward_done_s) * self._factor)
             self._backward_done_s = done_s
 
-    def updated(self, apply: Apply) -> None:
+    def on_update(self, apply: Apply) -> None:
         if id(apply) not in self._update_s:
             each_s = applied_s(self._profile, apply, self._bucket_update_s)
             seconds = 0.0 if each_s is None else float(each_s.sum()) * self._scale
@@ -99,7 +99,7 @@ class Pace(Compute):
         """The optimizer has stepped the whole model."""
         self._spend(self._profile.update_s * self._scale * self._factor)
 
-    def waited(self) -> None:
+    def on_wait_end(self) -> None:
         self._clock_s = max(self._clock_s, time.perf_counter())
 
     # ---- the schedule -----------------------------------------------------------------------

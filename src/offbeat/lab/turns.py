@@ -23,16 +23,16 @@ class Turns(Compute):
         self._file = Path(path).open("a")  # noqa: SIM115 - for as long as the process lives
         self.holds = self._given_up = False
 
-    def begins(self, iteration: int, begin_s: float) -> float:
+    def on_iteration_begin(self, iteration: int, begin_s: float) -> float:
         return self._take()
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         self._give()
 
-    def step_begins(self) -> None:
+    def on_step_begin(self) -> None:
         self._take()
 
-    def stepped(self) -> None:
+    def on_step_end(self) -> None:
         self._give()
 
     def close(self) -> None:

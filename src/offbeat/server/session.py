@@ -83,7 +83,7 @@ class ServedSession(Session):
     def iteration(self) -> int:
         return self._before + self._done.number
 
-    def captured(self) -> Position:
+    def capture_position(self) -> Position:
         raise ValueError(NO_CHECKPOINT)
 
     def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
@@ -99,13 +99,13 @@ class ServedSession(Session):
             self._cluster.require_open()
         pace = self._pace if training else None
         if pace is not None:
-            pace.begins(self._done.number, self._marks.begin)
+            pace.on_iteration_begin(self._done.number, self._marks.begin)
         if training:
             self._begin()
         else:
             self.flush()
         if pace is not None:
-            pace.waited()
+            pace.on_wait_end()
         mark = self._cluster.device.mark
         self._marks.forward = mark()
         output = call(*args, **kwargs)

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from offbeat.core.runtime.attached import Attached
-from offbeat.core.runtime.iteration import Acted
+from offbeat.core.runtime.attached import UncopiedHook
+from offbeat.core.runtime.iteration import MomentTimes
 from offbeat.server.optimizers import put_state, settings_of
 from offbeat.server.session import ServedSession, Worker
 from offbeat.strategies import SSP
@@ -36,14 +36,16 @@ class SSPSession(ServedSession):
         self._absent = [0] * len(self._held)
         self._open = False  # an iteration has begun
         self._fresh = False  # the parameters here are the newest that this worker knows of
-        refuse, flush = Attached(self._refuse_load), Attached(self.flush)
+        refuse, flush = UncopiedHook(self._refuse_load), UncopiedHook(self.flush)
         model, optimizer = self._model, self._optimizer
-        begin = Attached(self._begin_bare)
+        begin = UncopiedHook(self._begin_bare)
         self._handles.append(model.register_forward_pre_hook(begin))
         self._handles.append(model.register_load_state_dict_pre_hook(refuse))
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
         self._handles.append(optimizer.register_load_state_dict_pre_hook(refuse))
-        self._handles.append(optimizer.register_state_dict_pre_hook(Attached(self._fetch_state)))
+        self._handles.append(
+            optimizer.register_state_dict_pre_hook(UncopiedHook(self._fetch_state))
+        )
         self.flush()
 
     # ---- what the user calls ----------------------------------------------------------------
@@ -155,7 +157,7 @@ class SSPSession(ServedSession):
             self._refresh_if_old()
         waited = time.perf_counter()
         if self._recorder:
-            self._marks.acted.append(Acted(0, begin, waited, waited))
+            self._marks.acted.append(MomentTimes(0, begin, waited, waited))
 
     def _begin_bare(self) -> None:
         """A forward, which may be one of the user's bare module."""

@@ -60,7 +60,7 @@ def save(
         raise ValueError(f"path ({path}) must be the folder of checkpoints, not one of them")
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep ({keep!r}) must be at least 1, the newest checkpoint")
-    position = session.captured()
+    position = session.capture_position()
     saver = _saver(session)
     manifest = Manifest(
         session.worker, saver.company.size, position.iteration, session.strategy, position.alike

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offbeat.core.runtime.engine import Engine
 
 
-class Adopted:
+class ActivePlan:
     """One plan on one engine: its program, its storage, its messages, its past iterations."""
 
     def __init__(self, plan: Plan, engine: Engine) -> None:

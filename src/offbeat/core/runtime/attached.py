@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-class Attached:
+class UncopiedHook:
     """A hook; its copies, pickled ones too, do nothing."""
 
     def __init__(self, act: Callable[[], None] | None = None):
@@ -18,8 +18,8 @@ class Attached:
         if self._act is not None:
             self._act()
 
-    def __reduce__(self) -> tuple[type[Attached], tuple[()]]:
-        return Attached, ()
+    def __reduce__(self) -> tuple[type[UncopiedHook], tuple[()]]:
+        return UncopiedHook, ()
 
 
 class NamedParameters:

@@ -11,7 +11,7 @@ class Compute:
     `begins` returns the seconds for which the rank was held up before it computed anything.
     """
 
-    def begins(self, iteration: int, begin_s: float) -> float:
+    def on_iteration_begin(self, iteration: int, begin_s: float) -> float:
         """The forward of an iteration that began at `begin_s` (perf_counter) begins."""
         return 0.0
 
@@ -21,17 +21,17 @@ class Compute:
     def backward(self, bucket: int) -> None:
         """The backward of buckets up to this one is over."""
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         """Backward is over; waits for messages come next."""
 
-    def step_begins(self) -> None:
+    def on_step_begin(self) -> None:
         """What the step waits for is there."""
 
-    def updated(self, apply: Apply) -> None:
+    def on_update(self, apply: Apply) -> None:
         """The optimizer has stepped some buckets."""
 
-    def stepped(self) -> None:
+    def on_step_end(self) -> None:
         """The step is over."""
 
-    def waited(self) -> None:
+    def on_wait_end(self) -> None:
         """A message had to be waited for, and is there."""

@@ -107,7 +107,7 @@ class DDPSession(Session):
     def iteration(self) -> int:
         return self._before + self._iteration
 
-    def captured(self) -> Position:
+    def capture_position(self) -> Position:
         self._cluster.require_open()
         return Position(self.iteration, alike=True)
 
@@ -121,7 +121,7 @@ class DDPSession(Session):
         self._cluster.require_open()
         pace = self._pace if torch.is_grad_enabled() and self._model.training else None
         if pace is not None:
-            pace.begins(self._iteration, self._marks.begin)
+            pace.on_iteration_begin(self._iteration, self._marks.begin)
         self._marks.forward = self._cluster.device.mark()
         if call is self._model:
             output = self._call_ddp(*args, **kwargs)
@@ -191,7 +191,7 @@ class DDPSession(Session):
         # DDP waits for its messages at the end of backward; seen from outside both are one.
         marks.backward_end = marks.waited = marks.step = mark()
         if self._pace is not None:
-            self._pace.waited()  # within backward, for its messages
+            self._pace.on_wait_end()  # within backward, for its messages
         if not skip_update:
             self._require_forward()
             self._optimizer.step()

@@ -25,7 +25,7 @@ from offbeat.core.guards.script_usage import Watched
 from offbeat.core.guards.step_hooks import has_hooks
 from offbeat.core.measuring.noise import NoiseMeter
 from offbeat.core.plan import Plan
-from offbeat.core.runtime.active_plan import Adopted
+from offbeat.core.runtime.active_plan import ActivePlan
 from offbeat.core.runtime.attached import NamedParameters
 from offbeat.core.runtime.compute import Compute
 from offbeat.core.runtime.hooks import BackwardHooks
@@ -110,7 +110,7 @@ class Engine:
         which must not depend on those before."""
         self._adopted.close()
         self._place_gradients(sent=self.watched is not None or not self._keeps_gradients(plan))
-        self.run = Adopted(plan, self)
+        self.run = ActivePlan(plan, self)
         self._adopted.callback(self.run.close)
         self.plan, self.start = plan, self.iteration - planned
         self.metering, self.walker = Metering(None, self.run), Walker(self.run, self.device)
@@ -250,7 +250,7 @@ class Engine:
             self._between_forwards(self.now)
         now = self.started()
         self.control.set_activity("in forward")
-        if held_s := self.compute.begins(now.number, now.marks.begin):
+        if held_s := self.compute.on_iteration_begin(now.number, now.marks.begin):
             now.marks.begin += held_s
         return now
 
@@ -390,7 +390,7 @@ class Engine:
         self.gradients.backward_ends(self.hooks.seen)
         self.hooks.finish()
         now.marks.backward_end = self.device.mark()
-        self.compute.backward_ended()
+        self.compute.on_backward_end()
         self.metering.backward_ends(now.planned)
         update = now.at("step", self.plan)
         self.walker.wait(update)
@@ -404,7 +404,7 @@ class Engine:
             # One checksum: the times of the first iteration are not used.
             first = self.watched is not None and not self.planned
             self.run.updates.note_backward_end(contents=first)
-        self.compute.step_begins()
+        self.compute.on_step_begin()
         now.marks.waited = self.device.mark()
         self.control.set_activity(IN_SCRIPT)
         self._looks.open()
@@ -464,7 +464,7 @@ class Engine:
         if not self.run.updates_at_end:
             self.walker.act(now.at("step", self.plan))
         now.marks.stepped = mark()
-        self.compute.stepped()
+        self.compute.on_step_end()
         end = now.at("end", self.plan)
         self.walker.wait(end)
         self.walker.act(end)

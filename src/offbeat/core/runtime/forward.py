@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.core.buckets.flat import Flat
-from offbeat.core.runtime.attached import Attached
+from offbeat.core.runtime.attached import UncopiedHook
 
 
 class ForwardHooks:
@@ -78,7 +78,7 @@ class ForwardHooks:
         self.at_start = first.get("")
         for name, bucket in first.items():
             module, hook = self._model.get_submodule(name), partial(self._needed, bucket)
-            handle = module.register_forward_pre_hook(Attached(hook), prepend=True)
+            handle = module.register_forward_pre_hook(UncopiedHook(hook), prepend=True)
             self._handles.append(handle)
         self._called = set()
         self._watch_reads()
@@ -110,8 +110,10 @@ class ForwardHooks:
 
     def _watch(self, name: str, module: nn.Module) -> list[RemovableHandle]:
         return [
-            module.register_forward_pre_hook(Attached(partial(self._enter, name)), prepend=True),
-            module.register_forward_hook(Attached(self._leave), always_call=True),
+            module.register_forward_pre_hook(
+                UncopiedHook(partial(self._enter, name)), prepend=True
+            ),
+            module.register_forward_hook(UncopiedHook(self._leave), always_call=True),
         ]
 
     def _enter(self, name: str) -> None:

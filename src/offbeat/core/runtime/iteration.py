@@ -14,7 +14,7 @@ from offbeat.core.transport.link import Message
 
 
 @dataclass(slots=True)
-class Acted:
+class MomentTimes:
     """What was waited for and applied at one moment of forward or backward, and when."""
 
     position: int
@@ -35,7 +35,7 @@ class Timestamps:
     forward: Mark = None
     forward_end: Mark = None
     ready: list[Mark] = field(default_factory=list)
-    acted: list[Acted] = field(default_factory=list)
+    acted: list[MomentTimes] = field(default_factory=list)
     backward_end: Mark = None
     waited: Mark = None
     step: Mark = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 State = dict[str, Any]
 
 
-class Together(torch.optim.Optimizer):
+class JointOptimizer(torch.optim.Optimizer):
     """The param groups and the state of several optimizers, which stay the owners of both.
 
     A step of it steps all of them. Checkpoints number parameters through all of them.

@@ -93,17 +93,17 @@ def current_place() -> tuple[int, int]:
     return int(rank), int(os.environ.get(WORLD_SIZE_VARIABLE) or os.environ.get("WORLD_SIZE", "1"))
 
 
-def current_door() -> tuple[tuple[str, int], int | None] | None:
+def current_join_request() -> tuple[tuple[str, int], int | None] | None:
     """Where this process is to join a job of gossip, and as which worker; None if it is not."""
     text, worker = os.environ.get(JOIN_VARIABLE), os.environ.get(WORKER_VARIABLE)
     if text is None:
         return None
     if worker is not None and not worker.isdecimal():
         raise ValueError(f"{WORKER_VARIABLE} ({worker!r}) must be the id of a worker, as 3")
-    return parse_door(text), None if worker is None else int(worker)
+    return parse_address(text), None if worker is None else int(worker)
 
 
-def parse_door(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """HOST:PORT."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:

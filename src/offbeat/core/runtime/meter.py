@@ -23,7 +23,7 @@ from offbeat.core.transport.device import Device
 SLOTS = 8  # samples of a rank that the store keeps: ranks may be so many samples apart
 
 
-class Board:
+class SampleBoard:
     """Where every rank leaves its samples for the others: the job's store, which lives in rank 0.
 
     Nobody waits for anybody. A store that is gone is no failure of the training.
@@ -69,7 +69,7 @@ class Meter:
         metrics: Metrics | None,
         session: Session,
         device: Device,
-        board: Board | None,
+        board: SampleBoard | None,
         sample_every: int,
         parameters: Sequence[Tensor],
     ):
@@ -86,7 +86,7 @@ class Meter:
             self._since_s, self._sent = time.perf_counter(), session.traffic()
             session.listen(self._take)
 
-    def stepped(self) -> None:
+    def on_step_end(self) -> None:
         """`optimizer.step()` is over."""
         self._steps += 1
         if self._board is not None and self._steps % self._sample_every == 0:
@@ -124,7 +124,7 @@ class Meter:
     def _take(self, done: Iteration) -> None:
         self._marks.append(done.marks)
 
-    def _sample(self, board: Board) -> None:
+    def _sample(self, board: SampleBoard) -> None:
         assert self._chosen is not None
         number = self._steps // self._sample_every
         board.post(number, self._chosen.numbers())
@@ -134,7 +134,9 @@ class Meter:
         now_s, sent = time.perf_counter(), self._session.traffic()
         numbers = {SECONDS: (now_s - self._since_s) / iterations}
         if self._marks:
-            numbers[EXPOSED] = fmean(exposed_s(marks, self._device) for marks in self._marks)
+            numbers[EXPOSED] = fmean(
+                exposed_communication_s(marks, self._device) for marks in self._marks
+            )
         for link, total in sent.items():
             numbers[f"{BYTES}/{link}"] = (total - self._sent.get(link, 0)) / iterations
         if self._losses:
@@ -172,7 +174,7 @@ def gamma(replicas: np.ndarray) -> float:
     return float(((replicas - replicas.mean(0)) ** 2).sum(1).mean())
 
 
-def exposed_s(marks: Timestamps, device: Device) -> float:
+def exposed_communication_s(marks: Timestamps, device: Device) -> float:
     """Seconds of an iteration in which compute waited for messages, as in its trace."""
     pairs = [(marks.backward_end, marks.waited), (marks.stepped, marks.end)]
     pairs += [(acted.begin, acted.waited) for acted in marks.acted]

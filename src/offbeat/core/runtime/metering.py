@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offbeat.core.measuring.noise import NoiseMeter
-from offbeat.core.runtime.active_plan import Adopted
+from offbeat.core.runtime.active_plan import ActivePlan
 
 
 class Metering:
@@ -13,7 +13,7 @@ class Metering:
     meter nothing happens.
     """
 
-    def __init__(self, meter: NoiseMeter | None, run: Adopted):
+    def __init__(self, meter: NoiseMeter | None, run: ActivePlan):
         self._meter, self._run = meter, run
         early = any(t.after.point == "grad" for t in run.plan.transfers)
         self.by_bucket = meter is not None and early

@@ -39,7 +39,7 @@ class ScriptStrategy(Strategy):
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedStrategy:
     """`text`: the strategy that the script passes to `prepare`, None if it passes none. `strategy`:
     the one that runs without a launcher's choice. `own`: whether the script defines its class."""
 
@@ -63,6 +63,6 @@ class Named:
         draft.replace(path)
 
     @classmethod
-    def load(cls, path: Path) -> Named | None:
+    def load(cls, path: Path) -> NamedStrategy | None:
         """None without a file: the script has not reached `prepare`."""
         return cls(**json.loads(path.read_text())) if path.exists() else None

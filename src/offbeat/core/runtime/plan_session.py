@@ -35,12 +35,12 @@ from offbeat.core.measuring.observe import Observer, observing_plan
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.plan import Plan, vote_channel
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.attached import Attached
+from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.compute import Compute
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.hooks import ALL
 from offbeat.core.runtime.iteration import Iteration
-from offbeat.core.runtime.joint_optimizer import Together
+from offbeat.core.runtime.joint_optimizer import JointOptimizer
 from offbeat.core.runtime.position import capture, land_before, restore
 from offbeat.core.runtime.prepared import Position, Session
 from offbeat.core.runtime.training_job import (
@@ -117,7 +117,7 @@ class FlatSession(Session):
         self._stepping = self.engine.stepping = Stepping(optimizer, self._anybody_steps)
         self._guard_links()
         # Also of bare modules: whoever reads or replaces weights finds them up to date.
-        flush, discard = Attached(self.flush), Attached(self._discard)
+        flush, discard = UncopiedHook(self.flush), UncopiedHook(self._discard)
         self._handles = [model.register_load_state_dict_pre_hook(discard)]
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
 
@@ -145,7 +145,7 @@ class FlatSession(Session):
         early then does everything at the first step, and what the script does there decides.
         """
         self.profile = profile
-        if isinstance(self.engine.optimizer, Together):
+        if isinstance(self.engine.optimizer, JointOptimizer):
             habits = replace(habits or Habits(), drives=True)
         with warnings.catch_warnings(record=True) as said:  # rank 0 says it for all
             warnings.simplefilter("always")
@@ -428,7 +428,7 @@ class FlatSession(Session):
     def iteration(self) -> int:
         return self._before + self.engine.iteration
 
-    def captured(self) -> Position:
+    def capture_position(self) -> Position:
         self._cluster.require_open()
         if self._observer is not None:
             raise RuntimeError(

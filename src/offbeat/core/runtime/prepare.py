@@ -31,21 +31,21 @@ from offbeat.core.guards.finite import OnNonfinite, require_policy
 from offbeat.core.guards.replicas import broadcast_model
 from offbeat.core.measuring.network_check import compare_network
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.joint_optimizer import Together, require_disjoint
+from offbeat.core.runtime.joint_optimizer import JointOptimizer, require_disjoint
 from offbeat.core.runtime.launch_request import (
     JOIN_VARIABLE,
     STRATEGY_VARIABLE,
     Job,
-    current_door,
     current_job,
+    current_join_request,
     current_links,
     current_place,
     current_servers,
 )
 from offbeat.core.runtime.launchers import torchrun_variables
-from offbeat.core.runtime.meter import Board, Meter
+from offbeat.core.runtime.meter import Meter, SampleBoard
 from offbeat.core.runtime.metrics import Log, Metrics
-from offbeat.core.runtime.named_strategy import Named
+from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.core.runtime.prepared import Model, Optimizer, Session
 from offbeat.core.runtime.training_job import (
     RECORDER,
@@ -173,7 +173,7 @@ def prepare(
     require_supported(model)
     _require_own_parameters(model, optimizer)
     _require_one_backward(optimizer)
-    if current_door() is not None and not strategy.needs.allows_joining:
+    if current_join_request() is not None and not strategy.needs.allows_joining:
         raise ValueError(
             f"strategy ({strategy}) must be the job's, one of gossip, where {JOIN_VARIABLE} is "
             "set; name it in the script, or as in `offbeat join --strategy a2cid2`"
@@ -238,7 +238,7 @@ def prepare(
 
 def _together(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy
-) -> Together:
+) -> JointOptimizer:
     """Several optimizers as one."""
     if not optimizers or strategy.needs.one_optimizer:
         raise ValueError(
@@ -248,7 +248,7 @@ def _together(
     require_disjoint(model, optimizers)
     for one in optimizers:
         _require_one_backward(one)
-    return Together(optimizers)
+    return JointOptimizer(optimizers)
 
 
 _sessions = count()  # with metrics, in this process; all ranks prepare the same ones
@@ -269,7 +269,7 @@ def _meter(
         return None
     board = None
     if often and len(ranks.workers) > 1:
-        board = Board(control.store(f"metrics{next(_sessions)}"), control.rank, ranks.workers)
+        board = SampleBoard(control.store(f"metrics{next(_sessions)}"), control.rank, ranks.workers)
     trained = [p for p in model.parameters() if p.requires_grad]
     return Meter(metrics, session, cluster.device, board, often, trained)
 
@@ -312,7 +312,7 @@ def _save_strategy(strategy: Strategy | str | None, job: Job, path: str) -> None
     if "RANK" not in os.environ or current_place()[0] == 0:
         text = str(parse(strategy) if isinstance(strategy, str) else strategy)
         own = not is_registered(chosen)
-        named = Named(
+        named = NamedStrategy(
             None if strategy is None else text,
             chosen.name,
             chosen.settings(),

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offbeat.core.buckets.coupling import delegates
-from offbeat.core.runtime.joint_optimizer import Together
+from offbeat.core.runtime.joint_optimizer import JointOptimizer
 from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.transport.cluster import Cluster
 
@@ -113,7 +113,7 @@ class Session(ABC):
         """Iterations that are over, those before a resume included."""
 
     @abstractmethod
-    def captured(self) -> Position:
+    def capture_position(self) -> Position:
         """Where it stands between two iterations: what is not in the model and the optimizer.
 
         Nothing that is computed later depends on whether this was called. ValueError if it cannot
@@ -172,7 +172,7 @@ OF_DDP = {
 class Watcher(Protocol):
     """Whoever is told of every step."""
 
-    def stepped(self) -> None: ...
+    def on_step_end(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -447,7 +447,7 @@ class Optimizer(torch.optim.Optimizer):
     def _end_iteration(self, *, skip_update: bool) -> None:
         self._session.step(skip_update=skip_update)
         if self._meter is not None:
-            self._meter.stepped()
+            self._meter.on_step_end()
         if self._after_step is not None:
             self._after_step()
 
@@ -526,7 +526,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def parts(self) -> list[Part]:
         """One optimizer for each of several that were prepared together."""
-        assert isinstance(self.inner, Together)
+        assert isinstance(self.inner, JointOptimizer)
         stepped: set[int] = set()
         self._parts = [Part(part, self._session, self, stepped) for part in self.inner.parts]
         return list(self._parts)
@@ -566,7 +566,7 @@ class Part(Optimizer):
         if not self._overflowed():
             self._session.drive(self.inner.step)
         self._stepped.add(id(self))
-        assert isinstance(self._whole.inner, Together)
+        assert isinstance(self._whole.inner, JointOptimizer)
         if len(self._stepped) == len(self._whole.inner.parts):
             self._stepped.clear()
             self._whole._end_iteration(skip_update=True)
@@ -574,7 +574,7 @@ class Part(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        assert isinstance(self._whole.inner, Together)
+        assert isinstance(self._whole.inner, JointOptimizer)
         self._whole.inner.gather()
         self._whole._alias()
 

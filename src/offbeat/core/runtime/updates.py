@@ -121,7 +121,7 @@ class Updates:
                 self.suspects.require_finite_sum(run, iteration.number, sums)
             whole = apply.at.point in ("step", "end") and len(run) == len(self._everything)
             self._step(apply, iteration, whole=whole)
-            self.compute.updated(apply)
+            self.compute.on_update(apply)
         gradients.applied(run, copy)
         if in_backward:
             gradients.used_early(run)

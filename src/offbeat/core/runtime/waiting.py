@@ -49,7 +49,7 @@ class Waiting:
         if not message.done:
             with self._control.waiting(lambda: f"waiting for {_described(message, flat)}"):
                 self._await(message, flat)
-            self.compute.waited()
+            self.compute.on_wait_end()
         if message.error is not None:
             released_s = self._since(message)
             after = "" if released_s is None else f", {released_s:.1f} s after its release"

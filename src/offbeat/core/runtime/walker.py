@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from offbeat.core.plan import Apply, Vote
 from offbeat.core.plan.program import Step
 from offbeat.core.rules import RULES, VOTES
-from offbeat.core.runtime.active_plan import Adopted
-from offbeat.core.runtime.iteration import Acted, Iteration
+from offbeat.core.runtime.active_plan import ActivePlan
+from offbeat.core.runtime.iteration import Iteration, MomentTimes
 from offbeat.core.transport.device import Device
 
 
@@ -19,7 +19,7 @@ class Walker:
     (`flush`), when somebody looks at the model between two iterations.
     """
 
-    def __init__(self, run: Adopted, device: Device):
+    def __init__(self, run: ActivePlan, device: Device):
         self._run, self._device = run, device
         self._buckets = run.plan.buckets
         self._next = 0  # the first step of the iteration that has not been passed
@@ -44,7 +44,7 @@ class Walker:
                 self.wait(step)
                 waited = mark()
             self.act(step)
-            now.marks.acted.append(Acted(step.position, begin, waited, mark()))
+            now.marks.acted.append(MomentTimes(step.position, begin, waited, mark()))
 
     def wait(self, step: Step) -> None:
         """Wait for what is due at a moment."""

@@ -17,7 +17,7 @@ from offbeat.core.files import write_text
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.plan import BUILT_IN, Plan, Transfer
-from offbeat.core.runtime.iteration import Acted, BackwardSplit, Iteration, Timestamps
+from offbeat.core.runtime.iteration import BackwardSplit, Iteration, MomentTimes, Timestamps
 from offbeat.core.sim.trace import COMPUTE, Span, spans_to_dict
 from offbeat.core.transport.device import Device, Mark
 from offbeat.experiments.record.record_file import Blocks, path_of
@@ -292,8 +292,8 @@ def _compute(
 
 
 def _split(
-    forward: list[Acted], marks: Timestamps, device: Device
-) -> tuple[list[Acted], list[Acted]]:
+    forward: list[MomentTimes], marks: Timestamps, device: Device
+) -> tuple[list[MomentTimes], list[MomentTimes]]:
     """What was done before the model's forward began (for an evaluation, say), and during it."""
     if not forward:
         return [], []
@@ -302,6 +302,6 @@ def _split(
     return early, forward[len(early) :]
 
 
-def _acted(acted: Acted, bucket: int) -> Iterator[tuple[str, Mark, Mark, int | None]]:
+def _acted(acted: MomentTimes, bucket: int) -> Iterator[tuple[str, Mark, Mark, int | None]]:
     yield "wait", acted.begin, acted.waited, bucket
     yield "update", acted.waited, acted.applied, bucket
