@@ -90,7 +90,7 @@ def _life(
         if (i + 1) % EVERY == 0:
             quality.append([i + 1, *look(task, model, world, rank)])
     engine.pauses.settle()
-    engine.reports.hand_on(rest=True)
+    engine.reports.deliver(rest=True)
     engine.detach()
     for link in links.values():
         link.close()

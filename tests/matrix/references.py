@@ -230,7 +230,7 @@ class Late(Reference):
     def update(self) -> None:
         if self._due:
             self.optimizer.step()
-        self._gate.iteration(self._due)
+        self._gate.on_iteration_end(self._due)
         self._due = False
 
     def close(self) -> None:

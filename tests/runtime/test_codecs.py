@@ -34,7 +34,7 @@ from offbeat.core.codecs.spares import Spares
 from offbeat.core.codecs.tensor_codecs import code
 from offbeat.core.measuring import codec_speed as measuring
 from offbeat.core.rules.select import drawn
-from offbeat.core.runtime.coding import Coded, Coding
+from offbeat.core.runtime.coding import CodedMessage, Coding
 from offbeat.core.strategy.text import parse
 from offbeat.core.transport.collectives import Collectives
 from offbeat.core.transport.device import CPU
@@ -344,7 +344,7 @@ def test_finite_values_that_codes_or_sums_cannot_hold(name, via, value):
                 kept, remembered = error.clone(), {k: v.clone() for k, v in memory.items()}
                 part = Part(x, x[:0], memory)
                 how = Settings(used, via, 0, keeps=True)
-                coded = Coded(transfer, [part], [([error], [])], how)
+                coded = CodedMessage(transfer, [part], [([error], [])], how)
                 outcomes.append(coded(link.collectives, leaves_out=False)[1])
         finally:
             link.close()
@@ -604,7 +604,7 @@ def test_a_message_that_fails_takes_nothing_along(via):
     act = Collectives({"all_gather": die}, lambda *_: None, exchange=die, rank=0, size=2)
     error = torch.ones(300)
     part = Part(torch.randn(300), torch.empty(0), {})
-    coded = Coded(None, [part], [([error], [])], Settings(of("int4"), via, 0, keeps=True))
+    coded = CodedMessage(None, [part], [([error], [])], Settings(of("int4"), via, 0, keeps=True))
     coded.transfer = replace(LocalSGD(period=2).plan(profile_of()).transfers[0])
     with pytest.raises(RuntimeError, match="closed by peer"):
         coded(act, leaves_out=False)
@@ -622,13 +622,13 @@ def test_changes_are_counted_from_weights_that_were_loaded():
     coding = Coding(plan, flat, memory)
     [[residual]], [[anchor]] = flat.contents("residual"), flat.contents("anchor")
     residual.fill_(1.0)
-    coding.begin()
+    coding.restart_if_outdated()
     assert residual.sum() > 0
     assert memory.keys() >= remembered.keys()
-    coding.forget()
+    coding.mark_stale()
     for p in net.parameters():
         p.data.fill_(3.0)
-    coding.begin()
+    coding.restart_if_outdated()
     assert anchor.unique().tolist() == [3.0]
     assert residual.unique().tolist() == [0.0]
     assert memory == {"of another rule": 1}
@@ -643,10 +643,13 @@ def test_ranks_tell_what_their_changes_are_counted_from():
         flat = Flat(net, [BucketSpec(f"b{b}", (f"layers.{b}.w",)) for b in range(3)])
         flat.adopt(plan.all_buffers)
         coding = Coding(plan, flat, {})
-        coding.begin()
-        first = coding.coded(plan.transfers[0], flat.physical("param"), 0).settings.origin
+        coding.restart_if_outdated()
+        first = coding.encode_message(plan.transfers[0], flat.physical("param"), 0).settings.origin
         flat.contents("anchor")[0][0].add_(1.0)  # where training has led to since
-        assert coding.coded(plan.transfers[0], flat.physical("param"), 0).settings.origin == first
+        assert (
+            coding.encode_message(plan.transfers[0], flat.physical("param"), 0).settings.origin
+            == first
+        )
         return first
 
     assert origin(0.0) == origin(0.0) != origin(1.0)
@@ -658,7 +661,7 @@ def test_numbers_of_16_bits_are_encoded_as_float32():
     flat = Flat(model, [BucketSpec("b", ("weight",))])
     flat.adopt(plan.all_buffers)
     coding = Coding(plan, flat, {})
-    [part] = coding.coded(plan.transfers[0], flat.physical("grad"), 0).parts
+    [part] = coding.encode_message(plan.transfers[0], flat.physical("grad"), 0).parts
     assert part.numbers.dtype == torch.float32
 
 
@@ -678,9 +681,9 @@ def test_what_a_message_would_take_is_known_before_it_is_sent(via):
         flat = Flat(model, [BucketSpec("b", names, ("1.running_mean", "1.running_var"))])
         flat.adopt(plan.all_buffers)
         coding = Coding(plan, flat, {})
-        coding.begin()
+        coding.restart_if_outdated()
         try:
-            coded = coding.coded(sent, flat.physical("param"), 0)
+            coded = coding.encode_message(sent, flat.physical("param"), 0)
             assert sum(part.plain.nbytes for part in coded.parts) == 2 * 5 * 4
             return coded(link.collectives, leaves_out=False)[2], coding.bytes_of(sent, 2)
         finally:
@@ -701,10 +704,10 @@ def test_receivers_have_what_all_have_after_consolidate():
     residual.fill_(1.0)
     for p in net.parameters():
         p.data.fill_(3.0)
-    coding.begin()
+    coding.restart_if_outdated()
     assert anchor.unique().tolist() == [0.0]
-    coding.unite()
-    coding.begin()
+    coding.mark_united()
+    coding.restart_if_outdated()
     assert anchor.unique().tolist() == [3.0]
     assert residual.unique().tolist() == [1.0]
 
@@ -1107,12 +1110,12 @@ def test_averages_need_no_new_memory(name):
         held = []
         for t in plan.transfers:
             copy = flat.physical("param")
-            tensors, bad, _ = coding.coded(t, copy, i)(act, leaves_out=False)
+            tensors, bad, _ = coding.encode_message(t, copy, i)(act, leaves_out=False)
             assert not bad
             held.append((t, copy, tensors))
         assert len({x.data_ptr() for *_, (x, _) in held}) == len(held)
         for t, copy, tensors in held:
-            coding.put(t, copy, "param", tensors)
+            coding.store_result(t, copy, "param", tensors)
             coding.give_back(tensors)
         kept = len(coding._spares._free)
         assert kept <= 2 * len(plan.transfers)

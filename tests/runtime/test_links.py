@@ -20,7 +20,7 @@ from worlds import run_world, watch_world
 
 from offbeat.cli import commands as cli
 from offbeat.core.runtime.launch_request import current_links
-from offbeat.core.runtime.prepare import _specs
+from offbeat.core.runtime.prepare import _link_specs
 from offbeat.core.transport import interfaces
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.collectives import (
@@ -361,14 +361,14 @@ def test_links_of_the_environment(
 )
 def test_links_that_nccl_cannot_be(links: list[str], device: str, text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        _specs(links, torch.device(device))
+        _link_specs(links, torch.device(device))
     assert text in str(caught.value)
 
 
 def test_the_backend_follows_the_device() -> None:
-    backends = [spec.backend for spec in _specs(["eth0", "gloo:eth1"], torch.device("cuda"))]
+    backends = [spec.backend for spec in _link_specs(["eth0", "gloo:eth1"], torch.device("cuda"))]
     assert backends == ["nccl", "gloo"]
-    assert _specs(["eth0"], HOST)[0].backend == "gloo"
+    assert _link_specs(["eth0"], HOST)[0].backend == "gloo"
 
 
 def test_address_of_an_interface() -> None:

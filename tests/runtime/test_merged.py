@@ -161,7 +161,7 @@ def test_gate_knows_its_own_schedulers() -> None:
     schedulers = [StepLR(mine, 1, 0.5), StepLR(other, 1, 0.5)]
     gate = SchedulerGate(mine)
     for applied in (False, True, False):
-        gate.iteration(applied)
+        gate.on_iteration_end(applied)
         for scheduler in schedulers:
             scheduler.step()
     gate.close()
@@ -174,7 +174,7 @@ def test_gate_decides_once_per_iteration() -> None:
     often, rare = Both(optimizer, 1, 0.5), StepLR(optimizer, 1, 0.5)
     gate = SchedulerGate(optimizer)
     for t in range(6):
-        gate.iteration(t % 2 == 1)
+        gate.on_iteration_end(t % 2 == 1)
         for _ in range(4):
             often.step()
         if t % 3 == 2:

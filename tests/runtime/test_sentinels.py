@@ -46,17 +46,17 @@ class Listener:
         fresh = sum(p.grad is not None and bool(p.grad.any()) for p in self._model.parameters())
         self.told.append((what, b, fresh))
 
-    def backward_begins(self) -> None:
+    def on_backward_begin(self) -> None:
         self.told.append(("begins", -1, -1))
 
-    def bucket_ready(self, b: int) -> None:
+    def on_bucket_ready(self, b: int) -> None:
         self._note("ready", b)
 
-    def backward_ends(self) -> None:
+    def on_backward_end(self) -> None:
         self.end()
         self._note("ends")
 
-    def output_reached(self) -> None: ...
+    def on_output_gradient(self) -> None: ...
 
 
 def buckets(model: nn.Module, seed: int) -> list[BucketSpec]:
@@ -120,7 +120,7 @@ def test_gradients_that_are_there_already_do_not_count() -> None:
         names = buckets(model, 0)[b].parameters
         complete.append(all(torch.equal(model.get_parameter(n).grad, wanted[n]) for n in names))
 
-    listener.bucket_ready = ready
+    listener.on_bucket_ready = ready
     for _ in range(2):
         iterate(model, hooks, passes=2)
     assert complete == [True] * 8
@@ -215,9 +215,9 @@ def test_a_backward_that_raises_is_broken_until_the_next_iteration() -> None:
     hooks.watch(output)
     with pytest.raises(ValueError, match="oh"):
         output.sum().backward()
-    assert hooks.broken
+    assert hooks.is_broken
     hooks.begin()
-    assert not hooks.broken
+    assert not hooks.is_broken
     handle.remove()
     for p in model.parameters():
         p.grad = None

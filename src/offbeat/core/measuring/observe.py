@@ -78,7 +78,7 @@ class Observer:
         self._losses: list[Tensor] = []
         self._partly = False  # backward ran already, and no step followed
         self._meter = NoiseMeter(dist.get_world_size())
-        engine.measure(self._meter)
+        engine.set_noise_meter(self._meter)
         engine.hooks.on_parameter = self._parameter_ready
         self._handles = [
             module.register_forward_pre_hook(self._enter(name))
@@ -152,7 +152,7 @@ class Observer:
     def finish(self) -> None:
         """Remove every hook."""
         self.memory.close()
-        self._engine.measure(None)
+        self._engine.set_noise_meter(None)
         self._engine.hooks.on_parameter = None
         self._tap.close()
         for handle in self._handles:

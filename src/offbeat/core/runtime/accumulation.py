@@ -52,11 +52,11 @@ class Accumulation:
         if self._gate is not None:
             self._gate.close()
 
-    def applied(self, planned: int) -> range:
+    def applied_iterations(self, planned: int) -> range:
         """Iterations whose gradients the step of this one applies."""
         return self._windows.applied(planned)
 
-    def closing(self, planned: int) -> bool:
+    def is_window_end(self, planned: int) -> bool:
         """Whether a window ends with this iteration."""
         return self._windows.closing(planned)
 
@@ -69,24 +69,24 @@ class Accumulation:
                 "which leaves them alone"
             )
 
-    def iteration_ends(self, planned: int) -> None:
+    def on_iteration_end(self, planned: int) -> None:
         """After `optimizer.step()`: gradients go to the newest copy again."""
         if self._gate is None:
             return
         self._gradients.open()
         self._version = self._flat.grad_version()
-        self._gate.iteration(bool(self.applied(planned)))
+        self._gate.on_iteration_end(bool(self.applied_iterations(planned)))
 
-    def resumed(self) -> None:
+    def on_restore(self) -> None:
         """The storage holds the gradients of another process."""
-        self._begin_anew()
+        self._restart()
 
     # ---- leaving the plan -------------------------------------------------------------------
 
     def discard(self) -> None:
         """Forget every gradient; the plan begins anew."""
         self._gradients.zero()
-        self._begin_anew()
+        self._restart()
 
     def drain(self, context: StorageContext, iteration: int, planned: int) -> None:
         """Average and apply what earlier iterations left behind, before this one (`planned` in the
@@ -94,20 +94,20 @@ class Accumulation:
         closed, opened = self._windows.window(planned, age=1), self._windows.window(planned)
         context.iteration = Iteration(iteration, Timestamps(), [], planned)
         if closed:
-            self._send_rest(iteration, planned, closed)
+            self._send_remaining(iteration, planned, closed)
             self._apply(context, 1)
         if opened.start < planned:
             everything = Payload("grad", range(len(self._flat.buckets)))
             whole = (name for name in self._links if not groups_of(name, self._plan.groups))
             self._send(iteration, everything, next(whole))
             self._apply(context, 0)
-        self._begin_anew()
+        self._restart()
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self._gradients.open()
         self._version = self._flat.grad_version()
 
-    def _send_rest(self, iteration: int, planned: int, window: range) -> None:
+    def _send_remaining(self, iteration: int, planned: int, window: range) -> None:
         """What the plan would send of the closed window in iterations to come."""
         while True:
             for t in self._plan.transfers:

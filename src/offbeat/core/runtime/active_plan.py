@@ -68,12 +68,12 @@ class ActivePlan:
         self._suspects = self.updates.suspects = engine.suspects
         self.updates.stepping = engine.stepping
         self.forward_hooks: ForwardHooks | None = None
-        if self._acts_within_forward():
+        if self._needs_forward_hooks():
             self.forward_hooks = ForwardHooks(
-                engine.model, self.flat, engine.forward_needs, engine.before_read
+                engine.model, self.flat, engine.complete_bucket, engine.before_read
             )
 
-    def _acts_within_forward(self) -> bool:
+    def _needs_forward_hooks(self) -> bool:
         """Whether some bucket's forward has a moment of its own, not just the whole model's."""
         moments = [t.before for t in self.plan.transfers] + [t.after for t in self.plan.transfers]
         own = any(m.point == "forward" and m.bucket is not None for m in moments)
@@ -85,16 +85,16 @@ class ActivePlan:
             self.forward_hooks.remove()
         self.windows.close()
 
-    def let_go(self) -> None:
+    def release_views(self) -> None:
         """The storage is about to be left: hold none of its tensors."""
-        self.messages.let_go()
+        self.messages.release_views()
         for iteration in self.iterations.values():
             for message in iteration.messages:
                 message.tensors = ()
 
     # ---- iterations and their messages ------------------------------------------------------
 
-    def start(self, planned: int, number: int, marks: Timestamps) -> Iteration:
+    def start_iteration(self, planned: int, number: int, marks: Timestamps) -> Iteration:
         """A new iteration; its messages have their places on the links."""
         if self.reloaded:
             self._restart_buffers()
@@ -127,7 +127,7 @@ class ActivePlan:
     def release(self, now: Iteration, index: int) -> None:
         """Send a message, unless a vote has said no."""
         message = now.messages[index]
-        if self.votes.goes(message.transfer, now.planned):
+        if self.votes.allows(message.transfer, now.planned):
             self.messages.release(message, now.planned)
         else:
             now.spared_bytes += self.messages.size(message.transfer)
@@ -156,9 +156,9 @@ class ActivePlan:
     def first_updates(self, step: Step, planned: int) -> list[Apply]:
         """The optimizer's updates that begin a step: nothing changes their gradients before."""
         updates = takewhile(effects.is_update, (a for _, a in step.apply))
-        return [apply for apply in updates if self.votes.goes(apply, planned)]
+        return [apply for apply in updates if self.votes.allows(apply, planned)]
 
-    def land(self, iteration: Iteration) -> None:
+    def complete_messages(self, iteration: Iteration) -> None:
         """Wait for every message of an iteration that has released them all."""
         for index in sorted(iteration.outstanding):
             if iteration.messages[index].released is not None:
@@ -170,28 +170,28 @@ class ActivePlan:
         return only_gradients(self.plan) and not self.windows.late
 
     @property
-    def lands_late(self) -> bool:
+    def has_delayed_averages(self) -> bool:
         """Whether snapshots are averaged while training goes on."""
         return bool(effects.landings(self.plan))
 
     @property
-    def lands_at_forward(self) -> bool:
+    def has_transfers_at_forward(self) -> bool:
         """Whether parameters are still in flight, or about to change, when an iteration is over."""
-        return self.lands_late or any(
+        return self.has_delayed_averages or any(
             t.in_place and t.payload.buffer == "param" and t.before.point == "forward"
             for t in self.plan.transfers
         )
 
-    def discard_landings(self) -> None:
+    def discard_delayed_averages(self) -> None:
         """What has not landed is forgotten: where it waits all is as when the plan began."""
         for name in effects.landing_buffers(self.plan):
             self.flat.restart(self.plan.all_buffers[name])
 
-    def land_all(self) -> None:
+    def complete_all_messages(self) -> None:
         """Wait for every message of iterations that are over."""
         for iteration in list(self.iterations.values()):
             if iteration.over:
-                self.land(iteration)
+                self.complete_messages(iteration)
 
     def require_unsent(self, iteration: Iteration) -> None:
         """RuntimeError if an iteration has sent something for which other ranks need it."""
@@ -201,13 +201,13 @@ class ActivePlan:
                 "optimizer.step() and before the next forward"
             )
 
-    def drop(self, iteration: Iteration) -> None:
+    def pass_unsent_messages(self, iteration: Iteration) -> None:
         """An iteration will not end: messages behind those that it has not sent may go."""
         for message in iteration.messages:
             if message.released is None and not message.passed:
                 self.messages.pass_over(message)
 
-    def only_adds(self, iteration: Iteration) -> bool:
+    def allows_another_backward(self, iteration: Iteration) -> bool:
         """Whether another backward before the step may add to an iteration as it is: nothing was
         sent, applied or asked in the one before."""
         size = self.plan.buckets
@@ -223,7 +223,9 @@ class ActivePlan:
         flying = any(
             iteration.messages[i].transfer.payload.buffer == "grad" for i in iteration.outstanding
         )
-        late = adding and (flying or self._moves_at_the_end() or self._has_moved(iteration))
+        late = adding and (
+            flying or self._changes_parameters_at_end() or self._has_averaged_parameters(iteration)
+        )
         if late or self.updates.early or self.windows.late:
             remedy = self.updates.remedy or AT_ONCE
             raise RuntimeError(
@@ -232,21 +234,23 @@ class ActivePlan:
                 f"`with model.no_sync():`, or {remedy}"
             )
 
-    def _has_moved(self, iteration: Iteration) -> bool:
+    def _has_averaged_parameters(self, iteration: Iteration) -> bool:
         """Whether parameters were averaged in the backward of an iteration."""
         return any(
             m.released is not None and m.transfer.target not in ("grad", BUFFERS)
             for m in iteration.messages
         )
 
-    def _moves_at_the_end(self) -> bool:
+    def _changes_parameters_at_end(self) -> bool:
         """Whether parameters change at the end of iterations by more than their update."""
         late = ("step", "end")
         moved = any(t.target != "grad" and t.after.point in late for t in self.plan.transfers)
-        return moved or any(self._moves(a) and a.at.point in late for a in self.plan.applies)
+        return moved or any(
+            self._changes_parameters(a) and a.at.point in late for a in self.plan.applies
+        )
 
     @staticmethod
-    def _moves(apply: Apply) -> bool:
+    def _changes_parameters(apply: Apply) -> bool:
         """Whether it changes more than an update does, or the state of one."""
         own = effects.is_update(apply) or effects.is_window_end(apply)
         return not own and not effects.writes_only(apply, ("state",))

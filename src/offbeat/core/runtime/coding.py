@@ -42,29 +42,29 @@ class Coding:
         self._stale = self._united = False
         self._spares = Spares()
 
-    def forget(self) -> None:
+    def mark_stale(self) -> None:
         """Other weights are about to be loaded: changes are counted from these."""
         self._stale = True
 
-    def unite(self) -> None:
+    def mark_united(self) -> None:
         """All ranks are about to have the same parameters, receivers as well."""
         self._united = self._tracked
 
-    def restored(self) -> None:
+    def mark_restored(self) -> None:
         """Buffers are as they were saved."""
         self._stale = self._united = False
 
     @property
-    def outdated(self) -> bool:
+    def is_outdated(self) -> bool:
         """Whether changes are counted from weights that were replaced."""
         return self._stale or self._united
 
-    def begin(self) -> None:
+    def restart_if_outdated(self) -> None:
         """An iteration begins."""
-        if not self.outdated:
+        if not self.is_outdated:
             return
         stale = self._stale
-        self.restored()
+        self.mark_restored()
         self._memory.pop(ORIGIN, None)
         (params,) = self._flat.contents("param")
         for name in self._anchors:
@@ -75,37 +75,37 @@ class Coding:
         for name in self._names if stale else ():
             self._memory.pop(name, None)
 
-    def coded(self, t: Transfer, copy: int, planned: int) -> Coded:
+    def encode_message(self, t: Transfer, copy: int, planned: int) -> CodedMessage:
         """A message of what the storage holds now."""
         assert t.wire is not None
         parts = []
         anchors = None if t.wire.anchor is None else self._views(t, t.wire.anchor)
         memory = self._memory.setdefault(memory_of(t), {})
         for i, (numbers, behind) in enumerate(self._flat.apart(t.payload, copy, t.payload.buffer)):
-            whole = self._room(numbers)
+            whole = self._take_spare(numbers)
             if anchors is None or t.tracked:
-                _each(whole, numbers, Tensor.copy_)
+                _for_each_piece(whole, numbers, Tensor.copy_)
             else:
-                _subtracted(whole, numbers, anchors[i][0])
+                _subtract_pieces(whole, numbers, anchors[i][0])
             plain = torch.cat(behind) if behind else numbers[0].new_empty(0)
             parts.append(Part(whole, plain, memory.setdefault(str(i), {})))
         errors = self._views(t, t.wire.error) if t.wire.error is not None else None
         there = anchors if t.tracked else None
-        how = replace(_settings(t.wire), iteration=planned, origin=self._begun())
-        return Coded(t, parts, errors, how, there, spares=self._spares)
+        how = replace(_settings(t.wire), iteration=planned, origin=self._origin())
+        return CodedMessage(t, parts, errors, how, there, spares=self._spares)
 
-    def receiver(self, t: Transfer, copy: int) -> Coded:
+    def receiving_message(self, t: Transfer, copy: int) -> CodedMessage:
         """Room for a message that another rank sends."""
         assert t.wire is not None
         views = self._flat.apart(t.payload, copy, t.target)
         parts = [
-            Part(self._room(numbers), torch.cat([numbers[0][:0], *behind]), {})
+            Part(self._take_spare(numbers), torch.cat([numbers[0][:0], *behind]), {})
             for numbers, behind in views
         ]
-        how = replace(_settings(t.wire), origin=self._begun())
-        return Coded(t, parts, None, how, gives=False, spares=self._spares)
+        how = replace(_settings(t.wire), origin=self._origin())
+        return CodedMessage(t, parts, None, how, gives=False, spares=self._spares)
 
-    def _room(self, numbers: Sequence[Tensor]) -> Tensor:
+    def _take_spare(self, numbers: Sequence[Tensor]) -> Tensor:
         """For all of them; for numbers of 16 bits as float32, which is what codecs work on."""
         dtype = torch.float32 if numbers[0].itemsize < 4 else numbers[0].dtype
         size = sum(x.numel() for x in numbers)
@@ -116,7 +116,7 @@ class Coding:
         for mean in tensors[::2]:
             self._spares.give(mean)
 
-    def put(self, t: Transfer, copy: int, buffer: str, tensors: Sequence[Tensor]) -> None:
+    def store_result(self, t: Transfer, copy: int, buffer: str, tensors: Sequence[Tensor]) -> None:
         """What has arrived, in its place."""
         assert t.wire is not None
         targets = self._flat.apart(t.payload, copy, buffer)
@@ -124,14 +124,14 @@ class Coding:
         for i, (numbers, behind) in enumerate(targets):
             mean, plain = tensors[2 * i : 2 * i + 2]
             if t.tracked:
-                _each(mean, numbers, lambda x, target: target.add_(x))
+                _for_each_piece(mean, numbers, lambda x, target: target.add_(x))
             elif anchors is None:
-                _each(mean, numbers, lambda x, target: target.copy_(x))
+                _for_each_piece(mean, numbers, lambda x, target: target.copy_(x))
             else:
-                _each(mean, anchors[i][0], lambda x, anchor: anchor.add_(x))
+                _for_each_piece(mean, anchors[i][0], lambda x, anchor: anchor.add_(x))
                 for target, anchor in zip(numbers, anchors[i][0], strict=True):
                     target.copy_(anchor)
-            _each(plain, behind, lambda x, target: target.copy_(x))
+            _for_each_piece(plain, behind, lambda x, target: target.copy_(x))
 
     def bytes_of(self, t: Transfer, ranks: int) -> int:
         """Bytes of a message between so many ranks."""
@@ -150,7 +150,7 @@ class Coding:
     def _views(self, t: Transfer, buffer: str) -> Views:
         return self._flat.apart(t.payload, self._flat.physical(buffer), buffer)
 
-    def _begun(self) -> int:
+    def _origin(self) -> int:
         """A fingerprint of what changes were first counted from; running statistics may differ."""
         if ORIGIN not in self._memory:
             run = range(len(self._flat.buckets))
@@ -160,7 +160,7 @@ class Coding:
 
 
 @dataclass
-class Coded:
+class CodedMessage:
     """One message, and how it goes round."""
 
     transfer: Transfer
@@ -182,9 +182,9 @@ class Coded:
             part.mean = self.spares.take(x.numel(), x.dtype, x.device)
         for i, part in enumerate(self.parts):
             if self.errors is not None:
-                _each(part.numbers, self.errors[i][0], Tensor.add_)
+                _for_each_piece(part.numbers, self.errors[i][0], Tensor.add_)
             if self.there is not None:
-                _each(part.numbers, self.there[i][0], Tensor.sub_)
+                _for_each_piece(part.numbers, self.there[i][0], Tensor.sub_)
             ranks = self.transfer.ranks
             outcome = (
                 average(part, how, act)
@@ -196,11 +196,11 @@ class Coded:
         own = act.rank in bad if leaves_out else bool(bad)
         if self.errors is not None and not own:
             for part, views in zip(self.parts, self.errors, strict=True):
-                _each(part.numbers, views[0], lambda x, error: error.copy_(x))
+                _for_each_piece(part.numbers, views[0], lambda x, error: error.copy_(x))
         if self.there is not None and not own:
             for part, views in zip(self.parts, self.there, strict=True):
                 assert part.mean is not None
-                _each(part.mean, views[0], lambda x, there: there.add_(x))
+                _for_each_piece(part.mean, views[0], lambda x, there: there.add_(x))
         arrived: list[Tensor] = []
         for part in self.parts:
             assert part.mean is not None
@@ -219,7 +219,7 @@ def _settings(wire: Wire) -> Settings:
     return Settings(used, way(wire.name, args), 0, keeps=wire.error is not None)
 
 
-def _subtracted(flat: Tensor, over: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+def _subtract_pieces(flat: Tensor, over: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """Differences of pieces laid end to end, in one pass unless dtypes differ."""
     at = 0
     for one, other in zip(over, others, strict=True):
@@ -231,7 +231,7 @@ def _subtracted(flat: Tensor, over: Sequence[Tensor], others: Sequence[Tensor]) 
         at += one.numel()
 
 
-def _each(flat: Tensor, over: Sequence[Tensor], act: Any) -> None:
+def _for_each_piece(flat: Tensor, over: Sequence[Tensor], act: Any) -> None:
     """Act on pieces of a tensor and on several others, in order."""
     at = 0
     for other in over:

@@ -70,7 +70,7 @@ class Engine:
         self.watched: Watched | None = None
         self.reports, self.pauses = Reports(), Pauses(self)
         self._thread = get_ident()  # the one that trains
-        self._driven = False  # the script's own optimizer has stepped in this iteration
+        self._stepped_by_script = False  # the script's own optimizer has stepped in this iteration
         self.repeats = False  # gradients were averaged more than once before a step
         self._repeated = False  # all ranks have run backward more than once before a step
         self._evaluated = self._trains_in_eval = False  # in evaluation mode, with gradients
@@ -94,7 +94,7 @@ class Engine:
         let go first, so that they exist twice one kind at a time."""
         before = self.flat
         self.detach()
-        self.run.let_go()
+        self.run.release_views()
         self.gradients.let_go()
         give_back()  # the activations of the last iteration
         self.attach(Flat(self.model, specs, before))
@@ -116,10 +116,10 @@ class Engine:
         self.metering, self.walker = Metering(None, self.run), Walker(self.run, self.device)
         self.now: Iteration | None = None
         self.backward_over = False
-        self._looks = self._looks_of()
+        self._looks = self._create_looks()
         self._adopted.callback(self._looks.close)
         self._watch_weights()
-        self.hold(self.compute)
+        self.set_compute(self.compute)
 
     def _keeps_gradients(self, plan: Plan) -> bool:
         """Whether gradients may stay as autograd hands them over. Sparse ones would stay sparse,
@@ -145,17 +145,17 @@ class Engine:
             self.hooks = Sentinels(self.gradients, self)
         self.hooks.accumulating, self.hooks.held = before.accumulating, before.held
 
-    def watch(self, watched: Watched | None) -> None:
+    def set_watched(self, watched: Watched | None) -> None:
         """Tell somebody what the script does between backward and step, from the next plan on."""
         self.watched = watched
 
-    def _looks_of(self) -> Looks:
+    def _create_looks(self) -> Looks:
         """Who hears of gradients that are read before the step."""
         if self.watched is not None:
             return Looks(self.gradients.parameters, self.watched.read)
         if self.run.updates.on_arrival or self.plan.source is not None:
-            return Looks(self.gradients.parameters, self.run.updates.refuse_look)
-        return Looks([], self.run.updates.refuse_look)
+            return Looks(self.gradients.parameters, self.run.updates.refuse_read)
+        return Looks([], self.run.updates.refuse_read)
 
     def _watch_weights(self) -> None:
         """Where updates come after the step: complete them before code of the script looks at the
@@ -175,16 +175,16 @@ class Engine:
         self.state.forget()
         self.run.updates.refresh()
 
-    def measure(self, meter: NoiseMeter | None) -> None:
+    def set_noise_meter(self, meter: NoiseMeter | None) -> None:
         """Show gradients to a meter from now on, or to none."""
         self.metering = Metering(meter, self.run)
 
-    def hold(self, compute: Compute) -> None:
+    def set_compute(self, compute: Compute) -> None:
         """Tell somebody else of compute from now on."""
         self.compute = self.waiting.compute = self.run.updates.compute = compute
 
     @property
-    def planned(self) -> int:
+    def planned_iteration(self) -> int:
         """Number of the present iteration, or else of the next one, in the plan."""
         return self.iteration - self.start
 
@@ -196,20 +196,20 @@ class Engine:
         ready = [None] * len(self.flat.buckets)
         self._marks = Timestamps(begin=self.device.mark(), ready=ready)
 
-    def started(self) -> Iteration:
+    def ensure_iteration(self) -> Iteration:
         """The present iteration; with its first sign of life its messages get their places."""
         if self.now is None:
             self.waiting.require_alive()
             self.weight_looks.close()
-            self.now = self.run.start(self.planned, self.iteration, self._marks)
+            self.now = self.run.start_iteration(self.planned_iteration, self.iteration, self._marks)
             self.gradients.iteration_begins()
             self.hooks.begin()
-            self.hooks.expect(self._expected(self.now))
+            self.hooks.expect(self._expected_buckets(self.now))
             self.walker.begin(self.now)
             self.backward_over = False
         return self.now
 
-    def _expected(self, now: Iteration) -> Sequence[int]:
+    def _expected_buckets(self, now: Iteration) -> Sequence[int]:
         """Buckets at whose gradients something happens; all where somebody records when."""
         size = self.plan.buckets
         if self.reports.listener is not None or type(self.compute) is not Compute:
@@ -229,11 +229,11 @@ class Engine:
         if hooks is None:
             self.walker.walk(0)
         elif hooks.at_start is not None:
-            self.forward_needs(hooks.at_start)
+            self.complete_bucket(hooks.at_start)
         elif self.run.broadcasts:
             self.walker.walk(0)  # the model itself may read a buffer before any of its modules runs
         now.marks.forward = self.device.mark()
-        return nullcontext() if hooks is None else hooks.watching()
+        return nullcontext() if hooks is None else hooks.record_reads()
 
     @property
     def trains(self) -> bool:
@@ -244,11 +244,11 @@ class Engine:
     def _begin_forward(self) -> Iteration:
         if self.now is None:
             self.run.windows.require_unchanged()
-        elif self.hooks.broken:
-            self._give_up(self.now)
+        elif self.hooks.is_broken:
+            self._drop_broken_backward(self.now)
         else:
             self._between_forwards(self.now)
-        now = self.started()
+        now = self.ensure_iteration()
         self.control.set_activity("in forward")
         if held_s := self.compute.on_iteration_begin(now.number, now.marks.begin):
             now.marks.begin += held_s
@@ -257,10 +257,10 @@ class Engine:
     def _between_forwards(self, now: Iteration) -> None:
         """A forward follows a backward in the same iteration, or ends it if the script's own
         optimizer has stepped."""
-        if self.backward_over and self._driven:
+        if self.backward_over and self._stepped_by_script:
             self._abandon(now, adding=False)
         elif self.backward_over:
-            self.run.land(now)  # a second backward may follow before the step
+            self.run.complete_messages(now)  # a second backward may follow before the step
 
     def forward_ends(self, output: object = None) -> None:
         """The prepared model's forward is over, and has returned this."""
@@ -269,19 +269,19 @@ class Engine:
         self.hooks.watch(output)
         if self.now is None:
             return
-        self.forward_needs(0)  # of modules that were not called this time
+        self.complete_bucket(0)  # of modules that were not called this time
         if self.run.forward_hooks is not None:
-            self.run.forward_hooks.forward_ended()
-        self._forward_over(self.now, output)
+            self.run.forward_hooks.on_forward_end()
+        self._forward_end(self.now, output)
 
-    def _forward_over(self, now: Iteration, output: object) -> None:
+    def _forward_end(self, now: Iteration, output: object) -> None:
         self.control.set_activity(IN_SCRIPT)
         self.compute.forward(-1)
         updates = self.run.updates
         if (updates.early or updates.on_arrival) and self.gradients.sent:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.output_reached())
+                    tensor.register_hook(lambda _: self.on_output_gradient())
         now.marks.forward_end = self.device.mark()
 
     def before_call(self) -> None:
@@ -299,16 +299,16 @@ class Engine:
             now = self._begin_forward()
             self.walker.walk(self.plan.buckets - 1)
             now.marks.forward = self._called
-            self._forward_over(now, output)
+            self._forward_end(now, output)
 
-    def forward_needs(self, b: int) -> None:
+    def complete_bucket(self, b: int) -> None:
         """Somebody is about to use the parameters of bucket b, or of one nearer the input."""
         if self.now is None:
             self.pauses.flush()
         else:
             self.compute.forward(b)
             self.walker.walk(self.plan.buckets - 1 - b)
-            self.reports.hand_on()
+            self.reports.deliver()
 
     def before_read(self, b: int) -> None:
         """Complete bucket b, as a module's attribute is read that is one of its parameters."""
@@ -317,16 +317,16 @@ class Engine:
         else:
             self.walker.walk(self.plan.buckets - 1 - b)
 
-    def output_reached(self) -> None:
+    def on_output_gradient(self) -> None:
         """A backward begins. Refuse a second one of a forward whose parameters the first one has
         updated, before autograd finds that out in words of its own. Complete the averages of
         gradients before another backward adds to them."""
-        now, updates = self.started(), self.run.updates
+        now, updates = self.ensure_iteration(), self.run.updates
         if not self.backward_over or self.hooks.accumulating:
             return
         if updates.early:
             self.run.require_skippable(now, adding=True)
-        elif updates.on_arrival and self.run.averages_gradients and not self._driven:
+        elif updates.on_arrival and self.run.averages_gradients and not self._stepped_by_script:
             self._average_again(now)
 
     def _average_again(self, now: Iteration) -> None:
@@ -335,7 +335,7 @@ class Engine:
         self._require_another_backward()
         self.repeats = True
         self.step(skip_update=True, abandoned=True)
-        self.started()
+        self.ensure_iteration()
         self.walker.walk(self.plan.buckets - 1)
 
     def _require_another_backward(self) -> None:
@@ -351,38 +351,38 @@ class Engine:
                 f"{error}. {control.report_failure()}"
             ) from error
 
-    def backward_begins(self) -> None:
+    def on_backward_begin(self) -> None:
         """The first gradient of a backward pass is there."""
         self._looks.close()
         if self.now is None:
             self._trains_in_eval |= self._evaluated
         elif self.backward_over:
-            if self.run.only_adds(self.now) and not self._driven:
-                self._reopen()
+            if self.run.allows_another_backward(self.now) and not self._stepped_by_script:
+                self._continue_accumulation()
             else:
-                if self.run.averages_gradients and not (self._repeated or self._driven):
+                if self.run.averages_gradients and not (self._repeated or self._stepped_by_script):
                     self._require_another_backward()
                 self._abandon(self.now, adding=True)
-        self.started()
+        self.ensure_iteration()
         self.control.set_activity("in backward")
         if self.watched is not None:
             self.watched.backward()
         self.run.updates.in_backward = True
         self.walker.walk(self.plan.buckets - 1)
         self.run.updates.in_backward = False
-        self.reports.hand_on()
+        self.reports.deliver()
 
-    def bucket_ready(self, b: int) -> None:
+    def on_bucket_ready(self, b: int) -> None:
         """The gradients of buckets 0..b are complete."""
         now = self.now
         assert now is not None
         self.compute.backward(b)
         now.marks.ready[b] = self.device.mark()
         if self.metering.by_bucket:
-            self.metering.bucket_ready(b, now.planned)
+            self.metering.on_bucket_ready(b, now.planned)
         self.walker.walk(self.plan.buckets + b)
 
-    def backward_ends(self) -> None:
+    def on_backward_end(self) -> None:
         """Late releases, and the wait for what the update needs."""
         now = self.now
         assert now is not None
@@ -391,53 +391,53 @@ class Engine:
         self.hooks.finish()
         now.marks.backward_end = self.device.mark()
         self.compute.on_backward_end()
-        self.metering.backward_ends(now.planned)
+        self.metering.on_backward_end(now.planned)
         update = now.at("step", self.plan)
         self.walker.wait(update)
         if self.run.updates_at_end:  # what is due there, too, is seen before the step
             self.walker.act(update)
             update = now.at("end", self.plan)
             self.walker.wait(update)
-        self.metering.averaged(now.planned)
+        self.metering.on_averages_arrived(now.planned)
         self.run.updates.reveal(self.run.first_updates(update, now.planned))
         if self.watched is not None or self.run.updates.early:
             # One checksum: the times of the first iteration are not used.
-            first = self.watched is not None and not self.planned
+            first = self.watched is not None and not self.planned_iteration
             self.run.updates.note_backward_end(contents=first)
         self.compute.on_step_begin()
         now.marks.waited = self.device.mark()
         self.control.set_activity(IN_SCRIPT)
         self._looks.open()
 
-    def _reopen(self) -> None:
+    def _continue_accumulation(self) -> None:
         """Another backward adds to an iteration of which nothing has left."""
         self.gradients.backward_again(self.hooks.seen)
-        self.hooks.again()
+        self.hooks.reset_pass()
         self.backward_over = False
 
     # ---- the step ---------------------------------------------------------------------------
 
     def end_backward(self, skip_update: bool) -> Iteration:
         """Pass what is left up to the step, if this rank had no backward: others wait for it."""
-        now = self.started()
+        now = self.ensure_iteration()
         now.skipped = skip_update
         self.walker.walk(self.plan.buckets - 1)
         if not self.backward_over:
             self._require_no_change()
             if not skip_update:
                 self.gradients.set_by_hand(self.hooks.seen)
-            self.backward_ends()
+            self.on_backward_end()
         return now
 
     def _require_no_change(self) -> None:
         """ValueError if gradients were changed after backward passes that only add up, and this
         plan applies others, or sums of several ranks."""
         hooks, handed = self.hooks, self.run.windows.late or self.plan.source is not None
-        if handed and hooks.added and hooks.version != self.flat.grad_version():
+        if handed and hooks.added_passes and hooks.version != self.flat.grad_version():
             raise ValueError(
                 "gradients were changed between backward and optimizer.step() (clipping?), but "
-                f"messages of {hooks.added} backward passes had still to be sent, as more or an "
-                "unknown number was expected; wrap all passes but the last in `with "
+                f"messages of {hooks.added_passes} backward passes had still to be sent, as more "
+                "or an unknown number was expected; wrap all passes but the last in `with "
                 f"model.no_sync():`, or {self.run.updates.remedy or 'use WFBP()'}"
             )
 
@@ -445,13 +445,13 @@ class Engine:
         """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is
         due by the end, and the next iteration."""
         now, mark = self.end_backward(skip_update), self.device.mark
-        now.abandoned = abandoned = abandoned and not self._driven
-        self._driven = False
+        now.abandoned = abandoned = abandoned and not self._stepped_by_script
+        self._stepped_by_script = False
         self._looks.close()
         if self.watched is not None and not abandoned:
             updates = self.run.updates
             altered = updates.alteration() is not None
-            changed = updates.touched()
+            changed = updates.has_changed_gradients()
             hooked = has_hooks(self.optimizer)
             self.watched.stepped(
                 changed=changed, skipped=skip_update, altered=altered, hooked=hooked
@@ -459,8 +459,8 @@ class Engine:
         now.marks.step = mark()
         if self.suspects is not None:
             self.suspects.heed(unused=skip_update)
-        self.run.updates.asked_for(now, abandoned=abandoned)
-        self.run.updates.rest(now)
+        self.run.updates.request_updates(now, abandoned=abandoned)
+        self.run.updates.step_remaining(now)
         if not self.run.updates_at_end:
             self.walker.act(now.at("step", self.plan))
         now.marks.stepped = mark()
@@ -471,13 +471,13 @@ class Engine:
         if self.run.updates_at_end:
             now.marks.stepped = mark()
         now.marks.end = mark()
-        self.run.windows.iteration_ends(now.planned)
+        self.run.windows.on_iteration_end(now.planned)
         now.over, self.now, self.backward_over = True, None, False
         self.reports.add(now)
         self.iteration += 1
         self._evaluated = False
         self.control.set_iteration(self.iteration)
-        self.reports.hand_on()
+        self.reports.deliver()
         self.begin()
         self._thread = get_ident()
         self.weight_looks.open()
@@ -499,7 +499,7 @@ class Engine:
             self.suspects.heed()
         if self.watched is not None:
             self.watched.drove()
-        self._driven = True
+        self._stepped_by_script = True
 
     @property
     def awaits_step(self) -> bool:
@@ -524,13 +524,13 @@ class Engine:
         torch's own DDP that is an iteration without an update."""
         self.waiting.require_alive()
         if not adding:
-            self.run.land(now)
+            self.run.complete_messages(now)
         self.run.require_skippable(now, adding=adding)
         self.step(skip_update=True, abandoned=True)
 
-    def _give_up(self, now: Iteration) -> None:
+    def _drop_broken_backward(self, now: Iteration) -> None:
         """Backward has raised, and somebody has caught it: drop it if nothing has left."""
-        if not self.run.only_adds(now):
+        if not self.run.allows_another_backward(now):
             raise RuntimeError(
                 "a backward pass ended with an exception that was caught, but parts of its "
                 "gradients were handed on already; start again from the last checkpoint. To leave "

@@ -35,10 +35,10 @@ class ForwardHooks:
         self,
         model: nn.Module,
         flat: Flat,
-        needed: Callable[[int], None],
+        complete_bucket: Callable[[int], None],
         before_read: Callable[[int], None],
     ):
-        self._model, self._needed, self._before_read = model, needed, before_read
+        self._model, self._complete, self._before_read = model, complete_bucket, before_read
         self._bucket_of = {
             id(p): b for b, bucket in enumerate(flat.buckets) for p in bucket.parameters
         }
@@ -55,15 +55,15 @@ class ForwardHooks:
         for name, module in watched:
             self._handles += self._watch(name, module)
 
-    def watching(self) -> AbstractContextManager[Any]:
+    def record_reads(self) -> AbstractContextManager[Any]:
         """For one forward of the whole model: sees parameters read, in the first one."""
-        if not self._learnt and _beneath_compiled():
+        if not self._learnt and _has_compiled_caller():
             self.remove()  # they would be left out of the graph: everything is needed at the start
         if not self._handles or self.at_start != 0 or self._compiled or self._first_read:
             return nullcontext()
-        return _Reads(self._read)
+        return _ReadRecorder(self._on_read)
 
-    def forward_ended(self) -> None:
+    def on_forward_end(self) -> None:
         """A training forward of the whole model is over: from the first one learn who is called."""
         if not self._called:
             return
@@ -73,11 +73,11 @@ class ForwardHooks:
         for name, module in self._model.named_modules(remove_duplicate=False):
             for p in module._parameters.values():
                 if id(p) in self._bucket_of:
-                    home, bucket = self._home(name, id(p)), self._bucket_of[id(p)]
+                    home, bucket = self._responsible_module(name, id(p)), self._bucket_of[id(p)]
                     first[home] = min(bucket, first.get(home, bucket))
         self.at_start = first.get("")
         for name, bucket in first.items():
-            module, hook = self._model.get_submodule(name), partial(self._needed, bucket)
+            module, hook = self._model.get_submodule(name), partial(self._complete, bucket)
             handle = module.register_forward_pre_hook(UncopiedHook(hook), prepend=True)
             self._handles.append(handle)
         self._called = set()
@@ -99,7 +99,7 @@ class ForwardHooks:
                 module.__dict__["_parameters"] = watched
                 self._readers.append(module)
 
-    def _home(self, owner: str, parameter: int) -> str:
+    def _responsible_module(self, owner: str, parameter: int) -> str:
         """Who answers for a parameter of this module."""
         reader = self._first_read.get(parameter, owner)
         inside = reader == owner or reader.startswith(f"{owner}.") or not owner
@@ -119,13 +119,13 @@ class ForwardHooks:
     def _enter(self, name: str) -> None:
         self._called.add(name)
         self._running.append(name)
-        self._needed(0)
+        self._complete(0)
 
     def _leave(self) -> None:
         if self._running:
             self._running.pop()
 
-    def _read(self, parameter: int) -> None:
+    def _on_read(self, parameter: int) -> None:
         if parameter in self._bucket_of and parameter not in self._first_read:
             self._first_read[parameter] = self._running[-1] if self._running else ""
 
@@ -156,7 +156,7 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
         return dict, (dict(self),)
 
 
-class _Reads(TorchFunctionMode):
+class _ReadRecorder(TorchFunctionMode):
     """Reports the id of whatever torch functions are given."""
 
     def __init__(self, report: Callable[[int], None]):
@@ -177,7 +177,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _beneath_compiled() -> bool:
+def _has_compiled_caller() -> bool:
     """Whether whoever calls the model was compiled, and the model with it."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     frame = sys._getframe() if dynamo is not None else None

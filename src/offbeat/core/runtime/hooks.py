@@ -17,16 +17,16 @@ from offbeat.core.buckets.gradients import Gradients
 class BackwardListener(Protocol):
     """Who is told."""
 
-    def backward_begins(self) -> None:
+    def on_backward_begin(self) -> None:
         """The first gradient of a backward pass is there."""
 
-    def bucket_ready(self, b: int) -> None:
+    def on_bucket_ready(self, b: int) -> None:
         """The gradients of buckets 0..b are complete."""
 
-    def backward_ends(self) -> None:
+    def on_backward_end(self) -> None:
         """The backward pass has ended; `backward()` has not returned yet."""
 
-    def output_reached(self) -> None:
+    def on_output_gradient(self) -> None:
         """Something that a forward returned has its gradient."""
 
 
@@ -69,9 +69,9 @@ class BackwardHooks:
         count = len(self._gradients.parameters)
         self.seen = bytearray(count)
         self._left = self.held
-        self.again()
+        self.reset_pass()
 
-    def again(self) -> None:
+    def reset_pass(self) -> None:
         """Another backward pass of the same iteration."""
         self._ready = bytearray(len(self.seen))
         self._missing = list(self._sizes)
@@ -79,12 +79,12 @@ class BackwardHooks:
         self._running = self._queued = self._finished = False
 
     @property
-    def added(self) -> int:
+    def added_passes(self) -> int:
         """Backward passes of this iteration that have only added up."""
         return self.held - self._left
 
     @property
-    def broken(self) -> bool:
+    def is_broken(self) -> bool:
         """Whether a backward pass has begun, and will not end."""
         return self._queued and not self._finished and current_graph_task_id() < 0
 
@@ -103,9 +103,9 @@ class BackwardHooks:
 
         def gradient_ready(p: Tensor) -> None:
             if not self._running:
-                if self._finished and nested():
+                if self._finished and is_nested_backward():
                     raise RuntimeError(NESTED)
-                self._listener.backward_begins()
+                self._listener.on_backward_begin()
                 self._running = True
             if p.grad is not gradients.views[index]:
                 gradients.take(index, p)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ class BackwardHooks:
             if self._left:
                 if not self._queued:
                     self._queued = True
-                    Variable._execution_engine.queue_callback(self._held_back)  # type: ignore[attr-defined]
+                    Variable._execution_engine.queue_callback(self._on_held_backward_end)  # type: ignore[attr-defined]
                 return
             if self._ready[index]:
                 raise RuntimeError(NESTED)
@@ -123,7 +123,7 @@ class BackwardHooks:
                 self._queued = True
                 # Runs when this backward pass has ended, before backward() returns; what torch's
                 # own DDP and FSDP use for the same purpose.
-                Variable._execution_engine.queue_callback(self._listener.backward_ends)  # type: ignore[attr-defined]
+                Variable._execution_engine.queue_callback(self._listener.on_backward_end)  # type: ignore[attr-defined]
             self._ready[index] = 1
             if self.on_parameter is not None:
                 self.on_parameter(p)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ class BackwardHooks:
 
         return gradient_ready
 
-    def _held_back(self) -> None:
+    def _on_held_backward_end(self) -> None:
         self._left -= 1
         self._queued = False
         self.version = self._gradients.flat.grad_version()
@@ -149,10 +149,10 @@ class BackwardHooks:
         while (b := self._next) < len(missing) and not missing[b]:
             self._next = b + 1
             self._gradients.fresh(b)
-            self._listener.bucket_ready(b)
+            self._listener.on_bucket_ready(b)
 
 
-def nested() -> bool:
+def is_nested_backward() -> bool:
     """Whether a backward pass runs within another one that is not over."""
     frame = sys._getframe()
     while frame is not None:
@@ -168,14 +168,16 @@ class AfterBackward:
 
     def __init__(self, parameters: Iterable[Tensor], act: Callable[[], None]):
         self._act, self._pass = act, -1
-        self._handles = [p.register_post_accumulate_grad_hook(self._seen) for p in parameters]
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters
+        ]
 
     def remove(self) -> None:
         """Let the parameters go."""
         for handle in self._handles:
             handle.remove()
 
-    def _seen(self, _: Tensor) -> None:
+    def _on_gradient(self, _: Tensor) -> None:
         current = current_graph_task_id()
         if current != self._pass:
             self._pass = current

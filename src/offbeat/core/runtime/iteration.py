@@ -104,7 +104,7 @@ class Reports:
         """An iteration is over; some of its messages may still be awaited."""
         self._recent.append(done)
 
-    def hand_on(self, *, rest: bool = False) -> None:
+    def deliver(self, *, rest: bool = False) -> None:
         """Those that are complete, or at the end the `rest` as well. The listener may attach
         another storage and adopt another plan."""
         while self._recent and (rest or self._recent[0].complete):

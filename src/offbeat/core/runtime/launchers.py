@@ -10,7 +10,7 @@ LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 20000, 12000  # below the ports that systems give to connections
 
 
-class _Names(NamedTuple):
+class _Variables(NamedTuple):
     """The variables of a launcher."""
 
     launcher: str
@@ -23,15 +23,17 @@ class _Names(NamedTuple):
 
 
 LAUNCHERS = (
-    _Names(
+    _Variables(
         "srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "",
         "SLURM_JOB_ID",
     ),
-    _Names(
+    _Variables(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "",
         "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE",
     ),
-    _Names("mpiexec", "PMI_RANK", "PMI_SIZE", "", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID"),
+    _Variables(
+        "mpiexec", "PMI_RANK", "PMI_SIZE", "", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID",
+    ),
 )  # fmt: skip
 
 
@@ -61,7 +63,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def _address(names: _Names, environment: Mapping[str, str]) -> str:
+def _address(names: _Variables, environment: Mapping[str, str]) -> str:
     """Of rank 0's host."""
     hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     if names.launcher == "srun" and hosts:
@@ -74,7 +76,7 @@ def _address(names: _Names, environment: Mapping[str, str]) -> str:
     )
 
 
-def _port(names: _Names, environment: Mapping[str, str]) -> str:
+def _port(names: _Variables, environment: Mapping[str, str]) -> str:
     """The same on all ranks, and another one for another job."""
     job = environment.get(names.job, "")
     return str(FIRST_PORT + sum(ord(c) * 31**k for k, c in enumerate(job)) % PORTS)

@@ -49,14 +49,14 @@ class Messages:
     def enqueue(self, planned: int, number: int) -> list[Message]:
         """The messages of one iteration at their places on the links; receivers are ready."""
         messages = []
-        self.renew()
+        self.restart_coding()
         for t in self._program.transfers(planned):
             message = self._links[t.link].enqueue(t, number)
             messages.append(message)
             if t.ranks is not None and t.ranks[1] == self._program.rank:
                 payload, copy = t.payload, self._flat.physical(t.target)
                 if t.wire is not None:
-                    coded = self.coding.receiver(t, copy)
+                    coded = self.coding.receiving_message(t, copy)
                     self._links[t.link].release(message, (), coded)
                     continue
                 like = self._flat.carried(payload, copy, into=t.target)
@@ -83,7 +83,9 @@ class Messages:
                     self._sent = [*(m for m in self._sent if not m.done), message]
                 else:
                     self._copies[id(message)] = copy
-                self._links[t.link].release(message, (), self.coding.coded(t, copy, planned))
+                self._links[t.link].release(
+                    message, (), self.coding.encode_message(t, copy, planned)
+                )
                 return
             key = (id(t), copy)
             if key not in self._views:
@@ -97,25 +99,25 @@ class Messages:
                 given = [x.clone() for x in given]
         self._links[t.link].release(message, given)
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until all codes that this rank has for one other have gone. Other ranks must have
         begun the same iterations."""
         for message in self._sent:
             self._waiting.wait(message, self._flat)
         self._sent.clear()
 
-    def renew(self) -> None:
+    def restart_coding(self) -> None:
         """Where weights were replaced, count changes from what they are now."""
-        if self.coding.outdated:
-            self.settle()
-            self.coding.begin()
+        if self.coding.is_outdated:
+            self.wait_for_sends()
+            self.coding.restart_if_outdated()
 
-    def let_go(self) -> None:
+    def release_views(self) -> None:
         """Hold no views of the storage."""
         self._views.clear()
         self._fixed.clear()
 
-    def staged(self, message: Message) -> int | None:
+    def staged_age(self, message: Message) -> int | None:
         """The age of the copy whose numbers a message under way has taken, and will give back; None
         for one that works in place, or whose result belongs elsewhere."""
         copy = self._copies.get(id(message))
@@ -128,7 +130,7 @@ class Messages:
             if self._flat.physical(buffer, age) == copy
         )
 
-    def landed(
+    def arrived_message(
         self, t: Transfer, number: int, tensors: Sequence[Tensor], age: int | None
     ) -> Message:
         """A message of an earlier process: it has arrived with these tensors, and its result is not
@@ -177,7 +179,7 @@ class Messages:
             for target, result in zip(targets, message.tensors, strict=True):
                 target.copy_(result)
         else:
-            self.coding.put(t, copy, buffer, message.tensors)
+            self.coding.store_result(t, copy, buffer, message.tensors)
             if not message.culprits:  # else a guard will look at it
                 self.coding.give_back(message.tensors)
 

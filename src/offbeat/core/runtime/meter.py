@@ -84,7 +84,7 @@ class Meter:
             self._losses: list[Tensor] = []
             self._marks: list[Timestamps] = []
             self._since_s, self._sent = time.perf_counter(), session.traffic()
-            session.listen(self._take)
+            session.listen(self._on_iteration)
 
     def on_step_end(self) -> None:
         """`optimizer.step()` is over."""
@@ -100,7 +100,7 @@ class Meter:
 
     def _log(self, metrics: Metrics) -> None:
         """Pass the numbers to the log. Warn once if the log cannot write them."""
-        numbers = self._numbers(metrics.every)
+        numbers = self._collect_metrics(metrics.every)
         try:
             metrics.log(numbers, self._steps)
         except OSError as error:
@@ -108,7 +108,7 @@ class Meter:
                 self._warned = True
                 path = error.filename or getattr(metrics.log, "path", None)
                 warnings.warn(
-                    f"metrics ({_name_of(metrics.log)}) cannot be written"
+                    f"metrics ({_log_name(metrics.log)}) cannot be written"
                     f"{f' to {path}' if path else ''} after iteration {self._steps}: "
                     f"{error.strerror or error}; training goes on without them. Make room there",
                     RuntimeWarning,
@@ -121,7 +121,7 @@ class Meter:
             self._tap.close()
             self._tap = None
 
-    def _take(self, done: Iteration) -> None:
+    def _on_iteration(self, done: Iteration) -> None:
         self._marks.append(done.marks)
 
     def _sample(self, board: SampleBoard) -> None:
@@ -130,7 +130,7 @@ class Meter:
         board.post(number, self._chosen.numbers())
         self._samples.append(number)
 
-    def _numbers(self, iterations: int) -> dict[str, float]:
+    def _collect_metrics(self, iterations: int) -> dict[str, float]:
         now_s, sent = time.perf_counter(), self._session.traffic()
         numbers = {SECONDS: (now_s - self._since_s) / iterations}
         if self._marks:
@@ -161,7 +161,7 @@ class Meter:
         return None
 
 
-def _name_of(log: Log) -> str:
+def _log_name(log: Log) -> str:
     """Return the name of a log: of a function with its file and line, or of a class."""
     code = getattr(log, "__code__", None)
     if code is None:

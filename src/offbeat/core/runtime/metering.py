@@ -20,22 +20,22 @@ class Metering:
         self._age = max((a.arg("age", 0) for a in run.plan.applies), default=0)
         self._everything = range(run.plan.buckets)
 
-    def bucket_ready(self, b: int, planned: int) -> None:
+    def on_bucket_ready(self, b: int, planned: int) -> None:
         """Bucket b has its gradients; to be called if metering is `by_bucket`."""
-        if self._run.windows.closing(planned):
-            self._own(range(b, b + 1))
+        if self._run.windows.is_window_end(planned):
+            self._record_own_gradients(range(b, b + 1))
 
-    def backward_ends(self, planned: int) -> None:
+    def on_backward_end(self, planned: int) -> None:
         """All buckets have their gradients."""
-        if self._meter is None or not self._run.windows.closing(planned):
+        if self._meter is None or not self._run.windows.is_window_end(planned):
             return
         if not self.by_bucket:
-            self._own(self._everything)
+            self._record_own_gradients(self._everything)
         self._meter.complete()
 
-    def averaged(self, planned: int) -> None:
+    def on_averages_arrived(self, planned: int) -> None:
         """What the step applies has arrived."""
-        applied = self._run.windows.applied(planned)
+        applied = self._run.windows.applied_iterations(planned)
         if self._meter is not None and applied:
             copy = self._run.flat.physical("grad", self._age)
             gradients = list(self._run.gradients.own(self._everything, copy))
@@ -46,7 +46,7 @@ class Metering:
         if self._meter is not None:
             self._meter.reset()
 
-    def _own(self, run: range) -> None:
+    def _record_own_gradients(self, run: range) -> None:
         assert self._meter is not None
         copy = self._run.flat.physical("grad")
         self._meter.own(list(self._run.gradients.own(run, copy)))

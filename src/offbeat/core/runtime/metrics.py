@@ -82,10 +82,10 @@ class Prometheus:
     def __call__(self, numbers: Mapping[str, float], iteration: int) -> None:
         for name, number in {**numbers, "iteration": iteration}.items():
             base, _, link = name.partition("/")
-            gauge = self._gauges.get(base) or self._made(base, ["link"] if link else [])
+            gauge = self._gauges.get(base) or self._create_gauge(base, ["link"] if link else [])
             (gauge.labels(link) if link else gauge).set(number)
 
-    def _made(self, base: str, labels: list[str]) -> Any:
+    def _create_gauge(self, base: str, labels: list[str]) -> Any:
         from prometheus_client import Gauge
 
         self._gauges[base] = Gauge(f"offbeat_{base}", base.replace("_", " "), labels, **self._of)

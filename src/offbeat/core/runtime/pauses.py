@@ -21,14 +21,14 @@ class Pauses:
         """Between iterations: do what the next forward would wait for and apply."""
         if self._flushing:  # code within an update reads weights, such as a step hook
             return
-        if self._engine.now is None and self._engine.planned:
+        if self._engine.now is None and self._engine.planned_iteration:
             self._engine.weight_looks.close()
             self._flushing = True
             try:
-                self._engine.walker.flush(self._engine.planned)
+                self._engine.walker.flush(self._engine.planned_iteration)
             finally:
                 self._flushing = False
-            self._engine.reports.hand_on()
+            self._engine.reports.deliver()
 
     def pause(self) -> None:
         """Between iterations: nothing that has begun is left to wait for. RuntimeError in the
@@ -42,13 +42,13 @@ class Pauses:
         """Forget an iteration that has begun and will not end; what its forward has waited for
         and applied is not done again."""
         if self._engine.now is not None:
-            self._engine.walker.flush(self._engine.planned, begun=True)
-            self._engine.run.drop(self._engine.now)
+            self._engine.walker.flush(self._engine.planned_iteration, begun=True)
+            self._engine.run.pass_unsent_messages(self._engine.now)
             self._engine.now, self._engine.backward_over = None, False
             self._engine.begin()
         self.flush()
-        self._engine.run.land_all()
-        self._engine.reports.hand_on()
+        self._engine.run.complete_all_messages()
+        self._engine.reports.deliver()
 
     def settle(self) -> None:
         """Before leaving: finish updates, and messages that others wait for. What has begun and
@@ -63,12 +63,12 @@ class Pauses:
         self.flush()
         run = self._engine.run
         run.reloaded = True
-        run.messages.coding.forget()
-        if run.windows.late or run.lands_late or self._engine.plan.source is not None:
+        run.messages.coding.mark_stale()
+        if run.windows.late or run.has_delayed_averages or self._engine.plan.source is not None:
             self.pause()
             run.windows.discard()
-            run.discard_landings()
-            self._begin_anew()
+            run.discard_delayed_averages()
+            self._restart_plan()
             return True
         return bool(effects.common_buffers(self._engine.plan))
 
@@ -79,17 +79,17 @@ class Pauses:
         self.pause()
         if self._engine.run.windows.late:
             self._engine.run.windows.drain(
-                self._engine.run.context, self._engine.iteration, self._engine.planned
+                self._engine.run.context, self._engine.iteration, self._engine.planned_iteration
             )
-            self._begin_anew()
-        elif self._engine.run.lands_late:
-            self._engine.run.discard_landings()
-            self._begin_anew()
+            self._restart_plan()
+        elif self._engine.run.has_delayed_averages:
+            self._engine.run.discard_delayed_averages()
+            self._restart_plan()
         elif self._engine.plan.source is not None:  # other ranks are about to get its parameters
-            self._begin_anew()
-            self._engine.run.messages.coding.unite()
+            self._restart_plan()
+            self._engine.run.messages.coding.mark_united()
 
-    def _begin_anew(self) -> None:
+    def _restart_plan(self) -> None:
         self._engine.start = self._engine.iteration
         self._engine.run.iterations.clear()
         self._engine.walker.flushed = None

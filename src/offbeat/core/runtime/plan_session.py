@@ -41,7 +41,7 @@ from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.hooks import ALL
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.joint_optimizer import JointOptimizer
-from offbeat.core.runtime.position import capture, land_before, restore
+from offbeat.core.runtime.position import capture, restore, resume_at
 from offbeat.core.runtime.prepared import Position, Session
 from offbeat.core.runtime.training_job import (
     Observation,
@@ -88,7 +88,7 @@ class FlatSession(Session):
         self._varied = False  # the strategy is a variant, for the script's sake
         self._around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
         self._observer: Observer | None = None
-        self._before = 0  # iterations of processes before this one
+        self._earlier_iterations = 0  # iterations of processes before this one
         self._loaded = False  # since the last iteration, and the plan begins anew
         self._united = -1  # the engine's iteration when replicas were last made the same
         self.engine = Engine(
@@ -111,24 +111,24 @@ class FlatSession(Session):
         self._parameters.attach(flat.parameters)
         control = cluster.control
         self._finite = FiniteGuard(
-            watch.on_nonfinite, control.rank, control.world_size, self._names
+            watch.on_nonfinite, control.rank, control.world_size, self._describe_buckets
         )
-        self.engine.suspects = Suspects(self._finite, self.engine.waiting.refuse)
-        self._stepping = self.engine.stepping = Stepping(optimizer, self._anybody_steps)
+        self.engine.suspects = Suspects(self._finite, self.engine.waiting.fail_with)
+        self._stepping = self.engine.stepping = Stepping(optimizer, self._allows_any_optimizer)
         self._guard_links()
         # Also of bare modules: whoever reads or replaces weights finds them up to date.
         flush, discard = UncopiedHook(self.flush), UncopiedHook(self._discard)
         self._handles = [model.register_load_state_dict_pre_hook(discard)]
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
 
-    def _anybody_steps(self) -> bool:
+    def _allows_any_optimizer(self) -> bool:
         """Whether any optimizer may use the gradients between backward and step."""
         plan = self.engine.plan
         early = early_remedy(plan) is not None or self.engine.run.windows.late
         observing = self._observer is not None and not self._strategy.synchronous
         return only_gradients(plan) and not early and not observing
 
-    def _names(self, run: range) -> str:
+    def _describe_buckets(self, run: range) -> str:
         """Of a run of buckets, by their first and last."""
         names = [self.engine.flat.buckets[b].name for b in (run.start, run.stop - 1)]
         return repr(names[0]) if len(run) == 1 else f"{names[0]!r} to {names[1]!r}"
@@ -149,21 +149,21 @@ class FlatSession(Session):
             habits = replace(habits or Habits(), drives=True)
         with warnings.catch_warnings(record=True) as said:  # rank 0 says it for all
             warnings.simplefilter("always")
-            plan = self._checked(self._strategy)
+            plan = self._checked_plan(self._strategy)
         trial = None
         if habits is not None:
-            plan = self._suited(plan, habits)
+            plan = self._suitable_plan(plan, habits)
         else:
             trial = deferred(plan)
         self._trying = trial is not None
-        self.engine.watch(Watched() if self._trying else None)
+        self.engine.set_watched(Watched() if self._trying else None)
         self._run(plan, observed, trial)
         if habits is not None:
-            self._hold_back(habits)
-        elif trial is None and _acts_once(plan):
+            self._set_held_passes(habits)
+        elif trial is None and _allows_one_backward(plan):
             self.engine.hooks.held = ALL
         for warning in said:
-            self._decide(str(warning.message))
+            self._report_decision(str(warning.message))
 
     def _run(self, plan: Plan, observed: int, trial: Plan | None = None) -> None:
         """Adopt the strategy's first plan, record it, and watch what it does to the loss."""
@@ -171,14 +171,14 @@ class FlatSession(Session):
         self.engine.reports.listener = self._recorder.iteration if self._recorder else None
         if self._recorder:
             self._recorder.start(str(self._strategy), self.plan, observed)
-            self._recorder.sample = None if self._emulated else Sample.of(self.engine.flat)
-        self._unguard()
+            self._recorder.sample = None if self._is_emulated else Sample.of(self.engine.flat)
+        self._stop_guard()
         self._monitor = self._strategy.monitor()
         if self._monitor is not None:
             self._guard = ConvergenceGuard(self._cluster.control, self.engine.optimizer)
-            self.engine.measure(self._guard.meter)
+            self.engine.set_noise_meter(self._guard.meter)
 
-    def _checked(self, strategy: Strategy) -> Plan:
+    def _checked_plan(self, strategy: Strategy) -> Plan:
         plan = strategy.plan(self.profile)
         if self._broadcasts(strategy):
             plan = with_broadcast(plan, self.profile.default_link.name)
@@ -207,9 +207,11 @@ class FlatSession(Session):
         if new:
             control.agree("the buffers that forward writes", buffers.descriptions(), SAME_SHAPE)
         if new and iteration:
-            self._say(f"forward has begun to write buffer {new[0]!r}, so rank 0's is broadcast")
+            self._report_line(
+                f"forward has begun to write buffer {new[0]!r}, so rank 0's is broadcast"
+            )
 
-    def _suited(self, plan: Plan, habits: Habits) -> Plan:
+    def _suitable_plan(self, plan: Plan, habits: Habits) -> Plan:
         """The plan, or that of the strategy's variant that lets the script do what it does."""
         why = habits.against(plan)
         if why is None:
@@ -224,21 +226,21 @@ class FlatSession(Session):
                 f"times; {early_remedy(plan)}"
             )
         self._strategy, self._varied = variant, True
-        self._say(f"the script {why}, so {variant} runs instead of {asked}")
-        return self._checked(variant)
+        self._report_line(f"the script {why}, so {variant} runs instead of {asked}")
+        return self._checked_plan(variant)
 
-    def _hold_back(self, habits: Habits) -> None:
+    def _set_held_passes(self, habits: Habits) -> None:
         """Unless each iteration averages its own gradients, only the last backward before a step
         begins messages: the others add up."""
         averaging = any(t.payload.buffer == "grad" for t in self.plan.transfers)
         averaging = averaging and self.plan.source is None and not self.engine.run.windows.late
         self.engine.hooks.held = 0 if averaging else habits.backwards - 1
 
-    def _count_backwards(self) -> None:
+    def _expect_passes(self) -> None:
         """Expect as many backward passes per step as the rank with the most has run in this one,
         whose messages have all waited for the step."""
         hooks = self.engine.hooks
-        hooks.held = max(1, *self._cluster.control.gather(hooks.added)) - 1
+        hooks.held = max(1, *self._cluster.control.gather(hooks.added_passes)) - 1
 
     def _change_variant(self) -> None:
         """Run the variant that averages the gradients of every backward pass, if there is one: this
@@ -246,26 +248,26 @@ class FlatSession(Session):
         self.engine.repeats = False
         if self._strategy.at_step() is None:
             return
-        plan = self._suited(self.plan, Habits(backwards=2))
+        plan = self._suitable_plan(self.plan, Habits(backwards=2))
         if plan is not self.plan:
             self.engine.pauses.drain()
             self._adopt(self._strategy, plan)
 
-    def _tried(self) -> None:
+    def _end_trial(self) -> None:
         """The first step is over, in which nothing was early: go on as planned, or with a variant
         if some rank's script needs one. All ranks know the same and do the same."""
         watched, self._trying = self.engine.watched, False
         assert watched is not None
         habits = Habits.of_all(watched.habits, self._cluster.control)
-        self.engine.watch(None)
-        plan = self._suited(self.plan, habits)
+        self.engine.set_watched(None)
+        plan = self._suitable_plan(self.plan, habits)
         if plan is self.plan:
-            tried = self.engine.planned
+            tried = self.engine.planned_iteration
             self._start(plan, tried)
-            land_before(self.engine, tried)
+            resume_at(self.engine, tried)
         else:
             self._adopt(self._strategy, plan)
-        self._hold_back(habits)
+        self._set_held_passes(habits)
 
     def _adopt(self, strategy: Strategy, plan: Plan, trial: Plan | None = None) -> None:
         """Agree on a plan, open what it needs, and run it, or at first a `trial` of it."""
@@ -287,60 +289,66 @@ class FlatSession(Session):
         if self._pace is None and self.profile.pace:
             self._pace = open_pace(self.profile, control.rank)
             assert self._pace is not None
-            self.engine.hold(self._pace)
+            self.engine.set_compute(self._pace)
         if self._guard is not None:
-            self.engine.measure(self._guard.meter)
+            self.engine.set_noise_meter(self._guard.meter)
         self._replicas, every = None, self._watch.compare_every
         compared = control, self._model, self.engine.optimizer, every
         if every and only_gradients(plan):
             self._replicas = ReplicaGuard(*compared, self.engine.pauses.flush)
             self._replicas.look()
         elif every:
-            self._replicas = SettingsGuard(*compared, self._averages_now, self._decide)
+            self._replicas = SettingsGuard(
+                *compared, self._averages_parameters_now, self._report_decision
+            )
 
-    def _averages_now(self) -> bool:
+    def _averages_parameters_now(self) -> bool:
         """Whether all ranks average parameters in this iteration, or may by a vote.
 
         Ranks that hand sums and parameters on are iterations apart and do not meet here.
         """
-        transfers = self.engine.run.program.transfers(self.engine.planned)
+        transfers = self.engine.run.program.transfers(self.engine.planned_iteration)
         return any(t.payload.buffer != "grad" and t.ranks is None for t in transfers)
 
     def _start(self, plan: Plan, planned: int) -> None:
         self.scaler_remedy = _scaler_remedy(plan)
         self.engine.adopt(plan, planned)
 
-    def _heed(self, finding: Finding) -> None:
+    def _apply_finding(self, finding: Finding) -> None:
         """Fall back to a synchronous schedule if the loss departs, plan again if the noise says
         so. All ranks see the same finding and do the same."""
         if finding.departed is not None:
             assert self._monitor is not None
             fallback = self._monitor.fallback
-            plan = self._checked(fallback)
-            self._unguard()
+            plan = self._checked_plan(fallback)
+            self._stop_guard()
             if plan.digest == self.plan.digest:  # it runs already, and is not to blame
                 return
-            self._decide(f"{finding.departed}: fell back from {self._strategy} to {fallback}")
+            self._report_decision(
+                f"{finding.departed}: fell back from {self._strategy} to {fallback}"
+            )
             self.engine.pauses.drain()
             self._adopt(fallback, plan)
         elif finding.noise is not None:
             self.profile = replace(self.profile, noise=finding.noise)
             with warnings.catch_warnings():  # what is decided while training is in the report
                 warnings.simplefilter("ignore")
-                plan = self._checked(self._strategy)
+                plan = self._checked_plan(self._strategy)
             if plan.digest != self.plan.digest:
                 why = plan.fact("why") or plan.fact("preserver", {}).get("decision")
-                self._decide(f"planned again, {why or 'the gradient noise changed'}", warn=False)
+                self._report_decision(
+                    f"planned again, {why or 'the gradient noise changed'}", warn=False
+                )
                 self.engine.pauses.drain()
                 self._adopt(self._strategy, plan)
 
-    def _say(self, what: str) -> None:
+    def _report_line(self, what: str) -> None:
         """One line of rank 0, and in the report."""
-        self._decide(what, warn=False)
+        self._report_decision(what, warn=False)
         if self._cluster.control.rank == 0:
             print(f"offbeat: {what}", file=sys.stderr, flush=True)
 
-    def _decide(self, what: str, warn: bool = True) -> None:
+    def _report_decision(self, what: str, warn: bool = True) -> None:
         iteration = self.engine.iteration
         warning = f"iteration {iteration}: {what}" if warn else None
         if self._recorder:
@@ -348,24 +356,24 @@ class FlatSession(Session):
         if warning is not None and self._cluster.control.rank == 0:
             warnings.warn(warning, stacklevel=2)
 
-    def _unguard(self) -> None:
+    def _stop_guard(self) -> None:
         if self._guard is not None:
             self._guard.close()
-            self.engine.measure(None)
+            self.engine.set_noise_meter(None)
         self._guard = None
 
     def observe(self, how: Observation) -> None:
         """Run plain BSP first, measure, and plan from what was measured."""
         first = next(iter(self._cluster.links))
-        self.engine.watch(Watched())
+        self.engine.set_watched(Watched())
         plan = observing_plan(
             len(self.engine.flat.buckets), first, broadcasts=self._broadcasts(self._strategy)
         )
         self._cluster.open(plan.links)
         self._guard_links()
         self.engine.adopt(plan)
-        turns = load_object(TURNS)(how.turns) if how.turns and not self._emulated else Compute()
-        self.engine.hold(turns)
+        turns = load_object(TURNS)(how.turns) if how.turns and not self._is_emulated else Compute()
+        self.engine.set_compute(turns)
         self._observer = observer = Observer(self._model, self.engine, self._cluster.device, turns)
         self._around_forward = observer.memory.forward
 
@@ -397,10 +405,10 @@ class FlatSession(Session):
         self.engine.relayout(specs)
         flat = self.engine.flat
         self._parameters.attach(flat.parameters)
-        links, contention = measure_cluster(self._cluster, flat, emulated=self._emulated)
+        links, contention = measure_cluster(self._cluster, flat, emulated=self._is_emulated)
         profile = observer.profile(specs, flat, links, contention, control, how.model)
-        self.engine.hold(Compute())
-        if how.pace is not None and not self._emulated:
+        self.engine.set_compute(Compute())
+        if how.pace is not None and not self._is_emulated:
             paced = load_object(PACED_PROFILE)(profile, how.pace, self._cluster)
             profile = Profile.from_dict(control.gather(paced.to_dict())[0])
             profile = measure_beside(self._cluster, flat, profile)
@@ -418,7 +426,7 @@ class FlatSession(Session):
         self.run_from(profile, observed, habits)
 
     @property
-    def _emulated(self) -> bool:
+    def _is_emulated(self) -> bool:
         """Whether the model's layers only sleep."""
         return bool(getattr(self._model, "emulated", False))
 
@@ -426,7 +434,7 @@ class FlatSession(Session):
 
     @property
     def iteration(self) -> int:
-        return self._before + self.engine.iteration
+        return self._earlier_iterations + self.engine.iteration
 
     def capture_position(self) -> Position:
         self._cluster.require_open()
@@ -461,7 +469,7 @@ class FlatSession(Session):
             self._resume_plan(state)
         else:
             self.engine.pauses.discard()
-        self._before = iteration - self.engine.iteration
+        self._earlier_iterations = iteration - self.engine.iteration
 
     def _resume_plan(self, state: Mapping[str, Any]) -> None:
         """Have the buckets and the plan that were captured, and stand at the same place in it."""
@@ -469,7 +477,7 @@ class FlatSession(Session):
         if self._observer is not None:
             self._observer.finish()
             self._observer, self._around_forward = None, nullcontext
-            self.engine.hold(Compute())
+            self.engine.set_compute(Compute())
         self.profile = Profile.from_dict(state["profile"])
         if self._recorder:
             self._recorder.sample = None  # of the storage before
@@ -484,14 +492,14 @@ class FlatSession(Session):
             self.engine.begin()
             return
         self._trying = False
-        self.engine.watch(None)
+        self.engine.set_watched(None)
         self._run(Plan.from_dict(state["plan"]), observed=0)
         self.engine.hooks.held = state["held"]
         if state["guard"] is None:
-            self._unguard()
+            self._stop_guard()
         elif self._guard is not None:
             self._guard.resume(state["guard"])
-            self.engine.measure(self._guard.meter)
+            self.engine.set_noise_meter(self._guard.meter)
         restore(self.engine, state["engine"])
 
     # ---- what the user calls ----------------------------------------------------------------
@@ -502,7 +510,7 @@ class FlatSession(Session):
         if torch.is_grad_enabled():
             if self._shared:
                 self.engine.module_buffers.note()
-            shared = self._anybody_steps()  # else messages may hold what was there
+            shared = self._allows_any_optimizer()  # else messages may hold what was there
             self._parameters.require_unchanged(self.engine.flat.take_back if shared else None)
             self._require_untouched()
             if self._replicas is not None and self.engine.now is None and self.engine.trains:
@@ -560,20 +568,20 @@ class FlatSession(Session):
         if self.engine.plan.source is not None and self._cluster.control.world_size > 1:
             self._untouched.note()
         if self._replicas is not None:
-            self._replicas.note_step(landed=not self.engine.run.lands_at_forward)
-        if self.engine.run.lands_at_forward:
+            self._replicas.note_step(landed=not self.engine.run.has_transfers_at_forward)
+        if self.engine.run.has_transfers_at_forward:
             self._unsampled = self.engine.iteration - 1
         elif self._recorder:
             self._recorder.ended(self.engine.iteration - 1)
         if self._trying:
-            self._tried()
+            self._end_trial()
         elif self.engine.hooks.held == ALL:
-            self._count_backwards()
+            self._expect_passes()
         if self.engine.repeats:
             self._change_variant()
         finding = self._guard.iteration() if self._guard is not None else None
         if finding is not None:
-            self._heed(finding)
+            self._apply_finding(finding)
 
     def _require_untouched(self) -> None:
         if self.engine.now is None and (name := self._untouched.changed()) is not None:
@@ -584,7 +592,7 @@ class FlatSession(Session):
                 "model.load_state_dict, or use a strategy that steps at once, such as WFBP()"
             )
 
-    def scaled(self) -> None:
+    def on_scaler_step(self) -> None:
         if self.engine.watched is not None:
             self.engine.watched.scaled()
 
@@ -667,7 +675,7 @@ class FlatSession(Session):
             self.engine.pauses.settle()
         self.engine.waiting.closed = True
         if self._recorder:
-            self.engine.reports.hand_on(rest=True)
+            self.engine.reports.deliver(rest=True)
             self._recorder.pace = self._pace.record() if self._pace else None
             self._recorder.write(self.traffic())
         self.detach()
@@ -675,7 +683,7 @@ class FlatSession(Session):
 
     def detach(self) -> None:
         """Remove every hook on the model, the optimizer and torch."""
-        self._unguard()
+        self._stop_guard()
         self.engine.detach()
         self._parameters.close()
         self._stepping.close()
@@ -683,7 +691,7 @@ class FlatSession(Session):
             handle.remove()
 
 
-def _acts_once(plan: Plan) -> bool:
+def _allows_one_backward(plan: Plan) -> bool:
     """Whether parameters change during backward, so that no other pass may follow it."""
     averages = any(t.payload.buffer == "param" and t.after.point == "grad" for t in plan.transfers)
     return averages or plan.source is not None

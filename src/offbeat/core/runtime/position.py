@@ -27,14 +27,14 @@ def capture(engine: Engine) -> State:
             "the next forward in training mode"
         )
     engine.pauses.flush()
-    engine.run.messages.settle()
-    engine.run.messages.renew()
-    run, planned = engine.run, engine.planned
+    engine.run.messages.wait_for_sends()
+    engine.run.messages.restart_coding()
+    run, planned = engine.run, engine.planned_iteration
     recent = [i for i in run.iterations.values() if i.planned >= planned - run.program.lag]
     return {
         "planned": planned,
-        "iterations": [_captured(engine, iteration) for iteration in recent],
-        "buffers": {name: run.flat.contents(name) for name in _kept(engine)},
+        "iterations": [_capture_iteration(engine, iteration) for iteration in recent],
+        "buffers": {name: run.flat.contents(name) for name in _saved_buffers(engine)},
         "gradients": run.gradients.flags() if run.windows.late else None,
         "memory": run.context.memory,
         "votes": run.votes.outcomes,
@@ -49,28 +49,28 @@ def restore(engine: Engine, state: Mapping[str, Any]) -> None:
         run.flat.fill(name, contents)
     if state["gradients"] is not None:
         run.gradients.restore(state["gradients"])
-    run.messages.coding.restored()
-    run.windows.resumed()
+    run.messages.coding.mark_restored()
+    run.windows.on_restore()
     run.context.memory.update(state["memory"])
     run.votes.outcomes.update(state["votes"])
     for saved in state["iterations"]:
-        run.iterations[saved["planned"]] = _landed(engine, saved, planned)
+        run.iterations[saved["planned"]] = _restore_iteration(engine, saved, planned)
     engine.start = engine.iteration - planned
     engine.walker.flushed = planned or None
     engine.begin()
 
 
-def land_before(engine: Engine, planned: int) -> None:
+def resume_at(engine: Engine, planned: int) -> None:
     """Go on at this place of a plan that has just been adopted: what iterations before it have sent
     has arrived and is in its place."""
     nothing = {"messages": {}, "settings": None, "skipped": False}
     for earlier in range(max(0, planned - engine.run.program.lag), planned):
         saved = {**nothing, "planned": earlier}
-        engine.run.iterations[earlier] = _landed(engine, saved, planned)
+        engine.run.iterations[earlier] = _restore_iteration(engine, saved, planned)
     engine.walker.flushed = planned or None
 
 
-def _kept(engine: Engine) -> list[str]:
+def _saved_buffers(engine: Engine) -> list[str]:
     """Buffers that a checkpoint needs. Parameters are the model's; gradients are zeroed by the
     loop, unless the plan adds them up."""
     late = engine.run.windows.late
@@ -84,7 +84,7 @@ def _kept(engine: Engine) -> list[str]:
     ]
 
 
-def _captured(engine: Engine, iteration: Iteration) -> State:
+def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
     """An iteration that is over, and what of it is still to come."""
     run, messages = engine.run, {}
     for vote in engine.plan.votes:
@@ -94,19 +94,19 @@ def _captured(engine: Engine, iteration: Iteration) -> State:
         engine.waiting.wait(message, run.flat)
         messages[index] = {
             "tensors": () if message.transfer.in_place else tuple(message.tensors),
-            "age": run.messages.staged(message),
+            "age": run.messages.staged_age(message),
             "culprits": list(message.culprits),
         }
     settings = iteration.settings
     return {
         "planned": iteration.planned,
         "skipped": iteration.skipped,
-        "settings": None if settings is None else run.updates.stepper.listed(settings),
+        "settings": None if settings is None else run.updates.stepper.as_list(settings),
         "messages": messages,
     }
 
 
-def _landed(engine: Engine, saved: Mapping[str, Any], planned: int) -> Iteration:
+def _restore_iteration(engine: Engine, saved: Mapping[str, Any], planned: int) -> Iteration:
     run, now = engine.run, engine.iteration
     number = now - (planned - saved["planned"])
     rules, messages = run.program.transfers(saved["planned"]), saved["messages"]
@@ -115,7 +115,7 @@ def _landed(engine: Engine, saved: Mapping[str, Any], planned: int) -> Iteration
     for index, transfer in enumerate(rules):
         mine = messages.get(index, {"tensors": (), "age": None, "culprits": []})
         tensors = [t.to(where) for t in mine["tensors"]]
-        message = run.messages.landed(transfer, number, tensors, mine["age"])
+        message = run.messages.arrived_message(transfer, number, tensors, mine["age"])
         message.culprits = mine["culprits"]
         found.append(message)
     listed = saved["settings"]
@@ -126,7 +126,7 @@ def _landed(engine: Engine, saved: Mapping[str, Any], planned: int) -> Iteration
         saved["planned"],
         run.program.steps(saved["planned"]),
         skipped=saved["skipped"],
-        settings=None if listed is None else run.updates.stepper.unlisted(listed),
+        settings=None if listed is None else run.updates.stepper.from_list(listed),
         outstanding=set(messages),
         over=True,
     )

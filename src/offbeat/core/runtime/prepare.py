@@ -136,7 +136,7 @@ def prepare(
         os.environ.update(torchrun_variables(os.environ))
     if job.save_strategy is not None:
         _save_strategy(strategy, job, job.save_strategy)
-    strategy, notice = _chosen(strategy, job)
+    strategy, notice = _choose_strategy(strategy, job)
     servers = current_servers()
     timeout_s = _positive("timeout_s", job.timeout_s or timeout_s)
     min_bucket_bytes = job.min_bucket_bytes or min_bucket_bytes
@@ -160,7 +160,7 @@ def prepare(
             )
         _require_unprepared(model, one)
     if isinstance(optimizer, Sequence):
-        optimizer = _together(model, optimizer, strategy)
+        optimizer = _join_optimizers(model, optimizer, strategy)
     _require_idle_servers()
     _require_one_model(job)
     if hasattr(model, "_orig_mod"):  # what torch.compile returns
@@ -214,7 +214,11 @@ def prepare(
         )
         watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
         if cluster.control.rank == 0:
-            print(_said(strategy, notice, cluster, known, observe), file=sys.stderr, flush=True)
+            print(
+                _startup_message(strategy, notice, cluster, known, observe),
+                file=sys.stderr,
+                flush=True,
+            )
         samples = cluster.control.gather(metrics.divergence_every if metrics else None)
         broadcast_model(model, cluster)
         recorder = _recorder(model, job, cluster, difference)
@@ -236,7 +240,7 @@ def prepare(
     return (prepared[0], prepared[1].parts()) if several else prepared
 
 
-def _together(
+def _join_optimizers(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy
 ) -> JointOptimizer:
     """Several optimizers as one."""
@@ -286,7 +290,7 @@ def _recorder(
     return recorder
 
 
-def _chosen(strategy: Strategy | str | None, job: Job) -> tuple[Strategy, str | None]:
+def _choose_strategy(strategy: Strategy | str | None, job: Job) -> tuple[Strategy, str | None]:
     """The strategy, and what is to be said if it is not the script's."""
     script = parse(strategy) if isinstance(strategy, str) else strategy
     if script is not None and not isinstance(script, Strategy):
@@ -308,7 +312,7 @@ def _chosen(strategy: Strategy | str | None, job: Job) -> tuple[Strategy, str | 
 
 def _save_strategy(strategy: Strategy | str | None, job: Job, path: str) -> None:
     """Tell the launcher on rank 0 which strategy runs without its choice."""
-    chosen, _ = _chosen(strategy, replace(job, strategy=None))
+    chosen, _ = _choose_strategy(strategy, replace(job, strategy=None))
     if "RANK" not in os.environ or current_place()[0] == 0:
         text = str(parse(strategy) if isinstance(strategy, str) else strategy)
         own = not is_registered(chosen)
@@ -323,7 +327,7 @@ def _save_strategy(strategy: Strategy | str | None, job: Job, path: str) -> None
         raise SystemExit(0)
 
 
-def _said(
+def _startup_message(
     strategy: Strategy, notice: str | None, cluster: Cluster, known: Profile | None, observe: int
 ) -> str:
     """One line on what is about to happen, and the notice."""
@@ -451,7 +455,7 @@ def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) 
 def _connect(model: nn.Module, links: Sequence[str] | None, timeout_s: float) -> Cluster:
     where = next(model.parameters()).device
     device = device_of(where)
-    specs = _specs(links, where)
+    specs = _link_specs(links, where)
     joined_here = not dist.is_initialized()
     if joined_here:
         _join("nccl" if any(spec.backend == "nccl" for spec in specs) else "gloo", timeout_s)
@@ -459,7 +463,7 @@ def _connect(model: nn.Module, links: Sequence[str] | None, timeout_s: float) ->
     return connect(specs, where, device, timeout_s)
 
 
-def _specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSpec]:
+def _link_specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSpec]:
     """What the links are made of; ValueError on those that cannot be, before anything is opened."""
     if isinstance(links, str):
         raise ValueError(f"links ({links!r}) must be a list {OF_INTERFACES}")

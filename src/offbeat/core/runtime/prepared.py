@@ -149,7 +149,7 @@ class Session(ABC):
     def listen(self, listener: Callable[[Iteration], None]) -> None:  # noqa: B027
         """Tell somebody of every iteration that is complete; by default nobody knows its times."""
 
-    def scaled(self) -> None:  # noqa: B027 - nothing to do by default
+    def on_scaler_step(self) -> None:  # noqa: B027 - nothing to do by default
         """A gradient scaler is about to step."""
 
     def skip_step(self) -> None:
@@ -191,7 +191,7 @@ class Model(nn.Module):
         object.__setattr__(self, "_session", session)
         object.__setattr__(self, "_meter", meter)
         object.__setattr__(self, "_forwards", set())  # names of methods that train
-        object.__setattr__(self, "_quiet", None)  # the no_sync() that the script has switched on
+        object.__setattr__(self, "_no_sync", None)  # the no_sync() that the script has switched on
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         around = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
@@ -273,9 +273,9 @@ class Model(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
         """`to`, `double`, `cuda`: nothing may move out of its bucket."""
-        if any(_moves(t, fn) for t in self.parameters()):
+        if any(_would_move(t, fn) for t in self.parameters()):
             raise ValueError("move or convert the model before offbeat.prepare, not after it")
-        if any(_moves(t, fn) for t in self.buffers()):
+        if any(_would_move(t, fn) for t in self.buffers()):
             return super()._apply(fn, recurse)
         return self  # to where everything is already
 
@@ -297,7 +297,7 @@ class Model(nn.Module):
                 ) from None
             value = getattr(module, name)
         if inspect.ismethod(value) and value.__self__ is module:
-            return self._counted(name, value)
+            return self._track_calls(name, value)
         if isinstance(value, (torch.Tensor, nn.Module)) or callable(value):
             self._session.flush()  # what it reads must be up to date
         return value
@@ -335,17 +335,17 @@ class Model(nn.Module):
     @property
     def require_backward_grad_sync(self) -> bool:
         """False: backward only accumulates, as within `no_sync()`."""
-        return self._quiet is None
+        return self._no_sync is None
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        if value and self._quiet is not None:
-            self._quiet.__exit__(None, None, None)
-            object.__setattr__(self, "_quiet", None)
-        elif not value and self._quiet is None:
+        if value and self._no_sync is not None:
+            self._no_sync.__exit__(None, None, None)
+            object.__setattr__(self, "_no_sync", None)
+        elif not value and self._no_sync is None:
             quiet = self.no_sync()
             quiet.__enter__()
-            object.__setattr__(self, "_quiet", quiet)
+            object.__setattr__(self, "_no_sync", quiet)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -353,7 +353,7 @@ class Model(nn.Module):
             "model.module, copy.deepcopy(model) or model.state_dict()"
         )
 
-    def _counted(self, name: str, method: MethodType) -> MethodType:
+    def _track_calls(self, name: str, method: MethodType) -> MethodType:
         """The method, whose calls count as forward passes if they train."""
 
         @wraps(method.__func__)
@@ -370,13 +370,13 @@ class Model(nn.Module):
         self._session.before_call()
         output = method(*args, **kwargs)
         if isinstance(output, Generator):
-            return self._resumed(output)
+            return self._wrap_generator(output)
         if torch.is_grad_enabled() and any(t.grad_fn is not None for t in tensors_of(output)):
             self._forwards.add(name)
             self._session.note_forward(output)
         return output
 
-    def _resumed(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    def _wrap_generator(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """The same; its body may run in other iterations than the call."""
         while True:
             self._session.before_call()
@@ -387,7 +387,7 @@ class Model(nn.Module):
             yield value
 
 
-def _moves(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+def _would_move(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     """Whether it would be somewhere else or of another kind. A copy is not: `cpu:0`, as accelerate
     calls it, is where `cpu` is, though torch copies."""
     moved = fn(tensor.detach())
@@ -441,7 +441,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._end_iteration(skip_update=self._overflowed())
+        self._end_iteration(skip_update=self._unscale_gradients())
         return loss
 
     def _end_iteration(self, *, skip_update: bool) -> None:
@@ -485,14 +485,14 @@ class Optimizer(torch.optim.Optimizer):
         """Call this whenever an iteration is over."""
         self._after_step = act
 
-    def _overflowed(self) -> bool:
+    def _unscale_gradients(self) -> bool:
         """Do what GradScaler.step asks for through two attributes: unscale, unless the user has
         done so, and report a gradient that is not finite. The iteration ends either way, so a
         rank that skips its update stays in step with the others."""
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
             return False
-        self._session.scaled()
+        self._session.on_scaler_step()
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
             gradients = [
@@ -563,7 +563,7 @@ class Part(Optimizer):
                 loss = closure()
         if not self._session.awaits_step or id(self) in self._stepped:
             self._stepped.clear()
-        if not self._overflowed():
+        if not self._unscale_gradients():
             self._session.drive(self.inner.step)
         self._stepped.add(id(self))
         assert isinstance(self._whole.inner, JointOptimizer)

@@ -35,7 +35,7 @@ class SchedulerGate:
             self._patch()
         self._open.append(self)
 
-    def iteration(self, applied: bool) -> None:
+    def on_iteration_end(self, applied: bool) -> None:
         """`optimizer.step()` was called, and did or did not update."""
         self._iterations += 1
         self._applied = applied
@@ -52,17 +52,17 @@ class SchedulerGate:
         for scheduler in dict.fromkeys(_classes(LRScheduler)):
             if "step" in vars(scheduler):
                 cls._originals[scheduler] = scheduler.step
-                scheduler.step = cls._gated(scheduler.step)  # type: ignore[method-assign]
+                scheduler.step = cls._wrap_step(scheduler.step)  # type: ignore[method-assign]
 
     @classmethod
-    def _gated(cls, original: Callable[..., None]) -> Callable[..., None]:
+    def _wrap_step(cls, original: Callable[..., None]) -> Callable[..., None]:
         def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-            if not any(gate._skips(self) for gate in cls._open):
+            if not any(gate._is_skipped(self) for gate in cls._open):
                 original(self, *args, **kwargs)
 
         return step
 
-    def _skips(self, scheduler: LRScheduler) -> bool:
+    def _is_skipped(self, scheduler: LRScheduler) -> bool:
         optimizer = scheduler.optimizer
         if isinstance(optimizer, Optimizer):
             optimizer = optimizer.inner

@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.core.buckets.autograd_gradients import HandedOver
-from offbeat.core.runtime.hooks import NESTED, BackwardListener, nested
+from offbeat.core.runtime.hooks import NESTED, BackwardListener, is_nested_backward
 from offbeat.core.runtime.outputs import tensors_of
 
 NO_TASK = -1
@@ -54,22 +54,22 @@ class Sentinels:
     def begin(self) -> None:
         """A new iteration."""
         self._left = self.held
-        if self.broken:
+        if self.is_broken:
             self._task = NO_TASK
-        self.again()
+        self.reset_pass()
 
-    def again(self) -> None:
+    def reset_pass(self) -> None:
         """Another backward pass of the same iteration."""
         self._next = self._complete = 0  # of those expected; of the parameters
         self._running = self._finished = False
 
     @property
-    def added(self) -> int:
+    def added_passes(self) -> int:
         """Backward passes of this iteration that have only added up."""
         return self.held - self._left
 
     @property
-    def broken(self) -> bool:
+    def is_broken(self) -> bool:
         """Whether a backward pass has begun, and will not end."""
         return self._task != NO_TASK and current_graph_task_id() == NO_TASK
 
@@ -86,7 +86,7 @@ class Sentinels:
         for b in set(self._posts).difference(buckets):
             self._posts.pop(b)[1].remove()
         for b in buckets:
-            self._post(b, self._last[b])
+            self._place_sentinel(b, self._last[b])
 
     def watch(self, output: object) -> None:
         """A forward has returned this: backward begins there. Without tensors in it every parameter
@@ -95,7 +95,7 @@ class Sentinels:
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
                 found = True
-                tensor.register_hook(self._reached)
+                tensor.register_hook(self._on_output_gradient)
         if found == bool(self._everywhere):
             self._watch_parameters(not found)
 
@@ -104,7 +104,9 @@ class Sentinels:
         for handle in self._everywhere:
             handle.remove()
         parameters = self._parameters if watching else []
-        self._everywhere = [p.register_post_accumulate_grad_hook(self._passed) for p in parameters]
+        self._everywhere = [
+            p.register_post_accumulate_grad_hook(self._on_parameter_gradient) for p in parameters
+        ]
 
     def remove(self) -> None:
         """Let the parameters go."""
@@ -115,20 +117,20 @@ class Sentinels:
 
     # ---- a pass -----------------------------------------------------------------------------
 
-    def _reached(self, _: Tensor) -> None:
-        self._listener.output_reached()
+    def _on_output_gradient(self, _: Tensor) -> None:
+        self._listener.on_output_gradient()
         if current_graph_task_id() != self._task:
-            self._begins(blind=False)
+            self._on_pass_begin(blind=False)
 
-    def _begins(self, *, blind: bool) -> None:
+    def _on_pass_begin(self, *, blind: bool) -> None:
         """A pass begins, before its first gradient unless `blind`."""
         self._task, self._blind, self._noticed = current_graph_task_id(), blind, False
-        self._before = None if blind else self._leftovers()
+        self._before = None if blind else self._previous_gradients()
         if self._before and any(g is not None and g._is_view() for g, _ in self._before):
             self._blind = True  # views of one tensor have one version counter
-        Variable._execution_engine.queue_callback(self._ends)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._on_pass_end)  # type: ignore[attr-defined]
 
-    def _leftovers(self) -> list[tuple[Tensor | None, int]] | None:
+    def _previous_gradients(self) -> list[tuple[Tensor | None, int]] | None:
         """Gradients that are there already, with their versions; None if there are none."""
         if self._gradients.empty:  # look all the same at those that must not seem complete
             stop = self._stops[self._expected[-1]] if self._expected else 0
@@ -137,7 +139,7 @@ class Sentinels:
         grads = [p.grad for p in self._parameters]
         return [(g, 0 if g is None else g._version) for g in grads]
 
-    def _has(self, index: int) -> bool:
+    def _has_gradient(self, index: int) -> bool:
         """Whether this pass has left a gradient at a parameter: new ones are other tensors, or have
         been written to."""
         gradient = self._parameters[index].grad
@@ -146,13 +148,13 @@ class Sentinels:
         before, version = self._before[index]
         return gradient is not before or gradient._version != version
 
-    def _ends(self) -> None:
+    def _on_pass_end(self) -> None:
         """The pass is over; `backward()` has not returned yet."""
         self._task = NO_TASK
-        if not (self._noticed or self._reached_parameters()):  # torch.autograd.grad
+        if not (self._noticed or self._has_any_gradient()):  # torch.autograd.grad
             return
         if not self._running:
-            self._listener.backward_begins()
+            self._listener.on_backward_begin()
             self._running = True
         self._gradients.empty = False
         if self.accumulating:
@@ -160,12 +162,12 @@ class Sentinels:
         if self._left:
             self._left -= 1
             return
-        self._listener.backward_ends()
+        self._listener.on_backward_end()
 
-    def _reached_parameters(self) -> bool:
-        if self._has(self._usual):
+    def _has_any_gradient(self) -> bool:
+        if self._has_gradient(self._usual):
             return True
-        found = next((i for i in range(len(self._parameters)) if self._has(i)), None)
+        found = next((i for i in range(len(self._parameters)) if self._has_gradient(i)), None)
         if found is not None:
             self._usual = found
         return found is not None
@@ -173,28 +175,30 @@ class Sentinels:
     def finish(self) -> None:
         """Buckets that got no gradient, or not all, are as ready as they will be."""
         while self._next < len(self._expected):
-            self._ready()
+            self._report_ready()
         self._running, self._finished = False, True
 
     # ---- sentinels --------------------------------------------------------------------------
 
-    def _post(self, b: int, index: int) -> None:
+    def _place_sentinel(self, b: int, index: int) -> None:
         """Put the sentinel of a bucket at a parameter."""
         if b in self._posts:
             if self._posts[b][0] == index:
                 return
             self._posts[b][1].remove()
-        handle = self._parameters[index].register_post_accumulate_grad_hook(self._passed)
+        handle = self._parameters[index].register_post_accumulate_grad_hook(
+            self._on_parameter_gradient
+        )
         self._posts[b], self._last[b] = (index, handle), index
 
-    def _passed(self, _: Tensor) -> None:
+    def _on_parameter_gradient(self, _: Tensor) -> None:
         if current_graph_task_id() != self._task:
-            if nested():
+            if is_nested_backward():
                 raise RuntimeError(NESTED)
-            self._begins(blind=True)
+            self._on_pass_begin(blind=True)
         self._noticed = True
         if not self._running:
-            self._listener.backward_begins()
+            self._listener.on_backward_begin()
             self._running = True
         if not (self.accumulating or self._left or self._blind):
             self._advance()
@@ -203,21 +207,21 @@ class Sentinels:
         while self._next < len(self._expected):
             b = self._expected[self._next]
             stop = self._stops[b]
-            missing = self._missing(range(stop - 1, self._complete - 1, -1))
+            missing = self._first_missing(range(stop - 1, self._complete - 1, -1))
             if missing is not None:
-                self._post(b, missing)
+                self._place_sentinel(b, missing)
                 return
             self._complete = stop
-            self._ready()
+            self._report_ready()
 
-    def _missing(self, indices: range) -> int | None:
+    def _first_missing(self, indices: range) -> int | None:
         """The first of these parameters that has no gradient of this pass."""
         if self._before is None:
             parameters = self._parameters
             return next((i for i in indices if parameters[i].grad is None), None)
-        return next((i for i in indices if not self._has(i)), None)
+        return next((i for i in indices if not self._has_gradient(i)), None)
 
-    def _ready(self) -> None:
+    def _report_ready(self) -> None:
         b = self._expected[self._next]
         self._next += 1
-        self._listener.bucket_ready(b)
+        self._listener.on_bucket_ready(b)

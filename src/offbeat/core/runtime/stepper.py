@@ -45,11 +45,11 @@ class BucketStepper:
         """The groups' settings as they are now, for steps that come later."""
         return {id(group): _settings(group) for group in self._optimizer.param_groups}
 
-    def listed(self, settings: Settings) -> list[Group]:
+    def as_list(self, settings: Settings) -> list[Group]:
         """Such settings in the order of the groups, whose ids another process does not know."""
         return [settings[id(group)] for group in self._optimizer.param_groups]
 
-    def unlisted(self, listed: Sequence[Group]) -> Settings:
+    def from_list(self, listed: Sequence[Group]) -> Settings:
         """The inverse of `listed`."""
         groups = self._optimizer.param_groups
         return {id(group): mine for group, mine in zip(groups, listed, strict=True)}
@@ -62,7 +62,7 @@ class BucketStepper:
                 to be compared, the step changes those of its groups: such an optimizer does not
                 treat parameters independently.
         """
-        members = self._of(run)
+        members = self._members_of(run)
         if not members:
             return
         narrowed = [
@@ -89,7 +89,7 @@ class BucketStepper:
                 f"{self._remedy}"
             )
 
-    def _of(self, run: Sequence[int]) -> list[tuple[Group, list[nn.Parameter]]]:
+    def _members_of(self, run: Sequence[int]) -> list[tuple[Group, list[nn.Parameter]]]:
         """(param group, its parameters in these buckets)."""
         if len(run) == 1:
             return self._members[run[0]]

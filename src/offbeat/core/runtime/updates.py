@@ -91,12 +91,12 @@ class Updates:
             self._gradients.conceal()
         self._revealed = {id(apply) for apply in locals_}
         for apply in locals_:
-            if self._gathered(apply):
+            if self._has_gradients(apply):
                 copy = self._copy(apply)
                 self._scale(apply, copy)
                 if not self._gradients.shown(copy):
                     self._gradients.show(apply.buckets, copy)
-        if self._gradients.late and not any(map(self._gathered, locals_)):
+        if self._gradients.late and not any(map(self._has_gradients, locals_)):
             self._gradients.show_zero()
         self._version = self._flat.grad_version()
 
@@ -108,8 +108,8 @@ class Updates:
         in_backward = apply.at.point == "grad"
         cleared = []
         if apply.at.lag:
-            self._require_untouched_since()
-            self._require_unchanged(run)
+            self._require_unchanged_gradients()
+            self._require_unchanged_parameters(run)
             cleared = gradients.missing(run)
         if id(apply) not in self._revealed:
             self._scale(apply, copy)
@@ -130,15 +130,15 @@ class Updates:
         if not in_backward:  # what backward writes is no change by the user
             self._version = self._flat.grad_version()
 
-    def _gathered(self, apply: Apply) -> bool:
+    def _has_gradients(self, apply: Apply) -> bool:
         """Whether there is anything that it would apply."""
         return self._gradients.added(apply.buckets.start, self._copy(apply)) > 0
 
-    def rest(self, iteration: Iteration) -> None:
+    def step_remaining(self, iteration: Iteration) -> None:
         """Step all buckets whose update was left to the step, in one call."""
         if iteration.skipped or not iteration.rest:
             return
-        with self._own(iteration.rest):
+        with self._own_step(iteration.rest):
             if len(iteration.rest) == len(self._everything):
                 self._optimizer.step()
             else:
@@ -147,27 +147,27 @@ class Updates:
     def _copy(self, apply: Apply) -> int:
         return self._flat.physical("grad", apply.arg("age", 0))
 
-    def _own(self, run: Sequence[int]) -> AbstractContextManager[None]:
+    def _own_step(self, run: Sequence[int]) -> AbstractContextManager[None]:
         """Steps of these buckets within it are not the script's."""
         if self._moves is not None:
-            return self._require_moves(run, self._moves)
+            return self._require_effect(run, self._moves)
         return self.stepping.own() if self.stepping is not None else nullcontext()
 
     @contextmanager
-    def _require_moves(self, run: Sequence[int], moves: Moves) -> Iterator[None]:
+    def _require_effect(self, run: Sequence[int], moves: Moves) -> Iterator[None]:
         """As `_own`, and require that updates change weights."""
         self._moves = None
         moves.begin(run[0], (p for b in run for p in self._flat.buckets[b].parameters))
-        with self._own(run):
+        with self._own_step(run):
             yield
         moves.end()
         self._moves = None if moves.done else moves
 
     def _step(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:
-        with self._own(apply.buckets):
-            self._step_own(apply, iteration, whole=whole)
+        with self._own_step(apply.buckets):
+            self._step_buckets(apply, iteration, whole=whole)
 
-    def _step_own(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:
+    def _step_buckets(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:
         if whole:
             self._optimizer.step()
             return
@@ -175,7 +175,7 @@ class Updates:
         if not apply.at.lag:
             self.stepper.step(apply.buckets, None, compare=first)
             return
-        with _plainly(self._flat.buckets[apply.buckets.start].param.device.type):
+        with _default_modes(self._flat.buckets[apply.buckets.start].param.device.type):
             self.stepper.step(apply.buckets, iteration.settings, compare=first)
 
     def _is_first(self, run: int) -> bool:
@@ -222,13 +222,13 @@ class Updates:
     def _contents(self, wanted: bool) -> int | None:
         return checksum(*self._parameters) if wanted else None
 
-    def asked_for(self, iteration: Iteration, *, abandoned: bool = False) -> None:
+    def request_updates(self, iteration: Iteration, *, abandoned: bool = False) -> None:
         """`optimizer.step()`: ValueError if gradients that are applied at other times were
         changed since backward. Later updates use the settings of this moment, which a scheduler
         may change before they are done."""
         if self.remedy is None:
             return
-        if not abandoned and self.touched():
+        if not abandoned and self.has_changed_gradients():
             raise ValueError(
                 "gradients were changed between backward and optimizer.step() (clipping or "
                 "unscaling?), but this strategy applies them bucket by bucket, at other times; "
@@ -253,11 +253,11 @@ class Updates:
             self._weights = {b: self._state_of(b, taken) for run in later for b in run}
             self._optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
 
-    def touched(self) -> bool:
+    def has_changed_gradients(self) -> bool:
         """Whether somebody has changed or replaced gradients since backward."""
         return self._flat.grad_version() != self._version or not self._gradients.attached()
 
-    def refuse_look(self) -> None:
+    def refuse_read(self) -> None:
         """ValueError: a gradient was read that is in flight, or a part of a sum."""
         raise ValueError(
             "a gradient was read between backward and optimizer.step() (clipping, unscaling or "
@@ -265,7 +265,7 @@ class Updates:
             f"{self.remedy}"
         )
 
-    def _require_untouched_since(self) -> None:
+    def _require_unchanged_gradients(self) -> None:
         if self._flat.grad_version() != self._version and not self.in_backward:
             raise ValueError(
                 "gradients were changed while their update was still to come (zeroed in place?); "
@@ -273,7 +273,7 @@ class Updates:
                 f"{self.remedy}"
             )
 
-    def _require_unchanged(self, run: range) -> None:
+    def _require_unchanged_parameters(self, run: range) -> None:
         """The parameters are as they were when this update was asked for."""
         for b in run:
             known = self._weights.pop(b, None)
@@ -304,7 +304,7 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def _plainly(device_type: str) -> Iterator[None]:
+def _default_modes(device_type: str) -> Iterator[None]:
     """As after backward, though a forward may have been entered in another mode."""
     if not (torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device_type)):
         yield

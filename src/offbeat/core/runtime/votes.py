@@ -18,11 +18,11 @@ class Votes:
     def __init__(self, link: Link | None, waiting: Waiting, flat: Flat, rank: int, world_size: int):
         self._link, self._waiting, self._flat = link, waiting, flat
         self._rank, self._world_size = rank, world_size
-        self._asked: dict[tuple[str, int], tuple[Message, int]] = {}
+        self._pending: dict[tuple[str, int], tuple[Message, int]] = {}
         self.outcomes: dict[tuple[str, int], list[int]] = {}
         """By name and iteration in the plan: the ranks that said yes."""
 
-    def ask(self, votes: Sequence[Vote], planned: int, says: Sequence[bool]) -> None:
+    def send_ballots(self, votes: Sequence[Vote], planned: int, says: Sequence[bool]) -> None:
         """This rank has its say in the votes of a moment."""
         assert self._link is not None
         rule = Transfer(
@@ -34,17 +34,17 @@ class Votes:
         message = self._link.enqueue(rule, planned)
         self._link.release(message, (table,))
         for row, vote in enumerate(votes):
-            self._asked[vote.name, planned] = message, row
+            self._pending[vote.name, planned] = message, row
 
     def decide(self, vote: Vote, planned: int) -> list[int]:
         """Wait for everyone's say; the ranks that said yes."""
-        message, row = self._asked.pop((vote.name, planned))
+        message, row = self._pending.pop((vote.name, planned))
         self._waiting.wait(message, self._flat)
         yes = [rank for rank, said in enumerate(message.tensors[0][row].tolist()) if said]
         self.outcomes[vote.name, planned] = yes
         return yes
 
-    def goes(self, rule: Transfer | Apply, planned: int) -> bool:
+    def allows(self, rule: Transfer | Apply, planned: int) -> bool:
         """Whether a rule of an iteration happens."""
         if rule.when is None or planned < rule.ago:
             return True

@@ -35,7 +35,7 @@ class Waiting:
         if self.closed:
             raise RuntimeError(CLOSED)
 
-    def refuse(self, error: BaseException) -> None:
+    def fail_with(self, error: BaseException) -> None:
         """What has arrived must not be used."""
         self._failure = error
         raise error
@@ -47,11 +47,11 @@ class Waiting:
     def wait(self, message: Message, flat: Flat) -> None:
         """Return when the message is there; RuntimeError in words if it failed or is too late."""
         if not message.done:
-            with self._control.waiting(lambda: f"waiting for {_described(message, flat)}"):
+            with self._control.waiting(lambda: f"waiting for {_describe_message(message, flat)}"):
                 self._await(message, flat)
             self.compute.on_wait_end()
         if message.error is not None:
-            released_s = self._since(message)
+            released_s = self._seconds_since_release(message)
             after = "" if released_s is None else f", {released_s:.1f} s after its release"
             self._fail(message, flat, f"failed{after}: {message.error}")
         self._device.follow(message.end)
@@ -64,16 +64,16 @@ class Waiting:
             if self._control.needs_abort:
                 self._fail(message, flat, "will not arrive: another rank has failed or given up")
 
-    def _since(self, message: Message) -> float | None:
+    def _seconds_since_release(self, message: Message) -> float | None:
         """Seconds since its release."""
         if message.released is None:
             return None
         return self._device.seconds(self._device.mark()) - self._device.seconds(message.released)
 
     def _fail(self, message: Message, flat: Flat, what: str) -> None:
-        waited_s = self._since(message) or 0.0
+        waited_s = self._seconds_since_release(message) or 0.0
         error = RuntimeError(
-            f"rank {self._control.rank}: {_described(message, flat)} {what}. "
+            f"rank {self._control.rank}: {_describe_message(message, flat)} {what}. "
             f"{self._control.report_failure(waited_s=waited_s)} Restart the missing ranks, or "
             f"raise timeout_s ({self._timeout_s:g} s) if they are only slow."
         )
@@ -81,7 +81,7 @@ class Waiting:
         raise error from message.error
 
 
-def _described(message: Message, flat: Flat) -> str:
+def _describe_message(message: Message, flat: Flat) -> str:
     payload = message.transfer.payload
     run = payload.buckets
     names = [flat.buckets[b].name for b in (run.start, run.stop - 1)]

@@ -48,7 +48,7 @@ class Walker:
 
     def wait(self, step: Step) -> None:
         """Wait for what is due at a moment."""
-        planned, early = self._now.planned, self._done_early(step)
+        planned, early = self._now.planned, self._is_flushed(step)
         for lag, index in step.wait:
             if not (lag and early):
                 self._run.arrive(planned - lag, index)
@@ -58,12 +58,12 @@ class Walker:
 
     def act(self, step: Step) -> None:
         """Apply, have a say in votes, and release."""
-        now, early = self._now, self._done_early(step)
+        now, early = self._now, self._is_flushed(step)
         for lag, apply in step.apply:
             if not (lag and early):
                 self._apply(apply, now.planned - lag)
         if step.ask:
-            self._ask(step.ask)
+            self._cast_votes(step.ask)
         for index in step.release:
             self._run.release(now, index)
 
@@ -88,16 +88,16 @@ class Walker:
 
     def _apply(self, apply: Apply, planned: int) -> None:
         run = self._run
-        if run.votes.goes(apply, planned):
+        if run.votes.allows(apply, planned):
             run.context.iteration = run.iterations[planned]
             RULES[apply.rule](run.context, apply)
 
-    def _ask(self, votes: Sequence[Vote]) -> None:
+    def _cast_votes(self, votes: Sequence[Vote]) -> None:
         now, context, everything = self._now, self._run.context, range(self._buckets)
         context.iteration = now
         says = [VOTES[vote.rule](context, vote, vote.buckets or everything) for vote in votes]
         now.undecided.update(vote.name for vote in votes)
-        self._run.votes.ask(votes, now.planned, says)
+        self._run.votes.send_ballots(votes, now.planned, says)
 
-    def _done_early(self, step: Step) -> bool:
+    def _is_flushed(self, step: Step) -> bool:
         return self.flushed == self._now.planned and step.position < self._buckets

@@ -62,11 +62,13 @@ def find(name: str) -> type[Strategy]:
         return _import(name, name)
     if name in BUILT_IN:
         if name in _entry_points():
-            raise ValueError(_claimed(name, ["offbeat", *map(_package, _entry_points()[name])]))
+            raise ValueError(
+                _ambiguity_message(name, ["offbeat", *map(_package, _entry_points()[name])])
+            )
         return _import(name, BUILT_IN[name])
     points = _entry_points().get(name, [])
     if len(points) > 1:
-        raise ValueError(_claimed(name, [_package(point) for point in points]))
+        raise ValueError(_ambiguity_message(name, [_package(point) for point in points]))
     require_choice("strategy", name, strategy_names())
     return _import(name, points[0].value)
 
@@ -146,7 +148,7 @@ def _import(name: str, path: str) -> type[Strategy]:
     return cls
 
 
-def _claimed(name: str, packages: list[str]) -> str:
+def _ambiguity_message(name: str, packages: list[str]) -> str:
     return (
         f"strategy ({name}) is declared by {' and '.join(packages)}; name the class as module:Class"
     )
