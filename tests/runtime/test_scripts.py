@@ -381,7 +381,7 @@ def test_a_deferred_plan_updates_at_the_step(name: str) -> None:
         assert {a.at.point for a in put_off.applies if a.rule == "local"} <= {"step", "end"}
 
 
-CLEAR = Apply("clear", range(1), Moment("end"), Phases((0,)), (("buffer", "param"),))
+CLEAR = Apply("clear", range(1), Moment("end"), Phases((0,)), args=(("buffer", "param"),))
 GRADIENTS = WFBP().plan(profile_of(CASE, 2)).transfers
 VOTE = Vote("sync", "changed", Moment("step"), Moment("end"), Phases((0,)))
 UNFIT: list[tuple[Strategy, dict[str, Any]]] = [
