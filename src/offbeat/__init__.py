@@ -80,7 +80,7 @@ _MODULES = {
     "Plan": "plan",
     "Profile": "profile",
     "Saving": "core.checkpoint",
-    "Trace": "trace",
+    "Trace": "core.sim.trace",
     "iteration": "core.checkpoint",
     "join": "data.shortest",
     "load": "core.checkpoint",

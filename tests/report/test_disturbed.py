@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.experiments.report.disturbed import disturbance_of, disturbed_in_words
+from offbeat.experiments.record.disturbed import disturbance_of, disturbed_in_words
 from offbeat.lab.machine_load import Load, Sample, Tally
 
 PACE = {"pace": 5.0, "iterations": 12, "missed": 3, "worst": 0.9, "mean": 0.01}

@@ -9,7 +9,7 @@ import pytest
 
 import offbeat.plan
 
-SOURCE = Path(offbeat.core.plan.__file__).parent.parent.parent
+SOURCE = Path(offbeat.plan.__file__).parent.parent
 
 
 @pytest.mark.parametrize(

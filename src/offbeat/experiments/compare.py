@@ -32,6 +32,7 @@ from offbeat.experiments import report
 from offbeat.experiments.profile_for_network import Computed, compute_for, with_network
 from offbeat.experiments.progress import OnLine, Progress
 from offbeat.experiments.record import record_file as blocks
+from offbeat.experiments.record.disturbed import disturbance_of
 from offbeat.experiments.record.record_file import records_in
 from offbeat.experiments.record.run_directory import (
     BEFORE,
@@ -41,7 +42,6 @@ from offbeat.experiments.record.run_directory import (
     load_in,
     load_repetition,
 )
-from offbeat.experiments.report.disturbed import disturbance_of
 from offbeat.experiments.script import name_of, require_runnable
 from offbeat.lab import Cluster, Lab, LabError, NoLab, launch
 from offbeat.lab import probe_report as asked

@@ -5,7 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from offbeat.core.strategy.interface import Monitor, Needs, StatePolicy, Strategy, require_choice
+from offbeat.core.strategy.interface import (
+    Monitor,
+    Needs,
+    StatePolicy,
+    Strategy,
+    periodic_bound_s,
+    require_choice,
+    synchronous_bound_s,
+)
 from offbeat.core.strategy.registry import (
     BUILT_IN,
     FORMER,
@@ -80,8 +88,10 @@ __all__ = [
     "USByte",
     "create",
     "find",
+    "periodic_bound_s",
     "reference_of",
     "require_choice",
     "setting_names",
     "strategy_names",
+    "synchronous_bound_s",
 ]

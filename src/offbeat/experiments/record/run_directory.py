@@ -12,8 +12,8 @@ from typing import Any
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim.trace import Trace, whole_periods
+from offbeat.experiments.record.disturbed import Disturbance, disturbance_of
 from offbeat.experiments.record.record_file import read, records_in
-from offbeat.experiments.report.disturbed import Disturbance, disturbance_of
 
 SCHEMA = 1
 LOG_TAIL_LINES = 12

@@ -9,9 +9,9 @@ from statistics import fmean, median, quantiles
 from typing import Literal
 
 from offbeat.core.sim.trace import COMPUTE, Span
+from offbeat.experiments.record.disturbed import Disturbance, disturbed_in_words
 from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, skipped
 from offbeat.experiments.report.breakdown import Split, split_of
-from offbeat.experiments.report.disturbed import Disturbance, disturbed_in_words
 from offbeat.experiments.report.losses import (
     Curve,
     final_loss,
