@@ -47,12 +47,12 @@ class LocalSession(Session):
     """Every rank trains alone."""
 
     def __init__(self, job):
-        self._job, self._iteration = job, 0
+        self._job, self._cluster, self._iteration = job, job.cluster, 0
         self._listener = None
 
     iteration = property(lambda self: self._iteration)
 
-    def captured(self):
+    def capture_position(self):
         return Position(self._iteration, alike=False)
 
     def resume(self, iteration, state):
