@@ -177,7 +177,7 @@ def server_role(folder: str, ways: str, mb: str, optimizer: str) -> None:
     while time.perf_counter() - start_s < SECONDS:
         client.settle()
         client.push(settings_of(opt))
-        if client.arrived() is not None:
+        if client.arrived_clock() is not None:
             client.consume()
         if ways == "both" and not client.pulling:
             client.pull(0)

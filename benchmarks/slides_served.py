@@ -116,9 +116,9 @@ class _Training(served._Job):
         super()._refresh(n, now_s)
 
     def _begin(self, n: int, now_s: float) -> None:
-        before = len(self.course.begins_s[n])
+        before = len(self.timeline.begins_s[n])
         super()._begin(n, now_s)
-        if len(self.course.begins_s[n]) > before:
+        if len(self.timeline.begins_s[n]) > before:
             self._compute(n, self._workers[n].clock)
 
     def _answer(self, n: int, now_s: float) -> None:
@@ -126,15 +126,15 @@ class _Training(served._Job):
         if not self._workers[n].parked:
             self._snapshots[n] = self._flat.clone()
 
-    def _reached(self, n: int, now_s: float) -> None:
+    def _receive_push(self, n: int, now_s: float) -> None:
         if not self._each_push:  # the server steps when a clock is complete
             self._take(n, now_s)
-        super()._reached(n, now_s)
+        super()._receive_push(n, now_s)
 
-    def _applied(self, n: int, now_s: float) -> None:
+    def _end_apply(self, n: int, now_s: float) -> None:
         if self._each_push:
             self._take(n, now_s)
-        super()._applied(n, now_s)
+        super()._end_apply(n, now_s)
 
     # ---- numbers ------------------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""The parameter server: dedicated ranks that hold the parameters, and what workers say to them."""
+"""Parameter server: dedicated ranks that hold and update the parameters, and their clients."""

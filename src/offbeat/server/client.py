@@ -1,4 +1,4 @@
-"""The client: a worker's pushes and pulls, on a thread of their own."""
+"""Client of the parameter servers: a worker's pushes and pulls in a background thread."""
 
 from __future__ import annotations
 
@@ -21,28 +21,38 @@ from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.server.layout import Layout
 from offbeat.server.optimizers import Settings, unpacked_state
 from offbeat.server.protocol import Kind
-from offbeat.server.upstream import Me, RefusedError, Upstream
+from offbeat.server.upstream import RefusedError, Upstream, WorkerIdentity
 
-ANSWERS_S = 3.0  # for a server to say who is where
-MOST_FAILURES = 5  # connections that break one after the other, without an answer
+ANSWERS_S = 3.0  # longest wait for the workers' clocks while an error message is composed
+MOST_FAILURES = 5  # broken connections to a server without any frame from it in between
 NOTHING = memoryview(b"")
 
 
 class ServerGoneError(RuntimeError):
-    """A server does not respond any more, so the job cannot continue."""
+    """A server has stopped responding, so the job cannot continue."""
 
     is_peer_error = True
 
 
 class Client:
-    """Pushes from `outgoing` and pulls into `incoming`, flat tensors on the host, while the worker
-    computes.
+    """Pushes from `outgoing` and pulls into `incoming` while the worker computes.
 
-    One push and one pull are under way at most. `outgoing` must stay as it is until `settle`
-    returns; `incoming` is whole once `arrived` says so, and stays until `consume`. A connection
-    that breaks is made again within `retry_s`, and what was not acknowledged is sent again: a
-    server takes every push once. `gone` ends the sentence that says a server is lost. `resumed`:
-    clocks of earlier jobs, up to the snapshot from which this job has begun.
+    Both are flat tensors on the host, one per dtype. At most one push and one pull are under way.
+    Do not write `outgoing` before `settle` returns. `incoming` is complete once `arrived` returns a
+    clock, and is not written before `consume`. The client restores a broken connection within
+    `retry_s` and repeats requests without an answer; servers ignore repeated pushes. `clock` is the
+    number of the next push.
+
+    Args:
+        layout: places of the parameters and shards.
+        servers: name and (host, port) of each server.
+        rank: rank of this worker.
+        secret: the job's secret.
+        timeout_s: longest wait for an answer, in seconds.
+        beat_s: a server gets a heartbeat after this time without another frame.
+        retry_s: longest time for restoring a broken connection.
+        gone: remedy at the end of the error message for a lost server.
+        resumed: clock of the snapshot from which the servers have resumed.
     """
 
     def __init__(
@@ -61,7 +71,7 @@ class Client:
         self.layout, self.resumed = layout, resumed
         self.outgoing, self.incoming = layout.flats(), layout.flats()
         self.clock = 0
-        self._me = Me(rank, secret, layout.digest)
+        self._me = WorkerIdentity(rank, secret, layout.digest)
         self._timeout_s, self._beat_s, self._retry_s = timeout_s, beat_s, retry_s
         self._gone = gone
         self._ups = [
@@ -70,14 +80,16 @@ class Client:
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._pending: set[int] = set()  # shards whose server has not acknowledged the push
-        self._push: dict[str, Any] | None = None  # its meta; None: skipped
+        self._push: dict[str, Any] | None = None  # meta of the push; None: skip
         self._missing: set[int] | None = None  # shards of the pull under way
         self._need = 0
         self._low: float = 0
         self._arrived: int | None = None
-        self._asked: dict[Kind, Callable[[Upstream], None]] = {}  # what waits for one answer
+        self._pending_request: dict[
+            Kind, Callable[[Upstream], None]
+        ] = {}  # repeats the request; by answer
         self._answer: Any = None
-        self._meetings = 0  # so far; their number tells a repeated one from the next
+        self._meetings = 0  # so far; the server recognises a repeated request by its number
         self._reconnecting = set[Upstream]()
         self._commands: deque[Callable[[], None]] = deque()
         self._wakes, self._woken = socket.socketpair()
@@ -93,17 +105,21 @@ class Client:
         self._thread.start()
 
     def _begin(self) -> None:
-        """Connect to all servers, and go on from the greatest of the clocks that they name."""
-        welcomes = [up.connect(self._me, 0, True, self._room, self._timeout_s) for up in self._ups]
+        """Connect to all servers. Continue from the greatest clock in their welcomes."""
+        welcomes = [
+            up.connect(self._me, 0, True, self._body_buffer, self._timeout_s) for up in self._ups
+        ]
         self.clock = max(clock for clock, _ in welcomes)
         for up in self._ups:
-            self._started(up, self.clock)
+            self._start_pushes(up, self.clock)
 
-    # ---- what the worker calls --------------------------------------------------------------
+    # ---- called by the worker ---------------------------------------------------------------
 
     def push(self, settings: Settings, absent: Sequence[int] = (), *, skip: bool = False) -> None:
-        """Send what is in `outgoing` for this clock, or word that there is nothing; on to the
-        next clock."""
+        """Start to push `outgoing` for this clock, or to `skip` the clock, and advance the clock.
+
+        `settings` are those of the optimizer. `absent` lists the parameters without gradient.
+        """
         with self._changed:
             assert not self._pending, "settle() comes before the next push"
             self._push = None if skip else {"settings": settings, "absent": list(absent)}
@@ -111,45 +127,45 @@ class Client:
             for up in self._ups:
                 up.push_clock = self.clock
             self.clock += 1
-        self._do(lambda: [self._send_push(up) for up in self._ups])
+        self._run_in_thread(lambda: [self._send_push(up) for up in self._ups])
 
     def settle(self) -> None:
         """Wait until the servers have acknowledged the push."""
         self._wait(lambda: not self._pending, "a push to be acknowledged")
 
     def pull(self, need: int) -> None:
-        """Ask for the parameters, as soon as every worker's clock is at least `need`."""
+        """Start a pull, which servers answer once every worker's clock is at least `need`."""
         with self._changed:
             assert not self.pulling
             self._missing = {shard.number for shard in self.layout.shards}
             self._need, self._low = need, float("inf")
-        self._do(lambda: [self._send_pull(up) for up in self._ups])
+        self._run_in_thread(lambda: [self._send_pull(up) for up in self._ups])
 
     @property
     def pulling(self) -> bool:
-        """Whether a pull is under way, or has arrived and was not consumed."""
+        """Whether a pull is under way or not consumed yet."""
         return self._missing is not None or self._arrived is not None
 
-    def arrived(self) -> int | None:
-        """If a pull has arrived: all pushes of smaller clocks than this are in it."""
+    def arrived_clock(self) -> int | None:
+        """Return the clock below which all pushes are in `incoming`; None before it is complete."""
         self._check()
         return self._arrived
 
     def await_arrival(self) -> None:
-        """Wait until the pull has arrived."""
+        """Wait until the pulled parameters are complete."""
         self._wait(lambda: self._arrived is not None, "parameters", self._need)
 
     def hurry(self) -> None:
-        """Have the pull that is under way answered as things are."""
+        """Request an answer to the current pull at once, whatever the workers' clocks."""
         self._need = 0
-        self._do(lambda: [self._send(up, Kind.HURRY) for up in self._ups])
+        self._run_in_thread(lambda: [self._send(up, Kind.HURRY) for up in self._ups])
 
     def consume(self) -> None:
-        """`incoming` may be written again."""
+        """Release `incoming` for the next pull."""
         self._arrived = None
 
     def meet(self, numbers: Tensor) -> Tensor:
-        """Wait for all workers; the means of their numbers (float64)."""
+        """Return the elementwise average of the float64 tensors of all workers. Waits for all."""
         body = memory_of(numbers.contiguous())
         self._meetings += 1
         number = self._meetings
@@ -157,38 +173,38 @@ class Client:
         def send(up: Upstream) -> None:
             self._send(up, Kind.MEET, body, clock=number)
 
-        return self._ask(Kind.MET, self._ups[0], send, "all workers to meet")
+        return self._request(Kind.MET, self._ups[0], send, "all workers to meet")
 
     def clocks(self) -> dict[int, tuple[int, float]]:
-        """By rank, of the workers that count: the clock, and seconds since last heard of."""
-        found = self._ask(
+        """Return by rank the clock of each worker and the seconds since its last frame."""
+        answer = self._request(
             Kind.CLOCKS, self._ups[0], lambda up: self._send(up, Kind.STATUS), "the clocks"
         )
-        return {int(rank): (int(clock), silent) for rank, (clock, silent) in found.items()}
+        return {int(rank): (int(clock), silent) for rank, (clock, silent) in answer.items()}
 
     def state(self) -> list[tuple[int, list[tuple[int, str, Any]]]]:
-        """The optimizer's state: for every shard (piece, name, value)."""
-        found: list[tuple[int, list[tuple[int, str, Any]]]] = []
+        """Return (shard number, optimizer state as (piece, name, value)) for each shard."""
+        states: list[tuple[int, list[tuple[int, str, Any]]]] = []
         for up in self._ups:
             for shard in up.shards:
 
                 def send(up: Upstream, number: int = shard.number) -> None:
                     self._send(up, Kind.STATE, shard=number)
 
-                values = self._ask(Kind.STATE_IS, up, send, "the optimizer's state")
-                found.append((shard.number, values))
-        return found
+                values = self._request(Kind.STATE_IS, up, send, "the optimizer's state")
+                states.append((shard.number, values))
+        return states
 
     @property
     def bytes_sent(self) -> int:
-        """To all servers."""
+        """Bytes sent to all servers so far."""
         return sum(up.bytes_sent for up in self._ups)
 
     def close(self) -> None:
-        """Say goodbye, and close all connections."""
+        """Announce to the servers that this worker leaves, and close all connections."""
         if not self._thread.is_alive():
             return
-        self._do(self._say_bye)
+        self._run_in_thread(self._send_bye)
         self._thread.join(self._timeout_s)
 
     # ---- waiting ----------------------------------------------------------------------------
@@ -206,21 +222,28 @@ class Client:
             if done():
                 return
         error = RuntimeError(
-            f"waited {self._timeout_s:g} s for {what}: {self._who(need)}; see their logs, or raise "
-            "timeout_s"
+            f"waited {self._timeout_s:g} s for {what}: {self._describe_blockers(need)}; see their "
+            "logs, or raise timeout_s"
         )
         mark_peer_error(error)
         raise error
 
-    def _who(self, need: int | None) -> str:
-        """Who is waited for: slow workers if the servers say so, else the servers."""
+    def _describe_blockers(self, need: int | None) -> str:
+        """Describe the workers or servers that this worker waits for.
+
+        Slow workers are named if server 0 answers a request for clocks, otherwise servers.
+        """
         with self._changed:
-            waiting, self._timeout_s, timeout_s = set(self._asked), ANSWERS_S, self._timeout_s
+            waiting, self._timeout_s, timeout_s = (
+                set(self._pending_request),
+                ANSWERS_S,
+                self._timeout_s,
+            )
             owing = self._pending | (self._missing or set())
         try:
             if Kind.CLOCKS in waiting:
                 return str(self._ups[0])
-            self._asked.clear()
+            self._pending_request.clear()
             clocks = self.clocks()
         except RuntimeError:
             return f"{self._ups[0]}, which does not answer"
@@ -238,19 +261,21 @@ class Client:
         behind = [up for up in self._ups if owing & {shard.number for shard in up.shards}]
         return ", ".join(map(str, behind or self._ups))
 
-    def _ask(self, kind: Kind, up: Upstream, send: Callable[[Upstream], None], what: str) -> Any:
-        """One question to one server, and its answer."""
+    def _request(
+        self, kind: Kind, up: Upstream, send: Callable[[Upstream], None], what: str
+    ) -> Any:
+        """Send a request to one server and return its answer."""
         with self._changed:
             self._answer = None
-            self._asked = {kind: lambda other: send(other) if other is up else None}
-        self._do(lambda: send(up))
-        self._wait(lambda: not self._asked, what)
+            self._pending_request = {kind: lambda other: send(other) if other is up else None}
+        self._run_in_thread(lambda: send(up))
+        self._wait(lambda: not self._pending_request, what)
         return self._answer
 
-    def _do(self, command: Callable[[], object]) -> None:
+    def _run_in_thread(self, command: Callable[[], object]) -> None:
         self._check()
         self._commands.append(lambda: (command(), None)[1])
-        with suppress(OSError):  # a thread that ended has done it, or has said why not
+        with suppress(OSError):  # the thread has ended, without or with `_error`
             self._wakes.send(b"!")
 
     # ---- the thread -------------------------------------------------------------------------
@@ -258,7 +283,7 @@ class Client:
     def _run(self) -> None:
         try:
             while not (self._closing and self._idle()):
-                self._turn()
+                self._handle_events()
         except Exception as error:
             with self._changed:
                 self._error = error
@@ -269,16 +294,16 @@ class Client:
     def _idle(self) -> bool:
         return all(up.connection is None or up.connection.idle for up in self._ups)
 
-    def _turn(self) -> None:
+    def _handle_events(self) -> None:
         for key, events in self._selector.select(self._beat_s):
             if key.data is None:
                 self._woken.recv(4096)
                 continue
             up: Upstream = key.data
             if events & selectors.EVENT_READ:
-                self._guarded(up, self._read)
+                self._run_or_reconnect(up, self._read)
             if events & selectors.EVENT_WRITE:
-                self._guarded(up, self._write)
+                self._run_or_reconnect(up, self._write)
         while self._commands:
             self._commands.popleft()()
         self._send_beats(self._ups)
@@ -290,8 +315,8 @@ class Client:
             if up.connection is not None and now - up.connection.spoke_s >= self._beat_s:
                 self._send(up, Kind.BEAT)
 
-    def _guarded(self, up: Upstream, act: Callable[[Upstream], None]) -> None:
-        """Do something with a connection; if it breaks, make it anew."""
+    def _run_or_reconnect(self, up: Upstream, act: Callable[[Upstream], None]) -> None:
+        """Call `act` with a connection. If the connection breaks, connect again."""
         try:
             if up.connection is not None:
                 act(up)
@@ -303,7 +328,7 @@ class Client:
             if self._closing:
                 up.close()
             else:
-                self._again(up, error)
+                self._reconnect(up, error)
 
     def _read(self, up: Upstream) -> None:
         assert up.connection is not None
@@ -320,7 +345,7 @@ class Client:
         self, up: Upstream, kind: Kind, body: memoryview | None = None, **header: Any
     ) -> None:
         self._queue(up, kind, body, **header)
-        self._guarded(up, self._write)
+        self._run_or_reconnect(up, self._write)
 
     def _queue(
         self, up: Upstream, kind: Kind, body: memoryview | None = None, **header: Any
@@ -339,12 +364,12 @@ class Client:
             else:
                 body = memory_of(self.outgoing[shard.dtype][shard.start : shard.stop])
                 self._queue(up, Kind.PUSH, body, meta=self._push, **about)
-        self._guarded(up, self._write)
+        self._run_or_reconnect(up, self._write)
 
     def _send_pull(self, up: Upstream) -> None:
         self._send(up, Kind.PULL, clock=self._need)
 
-    def _say_bye(self) -> None:
+    def _send_bye(self) -> None:
         self._closing = True
         for up in self._ups:
             if up.connection is not None:
@@ -352,15 +377,17 @@ class Client:
 
     # ---- answers ----------------------------------------------------------------------------
 
-    def _room(self, up: Upstream, header: Header) -> tuple[Any, memoryview]:
-        """Where a frame's body goes; WireError for what was not asked for."""
+    def _body_buffer(self, up: Upstream, header: Header) -> tuple[Any, memoryview]:
+        """Return (body, its memory) for a frame. WireError without a request for this frame."""
         if header.kind is Kind.PARAMETERS:
-            mine = {shard.number: shard for shard in up.shards}.get(header.shard)
-            if mine is None or self._missing is None or header.shard not in self._missing:
+            shard_spec = {shard.number: shard for shard in up.shards}.get(header.shard)
+            if shard_spec is None or self._missing is None or header.shard not in self._missing:
                 raise WireError(f"shard {header.shard} was not asked for")
-            return None, memory_of(self.incoming[mine.dtype][mine.start : mine.stop])
+            return None, memory_of(
+                self.incoming[shard_spec.dtype][shard_spec.start : shard_spec.stop]
+            )
         if header.kind in (Kind.MET, Kind.STATE_IS):
-            if header.kind not in self._asked or header.body_bytes > 1 << 30:
+            if header.kind not in self._pending_request or header.body_bytes > 1 << 30:
                 raise WireError(f"{header.kind.name} was not asked for")
             body = torch.empty(header.body_bytes, dtype=torch.uint8, device="cpu")
             return body, memory_of(body)
@@ -381,61 +408,66 @@ class Client:
                     self._missing, self._arrived = None, int(self._low)
             elif header.kind is Kind.REFUSED:
                 raise RefusedError(f"{up} refuses this rank: {frame.meta.get('why')}")
-            elif header.kind in self._asked:
+            elif header.kind in self._pending_request:
                 self._answer = _answer(frame)
-                self._asked = {}
+                self._pending_request = {}
             else:
-                return  # nobody waits for it any more
+                return  # the wait for this answer has ended
             self._changed.notify_all()
 
-    # ---- connecting again -------------------------------------------------------------------
+    # ---- reconnection -----------------------------------------------------------------------
 
-    def _again(self, up: Upstream, error: OSError) -> None:
-        """Connect once more and send again what was not acknowledged or answered."""
+    def _reconnect(self, up: Upstream, error: OSError) -> None:
+        """Connect again, and repeat pushes without acknowledgement and requests without answer."""
         up.failures += 1
         if up.failures > MOST_FAILURES:
             raise ServerGoneError(f"{up} breaks every connection ({error}); {self._gone}")
-        mine = {shard.number for shard in up.shards}
-        clock = up.push_clock if self._pending & mine else self.clock
+        shard_numbers = {shard.number for shard in up.shards}
+        clock = up.push_clock if self._pending & shard_numbers else self.clock
         try:
-            welcome, taken = self._connect_again(up, clock)
+            welcome, taken = self._connect_in_thread(up, clock)
         except ConnectionError:
             raise ServerGoneError(f"{up} is gone ({error}); {self._gone}") from error
         with self._changed:
-            owed = bool(self._pending & mine)  # the worker may have pushed meanwhile
-            self._pending -= {n for n in mine if owed and taken.get(n, 0) > up.push_clock}
-            if welcome > clock:  # counted out meanwhile: what is still owed counts for later
+            owed = bool(self._pending & shard_numbers)  # the worker may have pushed meanwhile
+            self._pending -= {n for n in shard_numbers if owed and taken.get(n, 0) > up.push_clock}
+            # If the server has removed this worker meanwhile, a pending push gets a later clock.
+            if welcome > clock:
                 up.push_clock = welcome
                 self.clock = max(self.clock, welcome + int(owed))
             self._changed.notify_all()
-        self._started(up, max(clock, welcome))
+        self._start_pushes(up, max(clock, welcome))
         if owed:
             self._send_push(up)
-        if self._missing is not None and self._missing & mine:
-            self._missing |= mine  # all of them come again
+        if self._missing is not None and self._missing & shard_numbers:
+            self._missing |= shard_numbers  # the server will send all its shards again
             self._send_pull(up)
-        for send in list(self._asked.values()):
+        for send in list(self._pending_request.values()):
             send(up)
 
-    def _connect_again(self, up: Upstream, clock: int) -> tuple[int, dict[int, int]]:
-        """Connect to a server in a thread. Meanwhile, send heartbeats to the other servers, which
-        would otherwise count this worker as silent."""
-        found = Future[tuple[int, dict[int, int]]]()
+    def _connect_in_thread(self, up: Upstream, clock: int) -> tuple[int, dict[int, int]]:
+        """Connect to a server in a thread.
+
+        Meanwhile, send heartbeats to the other servers, which would otherwise remove this worker.
+        """
+        welcome = Future[tuple[int, dict[int, int]]]()
 
         def connect() -> None:
             try:
-                found.set_result(up.connect(self._me, clock, False, self._room, self._retry_s))
+                welcome.set_result(
+                    up.connect(self._me, clock, False, self._body_buffer, self._retry_s)
+                )
             except BaseException as error:
-                found.set_exception(error)
+                welcome.set_exception(error)
 
         threading.Thread(target=connect, name="offbeat-reconnect", daemon=True).start()
         self._reconnecting.add(up)
-        while not wait([found], self._beat_s / 2).done:
+        while not wait([welcome], self._beat_s / 2).done:
             self._send_beats(other for other in self._ups if other not in self._reconnecting)
         self._reconnecting.remove(up)
-        return found.result()
+        return welcome.result()
 
-    def _started(self, up: Upstream, clock: int) -> None:
+    def _start_pushes(self, up: Upstream, clock: int) -> None:
         assert up.connection is not None
         self._selector.register(up.connection.sock, selectors.EVENT_READ, up)
         self._send(up, Kind.START, clock=clock)

@@ -1,4 +1,4 @@
-"""Layout: the parameters as flat ranges, cut into shards that servers hold by equal bytes."""
+"""Layout of the parameters on servers: flat tensors cut into shards, equal bytes per server."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from torch import Tensor
 from offbeat.core.buckets.flat import view_like
 
 SHARD_BYTES = 1 << 20
-"""Largest shard: what arrives or leaves is held once more, for every worker at most this much."""
+"""Upper bound of a shard's bytes, and so of the memory for one frame in each direction."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a parameter, in the order of its memory; `at` is the first one's
-    place in the shard, `group` the optimizer's param group."""
+    """Elements [start, stop) of a parameter, in the order of its memory.
+
+    `parameter` is its number in the layout, `group` the number of its param group. `at` is the
+    offset of the first element in the shard.
+    """
 
     parameter: int
     group: int
@@ -46,7 +49,7 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class Span:
-    """One parameter's place in the flat tensor of its dtype."""
+    """Elements [start, stop) of the flat tensor of `dtype` that hold one parameter of a `group`."""
 
     dtype: torch.dtype
     start: int
@@ -55,9 +58,10 @@ class Span:
 
 
 class Layout:
-    """Where every trained parameter lies, and which server holds what.
+    """Place of every trained parameter in flat tensors, and their shards on the servers.
 
-    The same on all ranks for the same model and optimizer, which `digest` tells.
+    `spans` has one entry per parameter, `sizes` the elements of the flat tensor of each dtype.
+    `digest` identifies the layout: ranks with equal models and optimizers have equal digests.
     """
 
     def __init__(
@@ -83,18 +87,18 @@ class Layout:
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def of(self, server: int) -> tuple[ShardSpec, ...]:
-        """The shards of one server."""
+        """Return the shards of one server."""
         return tuple(shard for shard in self.shards if shard.server == server)
 
     def flats(self) -> dict[torch.dtype, Tensor]:
-        """New flat tensors on the host, one per dtype, zero."""
+        """Return new flat tensors on the host, one per dtype, filled with zeros."""
         return {
             dtype: torch.zeros(size, dtype=dtype, device="cpu")
             for dtype, size in self.sizes.items()
         }
 
     def views(self, flats: dict[torch.dtype, Tensor]) -> list[Tensor]:
-        """Every parameter's place in flat tensors, with the parameter's shape."""
+        """Return one view of the flat tensors per parameter, with the parameter's shape."""
         return [
             view_like(flats[span.dtype], p, span.start)
             for p, span in zip(self.parameters, self.spans, strict=True)
@@ -130,7 +134,10 @@ class Layout:
 
 
 def in_order_of(value: Tensor, like: Tensor) -> Tensor:
-    """A tensor's elements in the order in which `like` has them in memory; a view if it can be."""
+    """Return the elements of `value` [n] in the memory order of `like`.
+
+    The result is a view of `value` if its strides permit it.
+    """
     strides = like.stride()
     order = sorted(range(like.dim()), key=lambda d: -strides[d])
     dense = like.permute(order).is_contiguous()

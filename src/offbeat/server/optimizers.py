@@ -1,4 +1,4 @@
-"""The user's optimizer on servers: which can be cut, its settings on the way, its state."""
+"""Checks, settings and state of the user's optimizer on servers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from offbeat.frames.frames import WireError
 from offbeat.server.layout import Piece, in_order_of
 
 Settings = list[dict[str, Any]]
-"""Plain settings of every param group, as they are at one moment."""
+"""Settings of every param group that are numbers, booleans, None, or sequences of them."""
 
 _PLAIN = (bool, int, float, type(None))
-_SHAPE, _CUT = (4, 6), 11  # of a made-up parameter, and where it is cut
-COUNTER = "step"  # torch's optimizers count steps in it, as a tensor without dimensions
+_SHAPE, _CUT = (4, 6), 11  # shape of a trial parameter, and the element at which it is cut
+COUNTER = "step"  # name of the step counter in torch's optimizers, a zero-dimensional tensor
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer, rule: str) -> None:
-    """ValueError for an optimizer whose step of one element depends on others, or without a
-    learning rate where the rule divides it."""
+    """Raise ValueError for an optimizer that servers cannot step in pieces.
+
+    The step of one element must not depend on other elements. The rule "push" also requires a
+    learning rate, which it divides by the number of workers.
+    """
     reason = couples(optimizer) or _couples_elements(optimizer)
     if reason is not None:
         raise ValueError(
@@ -41,30 +44,35 @@ def require_elementwise(optimizer: torch.optim.Optimizer, rule: str) -> None:
 
 
 def _couples_elements(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why a parameter cannot be stepped in pieces; None if it can. Made-up parameters tell."""
+    """Return why parameters cannot be stepped in pieces, or None, by steps of trial parameters."""
     for group in optimizer.param_groups:
         if group["params"]:
-            whole, cut = _stepped(optimizer, group, False), _stepped(optimizer, group, True)
+            whole, cut = (
+                _trial_after_steps(optimizer, group, False),
+                _trial_after_steps(optimizer, group, True),
+            )
             if not torch.allclose(whole, cut, rtol=1e-9, atol=1e-12):
                 name = type(optimizer).__name__
                 return f"{name} steps an element otherwise when others are stepped with it"
     return None
 
 
-def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], cut: bool) -> Tensor:
-    """A made-up parameter after two steps, whole or as two flat pieces."""
+def _trial_after_steps(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], cut: bool
+) -> Tensor:
+    """Return a trial parameter, flat, after two steps as a whole or as two pieces (`cut`)."""
     random = generator()
     value, gradient = (normal(_SHAPE, random).double() for _ in range(2))
     edges = [0, _CUT, value.numel()] if cut else [0, value.numel()]
     pieces: list[nn.Parameter] = []
     for start, stop in pairwise(edges):
         shape = (stop - start,) if cut else _SHAPE
-        mine = nn.Parameter(value.flatten()[start:stop].reshape(shape).clone())
-        mine.grad = gradient.flatten()[start:stop].reshape(shape).clone()
-        pieces.append(mine)
+        parameter = nn.Parameter(value.flatten()[start:stop].reshape(shape).clone())
+        parameter.grad = gradient.flatten()[start:stop].reshape(shape).clone()
+        pieces.append(parameter)
     settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
     if isinstance(settings.get("lr"), (int, float, Tensor)):
-        settings["lr"] = 0.1  # a warm-up may have it at 0
+        settings["lr"] = 0.1  # a warm-up may have set it to 0
     trial = trial_copy(optimizer, [{**settings, "params": pieces}])
     with preserve_random_states(), shield_parameters(optimizer):
         for _ in range(2):
@@ -76,10 +84,10 @@ def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], cut: bool)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
-    """What a scheduler may have changed: every plain number of every group."""
+    """Return the current settings of every param group, which a scheduler may change."""
     return [
         {
-            name: _plain(value)
+            name: _as_number(value)
             for name, value in group.items()
             if name != "params" and _is_plain(value)
         }
@@ -88,26 +96,29 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
 
 
 def checked_settings(given: Any, optimizer: torch.optim.Optimizer) -> Settings:
-    """Settings as they arrived; WireError unless they are plain, finite, and the optimizer's."""
+    """Return received settings; WireError unless the optimizer has them and they are finite."""
     groups = optimizer.param_groups
     if not isinstance(given, list) or len(given) != len(groups):
         raise WireError(f"settings must be those of {len(groups)} param groups")
-    for theirs, mine in zip(given, groups, strict=True):
-        if not isinstance(theirs, dict):
+    for received, group in zip(given, groups, strict=True):
+        if not isinstance(received, dict):
             raise WireError("settings of a param group must be an object")
-        for name, value in theirs.items():
-            known = name in mine and name != "params" and _is_plain(mine[name])
-            if not known or not _is_plain(value) or not _finite(value):
+        for name, value in received.items():
+            known = name in group and name != "params" and _is_plain(group[name])
+            if not known or not _is_plain(value) or not _is_finite(value):
                 raise WireError(f"setting {name[:40]!r} is not one of the optimizer's")
-            if isinstance(value, (list, tuple)) != isinstance(mine[name], (list, tuple)):
+            if isinstance(value, (list, tuple)) != isinstance(group[name], (list, tuple)):
                 raise WireError(f"setting {name[:40]!r} has another form")
     return given
 
 
-def adopt(
+def apply_settings(
     optimizer: torch.optim.Optimizer, groups: Sequence[int], settings: Settings, rate: float
 ) -> None:
-    """Give an optimizer of some of the groups these settings, its learning rates times `rate`."""
+    """Write settings to a shard's optimizer and multiply its learning rates by `rate`.
+
+    `groups` are the numbers of the shard's param groups in `settings`.
+    """
     for number, group in zip(groups, optimizer.param_groups, strict=True):
         for name, value in settings[number].items():
             group[name] = tuple(value) if isinstance(value, list) else value
@@ -123,11 +134,11 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _plain(value: Any) -> Any:
+def _as_number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _finite(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     values = value if isinstance(value, (list, tuple)) else [value]
     return all(not isinstance(item, float) or math.isfinite(item) for item in values)
 
@@ -136,11 +147,13 @@ def _finite(value: Any) -> bool:
 
 
 def piece_state(state: Mapping[str, Any], whole: Tensor, piece: Piece) -> dict[str, Any]:
-    """What a parameter's state is for a piece of it: slices of what has its shape, copies of the
-    rest (counters)."""
+    """Return the optimizer state of a piece from the state of its whole parameter.
+
+    Tensors of the parameter's shape are sliced; other values, such as counters, are copied.
+    """
     return {
         name: in_order_of(value.detach(), whole)[piece.start : piece.stop].cpu().clone()
-        if _of_shape(value, whole) and name != COUNTER
+        if _has_shape(value, whole) and name != COUNTER
         else copy.deepcopy(value)
         for name, value in state.items()
     }
@@ -149,25 +162,27 @@ def piece_state(state: Mapping[str, Any], whole: Tensor, piece: Piece) -> dict[s
 def put_state(
     state: dict[str, Any], whole: Tensor, piece: Piece, name: str, value: Tensor | float | None
 ) -> None:
-    """The inverse, for one value of one piece."""
+    """Write one state value of a piece into the `state` of its whole parameter."""
     count = piece.stop - piece.start
     if not isinstance(value, Tensor) or value.shape != (count,):
         state[name] = value
         return
-    if not _of_shape(state.get(name), whole):
+    if not _has_shape(state.get(name), whole):
         state[name] = torch.zeros_like(whole, dtype=value.dtype)
     in_order_of(state[name], whole)[piece.start : piece.stop] = value
 
 
-def _of_shape(value: Any, whole: Tensor) -> bool:
+def _has_shape(value: Any, whole: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == whole.shape
 
 
 def packed_state(
     optimizer: torch.optim.Optimizer, pieces: Sequence[nn.Parameter]
 ) -> tuple[list[dict[str, Any]], list[Tensor]]:
-    """The state of pieces as plain descriptions, in order, and the numbers of those that are runs
-    of elements."""
+    """Return the state of pieces as JSON-ready descriptions and the flat tensors among its values.
+
+    Descriptions with `elements` refer to the flat tensors, in the same order.
+    """
     described: list[dict[str, Any]] = []
     runs: list[Tensor] = []
     for number, piece in enumerate(pieces):
@@ -179,7 +194,7 @@ def packed_state(
                 about["elements"] = value.numel()
                 runs.append(value.detach().reshape(-1))
             else:
-                about["value"] = _plain(value)
+                about["value"] = _as_number(value)
             described.append(about)
     return described, runs
 
@@ -187,8 +202,11 @@ def packed_state(
 def unpacked_state(
     described: Sequence[Mapping[str, Any]], body: Tensor
 ) -> list[tuple[int, str, Any]]:
-    """(piece, name, value) of `packed_state`; `body` are the bytes of its numbers."""
-    found: list[tuple[int, str, Any]] = []
+    """Return (piece, name, value) for each description of `packed_state`.
+
+    `body` holds the bytes of its flat tensors, one after the other.
+    """
+    values: list[tuple[int, str, Any]] = []
     at = 0
     for about in described:
         value = about.get("value")
@@ -200,5 +218,5 @@ def unpacked_state(
                 at += size
             else:
                 value = torch.tensor(value, dtype=dtype, device="cpu")
-        found.append((about["piece"], about["name"], value))
-    return found
+        values.append((about["piece"], about["name"], value))
+    return values

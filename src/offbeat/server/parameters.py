@@ -1,4 +1,4 @@
-"""A shard: parameters, their optimizer, and the clocks of the workers that push to it."""
+"""Shard of a parameter server: parameters, their optimizer, and the clocks of the workers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from torch import Tensor, nn
 
 from offbeat.core.buckets.coupling import trial_copy
 from offbeat.server.layout import ShardSpec
-from offbeat.server.optimizers import Settings, adopt, piece_state
+from offbeat.server.optimizers import Settings, apply_settings, piece_state
 
 Rule = Literal["clock", "push"]
 
 
 @dataclass(slots=True)
-class Sum:
-    """What one clock has collected: the sum of gradients, of how many workers, and how many of
-    them lack each piece; the settings are the lowest rank's."""
+class ClockSum:
+    """Gradients that have been pushed for one clock.
+
+    `gradient` is their sum, `count` the number of workers. `absent` has for each piece the number
+    of workers without a gradient. `rank` is the lowest rank and `settings` are its settings.
+    """
 
     gradient: Tensor
     count: int
@@ -30,10 +33,11 @@ class Sum:
 
 
 class Shard:
-    """Applies what workers push. Rule "clock": the mean of a clock, once every worker has reached
-    it; "push": each push at once, with the learning rate divided by the number of `workers`.
+    """Parameters of one shard, updated with the gradients that workers push.
 
-    A worker's clock is the number of its next push. Every method happens whole or not at all.
+    With the rule "clock" the shard steps with the average gradient of a clock as soon as the clocks
+    of all workers are greater. With "push" it steps with each push at once, with the learning rate
+    divided by the number of `workers`. A worker's clock is the number of its next push.
     """
 
     def __init__(
@@ -47,10 +51,10 @@ class Shard:
     ):
         self.spec, self.parameters = spec, parameters
         self.clocks = dict.fromkeys(workers, 0)
-        self.taken: dict[int, int] = {}  # the same of every worker that ever pushed
+        self.next_clocks: dict[int, int] = {}  # clocks, also of workers that have left
         self._rule: Rule = rule
         self._workers = len(self.clocks)
-        self._open: dict[int, Sum] = {}
+        self._open: dict[int, ClockSum] = {}
         self._places = [slice(p.at, p.at + p.stop - p.start) for p in spec.pieces]
         self.pieces = [nn.Parameter(parameters[place]) for place in self._places]
         self._groups = sorted({piece.group for piece in spec.pieces})
@@ -62,32 +66,34 @@ class Shard:
                 for g in self._groups
             ],
         )
-        for piece, mine in pairs:
+        for piece, parameter in pairs:
             state = optimizer.state.get(originals[piece.parameter], {})
             if state:
-                self.optimizer.state[mine] = piece_state(state, originals[piece.parameter], piece)
+                self.optimizer.state[parameter] = piece_state(
+                    state, originals[piece.parameter], piece
+                )
 
     @property
     def low(self) -> float:
-        """The least clock of those who count; infinite if nobody is left."""
+        """Lowest clock of all workers; infinite without workers."""
         return min(self.clocks.values(), default=math.inf)
 
     def join(self, rank: int, clock: int) -> None:
-        """Count this worker from now on, from this clock or the one that it has reached."""
+        """Add a worker with this clock. The clock of a known worker never decreases."""
         self.clocks[rank] = max(clock, self.clocks.get(rank, 0))
-        self._settle()
+        self._apply_complete_clocks()
 
     def leave(self, rank: int) -> None:
-        """Count this worker no more; what it has pushed stays."""
+        """Remove a worker. Its pushed gradients still count."""
         if self.clocks.pop(rank, None) is not None:
-            self._settle()
+            self._apply_complete_clocks()
 
     def skip(self, rank: int, clock: int) -> bool:
-        """The worker has nothing for this clock. False if it has said more already."""
+        """Pass a clock without gradient. Return False if the worker's clock is greater already."""
         if clock < self.clocks[rank]:
             return False
-        self._reached(rank, clock)
-        self._settle()
+        self._advance_clock(rank, clock)
+        self._apply_complete_clocks()
         return True
 
     def push(
@@ -98,46 +104,49 @@ class Shard:
         settings: Settings,
         absent: Collection[int] = (),
     ) -> bool:
-        """Take a worker's gradient for a clock, and keep its memory. False, and nothing happens,
-        if it has been taken before. `absent`: parameters that have none."""
+        """Add a worker's gradient for a clock; the shard owns its memory from now on.
+
+        Returns False, without effect, if the worker's clock is greater already. `absent` lists the
+        numbers of the parameters without gradient.
+        """
         if clock < self.clocks[rank]:
             return False
         missing = [int(piece.parameter in absent) for piece in self.spec.pieces]
-        mine = Sum(gradient, 1, missing, rank, settings)
-        self._reached(rank, clock)
+        pushed = ClockSum(gradient, 1, missing, rank, settings)
+        self._advance_clock(rank, clock)
         if self._rule == "push":
-            self._step(mine, 1 / self._workers)
+            self._step(pushed, 1 / self._workers)
         else:
-            self._collect(clock, mine)
-            self._settle()
+            self._add_to_clock(clock, pushed)
+            self._apply_complete_clocks()
         return True
 
-    def _reached(self, rank: int, clock: int) -> None:
-        self.clocks[rank] = self.taken[rank] = clock + 1
+    def _advance_clock(self, rank: int, clock: int) -> None:
+        self.clocks[rank] = self.next_clocks[rank] = clock + 1
 
-    def _collect(self, clock: int, mine: Sum) -> None:
-        all_ = self._open.setdefault(clock, mine)
-        if all_ is mine:
+    def _add_to_clock(self, clock: int, pushed: ClockSum) -> None:
+        total = self._open.setdefault(clock, pushed)
+        if total is pushed:
             return
-        all_.gradient += mine.gradient
-        all_.count += mine.count
-        all_.absent = [a + b for a, b in zip(all_.absent, mine.absent, strict=True)]
-        if mine.rank < all_.rank:
-            all_.rank, all_.settings = mine.rank, mine.settings
+        total.gradient += pushed.gradient
+        total.count += pushed.count
+        total.absent = [a + b for a, b in zip(total.absent, pushed.absent, strict=True)]
+        if pushed.rank < total.rank:
+            total.rank, total.settings = pushed.rank, pushed.settings
 
-    def _settle(self) -> None:
-        """Apply, in their order, the clocks that everyone has left behind."""
+    def _apply_complete_clocks(self) -> None:
+        """Step once for each collected clock below every worker's clock, in ascending order."""
         for clock in sorted(clock for clock in self._open if clock < self.low):
             done = self._open.pop(clock)
             done.gradient /= done.count
             self._step(done, 1.0)
 
-    def _step(self, done: Sum, rate: float) -> None:
-        adopt(self.optimizer, self._groups, done.settings, rate)
-        for mine, place, absent in zip(self.pieces, self._places, done.absent, strict=True):
-            # Without a gradient weight decay and momentum leave a parameter alone.
-            mine.grad = None if absent == done.count else done.gradient[place]
+    def _step(self, done: ClockSum, rate: float) -> None:
+        apply_settings(self.optimizer, self._groups, done.settings, rate)
+        for parameter, place, absent in zip(self.pieces, self._places, done.absent, strict=True):
+            # With gradient None the optimizer applies neither weight decay nor momentum.
+            parameter.grad = None if absent == done.count else done.gradient[place]
         with torch.no_grad():
             self.optimizer.step()
-        for mine in self.pieces:
-            mine.grad = None
+        for parameter in self.pieces:
+            parameter.grad = None

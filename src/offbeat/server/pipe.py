@@ -1,4 +1,4 @@
-"""A pipe: one direction of a server's link, shared by the workers that use it at the same time."""
+"""One direction of a server's link, shared by simultaneous flows, in virtual time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ Rates = NDArray[np.float64]
 
 
 class Pipe:
-    """Flows of bytes, at most one per worker. Each runs at its worker's `caps`, and together they
-    run at the `capacity`, shared fairly: who cannot use a share leaves it to the others."""
+    """Flows of bytes, at most one per worker, with max-min fair rates.
+
+    A flow is limited by its worker's entry in `caps`, their sum by `capacity` (bytes/s).
+    """
 
     def __init__(self, caps: Rates, capacity: float):
         self._caps, self._capacity = caps, capacity
@@ -23,19 +25,19 @@ class Pipe:
         self.busy_s = 0.0
 
     def start(self, worker: int, size_bytes: float, now_s: float) -> None:
-        """A flow begins; its worker has none."""
+        """Start a flow of `size_bytes` for a worker without a flow."""
         self._advance(now_s)
         self._left[worker], self._active[worker] = size_bytes, True
         self._share()
 
     def end(self, worker: int, now_s: float) -> None:
-        """A flow has ended, when `next_end` said."""
+        """End a worker's flow at the time that `next_end` has returned."""
         self._advance(now_s)
         self._active[worker] = False
         self._share()
 
     def next_end(self) -> tuple[float, int]:
-        """When the next flow ends, and whose; never, if there is none."""
+        """Return the end of the next flow in seconds and its worker; (inf, -1) without flows."""
         if not self._active.any():
             return math.inf, -1
         left_s = np.where(self._active, self._left / np.maximum(self._rates, 1e-300), math.inf)
@@ -60,7 +62,7 @@ def fair_shares(caps: Rates, active: NDArray[np.bool_], capacity: float) -> Rate
     order = np.flatnonzero(active)
     order = order[np.argsort(caps[order], kind="stable")]
     left = capacity
-    if len(order) and caps[order[0]] * len(order) >= capacity:  # nobody is held up by its cap
+    if len(order) and caps[order[0]] * len(order) >= capacity:  # no cap is below the even share
         rates[order] = capacity / len(order)
         return rates
     for position, worker in enumerate(order):

@@ -1,4 +1,4 @@
-"""What workers and servers say to each other."""
+"""Kinds of frames between workers and parameter servers."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """What a frame says; below 16 a worker does."""
+    """Kind of a frame: below 16 from a worker, from 16 on from a server.
 
-    HELLO = 1  # I am this rank; meta: fresh, layout. clock: the first that is not acknowledged
-    START = 2  # I go on from this clock
+    A worker's clock is the number of its next push. "clock" below is the header's field.
+    """
+
+    HELLO = 1  # identify a worker; clock: first one without acknowledgement; meta: fresh, layout
+    START = 2  # begin to push; clock: that of the next push
     PUSH = 3  # gradients of a shard for a clock; meta: settings, absent
     SKIP = 4  # no gradients of a shard for a clock
-    PULL = 5  # all parameters, once every clock is at least this one
-    BEAT = 6  # I am alive
-    STATUS = 7  # who is where?
-    MEET = 8  # wait here for the others; clock: this worker's how many-th; body: numbers to average
-    STATE = 9  # a shard's optimizer state
-    BYE = 10  # I have done my part
-    HURRY = 11  # answer the pull that waits, as things are
-    WELCOME = 16  # go on from this clock; meta: taken, of every shard
-    TAKEN = 17  # the shard's gradients of that clock are in
-    PARAMETERS = 18  # a shard; clock: every clock is at least this one
-    CLOCKS = 19  # meta: clock and seconds since last heard, by rank
-    MET = 20  # everybody is here; body: the means
-    STATE_IS = 21  # meta: names and forms; body: numbers
-    REFUSED = 22  # meta: why
+    PULL = 5  # request all parameters, once every worker's clock is at least `clock`
+    BEAT = 6  # heartbeat
+    STATUS = 7  # request the clocks of all workers
+    MEET = 8  # numbers to average over all workers (body); clock: number of this average, from 1
+    STATE = 9  # request the optimizer state of a shard
+    BYE = 10  # the worker leaves without failure
+    HURRY = 11  # answer the waiting pull now, whatever the clocks
+    WELCOME = 16  # clock: that of the worker's next push; meta: taken, by shard
+    TAKEN = 17  # acknowledgement of the push or skip of a shard for a clock
+    PARAMETERS = 18  # a shard; clock: lower bound of the clocks of all workers
+    CLOCKS = 19  # meta: by rank the clock and the seconds since the last frame
+    MET = 20  # averages of the numbers of all workers (body)
+    STATE_IS = 21  # optimizer state of a shard; meta: names and forms; body: numbers
+    REFUSED = 22  # the server closes the connection; meta: why

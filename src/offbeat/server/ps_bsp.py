@@ -1,4 +1,4 @@
-"""BSP over parameter servers."""
+"""Strategy PS-BSP: bulk-synchronous training over parameter servers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from offbeat.server.ssp import SSP
 class PSBSP(SSP):
     """Bulk-synchronous training over parameter servers: `SSP(s=0)`.
 
-    Every worker pushes its gradients; the servers step with their mean once all are there, and
-    every worker pulls the parameters before its next iteration. The other settings are SSP's.
+    Every worker pushes its gradients. The servers step with the average once all workers have
+    pushed. Every worker pulls the parameters before its next iteration. All settings of SSP but `s`
+    and `apply` remain.
     """
 
-    s: ClassVar[int] = 0  # type: ignore[misc] # no setting any more
+    s: ClassVar[int] = 0  # type: ignore[misc] # a constant, not a setting
     apply: ClassVar[Literal["clock", "push"]] = "clock"  # type: ignore[misc]
 
     name: ClassVar[str] = "ps-bsp"

@@ -1,4 +1,4 @@
-"""The service: one server's sockets, and what it does with the frames that arrive."""
+"""Service of a parameter server: sockets, handshake, frame handlers, removal of silent workers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ from offbeat.server.protocol import Kind
 from offbeat.server.snapshots import Snapshots
 from offbeat.server.store import Store
 
-GREETING_S = 10.0  # for a stranger to prove that it is none
-MOST_STRANGERS = 64
+GREETING_S = 10.0  # a connection without handshake and HELLO for this time is closed
+MOST_STRANGERS = 64  # open connections before their handshake; the oldest one is closed
 MOST_MEETING_BYTES = 64 << 20
 NOTHING = memoryview(b"")
 
 
 @dataclass(eq=False)
 class _Peer:
-    """Who is at the other end: a stranger until `connection` exists, then a worker."""
+    """State of an accepted socket.
+
+    `connection` exists after the handshake, `rank` after HELLO, and `started` is set by START.
+    """
 
     sock: socket.socket
     came_s: float
@@ -42,14 +45,14 @@ class _Peer:
     connection: Connection | None = None
     rank: int | None = None
     started: bool = False
-    need: int | None = None  # of a pull that waits
+    need: int | None = None  # clock that the waiting pull requires
 
 
 class Service:
     """Serves a store to its workers until all of them have left.
 
-    A worker that has not been heard of for `silent_s` counts no more, with a warning; it may come
-    back.
+    A worker from which no frame arrives for `silent_s` seconds is removed with a warning. It may
+    connect again and continue.
     """
 
     def __init__(
@@ -66,10 +69,14 @@ class Service:
         self._silent_s, self._snapshots = silent_s, snapshots
         self._peers: set[_Peer] = set()
         now = time.monotonic()
-        self._heard_s = dict.fromkeys(store.clocks(), now)
-        self._lost: set[int] = set()
-        self._meeting: dict[int, tuple[int, Tensor]] = {}  # by rank: its how many-th, its numbers
-        self._met_last: dict[int, tuple[int, Tensor]] = {}  # the same of what came out
+        self._last_frame_s = dict.fromkeys(store.clocks(), now)
+        self._silent: set[int] = set()
+        self._waiting_averages: dict[
+            int, tuple[int, Tensor]
+        ] = {}  # by rank: number of the average, values
+        self._last_averages: dict[
+            int, tuple[int, Tensor]
+        ] = {}  # by rank: the same of its last average
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -82,26 +89,26 @@ class Service:
             Kind.HURRY: self._hurry,
             Kind.BEAT: lambda *_: None,
             Kind.STATUS: self._status,
-            Kind.MEET: self._meet,
+            Kind.MEET: self._average,
             Kind.STATE: self._state,
             Kind.BYE: self._bye,
         }
 
     def serve(self) -> None:
-        """Until every worker has left. RuntimeError if all of them have gone without a word."""
+        """Serve until no worker is left. RuntimeError if all workers were removed as silent."""
         try:
             while self.store.clocks():
-                self.turn(min(1.0, self._silent_s / 4))
+                self.handle_events(min(1.0, self._silent_s / 4))
         finally:
             self.close()
-        if self._lost and self._lost == set(self._heard_s):
+        if self._silent and self._silent == set(self._last_frame_s):
             raise RuntimeError(
-                f"every worker has gone without a word (rank {_numbers(self._lost)}); see their "
+                f"every worker has gone without a word (rank {_numbers(self._silent)}); see their "
                 "logs"
             )
 
-    def turn(self, wait_s: float) -> None:
-        """Handle what has arrived within `wait_s`, and see who is silent."""
+    def handle_events(self, wait_s: float) -> None:
+        """Wait up to `wait_s` for socket events, handle them, and remove silent workers."""
         for key, events in self._selector.select(wait_s):
             if key.data is None:
                 self._accept()
@@ -111,7 +118,7 @@ class Service:
                 self._read(peer)
             if events & selectors.EVENT_WRITE:
                 self._write(peer)
-        self._count_out()
+        self._remove_silent_workers()
 
     def close(self) -> None:
         """Close every socket."""
@@ -125,7 +132,7 @@ class Service:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # it has gone again
+        except OSError:  # the peer has closed the connection
             return
         sock.setblocking(False)
         peer = _Peer(sock, time.monotonic())
@@ -155,23 +162,25 @@ class Service:
             self._drop(peer)
 
     def _greet(self, peer: _Peer) -> None:
-        """Read the stranger's answer to the nonce, and nothing but that."""
+        """Read and check the answer to the nonce, but no byte after it; send the server's proof."""
         data = peer.sock.recv(secrets.ANSWER_BYTES - len(peer.answer))
         if not data:
             raise ConnectionResetError
         peer.answer += data
         if len(peer.answer) < secrets.ANSWER_BYTES:
             return
-        theirs = secrets.is_ours(self._secret, peer.nonce, bytes(peer.answer))
-        if theirs is None:
+        client_nonce = secrets.is_ours(self._secret, peer.nonce, bytes(peer.answer))
+        if client_nonce is None:
             self._drop(peer)
             return
-        peer.connection = Connection(peer.sock, Kind, lambda header: self._room(peer, header))
-        peer.connection.send(secrets.proof(self._secret, b"server", theirs, peer.nonce))
+        peer.connection = Connection(
+            peer.sock, Kind, lambda header: self._body_buffer(peer, header)
+        )
+        peer.connection.send(secrets.proof(self._secret, b"server", client_nonce, peer.nonce))
         self._write(peer)
 
     def _write(self, peer: _Peer) -> None:
-        """Send what there is; be called again only where some is left."""
+        """Send as much as the socket accepts. Watch it for writing while bytes are left."""
         if peer not in self._peers or peer.connection is None:
             return
         try:
@@ -190,7 +199,8 @@ class Service:
 
     def _refuse(self, peer: _Peer, why: str) -> None:
         self._send(peer, Kind.REFUSED, meta={"why": why})
-        with suppress(OSError):  # unread bytes would make closing take the words back
+        # Closing a socket with unread bytes may discard the frame before the worker reads it.
+        with suppress(OSError):
             peer.sock.shutdown(socket.SHUT_WR)
             while peer.sock.recv(1 << 20):
                 pass
@@ -204,8 +214,8 @@ class Service:
 
     # ---- frames -----------------------------------------------------------------------------
 
-    def _room(self, peer: _Peer, header: Header) -> tuple[Any, memoryview]:
-        """Where a frame's body goes; WireError unless the worker may say this now."""
+    def _body_buffer(self, peer: _Peer, header: Header) -> tuple[Any, memoryview]:
+        """Return (body, its memory) for a frame. WireError if the frame is not allowed now."""
         kind = header.kind
         expected = (
             [Kind.HELLO]
@@ -244,12 +254,12 @@ class Service:
 
     def _handle(self, peer: _Peer, frame: Frame) -> None:
         if peer.rank is not None:
-            self._heard_s[peer.rank] = time.monotonic()
+            self._last_frame_s[peer.rank] = time.monotonic()
         self._handlers[frame.header.kind](peer, frame)
 
     def _hello(self, peer: _Peer, frame: Frame) -> None:
         rank, meta = frame.header.rank, frame.meta
-        if rank not in self._heard_s:
+        if rank not in self._last_frame_s:
             raise WireError(f"rank ({rank}) is no worker of this job")
         if meta.get("layout") != self.store.layout.digest:
             raise WireError("the model or optimizer is another one than the server's")
@@ -257,20 +267,20 @@ class Service:
             self._drop(other)
         peer.rank = rank
         if meta.get("fresh"):
-            self._met_last.pop(rank, None)
-        self._heard_s[rank] = time.monotonic()
+            self._last_averages.pop(rank, None)
+        self._last_frame_s[rank] = time.monotonic()
         clock = self.store.welcome(rank, frame.header.clock, bool(meta.get("fresh")))
-        taken = {str(number): clock for number, clock in self.store.taken(rank).items()}
+        taken = {str(number): clock for number, clock in self.store.next_clocks(rank).items()}
         self._send(peer, Kind.WELCOME, clock=clock, meta={"taken": taken})
 
     def _start(self, peer: _Peer, frame: Frame) -> None:
         rank = frame.header.rank
         peer.started = True
-        if rank in self._lost:
-            self._lost.remove(rank)
-            self._say(f"rank {rank} is back and goes on from clock {frame.header.clock}")
+        if rank in self._silent:
+            self._silent.remove(rank)
+            self._warn(f"rank {rank} is back and goes on from clock {frame.header.clock}")
         self.store.join(rank, frame.header.clock)
-        self._moved()
+        self._on_clock_change()
 
     def _push(self, peer: _Peer, frame: Frame) -> None:
         header, shard = frame.header, self._shard(frame)
@@ -279,15 +289,15 @@ class Service:
         if not isinstance(absent, list) or not all(isinstance(p, int) for p in absent):
             raise WireError("absent must be a list of parameters")
         shard.push(header.rank, header.clock, frame.body, settings, frozenset(absent))
-        self._taken(peer, header)
+        self._acknowledge(peer, header)
 
     def _skip(self, peer: _Peer, frame: Frame) -> None:
         self._shard(frame).skip(frame.header.rank, frame.header.clock)
-        self._taken(peer, frame.header)
+        self._acknowledge(peer, frame.header)
 
-    def _taken(self, peer: _Peer, header: Header) -> None:
+    def _acknowledge(self, peer: _Peer, header: Header) -> None:
         self._send(peer, Kind.TAKEN, shard=header.shard, clock=header.clock)
-        self._moved()
+        self._on_clock_change()
 
     def _shard(self, frame: Frame) -> Shard:
         return self.store.shards[frame.header.shard]
@@ -301,8 +311,8 @@ class Service:
             peer.need = 0
             self._answer(peer, self.store.low)
 
-    def _moved(self) -> None:
-        """Clocks have moved: pulls that waited are answered, and a snapshot may be due."""
+    def _on_clock_change(self) -> None:
+        """Answer waiting pulls and save a due snapshot, after clocks have changed."""
         low = self.store.low
         for peer in [p for p in self._peers if p.need is not None]:
             self._answer(peer, low)
@@ -333,29 +343,33 @@ class Service:
     def _status(self, peer: _Peer, frame: Frame) -> None:
         now = time.monotonic()
         clocks = {
-            str(rank): [clock, round(now - self._heard_s[rank], 1)]
+            str(rank): [clock, round(now - self._last_frame_s[rank], 1)]
             for rank, clock in self.store.clocks().items()
         }
         self._send(peer, Kind.CLOCKS, meta={"clocks": clocks})
 
-    def _meet(self, peer: _Peer, frame: Frame) -> None:
+    def _average(self, peer: _Peer, frame: Frame) -> None:
         rank, number = frame.header.rank, frame.header.clock
-        last, mean = self._met_last.get(rank, (0, None))
-        if number == last and mean is not None:  # the answer was lost with its connection
+        last, mean = self._last_averages.get(rank, (0, None))
+        if number == last and mean is not None:  # a repeated request: the answer was lost
             self._send(peer, Kind.MET, memory_of(mean))
             return
-        if any(len(numbers) != len(frame.body) for _, numbers in self._meeting.values()):
+        if any(len(numbers) != len(frame.body) for _, numbers in self._waiting_averages.values()):
             raise WireError("the numbers to average must be as many on all workers")
-        self._meeting[rank] = number, frame.body
-        self._met()
+        self._waiting_averages[rank] = number, frame.body
+        self._finish_average()
 
-    def _met(self) -> None:
-        present = set(self._meeting)
+    def _finish_average(self) -> None:
+        present = set(self._waiting_averages)
         if not present or not present >= set(self.store.clocks()):
             return
-        mean = torch.stack([self._meeting[rank][1] for rank in sorted(present)]).mean(dim=0)
-        self._met_last |= {rank: (number, mean) for rank, (number, _) in self._meeting.items()}
-        self._meeting = {}
+        mean = torch.stack([self._waiting_averages[rank][1] for rank in sorted(present)]).mean(
+            dim=0
+        )
+        self._last_averages |= {
+            rank: (number, mean) for rank, (number, _) in self._waiting_averages.items()
+        }
+        self._waiting_averages = {}
         for peer in [p for p in self._peers if p.rank in present and p.started]:
             self._send(peer, Kind.MET, memory_of(mean))
 
@@ -376,32 +390,32 @@ class Service:
         self._drop(peer)
         self._leave(frame.header.rank)
 
-    # ---- who counts -------------------------------------------------------------------------
+    # ---- removal of workers -----------------------------------------------------------------
 
-    def _count_out(self) -> None:
+    def _remove_silent_workers(self) -> None:
         now = time.monotonic()
         for peer in [p for p in self._peers if p.rank is None]:
             if now - peer.came_s > GREETING_S:
                 self._drop(peer)
         for rank, clock in self.store.clocks().items():
-            if now - self._heard_s[rank] <= self._silent_s:
+            if now - self._last_frame_s[rank] <= self._silent_s:
                 continue
             for peer in [p for p in self._peers if p.rank == rank]:
                 self._drop(peer)
-            self._lost.add(rank)
+            self._silent.add(rank)
             self._leave(rank)
-            self._say(
+            self._warn(
                 f"rank {rank} has not been heard of for {self._silent_s:g} s: its clock ({clock}) "
                 f"stops counting; {len(self.store.clocks())} workers go on"
             )
 
     def _leave(self, rank: int) -> None:
         self.store.leave(rank)
-        self._meeting.pop(rank, None)
-        self._moved()
-        self._met()
+        self._waiting_averages.pop(rank, None)
+        self._on_clock_change()
+        self._finish_average()
 
-    def _say(self, words: str) -> None:
+    def _warn(self, words: str) -> None:
         warnings.warn(f"server {self.store.server}: {words}", RuntimeWarning, stacklevel=3)
 
 

@@ -1,4 +1,4 @@
-"""Serving: which ranks serve, how they meet the workers, and what a serving rank does."""
+"""Start of servers and clients: listeners, exchange of addresses, common snapshot."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from offbeat.server.optimizers import require_elementwise
 from offbeat.server.service import Service
 from offbeat.server.snapshots import Snapshots
 from offbeat.server.store import Store
-from offbeat.server.strategies import Duty, Served
+from offbeat.server.strategies import Served, ServerSettings
 
-BEATS = 4  # signs of life within the time after which a worker counts as silent
+BEATS = 4  # heartbeats of a worker per `silent_s`
 
 
 def serve(
@@ -31,37 +31,37 @@ def serve(
     ranks: Ranks,
     cluster: Cluster,
 ) -> None:
-    """What a serving rank does, until every worker has left."""
-    layout, duty = layout_of(optimizer, strategy, ranks), strategy.duty
+    """Serve this rank's shards until every worker has left. The model loses its memory."""
+    layout, settings = layout_of(optimizer, strategy, ranks), strategy.server_settings
     number = cluster.control.rank - ranks.servers.start
-    store = Store(layout, number, optimizer, duty.apply, ranks.workers)
-    snapshots = _snapshots(duty, number)
+    store = Store(layout, number, optimizer, settings.apply, ranks.workers)
+    snapshots = _snapshots(settings, number)
     clock = _common_snapshot(snapshots, ranks, cluster.control)
     if clock is not None:
         assert snapshots is not None
         snapshots.restore(store, clock)
-    _forget(model, optimizer)
+    _free_model(model, optimizer)
     listener = socket.create_server((own_address(cluster), 0), backlog=2 * len(ranks.workers))
-    secret = _meet(listener.getsockname()[:2], ranks, cluster.control)[1]
-    Service(store, listener, secret, silent_s=duty.silent_s, snapshots=snapshots).serve()
+    secret = _exchange_addresses(listener.getsockname()[:2], ranks, cluster.control)[1]
+    Service(store, listener, secret, silent_s=settings.silent_s, snapshots=snapshots).serve()
 
 
 def client_of(
     optimizer: torch.optim.Optimizer, strategy: Served, ranks: Ranks, cluster: Cluster
 ) -> Client:
-    """A worker's client, connected to all servers."""
-    layout, duty = layout_of(optimizer, strategy, ranks), strategy.duty
+    """Return a worker's client, connected to all servers."""
+    layout, settings = layout_of(optimizer, strategy, ranks), strategy.server_settings
     control = cluster.control
     resumed = _common_snapshot(None, ranks, control)
     if resumed is not None and control.rank == 0:
         iteration = strategy.iterations_at(resumed)
         print(
-            f"offbeat: servers resume from the snapshot of clock {resumed} in {duty.snapshot}; "
+            f"offbeat: servers resume from the snapshot of clock {resumed} in {settings.snapshot}; "
             f"training goes on from iteration {iteration}, and what came after it is lost",
             file=sys.stderr,
             flush=True,
         )
-    addresses, secret = _meet(None, ranks, control)
+    addresses, secret = _exchange_addresses(None, ranks, control)
     servers = [
         (f"server {i} (rank {rank})", address)
         for i, (rank, address) in enumerate(zip(ranks.servers, addresses, strict=True))
@@ -72,24 +72,26 @@ def client_of(
         control.rank,
         secret,
         timeout_s=cluster.timeout_s,
-        beat_s=duty.silent_s / BEATS,
-        gone=_remedy(duty),
+        beat_s=settings.silent_s / BEATS,
+        gone=_remedy(settings),
         resumed=resumed or 0,
     )
 
 
 def layout_of(optimizer: torch.optim.Optimizer, strategy: Served, ranks: Ranks) -> Layout:
-    """Return the layout of the trained parameters on the servers; ValueError for an optimizer that
-    servers cannot have."""
-    require_elementwise(optimizer, strategy.duty.apply)
+    """Return the layout of the trained parameters on the servers.
+
+    Raises ValueError for an optimizer that servers cannot step in pieces.
+    """
+    require_elementwise(optimizer, strategy.server_settings.apply)
     groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     return Layout(groups, len(ranks.servers))
 
 
-def _meet(
+def _exchange_addresses(
     address: tuple[str, int] | None, ranks: Ranks, control: Control
 ) -> tuple[Sequence[tuple[str, int]], bytes]:
-    """Where the servers listen, and the job's secret."""
+    """Exchange addresses between all ranks. Return those of the servers, and the job's secret."""
     everyone, secret = common_secret(address, ranks.servers.start, control)
     return [tuple(everyone[rank]) for rank in ranks.servers], secret
 
@@ -97,30 +99,30 @@ def _meet(
 # ---- snapshots ------------------------------------------------------------------------------
 
 
-def _snapshots(duty: Duty, number: int) -> Snapshots | None:
-    if duty.snapshot is None:
+def _snapshots(settings: ServerSettings, number: int) -> Snapshots | None:
+    if settings.snapshot is None:
         return None
-    return Snapshots(duty.snapshot, number, duty.snapshot_every)
+    return Snapshots(settings.snapshot, number, settings.snapshot_every)
 
 
-def _common_snapshot(mine: Snapshots | None, ranks: Ranks, control: Control) -> int | None:
-    """The newest clock of which every server has a snapshot."""
-    everyone = control.gather(mine.clocks() if mine is not None else [])
+def _common_snapshot(snapshots: Snapshots | None, ranks: Ranks, control: Control) -> int | None:
+    """Return the newest clock of which every server has a snapshot, or None."""
+    everyone = control.gather(snapshots.clocks() if snapshots is not None else [])
     common = set.intersection(*(set(everyone[rank]) for rank in ranks.servers))
     return max(common, default=None)
 
 
-def _remedy(duty: Duty) -> str:
-    if duty.snapshot is None:
+def _remedy(settings: ServerSettings) -> str:
+    if settings.snapshot is None:
         return "start the job again (with snapshot=DIRECTORY it would go on where it was saved)"
     return (
-        f"start the job again: it goes on from the last snapshot in {duty.snapshot}, and what "
+        f"start the job again: it goes on from the last snapshot in {settings.snapshot}, and what "
         "came after it is lost"
     )
 
 
-def _forget(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give the memory of the user's model back: the shards are what this rank holds."""
+def _free_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Free the memory of the user's model and optimizer: a server holds its shards instead."""
     optimizer.state.clear()
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.grad = None

@@ -1,4 +1,4 @@
-"""What the sessions of workers with a parameter server have in common."""
+"""Base class of the sessions of workers with a parameter server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker trains with: the user's objects, and its ways to the others."""
+    """The user's model and optimizer, and the worker's cluster, client, recorder and pace."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -41,8 +41,10 @@ class Worker:
 
 
 class ServedSession(Session):
-    """Marks iterations, records them, and leaves the rest to what its subclasses do with the
-    client."""
+    """Session that counts, times and records iterations.
+
+    Subclasses exchange gradients and parameters with the servers in `_begin` and `_end`.
+    """
 
     elsewhere = NO_CHECKPOINT
 
@@ -63,19 +65,20 @@ class ServedSession(Session):
         self._parameters = ParameterWatch(worker.model)
         self._parameters.attach(p for p in worker.model.parameters() if p.requires_grad)
         self._done = Iteration(0, self._new_marks(), [])
-        self._before = 0  # iterations before this process, up to the snapshot of the servers
+        self._before = 0  # iterations of earlier jobs, up to the servers' snapshot
 
-    # ---- what subclasses do -----------------------------------------------------------------
+    # ---- implemented by subclasses ----------------------------------------------------------
 
     @abstractmethod
     def _begin(self) -> None:
-        """The model's forward begins in training mode, for the first time in this iteration or
-        again."""
+        """Called before each forward in training mode, also a repeated one in an iteration."""
 
     @abstractmethod
     def _end(self, skip_update: bool) -> None:
-        """`optimizer.step()`, which marks when it has stepped; without an update in this worker's
-        name if it is to be skipped."""
+        """Implements `optimizer.step()`: push this iteration's gradients, unless `skip_update`.
+
+        Sets the timestamp `stepped`.
+        """
 
     # ---- checkpoints ------------------------------------------------------------------------
 
@@ -89,7 +92,7 @@ class ServedSession(Session):
     def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         raise ValueError(NO_CHECKPOINT)
 
-    # ---- what the user calls ----------------------------------------------------------------
+    # ---- called by the user -----------------------------------------------------------------
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -133,7 +136,7 @@ class ServedSession(Session):
         self._model.zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()  # backward only accumulates anyway
+        return nullcontext()  # backward does not communicate
 
     def traffic(self) -> dict[str, int]:
         return {next(iter(self._cluster.links)): self._client.bytes_sent}
@@ -144,8 +147,8 @@ class ServedSession(Session):
     def close(self) -> None:
         if self._cluster.closed:
             return
-        if getattr(sys, "last_value", None) is None:  # else this rank is going down: at once
-            with suppress(RuntimeError):  # the servers are gone, which was said already
+        if getattr(sys, "last_value", None) is None:  # no uncaught exception
+            with suppress(RuntimeError):  # lost servers have been reported already
                 self._leave()
         with suppress(RuntimeError):
             self._client.close()
@@ -158,9 +161,9 @@ class ServedSession(Session):
         self._cluster.close()
 
     def _leave(self) -> None:
-        """The last chance to say something to the servers."""
+        """Called by `close` while the client is still connected, unless this rank has failed."""
 
-    # ---- what they share --------------------------------------------------------------------
+    # ---- used by subclasses -----------------------------------------------------------------
 
     @property
     def _marks(self) -> Timestamps:
@@ -170,13 +173,13 @@ class ServedSession(Session):
         return Timestamps(begin=self._cluster.device.mark())
 
     def _densify(self) -> None:
-        """Sparse gradients become dense, as servers hold flat tensors."""
+        """Convert sparse gradients to dense ones: pushes are flat tensors."""
         for t in self._held:
             if t.grad is not None and t.grad.is_sparse:
                 t.grad = t.grad.to_dense()
 
-    def _acceptable(self) -> bool:
-        """Whether the gradients are finite, or the user does not mind."""
+    def _can_push(self) -> bool:
+        """Return whether to push the gradients, by `on_nonfinite`: "raise", "skip", "ignore"."""
         if self._on_nonfinite == "ignore":
             return True
         if all_finite(t.grad for t in self._held if t.grad is not None):
@@ -188,8 +191,8 @@ class ServedSession(Session):
             f"iteration {self._done.number}; lower the learning rate, or on_nonfinite='skip'"
         )
 
-    def _unite_buffers(self) -> None:
-        """The model's buffers become their means over workers, integers rounded."""
+    def _average_buffers(self) -> None:
+        """Average the model's buffers over all workers; round averages of integers."""
         buffers = [b for b in self._model.buffers() if b.numel()]
         numbers = [b.detach().to("cpu", torch.float64).reshape(-1) for b in buffers]
         means = self._client.meet(
@@ -202,8 +205,10 @@ class ServedSession(Session):
 
 
 def open_served_session(strategy: Served, job: TrainingJob) -> ServedSession:
-    """Return the session of a worker. On a rank that serves, serve until all workers have left, and
-    raise SystemExit(0)."""
+    """Return the session of a worker.
+
+    On a rank of a server, serve until all workers have left, then raise SystemExit(0).
+    """
     if job.cluster.control.rank in job.ranks.servers:
         serve(job.model, job.optimizer, strategy, job.ranks, job.cluster)
         raise SystemExit(0)

@@ -1,8 +1,8 @@
-"""Served: workers and their parameter servers in virtual time, event by event.
+"""Discrete-event simulation of workers with parameter servers.
 
-All servers are alike and hold equal shares, so one of them stands for all: every worker's flow to
-it has that share of the bytes and of the worker's own rate. Pushes come in and parameters go out at
-the server's rate, shared by all workers (incast).
+All servers are alike and hold equal shares of the parameters, so the simulation has one of them.
+Each worker's flow to it has that share of the worker's bytes and rate. All pushes share the
+server's incoming rate and all pulls its outgoing rate (incast).
 """
 
 from __future__ import annotations
@@ -28,55 +28,60 @@ from offbeat.server.pipe import Pipe
 if TYPE_CHECKING:
     from offbeat.server.ssp import SSP
 
-CLOCKS = 200  # without jitter
+CLOCKS = 200  # simulated clocks if compute times have no jitter
 
 
 @dataclass(slots=True)
 class _Worker:
-    """Where a worker is. A clock is the number of its next push."""
+    """State of a worker. Its clock is the number of its next push."""
 
     clock: int = 0
-    low: int = 0  # every push of a smaller clock is in its parameters
-    pulling: int | None = None  # the least clock that it asked for
-    parked: bool = False  # and that the server does not have yet
-    answered: int = 0
-    arrived: int | None = None
-    pushing: bool = False
-    pull_follows: bool = False  # the pull waits behind the push
-    ready: bool = False  # computed, and waits for its last push to be in
+    low: int = 0  # its parameters include all pushes of lower clocks
+    pulling: int | None = None  # smallest version that answers the pull under way
+    parked: bool = False  # the pull waits on the server for that version
+    answered: int = 0  # version in the server's answer
+    arrived: int | None = None  # version that has arrived and is not in use yet
+    pushing: bool = False  # a push is under way
+    pull_follows: bool = False  # request the pull when the push has arrived
+    ready: bool = False  # has computed its gradients, and waits for the previous push
     waiting: bool = False  # for parameters
     since_s: float = 0.0
-    taken: int = 0  # what the server has of it
+    taken: int = 0  # its pushes that have arrived at the server
 
 
 @dataclass
-class Course:
-    """What happened: per worker and clock when it began to compute, when that was done, and when
-    it was over (the push had been handed over); seconds waited by cause."""
+class Timeline:
+    """Times of a simulation, per worker and clock.
+
+    `begins_s` and `computed_s` are the begin and end of compute. `ends_s` is the begin of the push,
+    with which the next clock begins. `pulls` counts requested pulls.
+    """
 
     begins_s: list[list[float]]
     computed_s: list[list[float]]
     ends_s: list[list[float]]
     staleness: list[int] = field(default_factory=list)  # clock - low at every begin
     pulls: int = 0
-    busy_s: float = 0.0  # of the server's link inwards
+    busy_s: float = 0.0  # of the server's incoming link
 
     @property
     def seconds(self) -> float:
-        """Until the last worker's last end."""
+        """End of the last clock of the slowest worker."""
         return max(ends[-1] for ends in self.ends_s)
 
 
 def run_served(
     server: Server, compute_s: NDArray[np.float64], s: int, *, each_push: bool = False
-) -> Course:
-    """Workers of `compute_s[clock, worker]` seconds per clock and a staleness of `s`. `each_push`:
-    every push is an update, not every clock."""
+) -> Timeline:
+    """Simulate workers with compute times `compute_s` [clocks, workers] and staleness bound `s`.
+
+    With `each_push` the server steps at each push, otherwise once per clock.
+    """
     return _Job(server, compute_s, s, each_push).run()
 
 
 class _Job:
-    """The events of one simulation, and the state of all workers."""
+    """Event queue, pipes and worker states of one simulation."""
 
     def __init__(
         self, server: Server, compute_s: NDArray[np.float64], s: int, each_push: bool
@@ -91,9 +96,11 @@ class _Job:
         self._count = 0
         self._cpu_free_s = 0.0
         self._version = 0
-        self.course = Course(_empty(workers), _empty(workers), _empty(workers))
+        self.timeline = Timeline(
+            _empty_lists(workers), _empty_lists(workers), _empty_lists(workers)
+        )
 
-    def run(self) -> Course:
+    def run(self) -> Timeline:
         for n in range(len(self._workers)):
             self._begin(n, 0.0)
         while True:
@@ -102,26 +109,26 @@ class _Job:
             out_s, puller = self._outwards.next_end()
             now_s = min(event_s, in_s, out_s)
             if math.isinf(now_s):
-                self.course.busy_s = self._inwards.busy_s
-                return self.course
+                self.timeline.busy_s = self._inwards.busy_s
+                return self.timeline
             if now_s == event_s:
                 _, _, what, n = heapq.heappop(self._events)
                 getattr(self, f"_{what}")(n, now_s)
             elif now_s == in_s:
                 self._inwards.end(pusher, now_s)
-                self._later(now_s + self._server.latency_s, "reached", pusher)
+                self._schedule_event(now_s + self._server.latency_s, "receive_push", pusher)
             else:
                 self._outwards.end(puller, now_s)
-                self._later(now_s + self._server.latency_s, "arrive", puller)
+                self._schedule_event(now_s + self._server.latency_s, "receive_parameters", puller)
 
-    def _later(self, at_s: float, what: str, n: int) -> None:
+    def _schedule_event(self, at_s: float, what: str, n: int) -> None:
         self._count += 1
         heapq.heappush(self._events, (at_s, self._count, what, n))
 
     # ---- a worker ---------------------------------------------------------------------------
 
     def _begin(self, n: int, now_s: float) -> None:
-        """Go on with the next clock, if parameters are new enough."""
+        """Begin to compute the next clock, or wait for parameters that are new enough."""
         worker = self._workers[n]
         if worker.clock == self._clocks:
             return
@@ -130,9 +137,9 @@ class _Job:
             worker.waiting = True
             return
         worker.waiting = False
-        self.course.staleness.append(worker.clock - worker.low)
-        self.course.begins_s[n].append(now_s)
-        self._later(now_s + float(self._compute_s[worker.clock, n]), "computed", n)
+        self.timeline.staleness.append(worker.clock - worker.low)
+        self.timeline.begins_s[n].append(now_s)
+        self._schedule_event(now_s + float(self._compute_s[worker.clock, n]), "end_compute", n)
 
     def _refresh(self, n: int, now_s: float) -> None:
         worker = self._workers[n]
@@ -140,13 +147,13 @@ class _Job:
             worker.low, worker.arrived = max(worker.low, worker.arrived), None
         if worker.pulling is None:
             worker.pulling = max(worker.clock - self._s, 0)
-            self.course.pulls += 1
+            self.timeline.pulls += 1
             worker.pull_follows = worker.pushing
             if not worker.pushing:
-                self._later(now_s + self._server.latency_s, "asked", n)
+                self._schedule_event(now_s + self._server.latency_s, "receive_pull", n)
 
-    def _computed(self, n: int, now_s: float) -> None:
-        self.course.computed_s[n].append(now_s)
+    def _end_compute(self, n: int, now_s: float) -> None:
+        self.timeline.computed_s[n].append(now_s)
         worker = self._workers[n]
         if worker.pushing:
             worker.ready = True
@@ -157,12 +164,12 @@ class _Job:
         worker = self._workers[n]
         worker.ready, worker.pushing = False, True
         worker.clock += 1
-        self.course.ends_s[n].append(now_s)
+        self.timeline.ends_s[n].append(now_s)
         self._inwards.start(n, self._server.size_bytes, now_s)
         self._begin(n, now_s)
 
-    def _arrive(self, n: int, now_s: float) -> None:
-        """Parameters are here; they are used between two clocks."""
+    def _receive_parameters(self, n: int, now_s: float) -> None:
+        """Parameters arrive at a worker, which uses them from the begin of its next clock."""
         worker = self._workers[n]
         worker.pulling, worker.arrived = None, worker.answered
         if worker.waiting:
@@ -170,21 +177,21 @@ class _Job:
 
     # ---- the server -------------------------------------------------------------------------
 
-    def _reached(self, n: int, now_s: float) -> None:
-        """A push is in; the worker hears of it when it looks."""
+    def _receive_push(self, n: int, now_s: float) -> None:
+        """A push arrives at the server."""
         worker = self._workers[n]
         worker.pushing = False
         worker.taken += 1
         if self._each_push or min(w.taken for w in self._workers) > self._version:
             self._cpu_free_s = max(self._cpu_free_s, now_s) + self._server.apply_s
-            self._later(self._cpu_free_s, "applied", n)
+            self._schedule_event(self._cpu_free_s, "end_apply", n)
         if worker.pull_follows:
             worker.pull_follows = False
-            self._later(now_s, "asked", n)
+            self._schedule_event(now_s, "receive_pull", n)
         if worker.ready:
             self._push(n, now_s)
 
-    def _applied(self, n: int, now_s: float) -> None:
+    def _end_apply(self, n: int, now_s: float) -> None:
         low = min(worker.taken for worker in self._workers)
         if low > self._version:
             self._version = low
@@ -192,7 +199,7 @@ class _Job:
                 if worker.parked:
                     self._answer(other, now_s)
 
-    def _asked(self, n: int, now_s: float) -> None:
+    def _receive_pull(self, n: int, now_s: float) -> None:
         self._workers[n].parked = True
         self._answer(n, now_s)
 
@@ -205,7 +212,7 @@ class _Job:
             self._outwards.start(n, self._server.size_bytes, now_s)
 
 
-def _empty(workers: int) -> list[list[float]]:
+def _empty_lists(workers: int) -> list[list[float]]:
     return [[] for _ in range(workers)]
 
 
@@ -221,11 +228,11 @@ def predict_served(
     seed: int = 0,
     ranks: Ranks | None = None,
 ) -> Prediction:
-    """Prediction of a job with so many servers beside the profile's workers.
+    """Predict a job with the profile's workers and `servers` additional hosts.
 
-    The default link's rate is that of an all-reduce, which moves 2(N-1)/N of its bytes through
-    every host in 2(N-1) hops; a push or pull moves all of them in one. `exposed_s` is waiting for
-    parameters and for the last push to be in.
+    The profile's rate of the default link is that of an all-reduce, which moves 2(N-1)/N of its
+    bytes through every host in 2(N-1) hops. A push or pull moves all bytes in one hop. `exposed_s`
+    of the result is the waiting time for parameters and for the arrival of the previous push.
     """
     require_servers(servers, strategy)
     ranks = ranks or Ranks()
@@ -236,12 +243,12 @@ def predict_served(
     compute_s = compute_seconds(profile, ranks, clocks * strategy.accumulate, seed)
     per_clock_s = compute_s.reshape(clocks, strategy.accumulate, -1).sum(axis=1)
     server = server_of(profile, servers, ranks)
-    course = run_served(server, per_clock_s, strategy.s, each_push=strategy.apply == "push")
-    return _prediction(strategy, profile, course, per_clock_s, server)
+    timeline = run_served(server, per_clock_s, strategy.s, each_push=strategy.apply == "push")
+    return _prediction(strategy, profile, timeline, per_clock_s, server)
 
 
 def require_servers(servers: int, strategy: object) -> None:
-    """ValueError unless there is a server."""
+    """Raise ValueError unless there is at least one server."""
     if servers < 1:
         raise ValueError(f"servers ({servers}) must be at least 1 for {strategy}")
 
@@ -249,14 +256,14 @@ def require_servers(servers: int, strategy: object) -> None:
 def _prediction(
     strategy: SSP,
     profile: Profile,
-    course: Course,
+    timeline: Timeline,
     compute_s: NDArray[np.float64],
     server: Server,
 ) -> Prediction:
     clocks, workers = compute_s.shape
-    first = clocks // 2  # the second half
-    ends_s = np.array(course.ends_s)
-    whole_s = float(ends_s[:, -1].max() - ends_s[:, first - 1].max()) if first else course.seconds
+    first = clocks // 2  # averages are of the second half
+    ends_s = np.array(timeline.ends_s)
+    whole_s = float(ends_s[:, -1].max() - ends_s[:, first - 1].max()) if first else timeline.seconds
     iterations = (clocks - first) * strategy.accumulate
     iteration_s = whole_s / iterations
     spent_s = ends_s[:, -1] - (ends_s[:, first - 1] if first else 0.0)
@@ -277,25 +284,25 @@ def _prediction(
         window=range(first * strategy.accumulate, clocks * strategy.accumulate),
         steady=False,
         plan=None,
-        _traced=lambda: _trace(strategy, course, workers),
+        _traced=lambda: _trace(strategy, timeline, workers),
     )
 
 
-def _trace(strategy: SSP, course: Course, workers: int) -> Trace:
-    """One row per worker; an iteration is a clock's share of it."""
-    last = len(course.ends_s[0])
+def _trace(strategy: SSP, timeline: Timeline, workers: int) -> Trace:
+    """Return a trace with one row per worker. The iterations of a clock have equal lengths."""
+    last = len(timeline.ends_s[0])
     spans = [
         span
         for n in range(min(workers, MAX_RANKS))
-        for span in spans_of(course, n, range(max(last - LEAST_ITERATIONS, 0), last))
+        for span in spans_of(timeline, n, range(max(last - LEAST_ITERATIONS, 0), last))
     ]
     return Trace(
         source="simulated",
         strategy=str(strategy),
-        ends_s=tuple(tuple(_split(ends, strategy.accumulate)) for ends in course.ends_s),
+        ends_s=tuple(tuple(_split(ends, strategy.accumulate)) for ends in timeline.ends_s),
         starts_s=(0.0,) * workers,
         spans=tuple(spans) if strategy.accumulate == 1 else (),
-        notes={"ranks": workers, "staleness": fmean(course.staleness)},
+        notes={"ranks": workers, "staleness": fmean(timeline.staleness)},
     )
 
 
@@ -306,13 +313,13 @@ def _split(ends_s: list[float], parts: int) -> Iterator[float]:
         before_s = end_s
 
 
-def spans_of(course: Course, n: int, clocks: range) -> Iterator[Span]:
-    """What worker n did in these clocks."""
+def spans_of(timeline: Timeline, n: int, clocks: range) -> Iterator[Span]:
+    """Yield the compute and wait spans of worker `n` in these clocks."""
     for clock in clocks:
-        begin_s, computed_s = course.begins_s[n][clock], course.computed_s[n][clock]
-        before_s = course.ends_s[n][clock - 1] if clock else 0.0
+        begin_s, computed_s = timeline.begins_s[n][clock], timeline.computed_s[n][clock]
+        before_s = timeline.ends_s[n][clock - 1] if clock else 0.0
         if begin_s > before_s:
             yield Span(n, COMPUTE, "wait", clock, before_s, begin_s)
         yield Span(n, COMPUTE, "backward", clock, begin_s, computed_s)
-        if course.ends_s[n][clock] > computed_s:
-            yield Span(n, COMPUTE, "wait", clock, computed_s, course.ends_s[n][clock])
+        if timeline.ends_s[n][clock] > computed_s:
+            yield Span(n, COMPUTE, "wait", clock, computed_s, timeline.ends_s[n][clock])

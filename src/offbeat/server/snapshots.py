@@ -1,4 +1,4 @@
-"""Snapshots: a server's parameters and optimizer state as files that are whole or not there."""
+"""Snapshot files of a server's parameters and optimizer state, written atomically."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 
 from offbeat.server.store import Store
 
-KEEP = 2  # of each server: the others may not have written the newest yet
+KEEP = 2  # files per server; servers resume from the newest clock that all of them have saved
 
 
 class Snapshots:
-    """One server's files in a directory that all servers share or each has for itself.
+    """Snapshot files of one server, in a directory that is shared by all servers or local.
 
-    Saved whenever the least clock passes a multiple of `every`; `base` is the clock of the
-    snapshot that this job began from.
+    A snapshot is due whenever the lowest clock passes a multiple of `every`. `base` is the clock of
+    the snapshot from which this job has started. Clocks in file names include it.
     """
 
     def __init__(self, directory: str | Path, server: int, every: int):
@@ -29,13 +29,13 @@ class Snapshots:
         self.base = 0
 
     def clocks(self) -> list[int]:
-        """Of the snapshots that are there."""
+        """Return the clocks of this server's snapshot files, in ascending order."""
         pattern = re.compile(rf"server{self._server}-(\d+)\.pt")
         names = os.listdir(self._directory) if self._directory.is_dir() else []  # noqa: PTH208
         return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
 
     def restore(self, store: Store, clock: int) -> None:
-        """Begin from a snapshot; ValueError if it is another model's or another split's."""
+        """Load the snapshot of a clock; ValueError for another model or number of servers."""
         path = self._path(clock)
         saved: dict[str, Any] = torch.load(path, weights_only=True)
         if (saved["layout"], saved["server"]) != (store.layout.digest, store.server):
@@ -47,7 +47,7 @@ class Snapshots:
         self.base = clock
 
     def due(self, low: float, store: Store) -> None:
-        """Save if a multiple of `every` has been passed."""
+        """Save if `low` has passed a multiple of `every`. A failed write is a warning."""
         if low == float("inf") or int(low) // self._every <= self._last:
             return
         self._last = int(low) // self._every
@@ -67,7 +67,7 @@ class Snapshots:
             )
 
     def save(self, clock: int, store: Store) -> None:
-        """Write a snapshot in one move, and remove all but the newest."""
+        """Write a snapshot under a draft name, rename it, and remove all but the newest files."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._path(clock)
         draft = _draft_of(path)
@@ -84,5 +84,5 @@ class Snapshots:
 
 
 def _draft_of(path: Path) -> Path:
-    """Return the path of a snapshot while it is written."""
+    """Return the path under which an unfinished snapshot is written."""
     return path.with_suffix(".part")

@@ -1,4 +1,4 @@
-"""SSP: a parameter server, and workers that may be some clocks apart."""
+"""Strategy SSP: stale-synchronous workers with a parameter server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import require_count
-from offbeat.server.strategies import Duty, Served, require_silence
+from offbeat.server.strategies import Served, ServerSettings, require_silence
 
 if TYPE_CHECKING:
     from offbeat.core.plan import Plan
@@ -20,24 +20,24 @@ class SSP(Served):
     """Stale-synchronous parallel: a worker may be at most `s` clocks ahead of the slowest one.
 
     Dedicated servers hold the parameters and step them with the user's optimizer. Workers push
-    gradients and pull parameters in the background. With `apply="clock"` and s=0 it is BSP over a
-    server.
+    gradients and pull parameters in the background. A worker's clock is the number of its pushes so
+    far. SSP with `s=0` and `apply="clock"` is BSP over a server.
     """
 
     s: int = 2
-    """Clocks by which a worker may be ahead of the slowest one; 0 is synchronous."""
+    """Largest number of clocks by which a worker may be ahead of the slowest; 0: synchronous."""
     apply: Literal["clock", "push"] = "clock"
-    """Servers apply the mean of a `clock` once every worker has reached it, or each `push` at once,
-    with the learning rate over the number of workers."""
+    """`clock`: servers step with the average gradient of a clock once every worker has pushed it.
+    `push`: servers step with each push, with the learning rate divided by the number of workers."""
     accumulate: int = 1
-    """Iterations of a clock, whose gradients are averaged before they are pushed."""
+    """Iterations per clock. The worker averages their gradients before the push."""
     silent_s: float = 30.0
-    """A worker that is silent for so many seconds counts no more."""
+    """Servers stop waiting for a worker from which no frame has come for `silent_s` seconds."""
     snapshot: str | None = None
-    """Directory in which servers save their part, and from which a job begins; None: nothing is
-    saved."""
+    """Directory in which each server saves its parameters and optimizer state. A job resumes from
+    the newest snapshot that all servers have. None: servers save nothing."""
     snapshot_every: int = 100
-    """Clocks from one save to the next."""
+    """Clocks between two snapshots."""
 
     name: ClassVar[str] = "ssp"
     citation: ClassVar[str] = (
@@ -56,8 +56,8 @@ class SSP(Served):
         return clock * self.accumulate
 
     @property
-    def duty(self) -> Duty:
-        return Duty(
+    def server_settings(self) -> ServerSettings:
+        return ServerSettings(
             self.silent_s,
             self.apply,
             snapshot=self.snapshot,
@@ -65,8 +65,11 @@ class SSP(Served):
         )
 
     def bound_s(self, profile: Profile) -> float:
-        """`F + B` with what the loop does around them, of the slowest rank: in the long run nobody
-        is faster by more than s clocks. Servers step, and messages are hidden."""
+        """Return the seconds per iteration of the slowest rank without any communication.
+
+        They include forward, backward and the rest of the loop, but not the optimizer's step, which
+        runs on the servers. No worker is faster for long, as `s` bounds the difference of clocks.
+        """
         slowest = profile.slowest()
         return slowest.other_s + slowest.forward_s + slowest.backward_s
 

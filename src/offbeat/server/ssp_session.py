@@ -1,4 +1,4 @@
-"""The session of SSP's workers: push, pull, and never too far ahead."""
+"""Session of a worker with strategy SSP or PS-BSP."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ BEFORE = (
 
 
 class SSPSession(ServedSession):
-    """Trains on a copy of the servers' parameters, which is refreshed between iterations.
+    """Session that trains on a copy of the servers' parameters.
 
-    Within an iteration parameters do not change. Whoever reads them between two iterations sees
-    the servers' newest ones.
+    The copy is refreshed between iterations, never within one. `state_dict()` between two
+    iterations returns the servers' newest parameters.
     """
 
     def __init__(self, worker: Worker, strategy: SSP):
         super().__init__(worker)
         self._strategy = strategy
         self._before = strategy.iterations_at(worker.client.resumed + worker.client.clock)
-        self._known = [frozenset(g) for g in settings_of(self._optimizer)]  # to the servers too
-        self._low = 0  # pushes of smaller clocks are in the parameters here
+        self._known = [frozenset(g) for g in settings_of(self._optimizer)]  # names on the servers
+        self._low = 0  # the local parameters include all pushes of lower clocks
         self._collected = 0  # iterations whose gradients are in `outgoing`
         self._waiting = 0  # iterations of this clock so far
-        self._absent = [0] * len(self._held)
+        self._absent = [0] * len(self._held)  # per parameter: iterations without gradient
         self._open = False  # an iteration has begun
-        self._fresh = False  # the parameters here are the newest that this worker knows of
+        self._fresh = False  # no push since the local parameters were pulled
         refuse, flush = UncopiedHook(self._refuse_load), UncopiedHook(self.flush)
         model, optimizer = self._model, self._optimizer
         begin = UncopiedHook(self._begin_bare)
@@ -48,10 +48,10 @@ class SSPSession(ServedSession):
         )
         self.flush()
 
-    # ---- what the user calls ----------------------------------------------------------------
+    # ---- called by the user -----------------------------------------------------------------
 
     def _end(self, skip_update: bool) -> None:
-        self._optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers look at it
+        self._optimizer._opt_called = True  # type: ignore[attr-defined] # read by schedulers
         if not skip_update:
             self._collect()
         self._waiting += 1
@@ -63,25 +63,27 @@ class SSPSession(ServedSession):
             self._refresh()
 
     def note_forward(self, output: object) -> None:
-        self._open = True  # with the newest parameters
+        self._open = True  # a backward of `output` may follow: keep its parameters until `step`
 
     def flush(self) -> None:
-        """Have the servers' newest parameters, unless an iteration is under way; such as the next
-        one could begin with."""
+        """Pull the servers' newest parameters unless an iteration or a clock is incomplete.
+
+        Waits until they are new enough for the next iteration.
+        """
         if not (self._open or self._fresh or self._waiting or self._cluster.closed):
-            self._newest(max(self._need, 0))
+            self._pull_newest(max(self._need, 0))
 
     def consolidate(self, repairing: bool) -> None:
         self._cluster.require_open()
         if self._waiting:
             self._push()
         self._client.settle()
-        self._unite_buffers()  # whoever has met has pushed
-        self._newest(0)  # nobody waits for who has made more iterations
+        self._average_buffers()  # returns after the pushes of all workers
+        self._pull_newest(0)  # 0: workers may have different numbers of iterations
         self._open = False
         self._client.meet(
             torch.empty(0, dtype=torch.float64, device="cpu")
-        )  # nobody pushes before everybody has pulled
+        )  # a barrier: no push before all workers have pulled
 
     def optimizer_reloaded(self) -> None:
         self._refuse_load()
@@ -93,11 +95,11 @@ class SSPSession(ServedSession):
     # ---- gradients to the servers -----------------------------------------------------------
 
     def _collect(self) -> None:
-        """Take this iteration's gradients; the first ones wait until the last push is in."""
+        """Add this iteration's gradients to `outgoing`, once the last push is acknowledged."""
         if not self._collected:
             self._client.settle()
             self._absent = [0] * len(self._held)
-        if not self._acceptable():
+        if not self._can_push():
             return
         views, gradients = [], []
         for number, (p, view) in enumerate(zip(self._held, self._outgoing, strict=True)):
@@ -114,7 +116,7 @@ class SSPSession(ServedSession):
         self._collected += 1
 
     def _push(self) -> None:
-        """End this clock."""
+        """Push the average gradient of this clock, or skip the clock without gradients."""
         count, self._collected, self._waiting = self._collected, 0, 0
         if count == 0:
             self._client.settle()
@@ -137,30 +139,30 @@ class SSPSession(ServedSession):
         return self._client.clock - self._strategy.s
 
     def _refresh(self) -> None:
-        """Take the parameters that have arrived, and ask for newer ones."""
-        if self._client.arrived() is not None:
-            self._take()
+        """Load pulled parameters that have arrived, and start the next pull."""
+        if self._client.arrived_clock() is not None:
+            self._load_pulled()
         if not self._client.pulling:
             self._client.pull(max(self._need, 0))
 
     def _begin(self) -> None:
-        """An iteration begins: with parameters that are not too old."""
+        """Wait for parameters that are at most `s` clocks old, if an iteration begins."""
         if self._open:
             return
         self._open = True
-        if self._waiting:  # in the middle of a clock
+        if self._waiting:  # parameters do not change within a clock
             return
         begin = time.perf_counter()
         self._refresh()
         while self._low < self._need:
-            self._take()
+            self._load_pulled()
             self._refresh_if_old()
         waited = time.perf_counter()
         if self._recorder:
             self._marks.acted.append(MomentTimes(0, begin, waited, waited))
 
     def _begin_bare(self) -> None:
-        """A forward, which may be one of the user's bare module."""
+        """Forward hook: the user may call the module instead of the prepared model."""
         if torch.is_grad_enabled() and self._model.training and not self._cluster.closed:
             self._begin()
 
@@ -168,32 +170,32 @@ class SSPSession(ServedSession):
         if self._low < self._need and not self._client.pulling:
             self._client.pull(self._need)
 
-    def _newest(self, need: int) -> None:
-        """Take what the servers have now, with every push of clocks below `need`."""
+    def _pull_newest(self, need: int) -> None:
+        """Pull and load parameters that include all pushes of clocks below `need`."""
         self._client.settle()
-        if self._client.pulling:  # asked for before now
+        if self._client.pulling:  # started earlier, so its parameters may be older
             if need == 0:
                 self._client.hurry()
             self._client.await_arrival()
             self._client.consume()
         self._client.pull(need)
-        self._take()
+        self._load_pulled()
         self._fresh = True
 
-    def _take(self) -> None:
-        """Wait for what was asked for, and train on it."""
+    def _load_pulled(self) -> None:
+        """Wait for the pull and copy its parameters into the model."""
         self._client.await_arrival()
-        low = self._client.arrived()
+        low = self._client.arrived_clock()
         assert low is not None
         with torch.no_grad():
             torch._foreach_copy_(list(self._held), self._incoming)
         self._low = max(self._low, low)
         self._client.consume()
 
-    # ---- the rest ---------------------------------------------------------------------------
+    # ---- optimizer state --------------------------------------------------------------------
 
     def _fetch_state(self) -> None:
-        """The servers' optimizer state, into the user's optimizer."""
+        """Copy the servers' optimizer state into the user's optimizer."""
         if self._cluster.closed:
             return
         self._client.settle()

@@ -1,4 +1,4 @@
-"""The store: all shards of one server, and the clocks of its workers."""
+"""Store of a parameter server: all shards of one server and the clocks of its workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offbeat.server.parameters import Rule, Shard
 
 
 class Store:
-    """One server's shards; a worker's clock here is that of the shard where it is least."""
+    """Shards of one server. A worker's clock on the server is its lowest clock of all shards."""
 
     def __init__(
         self,
@@ -39,40 +39,43 @@ class Store:
             )
 
     def clocks(self) -> dict[int, int]:
-        """The clock of every worker that counts."""
+        """Return the clock of each worker, by rank."""
         each = [shard.clocks for shard in self.shards.values()]
         return {rank: min(clocks[rank] for clocks in each) for rank in each[0]}
 
     @property
     def low(self) -> float:
-        """The least clock; infinite if nobody is left."""
+        """Lowest clock of all workers; infinite without workers."""
         return min(shard.low for shard in self.shards.values())
 
-    def taken(self, rank: int) -> dict[int, int]:
-        """By shard, the number of the push after the last one that it has of this worker."""
-        return {number: shard.taken.get(rank, 0) for number, shard in self.shards.items()}
+    def next_clocks(self, rank: int) -> dict[int, int]:
+        """Return by shard number the clock after the worker's last push or skip."""
+        return {number: shard.next_clocks.get(rank, 0) for number, shard in self.shards.items()}
 
     def welcome(self, rank: int, clock: int, fresh: bool) -> int:
-        """The clock from which a worker goes on that has come to `clock`. Who begins anew (another
-        process, or one that was counted out) gets one that is open in all shards."""
+        """Return the clock of the next push of a worker that reports `clock`.
+
+        For a removed worker, or a new process of its rank (`fresh`), this is the maximum of
+        `clock`, the lowest clock of all workers, and the clocks after the worker's last pushes.
+        """
         if rank in self.clocks() and not fresh:
             return clock
         low = self.low
         least = 0 if math.isinf(low) else int(low)
-        return max([clock, least, *self.taken(rank).values()])
+        return max([clock, least, *self.next_clocks(rank).values()])
 
     def join(self, rank: int, clock: int) -> None:
-        """Count this worker from now on."""
+        """Add a worker with this clock to all shards."""
         for shard in self.shards.values():
             shard.join(rank, clock)
 
     def leave(self, rank: int) -> None:
-        """Count this worker no more."""
+        """Remove a worker from all shards."""
         for shard in self.shards.values():
             shard.leave(rank)
 
     def snapshot(self) -> dict[str, Any]:
-        """What a server must remember."""
+        """Return parameters and optimizer state of all shards, for a file."""
         return {
             "layout": self.layout.digest,
             "server": self.server,
@@ -86,7 +89,7 @@ class Store:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """The inverse; clocks begin at 0."""
+        """Load the result of `snapshot`. Clocks are not restored: they begin at 0."""
         for number, shard in self.shards.items():
             shard.parameters.copy_(saved["shards"][number]["parameters"])
             shard.optimizer.load_state_dict(saved["shards"][number]["optimizer"])

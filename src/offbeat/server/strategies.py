@@ -1,4 +1,4 @@
-"""Served: what strategies with a parameter server have in common."""
+"""Base class of strategies with a parameter server, and settings of the servers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ NO_CHECKPOINT = (
 
 
 @dataclass(frozen=True)
-class Duty:
-    """What servers do for a method.
+class ServerSettings:
+    """Settings of the servers.
 
-    `apply`: "clock", the mean of what all workers have pushed for a clock, or "push", each push at
-    once. The user's optimizer steps by it.
+    `silent_s`: seconds without a frame after which a server removes a worker. `apply`: the user's
+    optimizer steps with the average gradient of a clock ("clock"), or with each push ("push").
+    `snapshot`: directory of the snapshots, or None. `snapshot_every`: clocks between snapshots.
     """
 
     silent_s: float
@@ -39,7 +40,10 @@ class Duty:
 
 
 class Served(Strategy):
-    """A method whose workers go at their own pace: no plan can say what they do."""
+    """Base class of strategies whose workers are not synchronous, so that no plan describes them.
+
+    Subclasses define `server_settings` and `open_worker`.
+    """
 
     synchronous: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs(
@@ -48,11 +52,11 @@ class Served(Strategy):
 
     @property
     @abstractmethod
-    def duty(self) -> Duty:
-        """What its servers do."""
+    def server_settings(self) -> ServerSettings:
+        """Settings of the servers."""
 
     def iterations_at(self, clock: int) -> int:
-        """Return the number of iterations that a worker has made when it reaches a clock."""
+        """Return the number of iterations before a clock."""
         return clock
 
     def schedule(self, profile: Profile) -> Plan:
@@ -75,6 +79,6 @@ class Served(Strategy):
 
 
 def require_silence(silent_s: float) -> None:
-    """ValueError unless `silent_s` is a time."""
+    """Raise ValueError unless `silent_s` is positive and finite."""
     if not isinstance(silent_s, (int, float)) or not 0 < silent_s < math.inf:
         raise ValueError(f"silent_s ({silent_s!r}) must be a number of seconds above 0")

@@ -1,4 +1,4 @@
-"""Upstream: one server as a worker sees it, from the first connection to the next one."""
+"""A worker's connection to one server, with handshake and reconnection."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Room = Callable[["Upstream", Header], tuple[Any, memoryview]]
 
 
 class RefusedError(RuntimeError):
-    """The server does not want this worker, and will not on another try either."""
+    """The server refuses this worker. Another attempt would fail, too."""
 
 
 @dataclass(frozen=True)
-class Me:
-    """Who this worker is."""
+class WorkerIdentity:
+    """Identity of a worker: its rank, the job's secret, and the digest of its layout."""
 
     rank: int
     secret: bytes
@@ -33,8 +33,10 @@ class Me:
 
 
 class Upstream:
-    """A connection to one server, made anew if it breaks. `push_clock` is the clock under which
-    this server has been told the push that is under way."""
+    """Connection to one server, and the state that outlasts a broken connection.
+
+    `push_clock` is the clock of the latest push on this server, which may lag behind the client's.
+    """
 
     def __init__(self, name: str, address: tuple[str, int], shards: tuple[ShardSpec, ...]):
         self.name, self.address, self.shards = name, address, shards
@@ -45,14 +47,18 @@ class Upstream:
 
     @property
     def bytes_sent(self) -> int:
-        """Over all connections."""
+        """Bytes sent over all connections so far."""
         return self._sent_before + (self.connection.bytes_sent if self.connection else 0)
 
     def connect(
-        self, me: Me, clock: int, fresh: bool, room: Room, limit_s: float
+        self, me: WorkerIdentity, clock: int, fresh: bool, room: Room, limit_s: float
     ) -> tuple[int, dict[int, int]]:
-        """Connect, prove the secret, say hello. The clock to go on from, and by shard the number
-        after the last push that the server has. Tries for `limit_s`; ConnectionError after it."""
+        """Connect, exchange proofs of the secret, and announce this worker's clock.
+
+        Retries every `RETRY_EVERY_S` for `limit_s` seconds, then raises ConnectionError. `fresh`: a
+        new process of the rank. `room` returns the buffer of each later frame's body. Returns the
+        clock of the next push, and by shard number the clock after the last push on the server.
+        """
         end = time.monotonic() + limit_s
         while True:
             left = max(end - time.monotonic(), 0.1)
@@ -66,7 +72,7 @@ class Upstream:
                 time.sleep(RETRY_EVERY_S)
 
     def _connect(
-        self, me: Me, clock: int, fresh: bool, room: Room, limit_s: float
+        self, me: WorkerIdentity, clock: int, fresh: bool, room: Room, limit_s: float
     ) -> tuple[int, dict[int, int]]:
         self.close()
         sock = socket.create_connection(self.address, timeout=limit_s)
@@ -89,13 +95,13 @@ class Upstream:
         return frame.header.clock, taken
 
     def _prove(self, sock: socket.socket, secret: bytes) -> None:
-        theirs, mine = _exactly(sock, secrets.NONCE_BYTES), secrets.nonce()
-        sock.sendall(secrets.answer(secret, theirs, mine))
+        server_nonce, own_nonce = _receive_exactly(sock, secrets.NONCE_BYTES), secrets.nonce()
+        sock.sendall(secrets.answer(secret, server_nonce, own_nonce))
         try:
-            proof = _exactly(sock, secrets.MAC_BYTES)
+            proof = _receive_exactly(sock, secrets.MAC_BYTES)
         except ConnectionError:
             raise RefusedError(f"{self} refuses this rank's secret: {secrets.REMEDY}") from None
-        if not secrets.is_servers(secret, mine, theirs, proof):
+        if not secrets.is_servers(secret, own_nonce, server_nonce, proof):
             raise RefusedError(f"{self} does not know the secret: {secrets.REMEDY}")
 
     @staticmethod
@@ -111,7 +117,7 @@ class Upstream:
         return frame
 
     def close(self) -> None:
-        """Close the connection if there is one."""
+        """Close the connection, if it is open."""
         if self.connection is not None:
             self._sent_before += self.connection.bytes_sent
             self.connection.close()
@@ -121,7 +127,7 @@ class Upstream:
         return f"{self.name} at {self.address[0]}:{self.address[1]}"
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
+def _receive_exactly(sock: socket.socket, count: int) -> bytes:
     data = bytearray()
     while len(data) < count:
         more = sock.recv(count - len(data))
