@@ -243,7 +243,7 @@ def test_who_is_silent_counts_no_more_and_may_come_back() -> None:
     with job(5, 1, 2, silent_s=0.5) as j:
         a, b = j.client(0), j.client(1)
         awake = threading.Event()
-        b._do(awake.wait)  # it hangs
+        b._run_in_thread(awake.wait)  # it hangs
         j.push(a, 1.0)
         assert bool((pulled(a, need=1) == -1).all())  # after the timeout, without the other
         assert list(j.services[0].store.clocks()) == [0]
@@ -271,7 +271,7 @@ def test_a_new_process_of_a_rank_goes_on_where_the_old_one_was() -> None:
 def _abandon(client: Client) -> None:
     """As if its process had been killed."""
     client._closing = True
-    client._do(lambda: None)
+    client._run_in_thread(lambda: None)
     client._thread.join(5)
 
 
@@ -305,7 +305,7 @@ def test_a_worker_that_reconnects_to_one_server_is_not_silent_for_another() -> N
         until(lambda: client._error is not None)
         assert isinstance(client._error, ServerGoneError)
         assert list(living.store.clocks()) == [0]
-        assert not living._lost
+        assert not living._silent
 
 
 def test_snapshots_are_whole_and_go_on(tmp_path: Path) -> None:
