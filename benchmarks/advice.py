@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean
 
-from offbeat.experiments.advice import WIRES, Option, advise, tried, with_settings
+from offbeat.experiments.advice import WIRES, Option, advise, predict_option, with_settings
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.strategies import WFBP, DeFT, DreamDDP, LocalSGD, Strategy, find, strategy_names
 
@@ -59,7 +59,7 @@ def everything(max_staleness: int) -> list[Strategy]:
 
 
 def best(profile: Profile, max_staleness: int) -> tuple[float, Strategy]:
-    found = (tried(strategy, profile) for strategy in everything(max_staleness))
+    found = (predict_option(strategy, profile) for strategy in everything(max_staleness))
     allowed = [one for one in found if one is not None and one.staleness <= max_staleness]
     return min(((one.update_s, one.strategy) for one in allowed), key=lambda one: one[0])
 

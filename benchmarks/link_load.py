@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from offbeat.experiments.record.run_directory import skipped
+from offbeat.experiments.record.run_directory import count_skipped
 from offbeat.experiments.report import Run, load
 from offbeat.experiments.report.traffic import LinkLoad, link_loads
 
@@ -23,7 +23,7 @@ def table(run: Run) -> str:
     ]
     for contestant in run.contestants:
         measured = [
-            x for rep in contestant.complete for x in link_loads(rep.trace, skipped(run, rep))
+            x for rep in contestant.complete for x in link_loads(rep.trace, count_skipped(run, rep))
         ]
         predicted = link_loads(contestant.predicted) if contestant.predicted else []
         pairs = [_worst(measured), _worst(predicted)]

@@ -28,7 +28,7 @@ from link_load import table
 
 from offbeat.experiments.compare import Comparison, Contestant, Setup, compare
 from offbeat.experiments.report import load, summarize
-from offbeat.experiments.report.pace_notes import pace_in_words
+from offbeat.experiments.report.pace_notes import describe_pace
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
 from offbeat.strategies import (
@@ -117,7 +117,7 @@ def measure(model: str, rate: str, options: argparse.Namespace) -> dict[str, lis
     print(
         f"\n### {model}, {rate} Mbit/s: compute {compute_s * 1e3:.0f} ms at pace {profile.pace:g}"
     )
-    print("\n".join(pace_in_words(run)))
+    print("\n".join(describe_pace(run)))
     print("\n| strategy | measured ms | predicted ms | error | final loss |\n|---|---|---|---|---|")
     found = {}
     for row in rows:

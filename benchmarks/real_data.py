@@ -133,7 +133,7 @@ def per_batch(row: Row, contestant: Finished, profile: Profile, batches: int) ->
     synchronized_s = sim.predict(DDP(), profile).iteration_s
     reached = None
     if row.target_s is not None and row.target_loss is not None:
-        curve = rank_mean(contestant.complete[0]).smoothed(max(1, SMOOTH // batches))
+        curve = rank_mean(contestant.complete[0]).smooth(max(1, SMOOTH // batches))
         reached = curve.reach(row.target_loss)
     return replace(
         row,

@@ -31,7 +31,7 @@ import offbeat
 from offbeat.core.sim.prediction import predict
 from offbeat.core.sim.trace import Trace
 from offbeat.experiments.record.run_directory import RankRecord, Repetition
-from offbeat.experiments.report.divergence import gamma, relative
+from offbeat.experiments.report.divergence import gamma, relative_distances
 from offbeat.experiments.report.losses import FINAL_LEAST, FINAL_SHARE, KEPT_UP, Curve
 from offbeat.profile import Link, Profile
 from offbeat.strategies import BSP, DDP, WFBP, DreamDDP, LocalSGD, PartialSync, Strategy
@@ -139,7 +139,7 @@ def trained(
         "losses": [fmean(losses) for losses in zip(*(r.losses for r in ranks), strict=True)],
         "held out": task.held_out_loss(consolidated(ranks)),
         "gamma": list(gamma(repetition).values()),
-        "relative": list(relative(repetition).values()),
+        "relative": list(relative_distances(repetition).values()),
     }
 
 
@@ -157,7 +157,7 @@ def recorded(ranks: Sequence[Trained]) -> Repetition:
 def curve(losses: Sequence[float]) -> Curve:
     """Smoothed as in reports; of iterations, counted from 1."""
     numbers = tuple(range(1, len(losses) + 1))
-    return Curve(numbers, tuple(map(float, numbers)), tuple(losses)).smoothed()
+    return Curve(numbers, tuple(map(float, numbers)), tuple(losses)).smooth()
 
 
 def ends(losses: Sequence[float]) -> tuple[float, float]:

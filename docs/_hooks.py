@@ -33,7 +33,13 @@ from offbeat import cli
 from offbeat.core.sim.separate_workers import compute_seconds, server_of
 from offbeat.core.sim.trace import Span
 from offbeat.core.strategy.text import parse
-from offbeat.experiments.report.lanes import LEGEND, kinds, still, still_gossip, still_workers
+from offbeat.experiments.report.lanes import (
+    LEGEND,
+    gossip_svg,
+    iterations_svg,
+    legend_kinds,
+    workers_svg,
+)
 from offbeat.experiments.report.page import asset
 from offbeat.profile import Link, Profile
 from offbeat.server.simulation import run_served, spans_of
@@ -111,7 +117,7 @@ def picture(text: str) -> str:
     """The simulated timeline of a strategy, with a legend."""
     drawn, words = _drawn(parse(text), text)
     swatches: dict[str, str] = {}
-    for kind in kinds(drawn):
+    for kind in legend_kinds(drawn):
         swatches[LEGEND[kind]] = swatches.get(LEGEND[kind], "") + f'<i class="{kind}"></i>'
     legend = "".join(f'<span class="key">{i}{text}</span>' for text, i in swatches.items())
     return (
@@ -182,11 +188,9 @@ def _drawn(strategy: Strategy, text: str) -> tuple[str, str]:
     """A picture and words about it."""
     if strategy.needs.allows_joining:
         told = predict(strategy, faster(), ranks=Ranks(scale=SLOW)).trace
-        return still_gossip(told, text, units=5), APART
+        return gossip_svg(told, text, units=5), APART
     if strategy.needs.servers:
-        return still_workers(
-            _served(strategy), text, until_s=1.8
-        ), f"{APART} Numbers are iterations."
+        return workers_svg(_served(strategy), text, until_s=1.8), f"{APART} Numbers are iterations."
     return _planned(strategy, text)
 
 
@@ -201,7 +205,7 @@ def _planned(strategy: Strategy, text: str) -> tuple[str, str]:
     iteration_s = predict(strategy, example()).iteration_s
     bound = "" if plan.bound_s is None else f", the bound is {1e3 * plan.bound_s:.0f} ms"
     words = f"Predicted: {1e3 * iteration_s:.0f} ms per iteration{bound}. Numbers are buckets."
-    return still(trace, text, shown, names), words
+    return iterations_svg(trace, text, shown, names), words
 
 
 def _served(strategy: Strategy) -> Iterator[Span]:

@@ -14,9 +14,9 @@ from offbeat.experiments.advice import (
     CHANGES,
     WIRES,
     advise,
-    in_words,
+    describe_change,
     periods,
-    tried,
+    predict_option,
     with_settings,
 )
 from offbeat.experiments.compare import given_profile
@@ -96,7 +96,7 @@ def test_the_first_choice_is_nearly_the_fastest(seed):
     assert any(option.change == CHANGES[0] for option in advice.compared)
     for option in advice.options:
         assert predict(option.strategy, profile).iteration_s == option.iteration_s
-        assert in_words(option)
+        assert describe_change(option)
         assert option.update_s >= option.iteration_s * (1 - 1e-9)
 
 
@@ -164,12 +164,12 @@ def merging():
 )
 def test_what_options_do_to_the_mathematics(strategy, change, staleness):
     """The last bucket of a period is averaged period - 1 iterations later, and lands later yet."""
-    option = tried(strategy, slow())
+    option = predict_option(strategy, slow())
     assert (option.change, option.staleness) == (change, staleness)
 
 
 def test_merged_updates_are_fewer_and_as_late_as_their_oldest_gradient():
-    option, plan = tried(MERGING, merging()), MERGING.plan(merging())
+    option, plan = predict_option(MERGING, merging()), MERGING.plan(merging())
     merges = plan.fact("merges")
     assert max(merges) > 1
     assert option.update_s == pytest.approx(option.iteration_s * sum(merges) / len(merges))
@@ -180,7 +180,7 @@ def test_merged_updates_are_fewer_and_as_late_as_their_oldest_gradient():
 
 def test_what_is_staler_than_allowed_is_no_option(monkeypatch):
     monkeypatch.setattr(advising, "candidates", lambda _: iter((DDP(), MERGING)))
-    stale = tried(MERGING, merging()).staleness
+    stale = predict_option(MERGING, merging()).staleness
     for allowed, listed in ((stale, True), (stale - 1, False)):
         options = advise(merging(), max_staleness=allowed).options
         assert (MERGING in [option.strategy for option in options]) == listed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.experiments.record.disturbed import disturbance_of, disturbed_in_words
+from offbeat.experiments.record.disturbed import describe_disturbances, disturbance_of
 from offbeat.lab.machine_load import Load, Sample, Tally
 
 PACE = {"pace": 5.0, "iterations": 12, "missed": 3, "worst": 0.9, "mean": 0.01}
@@ -33,7 +33,7 @@ def test_a_loop_on_all_processors_is_a_disturbance() -> None:
     assert (found.repetition, found.late, found.rank) == (1, None, None)
     assert found.foreign == pytest.approx(0.86)
     assert found.pressure == 0.4
-    assert "86%" in disturbed_in_words([found], "ddp", 2)
+    assert "86%" in describe_disturbances([found], "ddp", 2)
 
 
 @pytest.mark.parametrize(

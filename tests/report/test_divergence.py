@@ -16,7 +16,7 @@ from offbeat.core.measuring import replica_sample as sampling
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.sim.trace import Trace
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition
-from offbeat.experiments.report.divergence import draw, gamma, relative
+from offbeat.experiments.report.divergence import draw, gamma, relative_distances
 
 RANKS, ITERATIONS = 3, 6
 
@@ -57,7 +57,7 @@ def test_a_sample_of_everything_is_exact(monkeypatch: pytest.MonkeyPatch) -> Non
     rep, weights = replicas(3)
     spread, square = exact(weights)
     assert [*gamma(rep).values()] == pytest.approx(spread, rel=1e-6)
-    assert [*relative(rep).values()] == pytest.approx(np.sqrt(spread / square), rel=1e-6)
+    assert [*relative_distances(rep).values()] == pytest.approx(np.sqrt(spread / square), rel=1e-6)
 
 
 def test_a_sample_is_near() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offbeat.core.derive.windows import Windows
 from offbeat.core.sim.trace import COMPUTE, Span
-from offbeat.experiments.report.generations import COLOURS, Generations, carried
+from offbeat.experiments.report.generations import COLOURS, Generations, held_generation
 from offbeat.plan import Apply, Moment, Phases, Plan
 
 
@@ -35,7 +35,7 @@ def update(iteration, carries=None):
     ],
 )
 def test_what_a_message_carries(span, held):
-    assert carried(span) == held
+    assert held_generation(span) == held
 
 
 closings = st.integers(1, 6).flatmap(
@@ -55,26 +55,26 @@ def test_updates_apply_what_the_plan_says(closing):
     for iteration in range(1, 8 * period):
         held = windows.window(iteration, age=1)
         sent += [message(iteration, (held.start, held.stop))] if held else []
-    found = Generations.among([*sent, *map(update, range(8 * period))])
+    found = Generations.from_spans([*sent, *map(update, range(8 * period))])
     assert found.late
     for iteration in range(6 * period):
         applied = windows.applied(iteration)
         expected = (applied.start, applied.stop) if applied else None
-        assert found.of(update(iteration)) == expected
+        assert found.generation_of(update(iteration)) == expected
 
 
 def test_an_update_that_names_its_gradients_is_believed():
-    found = Generations.among([message(2, (0, 2)), message(3, (2, 3))])
-    assert found.of(update(5, (2, 3))) == (2, 3)
-    assert found.of(update(5, (3, 5))) is None, "no message of these gradients was seen"
+    found = Generations.from_spans([message(2, (0, 2)), message(3, (2, 3))])
+    assert found.generation_of(update(5, (2, 3))) == (2, 3)
+    assert found.generation_of(update(5, (3, 5))) is None, "no message of these gradients was seen"
 
 
 def test_synchronous_updates_are_not_guessed():
     """When a synchronous update happens, its trace does not say which iteration it belongs to."""
-    found = Generations.among([message(0), message(1), message(2)])
+    found = Generations.from_spans([message(0), message(1), message(2)])
     assert not found.late
-    assert [found.of(message(i)) for i in range(3)] == [(0, 1), (1, 2), (2, 3)]
-    assert found.of(update(1)) is None
+    assert [found.generation_of(message(i)) for i in range(3)] == [(0, 1), (1, 2), (2, 3)]
+    assert found.generation_of(update(1)) is None
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=20), st.data())

@@ -12,22 +12,22 @@ from report.gossiping import THREE, record, repetition
 from offbeat import A2CiD2, Profile, sim
 from offbeat.experiments.record.run_directory import Contestant
 from offbeat.experiments.report.divergence import draw as draw_divergence
-from offbeat.experiments.report.divergence import relative
+from offbeat.experiments.report.divergence import relative_distances
 from offbeat.experiments.report.gossip import (
     Exchange,
-    chrome,
-    clocks,
+    clock_differences_s,
     draw,
-    measured,
+    measured_gossip,
     pack,
-    predicted,
+    predicted_gossip,
+    trace_events,
 )
 from offbeat.experiments.report.timeline import predicted_window
 from offbeat.profile import Bucket, Link
 
 
 def test_exchanges_are_where_they_were_on_one_clock() -> None:
-    found = measured(repetition(THREE))
+    found = measured_gossip(repetition(THREE))
     assert found is not None
     assert found.exchanges == [
         Exchange(0, 1, (2.25, 2.75), (2.25, 2.75), 400),
@@ -46,26 +46,30 @@ def test_workers_without_a_record_are_shown_by_their_partners() -> None:
     """Worker 4 has joined from elsewhere, worker 3 has never been there."""
     joined = record(0, [1, 2, 3, 4], [(1, 1, 2.25, 2.75, 400), (4, 1, 3.0, 3.5, 400)])
     rep = repetition([joined, *THREE[1:]])
-    found = measured(rep)
+    found = measured_gossip(rep)
     assert found is not None
     assert Exchange(0, 4, (3.0, 3.5), (3.0, 3.5), 400) in found.exchanges
     assert found.counts[0][4] == found.counts[4][0] == 1
-    assert found.window_s == measured(repetition(THREE)).window_s  # type: ignore[union-attr]
+    assert found.window_s == measured_gossip(repetition(THREE)).window_s  # type: ignore[union-attr]
     packed = pack(found)
     assert (packed["workers"], packed["all"]) == ([0, 1, 2, 4], 4)
     assert packed["gradients"][3] == []
     assert packed["counts"][0] == [0, 1, 0, 1]
-    named = {e["pid"] for e in chrome(found, clocks(rep)) if e["name"] == "thread_name"}
+    named = {
+        e["pid"]
+        for e in trace_events(found, clock_differences_s(rep))
+        if e["name"] == "thread_name"
+    }
     assert named == {0, 1, 2, 4}
 
 
 def test_exchanges_in_a_chrome_trace() -> None:
     """Each end in the seconds of its own worker, as the other spans are, and one arrow a pair."""
     rep = repetition(THREE)
-    found, ahead = measured(rep), clocks(rep)
+    found, ahead = measured_gossip(rep), clock_differences_s(rep)
     assert found is not None
     assert ahead is not None
-    events = chrome(found, ahead)
+    events = trace_events(found, ahead)
     spans = [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     own = {
         (r.rank, peer): (begin_s, end_s)
@@ -83,7 +87,7 @@ def test_exchanges_in_a_chrome_trace() -> None:
 
 def test_one_end_stands_for_both() -> None:
     """Worker 0 has lost the connection before it knew that both had all."""
-    found = measured(repetition([record(0, [1, 2, 3, 4], []), *THREE[1:]]))
+    found = measured_gossip(repetition([record(0, [1, 2, 3, 4], []), *THREE[1:]]))
     assert found is not None
     assert found.exchanges[0] == Exchange(0, 1, (2.25, 2.75), (2.25, 2.75), 400)
     assert found.counts[0][1] == found.counts[1][0] == 1
@@ -95,12 +99,12 @@ def test_only_time_of_which_all_is_known_is_shown() -> None:
     late = [(1, n, 20.0 + n, 20.5 + n, 8) for n in (7, 8)]
     other = [(0, n, 20.0 + n, 20.5 + n, 8) for n in (7, 8)]
     pair = [record(0, ends, late, counts={1: 8}), record(1, ends, other, counts={0: 8})]
-    found = measured(repetition(pair))
+    found = measured_gossip(repetition(pair))
     assert found is not None
     assert found.window_s == (27.0, 30.0)
     assert found.counts == [[0, 8], [8, 0]]
     fast = record(1, [end / 3 for end in ends], other, counts={0: 8})
-    found = measured(repetition([pair[0], fast]))
+    found = measured_gossip(repetition([pair[0], fast]))
     assert found is not None
     packed = pack(found)
     assert packed["length_s"] == 0
@@ -109,7 +113,7 @@ def test_only_time_of_which_all_is_known_is_shown() -> None:
 
 
 def test_many_workers_are_cut() -> None:
-    few = measured(repetition(THREE))
+    few = measured_gossip(repetition(THREE))
     assert few is not None
     many = replace(
         few,
@@ -128,8 +132,8 @@ def test_other_strategies_have_no_picture() -> None:
     plain = replace(repetition(THREE).ranks[0].trace, notes={})
     ranks = tuple(replace(rank, trace=plain) for rank in repetition(THREE).ranks)
     rep = replace(repetition(THREE), ranks=ranks)
-    assert measured(rep) is None
-    assert predicted(plain) is None
+    assert measured_gossip(rep) is None
+    assert predicted_gossip(plain) is None
     assert draw(Contestant("s", "s", {}, (rep,))) is None
 
 
@@ -137,7 +141,7 @@ def test_distance_is_that_of_one_time() -> None:
     """Rank 1 is twice as slow: what it has at t is compared with what rank 0 has at t."""
     slow = record(1, [2, 4, 6], [], origin_s=0.0, numbers=[10, 20, 30])
     fast = record(0, [1, 2, 3, 4, 5, 6], [], numbers=[0, 10, 14, 20, 24, 30])
-    found = relative(repetition([fast, slow]))
+    found = relative_distances(repetition([fast, slow]))
     # At 1 rank 1 has nothing yet; at 3 it has 10, at 5 20.
     assert found == pytest.approx({1: 0.0, 2: 2 / 12, 3: 0.0, 4: 2 / 22, 5: 0.0})
     curve = draw_divergence(Contestant("s", "s", {}, (repetition([fast, slow]),)))
@@ -146,7 +150,7 @@ def test_distance_is_that_of_one_time() -> None:
     # The other way round: nothing is said of what came after the fast one's end.
     fast = {**fast, "rank": 1}
     slow = record(0, [2, 4, 8], [], numbers=[10, 20, 30])
-    assert relative(repetition([slow, fast])) == {0: 0.0, 1: 0.0}
+    assert relative_distances(repetition([slow, fast])) == {0: 0.0, 1: 0.0}
 
 
 PROFILE = Profile(
@@ -156,7 +160,7 @@ PROFILE = Profile(
 
 def test_predicted_exchanges_fit_the_graph_and_the_link() -> None:
     trace = sim.predict(A2CiD2("0-1,1-2,2-3", rate=1.0), PROFILE).trace
-    found = predicted(trace)
+    found = predicted_gossip(trace)
     assert found is not None
     assert found.unit_s == pytest.approx((3 * 0.3 + 0.6) / 4)
     start, end = found.window_s
@@ -188,4 +192,4 @@ def test_a_period_is_each_workers_own() -> None:
 
 def test_alone_nothing_is_predicted() -> None:
     alone = replace(PROFILE, world_size=1, rank_scale=())
-    assert predicted(sim.predict(A2CiD2(), alone).trace) is None
+    assert predicted_gossip(sim.predict(A2CiD2(), alone).trace) is None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from offbeat.core.sim.trace import Trace
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run
-from offbeat.experiments.report.pace_notes import pace_in_words
+from offbeat.experiments.report.pace_notes import describe_pace
 
 TRACE = Trace(source="measured", strategy="s", ends_s=((1.0,),), starts_s=(0.0,), spans=())
 
@@ -24,16 +24,16 @@ def run(*repetitions: tuple[RankRecord, ...]) -> Run:
 def test_late_hosts_are_named_with_their_share() -> None:
     first = (record(0, 2, 0.04), record(1, 30, 0.5, busy=0.2))
     second = (record(0, 3, 0.06), record(1, 10, 0.25))
-    said = pace_in_words(run(first, second))
+    said = describe_pace(run(first, second))
     assert "1/5 of this machine's core" in said[0]
     assert "up to 35% busy" in said[0]  # .1 + .2 and .05 for interrupts
     assert said[1].endswith("one: rank 1 in 20% of its iterations, at worst by 50%.")
 
 
 def test_hosts_in_time() -> None:
-    said = pace_in_words(run((record(0, 3, 0.5),)))
+    said = describe_pace(run((record(0, 3, 0.5),)))
     assert said[1] == "No host missed its pace in more than 3 % of its iterations."
 
 
 def test_nothing_without_a_pace() -> None:
-    assert pace_in_words(run((RankRecord(0, "s", TRACE),))) == []
+    assert describe_pace(run((RankRecord(0, "s", TRACE),))) == []

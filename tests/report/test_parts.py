@@ -12,7 +12,7 @@ from report.tiny import dump, record, write_tiny
 
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.experiments.report import load, summarize, write
-from offbeat.experiments.report.breakdown import Parts, Split, in_words, parts_of
+from offbeat.experiments.report.breakdown import Parts, Split, describe_split, parts_of
 from offbeat.experiments.report.timeline import Window
 
 
@@ -70,7 +70,7 @@ def test_parts_by_hand(tmp_path):
     differences = (split.compute_s, split.messages_s, split.waiting_s, split.rest_s)
     assert differences == pytest.approx((0.2, 0.15, 0.05, 0.0))
     assert split.longer_s == pytest.approx(0.4)
-    text = in_words(split, "a")
+    text = describe_split(split, "a")
     for part in ("400 ms per iteration longer", "+200 ms compute (22 % slower", "+150 ms messages"):
         assert part in text
     assert "+50.0 ms waiting." in text
@@ -131,9 +131,9 @@ def test_parts_are_an_iteration_whatever_overlaps():
 def test_small_errors_are_not_worth_words(longer_s):
     parts = Parts(0.5, 0.3, 0.2, 0.4)
     measured = replace(parts, compute_s=0.5 + longer_s)
-    assert in_words(Split(parts, measured, longer_s), "a") is None
+    assert describe_split(Split(parts, measured, longer_s), "a") is None
     twice = replace(parts, compute_s=0.5 + 2 * longer_s)
-    said = in_words(Split(parts, twice, 2 * longer_s), "a")
+    said = describe_split(Split(parts, twice, 2 * longer_s), "a")
     assert said is not None
     assert ("slower than profiled" in said) == (longer_s > 0)
 
@@ -168,6 +168,6 @@ def test_estimated_parts_are_no_error_of_compute(tmp_path):
     note(0, 1, 2)
     (row,) = summarize(load(path))
     assert row.split.estimated
-    assert "compute (" not in in_words(row.split, "a")
+    assert "compute (" not in describe_split(row.split, "a")
     write(path)
     assert json.loads((path / "summary.json").read_text())["rows"][0]["split"]["estimated"] is True

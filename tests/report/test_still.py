@@ -11,10 +11,10 @@ from offbeat.experiments.report.lanes import (
     LEGEND,
     RIGHT,
     WIDTH,
-    kinds,
-    still,
-    still_gossip,
-    still_workers,
+    gossip_svg,
+    iterations_svg,
+    legend_kinds,
+    workers_svg,
 )
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, simulate
@@ -47,7 +47,7 @@ def shown(strategy, iterations, **options):
     """A strategy's iterations, drawn."""
     last = iterations.stop + 2
     trace = simulate(strategy.plan(PROFILE), PROFILE, iterations=last, record=last)
-    return trace, still(trace, str(strategy), iterations, **options)
+    return trace, iterations_svg(trace, str(strategy), iterations, **options)
 
 
 def test_two_iterations_of_bsp():
@@ -55,7 +55,7 @@ def test_two_iterations_of_bsp():
     drawn = [kind for kind, *_ in boxes(picture)]
     counts = {"forward": 6, "backward": 6, "wait": 2, "update": 6, "grad": 2}
     assert {kind: drawn.count(kind) for kind in drawn} == counts
-    assert kinds(picture) == [kind for kind in LEGEND if kind in counts]
+    assert legend_kinds(picture) == [kind for kind in LEGEND if kind in counts]
     texts = words(picture)
     assert {"one", "<two>", "compute", "net"} <= set(texts)
     assert texts.count("0-2") == 2  # the messages; updates are too short for theirs
@@ -71,7 +71,7 @@ def test_what_lies_outside_is_cut():
     reaching = [s for s in trace.spans if s.start_s < trace.ends_s[0][4] < s.end_s]
     assert any(span.lane != COMPUTE for span in reaching)  # messages of iterations before
     assert all(LEFT <= left < right <= WIDTH - RIGHT for _, left, right in boxes(picture))
-    assert {"g0"} < {kind for kind in kinds(picture) if kind.startswith("g")}
+    assert {"g0"} < {kind for kind in legend_kinds(picture) if kind.startswith("g")}
 
 
 def test_ranks_that_differ_have_rows_of_their_own():
@@ -79,7 +79,7 @@ def test_ranks_that_differ_have_rows_of_their_own():
     texts = words(picture)
     assert [text for text in texts if text.startswith("rank")] == ["rank 0", "rank 1", "rank 2"]
     assert texts.count("sends") == 3
-    assert "send" in kinds(picture)
+    assert "send" in legend_kinds(picture)
     root = ElementTree.fromstring(picture)
     rows: dict[str, list[tuple[float, float]]] = {}
     for rect in root.iter(f"{SVG}rect"):
@@ -97,7 +97,7 @@ def test_workers_at_their_own_pace():
         Span(0, COMPUTE, "backward", 1, 0.5, 0.9),
         Span(1, COMPUTE, "backward", 0, 0.0, 0.5),
     ]
-    picture = still_workers(spans, "two", until_s=0.8)
+    picture = workers_svg(spans, "two", until_s=0.8)
     assert [kind for kind, *_ in boxes(picture)] == ["computes", "wait", "computes", "computes"]
     ends = [right for _, _, right in boxes(picture)]
     assert ends[2] == pytest.approx(WIDTH - RIGHT, abs=1)  # goes on
@@ -106,7 +106,7 @@ def test_workers_at_their_own_pace():
 
 def test_gossip_joins_partners():
     trace = predict(A2CiD2(), PROFILE, ranks=Ranks(scale=(1, 1, 2))).trace
-    picture = still_gossip(trace, "gossip", units=10)
+    picture = gossip_svg(trace, "gossip", units=10)
     root = ElementTree.fromstring(picture)
     ties = [line for line in root.iter(f"{SVG}line") if line.get("class") == "tie"]
     assert ties

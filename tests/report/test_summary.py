@@ -12,7 +12,7 @@ import pytest
 from report.tiny import dump, record, steady, write_tiny
 
 from offbeat.core.sim.trace import COMPUTE, Span, Trace, whole_periods
-from offbeat.experiments.report import Row, load, ranked, summarize, winner, words, write
+from offbeat.experiments.report import Row, load, rank_rows, summarize, winner, words, write
 from offbeat.experiments.report.losses import Curve, rank_mean, target_loss
 from offbeat.experiments.report.table import table
 
@@ -206,7 +206,7 @@ def test_default_target_is_reached_by_everybody_that_kept_up(tmp_path):
 
 def smoothed_of(path, label):
     (contestant,) = (c for c in load(path).contestants if c.label == label)
-    return rank_mean(contestant.repetitions[0]).smoothed().losses
+    return rank_mean(contestant.repetitions[0]).smooth().losses
 
 
 def test_no_target_when_nobody_trains_or_compute_is_emulated(tmp_path):
@@ -221,9 +221,9 @@ def test_no_target_when_nobody_trains_or_compute_is_emulated(tmp_path):
 
 def test_smoothing_needs_the_whole_window():
     curve = Curve(tuple(range(4)), (1.0, 2.0, 3.0, 4.0), (8.0, 6.0, 4.0, 2.0))
-    assert curve.smoothed(2) == Curve((1, 2, 3), (2.0, 3.0, 4.0), (7.0, 5.0, 3.0))
-    assert curve.smoothed(10) == Curve((3,), (4.0,), (5.0,))
-    assert curve.smoothed(2).reach(5.0) == (2, 3.0)
+    assert curve.smooth(2) == Curve((1, 2, 3), (2.0, 3.0, 4.0), (7.0, 5.0, 3.0))
+    assert curve.smooth(10) == Curve((3,), (4.0,), (5.0,))
+    assert curve.smooth(2).reach(5.0) == (2, 3.0)
     assert curve.reach(1.0) is None
 
 
@@ -240,7 +240,7 @@ def row(label, **fields):
 def test_ranking_goes_by_seconds_to_the_target_then_by_seconds_per_iteration():
     rows = [row("a", iteration_s=1.0), row("b", iteration_s=3.0, target_s=9.0), row("c")]
     rows += [row("d", iteration_s=0.5), row("e", iteration_s=2.0, target_s=8.0)]
-    assert [r.label for r in ranked(rows)] == ["e", "b", "d", "a", "c"]
+    assert [r.label for r in rank_rows(rows)] == ["e", "b", "d", "a", "c"]
 
 
 def test_winner_by_target_says_why():

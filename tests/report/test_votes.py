@@ -56,7 +56,7 @@ def test_who_voted_when(tmp_path):
     contestant, plain = load(run_of(tmp_path)).contestants
     votes = votes_of(contestant.repetitions[0])
     assert votes_of(plain.repetitions[0]) is None
-    assert (votes.voted(0), votes.voted(1)) == ([0], [0, 2])
+    assert (votes.yes_iterations(0), votes.yes_iterations(1)) == ([0], [0, 2])
     assert votes.outcomes == {"sync": (True, False, True, False, False)}
     assert votes.odd == 2 * 2  # two norms on each of two ranks
     run = load(tmp_path)

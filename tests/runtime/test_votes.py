@@ -104,8 +104,8 @@ def test_every_iteration_is_recorded(
     assert votes is not None
     assert votes.odd == len(names)
     assert votes.lssr == pytest.approx(sum(mine["spared_bytes"]) / (10 * both))
-    assert votes.voted(1)[0] == 0
-    assert 4 in votes.voted(1)
+    assert votes.yes_iterations(1)[0] == 0
+    assert 4 in votes.yes_iterations(1)
 
 
 def load(path: Path, records: list[dict[str, Any]]) -> Repetition:

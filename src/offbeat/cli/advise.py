@@ -15,7 +15,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import elsewhere, network_rate_bps
 from offbeat.core.strategy.interface import require_choice
 from offbeat.core.strategy.text import pairs, parse_value, text_of
-from offbeat.experiments.advice import Advice, Option, advise, in_words
+from offbeat.experiments.advice import Advice, Option, advise, describe_change
 
 if TYPE_CHECKING:
     from offbeat.experiments.compare import Contestant, Outcome, Setup
@@ -42,7 +42,7 @@ def text(advice: Advice, command: str, compute: str | None = None) -> str:
     lines = [_table([COLUMNS, *(_row(option, advice) for option in shown)])]
     if left > 0:
         lines.append(f"and {left} more that are slower (--json has all)")
-    lines.append(f"advised: {text_of(advice.chosen.strategy)} ({in_words(advice.chosen)})")
+    lines.append(f"advised: {text_of(advice.chosen.strategy)} ({describe_change(advice.chosen)})")
     lines += [f"note: {note}" for note in (*advice.notes, *filter(None, [compute]))]
     lines.append("losses are not predicted; compare on your model:")
     lines.append(f"  {command}")
@@ -59,7 +59,7 @@ def _row(option: Option, advice: Advice) -> list[str]:
     mark = "*" if option is advice.chosen else "+" if option in advice.compared else " "
     name = f"{mark} {text_of(option.strategy)}"
     numbers = [f"{1e3 * option.update_s:.4g}", f"{option.bytes / MEGA:.3g}"]
-    return [name, *numbers, str(option.staleness), in_words(option)]
+    return [name, *numbers, str(option.staleness), describe_change(option)]
 
 
 def command(advice: Advice, profile: Profile, file: Path, device_speed: str | None = None) -> str:

@@ -141,11 +141,11 @@ def run(
 
     Example: offbeat run --rate 50mbit --strategy dreamddp --set period=8 train.py --steps 100
     """
-    from offbeat.experiments.compare import Comparison, Contestant, Keeping
+    from offbeat.experiments.compare import CheckpointOptions, Comparison, Contestant
 
     if checkpoint is None and (every is not None or resume):
         raise ValueError("--every and --resume need --checkpoint, a folder")
-    keeping = None if checkpoint is None else Keeping(checkpoint, every, resume)
+    keeping = None if checkpoint is None else CheckpointOptions(checkpoint, every, resume)
     chosen = None
     if strategy is not None:
         chosen = (Contestant(strategy, texts.strategy(strategy, set_)),)
@@ -256,7 +256,7 @@ def profile(
 
     setup, progress = _setup(where, script, args), Progress(stderr=json_)
     for note in _options_of_script("profile", args):
-        progress.fail(f"note: {note}")
+        progress.print_error(f"note: {note}")
     outcome = measure_profile(setup, out, progress)
     if outcome.measured:
         _print(json_, Profile.load(out).to_dict(), f"measured: {out}")
@@ -520,9 +520,9 @@ def _prediction_text(prediction: Prediction) -> str:
 
 def _compare(comparison: Comparison, out: Path | None, json_: bool) -> int:
     from offbeat.experiments import compare as comparing
-    from offbeat.experiments.script import name_of
+    from offbeat.experiments.script import script_name
 
-    run_dir = out or comparing.default_run_dir(name_of(comparison.setup.script))
+    run_dir = out or comparing.default_run_dir(script_name(comparison.setup.script))
     outcome = comparing.compare(comparison, run_dir, comparing.Progress(stderr=json_))
     if outcome.report is not None:
         _show_run(run_dir, outcome.report, json_, comparing.logs_of(comparison, run_dir))
@@ -545,7 +545,7 @@ def _show_run(run_dir: Path, page: Path, json_: bool, logs: str | None = None) -
     from rich.console import Console
 
     from offbeat.experiments import report as reports
-    from offbeat.experiments.report.breakdown import in_words
+    from offbeat.experiments.report.breakdown import describe_split
     from offbeat.experiments.report.summary import disturbances
     from offbeat.experiments.report.table import table
 
@@ -558,7 +558,7 @@ def _show_run(run_dir: Path, page: Path, json_: bool, logs: str | None = None) -
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print(table(rows))
     for row in rows:
-        if row.split is not None and (text := in_words(row.split, row.label)):
+        if row.split is not None and (text := describe_split(row.split, row.label)):
             print(text)
     if run.given is not None and run.given["computed"]:
         print(f"predicted from a computed profile: {run.given['text']}")

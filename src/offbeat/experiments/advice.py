@@ -86,23 +86,25 @@ def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
     computes the same numbers as DDP."""
     if max_staleness < 0:
         raise ValueError(f"max_staleness ({max_staleness}) must be at least 0, which is DDP's")
-    found = _considered(profile, max_staleness)
-    chosen = _gentlest(_good(found, AS_GOOD))
-    chosen = _robust(chosen, found, profile, max_staleness)
+    found = _simulate_candidates(profile, max_staleness)
+    chosen = _gentlest_option(_near_fastest(found, AS_GOOD))
+    chosen = _robustest(chosen, found, profile, max_staleness)
     if chosen not in found:
         found.append(chosen)
     ranked = sorted(found, key=lambda option: (option.update_s, option.gentleness))
-    return Advice(tuple(ranked), chosen, _compared(found, chosen), tuple(_notes(profile, found)))
+    return Advice(
+        tuple(ranked), chosen, _select_compared(found, chosen), tuple(_notes(profile, found))
+    )
 
 
-def _considered(profile: Profile, max_staleness: int) -> list[Option]:
+def _simulate_candidates(profile: Profile, max_staleness: int) -> list[Option]:
     """What may be the fastest, as its bound is lower than what gentler ones take."""
     found: list[Option] = []
     least_s = math.inf
     for candidate in candidates(max_staleness):
         if candidate.bound_s(candidate.costed(profile)) >= least_s * (1 - LEAST_GAIN):
             continue
-        option = tried(candidate, profile)
+        option = predict_option(candidate, profile)
         if option is None or not _is_allowed(option, max_staleness):
             continue
         found.append(option)
@@ -117,18 +119,18 @@ def _is_allowed(option: Option, max_staleness: int) -> bool:
     return option.staleness <= max_staleness
 
 
-def _robust(chosen: Option, found: list[Option], profile: Profile, max_staleness: int) -> Option:
+def _robustest(chosen: Option, found: list[Option], profile: Profile, max_staleness: int) -> Option:
     """In place of a choice that only just hides its messages: the gentlest that is good where they
     take longer, too; the choice itself if that is, or nothing else is good here."""
     slower = with_slower_links(profile, SLOWER)
-    late = tried(chosen.strategy, slower)
+    late = predict_option(chosen.strategy, slower)
     if late is not None and late.update_s <= chosen.update_s * (1 + AS_GOOD_THEN):
         return chosen
     least_s = min(option.update_s for option in found)
-    then = _good(_considered(slower, max_staleness), AS_GOOD_THEN)
-    now = [tried(option.strategy, profile) for option in then]
+    then = _near_fastest(_simulate_candidates(slower, max_staleness), AS_GOOD_THEN)
+    now = [predict_option(option.strategy, profile) for option in then]
     good = [o for o in now if o is not None and o.update_s <= least_s * (1 + AS_GOOD)]
-    return _gentlest(good) if good else chosen
+    return _gentlest_option(good) if good else chosen
 
 
 def candidates(max_staleness: int) -> Iterator[Strategy]:
@@ -138,7 +140,7 @@ def candidates(max_staleness: int) -> Iterator[Strategy]:
     yield from (*exact, ByteScheduler(), USByte())
     if not max_staleness:
         return
-    lossless = list(_averaging(max_staleness))
+    lossless = list(_averaging_strategies(max_staleness))
     yield from lossless
     yield DeFT()
     for strategy in (WFBP(), *lossless):
@@ -147,7 +149,7 @@ def candidates(max_staleness: int) -> Iterator[Strategy]:
                 yield with_settings(strategy, wire=wire)
 
 
-def _averaging(max_staleness: int) -> Iterator[Strategy]:
+def _averaging_strategies(max_staleness: int) -> Iterator[Strategy]:
     for period in periods(max_staleness + 1):
         yield LocalSGD(period)
         yield DreamDDP(period)
@@ -172,7 +174,7 @@ def with_settings(strategy: Strategy, **settings: Any) -> Strategy:
     return type(strategy)(**{**strategy.settings(), **settings})
 
 
-def tried(strategy: Strategy, profile: Profile) -> Option | None:
+def predict_option(strategy: Strategy, profile: Profile) -> Option | None:
     """What a strategy is predicted to take; None if its plan is another strategy's, which is
     considered by itself, or if there is none for this profile."""
     with warnings.catch_warnings():  # of strategies that fall back to others
@@ -191,7 +193,7 @@ def tried(strategy: Strategy, profile: Profile) -> Option | None:
 def option_of(strategy: Strategy, plan: Plan, prediction: Prediction) -> Option:
     """What was predicted, with what it does to the mathematics."""
     late = plan.fact("staleness", 0)
-    stale = max(_ages(plan)) if Windows(plan).late else late
+    stale = max(_gradient_ages(plan)) if Windows(plan).late else late
     change: Change = "same numbers"
     if not strategy.synchronous:
         change = "late" if stale else "averaged"
@@ -201,35 +203,35 @@ def option_of(strategy: Strategy, plan: Plan, prediction: Prediction) -> Option:
         change = "lossy"
     sent = sum(prediction.bytes_per_iteration.values())
     iteration_s = prediction.iteration_s
-    update_s = iteration_s * plan.period / len(_ages(plan))
+    update_s = iteration_s * plan.period / len(_gradient_ages(plan))
     return Option(strategy, change, stale, iteration_s, update_s, sent)
 
 
-def _ages(plan: Plan) -> list[int]:
+def _gradient_ages(plan: Plan) -> list[int]:
     """Of every update of a period: iterations from its oldest gradient to it."""
     windows, first = Windows(plan), plan.prologue + plan.period
     applied = {t: windows.applied(t) for t in range(first, first + plan.period)}
     return [t - window.start for t, window in applied.items() if window]
 
 
-def _good(found: Iterable[Option], more: float) -> list[Option]:
+def _near_fastest(found: Iterable[Option], more: float) -> list[Option]:
     """Those that take at most a share more than the fastest."""
     found = list(found)
     least_s = min(option.update_s for option in found)
     return [option for option in found if option.update_s <= least_s * (1 + more)]
 
 
-def _gentlest(found: Iterable[Option]) -> Option:
+def _gentlest_option(found: Iterable[Option]) -> Option:
     """The first of equals."""
     return min(found, key=lambda option: option.gentleness)
 
 
-def _compared(found: list[Option], chosen: Option) -> tuple[Option, ...]:
+def _select_compared(found: list[Option], chosen: Option) -> tuple[Option, ...]:
     """The chosen one, one of the fastest that compute the same as DDP, and a gentler one than the
     chosen that is nearly as fast."""
-    exact = _gentlest(_good([o for o in found if o.change == CHANGES[0]], AS_GOOD))
+    exact = _gentlest_option(_near_fastest([o for o in found if o.change == CHANGES[0]], AS_GOOD))
     as_gentle = [o for o in found if o.gentleness <= chosen.gentleness]
-    gentler = _gentlest(_good(as_gentle, WORTH_A_TRY))
+    gentler = _gentlest_option(_near_fastest(as_gentle, WORTH_A_TRY))
     fresher = [o for o in found if o.change == chosen.change and o.staleness < chosen.staleness]
     nearly = min(fresher, key=lambda option: option.update_s, default=gentler)
     picked = dict.fromkeys((exact, chosen, gentler, nearly))
@@ -249,7 +251,7 @@ def _notes(profile: Profile, found: Iterable[Option]) -> Iterator[str]:
         )
 
 
-def in_words(option: Option) -> str:
+def describe_change(option: Option) -> str:
     """What a strategy changes about the mathematics."""
     stale = option.staleness
     if option.change == "same numbers":

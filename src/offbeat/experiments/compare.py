@@ -42,7 +42,7 @@ from offbeat.experiments.record.run_directory import (
     load_in,
     load_repetition,
 )
-from offbeat.experiments.script import name_of, require_runnable
+from offbeat.experiments.script import require_runnable, script_name
 from offbeat.lab import Cluster, Lab, LabError, NoLab, launch
 from offbeat.lab import probe_report as asked
 from offbeat.lab.machine_load import LoadSampler
@@ -144,7 +144,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Keeping:
+class CheckpointOptions:
     """Checkpoints of a run: saved into `folder` every so many iterations; with `resume` it goes on
     from the newest one there."""
 
@@ -188,7 +188,7 @@ class Comparison:
     target_loss: float | None = None
     profile: Path | None = None
     command: tuple[str, ...] = ()
-    keeping: Keeping | None = None
+    keeping: CheckpointOptions | None = None
     repeat_disturbed: bool = False
     notes: tuple[str, ...] = ()
     device: DeviceSpeed | None = None
@@ -261,31 +261,31 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
     LabError if the machine refuses the lab.
     """
     progress = progress or Progress()
-    _refuse_used(run_dir)
+    _require_unused_directory(run_dir)
     path = comparison.profile
     given = None if path is None else given_profile(comparison.setup, path)
     with comparison.setup.lab() as lab:
-        record = _describe(comparison, lab) | {"probed": _probe(lab, progress)}
+        record = _describe_run(comparison, lab) | {"probed": _probe_links(lab, progress)}
         record["profile"] = None if given is None else given.record()
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_json(run_dir / "run.json", record)
         outcome = Outcome(run_dir, notes=list(comparison.notes))
         for note in comparison.notes:
-            progress.fail(f"note: {note}")
+            progress.print_error(f"note: {note}")
         if lab.note:
-            progress.say(lab.note)
-        progress.say(f"what the script prints goes to {logs_of(comparison, run_dir)}")
+            progress.print_line(lab.note)
+        progress.print_line(f"what the script prints goes to {logs_of(comparison, run_dir)}")
         try:
             if given is not None:
-                progress.say(given.text)
-            _run_all(comparison, lab, given and given.profile, outcome, progress)
+                progress.print_line(given.text)
+            _run_contestants(comparison, lab, given and given.profile, outcome, progress)
         except KeyboardInterrupt:
             outcome.interrupted = True
         except LabError as error:
-            _fail(f"the lab: {error}", outcome, progress)
+            _report_failure(f"the lab: {error}", outcome, progress)
     if outcome.measured or any(map(records_in, run_dir.glob("*/rep*"))):
-        record |= {"emulated": _any_emulated(run_dir), "changed": outcome.changed}
-        record |= {"contestants": _entries(outcome.contestants), "notes": outcome.notes}
+        record |= {"emulated": _has_emulated_record(run_dir), "changed": outcome.changed}
+        record |= {"contestants": _contestant_entries(outcome.contestants), "notes": outcome.notes}
         record["device"] = outcome.device
         _write_json(run_dir / "run.json", record)
         outcome.report = report.write(run_dir)
@@ -319,12 +319,12 @@ def measure_profile(setup: Setup, path: Path, progress: Progress | None = None) 
     """
     progress = progress or Progress()
     outcome = Outcome(Path(tempfile.mkdtemp(prefix="offbeat-profile-")))
-    progress.say(
+    progress.print_line(
         f"what the script prints goes to {outcome.run_dir / 'rankR.log'}, which stays if it fails"
     )
     try:
         with setup.lab() as lab:
-            _probe(lab, progress)
+            _probe_links(lab, progress)
             outcome.measured = _measure(setup, lab, path, outcome.run_dir, outcome, progress)
     except KeyboardInterrupt:
         outcome.interrupted = True
@@ -363,7 +363,7 @@ def predict(
 # --- the course of a comparison ------------------------------------------------------------------
 
 
-def _run_all(
+def _run_contestants(
     comparison: Comparison,
     lab: Lab | NoLab,
     given: Profile | None,
@@ -384,26 +384,26 @@ def _run_all(
     profile = Profile.load(path)
     if profile.pace:
         busy = min(1.0, profile.world_size / processors() / profile.pace)
-        progress.say(
+        progress.print_line(
             f"emulated: each host computes at 1/{profile.pace:g} of this machine's core, which is "
             f"{busy:.0%} busy with it"
         )
     contestants = _contestants(comparison, lab, outcome, progress)
     outcome.contestants = contestants
     _note_unused_strategy(outcome, progress)
-    ready = [c for c in contestants if _predicted(c, comparison, profile, outcome, progress)]
+    ready = [c for c in contestants if _predict(c, comparison, profile, outcome, progress)]
     if comparison.device is not None:
-        outcome.device = _on_device(ready, comparison.device, profile, comparison.setup.servers)
+        outcome.device = _device_record(ready, comparison.device, profile, comparison.setup.servers)
     for repetition in range(comparison.repetitions):
         for contestant in ready:
-            _repeat(comparison, lab, contestant, repetition, outcome, progress)
+            _run_repetition(comparison, lab, contestant, repetition, outcome, progress)
     if given is not None:  # the first launch has written what the script names
         _note_unused_strategy(outcome, progress)
     for contestant in ready:
-        _adopt_course(contestant, profile, outcome, progress)
+        _adopt_executed_plan(contestant, profile, outcome, progress)
 
 
-def _on_device(
+def _device_record(
     contestants: Iterable[Contestant], device: DeviceSpeed, profile: Profile, servers: int
 ) -> dict[str, Any]:
     """Predicted seconds per iteration of every contestant on the user's device, with its own plan
@@ -433,21 +433,21 @@ def _contestants(
         with progress.step("reading the strategy of the script") as on_line:
             problem, _ = _launch(comparison.setup, lab, job, path.parent, on_line)
         if problem is not None:
-            _fail(f"reading the strategy of the script: {problem}", outcome, progress)
+            _report_failure(f"reading the strategy of the script: {problem}", outcome, progress)
             return ()
     named = NamedStrategy.load(path)
     try:
         if named is None:
-            raise ValueError(f"{name_of(comparison.setup.script)} names none; {MUST_PREPARE}")
+            raise ValueError(f"{script_name(comparison.setup.script)} names none; {MUST_PREPARE}")
         chosen = (Contestant(named.strategy.name, named.strategy),)
         replace(comparison, contestants=chosen)  # checks servers and checkpoints
     except ValueError as error:
-        _fail(str(error), outcome, progress)
+        _report_failure(str(error), outcome, progress)
         return ()
     origin = "the default" if named.text is None else "as the script names it"
     if os.environ.get(STRATEGY_VARIABLE):
         origin = f"as {STRATEGY_VARIABLE} names it"
-    progress.say(f"strategy: {named.strategy}, {origin}")
+    progress.print_line(f"strategy: {named.strategy}, {origin}")
     return chosen
 
 
@@ -466,7 +466,7 @@ def _note_unused_strategy(outcome: Outcome, progress: Progress) -> None:
     if ran and named.text not in ran:
         note = f"{named.text}, which the script names, is not used; {', '.join(ran)} runs instead"
         outcome.notes.append(note)
-        progress.fail(f"note: {note}")
+        progress.print_error(f"note: {note}")
 
 
 def _measure(
@@ -496,23 +496,23 @@ def _measure(
     with progress.step("measuring the profile") as on_line:
         problem, _ = _launch(setup, lab, job, logs, on_line)
     if problem is None and not draft.exists():
-        problem = f"{name_of(setup.script)} ended before a profile was measured; {MUST_PREPARE}"
+        problem = f"{script_name(setup.script)} ended before a profile was measured; {MUST_PREPARE}"
     if problem is not None:
-        _fail(f"measuring the profile: {problem}", outcome, progress)
+        _report_failure(f"measuring the profile: {problem}", outcome, progress)
         return False
     profile = Profile.load(draft)
     profile = with_network(profile, setup.cluster, setup.workers) if setup.shaped else profile
     profile.save(path)
     if found := disturbance_of(0, load_in(logs), {}):
         once_more = "; it is measured once more" if again else ""
-        progress.say(f"the profile was disturbed: {found.text}{once_more}")
+        progress.print_line(f"the profile was disturbed: {found.text}{once_more}")
         if again:
             logs.rename(logs.with_name(BEFORE + logs.name))
             return _measure(setup, lab, path, logs, outcome, progress, least_buckets=least_buckets)
     return True
 
 
-def _predicted(
+def _predict(
     contestant: Contestant,
     comparison: Comparison,
     profile: Profile,
@@ -521,7 +521,7 @@ def _predicted(
 ) -> bool:
     """Predict one contestant; a strategy without a plan for this profile has failed."""
     if isinstance(contestant.strategy, ScriptStrategy):
-        progress.say(f"{contestant.label}: predicted after its run, from the plan that runs")
+        progress.print_line(f"{contestant.label}: predicted after its run, from the plan that runs")
         return True
     try:
         seconds = predict(
@@ -531,14 +531,14 @@ def _predicted(
             servers=comparison.setup.servers,
         )
     except ValueError as error:
-        _fail(f"{contestant.label}: {error}", outcome, progress)
+        _report_failure(f"{contestant.label}: {error}", outcome, progress)
         return False
     if_yes = " if every vote is a yes" if contestant.strategy.vote_names(profile) else ""
-    progress.say(f"{contestant.label}: predicted {seconds:.4g} s per iteration{if_yes}")
+    progress.print_line(f"{contestant.label}: predicted {seconds:.4g} s per iteration{if_yes}")
     return True
 
 
-def _repeat(
+def _run_repetition(
     comparison: Comparison,
     lab: Lab | NoLab,
     contestant: Contestant,
@@ -549,21 +549,23 @@ def _repeat(
     """Run one repetition of one contestant, a disturbed one once more if that is wanted."""
     directory = outcome.run_dir / contestant.label / f"rep{repetition}"
     changed = list(outcome.changed)
-    if not _attempt(comparison, lab, contestant, repetition, outcome, progress):
+    if not _launch_repetition(comparison, lab, contestant, repetition, outcome, progress):
         return
     outcome.measured += 1
     found = load_repetition(directory, repetition).disturbance
     if found is None:
         return
     again = "; it is repeated once" if comparison.repeat_disturbed else ""
-    progress.say(f"{_what(comparison, contestant, repetition)} was disturbed: {found.text}{again}")
+    progress.print_line(
+        f"{_describe(comparison, contestant, repetition)} was disturbed: {found.text}{again}"
+    )
     if not comparison.repeat_disturbed:
         return
     kept = directory.with_name(BEFORE + directory.name)
     directory.rename(kept)
     outcome.changed, before = changed, outcome.changed
     try:
-        if not _attempt(comparison, lab, contestant, repetition, outcome, progress):
+        if not _launch_repetition(comparison, lab, contestant, repetition, outcome, progress):
             outcome.measured -= 1
     except KeyboardInterrupt:
         shutil.rmtree(directory, ignore_errors=True)
@@ -572,11 +574,11 @@ def _repeat(
         raise
 
 
-def _what(comparison: Comparison, contestant: Contestant, repetition: int) -> str:
+def _describe(comparison: Comparison, contestant: Contestant, repetition: int) -> str:
     return f"{contestant.label}, repetition {repetition + 1} of {comparison.repetitions}"
 
 
-def _attempt(
+def _launch_repetition(
     comparison: Comparison,
     lab: Lab | NoLab,
     contestant: Contestant,
@@ -585,7 +587,7 @@ def _attempt(
     progress: Progress,
 ) -> bool:
     """Launch one repetition of one contestant; False if it failed, which is noted and said."""
-    what = _what(comparison, contestant, repetition)
+    what = _describe(comparison, contestant, repetition)
     directory = outcome.run_dir / contestant.label / f"rep{repetition}"
     path = outcome.run_dir / "profile.json"
     job = _job(
@@ -604,14 +606,14 @@ def _attempt(
     where = {"strategy": contestant.label, "repetition": repetition}
     outcome.changed += [{**where, **change} for change in changes]
     if problem is None and not records_in(directory):
-        script = name_of(comparison.setup.script)
+        script = script_name(comparison.setup.script)
         problem = f"{script} left no record in {directory}; {MUST_PREPARE}"
     if problem is None:
-        progress.say(f"{what}: {_seconds_in_words(directory)}")
+        progress.print_line(f"{what}: {_seconds_in_words(directory)}")
         return True
     # What was recorded until then stays; the report says that it was cut short.
     write_text(directory / PROBLEM, problem.partition("; the end of")[0])
-    _fail(f"{what}: {problem}", outcome, progress)
+    _report_failure(f"{what}: {problem}", outcome, progress)
     return False
 
 
@@ -621,7 +623,7 @@ def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
     return {name: [bool(yes) for yes in columns["yes"]] for name, columns in by_vote.items()}
 
 
-def _adopt_course(
+def _adopt_executed_plan(
     contestant: Contestant, profile: Profile, outcome: Outcome, progress: Progress
 ) -> None:
     """Let the plan that ran, not the one expected, stand in the run directory, predicted with
@@ -632,18 +634,18 @@ def _adopt_course(
     ran = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
     if ran is None:
         return
-    plan, votes = Plan.from_dict(json.loads(ran.read_text())), _outcomes(ran.parent)
+    plan, votes = Plan.from_dict(json.loads(ran.read_text())), _vote_outcomes(ran.parent)
     planned = directory / "plan.json"
     if not planned.exists():
         seconds = predict(contestant.strategy, profile, directory, plan, votes)
-        progress.say(f"{contestant.label}: predicted {seconds:.4g} s per iteration")
+        progress.print_line(f"{contestant.label}: predicted {seconds:.4g} s per iteration")
         return
     expected = Plan.from_dict(json.loads(planned.read_text()))
     if votes or plan.digest != expected.digest:
         predict(strategy, profile, directory, plan, votes)
 
 
-def _outcomes(repetition: Path) -> dict[str, list[bool]]:
+def _vote_outcomes(repetition: Path) -> dict[str, list[bool]]:
     """What came out of the votes of a repetition, as rank 0 knows it."""
     records = records_in(repetition)
     with suppress(ValueError):  # killed before its first block
@@ -651,24 +653,24 @@ def _outcomes(repetition: Path) -> dict[str, list[bool]]:
     return {}
 
 
-def _fail(words: str, outcome: Outcome, progress: Progress) -> None:
+def _report_failure(words: str, outcome: Outcome, progress: Progress) -> None:
     outcome.failures.append(words)
-    progress.fail(words)
+    progress.print_error(words)
 
 
 # --- one launch ----------------------------------------------------------------------------------
 
 
-def _probe(lab: Lab | NoLab, progress: Progress) -> list[dict[str, Any]]:
+def _probe_links(lab: Lab | NoLab, progress: Progress) -> list[dict[str, Any]]:
     """Measure what is asked of the links, and say both; LabError if the machine is too slow."""
     found = lab.probe()
     for line in asked.lines(found):
-        progress.say(line)
+        progress.print_line(line)
     records = [measured.record() for measured in found if measured.known]
     carried = lab.verify()
     if carried is None:
         return records
-    progress.say(carried.text)
+    progress.print_line(carried.text)
     return [*records, carried.record()]
 
 
@@ -732,12 +734,12 @@ def _launch(
 # --- the run directory ---------------------------------------------------------------------------
 
 
-def _refuse_used(run_dir: Path) -> None:
+def _require_unused_directory(run_dir: Path) -> None:
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise ValueError(f"run directory ({run_dir}) must be new or empty; choose another --out")
 
 
-def _describe(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
+def _describe_run(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
     setup = comparison.setup
     return {
         "schema": SCHEMA,
@@ -751,7 +753,7 @@ def _describe(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
         "emulated": False,
         "versions": {
             "offbeat": metadata.version("offbeat"),
-            "torch": _version("torch"),
+            "torch": _installed_version("torch"),
             "python": platform.python_version(),
             "kernel": platform.release(),
         },
@@ -760,21 +762,21 @@ def _describe(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
         "seed": setup.seed,
         "seeds": list(comparison.seeds),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "contestants": _entries(comparison.contestants or ()),
+        "contestants": _contestant_entries(comparison.contestants or ()),
         "repetitions": comparison.repetitions,
         "target_loss": comparison.target_loss,
         "skip": SKIP,
     }
 
 
-def _entries(contestants: Iterable[Contestant]) -> list[dict[str, Any]]:
+def _contestant_entries(contestants: Iterable[Contestant]) -> list[dict[str, Any]]:
     return [
         {"label": c.label, "strategy": c.strategy.name, "settings": c.strategy.settings()}
         for c in contestants
     ]
 
 
-def _version(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     """Version of an installed package, without importing it."""
     try:
         return metadata.version(package)
@@ -782,7 +784,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _any_emulated(run_dir: Path) -> bool:
+def _has_emulated_record(run_dir: Path) -> bool:
     found = (record for folder in run_dir.glob("*/rep*") for record in records_in(folder))
     return any(blocks.first_block(record).get("emulated") for record in found)
 

@@ -119,7 +119,7 @@ def compute_for(
     made = elsewhere(profile, hosts=ranks, rate_bps=rates or None)
     if shaped:
         made = with_network(made, cluster, ranks)
-    made = _at_pace(made, before, cluster, pace, file, quantities)
+    made = _with_pace(made, before, cluster, pace, file, quantities)
     _require_speeds(made, cluster, file)
     crowded = shaped and not made.pace and ranks > processors()
     return Computed(made, tuple(quantities), shaped, ranks if crowded else 0, file)
@@ -182,7 +182,7 @@ def _require_delay(link: Link, way: Way, ranks: int, file: str) -> None:
             )
 
 
-def _at_pace(
+def _with_pace(
     profile: Profile,
     before: int,
     cluster: Cluster,
@@ -194,7 +194,7 @@ def _at_pace(
     if isinstance(pace, (int, float)):
         if profile.pace:
             return profile.paced(pace)
-        return profile.paced(pace, *_hosts(profile, cluster))
+        return profile.paced(pace, *_host_speeds(profile, cluster))
     if (pace == "auto" and not profile.pace) or (pace == "none" and profile.pace):
         raise ValueError(
             f"pace ({pace}) must be that of {file} ({profile.pace:g}; 0 is none); leave --pace "
@@ -212,7 +212,7 @@ def _require_speeds(profile: Profile, cluster: Cluster, file: str) -> None:
     """ValueError if paced hosts would compute at other relative speeds than the cluster's."""
     if not profile.pace:
         return
-    speeds, jitters = _hosts(profile, cluster)
+    speeds, jitters = _host_speeds(profile, cluster)
     times = [1 / speed for speed in speeds]
     scale = [time * len(times) / sum(times) for time in times]
     for name, was, here in (
@@ -226,7 +226,7 @@ def _require_speeds(profile: Profile, cluster: Cluster, file: str) -> None:
             )
 
 
-def _hosts(profile: Profile, cluster: Cluster) -> tuple[list[float], list[float]]:
+def _host_speeds(profile: Profile, cluster: Cluster) -> tuple[list[float], list[float]]:
     """Speed and jitter of every rank's host."""
     hosts = [cluster.host_of(rank) for rank in range(profile.world_size)]
     return [*map(cluster.speed_of, hosts)], [*map(cluster.jitter_of, hosts)]

@@ -22,7 +22,7 @@ OnLine = Callable[[str], None]
 Count = Callable[[], int]
 
 
-def _unknown() -> int:
+def _unknown_count() -> int:
     return 0
 
 
@@ -35,54 +35,54 @@ class Progress:
     def __init__(self, *, stderr: bool = False, first_s: float = FIRST_WORD_S) -> None:
         self._console, self._first_s = Console(stderr=stderr), first_s
         self._what, self._line, self._start_s = "", "", 0.0
-        self._count: Count = _unknown
+        self._count: Count = _unknown_count
 
     @contextmanager
-    def step(self, what: str, count: Count = _unknown) -> Iterator[OnLine]:
+    def step(self, what: str, count: Count = _unknown_count) -> Iterator[OnLine]:
         """Something that takes a while; yields what takes the lines of rank 0's log. `count` says
         how many iterations are over, 0 if that is not known."""
         self._what, self._line, self._start_s = what, "", time.monotonic()
         self._count = count
         if not self._console.is_terminal:
-            self.say(f"{what} ...")
+            self.print_line(f"{what} ...")
             over = threading.Event()
-            words = threading.Thread(target=self._go_on_saying, args=(over,), daemon=True)
+            words = threading.Thread(target=self._print_periodically, args=(over,), daemon=True)
             words.start()
             try:
-                yield self._show
+                yield self._show_line
             finally:
                 over.set()
                 words.join()
             return
         with Live(self, console=self._console, refresh_per_second=4, transient=True):
-            yield self._show
+            yield self._show_line
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """One message that stays."""
         print(text, file=self._console.file, flush=True)
 
-    def fail(self, text: str) -> None:
+    def print_error(self, text: str) -> None:
         """What went wrong, in words, as soon as it is known; on stderr."""
         print(f"offbeat: {text}", file=sys.stderr, flush=True)
 
     def __rich__(self) -> Text:
-        text = f"{self._what}  {self._so_far()}  {self._line}"
+        text = f"{self._what}  {self._progress_text()}  {self._line}"
         return Text(text, no_wrap=True, overflow="ellipsis")
 
-    def _so_far(self) -> str:
+    def _progress_text(self) -> str:
         elapsed_s, iterations = time.monotonic() - self._start_s, self._count()
         return (
             f"{iterations:,} iterations, {elapsed_s:.0f} s" if iterations else f"{elapsed_s:.0f} s"
         )
 
-    def _go_on_saying(self, over: threading.Event) -> None:
+    def _print_periodically(self, over: threading.Event) -> None:
         """A line after ever longer times: a log of a week should be read in a minute."""
         wait_s = self._first_s
         while not over.wait(wait_s):
-            self.say(f"{self._what}: {self._so_far()}")
+            self.print_line(f"{self._what}: {self._progress_text()}")
             wait_s = min(2 * wait_s, RAREST_WORD_S)
 
-    def _show(self, line: str) -> None:
+    def _show_line(self, line: str) -> None:
         if line.startswith(OWN_WORDS):
-            self.say(line)
+            self.print_line(line)
         self._line = line[:LONGEST_LINE]

@@ -23,34 +23,34 @@ def require_runnable(script: Sequence[str]) -> None:
     if len(script) < 2:
         raise ValueError("-m must be followed by a module, as in -m package.train")
     name = script[1]
-    if problem := _problem(name):
+    if problem := _find_problem(name):
         raise ValueError(
             f"module ({name!r}) {problem}; run from the folder that holds its package, or install "
             "it, and write it with dots, as in -m package.train"
         )
 
 
-def name_of(script: Sequence[str]) -> str:
+def script_name(script: Sequence[str]) -> str:
     """What to call it: the file, or the module."""
     return script[1] if script[0] == MODULE else script[0]
 
 
-def _problem(name: str) -> str | None:
+def _find_problem(name: str) -> str | None:
     """Why `python -m` could not run it, None if it can."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         return "must be a module's name"
     spec = PathFinder.find_spec(parts[0], [str(Path.cwd())]) or importlib.util.find_spec(parts[0])
     for stop in range(2, len(parts) + 1):
-        spec = _inside(spec, ".".join(parts[:stop]))
+        spec = _find_spec(spec, ".".join(parts[:stop]))
     if spec is None:
         return "must exist"
-    if spec.submodule_search_locations is not None and _inside(spec, f"{name}.__main__") is None:
+    if spec.submodule_search_locations is not None and _find_spec(spec, f"{name}.__main__") is None:
         return "is a package and must have a __main__.py"
     return None
 
 
-def _inside(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
+def _find_spec(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
     if package is None or package.submodule_search_locations is None:
         return None
     return PathFinder.find_spec(name, list(package.submodule_search_locations))

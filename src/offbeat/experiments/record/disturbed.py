@@ -69,7 +69,7 @@ def disturbance_of(
     )
 
 
-def disturbed_in_words(disturbances: Sequence[Disturbance], label: str, count: int) -> str:
+def describe_disturbances(disturbances: Sequence[Disturbance], label: str, count: int) -> str:
     """Return one sentence about the disturbed ones of `count` repetitions; empty for none."""
     if not disturbances:
         return ""

@@ -65,7 +65,7 @@ def read(path: str | Path) -> dict[str, Any]:
     torn = False
     with path.open("rb") as file:
         for line in file:
-            block = _parsed(line)
+            block = _parse_block(line)
             if block is None:
                 torn = True  # a whole block after it would be a broken file
             elif torn:
@@ -79,7 +79,7 @@ def first_block(path: str | Path) -> dict[str, Any]:
     """What a record says of itself, without its columns; empty if it says nothing yet."""
     path = Path(path)
     with path.open("rb") as file:
-        return (_parsed(file.readline()) or {}) if path.suffix == SUFFIX else read(path)
+        return (_parse_block(file.readline()) or {}) if path.suffix == SUFFIX else read(path)
 
 
 def iterations_so_far(path: str | Path) -> int:
@@ -88,7 +88,7 @@ def iterations_so_far(path: str | Path) -> int:
         with Path(path).open("rb") as file:
             last = None
             for line in _last_lines(file):
-                last = _parsed(line)
+                last = _parse_block(line)
                 if last is not None:
                     break
     except OSError:
@@ -114,7 +114,7 @@ class _Merged:
             column += block.pop(name, ())
         for iteration, loss in block.pop("losses", ()):
             self._losses.add(iteration, float("nan") if loss is None else loss)
-        _extend(self._votes, block.pop("votes", {}))
+        _extend_columns(self._votes, block.pop("votes", {}))
         self._fields |= block
 
     def record(self, torn: bool) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class _Merged:
             "losses_of": self._losses.width,
             "trace": trace,
             "votes": self._votes,
-            "cut": None if closed else _cut(len(ends), torn),
+            "cut": None if closed else _describe_cut(len(ends), torn),
         }
 
 
@@ -156,14 +156,14 @@ class _Losses:
         self._sums: dict[int, tuple[float, int, int]] = {}  # sum, count, last iteration
 
     def add(self, iteration: int, loss: float) -> None:
-        self._put(iteration, loss, 1)
+        self._add_mean(iteration, loss, 1)
         if len(self._sums) > MOST_LOSSES:
             self.width *= 2
             before, self._sums = self._sums, {}
             for total, count, last in before.values():
-                self._put(last, total, count)
+                self._add_mean(last, total, count)
 
-    def _put(self, iteration: int, loss: float, count: int) -> None:
+    def _add_mean(self, iteration: int, loss: float, count: int) -> None:
         total, before, _ = self._sums.get(iteration // self.width, (0.0, 0, 0))
         self._sums[iteration // self.width] = total + loss, before + count, iteration
 
@@ -172,20 +172,20 @@ class _Losses:
             yield last, total / count
 
 
-def _extend(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+def _extend_columns(into: dict[str, Any], more: Mapping[str, Any]) -> None:
     for name, value in more.items():
         if isinstance(value, dict):
-            _extend(into.setdefault(name, {}), value)
+            _extend_columns(into.setdefault(name, {}), value)
         else:
             into.setdefault(name, []).extend(value)
 
 
-def _cut(iterations: int, torn: bool) -> str:
+def _describe_cut(iterations: int, torn: bool) -> str:
     middle = ", in the middle of a block, which is left out" if torn else ""
     return f"ends after {iterations:,} iterations{middle}: the run was killed, or still goes on"
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parse_block(line: bytes) -> dict[str, Any] | None:
     """A whole block, or None of what a killed process has left."""
     if not line.endswith(b"\n"):
         return None

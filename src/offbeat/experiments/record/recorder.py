@@ -123,8 +123,8 @@ class Recorder:
         """Take in one finished iteration."""
         if self.plan is not None and not Windows(self.plan).applied(done.planned):
             self._without_update.append(done.number)
-        if voting := self._voting:
-            self._votes.take(done, voting)
+        if voting := self._vote_names:
+            self._votes.add_iteration(done, voting)
         if done.split is not None:
             self._splits.add(done.number, done.split)
         self._ends.append(done.marks.end)
@@ -132,12 +132,12 @@ class Recorder:
         self._append_if_due()
 
     @property
-    def _voting(self) -> Sequence[str]:
+    def _vote_names(self) -> Sequence[str]:
         return [] if self.plan is None else [vote.name for vote in self.plan.votes]
 
     def write(self, bytes_sent: dict[str, int]) -> None:
         """Write the rest, and that the record is whole."""
-        self._append({"bytes": bytes_sent, "pace": self.pace, **self._window(), "closed": True})
+        self._add_block({"bytes": bytes_sent, "pace": self.pace, **self._fields(), "closed": True})
         self._tap.close()
 
     def _append_if_due(self) -> None:
@@ -147,11 +147,11 @@ class Recorder:
         self._written_s = now_s
         if self._first + len(self._ends) >= self._window_due:
             self._window_due = 2 * (self._first + len(self._ends))
-            self._append(self._window())
+            self._add_block(self._fields())
         else:
-            self._append({})
+            self._add_block({})
 
-    def _window(self) -> dict[str, Any]:
+    def _fields(self) -> dict[str, Any]:
         """What each block replaces. It is large, so it is written when a run is twice as long."""
         spans = (span for spans in self._spans for span in spans)
         return {
@@ -160,7 +160,7 @@ class Recorder:
             "sample": self.sample.record() if self.sample else None,
         }
 
-    def _append(self, more: Mapping[str, Any]) -> None:
+    def _add_block(self, more: Mapping[str, Any]) -> None:
         """One block of what has come since the last one, which is then forgotten."""
         ends = [round(self._device.seconds(end) - self.origin_s, 7) for end in self._ends]
         done = self._first + len(ends)
@@ -171,14 +171,14 @@ class Recorder:
             "observed": self.observed,
             "emulated": bool(self.notes.get("emulated")),
             "period": self.plan.period if self.plan else 1,
-            "uneven": bool(self._voting),
+            "uneven": bool(self._vote_names),
             "ends_s": ends,
-            "losses": [[i, _short(float(loss))] for i, loss in self._losses if i < done],
+            "losses": [[i, _round_loss(float(loss))] for i, loss in self._losses if i < done],
             "without_update": self._without_update,
             "warnings": self.warnings,
             "decisions": self.decisions,
             "checks": [],
-            "votes": self._votes.taken(),
+            "votes": self._votes.pop_columns(),
             **more,
         }
         self._first = done
@@ -206,7 +206,7 @@ class Recorder:
         )
 
 
-def _short(loss: float) -> float:
+def _round_loss(loss: float) -> float:
     """As many digits as float32 has."""
     return float(f"{loss:.9g}")
 
@@ -220,7 +220,7 @@ def _spans(
     size = plan.buckets if plan is not None else len(done.marks.ready)
     buffers = plan.all_buffers if plan is not None else BUILT_IN
     split = done.split
-    for kind, start, end, bucket in _compute(done.marks, size, device):
+    for kind, start, end, bucket in _compute_intervals(done.marks, size, device):
         run = None if bucket is None else (bucket, bucket + 1)
         if kind == "backward" and bucket is None and split is not None:
             begin_s, end_s = at(start), at(end)
@@ -240,12 +240,12 @@ def _spans(
         half = t.verb in ("reduce_scatter", "all_gather")
         kind = t.verb if half or t.verb == "broadcast" else buffers[t.payload.buffer].kind
         start, end = at(message.start), at(message.end)
-        carries = _carries(plan, done, t)
+        carries = _carried_iterations(plan, done, t)
         size = message.sent_bytes
         yield Span(rank, t.link, kind, done.number, start, end, run, size, carries, t.ranks)
 
 
-def _carries(plan: Plan | None, done: Iteration, t: Transfer) -> tuple[int, int] | None:
+def _carried_iterations(plan: Plan | None, done: Iteration, t: Transfer) -> tuple[int, int] | None:
     """Iterations whose gradients a message holds, where they are added up over several."""
     windows = None if plan is None else Windows(plan)
     if windows is None or not windows.late or t.payload.buffer != "grad":
@@ -255,7 +255,7 @@ def _carries(plan: Plan | None, done: Iteration, t: Transfer) -> tuple[int, int]
     return begun + window.start, begun + window.stop
 
 
-def _compute(
+def _compute_intervals(
     marks: Timestamps, buckets: int, device: Device
 ) -> Iterator[tuple[str, Mark, Mark, int | None]]:
     """(kind, start, end, bucket) of what the compute lane did, in order."""
@@ -263,17 +263,17 @@ def _compute(
     forward = [acted for acted in marks.acted if acted.position < buckets]
     backward = {acted.position - buckets: acted for acted in marks.acted}
     if marks.forward is not None:
-        early, later = _split(forward, marks, device)
+        early, later = _split_actions(forward, marks, device)
         for acted in early:
             yield "other", at, acted.begin, None
-            yield from _acted(acted, buckets - 1 - acted.position)
+            yield from _action_spans(acted, buckets - 1 - acted.position)
             at = acted.applied
         yield "other", at, marks.forward, None
         at = marks.forward
         for acted in later:
             yield "forward", at, acted.begin, bucket
             bucket = buckets - 1 - acted.position
-            yield from _acted(acted, bucket)
+            yield from _action_spans(acted, bucket)
             at = acted.applied
         yield "forward", at, marks.forward_end, bucket
         at = marks.forward_end
@@ -282,7 +282,7 @@ def _compute(
             yield "backward", at, ready, b
             at = ready
         if b in backward:
-            yield from _acted(backward[b], b)
+            yield from _action_spans(backward[b], b)
             at = backward[b].applied
     yield "backward", at, marks.backward_end, None
     yield "wait", marks.backward_end, marks.waited, None
@@ -291,7 +291,7 @@ def _compute(
     yield "wait", marks.stepped, marks.end, None
 
 
-def _split(
+def _split_actions(
     forward: list[MomentTimes], marks: Timestamps, device: Device
 ) -> tuple[list[MomentTimes], list[MomentTimes]]:
     """What was done before the model's forward began (for an evaluation, say), and during it."""
@@ -302,6 +302,6 @@ def _split(
     return early, forward[len(early) :]
 
 
-def _acted(acted: MomentTimes, bucket: int) -> Iterator[tuple[str, Mark, Mark, int | None]]:
+def _action_spans(acted: MomentTimes, bucket: int) -> Iterator[tuple[str, Mark, Mark, int | None]]:
     yield "wait", acted.begin, acted.waited, bucket
     yield "update", acted.waited, acted.applied, bucket

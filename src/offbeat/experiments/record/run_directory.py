@@ -224,7 +224,7 @@ class Run:
         return said
 
 
-def skipped(run: Run, rep: Repetition) -> int:
+def count_skipped(run: Run, rep: Repetition) -> int:
     """Return how many iterations at the beginning of a repetition's trace no measured time
     includes: whole periods of its plan if a whole one remains after them."""
     trace, before = rep.trace, rep.observed - rep.trace.first
@@ -238,7 +238,7 @@ def load(run_dir: str | Path) -> Run:
     """
     path = Path(run_dir)
     data = _read_run_json(path)
-    profile, problems = _optional(path / "profile.json", Profile.from_dict)
+    profile, problems = _load_optional(path / "profile.json", Profile.from_dict)
     repetitions = int(data.get("repetitions", 1))
     expected = _world_size(profile, data.get("cluster") or {})
     contestants = [
@@ -254,7 +254,7 @@ def load(run_dir: str | Path) -> Run:
         changed=tuple(data.get("changed") or ()),
         lab=str(data.get("lab", "none")),
         note=data.get("note"),
-        emulated=bool(data.get("emulated")) or _any_emulated(contestants),
+        emulated=bool(data.get("emulated")) or _has_emulated_record(contestants),
         versions=data.get("versions") or {},
         seed=data.get("seed"),
         cpus=data.get("cpus"),
@@ -307,15 +307,15 @@ def _load_contestant(
     path: Path, entry: Mapping[str, Any], repetitions: int, expected: int
 ) -> Contestant:
     folder = path / entry["label"]
-    plan, plan_problems = _optional(folder / "plan.json", Plan.from_dict)
-    predicted, predicted_problems = _optional(folder / "predicted.json", _predicted_from_dict)
+    plan, plan_problems = _load_optional(folder / "plan.json", Plan.from_dict)
+    predicted, predicted_problems = _load_optional(folder / "predicted.json", _predicted_from_dict)
     reps = [load_repetition(folder / f"rep{i}", i) for i in range(repetitions)]
     expected = expected or max((r.rank + 1 for rep in reps for r in rep.ranks), default=1)
     return Contestant(
         label=entry["label"],
         strategy=str(entry.get("strategy", "")),
         settings=entry.get("settings") or {},
-        repetitions=tuple(_missing_ranks(rep, folder, expected) for rep in reps),
+        repetitions=tuple(_with_missing_ranks(rep, folder, expected) for rep in reps),
         plan=plan,
         predicted=predicted,
         problems=plan_problems + predicted_problems,
@@ -326,7 +326,7 @@ def load_repetition(folder: Path, index: int) -> Repetition:
     """Read the folder of one repetition."""
     records, problems = [], []
     for file in records_in(folder):
-        record, failed = _optional(file, _record_from_dict, read)
+        record, failed = _load_optional(file, _record_from_dict, read)
         problems += failed
         if record is not None:
             records.append(record)
@@ -334,7 +334,7 @@ def load_repetition(folder: Path, index: int) -> Repetition:
     cuts = [f"the record of rank {record.rank} {record.cut}" for record in records if record.cut]
     if (folder / PROBLEM).exists():
         cuts.insert(0, (folder / PROBLEM).read_text(errors="replace").strip())
-    ranks = _as_far_as_all(records) if cuts else records
+    ranks = _truncate_losses(records) if cuts else records
     return Repetition(
         index,
         tuple(ranks),
@@ -347,10 +347,10 @@ def load_repetition(folder: Path, index: int) -> Repetition:
 
 def load_in(folder: Path) -> Mapping[str, Any] | None:
     """Return the machine's load beside a launch, from its folder; None if it is not known."""
-    return _optional(folder / LOAD, dict)[0]
+    return _load_optional(folder / LOAD, dict)[0]
 
 
-def _as_far_as_all(records: list[RankRecord]) -> list[RankRecord]:
+def _truncate_losses(records: list[RankRecord]) -> list[RankRecord]:
     """With the losses of the iterations that all have: records that were cut end apart."""
     until = min((record.trace.iterations for record in records), default=0)
     return [
@@ -359,7 +359,7 @@ def _as_far_as_all(records: list[RankRecord]) -> list[RankRecord]:
     ]
 
 
-def _missing_ranks(rep: Repetition, folder: Path, expected: int) -> Repetition:
+def _with_missing_ranks(rep: Repetition, folder: Path, expected: int) -> Repetition:
     """The repetition with its missing ranks as problems, and what those ranks said last."""
     folder = folder / f"rep{rep.index}"
     if not folder.is_dir():
@@ -371,7 +371,7 @@ def _missing_ranks(rep: Repetition, folder: Path, expected: int) -> Repetition:
     if gone:
         names = ", ".join(map(str, gone))
         problems.append(f"rank{'s' if len(gone) > 1 else ''} {names} of {expected} left no record")
-    tails = {r: tail for r in absent if (tail := _tail(folder / f"rank{r}.log"))}
+    tails = {r: tail for r in absent if (tail := _log_tail(folder / f"rank{r}.log"))}
     return replace(rep, problems=tuple(problems), log_tails=tails)
 
 
@@ -384,7 +384,7 @@ def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
         rank=int(data["rank"]),
         strategy=str(data["strategy"]),
         trace=trace,
-        losses=tuple((int(i), float(s), _number(x)) for i, s, x in data.get("losses", ())),
+        losses=tuple((int(i), float(s), _parse_loss(x)) for i, s, x in data.get("losses", ())),
         sent_bytes={str(link): int(n) for link, n in data.get("bytes", {}).items()},
         observed=int(data.get("observed", 0)),
         without_update=tuple(map(int, data.get("without_update", ()))),
@@ -413,11 +413,11 @@ def _require_schema(data: Mapping[str, Any]) -> None:
         raise ValueError(f"schema ({data.get('schema')!r}) must be {SCHEMA}")
 
 
-def _json(file: Path) -> Any:
+def _read_json(file: Path) -> Any:
     return json.loads(file.read_text())
 
 
-def _optional(file: Path, build: Any, load: Any = _json) -> tuple[Any, tuple[str, ...]]:
+def _load_optional(file: Path, build: Any, load: Any = _read_json) -> tuple[Any, tuple[str, ...]]:
     """(object, no problems), or (None, why not); a file that does not exist is no problem."""
     if not file.exists():
         return None, ()
@@ -431,12 +431,12 @@ def _optional(file: Path, build: Any, load: Any = _json) -> tuple[Any, tuple[str
         return None, (f"{file.name} cannot be read: {error}",)
 
 
-def _number(value: Any) -> float:
+def _parse_loss(value: Any) -> float:
     """A loss; null, which is how strict JSON writes it, is not a number."""
     return float("nan") if value is None else float(value)
 
 
-def _tail(log: Path) -> str:
+def _log_tail(log: Path) -> str:
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -453,5 +453,5 @@ def _world_size(profile: Profile | None, cluster: Mapping[str, Any]) -> int:
     return count * int(cluster.get("processes_per_host", 1))
 
 
-def _any_emulated(contestants: list[Contestant]) -> bool:
+def _has_emulated_record(contestants: list[Contestant]) -> bool:
     return any(r.emulated for c in contestants for rep in c.repetitions for r in rep.ranks)

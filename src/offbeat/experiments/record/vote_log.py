@@ -14,15 +14,15 @@ class VoteLog:
 
     def __init__(self) -> None:
         self._keys: dict[str, list[str]] = {}  # columns, those of a vote's first entry
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._iterations: list[int] = []
         self._sent: list[int] = []
         self._spared: list[int] = []
         self._votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
-    def take(self, done: Iteration, votes: Sequence[str]) -> None:
+    def add_iteration(self, done: Iteration, votes: Sequence[str]) -> None:
         """Take in one finished iteration with these votes."""
         self._iterations.append(done.number)
         sent = [m for m in done.messages if not m.passed]
@@ -34,7 +34,7 @@ class VoteLog:
             self._keys.setdefault(name, [*entry])
             self._votes[name].append(entry)
 
-    def taken(self) -> dict[str, Any]:
+    def pop_columns(self) -> dict[str, Any]:
         """What has come since it was last taken, JSON-ready: columns, the same length for all;
         `yes` are the ranks, None: not known."""
         by_vote = {
@@ -47,5 +47,5 @@ class VoteLog:
             "spared_bytes": self._spared,
             "by_vote": by_vote,
         }
-        self._begin()
+        self._reset()
         return found

@@ -1,7 +1,7 @@
 """Reports: a run directory read, summarized and written as one HTML page; no torch."""
 
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run, load
-from offbeat.experiments.report.summary import Row, ranked, summarize
+from offbeat.experiments.report.summary import Row, rank_rows, summarize
 from offbeat.experiments.report.verdict import winner
 from offbeat.experiments.report.write import write
 
@@ -12,7 +12,7 @@ __all__ = [
     "Row",
     "Run",
     "load",
-    "ranked",
+    "rank_rows",
     "summarize",
     "winner",
     "write",

@@ -13,7 +13,7 @@ from offbeat.experiments.report import words
 from offbeat.experiments.report.timeline import (
     Window,
     clock_offsets,
-    estimated_in,
+    estimated_iterations,
     measured_window,
     predicted_window,
 )
@@ -82,22 +82,22 @@ def split_of(
     if predicted_s is None or measured_s is None:
         return None
     expected, found = predicted_window(contestant), measured_window(run, contestant)
-    if expected is None or found is None or _of_no_kind(expected) or _of_no_kind(found[1]):
+    if expected is None or found is None or _is_untypical(expected) or _is_untypical(found[1]):
         return None
-    estimated = not estimated_in(found[0].trace).isdisjoint(found[1].iterations)
+    estimated = not estimated_iterations(found[0].trace).isdisjoint(found[1].iterations)
     return Split(parts_of(expected), parts_of(found[1]), measured_s - predicted_s, estimated)
 
 
 def parts_of(window: Window) -> Parts:
     """Means over the ranks with spans."""
     offsets = clock_offsets(window.trace)
-    ways = _on_the_way(window.trace.spans, offsets)
-    every = [_of_rank(window, rank, ways[rank]) for rank in window.shown]
+    ways = _transfers(window.trace.spans, offsets)
+    every = [_rank_parts(window, rank, ways[rank]) for rank in window.shown]
     count = len(window.iterations)
     return Parts(*(fmean(values) / count for values in zip(*every, strict=True)))
 
 
-def in_words(split: Split, label: str) -> str | None:
+def describe_split(split: Split, label: str) -> str | None:
     """One sentence where the prediction was off by more than 3 %, else None."""
     measured_s = split.measured.total_s + split.rest_s
     if abs(split.longer_s) <= WORTH_SAYING * measured_s:
@@ -106,14 +106,14 @@ def in_words(split: Split, label: str) -> str | None:
     head = f"{label} took {words.seconds(abs(split.longer_s))} per iteration {more} than predicted"
     if split.estimated:
         return f"{head}; how much of it is compute and how much messages is only estimated."
-    rest = f", {_signed(split.rest_s)} otherwise" if _matters(split.rest_s, split) else ""
+    rest = f", {_difference(split.rest_s)} otherwise" if _is_notable(split.rest_s, split) else ""
     return (
-        f"{head}: {_signed(split.compute_s)} compute ({_pace(split)}), "
-        f"{_signed(split.messages_s)} messages, {_signed(split.waiting_s)} waiting{rest}."
+        f"{head}: {_difference(split.compute_s)} compute ({_describe_compute(split)}), "
+        f"{_difference(split.messages_s)} messages, {_difference(split.waiting_s)} waiting{rest}."
     )
 
 
-def _pace(split: Split) -> str:
+def _describe_compute(split: Split) -> str:
     """'18 % slower than profiled'."""
     before_s = split.predicted.compute_s
     percent = round(100 * split.compute_s / before_s) if before_s else 0
@@ -122,32 +122,32 @@ def _pace(split: Split) -> str:
     return f"{abs(percent)} % {'slower' if percent > 0 else 'faster'} than profiled"
 
 
-def _signed(seconds: float) -> str:
+def _difference(seconds: float) -> str:
     sign = "+" if seconds >= 0 else "−"
     return sign + words.seconds(abs(seconds))
 
 
-def _matters(seconds: float, split: Split) -> bool:
+def _is_notable(seconds: float, split: Split) -> bool:
     return abs(seconds) > 0.1 * abs(split.longer_s)
 
 
-def _of_no_kind(window: Window) -> bool:
+def _is_untypical(window: Window) -> bool:
     """Whether its iterations are not what an iteration is in general."""
     return window.trace.uneven or "gossip" in window.trace.notes
 
 
-def _of_rank(window: Window, rank: int, ways: Sequence[Interval]) -> tuple[float, ...]:
+def _rank_parts(window: Window, rank: int, ways: Sequence[Interval]) -> tuple[float, ...]:
     zero_s = window.zero_s[rank]
     edges = window.bounds_s(rank)
     within = zero_s + edges[0], zero_s + edges[-1]
     own = (span for span in window.shown[rank] if span.lane == COMPUTE)
-    busy = _clipped(((s.start_s, s.end_s) for s in own if s.kind != "wait"), within)
-    sent = _clipped(ways, within)
-    compute_s, either_s = _length(busy), _length([*busy, *sent])
-    return compute_s, either_s - compute_s, within[1] - within[0] - either_s, _length(sent)
+    busy = _clip_intervals(((s.start_s, s.end_s) for s in own if s.kind != "wait"), within)
+    sent = _clip_intervals(ways, within)
+    compute_s, either_s = _union_length(busy), _union_length([*busy, *sent])
+    return compute_s, either_s - compute_s, within[1] - within[0] - either_s, _union_length(sent)
 
 
-def _on_the_way(spans: Iterable[Span], offsets: Sequence[float]) -> dict[int, list[Interval]]:
+def _transfers(spans: Iterable[Span], offsets: Sequence[float]) -> dict[int, list[Interval]]:
     """By rank, when its messages were on the way, in its own seconds: from when the last rank has
     come to a message, as the others only wait for it until then."""
     seen: dict[int, dict[object, int]] = defaultdict(lambda: defaultdict(int))
@@ -167,12 +167,12 @@ def _on_the_way(spans: Iterable[Span], offsets: Sequence[float]) -> dict[int, li
     return found
 
 
-def _clipped(spans: Iterable[Interval], within: Interval) -> list[Interval]:
+def _clip_intervals(spans: Iterable[Interval], within: Interval) -> list[Interval]:
     low, high = within
     return [(max(a, low), min(b, high)) for a, b in spans if a < high and b > low]
 
 
-def _length(spans: Iterable[Interval]) -> float:
+def _union_length(spans: Iterable[Interval]) -> float:
     """Of the union."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(spans):

@@ -19,68 +19,68 @@ def draw(run: Run, contestant: Contestant, row: Row) -> dict[str, Any] | None:
     """JSON-ready curve: smoothed mean over ranks and repetitions, lowest and highest repetition,
     the mean before smoothing, and where it reached the target; None without losses."""
     raw = [curve for rep in contestant.complete if len(curve := counted_curve(run, rep))]
-    smooth = [curve.smoothed() for curve in raw]
+    smooth = [curve.smooth() for curve in raw]
     shared = sorted(set.intersection(*(set(curve.iterations) for curve in smooth))) if raw else []
     if not shared:
         return None
-    shared = _thinned(shared)
-    losses = [_at(curve, shared, curve.losses) for curve in smooth]
+    shared = _select_points(shared)
+    losses = [_values_at(curve, shared, curve.losses) for curve in smooth]
     data: dict[str, Any] = {
         "iterations": [i + 1 for i in shared],
-        "seconds": _means([_at(curve, shared, curve.seconds) for curve in smooth]),
+        "seconds": _means([_values_at(curve, shared, curve.seconds) for curve in smooth]),
         "mean": _means(losses),
-        "raw": _unsmoothed(raw),
+        "raw": _unsmoothed_curve(raw),
     }
     if len(raw) > 1:
         columns = list(zip(*losses, strict=True))
         data |= {
-            "low": [_short(min(c)) for c in columns],
-            "high": [_short(max(c)) for c in columns],
+            "low": [_round_value(min(c)) for c in columns],
+            "high": [_round_value(max(c)) for c in columns],
         }
     if (votes := votes_of(contestant.complete[0])) is not None:
-        data["votes"] = _marks(run, contestant.complete[0], votes)
+        data["votes"] = _vote_marks(run, contestant.complete[0], votes)
     if row.target_s is not None and row.target_iterations is not None:
         data["hit"] = {"seconds": row.target_s, "iterations": row.target_iterations}
     return data
 
 
-def _marks(run: Run, rep: Repetition, votes: Votes) -> list[dict[str, Any]]:
+def _vote_marks(run: Run, rep: Repetition, votes: Votes) -> list[dict[str, Any]]:
     """Where each rank said yes, at most one mark for each of MOST_POINTS stretches."""
     first, ends_s = rep.trace.first, rep.trace.ends_s[0]
     width = max(1, -(-len(votes.iterations) // MOST_POINTS))
     marks, seconds_of = [], counted_seconds(run, rep)
     for record in rep.ranks:
-        said = list({i // width: i for i in votes.voted(record.rank)}.values())
+        said = list({i // width: i for i in votes.yes_iterations(record.rank)}.values())
         said = [i for i in said if first <= i < first + len(ends_s)]
-        seconds = [_short(seconds_of(i, ends_s[i - first])) for i in said]
+        seconds = [_round_value(seconds_of(i, ends_s[i - first])) for i in said]
         marks.append({"rank": record.rank, "iterations": [i + 1 for i in said], "seconds": seconds})
     return marks
 
 
-def _unsmoothed(raw: Sequence[Curve]) -> dict[str, Any]:
-    shared = _thinned(sorted(set.intersection(*(set(curve.iterations) for curve in raw))))
+def _unsmoothed_curve(raw: Sequence[Curve]) -> dict[str, Any]:
+    shared = _select_points(sorted(set.intersection(*(set(curve.iterations) for curve in raw))))
     return {
         "iterations": [i + 1 for i in shared],
-        "seconds": _means([_at(curve, shared, curve.seconds) for curve in raw]),
-        "mean": _means([_at(curve, shared, curve.losses) for curve in raw]),
+        "seconds": _means([_values_at(curve, shared, curve.seconds) for curve in raw]),
+        "mean": _means([_values_at(curve, shared, curve.losses) for curve in raw]),
     }
 
 
-def _at(curve: Curve, iterations: Sequence[int], values: Sequence[float]) -> list[float]:
+def _values_at(curve: Curve, iterations: Sequence[int], values: Sequence[float]) -> list[float]:
     table = dict(zip(curve.iterations, values, strict=True))
     return [table[i] for i in iterations]
 
 
 def _means(columns: Sequence[Sequence[float]]) -> list[float | None]:
-    return [_short(fmean(values)) for values in zip(*columns, strict=True)]
+    return [_round_value(fmean(values)) for values in zip(*columns, strict=True)]
 
 
-def _short(value: float) -> float | None:
+def _round_value(value: float) -> float | None:
     """Five significant digits; None, a gap in the line, if not finite."""
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
-def _thinned(items: list[int]) -> list[int]:
+def _select_points(items: list[int]) -> list[int]:
     """At most MOST_POINTS, evenly spaced, the first and the last among them."""
     if len(items) <= MOST_POINTS:
         return items

@@ -8,7 +8,7 @@ from typing import Any
 from offbeat.core.plan import Fact
 from offbeat.experiments.record.run_directory import Contestant, RankRecord
 from offbeat.experiments.report import words
-from offbeat.experiments.report.places import grouped
+from offbeat.experiments.report.places import group_by_text
 
 LONGEST = 300  # characters of a value
 
@@ -24,51 +24,51 @@ def decisions(contestant: Contestant) -> dict[str, Any] | None:
     found = {
         "facts": [one for one in shown if isinstance(one, tuple)],
         "tables": [one for one in shown if isinstance(one, dict)],
-        "later": grouped(records, _said_by),
+        "later": group_by_text(records, _decision_texts),
     }
     return found if any(found.values()) else None
 
 
 def _facts(facts: Iterable[Fact]) -> Iterator[Row | dict[str, Any]]:
     for fact in facts:
-        yield from _shown(fact.name, fact.value, fact.meaning)
+        yield from _rows_and_tables(fact.name, fact.value, fact.meaning)
 
 
-def _shown(name: str, value: Any, meaning: str = "") -> Iterator[Row | dict[str, Any]]:
+def _rows_and_tables(name: str, value: Any, meaning: str = "") -> Iterator[Row | dict[str, Any]]:
     """A value as a row, a list of records as a table, a record as what it holds."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _shown(str(key), inner)
+            yield from _rows_and_tables(str(key), inner)
     elif isinstance(value, list | tuple) and value and all(isinstance(v, Mapping) for v in value):
         columns = list(dict.fromkeys(key for record in value for key in record))
-        rows = [[_words(record.get(key)) for key in columns] for record in value]
-        yield {"name": _name(name), "columns": [_name(key) for key in columns], "rows": rows}
-    elif (words_ := _words(value)) not in (words.NONE, ""):
-        yield _name(name), words_, meaning
+        rows = [[_value_text(record.get(key)) for key in columns] for record in value]
+        yield {"name": _title(name), "columns": [_title(key) for key in columns], "rows": rows}
+    elif (words_ := _value_text(value)) not in (words.NONE, ""):
+        yield _title(name), words_, meaning
 
 
-def _name(key: Any) -> str:
+def _title(key: Any) -> str:
     return str(key).replace("_", " ")
 
 
-def _words(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return words.digits(value, 4)
-    text = words.plain(value)
+    text = words.as_text(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
-def _said_by(record: RankRecord) -> list[str]:
-    return [_later(decision) for decision in record.decisions]
+def _decision_texts(record: RankRecord) -> list[str]:
+    return [_decision_text(decision) for decision in record.decisions]
 
 
-def _later(decision: Any) -> str:
+def _decision_text(decision: Any) -> str:
     """'iteration 40: planned again (links: net)'."""
     if not isinstance(decision, Mapping):
-        return words.plain(decision)
+        return words.as_text(decision)
     rest = {key: value for key, value in decision.items() if key not in ("iteration", "what")}
     when = f"iteration {decision['iteration']}: " if "iteration" in decision else ""
-    detail = f" ({words.plain(rest)})" if rest else ""
-    return f"{when}{words.plain(decision.get('what'))}{detail}"
+    detail = f" ({words.as_text(rest)})" if rest else ""
+    return f"{when}{words.as_text(decision.get('what'))}{detail}"

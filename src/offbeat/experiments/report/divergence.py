@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition
-from offbeat.experiments.report.gossip import clocks
+from offbeat.experiments.report.gossip import clock_differences_s
 
 Table = dict[int, np.ndarray]  # iteration: the sample after it
 
@@ -19,7 +19,7 @@ Table = dict[int, np.ndarray]  # iteration: the sample after it
 def draw(contestant: Contestant) -> dict[str, Any] | None:
     """JSON-ready curve, mean over repetitions: the replicas' root mean square distance from
     their mean, in percent of the mean's norm; None without samples or with a single rank."""
-    found = [of for rep in contestant.complete if (of := relative(rep))]
+    found = [of for rep in contestant.complete if (of := relative_distances(rep))]
     if not found:
         return None
     shared = sorted(set.intersection(*(set(values) for values in found)))
@@ -40,7 +40,7 @@ def gamma(rep: Repetition) -> dict[int, float]:
     return {i: spread for i, (spread, _) in _moments(rep).items()}
 
 
-def relative(rep: Repetition) -> dict[int, float]:
+def relative_distances(rep: Repetition) -> dict[int, float]:
     """By iteration: the root of Gamma over the norm of the mean."""
     return {
         i: math.sqrt(spread / square) if square else math.inf if spread else 0.0
@@ -50,17 +50,17 @@ def relative(rep: Repetition) -> dict[int, float]:
 
 def _ends_s(rep: Repetition) -> np.ndarray:
     """When iterations ended: mean over ranks, or the first rank's if each has a pace of its own."""
-    rows = rep.trace.ends_s if clocks(rep) is None else rep.trace.ends_s[:1]
+    rows = rep.trace.ends_s if clock_differences_s(rep) is None else rep.trace.ends_s[:1]
     return np.mean([*zip(*rows, strict=False)], axis=1)
 
 
 def _moments(rep: Repetition) -> dict[int, tuple[float, float]]:
     """By iteration: Gamma, and the squared norm of the mean."""
-    tables = [_table(record) for record in rep.ranks if record.sample]
+    tables = [_sample_table(record) for record in rep.ranks if record.sample]
     if len(tables) < 2 or len(tables) < len(rep.ranks):
         return {}
-    ahead = clocks(rep)
-    tables = _ended(rep, tables) if ahead is None else _at_once(rep, tables, ahead)
+    ahead = clock_differences_s(rep)
+    tables = _select_ended(rep, tables) if ahead is None else _align_by_time(rep, tables, ahead)
     found = {}
     for i in sorted(set.intersection(*(set(table) for table in tables))):
         numbers = np.array([table[i] for table in tables])
@@ -71,14 +71,14 @@ def _moments(rep: Repetition) -> dict[int, tuple[float, float]]:
     return found
 
 
-def _ended(rep: Repetition, tables: list[Table]) -> list[Table]:
+def _select_ended(rep: Repetition, tables: list[Table]) -> list[Table]:
     """Of the iterations that the trace has."""
     trace = rep.trace
     own = range(trace.first, trace.first + trace.iterations)
     return [{i: numbers for i, numbers in table.items() if i in own} for table in tables]
 
 
-def _at_once(rep: Repetition, tables: list[Table], ahead: Mapping[int, float]) -> list[Table]:
+def _align_by_time(rep: Repetition, tables: list[Table], ahead: Mapping[int, float]) -> list[Table]:
     """What every rank had when the first one took its samples, while all were computing: without
     a plan iterations of one number are not at one time."""
     ends = {
@@ -99,7 +99,7 @@ def _at_once(rep: Repetition, tables: list[Table], ahead: Mapping[int, float]) -
     return found
 
 
-def _table(record: RankRecord) -> Table:
+def _sample_table(record: RankRecord) -> Table:
     sample = record.sample or {}
     numbers = np.frombuffer(base64.b64decode(sample["numbers"]), dtype="<f8")
     iterations = sample["iterations"]

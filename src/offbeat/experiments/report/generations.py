@@ -14,7 +14,7 @@ COLOURS = 4  # g0, g1, ... of the style sheet; at most two generations are under
 Generation = tuple[int, int]  # iterations [first, stop)
 
 
-def carried(span: Span) -> Generation | None:
+def held_generation(span: Span) -> Generation | None:
     """The iterations whose gradients a message holds, None if it holds none."""
     if span.lane == COMPUTE or span.kind not in GRADIENTS:
         return None
@@ -32,18 +32,22 @@ class Generations:
     late: bool = False
 
     @classmethod
-    def among(cls, spans: Iterable[Span]) -> Generations:
+    def from_spans(cls, spans: Iterable[Span]) -> Generations:
         """Those that the messages among some spans hold."""
-        found = {(span.iteration, held) for span in spans if (held := carried(span))}
+        found = {(span.iteration, held) for span in spans if (held := held_generation(span))}
         late = any(held != (iteration, iteration + 1) for iteration, held in found)
         return cls(tuple(sorted({held for _, held in found})), late)
 
-    def of(self, span: Span) -> Generation | None:
+    def generation_of(self, span: Span) -> Generation | None:
         """What a message holds or an update applies, None if neither or not known."""
-        held = span.carries or carried(span) or (self._applied(span) if self.late else None)
+        held = (
+            span.carries
+            or held_generation(span)
+            or (self._applied_generation(span) if self.late else None)
+        )
         return held if held in self.known else None
 
-    def _applied(self, span: Span) -> Generation | None:
+    def _applied_generation(self, span: Span) -> Generation | None:
         """An update closes a generation and applies the one before."""
         if span.kind != "update":
             return None

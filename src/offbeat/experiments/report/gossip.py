@@ -31,7 +31,7 @@ class Exchange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gossiped:
+class GossipTrace:
     """All that is known of some workers' gossip, in seconds of the first worker's trace.
 
     `counts[i][j]`: how often i and j have exchanged, of which `exchanges` are the last. Of workers
@@ -61,18 +61,18 @@ class Gossiped:
 
 def draw(contestant: Contestant) -> dict[str, Any] | None:
     """JSON-ready: what was predicted and measured of gossip; None of anything else."""
-    found = next((of for rep in contestant.complete if (of := measured(rep))), None)
+    found = next((of for rep in contestant.complete if (of := measured_gossip(rep))), None)
     trace = contestant.predicted
-    expected = predicted(trace) if trace else None
+    expected = predicted_gossip(trace) if trace else None
     if found is None and expected is None:
         return None
     return {"predicted": expected and pack(expected), "measured": found and pack(found)}
 
 
-def clocks(rep: Repetition) -> dict[int, float] | None:
+def clock_differences_s(rep: Repetition) -> dict[int, float] | None:
     """What to add to each rank's seconds to have the first one's; None if clocks were not
     compared."""
-    told = {r.rank: _notes(r.trace).get("origin_s") for r in rep.ranks}
+    told = {r.rank: _gossip_notes(r.trace).get("origin_s") for r in rep.ranks}
     origins = {rank: origin for rank, origin in told.items() if origin is not None}
     if not origins or len(origins) < len(told):
         return None
@@ -80,33 +80,33 @@ def clocks(rep: Repetition) -> dict[int, float] | None:
     return {rank: origin - first for rank, origin in origins.items()}
 
 
-def measured(rep: Repetition) -> Gossiped | None:
+def measured_gossip(rep: Repetition) -> GossipTrace | None:
     """What ranks have recorded, None if they did not gossip."""
-    ahead = clocks(rep)
+    ahead = clock_differences_s(rep)
     if ahead is None:
         return None
-    met = {int(peer) for record in rep.ranks for peer in _notes(record.trace)["exchanges"]}
+    met = {int(peer) for record in rep.ranks for peer in _gossip_notes(record.trace)["exchanges"]}
     elsewhere = sorted(met - ahead.keys())  # joined from there, or died: they left no record
     size = max(*ahead, *elsewhere, 0) + 1
     counts = [[0] * size for _ in range(size)]
     for record in rep.ranks:
-        for peer, count in _notes(record.trace)["exchanges"].items():
+        for peer, count in _gossip_notes(record.trace)["exchanges"].items():
             i, j = record.rank, int(peer)
             # Who lost its partner before it knew that both had all has not counted that one.
             counts[i][j] = counts[j][i] = max(counts[i][j], count)
-    kept = {r.rank: _kept(r, ahead[r.rank]) for r in rep.ranks}
-    gradients = {r.rank: _gradients(r, ahead[r.rank]) for r in rep.ranks}
-    return Gossiped(
+    kept = {r.rank: _own_exchanges(r, ahead[r.rank]) for r in rep.ranks}
+    gradients = {r.rank: _gradient_spans(r, ahead[r.rank]) for r in rep.ranks}
+    return GossipTrace(
         gradients | {worker: [] for worker in elsewhere},
-        _paired(kept),
+        _match_ends(kept),
         counts,
         max(_complete_since(r, kept[r.rank]) for r in rep.ranks),
     )
 
 
-def predicted(trace: Trace) -> Gossiped | None:
+def predicted_gossip(trace: Trace) -> GossipTrace | None:
     """What was simulated, None if it was not gossip."""
-    said = _notes(trace)
+    said = _gossip_notes(trace)
     if "pairs" not in said:
         return None
     size = said["workers"]
@@ -121,36 +121,38 @@ def predicted(trace: Trace) -> Gossiped | None:
     # What was not over at the end is not said.
     longest_s = max((one.at_i[1] - one.at_i[0] for one in exchanges), default=0.0)
     until_s = max((own[-1][1] for own in gradients.values() if own), default=0.0) - longest_s
-    return Gossiped(gradients, exchanges, counts, since_s, until_s)
+    return GossipTrace(gradients, exchanges, counts, since_s, until_s)
 
 
-def pack(of: Gossiped) -> dict[str, Any]:
+def pack(of: GossipTrace) -> dict[str, Any]:
     """JSON-ready form of the window and the counts of the first workers."""
     start_s, end_s = of.window_s
     workers = sorted(of.gradients)[:MOST_WORKERS]
     shown = set(workers)
 
-    def seen(span: Span) -> bool:
+    def is_seen(span: Span) -> bool:
         return span[0] < end_s and span[1] > start_s
 
-    def short(span: Span) -> list[float]:
+    def shift(span: Span) -> list[float]:
         return [round(s - start_s, 7) for s in span]
 
     return {
         "workers": workers,
         "all": len(of.gradients),
         "length_s": end_s - start_s,
-        "gradients": [[short(s) for s in of.gradients[worker] if seen(s)] for worker in workers],
+        "gradients": [[shift(s) for s in of.gradients[rank] if is_seen(s)] for rank in workers],
         "exchanges": [
-            [one.i, one.j, *short(one.at_i), *short(one.at_j), one.bytes]
+            [one.i, one.j, *shift(one.at_i), *shift(one.at_j), one.bytes]
             for one in of.exchanges
-            if {one.i, one.j} <= shown and (seen(one.at_i) or seen(one.at_j))
+            if {one.i, one.j} <= shown and (is_seen(one.at_i) or is_seen(one.at_j))
         ],
         "counts": [[of.counts[i][j] for j in workers] for i in workers],
     }
 
 
-def chrome(of: Gossiped, ahead_s: Mapping[int, float] | None = None) -> list[dict[str, Any]]:
+def trace_events(
+    of: GossipTrace, ahead_s: Mapping[int, float] | None = None
+) -> list[dict[str, Any]]:
     """Exchanges as Chrome trace events: a lane for each worker, in its own seconds, of which the
     first worker's are so far ahead; arrows between partners."""
     ahead = ahead_s or {}
@@ -170,25 +172,25 @@ def chrome(of: Gossiped, ahead_s: Mapping[int, float] | None = None) -> list[dic
     return events
 
 
-def _notes(trace: Trace) -> Mapping[str, Any]:
+def _gossip_notes(trace: Trace) -> Mapping[str, Any]:
     return trace.notes.get("gossip") or {}
 
 
-def _gradients(record: RankRecord, ahead_s: float) -> list[Span]:
+def _gradient_spans(record: RankRecord, ahead_s: float) -> list[Span]:
     """Iterations, from end to end."""
     ends = [record.trace.starts_s[0], *record.trace.ends_s[0]]
     return [(start + ahead_s, end + ahead_s) for start, end in pairwise(ends)]
 
 
-def _kept(record: RankRecord, ahead_s: float) -> dict[tuple[int, int], tuple[Span, int]]:
+def _own_exchanges(record: RankRecord, ahead_s: float) -> dict[tuple[int, int], tuple[Span, int]]:
     """By partner and number, when an exchange was, and its bytes."""
     return {
         (peer, number): ((begin + ahead_s, end + ahead_s), size)
-        for peer, number, begin, end, size in _notes(record.trace)["last"]
+        for peer, number, begin, end, size in _gossip_notes(record.trace)["last"]
     }
 
 
-def _paired(kept: Mapping[int, Mapping[tuple[int, int], tuple[Span, int]]]) -> list[Exchange]:
+def _match_ends(kept: Mapping[int, Mapping[tuple[int, int], tuple[Span, int]]]) -> list[Exchange]:
     """Both ends of every exchange, in order of time."""
     ends: dict[tuple[int, int, int], dict[int, tuple[Span, int]]] = {}
     for worker, own in kept.items():
@@ -204,7 +206,7 @@ def _paired(kept: Mapping[int, Mapping[tuple[int, int], tuple[Span, int]]]) -> l
 
 def _complete_since(record: RankRecord, kept: Mapping[Any, tuple[Span, int]]) -> float:
     """From when on a rank's record holds every exchange: records are bounded."""
-    total = sum(_notes(record.trace)["exchanges"].values())
+    total = sum(_gossip_notes(record.trace)["exchanges"].values())
     if len(kept) >= total or not kept:
         return -math.inf
     return min(span[0] for span, _ in kept.values())

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
-from offbeat.experiments.report.generations import carried
+from offbeat.experiments.report.generations import held_generation
 from offbeat.experiments.report.timeline import Window, lane_name, lanes_of, window_of
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 860, 84, 6, 20, 22
@@ -52,7 +52,7 @@ class Tie:
     rows: tuple[int, int]
 
 
-def still(trace: Trace, title: str, iterations: range, names: Sequence[str] = ()) -> str:
+def iterations_svg(trace: Trace, title: str, iterations: range, names: Sequence[str] = ()) -> str:
     """Some iterations of a plan's trace: compute and links, of each rank if they differ; else
     iterations can have `names`."""
     window = window_of(trace, iterations)
@@ -61,7 +61,7 @@ def still(trace: Trace, title: str, iterations: range, names: Sequence[str] = ()
     return svg(title, rows, window.length_s, marks=marks, names=names if marks else ())
 
 
-def still_workers(spans: Iterable[Span], title: str, until_s: float) -> str:
+def workers_svg(spans: Iterable[Span], title: str, until_s: float) -> str:
     """The beginning of workers that go at their own pace: who computes, who waits."""
     spans, rows = list(spans), []
     for rank in sorted({span.rank for span in spans}):
@@ -81,7 +81,7 @@ def still_workers(spans: Iterable[Span], title: str, until_s: float) -> str:
     return svg(title, rows, until_s)
 
 
-def still_gossip(trace: Trace, title: str, units: float) -> str:
+def gossip_svg(trace: Trace, title: str, units: float) -> str:
     """The last units of a simulated gossip: gradients, exchanges, and who met whom."""
     said: Mapping[str, Any] = trace.notes["gossip"]
     end = min(
@@ -132,21 +132,21 @@ def svg(
     for row, top in zip(rows, tops, strict=False):
         parts += [
             _text(row.name, LEFT - 8, top + row.height / 2 + 4, anchor="end"),
-            _lane(row, top),
+            _lane_tag(row, top),
         ]
         for n, track in enumerate(row.tracks):
             for box in track:
                 left, right = x(box.begin_s), x(box.end_s)
                 if left < right:
                     parts += _box(box, left, right, top + n * row.track_height, row.track_height)
-    parts += [_line("mark", x(mark), 4, base) for mark in marks]
+    parts += [_line_tag("mark", x(mark), 4, base) for mark in marks]
     parts += [_text(n, x(at) + 5, 13, "quiet") for n, at in zip(names, marks, strict=False)]
     for tie in ties:
         ends = [tops[row] + rows[row].height - TRACK / 2 for row in tie.rows]
-        parts.append(_line("tie", x(tie.at_s), *ends))
+        parts.append(_line_tag("tie", x(tie.at_s), *ends))
         parts += [f'<circle class="tie" cx="{x(tie.at_s):.1f}" cy="{y:g}" r="3"/>' for y in ends]
     parts.append(_text("0", LEFT, base + 15, "quiet"))
-    parts.append(_text(_ms(length_s), WIDTH - RIGHT, base + 15, "quiet", "end"))
+    parts.append(_text(_time(length_s), WIDTH - RIGHT, base + 15, "quiet", "end"))
     return "".join([*parts, "</svg>"])
 
 
@@ -155,16 +155,16 @@ def _text(text: str, x: float, y: float, kind: str = "name", anchor: str = "star
     return f'<text class="{kind}" {where}>{html.escape(text)}</text>'
 
 
-def _line(kind: str, x: float, top: float, base: float) -> str:
+def _line_tag(kind: str, x: float, top: float, base: float) -> str:
     return f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{top:g}" y2="{base:g}"/>'
 
 
-def _lane(row: Row, top: float) -> str:
+def _lane_tag(row: Row, top: float) -> str:
     where = f'x="{LEFT}" y="{top}" width="{WIDTH - LEFT - RIGHT}" height="{row.height}"'
     return f'<rect class="lane" {where}/>'
 
 
-def kinds(picture: str) -> list[str]:
+def legend_kinds(picture: str) -> list[str]:
     """The classes of boxes that a picture uses, in the order of a legend."""
     return [kind for kind in LEGEND if f'class="box {kind}"' in picture]
 
@@ -200,12 +200,12 @@ def _rows(window: Window, rank: int) -> Iterable[Row]:
 
     def box(span: Span) -> Box:
         kind = "other" if span.kind == "sending" else span.kind
-        held = generations.of(span)
-        if held in colours and (carried(span) or span.kind == "update"):
+        held = generations.generation_of(span)
+        if held in colours and (held_generation(span) or span.kind == "update"):
             kind = f"g{colours[held]}"
-        label = "" if span.kind in ("wait", "other", "sending") else _run(span.buckets)
+        label = "" if span.kind in ("wait", "other", "sending") else _bucket_range(span.buckets)
         way = f", from rank {span.way[0]} to rank {span.way[1]}" if span.way else ""
-        words = f"{span.name}{way}, iteration {span.iteration}: {_ms(span.end_s - span.start_s)}"
+        words = f"{span.name}{way}, iteration {span.iteration}: {_time(span.end_s - span.start_s)}"
         return Box(span.start_s - zero, span.end_s - zero, kind, label, words)
 
     compute = [box(s) for s in spans if s.lane == COMPUTE]
@@ -240,12 +240,12 @@ def _box(box: Box, left: float, right: float, top: float, height: int) -> Iterab
     yield "</g>"
 
 
-def _run(buckets: tuple[int, int] | None) -> str:
+def _bucket_range(buckets: tuple[int, int] | None) -> str:
     if buckets is None:
         return ""
     first, last = buckets[0], buckets[1] - 1
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _ms(seconds: float) -> str:
+def _time(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

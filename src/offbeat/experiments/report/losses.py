@@ -26,7 +26,7 @@ class Curve:
     def __len__(self) -> int:
         return len(self.iterations)
 
-    def smoothed(self, width: int = SMOOTH) -> Curve:
+    def smooth(self, width: int = SMOOTH) -> Curve:
         """Trailing mean over `width` points (all of them if fewer), without a warm-up part."""
         width = min(width, len(self))
         if width == 0:
@@ -61,30 +61,30 @@ def rank_mean(rep: Repetition) -> Curve:
 def final_loss(contestant: Contestant) -> float | None:
     """Mean over ranks and complete repetitions of the mean of the last 10 % of the iterations
     (at least 5); None without losses or when one is not finite."""
-    finals = [_last(r) for rep in contestant.complete for r in rep.ranks if r.losses]
+    finals = [_last_mean(r) for rep in contestant.complete for r in rep.ranks if r.losses]
     value = fmean(finals) if finals else math.nan
     return value if math.isfinite(value) else None
 
 
 def first_loss(contestant: Contestant) -> float | None:
     """Mean of as many iterations at the beginning as `final_loss` takes at the end."""
-    firsts = [_first(r) for rep in contestant.complete for r in rep.ranks if r.losses]
+    firsts = [_first_mean(r) for rep in contestant.complete for r in rep.ranks if r.losses]
     return fmean(firsts) if firsts else None
 
 
-def still_falling(contestant: Contestant) -> bool:
+def is_still_falling(contestant: Contestant) -> bool:
     """Whether the loss was still falling at the end of most repetitions: a longer run would end
     lower. The straight line through the last fifth then falls by more than `FALLING` of the whole
     fall, and by more than `SURE` of its standard errors."""
     curves = [rank_mean(rep) for rep in contestant.complete]
-    return 2 * sum(map(_falls, curves)) > len(curves)
+    return 2 * sum(map(_is_falling, curves)) > len(curves)
 
 
 def has_risen(contestant: Contestant) -> bool:
     """Whether the loss ended above its beginning in most repetitions, by more than `SURE` standard
     errors of the difference and by more than `FALLING` of the loss at the beginning."""
     curves = [rank_mean(rep) for rep in contestant.complete]
-    return 2 * sum(map(_rises, curves)) > len(curves)
+    return 2 * sum(map(_is_rising, curves)) > len(curves)
 
 
 def is_diverged(contestant: Contestant) -> bool:
@@ -96,7 +96,7 @@ def is_diverged(contestant: Contestant) -> bool:
 def spread_of_final_losses(contestant: Contestant) -> tuple[float, float] | None:
     """The lowest and the highest final loss of a repetition; None below two repetitions."""
     finals = [
-        fmean(_last(record) for record in rep.ranks if record.losses)
+        fmean(_last_mean(record) for record in rep.ranks if record.losses)
         for rep in contestant.complete
         if any(record.losses for record in rep.ranks)
     ]
@@ -113,7 +113,7 @@ def is_same_in_repetitions(contestant: Contestant) -> bool:
     return len(set(known)) < len(known)
 
 
-def _rises(curve: Curve) -> bool:
+def _is_rising(curve: Curve) -> bool:
     count = max(FINAL_LEAST, math.ceil(FINAL_SHARE * len(curve)))
     first, last = curve.losses[:count], curve.losses[-count:]
     if len(curve) < 2 * count or not all(map(math.isfinite, (*first, *last))):
@@ -123,7 +123,7 @@ def _rises(curve: Curve) -> bool:
     return rise > SURE * error and rise > FALLING * abs(before)
 
 
-def _falls(curve: Curve) -> bool:
+def _is_falling(curve: Curve) -> bool:
     losses = curve.losses
     count = max(2 * FINAL_LEAST, math.ceil(END_SHARE * len(losses)))
     last = losses[-count:]
@@ -147,31 +147,31 @@ def target_loss(run: Run) -> float | None:
         return run.target_loss
     if run.emulated:
         return None
-    falls = {c.label: _fall(c) for c in run.contestants}
+    falls = {c.label: _loss_decrease(c) for c in run.contestants}
     enough = KEPT_UP * max(falls.values(), default=0.0)
     kept_up = [c for c in run.contestants if falls[c.label] >= enough > 0]
-    return max(map(_easiest, kept_up), default=None)
+    return max(map(_reachable_loss, kept_up), default=None)
 
 
-def _fall(contestant: Contestant) -> float:
+def _loss_decrease(contestant: Contestant) -> float:
     """How far the loss fell; 0 if it did not or is not finite in the end."""
     first, final = first_loss(contestant), final_loss(contestant)
     return 0.0 if first is None or final is None else max(0.0, first - final)
 
 
-def _easiest(contestant: Contestant) -> float:
-    lows = [min(rank_mean(rep).smoothed().losses, default=-math.inf) for rep in contestant.complete]
+def _reachable_loss(contestant: Contestant) -> float:
+    lows = [min(rank_mean(rep).smooth().losses, default=-math.inf) for rep in contestant.complete]
     final = final_loss(contestant)
     return max([low for low in lows if math.isfinite(low)] + ([] if final is None else [final]))
 
 
-def _count(record: RankRecord) -> int:
+def _mean_length(record: RankRecord) -> int:
     return max(FINAL_LEAST, math.ceil(FINAL_SHARE * len(record.losses)))
 
 
-def _last(record: RankRecord) -> float:
-    return fmean(loss for _, _, loss in record.losses[-_count(record) :])
+def _last_mean(record: RankRecord) -> float:
+    return fmean(loss for _, _, loss in record.losses[-_mean_length(record) :])
 
 
-def _first(record: RankRecord) -> float:
-    return fmean(loss for _, _, loss in record.losses[: _count(record)])
+def _first_mean(record: RankRecord) -> float:
+    return fmean(loss for _, _, loss in record.losses[: _mean_length(record)])

@@ -16,14 +16,20 @@ import jinja2
 from markupsafe import Markup
 
 from offbeat.core.plan import Payload
-from offbeat.experiments.record.run_directory import Contestant, Run, skipped
+from offbeat.experiments.record.run_directory import Contestant, Run, count_skipped
 from offbeat.experiments.report import curves, divergence, gossip, words
-from offbeat.experiments.report.breakdown import in_words
+from offbeat.experiments.report.breakdown import describe_split
 from offbeat.experiments.report.decisions import decisions
-from offbeat.experiments.report.pace_notes import pace_in_words
-from offbeat.experiments.report.places import grouped
+from offbeat.experiments.report.pace_notes import describe_pace
+from offbeat.experiments.report.places import group_by_text
 from offbeat.experiments.report.strict_json import dumps, script_safe
-from offbeat.experiments.report.summary import Row, disturbances, how_measured, merges, ranked
+from offbeat.experiments.report.summary import (
+    Row,
+    disturbances,
+    measurement_text,
+    merges_gradients,
+    rank_rows,
+)
 from offbeat.experiments.report.timeline import (
     Window,
     lane_name,
@@ -34,7 +40,7 @@ from offbeat.experiments.report.timeline import (
     shrink,
 )
 from offbeat.experiments.report.verdict import winner
-from offbeat.experiments.report.votes import said, votes_of
+from offbeat.experiments.report.votes import describe_votes, votes_of
 
 Pair = tuple[Window | None, Window | None]  # predicted, measured
 
@@ -59,7 +65,7 @@ def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]
         **view(run, rows, traces),
         count=words.count,
         paces=words.paces,
-        uneven=words.uneven,
+        uneven=words.unevenness,
         css=Markup(asset("page.css")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -84,7 +90,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
     return {
         "run": run,
         "best": best,
-        "sentence": _unbroken(sentence),
+        "sentence": _join_units(sentence),
         "command": shlex.join(run.command_line),
         "banners": [*banners(run), *disturbances(run, rows)],
         "table": _table(run, rows),
@@ -92,19 +98,19 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "left_out": left_out,
         "data": Markup(script_safe(dumps(data))),
         "any_curves": any(data["curves"]),
-        "thinned": _thinned(run),
+        "thinned": _describe_thinning(run),
         "any_divergence": any(data["divergence"]),
-        "gossip": _gossip(run, data["gossip"]),
+        "gossip": _gossip_panels(run, data["gossip"]),
         "target": data["target"],
         "profile": run.profile,
         "every_gradient": Payload("grad", range(len(data["buckets"]))),
         "cluster": {k: v for k, v in run.cluster.items() if not isinstance(v, (list, dict))},
-        "cluster_tables": _cluster_tables({**run.cluster, **_found(run)}),
+        "cluster_tables": _cluster_tables({**run.cluster, **_link_facts(run)}),
         "started": run.started.replace("T", " ").replace("Z", " UTC").replace("+00:00", " UTC"),
-        "failed": _failed(run),
+        "failed": _failed_repetitions(run),
         "problems": run.failures(),
-        "warnings": grouped(run.records(), lambda record: record.warnings),
-        "checks": grouped(run.records(), lambda record: record.checks),
+        "warnings": group_by_text(run.records(), lambda record: record.warnings),
+        "checks": group_by_text(run.records(), lambda record: record.checks),
     }
 
 
@@ -116,7 +122,7 @@ def banners(run: Run) -> list[str]:
             "Emulated compute: layers sleep for their measured time. Communication is real, "
             "compute and losses are not."
         )
-    said += pace_in_words(run)
+    said += describe_pace(run)
     if cut := [contestant.label for contestant in run.contestants if contestant.cut]:
         said.append(
             f"Cut short: {', '.join(cut)}. No repetition came to its end; the numbers are of the "
@@ -129,7 +135,7 @@ def banners(run: Run) -> list[str]:
     return said
 
 
-def _thinned(run: Run) -> str:
+def _describe_thinning(run: Run) -> str:
     """What is left out of the curves of long runs."""
     counts = [len(record.losses) for _, _, record in run.records()]
     if max(counts, default=0) <= curves.MOST_POINTS:
@@ -143,7 +149,7 @@ def _thinned(run: Run) -> str:
     )
 
 
-def _unbroken(text: str) -> str:
+def _join_units(text: str) -> str:
     """No line break between a number and its unit."""
     return re.sub(r"(?<=\d) (?=(s|ms|µs|times)\b)", "\u00a0", text)
 
@@ -170,17 +176,17 @@ def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
     ends = [r.spread_s[1] if r.spread_s else r.iteration_s for r in rows]
     series = {contestant.label: i for i, contestant in enumerate(run.contestants)}
     return {
-        "rows": ranked(rows),
+        "rows": rank_rows(rows),
         "unit": unit,
         "finer": replace(unit, decimals=unit.decimals + 1),
         "most_s": max((s for s in ends if s), default=0.0),
         "series": series,
-        "how": how_measured(rows),
-        "paces": words.NO_PROGRESS if merges(rows) else "",
+        "how": measurement_text(rows),
+        "paces": words.NO_PROGRESS if merges_gradients(rows) else "",
         "votes": any(row.lssr is not None for row in rows),
         "falling": any(row.falling for row in rows),
         "split": any(row.split is not None for row in rows),
-        "skipped": sorted({skipped(run, r) for c in run.contestants for r in c.complete}),
+        "skipped": sorted({count_skipped(run, r) for c in run.contestants for r in c.complete}),
         "repetitions": max((r.repetitions for r in rows), default=0),
         "observed": max((rep.observed for _, rep, _ in run.records()), default=0),
     }
@@ -193,7 +199,7 @@ def _strategies(
     traces: Mapping[str, Mapping[str, str]],
 ) -> list[dict[str, Any]]:
     """What is said of each strategy, in the order of the table."""
-    order = [row.label for row in ranked(rows)]
+    order = [row.label for row in rank_rows(rows)]
     items = [
         _strategy(i, contestant, rows[i], pairs[i], traces.get(contestant.label, {}))
         for i, contestant in enumerate(run.contestants)
@@ -212,17 +218,17 @@ def _strategy(
         "row": row,
         "plan": None if contestant.plan is None else str(contestant.plan),
         "has_timeline": any(pair),
-        "iterations": None if measured is None else _iterations(measured.iterations),
+        "iterations": None if measured is None else _name_iterations(measured.iterations),
         "decisions": decisions(contestant),
-        "votes": _votes(contestant),
-        "wrong": None if row.split is None else in_words(row.split, contestant.label),
+        "votes": _describe_votes(contestant),
+        "wrong": None if row.split is None else describe_split(row.split, contestant.label),
         "traces": {
             source: f"{quote(contestant.label)}/{quote(name)}" for source, name in traces.items()
         },
     }
 
 
-def _gossip(run: Run, drawn: Sequence[Any]) -> list[dict[str, Any]]:
+def _gossip_panels(run: Run, drawn: Sequence[Any]) -> list[dict[str, Any]]:
     """Of those who gossip: where the page's data is, and of how many workers it shows some."""
     return [
         {
@@ -236,19 +242,19 @@ def _gossip(run: Run, drawn: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _votes(contestant: Contestant) -> str | None:
+def _describe_votes(contestant: Contestant) -> str | None:
     rep = next(iter(contestant.complete), None)
     votes = None if rep is None else votes_of(rep)
-    return None if rep is None or votes is None else said(rep, votes)
+    return None if rep is None or votes is None else describe_votes(rep, votes)
 
 
-def _iterations(those: range) -> str:
+def _name_iterations(those: range) -> str:
     if len(those) == 1:
         return f"iteration {those.start}"
     return f"iterations {those.start} to {those.stop - 1}"
 
 
-def _found(run: Run) -> dict[str, Any]:
+def _link_facts(run: Run) -> dict[str, Any]:
     """What was measured of the links before the run, and what was changed while it ran."""
     columns = ("link", "hosts", "asked", "measured")
     return {
@@ -266,7 +272,7 @@ def _cluster_tables(cluster: Mapping[str, Any]) -> list[dict[str, Any]]:
         records = _records(value)
         if records:
             columns = list(dict.fromkeys(column for record in records for column in record))
-            cells = [[words.plain(record.get(column)) for column in columns] for record in records]
+            cells = [[words.as_text(record.get(key)) for key in columns] for record in records]
             tables.append({"name": name, "columns": columns, "rows": cells})
     return tables
 
@@ -282,7 +288,7 @@ def _records(value: Any) -> list[Mapping[str, Any]]:
     return []
 
 
-def _failed(run: Run) -> list[dict[str, Any]]:
+def _failed_repetitions(run: Run) -> list[dict[str, Any]]:
     """Repetitions that do not count, with what the ranks without a record said last."""
     return [
         {

@@ -10,7 +10,7 @@ from offbeat.experiments.record.run_directory import Contestant, RankRecord, Rep
 Record = tuple[Contestant, Repetition, RankRecord]
 
 
-def grouped(
+def group_by_text(
     records: Iterable[Record], texts: Callable[[RankRecord], Iterable[str]]
 ) -> list[tuple[str, str]]:
     """(text, 'ddp, repetitions 0-1, rank 2; ...') in the order of the records."""
@@ -26,12 +26,12 @@ def _places(by_label: Mapping[str, Mapping[int, set[int]]]) -> Iterable[str]:
     for label, reps in by_label.items():
         everywhere = set.union(*reps.values())
         if all(ranks == everywhere for ranks in reps.values()):
-            yield f"{label}, {_many('repetition', reps)}, {_many('rank', everywhere)}"
+            yield f"{label}, {_noun_list('repetition', reps)}, {_noun_list('rank', everywhere)}"
             continue
         for index, ranks in reps.items():
-            yield f"{label}, repetition {index}, {_many('rank', ranks)}"
+            yield f"{label}, repetition {index}, {_noun_list('rank', ranks)}"
 
 
-def _many(noun: str, numbers: Iterable[int]) -> str:
+def _noun_list(noun: str, numbers: Iterable[int]) -> str:
     numbers = set(numbers)
     return f"{noun}{'s' if len(numbers) > 1 else ''} {Phases(numbers)}"

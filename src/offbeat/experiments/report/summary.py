@@ -9,8 +9,8 @@ from statistics import fmean, median, quantiles
 from typing import Literal
 
 from offbeat.core.sim.trace import COMPUTE, Span
-from offbeat.experiments.record.disturbed import Disturbance, disturbed_in_words
-from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, skipped
+from offbeat.experiments.record.disturbed import Disturbance, describe_disturbances
+from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, count_skipped
 from offbeat.experiments.report.breakdown import Split, split_of
 from offbeat.experiments.report.losses import (
     Curve,
@@ -18,9 +18,9 @@ from offbeat.experiments.report.losses import (
     has_risen,
     is_diverged,
     is_same_in_repetitions,
+    is_still_falling,
     rank_mean,
     spread_of_final_losses,
-    still_falling,
     target_loss,
 )
 from offbeat.experiments.report.traffic import link_loads
@@ -95,7 +95,7 @@ class Row:
     repeated: int = 0
 
 
-def merges(rows: Sequence[Row]) -> bool:
+def merges_gradients(rows: Sequence[Row]) -> bool:
     """Whether some iterations of some contestant did not update."""
     return any(row.updates_per_s != row.iterations_per_s for row in rows)
 
@@ -117,12 +117,12 @@ def summarize(run: Run) -> list[Row]:
     ]
 
 
-def ranked(rows: Sequence[Row]) -> list[Row]:
+def rank_rows(rows: Sequence[Row]) -> list[Row]:
     """Best first: least seconds to the target, then least seconds per iteration."""
     return sorted(rows, key=lambda row: (_or_inf(row.target_s), _or_inf(row.iteration_s)))
 
 
-def how_measured(rows: Sequence[Row]) -> str:
+def measurement_text(rows: Sequence[Row]) -> str:
     """What the seconds per iteration are, over how many repetitions, and what their spread is."""
     counts = sorted({row.repetitions for row in rows})
     text = f"median of {' or '.join(map(str, counts))} repetition{'' if counts == [1] else 's'}"
@@ -149,16 +149,16 @@ def how_measured(rows: Sequence[Row]) -> str:
 
 def disturbances(run: Run, rows: Sequence[Row]) -> list[str]:
     """Return one sentence per disturbed contestant, and one if the profile was disturbed."""
-    found = [disturbed_in_words(row.disturbed, row.label, row.repetitions) for row in rows]
+    found = [describe_disturbances(row.disturbed, row.label, row.repetitions) for row in rows]
     if run.profile_disturbed is not None:
-        found.insert(0, disturbed_in_words([run.profile_disturbed], "The profile", 1))
+        found.insert(0, describe_disturbances([run.profile_disturbed], "The profile", 1))
     return [text for text in found if text]
 
 
 def iteration_s(run: Run, rep: Repetition) -> float | None:
     """Seconds per iteration of one repetition, None without a whole period after the skipped."""
     try:
-        return rep.trace.iteration_s(skipped(run, rep))
+        return rep.trace.iteration_s(count_skipped(run, rep))
     except ValueError:
         return None
 
@@ -167,7 +167,7 @@ def counted_seconds(run: Run, rep: Repetition) -> Callable[[int, float], float]:
     """Return what maps an iteration and its seconds from the trace's origin to the seconds that
     the counted iterations tell: each of the skipped ones lasts as long as a counted one, so that
     starting up makes no difference."""
-    trace, start, each_s = rep.trace, skipped(run, rep), iteration_s(run, rep)
+    trace, start, each_s = rep.trace, count_skipped(run, rep), iteration_s(run, rep)
     if not start or each_s is None:
         return lambda _, seconds: seconds
     begun_s = min(trace.starts_s) + sum(trace.iteration_seconds()[:start])
@@ -187,7 +187,7 @@ def counted_curve(run: Run, rep: Repetition) -> Curve:
 
 def paces(run: Run, rep: Repetition) -> tuple[float, float] | None:
     """(iterations, updates) per second of one repetition, over all after the skipped."""
-    trace, start = rep.trace, skipped(run, rep)
+    trace, start = rep.trace, count_skipped(run, rep)
     seconds, first = sum(trace.iteration_seconds()[start:]), trace.first + start
     if not seconds:
         return None
@@ -212,7 +212,7 @@ def sent_bytes(run: Run, rep: Repetition) -> float | None:
 
 def unevenness(run: Run, rep: Repetition) -> float | None:
     """The largest step of any rank's link over its mean one; None without recorded messages."""
-    loads = link_loads(rep.trace, skipped(run, rep) + rep.trace.first)
+    loads = link_loads(rep.trace, count_skipped(run, rep) + rep.trace.first)
     return max((load.unevenness for load in loads), default=None)
 
 
@@ -238,7 +238,7 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         device_s=run.device["seconds"].get(contestant.label) if run.device else None,
         disturbed=tuple(d for rep in reps if (d := rep.disturbance) is not None),
         repeated=sum(rep.repeated for rep in reps),
-        falling=not run.emulated and still_falling(contestant),
+        falling=not run.emulated and is_still_falling(contestant),
         rising=not run.emulated and has_risen(contestant),
         diverged=not run.emulated and is_diverged(contestant),
         final_spread=spread_of_final_losses(contestant),
@@ -262,7 +262,7 @@ def _with_times(row: Row, run: Run, reps: Sequence[Repetition]) -> Row:
             spread_s=(min(times), max(times)),
             spread_of="repetitions",
         )
-    periods = [s for rep in reps for s in rep.trace.period_seconds(skipped(run, rep))]
+    periods = [s for rep in reps for s in rep.trace.period_seconds(count_skipped(run, rep))]
     if len(periods) < 2:
         return replace(row, iteration_s=times[0])
     low, _, high = quantiles(periods, n=4, method="inclusive")
@@ -286,7 +286,7 @@ def _with_prediction(row: Row, run: Run, contestant: Contestant) -> Row:
 
 
 def _with_target(row: Row, run: Run, reps: Sequence[Repetition], target: float) -> Row:
-    curves = [counted_curve(run, rep).smoothed() for rep in reps]
+    curves = [counted_curve(run, rep).smooth() for rep in reps]
     reached = [curve.reach(target) or (math.inf, math.inf) for curve in curves]
     if not reached:
         return row
@@ -304,7 +304,7 @@ def _with_target(row: Row, run: Run, reps: Sequence[Repetition], target: float) 
 
 def _bytes_of_periods(run: Run, rep: Repetition) -> float | None:
     """From the recorded spans, None if they hold no message or no whole period."""
-    trace, after = rep.trace, skipped(run, rep) + rep.trace.first
+    trace, after = rep.trace, count_skipped(run, rep) + rep.trace.first
     seen = {span.iteration for span in trace.spans if span.iteration >= after}
     whole = len(seen) // trace.period * trace.period
     counted = set(sorted(seen)[:whole])

@@ -8,14 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.experiments.report import words
-from offbeat.experiments.report.summary import Row, how_measured, merges, ranked
+from offbeat.experiments.report.summary import Row, measurement_text, merges_gradients, rank_rows
 
 
 def table(rows: Sequence[Row]) -> Table:
     """The rows, best first; every column says whether it was measured, predicted or is a bound."""
     unit = words.unit_for(s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s))
     target = next((row.target_loss for row in rows if row.target_loss is not None), None)
-    caption = words.sentence(how_measured(rows))
+    caption = words.sentence(measurement_text(rows))
     on_device = any(row.device_s is not None for row in rows)
     if any(row.emulated for row in rows):
         caption += " Emulated compute."
@@ -23,7 +23,7 @@ def table(rows: Sequence[Row]) -> Table:
         caption += f" Emulated: each host computes at 1/{pace:g} of this machine's core, so "
         caption += "these times are not those of your device"
         caption += "." if on_device else " (--device-speed predicts for it)."
-    paces, voted = merges(rows), any(row.lssr is not None for row in rows)
+    paces, voted = merges_gradients(rows), any(row.lssr is not None for row in rows)
     caption += f" {words.NO_PROGRESS}" if paces else ""
     result = Table(caption=caption, caption_justify="left", caption_style="dim")
     result.add_column("strategy", overflow="fold")
@@ -40,7 +40,7 @@ def table(rows: Sequence[Row]) -> Table:
         ("final loss", "measured"),
     ):
         result.add_column(Text.assemble(heading, "\n", (word, "dim")), justify="right")
-    for place, row in enumerate(ranked(rows)):
+    for place, row in enumerate(rank_rows(rows)):
         result.add_row(
             *_cells(row, unit, paces, on_device, voted),
             style="bold" if place == 0 and len(rows) > 1 else "",
@@ -50,8 +50,8 @@ def table(rows: Sequence[Row]) -> Table:
 
 def _cells(row: Row, unit: words.Unit, paces: bool, on_device: bool, voted: bool) -> list[Text]:
     return [
-        _two_lines(row.label, _about(row)),
-        _two_lines(words.seconds(row.target_s), _range(row.target_spread_s)),
+        _two_lines(row.label, _row_note(row)),
+        _two_lines(words.seconds(row.target_s), _range_text(row.target_spread_s)),
         _two_lines(unit.text(row.iteration_s), unit.span(row.spread_s)),
         *([Text(words.paces(row.iterations_per_s, row.updates_per_s))] if paces else []),
         Text(words.ratio(row.speedup)),
@@ -61,18 +61,18 @@ def _cells(row: Row, unit: words.Unit, paces: bool, on_device: bool, voted: bool
         ),
         Text(unit.text(row.bound_s)),
         *([Text(words.seconds(row.device_s))] if on_device else []),
-        _two_lines(words.size(row.sent_bytes), words.uneven(row.unevenness)),
+        _two_lines(words.size(row.sent_bytes), words.unevenness(row.unevenness)),
         *([Text(words.loss(row.lssr))] if voted else []),
-        _two_lines(words.loss(row.final_loss), _about_loss(row)),
+        _two_lines(words.loss(row.final_loss), _loss_note(row)),
     ]
 
 
-def _about(row: Row) -> str:
+def _row_note(row: Row) -> str:
     said = [row.strategy] if row.strategy != row.label else []
     return ", ".join(said + ["cut short"] * row.cut + ["disturbed"] * bool(row.disturbed))
 
 
-def _about_loss(row: Row) -> str:
+def _loss_note(row: Row) -> str:
     """The range over repetitions, and what marks the loss."""
     spread = row.final_spread
     span = [] if spread is None or row.same_losses else [" to ".join(map(words.loss, spread))]
@@ -88,5 +88,5 @@ def _two_lines(first: str, second: str) -> Text:
     return Text.assemble(first, *((("\n" + second, "dim not bold"),) if second else ()))
 
 
-def _range(spread_s: tuple[float, float] | None) -> str:
+def _range_text(spread_s: tuple[float, float] | None) -> str:
     return "" if spread_s is None else " to ".join(map(words.seconds, spread_s))

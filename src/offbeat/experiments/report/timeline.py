@@ -15,8 +15,8 @@ from typing import Any
 
 from offbeat.core.plan import CHANNEL, base_link
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
-from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, skipped
-from offbeat.experiments.report.generations import Generation, Generations, carried
+from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, count_skipped
+from offbeat.experiments.report.generations import Generation, Generations, held_generation
 
 MOST_SPANS = 60_000  # in one page; beyond, ranks and then iterations are left out and named
 TICKS = 100_000  # resolution of a window
@@ -52,16 +52,16 @@ class Window:
     def generations(self) -> Generations:
         """What its messages hold if gradients of several iterations can be seen under way in one;
         else none, as telling them apart would say nothing."""
-        found = Generations.among(self.trace.spans)
-        return found if found.late or self._carried_over() else Generations()
+        found = Generations.from_spans(self.trace.spans)
+        return found if found.late or self._has_late_messages() else Generations()
 
-    def _carried_over(self) -> bool:
+    def _has_late_messages(self) -> bool:
         """Whether a message with gradients lasts beyond the end of its iteration."""
         before = self.iterations.start - 1
         for rank, spans in self.shown.items():
             late = self.zero_s[rank] + self.length_s / TICKS
             ends = [late + end for end in self.bounds_s(rank)]
-            sent = [s for s in spans if carried(s) and s.iteration < self.iterations.stop]
+            sent = [s for s in spans if held_generation(s) and s.iteration < self.iterations.stop]
             if any(s.end_s > ends[max(0, s.iteration - before)] for s in sent):
                 return True
         return False
@@ -84,7 +84,7 @@ def measured_window(run: Run, contestant: Contestant) -> tuple[Repetition, Windo
         start = _typical_start(run, contestant, rep)
         if start is not None:
             period = range(start, start + rep.trace.period)
-            return rep, window_of(_of_every_rank(rep), period)
+            return rep, window_of(_merged_trace(rep), period)
     return None
 
 
@@ -97,11 +97,11 @@ def predicted_window(contestant: Contestant) -> Window | None:
     start = max(trace.first, min(span.iteration for span in trace.spans))
     period = range(start, start + trace.period)
     if trace.iterations == trace.period:
-        trace = _repeated(trace)
+        trace = _repeat_period(trace)
     return window_of(trace, period)
 
 
-def estimated_in(trace: Trace) -> set[int]:
+def estimated_iterations(trace: Trace) -> set[int]:
     """Return the iterations of which it is only estimated how long backward waited."""
     return set(trace.notes.get("estimated", ()))
 
@@ -132,7 +132,7 @@ def pack(window: Window, lanes: Sequence[str]) -> dict[str, Any]:
         "which": which,
         "names": [list(name) for name in names],
         "rows": [list(rows) for rows in stored],
-        "generations": [(*g, colour) for g, colour in _coloured(window, generations).items()],
+        "generations": [(*g, colour) for g, colour in _shown_colours(window, generations).items()],
         "bounds": [[round(s / unit) for s in window.bounds_s(rank)] for rank in window.shown],
     }
 
@@ -145,10 +145,10 @@ def shrink(windows: Sequence[Window | None], most: int = MOST_SPANS) -> tuple[li
     count = max(len(w.shown) for w in windows if w)
     kept = max(1, count * most // total)
     said = [f"Timelines show {kept} of {count} ranks, to keep the page small."]
-    fewer = [w and replace(w, shown=_spread(w.shown, kept)) for w in windows]
+    fewer = [w and replace(w, shown=_select_ranks(w.shown, kept)) for w in windows]
     total = sum(w.size for w in fewer if w)
     if total > most:
-        fewer = [w and _cut(w, max(1, len(w.iterations) * most // total)) for w in fewer]
+        fewer = [w and _shorten(w, max(1, len(w.iterations) * most // total)) for w in fewer]
         said.append("Timelines show the first iterations of each period, to keep the page small.")
     return fewer, said
 
@@ -174,16 +174,16 @@ def lane_name(lane: str) -> str:
 
 def _typical_start(run: Run, contestant: Contestant, rep: Repetition) -> int | None:
     trace = rep.trace
-    sent = _messages(trace, rep.ranks[0].rank)
+    sent = _sent_messages(trace, rep.ranks[0].rank)
     starts = _whole_periods(trace, sent)
-    after = skipped(run, rep) + trace.first
+    after = count_skipped(run, rep) + trace.first
     starts = [t for t in starts if t >= after] or starts
-    rough = estimated_in(trace)
+    rough = estimated_iterations(trace)
     starts = [t for t in starts if rough.isdisjoint(range(t, t + trace.period))] or starts
     if not starts:
         return None
     if contestant.predicted is not None and contestant.predicted.spans:
-        starts = _most_alike(starts, sent, contestant.predicted)
+        starts = _most_similar(starts, sent, contestant.predicted)
     seconds = trace.iteration_seconds()
     lengths = {t: sum(seconds[t - trace.first :][: trace.period]) for t in starts}
     middle = median(lengths.values())
@@ -199,20 +199,20 @@ def _whole_periods(trace: Trace, recorded: dict[int, Counter[Key]]) -> list[int]
     ]
 
 
-def _messages(trace: Trace, rank: int) -> dict[int, Counter[Key]]:
+def _sent_messages(trace: Trace, rank: int) -> dict[int, Counter[Key]]:
     """What the rank sent in every recorded iteration."""
     sent: dict[int, Counter[Key]] = {}
     for span in trace.spans:
         if span.rank == rank:
             keys = sent.setdefault(span.iteration, Counter())
             if span.lane != COMPUTE:
-                keys[(span.lane, span.kind, span.buckets, _age(span, carried(span)))] += 1
+                keys[(span.lane, span.kind, span.buckets, _age(span, held_generation(span)))] += 1
     return sent
 
 
-def _most_alike(starts: list[int], sent: dict[int, Counter[Key]], predicted: Trace) -> list[int]:
+def _most_similar(starts: list[int], sent: dict[int, Counter[Key]], predicted: Trace) -> list[int]:
     """The starts of the periods that send most of what the predicted period sends, in phase."""
-    wanted = _messages(predicted, 0)
+    wanted = _sent_messages(predicted, 0)
     alike = {
         t: sum(
             (sent[t + i] & wanted.get(predicted.first + i, Counter())).total()
@@ -224,7 +224,7 @@ def _most_alike(starts: list[int], sent: dict[int, Counter[Key]], predicted: Tra
     return [t for t in starts if alike[t] == max(alike.values())]
 
 
-def _of_every_rank(rep: Repetition) -> Trace:
+def _merged_trace(rep: Repetition) -> Trace:
     """The merged trace; asserts that row r of `ends_s` is rank r, as every rank is there."""
     assert [record.rank for record in rep.ranks] == list(range(len(rep.ranks)))
     return rep.trace
@@ -242,7 +242,7 @@ def window_of(trace: Trace, iterations: range) -> Window:
     zero = min(start - offset for start, offset in zip(starts, offsets, strict=True))
     length = max(end - offset for end, offset in zip(ends, offsets, strict=True)) - zero
     zeros = tuple(zero + offset for offset in offsets)
-    return Window(trace, iterations, zeros, length, _seen(trace, zeros, length))
+    return Window(trace, iterations, zeros, length, _seen_spans(trace, zeros, length))
 
 
 def clock_offsets(trace: Trace) -> tuple[float, ...]:
@@ -265,7 +265,7 @@ def clock_offsets(trace: Trace) -> tuple[float, ...]:
     )
 
 
-def _seen(trace: Trace, zeros: Sequence[float], length: float) -> dict[int, tuple[Span, ...]]:
+def _seen_spans(trace: Trace, zeros: Sequence[float], length: float) -> dict[int, tuple[Span, ...]]:
     shown: dict[int, list[Span]] = {rank: [] for rank in range(trace.world_size)}
     for span in trace.spans:
         zero = zeros[span.rank]
@@ -278,7 +278,7 @@ def _seen(trace: Trace, zeros: Sequence[float], length: float) -> dict[int, tupl
     }
 
 
-def _repeated(trace: Trace) -> Trace:
+def _repeat_period(trace: Trace) -> Trace:
     """One steady period with a copy of its spans before and one after it."""
     step_s = trace.iteration_s() * trace.period
     copies = [
@@ -287,7 +287,7 @@ def _repeated(trace: Trace) -> Trace:
             start_s=span.start_s + k * step_s,
             end_s=span.end_s + k * step_s,
             iteration=span.iteration + k * trace.period,
-            carries=_later(span.carries, k * trace.period),
+            carries=_shift_iterations(span.carries, k * trace.period),
         )
         for k in (-1, 1)
         for span in trace.spans
@@ -295,7 +295,7 @@ def _repeated(trace: Trace) -> Trace:
     return replace(trace, spans=(*trace.spans, *copies))
 
 
-def _later(carries: tuple[int, int] | None, iterations: int) -> tuple[int, int] | None:
+def _shift_iterations(carries: tuple[int, int] | None, iterations: int) -> tuple[int, int] | None:
     return carries and (carries[0] + iterations, carries[1] + iterations)
 
 
@@ -310,7 +310,7 @@ def _rows(
     previous = 0
     for span in window.shown[rank]:
         what = (lanes.index(span.lane), span.kind, *(span.buckets or (-1, -1)), span.bytes)
-        name = (*what, *(_age(span, generations.of(span)) or (0, 0)))
+        name = (*what, *(_age(span, generations.generation_of(span)) or (0, 0)))
         start = round((span.start_s - window.zero_s[rank]) / unit)
         yield names.setdefault(name, len(names))
         yield span.iteration - window.iterations.start
@@ -324,9 +324,9 @@ def _age(span: Span, generation: Generation | None) -> tuple[int, int] | None:
     return generation and (span.iteration - generation[0], generation[1] - generation[0])
 
 
-def _coloured(window: Window, generations: Generations) -> dict[Generation, int]:
+def _shown_colours(window: Window, generations: Generations) -> dict[Generation, int]:
     """Colours of the generations that the window shows: in messages and updates, or as its own."""
-    held = {generations.of(span) for spans in window.shown.values() for span in spans}
+    held = {generations.generation_of(span) for spans in window.shown.values() for span in spans}
     own = window.iterations
     colours = generations.colours(own.start)
     return {
@@ -336,13 +336,13 @@ def _coloured(window: Window, generations: Generations) -> dict[Generation, int]
     }
 
 
-def _spread(shown: Mapping[int, tuple[Span, ...]], count: int) -> dict[int, tuple[Span, ...]]:
+def _select_ranks(shown: Mapping[int, tuple[Span, ...]], count: int) -> dict[int, tuple[Span, ...]]:
     """`count` ranks at equal distances, the first among them."""
     ranks, count = list(shown), min(count, len(shown))
     return {rank: shown[rank] for rank in (ranks[i * len(ranks) // count] for i in range(count))}
 
 
-def _cut(window: Window, iterations: int) -> Window:
+def _shorten(window: Window, iterations: int) -> Window:
     """The window's first iterations, the same ranks."""
     less = window_of(window.trace, window.iterations[:iterations])
     return replace(less, shown={rank: less.shown[rank] for rank in window.shown})

@@ -49,7 +49,7 @@ def link_loads(trace: Trace, skip: int = 0) -> list[LinkLoad]:
     periods = len(counted) // trace.period
     steps = 2 * world_size * trace.period
     sent: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0] * steps)
-    for same in _by_message(messages):
+    for same in _group_by_message(messages):
         begin_s = max(span.start_s for span in same)
         for span in same:
             if span.way is not None and span.rank != span.way[0]:
@@ -58,7 +58,7 @@ def link_loads(trace: Trace, skip: int = 0) -> list[LinkLoad]:
             # A sender may be done before the last bytes have arrived.
             end_s = max(s.end_s for s in same) if span.way is not None else span.end_s
             into = sent[span.rank, base_link(span.lane)]
-            _spread(into, span.bytes * share / periods, begin_s, end_s, period_s)
+            _add_bytes(into, span.bytes * share / periods, begin_s, end_s, period_s)
     return [
         LinkLoad(rank, link, period_s / steps, tuple(step_bytes))
         for (rank, link), step_bytes in sorted(sent.items())
@@ -86,7 +86,7 @@ def _iteration_s(trace: Trace, iterations: Iterable[int]) -> float:
     return sum(ended) / len(ended) if ended else 0.0
 
 
-def _by_message(spans: Sequence[Span]) -> list[list[Span]]:
+def _group_by_message(spans: Sequence[Span]) -> list[list[Span]]:
     """The spans of each message, one for each of its ranks."""
     found: dict[tuple, list[Span]] = defaultdict(list)
     seen: Counter[tuple] = Counter()
@@ -98,7 +98,7 @@ def _by_message(spans: Sequence[Span]) -> list[list[Span]]:
     return [*found.values()]
 
 
-def _spread(
+def _add_bytes(
     into: list[float], size_bytes: float, begin_s: float, end_s: float, period_s: float
 ) -> None:
     """Add bytes to the steps between two moments, the period beginning anew after its last."""

@@ -5,61 +5,61 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offbeat.experiments.report import words
-from offbeat.experiments.report.summary import Interval, Row, ranked
+from offbeat.experiments.report.summary import Interval, Row, rank_rows
 
 
 def winner(rows: Sequence[Row]) -> tuple[Row | None, str]:
     """The row with the least seconds to the target, else the least seconds per iteration, and
     one sentence why; (None, why not) if nothing was measured."""
-    order = [row for row in ranked(rows) if row.iteration_s is not None]
+    order = [row for row in rank_rows(rows) if row.iteration_s is not None]
     if not order:
         return None, "Nothing was measured: no contestant finished a repetition."
     best = order[0]
     if len(order) == 1:
-        return best, _said(_alone(best) + _disturbed(best), best)
-    other = _compared_with(order)
-    text = _by_iteration(best, other) if best.target_s is None else _by_target(best, other)
-    return best, _said(text + _draw(best, order[1]) + _disturbed(best, other), best)
+        return best, _sentence(_describe_single(best) + _load_note(best), best)
+    other = _reference_row(order)
+    text = _iteration_text(best, other) if best.target_s is None else _target_win_text(best, other)
+    return best, _sentence(text + _draw_note(best, order[1]) + _load_note(best, other), best)
 
 
-def _said(text: str, row: Row) -> str:
+def _sentence(text: str, row: Row) -> str:
     """The sentence, with what must never be left out."""
     return text + (" (emulated compute)." if row.emulated or row.pace else ".")
 
 
-def _disturbed(*rows: Row) -> str:
+def _load_note(*rows: Row) -> str:
     """A reservation if one of the contestants compared was disturbed."""
     labels = [row.label for row in rows if row.disturbed]
     return f"; disturbed: {' and '.join(labels)}" if labels else ""
 
 
-def _compared_with(order: Sequence[Row]) -> Row:
+def _reference_row(order: Sequence[Row]) -> Row:
     """The fastest DDP if it did not win, else the runner-up."""
     yardstick = next((row for row in order[1:] if row.speedup == 1.0), None)
     return yardstick or order[1]
 
 
-def _alone(row: Row) -> str:
+def _describe_single(row: Row) -> str:
     text = f"{row.label} takes {words.seconds(row.iteration_s)} per iteration"
     if row.target_s is not None:
-        text += f" and reaches loss {_target(row)} in {words.seconds(row.target_s)}"
+        text += f" and reaches loss {_target_text(row)} in {words.seconds(row.target_s)}"
     return text + "; no other contestant was measured"
 
 
-def _by_target(best: Row, other: Row) -> str:
-    head = f"{best.label} reaches loss {_target(best)} in {words.seconds(best.target_s)}"
+def _target_win_text(best: Row, other: Row) -> str:
+    head = f"{best.label} reaches loss {_target_text(best)} in {words.seconds(best.target_s)}"
     if other.target_s is None:
-        return f"{head}; {other.label} does not reach it{_paces(best, other)}"
-    gain = f"{_times(other.target_s, best.target_s)} sooner than {other.label}"
-    return f"{head}, {gain} ({words.seconds(other.target_s)}){_factors(best, other)}"
+        return f"{head}; {other.label} does not reach it{_iteration_times(best, other)}"
+    gain = f"{_format_ratio(other.target_s, best.target_s)} sooner than {other.label}"
+    return f"{head}, {gain} ({words.seconds(other.target_s)}){_gain_factors(best, other)}"
 
 
-def _factors(best: Row, other: Row) -> str:
+def _gain_factors(best: Row, other: Row) -> str:
     """Why, in two factors whose product is the gain: seconds per iteration until the target, and
     iterations until then."""
     own, others = best.target_iterations, other.target_iterations
     if not own or not others or not best.target_s or not other.target_s:
-        return _paces(best, other)
+        return _iteration_times(best, other)
     own_s, others_s = best.target_s / own, other.target_s / others
     unit = words.unit_for((own_s, others_s))
     text = f"iterations take {unit.text(own_s)} instead of {unit.full(others_s)} until then"
@@ -71,28 +71,28 @@ def _factors(best: Row, other: Row) -> str:
     )
 
 
-def _times(large: float, small: float | None) -> str:
+def _format_ratio(large: float, small: float | None) -> str:
     return f"{large / small:.2f} times" if small else "much"
 
 
-def _paces(best: Row, other: Row) -> str:
+def _iteration_times(best: Row, other: Row) -> str:
     unit = words.unit_for((best.iteration_s, other.iteration_s))
     own, others = unit.text(best.iteration_s), unit.full(other.iteration_s)
     return f": its iterations take {own} instead of {others}"
 
 
-def _by_iteration(best: Row, other: Row) -> str:
+def _iteration_text(best: Row, other: Row) -> str:
     assert other.iteration_s is not None
     unit = words.unit_for((best.iteration_s, other.iteration_s))
     return (
         f"{best.label} takes {unit.full(best.iteration_s)} per iteration, "
-        f"{_times(other.iteration_s, best.iteration_s)} less than {other.label} "
+        f"{_format_ratio(other.iteration_s, best.iteration_s)} less than {other.label} "
         f"({unit.full(other.iteration_s)}); there is no target loss to compare by"
-        f"{_updates(best, other)}"
+        f"{_update_note(best, other)}"
     )
 
 
-def _updates(best: Row, other: Row) -> str:
+def _update_note(best: Row, other: Row) -> str:
     """What must be said of iterations that are fast because they do not update."""
     if best.updates_per_s is None or best.updates_per_s == best.iterations_per_s:
         return ""
@@ -102,23 +102,23 @@ def _updates(best: Row, other: Row) -> str:
     return f"{text} instead of {words.digits(other.updates_per_s)} per second"
 
 
-def _draw(best: Row, second: Row) -> str:
+def _draw_note(best: Row, second: Row) -> str:
     """A reservation if the repetitions of the first two overlap."""
-    if not _overlap(_repetitions(best), _repetitions(second)):
+    if not _has_overlap(_repetition_range(best), _repetition_range(second)):
         return ""
     return f"; the repetitions of {best.label} and {second.label} overlap, so call these two a draw"
 
 
-def _repetitions(row: Row) -> Interval | None:
+def _repetition_range(row: Row) -> Interval | None:
     """Range over repetitions of what decides the order."""
     if row.target_s is not None:
         return row.target_spread_s
     return row.spread_s if row.spread_of == "repetitions" else None
 
 
-def _overlap(one: Interval | None, two: Interval | None) -> bool:
+def _has_overlap(one: Interval | None, two: Interval | None) -> bool:
     return one is not None and two is not None and one[0] <= two[1] and two[0] <= one[1]
 
 
-def _target(row: Row) -> str:
+def _target_text(row: Row) -> str:
     return words.loss(row.target_loss)

@@ -29,7 +29,7 @@ class Votes:
         both = self.sent_bytes + self.spared_bytes
         return self.spared_bytes / both if both else 0.0
 
-    def voted(self, rank: int) -> list[int]:
+    def yes_iterations(self, rank: int) -> list[int]:
         """Iterations in which a rank said yes to something."""
         return [i for i, yes in zip(self.iterations, self.yes, strict=True) if yes.get(rank)]
 
@@ -53,14 +53,17 @@ def votes_of(rep: Repetition) -> Votes | None:
         {name: tuple(map(bool, columns["yes"])) for name, columns in by_vote.items()},
         sum(told["sent_bytes"]),
         sum(told["spared_bytes"]),
-        sum(map(_odd, rep.ranks)),
+        sum(map(_count_odd_norms, rep.ranks)),
     )
 
 
-def said(rep: Repetition, votes: Votes) -> str:
+def describe_votes(rep: Repetition, votes: Votes) -> str:
     """One sentence: how much stayed local, and who voted how often."""
     total = len(votes.iterations)
-    shares = [f"rank {r.rank} in {100 * len(votes.voted(r.rank)) / total:.0f} %" for r in rep.ranks]
+    shares = [
+        f"rank {r.rank} in {100 * len(votes.yes_iterations(r.rank)) / total:.0f} %"
+        for r in rep.ranks
+    ]
     less = f", {words.digits(1 / (1 - votes.lssr))} times less" if 0 < votes.lssr < 1 else ""
     odd = f"; {votes.odd:,} norms were zero or not finite" if votes.odd else ""
     return (
@@ -71,6 +74,6 @@ def said(rep: Repetition, votes: Votes) -> str:
     )
 
 
-def _odd(record: RankRecord) -> int:
+def _count_odd_norms(record: RankRecord) -> int:
     norms = (norm for votes in record.votes.get("by_vote", {}).values() for norm in votes["norm"])
     return sum(norm is None or not 0 < norm < math.inf for norm in norms)

@@ -91,7 +91,7 @@ def ratio(value: float | None) -> str:
     return NONE if value is None else f"{value:.2f}×"
 
 
-def uneven(value: float | None) -> str:
+def unevenness(value: float | None) -> str:
     """'at most 2.24×' of what is sent on the mean; nothing if that is not known."""
     return "" if value is None else f"at most {ratio(value)}"
 
@@ -119,10 +119,10 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + "."
 
 
-def plain(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A value of a JSON file on one line: 'a: 1, b: 2'."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {plain(item)}" for key, item in value.items()) or NONE
+        return ", ".join(f"{key}: {as_text(item)}" for key, item in value.items()) or NONE
     if isinstance(value, list):
-        return ", ".join(map(plain, value)) or NONE
+        return ", ".join(map(as_text, value)) or NONE
     return NONE if value is None else str(value)

@@ -29,10 +29,10 @@ def write(run_dir: str | Path) -> Path:
     """
     run = load(run_dir)
     rows = summarize(run)
-    _save(run.path / SUMMARY, dumps(summary(run, rows)))
+    _replace_file(run.path / SUMMARY, dumps(summary(run, rows)))
     traces = {c.label: _write_traces(run.path / c.label, c) for c in run.contestants}
     report = run.path / REPORT
-    _save(report, render(run, rows, traces))
+    _replace_file(report, render(run, rows, traces))
     return report
 
 
@@ -48,13 +48,13 @@ def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
         "profile_disturbed": run.profile_disturbed and asdict(run.profile_disturbed),
         "notes": list(run.notes),
         "seeds": list(run.seeds),
-        "compute": _compute(run),
+        "compute": _compute_record(run),
         "rows": [asdict(row) for row in rows],
         "problems": run.failures(),
     }
 
 
-def _compute(run: Run) -> dict[str, Any] | None:
+def _compute_record(run: Run) -> dict[str, Any] | None:
     """Whose compute the measured times hold, and the user's device if it was given."""
     if run.profile is None:
         return None
@@ -66,21 +66,24 @@ def _write_traces(folder: Path, contestant: Contestant) -> dict[str, str]:
     written = {}
     if contestant.complete:
         first = contestant.complete[0]
-        data, gossiped = first.trace.to_chrome(), gossip.measured(first)
+        data, gossiped = first.trace.to_chrome(), gossip.measured_gossip(first)
         if gossiped is not None:
-            data["traceEvents"] += gossip.chrome(gossiped, gossip.clocks(first))
-        _save(folder / MEASURED_TRACE, dumps(data))
+            data["traceEvents"] += gossip.trace_events(gossiped, gossip.clock_differences_s(first))
+        _replace_file(folder / MEASURED_TRACE, dumps(data))
         written["measured"] = MEASURED_TRACE
     if contestant.predicted is not None:
-        data, gossiped = contestant.predicted.to_chrome(), gossip.predicted(contestant.predicted)
+        data, gossiped = (
+            contestant.predicted.to_chrome(),
+            gossip.predicted_gossip(contestant.predicted),
+        )
         if gossiped is not None:
-            data["traceEvents"] += gossip.chrome(gossiped)
-        _save(folder / PREDICTED_TRACE, dumps(data))
+            data["traceEvents"] += gossip.trace_events(gossiped)
+        _replace_file(folder / PREDICTED_TRACE, dumps(data))
         written["predicted"] = PREDICTED_TRACE
     return written
 
 
-def _save(path: Path, text: str) -> None:
+def _replace_file(path: Path, text: str) -> None:
     """Write in one move, so that a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
