@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from timetable_page import Panel, page
 from torch import Tensor, nn
 
-from offbeat.cyclic import Interleaved, Record, recording, together
+from offbeat.cyclic import Interleaved, Record, merge_records, recording
 from offbeat.cyclic.simulation import Run, StageFacts, costs, simulate
 from offbeat.cyclic.timetable import PLACEMENTS, Placement, Timetable
 from offbeat.strategies import Cyclic
@@ -113,7 +113,7 @@ def row(n: int, placement: Placement, rule: str) -> tuple[str, list[Panel]]:
     """Measured beside the timetable, of the iterations in the middle."""
     table = Timetable(placement, n)
     records = run(n, placement, rule)
-    measured = together(table, records)
+    measured = merge_records(table, records)
     facts = stages(measured, n)
     simulated = simulate(table, facts, ITERATIONS)
     found = costs(table)

@@ -111,7 +111,7 @@ def _curve(panel: Panel, x: Callable[[float], float], top: float) -> list[str]:
     def y(level: float) -> float:
         return base - CURVE * level / (whole * 1.04)
 
-    curve = run.total(panel.facts)
+    curve = run.total_activation_curve(panel.facts)
     before = [level for at, level in curve if at <= begin]
     level = before[-1] if before else 0.0
     points = [f"{x(begin):.2f},{base:.2f}", f"{x(begin):.2f},{y(level):.2f}"]
@@ -149,7 +149,7 @@ def _lanes(run: Run) -> list[tuple[str, list[Done]]]:
 
 
 def _device(run: Run, device: int) -> str:
-    if not run.table.staged:
+    if not run.table.is_staged:
         return "device" if run.table.placement == "single" else f"worker {device + 1}"
     stage = run.table.stages_of(device)[0]
     place = device - min(d for d in range(run.table.devices) if run.table.stages_of(d) == [stage])
@@ -166,7 +166,9 @@ def _window(run: Run) -> tuple[float, float]:
 
 def _facts(panel: Panel) -> list[tuple[str, str]]:
     begin, end = _window(panel.run)
-    levels = [level for at, level in panel.run.total(panel.facts) if begin <= at < end]
+    levels = [
+        level for at, level in panel.run.total_activation_curve(panel.facts) if begin <= at < end
+    ]
     whole = panel.run.table.n * sum(panel.facts.activation_bytes)
     return [
         (_time(panel.run.iteration_s, panel.unit), "per iteration"),

@@ -14,7 +14,7 @@ from cyclic_support import ITERATIONS, batch, chain, equations, optimizer_of
 from torch import Tensor, nn
 from worlds import run_world, watch_world
 
-from offbeat.cyclic import Interleaved, recording, together
+from offbeat.cyclic import Interleaved, merge_records, recording
 from offbeat.cyclic.timetable import Placement, Timetable, Work
 from offbeat.strategies import Cyclic
 
@@ -143,7 +143,7 @@ def test_a_worker_holds_two_travelling_stages_at_a_time() -> None:
     n = 4
     ranks = run_world(held, n, n)
     assert [(busy, ever) for busy, ever, _ in ranks] == [(2, 3)] * n
-    run = together(Timetable("zero", n), [record for _, _, record in ranks])
+    run = merge_records(Timetable("zero", n), [record for _, _, record in ranks])
     assert len(run.works) == 4 * 2 * n * n
     busy = range(2 * n, 4 * 2 * n - 1)
     for record in (record for _, _, record in ranks):

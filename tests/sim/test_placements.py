@@ -134,12 +134,14 @@ def test_memory_and_load_of_a_run() -> None:
     n = 4
     facts = StageFacts.unit(n)
     run = simulate(Timetable("workers", n), facts)
-    assert {max(level for _, level in curve) for curve in run.held(facts).values()} == {1.0}
+    assert {
+        max(level for _, level in curve) for curve in run.activation_curves(facts).values()
+    } == {1.0}
     # All workers together: about half of what all would hold at the same time.
-    middle = [level for at, level in run.total(facts) if 2 * 8 <= at < 3 * 8]
+    middle = [level for at, level in run.total_activation_curve(facts) if 2 * 8 <= at < 3 * 8]
     assert max(middle) <= (n + 1) / 2
     parallel = simulate(Timetable("workers", n, cyclic=False), facts)
-    assert max(level for _, level in parallel.total(facts)) == n
+    assert max(level for _, level in parallel.total_activation_curve(facts)) == n
     for steps in run.load(1.0).values():
         assert max(steps) <= 1 / n + 1e-9  # one stage at a time
 

@@ -1,8 +1,8 @@
-"""Cyclic data parallelism stage by stage: micro-batches interleaved on one or several devices."""
+"""Cyclic data parallelism by stages: micro-batches interleaved on one or several devices."""
 
 from offbeat.core.measuring.activations import Activations
-from offbeat.cyclic.record import Record, recording, together
+from offbeat.cyclic.record import Record, merge_records, recording
 from offbeat.cyclic.splitting import split
 from offbeat.cyclic.trainer import Interleaved
 
-__all__ = ["Activations", "Interleaved", "Record", "recording", "split", "together"]
+__all__ = ["Activations", "Interleaved", "Record", "merge_records", "recording", "split"]

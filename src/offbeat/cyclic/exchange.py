@@ -1,4 +1,4 @@
-"""Exchange: tensors from one process to another while both compute."""
+"""Asynchronous sends and receives of tensors between processes, over gloo."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class _Sent(NamedTuple):
     words: str
     target: int
     works: list[Any]
-    tensors: list[Tensor]  # kept until they have gone
+    tensors: list[Tensor]  # kept until they have been sent
     gone: Callable[[], None] | None
 
 
 class Exchange:
-    """Sends and receives over gloo. Two ranks must call them in the same order.
+    """Asynchronous sends and receives over gloo.
 
-    The network reads and writes the host's memory; tensors of other devices are copied.
+    Two ranks must start the transfers between them in the same order. Gloo reads and writes host
+    memory, so tensors of other devices are copied to and from the host.
     """
 
     def __init__(self, timeout_s: float):
@@ -41,14 +42,14 @@ class Exchange:
         self._arrivals: WeakSet[Arrival] = WeakSet()
 
     @property
-    def connected(self) -> dist.ProcessGroup:
-        """The group; RuntimeError after a failure."""
+    def open_group(self) -> dist.ProcessGroup:
+        """The process group. Raises RuntimeError after a failure, which has closed it."""
         if self.group is None:
             raise RuntimeError("this worker has failed; start it again")
         return self.group
 
     def receive(self, landing: Sequence[Tensor], source: int, words: str) -> Arrival:
-        """Be ready for tensors like these, which are overwritten."""
+        """Start to receive into `landing` from a rank. `words` name the transfer in errors."""
         arrival = Arrival(self, landing, source, words)
         self._arrivals.add(arrival)
         return arrival
@@ -61,13 +62,16 @@ class Exchange:
         words: str,
         gone: Callable[[], None] | None = None,
     ) -> None:
-        """Send what tensors hold now; they must not be written before they have `gone`."""
+        """Start to send tensors in a time step. Do not write them before the call of `gone`.
+
+        `settle` calls `gone` once the tensors have been sent. `words` name the transfer in errors.
+        """
         hosted = [tensor.detach().to(HOST).contiguous() for tensor in tensors]
-        works = [self.connected.send([tensor], target, 0) for tensor in hosted]
+        works = [self.open_group.send([tensor], target, 0) for tensor in hosted]
         self._sent.append(_Sent(time, words, target, works, hosted, gone))
 
     def settle(self, before: int) -> None:
-        """Wait until everything has gone that was sent before a time step."""
+        """Wait for the end of all sends that were started before a time step."""
         while self._sent and self._sent[0].time < before:
             sent = self._sent[0]
             self.wait(sent.works, sent.target, f"{sent.words} to rank {sent.target}")
@@ -76,8 +80,10 @@ class Exchange:
                 sent.gone()
 
     def wait(self, works: list[Any], peer: int, words: str) -> None:
-        """Wait for operations with a peer, and forget them; RuntimeError naming who keeps us
-        waiting."""
+        """Wait for operations with a peer and remove them from `works`.
+
+        After a failure or timeout, closes the group and raises RuntimeError with the suspects.
+        """
         begun_s = time.monotonic()
         try:
             with self.control.waiting(f"waiting for {words}"):
@@ -94,8 +100,10 @@ class Exchange:
             ) from error
 
     def _hang_up(self) -> None:
-        """Let those who wait for us know at once. Connections close when nothing refers to the
-        group any more, operations under way included."""
+        """Close all connections, so that waits of other ranks for this one fail at once.
+
+        They close once nothing refers to the group, not even an operation under way.
+        """
         for works in [*(sent.works for sent in self._sent), *(a.works for a in self._arrivals)]:
             works.clear()
         group, self.group = self.group, None
@@ -104,7 +112,7 @@ class Exchange:
 
 
 class Arrival:
-    """Tensors on their way to us."""
+    """Tensors that are being received."""
 
     def __init__(self, exchange: Exchange, landing: Sequence[Tensor], source: int, words: str):
         self._exchange, self._source, self._words = exchange, source, words
@@ -113,10 +121,10 @@ class Arrival:
             tensor if tensor.device == HOST else torch.empty_like(tensor, device=HOST)
             for tensor in landing
         ]
-        self.works = [exchange.connected.recv([tensor], source, 0) for tensor in self._hosted]
+        self.works = [exchange.open_group.recv([tensor], source, 0) for tensor in self._hosted]
 
     def wait(self) -> list[Tensor]:
-        """The tensors, once all are there."""
+        """Wait for all tensors and return them."""
         self._exchange.wait(self.works, self._source, f"{self._words} from rank {self._source}")
         for tensor, host in zip(self._landing, self._hosted, strict=True):
             if tensor is not host:

@@ -1,4 +1,4 @@
-"""Recording what a process computes, holds and sends while micro-batches are interleaved."""
+"""Recorded works, memory and messages of an `Interleaved` trainer."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ from offbeat.cyclic.trainer import Interleaved
 
 @dataclass
 class Record:
-    """Works of one process with their seconds (of the host's monotonic clock), bytes of
-    activations and of parameters, gradients and optimizer state after each, and what was sent."""
+    """Works, memory and messages of one process.
+
+    Times are seconds of the host's monotonic clock. `activation_bytes` and `held_bytes` have one
+    value per work, taken after it. `held_bytes` counts parameters, gradients and optimizer state.
+    """
 
     works: list[Done] = field(default_factory=list)
     activation_bytes: list[int] = field(default_factory=list)
     held_bytes: list[int] = field(default_factory=list)
-    sent: list[tuple[Message, float, int]] = field(default_factory=list)  # seconds, bytes
+    sent: list[tuple[Message, float, int]] = field(default_factory=list)  # (message, s, bytes)
     peak_activation_bytes: int = 0
     peak_held_bytes: int = 0
 
 
 @contextmanager
 def recording(trainer: Interleaved) -> Iterator[Record]:
-    """What a trainer does while it is entered."""
+    """Record the works of a trainer while the context is entered."""
     record = Record()
 
-    with Activations(trainer.held) as meter:
+    with Activations(trainer.flat_versions) as meter:
 
-        def worked(work: Work, begin_s: float, end_s: float) -> None:
+        def on_work(work: Work, begin_s: float, end_s: float) -> None:
             record.works.append(Done(work, begin_s, end_s))
             record.activation_bytes.append(meter.live_bytes)
-            record.held_bytes.append(trainer.held_bytes())
+            record.held_bytes.append(trainer.memory_bytes())
             record.peak_held_bytes = max(record.peak_held_bytes, record.held_bytes[-1])
 
-        def sent(message: Message, size_bytes: int) -> None:
+        def on_sent(message: Message, size_bytes: int) -> None:
             record.sent.append((message, time.perf_counter(), size_bytes))
 
-        trainer.on_work, trainer.on_sent = worked, sent
+        trainer.on_work, trainer.on_sent = on_work, on_sent
         try:
             yield record
         finally:
@@ -50,9 +53,11 @@ def recording(trainer: Interleaved) -> Iterator[Record]:
             record.peak_activation_bytes = meter.peak_bytes
 
 
-def together(table: Timetable, records: Iterable[Record]) -> Run:
-    """The records of all processes of a host as one run, from second 0 on. What was sent has no
-    length: when it has come is not recorded."""
+def merge_records(table: Timetable, records: Iterable[Record]) -> Run:
+    """Merge the records of all processes of one host into one run that begins at 0 s.
+
+    Arrival times are not recorded, so messages have equal begin and end.
+    """
     records = [*records]
     origin = min(done.begin_s for record in records for done in record.works)
     works = [

@@ -1,8 +1,9 @@
-"""Placements: cyclic and parallel timetables in time, from what stages take and hold.
+"""Simulation of cyclic and parallel timetables, and their costs in unit time.
 
-In unit time every stage takes one step each way and messages take none (Cyclic Data Parallelism,
-Fig. 1 and 2, Table 1). With measured stages a work begins when its device is free and what it needs
-has come. A device sends one message at a time, and receives one at a time.
+In unit time every forward and backward of a stage takes one time step, and messages take none
+(Cyclic Data Parallelism, Fig. 1 and 2, Table 1). With measured stages a work begins when its device
+is free and its inputs have arrived. A device sends one message at a time and receives one at a
+time.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import NamedTuple
 
 from offbeat.cyclic.timetable import Collective, Message, Timetable, Work
 
-ITERATIONS = 5  # of which one in the middle has both neighbours
-MIDDLE = 2
+ITERATIONS = 5  # simulated iterations
+MIDDLE = 2  # iteration for which costs are reported, with others before and after it
 
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What stages take and hold, from the input on: seconds and bytes, of one micro-batch.
+    """Seconds and bytes of each stage for one micro-batch, from the input on.
 
-    `handed_bytes`: what each stage hands to the next one. `parameter_bytes` with all that belongs
-    to them (what travels with `zero`); gradients are as large as `gradient_bytes`.
+    `handed_bytes` is the size of a stage's output. `parameter_bytes` includes all that moves with
+    the parameters in the placement `zero`, such as optimizer state.
     """
 
     forward_s: Sequence[float]
@@ -51,26 +52,29 @@ class StageFacts:
 
     @staticmethod
     def unit(n: int, backward: float = 1.0) -> StageFacts:
-        """Even stages: a time step forward; activations, parameters and gradients of the whole
-        model are 1, and so is what all stages hand over."""
+        """Return `n` equal stages in unit time.
+
+        A forward takes 1 and a backward `backward`. The bytes of activations, parameters, gradients
+        and outputs add up to 1 each over all stages.
+        """
         share, handed = [1 / n] * n, [1 / max(n - 1, 1)] * n
         return StageFacts([1.0] * n, [backward] * n, share, handed, share, share)
 
     def seconds(self, work: Work) -> float:
-        """Of a work on a device of speed 1."""
+        """Return the seconds of a work on a device of speed 1."""
         return (self.backward_s if work.backward else self.forward_s)[work.stage]
 
     def bytes_of(self, message: Message) -> float:
-        """Of a message."""
+        """Return the bytes of a message."""
         if message.what in ("activation", "gradient"):
-            # Both cross the edge behind the earlier stage.
+            # Both have the size of the earlier stage's output.
             return self.handed_bytes[message.stage - (message.what == "activation")]
         sizes = self.parameter_bytes if message.what == "states" else self.gradient_bytes
         return sizes[message.stage]
 
 
 class Done(NamedTuple):
-    """A work and when it was done."""
+    """A work with its begin and end."""
 
     work: Work
     begin_s: float
@@ -78,7 +82,7 @@ class Done(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A message, or one device's part of a collective, and when its bytes were on the link."""
+    """A message, or one device's part of a collective, with begin and end of its transfer."""
 
     what: str
     source: int
@@ -90,7 +94,7 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A timetable in time, simulated or measured."""
+    """Works and transfers of a timetable in time, simulated or measured."""
 
     table: Timetable
     works: Sequence[Done]
@@ -98,7 +102,7 @@ class Run:
 
     @property
     def iteration_s(self) -> float:
-        """Seconds per iteration, from the begin of the second one to that of the last one."""
+        """Seconds per iteration, from the begin of the second iteration to that of the last one."""
         begins: dict[int, float] = {}
         for done in self.works:
             t = done.work.batch // self.table.n
@@ -108,9 +112,11 @@ class Run:
             raise ValueError(f"a run of {last + 1} iterations must have at least 3")
         return (begins[last] - begins[first]) / (last - first)
 
-    def held(self, facts: StageFacts) -> dict[int, list[tuple[float, float]]]:
-        """By device: when activations change, and their bytes from then on. A stage's are there
-        from the begin of its forward to the end of its backward."""
+    def activation_curves(self, facts: StageFacts) -> dict[int, list[tuple[float, float]]]:
+        """Return by device the (time, bytes) of activations at each change.
+
+        The activations of a stage exist from the begin of its forward to the end of its backward.
+        """
         changes: dict[int, dict[float, float]] = defaultdict(lambda: defaultdict(float))
         for done in self.works:
             size, device = facts.activation_bytes[done.work.stage], done.work.device
@@ -118,33 +124,38 @@ class Run:
                 changes[device][done.end_s] -= size
             else:
                 changes[device][done.begin_s] += size
-        return {device: _summed(changes[device]) for device in sorted(changes)}
+        return {device: _cumulative_curve(changes[device]) for device in sorted(changes)}
 
-    def total(self, facts: StageFacts) -> list[tuple[float, float]]:
-        """The same of all devices together."""
+    def total_activation_curve(self, facts: StageFacts) -> list[tuple[float, float]]:
+        """Return the (time, bytes) of the activations of all devices together at each change."""
         changes: defaultdict[float, float] = defaultdict(float)
-        for curve in self.held(facts).values():
+        for curve in self.activation_curves(facts).values():
             for (at, now), (_, before) in zip(curve, [(0.0, 0.0), *curve], strict=False):
                 changes[at] += now - before
-        return _summed(changes)
+        return _cumulative_curve(changes)
 
     def load(self, step_s: float) -> dict[tuple[int, int], list[float]]:
-        """By link (source, target): bytes in each `step_s` of one iteration in the middle."""
+        """Return by link (source, target) the bytes in each `step_s` of the middle iteration."""
         begin = min(d.begin_s for d in self.works if d.work.batch // self.table.n == MIDDLE)
         steps = max(round(self.iteration_s / step_s), 1)
-        found: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0] * steps)
-        for one in self.moved:
-            seconds = max(one.end_s - one.begin_s, 1e-12)
+        bytes_by_link: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0] * steps)
+        for transfer in self.moved:
+            seconds = max(transfer.end_s - transfer.begin_s, 1e-12)
             for k in range(steps):
                 since, until = begin + k * step_s, begin + (k + 1) * step_s
-                shared = min(one.end_s, until) - max(one.begin_s, since)
-                found[one.source, one.target][k] += one.bytes * max(shared, 0.0) / seconds
-        return dict(found)
+                shared = min(transfer.end_s, until) - max(transfer.begin_s, since)
+                bytes_by_link[transfer.source, transfer.target][k] += (
+                    transfer.bytes * max(shared, 0.0) / seconds
+                )
+        return dict(bytes_by_link)
 
 
 def in_steps(table: Timetable, iterations: int = ITERATIONS) -> Run:
-    """A timetable as the paper draws it: every work takes one time step, and in each step all
-    micro-batches pass one stage, on one device, too. Messages are between two steps."""
+    """Return a timetable in unit time, as in the paper's figures.
+
+    Every work takes one time step, and in each step all micro-batches pass one stage, even with one
+    device. Messages take no time.
+    """
     times = range(table.period * (iterations + 1))
     works = [
         Done(work, float(time), time + 1.0)
@@ -163,7 +174,16 @@ def simulate(
     latency_s: float = 0.0,
     speeds: Mapping[int, float] | None = None,
 ) -> Run:
-    """A timetable in time. `speeds` of devices that are slower or faster than 1."""
+    """Simulate a timetable with measured stages.
+
+    Args:
+        table: the timetable.
+        facts: seconds and bytes of the stages.
+        iterations: number of iterations.
+        bytes_per_s: rate of each link.
+        latency_s: seconds from the end of a transfer to its arrival.
+        speeds: relative compute speed by device, 1 by default.
+    """
     return _Simulation(table, facts, iterations, bytes_per_s, latency_s, speeds or {}).run()
 
 
@@ -178,7 +198,7 @@ class _Simulation:
 
     def run(self) -> Run:
         series = range(self.iterations)
-        # A work begins no earlier than what it needs has come, and its device is free.
+        # Arrival of a work's inputs; begin of the idle time of each device and of its link.
         self.came: dict[Work, float] = defaultdict(float)
         self.free: dict[int, float] = defaultdict(float)
         self.sends: dict[int, float] = defaultdict(float)
@@ -186,25 +206,25 @@ class _Simulation:
         self.works: list[Done] = []
         self.moved: list[Moved] = []
         self.ends: dict[tuple[int, int, bool], float] = {}
-        after = self._after(series)
+        messages = self._messages_by_send_step(series)
         together = defaultdict(list)
         for t in series:
             for one in self.table.collectives(t) if not self.table.cyclic else ():
                 together[one.sent].append(one)
         for one in together[-1]:
-            self._together(one)
+            self._run_collective(one)
         for time in range(self.table.period * (self.iterations + 1)):
             for work in self.table.works(time):
                 if work.batch // self.table.n in series:
-                    self._work(work)
-            for message in after[time]:
-                self._message(message)
+                    self._run_work(work)
+            for message in messages[time]:
+                self._send_message(message)
             for one in together[time]:
-                self._together(one)
+                self._run_collective(one)
         return Run(self.table, self.works, self.moved)
 
-    def _after(self, series: range) -> dict[int, list[Message]]:
-        """Messages by the step after which they are sent."""
+    def _messages_by_send_step(self, series: range) -> dict[int, list[Message]]:
+        """Return the messages by the time step after which they are sent."""
         found: dict[int, list[Message]] = defaultdict(list)
         for time in range(self.table.period * (self.iterations + 1)):
             for message in _due(self.table, time, series):
@@ -212,15 +232,18 @@ class _Simulation:
                     found[max(message.sent, 0)].append(message)
         return found
 
-    def _work(self, work: Work) -> None:
-        begin = max(self.free[work.device], self.came[work], self._led(work))
+    def _run_work(self, work: Work) -> None:
+        begin = max(self.free[work.device], self.came[work], self._predecessor_end_s(work))
         end = begin + self.facts.seconds(work) / self.speeds.get(work.device, 1.0)
         self.free[work.device] = self.ends[work.batch, work.stage, work.backward] = end
         self.works.append(Done(work, begin, end))
 
-    def _led(self, work: Work) -> float:
-        """The end of what the micro-batch passed before; and, of its first work, of what keeps it
-        two steps behind the one before."""
+    def _predecessor_end_s(self, work: Work) -> float:
+        """Return the end of the work that must precede this one.
+
+        This is the micro-batch's previous work. For its first work in the cyclic order it is the
+        second work of the previous micro-batch, which keeps the distance of two time steps.
+        """
         table, last = self.table, self.table.n - 1
         if work.backward:
             near = (work.batch, work.stage, False) if work.stage == last else None
@@ -233,7 +256,7 @@ class _Simulation:
             return 0.0
         return self.ends.get(near, 0.0)
 
-    def _message(self, message: Message) -> None:
+    def _send_message(self, message: Message) -> None:
         begin = max(self.free[message.source], self.sends[message.source])
         begin = max(begin, self.receives[message.target])
         size = self.facts.bytes_of(message)
@@ -244,36 +267,45 @@ class _Simulation:
             if (work.batch, work.stage) == (message.batch, message.stage):
                 self.came[work] = max(self.came[work], gone + self.latency_s)
 
-    def _together(self, one: Collective) -> None:
-        """All members begin together, and none computes meanwhile."""
+    def _run_collective(self, one: Collective) -> None:
+        """Simulate a collective. Its devices begin together and do not compute meanwhile."""
         begin = max(self.free[device] for device in one.devices)
         size = sum(self.facts.gradient_bytes[stage] for stage in one.stages)
-        end = begin + rounds(one) * self.latency_s + sent(one) * size / self.bytes_per_s
+        end = begin + rounds(one) * self.latency_s + ring_volume(one) * size / self.bytes_per_s
         for source, target in zip(one.devices, [*one.devices[1:], one.devices[0]], strict=True):
             self.free[source] = end
-            self.moved.append(Moved(one.kind, source, target, begin, end, sent(one) * size))
+            self.moved.append(Moved(one.kind, source, target, begin, end, ring_volume(one) * size))
 
 
 def rounds(one: Collective) -> int:
-    """Messages that follow each other in a collective, as a ring: 2(K-1) of an all-reduce, K-1 of
-    the others. A tree needs at least log2 K, and sends more at a time."""
+    """Return the number of consecutive messages of a collective of K devices as a ring.
+
+    An all-reduce has 2(K-1), the other kinds K-1. A tree would need at least log2 K, with more
+    bytes at a time.
+    """
     return (2 if one.kind == "all_reduce" else 1) * (len(one.devices) - 1)
 
 
-def sent(one: Collective) -> float:
-    """What a device sends in a ring, as a multiple of the collective's size."""
+def ring_volume(one: Collective) -> float:
+    """Return the bytes that each device sends in a ring, as a multiple of the collective's size."""
     count = len(one.devices)
     return 2 * (count - 1) / count if one.kind == "all_reduce" else 1.0
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What an order takes, in unit time, in the middle of training (the paper's Table 1).
+    """Largest costs of a timetable in unit time, within the middle iteration (Table 1).
 
-    `activations` of one device at most, in sets of one micro-batch; `parameters` of one device at
-    most, in models; `volume` and `handed`: what all devices send between two time steps at most,
-    in models and in what all stages hand over; `messages` that follow each other between two time
-    steps at most, on a device.
+    Attributes:
+        devices: number of devices.
+        activations: activations of one device, in sets of one micro-batch.
+        parameters: parameters of one device, in models.
+        volume: gradients and stages that all devices send between two time steps, in models.
+        handed: outputs and their gradients that all devices send between two time steps, in sets of
+            one micro-batch.
+        messages: consecutive messages of one device between two time steps.
+
+    Source: Cyclic Data Parallelism, Table 1.
     """
 
     devices: int
@@ -285,7 +317,7 @@ class Costs:
 
 
 def costs(table: Timetable) -> Costs:
-    """What an order takes."""
+    """Return the costs of a timetable."""
     steps = range(MIDDLE * table.period, (MIDDLE + 1) * table.period)
     volume, handed, count = _traffic(table, steps)
     return Costs(
@@ -299,7 +331,10 @@ def costs(table: Timetable) -> Costs:
 
 
 def _activations(table: Timetable, steps: range) -> int:
-    """Of stages, on one device in one time step: all works of a step are under way together."""
+    """Return the largest number of stages with activations on one device in one time step.
+
+    All works of a time step count as simultaneous.
+    """
     held: Counter[tuple[int, int]] = Counter()
     for batch in range(table.n * ITERATIONS):
         for stage in range(table.n):
@@ -312,11 +347,11 @@ def _activations(table: Timetable, steps: range) -> int:
 def _traffic(
     table: Timetable, steps: range
 ) -> tuple[dict[int, float], dict[int, float], Counter[tuple[int, int]]]:
-    """After each time step: models sent, what is handed over, and by device how many messages."""
+    """Return `volume` and `handed` of `Costs` by time step, and messages by (step, device)."""
     volume: dict[int, float] = defaultdict(float)
     handed: dict[int, float] = defaultdict(float)
     count: Counter[tuple[int, int]] = Counter()
-    for message in _sent(table, steps):
+    for message in _messages_sent_in(table, steps):
         if message.what in ("activation", "gradient"):
             handed[message.sent] += 1 / (table.n - 1)
         else:
@@ -324,40 +359,45 @@ def _traffic(
         count[message.sent, message.source] += 1
     if not table.cyclic:
         for one in table.collectives(MIDDLE):
-            volume[one.sent] += sent(one) * len(one.devices) * len(one.stages) / table.n
+            volume[one.sent] += ring_volume(one) * len(one.devices) * len(one.stages) / table.n
             for device in one.devices:
                 count[one.sent, device] += rounds(one)
     return volume, handed, count
 
 
-def _sent(table: Timetable, steps: range) -> Iterator[Message]:
-    """Messages after these time steps."""
+def _messages_sent_in(table: Timetable, steps: range) -> Iterator[Message]:
+    """Yield the messages that are sent after these time steps."""
     for time in range(steps.start, steps.stop + table.period):
         messages = _due(table, time, range(ITERATIONS))
         yield from (message for message in messages if message.sent in steps)
 
 
 def _due(table: Timetable, time: int, iterations: range) -> Iterable[Message]:
-    """Between two devices, in either order; collectives of the parallel one are apart."""
+    """Return the messages between two devices that are due in a time step, in either order.
+
+    The collectives of the parallel order are not among them.
+    """
     if table.cyclic:
         return table.due(time, iterations)
-    return filter(None, map(table.handed, table.works(time)))
+    return filter(None, map(table.input_message, table.works(time)))
 
 
 def _parameters(table: Timetable, steps: range) -> float:
-    """Of the model, on one device: the stages that are its own, or those that it computes with in
-    two steps that follow each other."""
+    """Return the largest share of the model's parameters on one device.
+
+    With `zero` a device has the stages of two consecutive time steps, otherwise its own ones.
+    """
     if table.placement != "zero":
         return max(len(table.stages_of(device)) for device in range(table.devices)) / table.n
     used: dict[tuple[int, int], set[int]] = defaultdict(set)
     for time in steps:
         for work in table.works(time):
             used[work.device, time].add(work.stage)
-            used[work.device, time - 1].add(work.stage)  # on its way
+            used[work.device, time - 1].add(work.stage)  # arrives during the previous step
     return max(map(len, used.values())) / table.n
 
 
-def _summed(changes: Mapping[float, float]) -> list[tuple[float, float]]:
+def _cumulative_curve(changes: Mapping[float, float]) -> list[tuple[float, float]]:
     level, curve = 0.0, []
     for at in sorted(changes):
         level += changes[at]

@@ -1,4 +1,4 @@
-"""Stages: a model as modules that run one after the other."""
+"""Split of a model into stages: modules that run one after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from offbeat.strategies.solvers.stages import cut
 
-REPEATS = 3  # of which the fastest counts
+REPEATS = 3  # measurements of a child, of which the fastest one is used
 
 
 def split(
@@ -23,15 +23,28 @@ def split(
     balance: Literal["time", "flops"] | Sequence[int] = "time",
     split_points: Sequence[str] | None = None,
 ) -> list[nn.Module]:
-    """The model as so many modules in a row, each with about the same compute.
+    """Split a model into a sequence of modules with about the same compute.
 
-    An `nn.Sequential` is cut between its children, by what forward and backward of the `example`
-    take (`time`), by `flops`, or by hand (children per stage). Any other model is traced and cut
-    before the modules named in `split_points`, by torch.distributed.pipelining; the example is then
-    of one micro-batch. Parameters are the model's own. ValueError if it cannot be cut so.
+    An `nn.Sequential` is cut between its children. Any other model needs `split_points`: it is
+    traced by torch.distributed.pipelining and cut before the named modules.
+
+    Args:
+        model: the model. The stages share its parameters.
+        stages: number of stages.
+        example: inputs of the model; with `split_points` those of one micro-batch.
+        balance: costs of the children of an `nn.Sequential`: "time" measures forward and backward
+            of `example`, "flops" counts those of its forward. A sequence gives the number of
+            children of each stage instead.
+        split_points: names of the modules at which all stages but the first one begin.
+
+    Returns:
+        The stages, in the order of the forward.
+
+    Raises:
+        ValueError: the model cannot be cut like this.
     """
     if split_points is not None:
-        return _traced(model, stages, example, split_points)
+        return _split_traced(model, stages, example, split_points)
     if not isinstance(model, nn.Sequential):
         raise ValueError(
             f"model ({type(model).__name__}) must be an nn.Sequential, or split_points must name "
@@ -53,7 +66,7 @@ def split(
 
 
 def require_stages(stages: Sequence[nn.Module]) -> None:
-    """ValueError for a stage without parameters, shared ones, or statistics of batches."""
+    """Raise ValueError for a stage without own parameters or with running batch statistics."""
     homes: set[int] = set()
     for n, stage in enumerate(stages, 1):
         own = {id(p): name for name, p in stage.named_parameters()}
@@ -75,10 +88,10 @@ def require_stages(stages: Sequence[nn.Module]) -> None:
 
 
 def _times_s(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list[float]:
-    """Seconds of forward and backward of each child, the least of several."""
+    """Return the seconds of forward and backward of each child, minimum of `REPEATS`."""
     inputs, costs = example, []
     for child in children:
-        timed = [_timed(child, inputs) for _ in range(REPEATS)]
+        timed = [_time_child(child, inputs) for _ in range(REPEATS)]
         costs.append(min(seconds for seconds, _ in timed))
         inputs = (timed[-1][1],)
     for child in children:
@@ -86,8 +99,8 @@ def _times_s(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list
     return costs
 
 
-def _timed(child: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, Tensor]:
-    """Seconds of one forward and backward, and the output."""
+def _time_child(child: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, Tensor]:
+    """Return the seconds of one forward and backward of a child, and its output."""
     given = [_leaf(x) for x in inputs]
     begin_s = time.perf_counter()
     output = child(*given)
@@ -97,7 +110,7 @@ def _timed(child: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, Tensor]
 
 
 def _flops(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list[float]:
-    """Of a forward of each child, by torch's counter."""
+    """Return the floating-point operations of each child's forward, by torch's counter."""
     inputs, costs = example, []
     for child in children:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -110,7 +123,7 @@ def _leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_(x.is_floating_point())
 
 
-def _traced(
+def _split_traced(
     model: nn.Module, stages: int, example: tuple[Tensor, ...], points: Sequence[str]
 ) -> list[nn.Module]:
     from torch.distributed.pipelining import SplitPoint, pipeline
@@ -125,7 +138,7 @@ def _traced(
         )
     spec: dict[str, Any] = dict.fromkeys(points, SplitPoint.BEGINNING)
     try:
-        with warnings.catch_warnings():  # torch's own, about torch
+        with warnings.catch_warnings():  # torch.export warns about torch's own code
             warnings.simplefilter("ignore")
             pipe = pipeline(model, mb_args=example, split_spec=spec)
     except Exception as error:

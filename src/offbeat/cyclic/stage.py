@@ -1,4 +1,4 @@
-"""A stage on one device: versions of its parameters, sum of its gradients, optimizer state."""
+"""Stage of a model on one device: parameter versions, gradient sum, optimizer state."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from offbeat.cyclic.vectors import Shape, Vectors
 
 
 class Stage:
-    """What is trained of a module. Version t are the parameters that iteration t begins with.
+    """Trained parameters of a module, in several versions, with gradients and optimizer state.
 
-    The module's own parameters are those of the newest version that is here; without any they are
-    empty.
+    Version t are the parameters at the begin of iteration t. The module's own parameters are those
+    of the newest local version, or empty without local versions.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
@@ -27,7 +27,7 @@ class Stage:
         self._optimizer = optimizer
         self.trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         names = {id(p): name for name, p in self.trained.items()}
-        self._places = [  # where the module looks for them; tied ones have several
+        self._places = [  # dictionaries that hold the parameters; tied ones have several
             (owner._parameters, key, names[id(p)])
             for owner in module.modules()
             for key, p in owner._parameters.items()
@@ -37,18 +37,18 @@ class Stage:
         self.versions: dict[int, Vectors] = {}
         self.sum: Vectors | None = None
         self._state: StageState | None = None
-        # Those in graphs of micro-batches under way: they must come back into the same memory.
+        # Versions in autograd graphs: a version that returns must occupy the same memory again.
         self._in_graphs: WeakValueDictionary[int, Vectors] = WeakValueDictionary()
 
     @property
     def newest(self) -> int:
-        """Number of the newest version that is here."""
+        """Number of the newest local version."""
         return max(self.versions)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parameters, gradients and optimizer state that are here."""
-        held = {id(version): version.nbytes for version in self._known()}
+        """Local bytes of parameters, gradients and optimizer state."""
+        held = {id(version): version.nbytes for version in self._all_versions()}
         gradients = self.sum.nbytes if self.sum is not None else 0
         state = sum(
             value.nbytes
@@ -60,34 +60,37 @@ class Stage:
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed."""
+        """Device of the parameters."""
         return next(iter(self._shapes.values())).device
 
-    def held(self) -> Iterator[Tensor]:
-        """Parameters of all versions, flat."""
-        for version in {id(v): v for v in self._known()}.values():
+    def flat_versions(self) -> Iterator[Tensor]:
+        """Yield the flat tensors of all versions, also of those only in autograd graphs."""
+        for version in {id(v): v for v in self._all_versions()}.values():
             yield from version.flats
 
-    def _known(self) -> list[Vectors]:
+    def _all_versions(self) -> list[Vectors]:
         return [*self.versions.values(), *self._in_graphs.values()]
 
     def begin(self, number: int) -> None:
-        """The module's parameters as they are now are the only version."""
+        """Make the module's current parameters the only version."""
         self.versions = {number: self.vectors()}
         for name, view in self.versions[number].views.items():
             view.data.copy_(self.trained[name].data)
         self._show(number)
 
     def vectors(self) -> Vectors:
-        """Room for the parameters, or for their gradients."""
+        """Return new tensors of the parameters' shapes, for parameters or gradients."""
         return Vectors(self._shapes)
 
     def forward(self, x: Tensor, number: int) -> tuple[Any, dict[str, Tensor]]:
-        """What the module returns with a version of its parameters, and these, for a backward that
-        asks for their gradients. Whoever keeps the graph must keep the version, too."""
+        """Call the module with a version of its parameters. Return the output and the parameters.
+
+        The parameters, by name, are the leaves of the graph. While the graph is needed, the caller
+        must hold a reference to the version.
+        """
         self._in_graphs[number] = self.versions[number]
         leaves = self.versions[number].views
-        # As torch.func.functional_call does, which looks for the places anew each time.
+        # torch.func.functional_call does the same, but searches the modules at each call.
         for owner, key, name in self._places:
             owner[key] = leaves[name].requires_grad_()  # type: ignore[assignment]
         try:
@@ -96,30 +99,32 @@ class Stage:
             for owner, key, name in self._places:
                 owner[key] = self.trained[name]
 
-    def add(self, found: Sequence[Tensor | None]) -> None:
-        """Gradients of one micro-batch, in the order of `trained`."""
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one micro-batch, in the order of `trained`, to the sum."""
         if self.sum is None:
             self.sum = self.vectors()
-        pairs = zip(self.sum.views.values(), found, strict=True)
+        pairs = zip(self.sum.views.values(), gradients, strict=True)
         given = [(view, gradient) for view, gradient in pairs if gradient is not None]
         if given:
             torch._foreach_add_(*map(list, zip(*given, strict=True)))
 
     def begin_update(self, number: int, gradient: Vectors) -> None:
-        """A new version in new memory, as forwards and backwards may need the old one; the
-        optimizer finds it, with its gradients, in the module's parameters."""
+        """Copy the version before `number` and attach the copy and `gradient` to the module.
+
+        The optimizer updates the copy. Pending forwards and backwards use the old version.
+        """
         self.versions[number] = self.versions[number - 1].copy()
         self._show(number)
         for name, p in self.trained.items():
             p.grad = gradient.views[name]
 
     def end_update(self) -> None:
-        """The optimizer has stepped."""
+        """Remove the gradients from the module after the optimizer's step."""
         for p in self.trained.values():
             p.grad = None
 
     def keep(self, numbers: Iterable[int]) -> None:
-        """Forget all other versions but the newest."""
+        """Remove all versions except these and the newest one."""
         kept = {*numbers, self.newest}
         self.versions = {n: v for n, v in self.versions.items() if n in kept}
 
@@ -127,17 +132,17 @@ class Stage:
         for name, p in self.trained.items():
             p.data = self.versions[number].views[name].data
 
-    # ---- travelling -------------------------------------------------------------------------
+    # ---- moves between devices --------------------------------------------------------------
 
     @property
     def state(self) -> StageState:
-        """The optimizer's state of this stage."""
+        """Optimizer state of this stage."""
         if self._state is None:
             self._state = StageState(self._optimizer, self.trained, self._shapes)
         return self._state
 
     def arrive(self, numbers: Iterable[int]) -> list[Tensor]:
-        """Room for versions that are about to come, as flat tensors."""
+        """Allocate versions that will be received. Return their flat tensors."""
         for number in numbers:
             version = self._in_graphs.get(number)
             if version is None:
@@ -147,24 +152,24 @@ class Stage:
         return [flat for number in numbers for flat in self.versions[number].flats]
 
     def leave(self) -> None:
-        """Nothing of it is here any more, but what graphs hold."""
+        """Remove all local tensors of the stage, except versions in autograd graphs."""
         self.versions, self.sum = {}, None
         for p in self.trained.values():
             p.data = torch.empty(0, dtype=p.dtype, device=p.device)
             self._optimizer.state.pop(p, None)
 
     def show_newest(self) -> None:
-        """The module's parameters are those of the newest version."""
+        """Make the newest version the module's parameters."""
         self._show(self.newest)
 
     def receive_from(self, rank: int, group: dist.ProcessGroup) -> None:
-        """The weights and buffers of one rank on all."""
+        """Broadcast parameters and buffers of the module from one rank to all ranks."""
         for tensor in [*self.module.parameters(), *self.module.buffers()]:
             if tensor.numel():
                 dist.broadcast(tensor.data, rank, group)
 
     def share(self, owner: int, number: int, group: dist.ProcessGroup) -> None:
-        """The owner's version and state on all ranks."""
+        """Broadcast the newest version and the optimizer state from the owner to all ranks."""
         mine = dist.get_rank() == owner
         if not self.versions:
             self.arrive([number])

@@ -1,4 +1,4 @@
-"""Optimizer state of one stage as one piece of memory, which can travel."""
+"""Optimizer state of one stage in one block of memory per device, for transfers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from offbeat.core.buckets.coupling import shield_parameters, trial_copy
 from offbeat.core.buckets.random_states import preserve_random_states
 from offbeat.cyclic.vectors import Shape
 
-ALIGNED = 16  # bytes
+ALIGNED = 16  # alignment of a value in the block, in bytes
 _TRIAL = (2, 3)
 
 
 class _Place(NamedTuple):
     parameter: nn.Parameter
     name: str
-    number: type | None  # instead of a tensor
+    number: type | None  # type of a value that is not a tensor
     dtype: torch.dtype
     shape: torch.Size
     device: torch.device
@@ -29,10 +29,10 @@ class _Place(NamedTuple):
 
 
 class StageState:
-    """State that an optimizer keeps for some parameters: tensors of a parameter's shape, scalars
-    and numbers. ValueError for anything else.
+    """Optimizer state of some parameters: tensors of a parameter's shape, scalars and numbers.
 
-    What it keeps is found out with a made-up parameter, so it is known before there is any.
+    The layout is determined with trial parameters, so it is available before the first step. Raises
+    ValueError for values of another kind.
     """
 
     def __init__(
@@ -53,28 +53,28 @@ class StageState:
 
     @property
     def nbytes(self) -> int:
-        """Of the state, on all devices."""
+        """Bytes of the state on all devices."""
         return sum(self._sizes.values())
 
     @property
-    def present(self) -> bool:
-        """Whether the optimizer has any."""
+    def is_present(self) -> bool:
+        """Whether the optimizer has state of these parameters."""
         return any(p in self._optimizer.state for p in self._parameters)
 
-    def taken(self) -> list[Tensor]:
-        """The state as bytes, by device; the optimizer keeps none of it."""
-        memory = [*self._memory.values()] or self.room()
+    def export_state(self) -> list[Tensor]:
+        """Remove the state from the optimizer and return it as bytes, one tensor per device."""
+        memory = [*self._memory.values()] or self.allocate_memory()
         for place, view in zip(self._places, self._views, strict=True):
             value = self._optimizer.state[place.parameter][place.name]
             if value is not view:
                 view.copy_(
                     torch.as_tensor(value, dtype=place.dtype, device=view.device).view(place.shape)
                 )
-        self.forget()
+        self.clear_state()
         return memory
 
-    def room(self) -> list[Tensor]:
-        """New memory for it, of any content."""
+    def allocate_memory(self) -> list[Tensor]:
+        """Allocate memory for the state and return it, one tensor per device."""
         self._memory = {
             device: torch.zeros(size, dtype=torch.uint8, device=device)
             for device, size in self._sizes.items()
@@ -83,18 +83,18 @@ class StageState:
         return [*self._memory.values()]
 
     def _view(self, place: _Place) -> Tensor:
-        """With a storage of its own: torch.save takes no two dtypes in one."""
+        """Return a view with a storage of its own: torch.save rejects two dtypes in one storage."""
         part = self._memory[place.device][place.begin : place.end]
         return (from_dlpack(part) if part.numel() else part).view(place.dtype).view(place.shape)
 
-    def give(self) -> None:
-        """Hand what has come into `room` to the optimizer."""
+    def restore_state(self) -> None:
+        """Give the optimizer the state that was received into the memory of `room`."""
         for place, view in zip(self._places, self._views, strict=True):
             value = view if place.number is None else place.number(view.item())
             self._optimizer.state[place.parameter][place.name] = value
 
-    def forget(self) -> None:
-        """There is none here."""
+    def clear_state(self) -> None:
+        """Remove the state and its memory."""
         self._memory, self._views = {}, []
         for p in self._parameters:
             self._optimizer.state.pop(p, None)

@@ -1,8 +1,10 @@
-"""Timetables: which device computes which stage of which micro-batch in which time step.
+"""Timetables of cyclic and parallel training: device and time step of each stage's compute.
 
-N micro-batches pass N stages, forward and backward, one stage in each time step. In the cyclic
-order each begins two steps after the one before, and iterations follow each other without a pause.
-In parallel all begin together. Source: Cyclic Data Parallelism, Fig. 1 and 2.
+N micro-batches pass N stages, forward and backward, one stage per time step. In the cyclic order
+each micro-batch begins two time steps after the previous one, and iterations follow each other
+without a pause. In the parallel order all N micro-batches begin in the same time step.
+
+Source: Cyclic Data Parallelism, Fig. 1 and 2.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ What = Literal["activation", "gradient", "sum", "total", "states"]
 
 
 class Work(NamedTuple):
-    """One stage of one micro-batch, forward or backward. Micro-batches count on over iterations;
-    stages count from 0 at the input."""
+    """Forward or backward of one micro-batch through one stage.
+
+    Micro-batches are numbered across iterations, stages from 0 at the input.
+    """
 
     time: int
     device: int
@@ -29,11 +33,12 @@ class Work(NamedTuple):
 
 
 class Message(NamedTuple):
-    """From one device to another: sent after the works of step `sent`, needed in step `due`.
+    """Message from one device to another, sent after time step `sent` and needed in step `due`.
 
-    `activation` and `gradient` between neighbouring stages; `sum`: a stage's gradients so far, for
-    the next micro-batch to add to; `total`: all of an iteration, with which each device of a stage
-    updates its copy; `states`: all that there is of a stage. `batch` is whose work needs it.
+    Kinds: `activation` and `gradient` between neighbouring stages; `sum`, the sum of a stage's
+    gradients so far, to which the next micro-batch adds; `total`, the gradient of an iteration, for
+    the update of each copy of a stage; `states`, parameters, gradient sum and optimizer state of a
+    stage. `batch` is the micro-batch whose work needs the message.
     """
 
     sent: int
@@ -46,8 +51,10 @@ class Message(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What all devices of a stage do together after the works of step `sent`: `all_reduce` of
-    gradients, `broadcast` of the stages, or `reduce` of their gradients to their home."""
+    """Collective of the devices of some stages after the works of time step `sent`.
+
+    Kinds: `all_reduce` of gradients, `broadcast` of stages, `reduce` of gradients to the home.
+    """
 
     sent: int
     kind: Literal["all_reduce", "broadcast", "reduce"]
@@ -57,13 +64,18 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Timetable:
-    """N micro-batches over N stages.
+    """Timetable of `n` micro-batches over `n` stages, in cyclic or parallel order.
 
-    Where they are computed: `single`, all on one device; `workers`, each micro-batch on one of N;
-    `pyramid`, each stage on devices of its own, as many as it has micro-batches under way at a time
-    (N-j+1 of stage j, counted from 1), of which the next one takes that which has just released its
-    activations; `pipeline`, each stage on one; `zero`: as `workers`, but there is one copy of a
-    stage, which travels to whoever computes with it next.
+    Placements:
+
+    - `single`: one device computes everything.
+    - `workers`: each of `n` devices computes one micro-batch and has a copy of every stage.
+    - `pyramid`: each stage has devices of its own, one per simultaneous micro-batch: n - j + 1 for
+      stage j, counted from 1. The next micro-batch gets the device that has just released its
+      activations.
+    - `pipeline`: each stage has one device.
+    - `zero`: as `workers`, but with one copy of each stage, which moves to the device that computes
+      with it next.
     """
 
     placement: Placement
@@ -81,21 +93,21 @@ class Timetable:
 
     @property
     def period(self) -> int:
-        """Time steps of an iteration."""
+        """Time steps per iteration."""
         return 2 * self.n
 
     @property
     def devices(self) -> int:
-        """How many there are."""
-        return sum(map(self.copies, range(self.n))) if self.staged else self._widths[0]
+        """Number of devices."""
+        return sum(map(self.copies, range(self.n))) if self.is_staged else self._widths[0]
 
     @property
-    def staged(self) -> bool:
-        """Whether a device computes one stage only."""
+    def is_staged(self) -> bool:
+        """Whether each device computes only one stage."""
         return self.placement in ("pyramid", "pipeline")
 
     def copies(self, stage: int) -> int:
-        """On how many devices a stage is computed."""
+        """Return the number of devices that compute a stage."""
         return self._widths[stage]
 
     @cached_property
@@ -107,17 +119,19 @@ class Timetable:
         return [self.n] * self.n
 
     def device(self, batch: int, stage: int) -> int:
-        """Where a stage of a micro-batch is computed; with `pyramid` and `pipeline` devices count
-        from those of the first stage on."""
-        before = sum(self._widths[:stage]) if self.staged else 0
+        """Return the device that computes a stage of a micro-batch.
+
+        With `pyramid` and `pipeline` devices are numbered stage by stage, from the input on.
+        """
+        before = sum(self._widths[:stage]) if self.is_staged else 0
         return before + batch % self._widths[stage]
 
     def home(self, stage: int) -> int:
-        """Where the only copy of a stage is before it travels, and in the end."""
+        """Return the device of a stage's first copy; with `zero` that of the copy at rest."""
         return stage if self.placement == "zero" else self.device(0, stage)
 
     def stages_of(self, device: int) -> list[int]:
-        """Those that a device has a copy of; with `zero`, at rest."""
+        """Return the stages of which a device has a copy, with `zero` at rest."""
         if self.placement == "zero":
             return [stage for stage in range(self.n) if self.home(stage) == device]
         on = [{self.device(batch, stage) for batch in range(self.n)} for stage in range(self.n)]
@@ -125,22 +139,24 @@ class Timetable:
 
     # ---- works ------------------------------------------------------------------------------
 
-    def begins(self, batch: int) -> int:
-        """First time step of a micro-batch."""
+    def first_step(self, batch: int) -> int:
+        """Return the first time step of a micro-batch."""
         iteration, i = divmod(batch, self.n)
         return self.period * iteration + (2 * i if self.cyclic else 0)
 
     def forward_at(self, batch: int, stage: int) -> int:
-        """In which time step."""
-        return self.begins(batch) + stage
+        """Return the time step of a forward."""
+        return self.first_step(batch) + stage
 
     def backward_at(self, batch: int, stage: int) -> int:
-        """In which time step."""
-        return self.begins(batch) + self.period - 1 - stage
+        """Return the time step of a backward."""
+        return self.first_step(batch) + self.period - 1 - stage
 
     def works(self, time: int) -> list[Work]:
-        """What is computed in a time step, if nothing begins or ends; backward first, as it frees
-        memory."""
+        """Return the works of a time step in an endless run, without begin or end.
+
+        Backwards come first because they free memory.
+        """
         if not self.cyclic:
             iteration, place = divmod(time, self.period)
             batches = range(self.n * iteration, self.n * (iteration + 1))
@@ -159,21 +175,23 @@ class Timetable:
     # ---- messages of the cyclic order --------------------------------------------------------
 
     def due(self, time: int, iterations: range) -> Iterator[Message]:
-        """Messages that must be there in a time step, if these iterations are computed."""
+        """Yield the messages that are due in a time step, if only these iterations are computed."""
         for work in self.works(time):
             if work.batch // self.n in iterations:
-                if handed := self.handed(work):
+                if handed := self.input_message(work):
                     yield handed
-                there_is_one = self.placement == "zero"
-                yield from self._travels(work, iterations) if there_is_one else self._summed(work)
-            # Totals reach everybody, even if no further iteration follows.
+                if self.placement == "zero":
+                    yield from self._state_messages(work, iterations)
+                else:
+                    yield from self._sum_messages(work)
+            # Every copy gets the total of the last iteration, too, though no iteration follows.
             if not work.backward and self.total_of(work.batch, work.stage) in iterations:
-                yield from self._passed(work.batch, work.stage)
+                yield from self._total_messages_of(work.batch, work.stage)
         if self.placement == "zero":
-            yield from self._returns(time, iterations)
+            yield from self._return_messages(time, iterations)
 
-    def handed(self, work: Work) -> Message | None:
-        """What a work needs of the neighbouring stage, if that is computed elsewhere."""
+    def input_message(self, work: Work) -> Message | None:
+        """Return the message from the neighbouring stage; None if it is on the same device."""
         near = work.stage + 1 if work.backward else work.stage - 1
         if not 0 <= near < self.n or (source := self.device(work.batch, near)) == work.device:
             return None
@@ -181,56 +199,59 @@ class Timetable:
         return Message(work.time - 1, work.time, source, work.device, what, work.stage, work.batch)
 
     def total_of(self, batch: int, stage: int) -> int | None:
-        """The iteration whose total the micro-batch's device gets just before its forward: the
-        first that can use it, and then one after the other until all copies have it."""
+        """Return the iteration whose total arrives just before this forward, or None.
+
+        The first micro-batch that can use a total receives it first. The following micro-batches
+        receive it one by one until all copies of the stage have it.
+        """
         if self.placement == "zero":
             return None
         iteration, place = divmod(batch - (self.n - 1 - stage), self.n)
         return iteration - 1 if place < self.copies(stage) else None
 
-    def _summed(self, work: Work) -> Iterator[Message]:
-        """The sum of gradients, from one micro-batch to the next."""
+    def _sum_messages(self, work: Work) -> Iterator[Message]:
+        """Yield the message with the gradient sum of the previous micro-batch."""
         source = self.device(work.batch - 1, work.stage)
         if work.backward and work.batch % self.n and source != work.device:
             yield Message(
                 work.time - 2, work.time, source, work.device, "sum", work.stage, work.batch
             )
 
-    def passes(self, iteration: int, stage: int) -> Iterator[Message]:
-        """A total's way: from the device that has it first to those that compute the stage next."""
+    def total_messages(self, iteration: int, stage: int) -> Iterator[Message]:
+        """Yield the messages that carry the total of an iteration to all copies of a stage."""
         first = self.n * (iteration + 2) - 1 - stage
         for batch in range(first, first + self.copies(stage)):
-            yield from self._passed(batch, stage)
+            yield from self._total_messages_of(batch, stage)
 
-    def _passed(self, batch: int, stage: int) -> Iterator[Message]:
+    def _total_messages_of(self, batch: int, stage: int) -> Iterator[Message]:
         due = self.forward_at(batch, stage)
         since, place = divmod(batch - (self.n - 1 - stage), self.n)
-        owner = self.device(self.n * since - 1, stage)  # has computed the last backward
+        owner = self.device(self.n * since - 1, stage)  # computed the iteration's last backward
         source = owner if place == 0 else self.device(batch - 1, stage)
         target = self.device(batch, stage)
         if target not in (source, owner):
             yield Message(due - (2 if place else 1), due, source, target, "total", stage, batch)
 
-    def _travels(self, work: Work, iterations: range) -> Iterator[Message]:
-        """The stage, from whoever has computed with it last."""
-        source = self._before(work.time, work.stage, iterations)
+    def _state_messages(self, work: Work, iterations: range) -> Iterator[Message]:
+        """Yield the message that moves the stage from the device of its previous work."""
+        source = self._previous_device(work.time, work.stage, iterations)
         if source != work.device:
             yield Message(
                 work.time - 1, work.time, source, work.device, "states", work.stage, work.batch
             )
 
-    def _before(self, time: int, stage: int, iterations: range) -> int:
-        """Who has computed with a stage last."""
+    def _previous_device(self, time: int, stage: int, iterations: range) -> int:
+        """Return the device of the last work with a stage before a time step, or its home."""
         for earlier in range(time - 1, self.period * iterations.start - 1, -1):
-            # In even steps after its first one it is used forward, in odd ones backward.
+            # The even time steps after the stage's first one are forwards, the odd ones backwards.
             since, backward = earlier - stage, (earlier - stage) % 2
             batch = (since - self.period + 1 + 2 * stage if backward else since) // 2
             if batch // self.n in iterations:
                 return self.device(batch, stage)
         return self.home(stage)
 
-    def _returns(self, time: int, iterations: range) -> Iterator[Message]:
-        """In the end every stage goes back to where it was at first."""
+    def _return_messages(self, time: int, iterations: range) -> Iterator[Message]:
+        """Yield the messages that move stages to their homes after the last iteration."""
         last = iterations.stop * self.n - 1
         for stage in range(self.n):
             source, target = self.device(last, stage), self.home(stage)
@@ -240,8 +261,11 @@ class Timetable:
     # ---- collectives of the parallel order ---------------------------------------------------
 
     def collectives(self, iteration: int) -> Iterator[Collective]:
-        """What devices do together in an iteration, if all micro-batches run at the same time. One
-        all-reduce in the end, with `workers`; each stage's as soon as it can be, with `pyramid`."""
+        """Yield the collectives of an iteration in parallel order.
+
+        `workers` has one all-reduce at the end, `pyramid` one per stage after its backward. `zero`
+        broadcasts each stage before forward and backward, and reduces its gradients.
+        """
         begin, end = self.period * iteration, self.period * (iteration + 1) - 1
         if self.placement == "single" or self.n == 1:
             return

@@ -1,11 +1,11 @@
-"""Interleaved: cyclic data parallelism, stage by stage.
+"""Trainer for cyclic data parallelism by stages.
 
-N micro-batches pass N stages, each two time steps behind the one before. So at any time they hold
-about (N+1)/2 of the N whole sets of activations that N micro-batches in parallel would hold. All
-may be computed on one device, or each stage of each micro-batch where a timetable says.
+N micro-batches pass N stages, each two time steps behind the previous one. At any time they hold
+about (N+1)/2 sets of activations, where N simultaneous micro-batches would hold N. A timetable
+assigns the stages of each micro-batch to one or several devices.
 
-Nobody waits for ever: a process takes the time steps in order, is ready to receive in the step in
-which a message is sent, and waits only for what was sent in earlier steps.
+Processes cannot deadlock: each process passes the time steps in order, starts to receive a message
+in the step in which it is sent, and waits only for messages that were sent in earlier steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Loss = Callable[[Tensor, Any], Tensor]
 
 @dataclass
 class _Passed:
-    """A stage that a micro-batch has passed forward: input, output, parameters."""
+    """Forward of a micro-batch through a stage: input, output, parameters."""
 
     x: Tensor
     y: Tensor
@@ -49,27 +49,36 @@ class _Passed:
 
 @dataclass
 class _Passing:
-    """One micro-batch: the stages that it has passed here, and the gradient on its way back."""
+    """State of one micro-batch: its local forwards by stage, and the gradient in its backward."""
 
     passed: dict[int, _Passed] = field(default_factory=dict)
     gradient: Tensor | None = None
 
 
 class Interleaved:
-    """Trains stages with as many micro-batches as there are stages, each two stages behind the
-    other. `loss(output, target)` is of one micro-batch; gradients are averaged over them.
+    """Trainer of N stages with N micro-batches per iteration, each two time steps apart.
 
-    Parameters of a forward are the newest, or those of one iteration before, by the rule of
-    `Cyclic` (rule, table, chance, seed, start, clip). Older ones are kept only while something
-    still needs them. The optimizer must treat parameters independently of each other.
+    A forward uses the newest parameters or those of the previous iteration, by the rule of
+    `strategy`. Older parameters are kept only while a forward or backward needs them.
 
-    `step` passes one iteration's time: the last micro-batch of an iteration ends in the next step,
-    or in `finish`.
+    `step` passes the time steps of one iteration. The last micro-batches of an iteration end in the
+    next `step`, or in `finish`.
 
-    With a `placement` other than `single` (see `Timetable`) every process of torch.distributed
-    makes the same model and optimizer, and calls the same methods with the same batches. Each
-    computes its part, and keeps the parameters of its own stages; the others are empty until
-    `consolidate`. No wait for another process outlasts `timeout_s`.
+    With a `placement` other than "single" every process of torch.distributed creates the same model
+    and optimizer and calls the same methods with the same batches. Each process computes the works
+    of its device and holds the parameters of its own stages. The other stages are empty until
+    `consolidate`.
+
+    Args:
+        stages: modules that run one after the other, see `split`.
+        optimizer: optimizer of all stages. It must step each parameter independently of others.
+        loss: `loss(output, target)` of one micro-batch. Gradients are averaged over micro-batches.
+        strategy: rule, table, chance, seed, start and clip of `Cyclic`.
+        placement: devices of the stages, see `Timetable`.
+        timeout_s: longest wait for another process, in seconds.
+
+    Raises:
+        ValueError: the stages, the optimizer or the number of processes do not fit.
 
     Source: Cyclic Data Parallelism, Eq. 5 to 7, Fig. 1 and 2.
     """
@@ -100,28 +109,35 @@ class Interleaved:
         trained = [[*stage.trained.values()] for stage in self._stages]
         self._stepper = BucketStepper(optimizer, trained, "step the whole model at once")
         self._stepper.require_independent()
-        self._rank, self._exchange = _joined(self.table, timeout_s, self._stages, optimizer)
+        self._rank, self._exchange = _join_processes(self.table, timeout_s, self._stages, optimizer)
         self._traffic = Traffic(self.table, self._rank, self._exchange)
         self._travels = placement == "zero"
-        self._stateful = [self._travels and stage.state.present for stage in self._stages]
+        self._stateful = [self._travels and stage.state.is_present for stage in self._stages]
         self._passing: dict[int, _Passing] = defaultdict(_Passing)
         self._batches: dict[int, Sequence[Batch]] = {}  # by iteration
-        # By iteration: learning rates and so on, as they are when it begins.
+        # By iteration: settings of the optimizer, such as learning rates, at its begin.
         self._settings: dict[int, Settings] = {}
-        self._coming: dict[tuple[What, int, int], Vectors] = {}  # what, stage and micro-batch
-        self._with_state: dict[int, bool] = {}  # by stage that is coming
+        self._coming: dict[tuple[What, int, int], Vectors] = {}  # by kind, stage and micro-batch
+        self._with_state: dict[int, bool] = {}  # by stage in transfer to this device
         self._time = 0
         self._failed = False
         self._losses: list[Tensor] = []
-        # For a record: after each work with its seconds, for each message with its bytes.
+        # Callbacks of a record: after each work with begin and end, at each message with its bytes.
         self.on_work: Callable[[Work, float, float], None] | None = None
         self._span_s = (0.0, 0.0)  # of the last work, without waiting for messages
         self.on_sent: Callable[[Message, int], None] | None = None
         self._keep_own()
 
     def step(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Begin an iteration with N micro-batches (input, target); the losses of those that have
-        reached the output here since the last call, oldest first."""
+        """Begin an iteration and pass its time steps.
+
+        Args:
+            batches: (input, target) of each of the N micro-batches.
+
+        Returns:
+            Losses of the micro-batches that have reached the output on this device since the last
+            call, in their order.
+        """
         count, series = self.table.n, self._versions.series
         if len(batches) != count:
             raise ValueError(
@@ -132,19 +148,21 @@ class Interleaved:
             self._keep_own()
         self._batches[series.stop] = batches
         self._settings[series.stop] = self._stepper.settings()
-        self._optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
+        self._optimizer._opt_called = True  # type: ignore[attr-defined] # read by schedulers
         self._versions.series = range(series.start, series.stop + 1)
-        return self._until(self.table.period * (series.stop + 1))
+        return self._run_until(self.table.period * (series.stop + 1))
 
     def finish(self) -> list[Tensor]:
-        """Let every micro-batch that has begun end; the rest of the losses. All parameters are the
-        newest then, and training can go on: the next iteration begins as the first one did."""
+        """Complete all micro-batches and return the remaining losses.
+
+        Afterwards all parameters are the newest ones. A further `step` begins like the first one.
+        """
         series = self._versions.series
         if not series:
             return []
-        losses = self._until(self.table.period * (series.stop + 2))
-        for j in range(self.table.n):  # those that go back to rest
-            self._arrive(j, self._versions.last(series.stop - 1))
+        losses = self._run_until(self.table.period * (series.stop + 2))
+        for j in range(self.table.n):  # stages that return to their homes
+            self._activate_stage(j, self._versions.last(series.stop - 1))
         self._time = self.table.period * series.stop
         self._traffic.restart(self._time)
         self._versions.series = range(series.stop, series.stop)
@@ -154,28 +172,30 @@ class Interleaved:
         return losses
 
     def consolidate(self) -> list[Tensor]:
-        """`finish`; then every process has the newest parameters and optimizer state of all stages,
-        until the next step. So each can evaluate, and one can save them."""
+        """Call `finish` and give every process all stages, until the next `step`.
+
+        Each process then has the newest parameters and optimizer state, to evaluate or save them.
+        """
         losses = self.finish()
         if self._exchange is not None and not self._whole:
             for j, stage in enumerate(self._stages):
                 stage.share(
-                    self.table.home(j), self._versions.series.start, self._exchange.connected
+                    self.table.home(j), self._versions.series.start, self._exchange.open_group
                 )
         self._whole = True
         return losses
 
-    def held_bytes(self) -> int:
-        """Bytes of parameters of all versions, gradients and optimizer state that are here."""
+    def memory_bytes(self) -> int:
+        """Return the local bytes of all parameter versions, gradients and optimizer state."""
         return sum(stage.nbytes for stage in self._stages)
 
-    def held(self) -> Iterator[Tensor]:
-        """Parameters of all versions that are here, flat."""
+    def flat_versions(self) -> Iterator[Tensor]:
+        """Yield the flat tensors of all local parameter versions."""
         for stage in self._stages:
-            yield from stage.held()
+            yield from stage.flat_versions()
 
     def _keep_own(self) -> None:
-        """Only the stages that are ours are here."""
+        """Keep the stages of this device and remove the others."""
         own = self.table.stages_of(self._rank)
         for j, stage in enumerate(self._stages):
             if j in own:
@@ -186,18 +206,18 @@ class Interleaved:
 
     # ---- time steps -------------------------------------------------------------------------
 
-    def _until(self, until: int) -> list[Tensor]:
-        """Pass the time steps before this one."""
+    def _run_until(self, until: int) -> list[Tensor]:
+        """Pass the time steps before `until`. Return the losses since the last call."""
         if self._failed:
             raise RuntimeError(
                 "training has failed in the middle of an iteration; make model, optimizer and "
                 "trainer again, and load the last checkpoint"
             )
-        self._failed = True  # unless all goes well
+        self._failed = True  # until the end of this method
         self._traffic.expect(self._time, until, self._versions.series)
-        # What was due beyond the last iteration's time steps, and is due now.
-        self._traffic.receive(self._time - 1, self._room)
-        self._traffic.send(self._time - 1, self._load, self.on_sent)
+        # Messages that could not be sent before this iteration began.
+        self._traffic.receive(self._time - 1, self._receive_buffers)
+        self._traffic.send(self._time - 1, self._unload_stage, self.on_sent)
         while self._time < until:
             self._tick()
         self._failed = False
@@ -205,16 +225,16 @@ class Interleaved:
         return losses
 
     def _tick(self) -> None:
-        self._traffic.receive(self._time, self._room)
+        self._traffic.receive(self._time, self._receive_buffers)
         for work in self.table.works(self._time):
             if work.device == self._rank:
-                self._renew(work)
+                self._apply_total(work)
                 if work.batch // self.table.n in self._versions.series:
-                    self._arrive(work.stage, work.batch)
+                    self._activate_stage(work.stage, work.batch)
                     (self._backward if work.backward else self._forward)(work)
                     if self.on_work is not None:
                         self.on_work(work, *self._span_s)
-        self._traffic.send(self._time, self._load, self.on_sent)
+        self._traffic.send(self._time, self._unload_stage, self.on_sent)
         self._time += 1
         last = self._versions.last
         for t in [t for t in self._batches if self.table.backward_at(last(t), 0) < self._time]:
@@ -226,7 +246,7 @@ class Interleaved:
         stage, passing = self._stages[j], self._passing[batch]
         x, target = self._batches[batch // self.table.n][batch % self.table.n]
         if j:
-            if self._traffic.awaits("activation", j, batch):
+            if self._traffic.is_expected("activation", j, batch):
                 x = self._traffic.take("activation", j, batch, stage.device)[0]
             else:
                 x = passing.passed[j - 1].y.detach()
@@ -244,35 +264,35 @@ class Interleaved:
         if j < last and self.table.device(batch, j + 1) != self._rank:
             self._traffic.give("activation", j + 1, batch, [y.detach()])
         passing.passed[j] = _Passed(x, y, stage.versions[number], leaves)
-        self._forget(j, self._time + 1)
+        self._remove_old_versions(j, self._time + 1)
 
     def _backward(self, work: Work) -> None:
         batch, j = work.batch, work.stage
         stage, passing = self._stages[j], self._passing[batch]
         one, gradient = passing.passed.pop(j), passing.gradient
-        if self._traffic.awaits("gradient", j, batch):
+        if self._traffic.is_expected("gradient", j, batch):
             gradient = self._traffic.take("gradient", j, batch, stage.device)[0]
         begin_s = time.perf_counter()
         wanted = [one.leaves[name] for name in stage.trained]
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             one.y, [one.x, *wanted] if j else wanted, gradient, allow_unused=True
         )
         self._span_s = begin_s, time.perf_counter()
         if j:
-            passing.gradient = torch.zeros_like(one.x) if found[0] is None else found[0]
-            found = found[1:]
+            passing.gradient = torch.zeros_like(one.x) if gradients[0] is None else gradients[0]
+            gradients = gradients[1:]
             if self.table.device(batch, j - 1) != self._rank:
                 self._traffic.give("gradient", j - 1, batch, [passing.gradient])
         if not passing.passed:
             del self._passing[batch]
-        self._add(batch, j, found)
+        self._add(batch, j, gradients)
 
     # ---- gradients and versions -------------------------------------------------------------
 
     def _add(self, batch: int, j: int, found: Sequence[Tensor | None]) -> None:
-        """Add gradients to the stage's sum, which then waits here, goes on, or is complete."""
+        """Add gradients to the stage's sum, and pass the sum on or complete it where it is due."""
         stage = self._stages[j]
-        if self._traffic.awaits("sum", j, batch):
+        if self._traffic.is_expected("sum", j, batch):
             self._traffic.take("sum", j, batch, stage.device)
             stage.sum = self._coming.pop(("sum", j, batch))
         stage.add(found)
@@ -284,7 +304,7 @@ class Interleaved:
             stage.sum = None
 
     def _complete(self, t: int, j: int) -> None:
-        """All micro-batches of iteration t have added to the sum: it becomes the gradient."""
+        """Turn the complete sum of iteration t into the average, clip it, and update the stage."""
         stage = self._stages[j]
         mean, stage.sum = stage.sum, None
         assert mean is not None
@@ -296,16 +316,16 @@ class Interleaved:
                 flat.mul_((self._clip / (norm + 1e-6)).clamp(max=1.0))  # as torch does
         self._update(t, j, mean)
 
-    def _renew(self, work: Work) -> None:
-        """Update our copy of a stage, if its gradient is due before this work."""
-        if not work.backward and self._traffic.awaits("total", work.stage, work.batch):
+    def _apply_total(self, work: Work) -> None:
+        """Update the local copy of a stage, if an iteration's total is due before this work."""
+        if not work.backward and self._traffic.is_expected("total", work.stage, work.batch):
             self._traffic.take("total", work.stage, work.batch, self._stages[work.stage].device)
             t = self.table.total_of(work.batch, work.stage)
             assert t is not None
             self._update(t, work.stage, self._coming.pop(("total", work.stage, work.batch)))
 
     def _update(self, t: int, j: int, mean: Vectors) -> None:
-        """Step a stage with its gradient, which then goes on to the next copy."""
+        """Step a stage with the gradient of iteration t, and pass the gradient to the next copy."""
         stage = self._stages[j]
         if t < self._versions.skipped:
             stage.versions[t + 1] = stage.versions[t]
@@ -313,28 +333,28 @@ class Interleaved:
             stage.begin_update(t + 1, mean)
             self._stepper.step(range(j, j + 1), self._settings[t], compare=True)
             stage.end_update()
-        self._forget(j, self._time)
-        for message in self.table.passes(t, j):
+        self._remove_old_versions(j, self._time)
+        for message in self.table.total_messages(t, j):
             if message.source == self._rank:
                 self._traffic.give("total", j, message.batch, mean.flats)
 
-    def _forget(self, j: int, since: int) -> None:
-        """Versions that nobody here uses from a time step on."""
-        # A stage that travels leaves them behind when it goes.
+    def _remove_old_versions(self, j: int, since: int) -> None:
+        """Remove versions that this device does not use from a time step on."""
+        # With "zero" a stage drops its old versions when it moves.
         if not self._travels and len(self._stages[j].versions) > 1:
             self._stages[j].keep(self._versions.used_on(self._rank, j, since))
 
     # ---- messages ---------------------------------------------------------------------------
 
-    def _room(self, message: Message) -> list[Tensor] | None:
-        """Where a message lands; None for an activation, whose shape is not ours to know."""
+    def _receive_buffers(self, message: Message) -> list[Tensor] | None:
+        """Return the tensors to receive a message into; None for an activation of unknown shape."""
         what, j, batch = message.what, message.stage, message.batch
         stage = self._stages[j]
         if what == "activation":
             return None
         if what == "gradient":
             y = self._passing[batch].passed[j].y
-            # What is sent is contiguous, whatever the output's memory looks like.
+            # Messages are contiguous, even if the output is not.
             return [torch.empty_like(y, memory_format=torch.contiguous_format)]
         if what != "states":
             self._coming[what, j, batch] = stage.vectors()
@@ -345,19 +365,22 @@ class Interleaved:
         if there.summing:
             stage.sum = stage.vectors()
             room += stage.sum.flats
-        return room + (stage.state.room() if there.stateful else [])
+        return room + (stage.state.allocate_memory() if there.stateful else [])
 
-    def _arrive(self, j: int, batch: int) -> None:
-        """A stage that travels is here from now on."""
-        if self._traffic.awaits("states", j, batch):
+    def _activate_stage(self, j: int, batch: int) -> None:
+        """Wait for a stage that moves to this device before this work, and activate it."""
+        if self._traffic.is_expected("states", j, batch):
             stage = self._stages[j]
             self._traffic.take("states", j, batch, stage.device)
             stage.show_newest()
             if self._with_state.pop(j):
-                stage.state.give()
+                stage.state.restore_state()
 
-    def _load(self, message: Message) -> tuple[list[Tensor], Callable[[], None]]:
-        """A stage that travels leaves; what is to be done when it has gone."""
+    def _unload_stage(self, message: Message) -> tuple[list[Tensor], Callable[[], None]]:
+        """Remove a stage that moves to another device.
+
+        Returns its tensors, and a callback for the end of the send, which frees their memory.
+        """
         stage = self._stages[message.stage]
         there = self._versions.contents(message.stage, message.due, self._stateful[message.stage])
         left = [stage.versions[number] for number in there.versions]
@@ -365,20 +388,20 @@ class Interleaved:
         if there.summing:
             assert stage.sum is not None
             tensors += stage.sum.flats
-        tensors += stage.state.taken() if there.stateful else []
+        tensors += stage.state.export_state() if there.stateful else []
         stage.leave()
 
-        def gone() -> None:
+        def release_versions() -> None:
             for version in left:
                 version.release()
 
-        return tensors, gone
+        return tensors, release_versions
 
 
-def _joined(
+def _join_processes(
     table: Timetable, timeout_s: float, stages: Sequence[Stage], optimizer: torch.optim.Optimizer
 ) -> tuple[int, Exchange | None]:
-    """Our rank, and the way to the others."""
+    """Check that all processes agree and broadcast rank 0's weights. Return rank and exchange."""
     if table.placement == "single":
         return 0, None
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -396,6 +419,6 @@ def _joined(
     )
     modules = nn.ModuleList(stage.module for stage in stages)
     agree_on_optimizer(exchange.control, optimizer, modules)
-    for stage in stages:  # seeds may differ; rank 0's weights count
-        stage.receive_from(0, exchange.connected)
+    for stage in stages:  # weights of the processes may differ
+        stage.receive_from(0, exchange.open_group)
     return exchange.control.rank, exchange

@@ -1,4 +1,4 @@
-"""Vectors: tensors of given shapes on flat memory, which can be given back and come again."""
+"""Named tensors of given shapes in flat memory that can be released and allocated again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offbeat.core.buckets.flat import view_like
 
 
 class Shape(NamedTuple):
-    """What a tensor looks like: one without memory (on the meta device), and where it is."""
+    """Shape, strides and dtype of a tensor, as a tensor on the meta device, and its device."""
 
     like: Tensor
     device: torch.device
@@ -23,9 +23,9 @@ class Shape(NamedTuple):
 
 
 class Vectors:
-    """Tensors by name, as views of one flat tensor per dtype and device; zero at first.
+    """Named tensors as views of one flat tensor per dtype and device, zero at first.
 
-    Views have version counters of their own: what is written to `flats` is invisible to autograd.
+    Views have version counters of their own, so autograd does not detect writes to `flats`.
     """
 
     def __init__(self, shapes: Mapping[str, Shape]):
@@ -44,27 +44,27 @@ class Vectors:
                 at += shapes[name].like.numel()
 
     def copy(self) -> Vectors:
-        """The same numbers in new memory."""
+        """Return a copy in new memory."""
         made = Vectors(self._shapes)
         made.fill(self.flats)
         return made
 
     def fill(self, flats: Sequence[Tensor]) -> None:
-        """Take over these numbers."""
+        """Copy the values of other flat tensors of the same shapes."""
         for mine, theirs in zip(self.flats, flats, strict=True):
             mine.copy_(theirs)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it has now."""
+        """Bytes of allocated memory."""
         return sum(flat.untyped_storage().nbytes() for flat in self.flats)
 
     def release(self) -> None:
-        """Give the memory back; views must not be read until `allocate`."""
+        """Free the memory. Views must not be read before `allocate`."""
         for flat in self.flats:
             flat.untyped_storage().resize_(0)
 
     def allocate(self) -> None:
-        """Have memory again, of any content; graphs that have saved the views find it there."""
+        """Allocate memory after `release`, uninitialized. Saved views in graphs refer to it."""
         for flat in self.flats:
             flat.untyped_storage().resize_(flat.numel() * flat.itemsize)

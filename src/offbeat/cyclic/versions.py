@@ -1,4 +1,4 @@
-"""Versions: which parameters of a stage a micro-batch uses, and how long they are needed."""
+"""Parameter versions of stages: version of each micro-batch, and versions still in use."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import NamedTuple
 
 from offbeat.cyclic.timetable import Timetable
 
-Table = Sequence[Sequence[bool]]  # by micro-batch; stages from the output
+Table = Sequence[Sequence[bool]]  # [micro-batches, stages], stages from the output on
 
 
 class Contents(NamedTuple):
-    """What there is of a stage that travels: versions, the oldest first; whether there is a sum of
-    gradients; whether the optimizer has state."""
+    """Contents of a stage in transfer.
+
+    `versions` are in ascending order. `summing`: a sum of gradients exists. `stateful`: the
+    optimizer has state.
+    """
 
     versions: list[int]
     summing: bool
@@ -22,11 +25,12 @@ class Contents(NamedTuple):
 
 @dataclass
 class Versions:
-    """Version t of a stage is what iteration t begins with; `rules` repeat by iteration and say
-    which micro-batch uses it where, instead of the one before.
+    """Parameter versions by micro-batch and stage. Version t are the parameters before iteration t.
 
-    `series` are the iterations since the start or the last time that all had ended. Before them
-    all versions were the same. The first `skipped` iterations do not update.
+    Micro-batches of iteration t use version t where their entry in `rules[t % len(rules)]` is true,
+    otherwise version t - 1. `series` are the iterations since the start or the last `finish`; all
+    micro-batches of the first one use the same version. The first `skipped` iterations do not
+    update parameters.
     """
 
     table: Timetable
@@ -35,13 +39,13 @@ class Versions:
     series: range = range(0)
 
     def number(self, batch: int, stage: int) -> int:
-        """The version that a micro-batch uses."""
+        """Return the version that a micro-batch uses in a stage."""
         t, i = divmod(batch, self.table.n)
         fresh = self.rules[t % len(self.rules)][i][self.table.n - 1 - stage]
         return t if fresh or t == self.series.start else t - 1
 
     def used_on(self, device: int, stage: int, since: int) -> set[int]:
-        """By the forwards of a stage on a device, from a time step on."""
+        """Return the versions that forwards of a stage on a device use from a time step on."""
         table = self.table
 
         def waits(batch: int) -> bool:
@@ -50,7 +54,10 @@ class Versions:
         return self._used(stage, since, waits)
 
     def contents(self, stage: int, due: int, began_with_state: bool) -> Contents:
-        """What there is of a stage that travels, when it is due somewhere."""
+        """Return the contents of a stage in a transfer that is due in time step `due`.
+
+        `began_with_state`: the optimizer had state at the start.
+        """
         table = self.table
         ended = [t for t in self.series if table.backward_at(self.last(t), stage) < due]
         newest = max(ended, default=self.series.start - 1) + 1
@@ -63,12 +70,12 @@ class Versions:
         return Contents(versions, summing, began_with_state or newest > self.skipped)
 
     def last(self, iteration: int) -> int:
-        """The last micro-batch of an iteration."""
+        """Return the last micro-batch of an iteration."""
         return self.table.n * (iteration + 1) - 1
 
     def _used(self, stage: int, since: int, waits: Callable[[int], bool]) -> set[int]:
         now = since // self.table.period
-        # The iteration before may still be under way, and one more may follow.
+        # The previous iteration may still be under way, and the next one may have begun.
         near = range(max(now - 2, self.series.start), min(now + 2, self.series.stop + 1))
         batches = range(self.table.n * near.start, self.table.n * near.stop)
         return {self.number(batch, stage) for batch in batches if waits(batch)}
