@@ -1,1 +1,1 @@
-"""Experiments: comparisons of strategies in the lab, records, reports and advice."""
+"""Experiments: comparisons of strategies, records, reports and selection of strategies."""

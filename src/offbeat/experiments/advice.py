@@ -1,8 +1,9 @@
-"""Advice: which strategies to try on a model, from its profile. Numbers in, numbers out.
+"""Selection of strategies for a model, from the model's profile.
 
-Candidates are simulated, those first that change the least about the mathematics. Whatever cannot
-be faster than a gentler one by its bound is left out. Of those that are as good as the fastest, and
-would be with slower messages, too, the gentlest is chosen.
+Candidates are ordered by gentleness: a strategy is gentler if it changes the mathematics of
+training less. Each candidate is simulated, except where its lower bound shows that it cannot be
+faster than a gentler one. The advised strategy is the gentlest one that is nearly as fast as the
+fastest, both on the measured links and with messages that take `SLOWER` times as long.
 """
 
 from __future__ import annotations
@@ -36,25 +37,29 @@ from offbeat.strategies import (
 Change = Literal["same numbers", "averaged", "late", "lossy"]
 CHANGES: tuple[Change, ...] = get_args(Change)
 
-MAX_STALENESS = 9  # iterations: averages every ten
+MAX_STALENESS = 9  # iterations; that of averaging every ten iterations
 DELAYS = (1, 2, 4)
 WIRES = ("int8", "int4")
-LEAST_GAIN = 0.004  # by its bound, of what is simulated although something gentler was
-AS_GOOD = 0.025  # of the fastest: what a gentler one may take more
-SLOWER = 1.5  # so many times what was measured may messages take: 1.8 were seen beside training
-AS_GOOD_THEN = 0.05  # of the fastest then: what the chosen one may take more
-WORTH_A_TRY = 0.25  # of the fastest: what a gentler kind may take more to be compared, too
+LEAST_GAIN = 0.004  # least gain over gentler candidates, by the bound, that merits a simulation
+AS_GOOD = 0.025  # extra time of a gentler strategy that is acceptable, over the fastest
+SLOWER = 1.5  # slowdown of messages in the robustness check; 1.8 was measured in training
+AS_GOOD_THEN = 0.05  # acceptable extra time with slower messages, over the fastest
+WORTH_A_TRY = 0.25  # extra time up to which a gentler strategy is compared, over the fastest
 MOST_COMPARED = 3
-UNEVEN = 1.25  # slowest rank over the median, from which on waiting is worth avoiding
+UNEVEN = 1.25  # ratio of slowest rank to median above which a note suggests gossip
 
 
 @dataclass(frozen=True)
 class Option:
-    """A strategy, and what it is predicted to take per iteration and per update, of which there
-    are fewer where gradients are merged.
+    """A strategy with its predicted times and its change of the mathematics.
 
-    `change`: what it does to the mathematics. `staleness`: iterations until what a worker has
-    learnt has reached all others, at most. `bytes`: payload of a rank and iteration.
+    Attributes:
+        strategy: the strategy.
+        change: kind of change against DDP.
+        staleness: largest number of iterations until a worker's gradient reaches all workers.
+        iteration_s: predicted seconds per iteration.
+        update_s: predicted seconds per update; more than `iteration_s` if gradients are merged.
+        bytes: payload bytes that one rank sends per iteration.
     """
 
     strategy: Strategy
@@ -66,14 +71,20 @@ class Option:
 
     @property
     def gentleness(self) -> tuple[int, int, float]:
-        """Less is gentler."""
+        """Sort key; smaller is gentler."""
         return CHANGES.index(self.change), self.staleness, self.bytes
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Options, the fastest first; the one that is advised; those to compare on the model, the
-    gentlest first; and what else is to be known."""
+    """Result of `advise`.
+
+    Attributes:
+        options: all simulated options, the fastest first.
+        chosen: the advised option.
+        compared: options to compare on the model, the gentlest first.
+        notes: remarks about the profile.
+    """
 
     options: tuple[Option, ...]
     chosen: Option
@@ -82,24 +93,32 @@ class Advice:
 
 
 def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
-    """What to try on this profile. ValueError for a negative `max_staleness`; 0 allows only what
-    computes the same numbers as DDP."""
+    """Return the strategies to try on a profile.
+
+    Args:
+        profile: profile of the model and its network.
+        max_staleness: largest staleness of an option, in iterations. 0 allows only strategies that
+            compute the same numbers as DDP.
+
+    Raises:
+        ValueError: `max_staleness` is negative.
+    """
     if max_staleness < 0:
         raise ValueError(f"max_staleness ({max_staleness}) must be at least 0, which is DDP's")
-    found = _simulate_candidates(profile, max_staleness)
-    chosen = _gentlest_option(_near_fastest(found, AS_GOOD))
-    chosen = _robustest(chosen, found, profile, max_staleness)
-    if chosen not in found:
-        found.append(chosen)
-    ranked = sorted(found, key=lambda option: (option.update_s, option.gentleness))
+    options = _simulate_candidates(profile, max_staleness)
+    chosen = _gentlest_option(_near_fastest(options, AS_GOOD))
+    chosen = _robustest(chosen, options, profile, max_staleness)
+    if chosen not in options:
+        options.append(chosen)
+    ranked = sorted(options, key=lambda option: (option.update_s, option.gentleness))
     return Advice(
-        tuple(ranked), chosen, _select_compared(found, chosen), tuple(_notes(profile, found))
+        tuple(ranked), chosen, _select_compared(options, chosen), tuple(_notes(profile, options))
     )
 
 
 def _simulate_candidates(profile: Profile, max_staleness: int) -> list[Option]:
-    """What may be the fastest, as its bound is lower than what gentler ones take."""
-    found: list[Option] = []
+    """Simulate the candidates whose bound is below the time of all gentler options."""
+    options: list[Option] = []
     least_s = math.inf
     for candidate in candidates(max_staleness):
         if candidate.bound_s(candidate.costed(profile)) >= least_s * (1 - LEAST_GAIN):
@@ -107,21 +126,25 @@ def _simulate_candidates(profile: Profile, max_staleness: int) -> list[Option]:
         option = predict_option(candidate, profile)
         if option is None or not _is_allowed(option, max_staleness):
             continue
-        found.append(option)
+        options.append(option)
         least_s = min(least_s, option.update_s)
-    return found
+    return options
 
 
 def _is_allowed(option: Option, max_staleness: int) -> bool:
-    """Without staleness only DDP's numbers are allowed, which no codec computes."""
+    """Whether the staleness is allowed. With `max_staleness` 0, only DDP's numbers are allowed."""
     if not max_staleness:
         return option.change == CHANGES[0]
     return option.staleness <= max_staleness
 
 
 def _robustest(chosen: Option, found: list[Option], profile: Profile, max_staleness: int) -> Option:
-    """In place of a choice that only just hides its messages: the gentlest that is good where they
-    take longer, too; the choice itself if that is, or nothing else is good here."""
+    """Return an option that stays nearly fastest if messages take `SLOWER` times as long.
+
+    This is `chosen` if its time grows by at most `AS_GOOD_THEN`. Otherwise it is the gentlest
+    option that is nearly fastest on the measured and on the slower links, or `chosen` if there is
+    no such option.
+    """
     slower = with_slower_links(profile, SLOWER)
     late = predict_option(chosen.strategy, slower)
     if late is not None and late.update_s <= chosen.update_s * (1 + AS_GOOD_THEN):
@@ -134,8 +157,11 @@ def _robustest(chosen: Option, found: list[Option], profile: Profile, max_stalen
 
 
 def candidates(max_staleness: int) -> Iterator[Strategy]:
-    """Everything that is considered, the gentlest first. Not what depends on the data (`selsync`,
-    `fedavg`), on servers or on a graph of neighbours."""
+    """Generate all candidates, the gentlest first.
+
+    Strategies that depend on the data (`selsync`, `fedavg`), on servers or on a graph of
+    neighbours are excluded.
+    """
     exact = (DDP(), DDP(bucket_cap_mb="tuned"), WFBP(), BSP(), ASCWFBP(), DeAR(), P3())
     yield from (*exact, ByteScheduler(), USByte())
     if not max_staleness:
@@ -161,7 +187,7 @@ def _averaging_strategies(max_staleness: int) -> Iterator[Strategy]:
 
 
 def periods(longest: int) -> list[int]:
-    """2, 3, 5, 7, 10, ...: by half as much again, and the longest."""
+    """Return the periods 2, 3, 5, 8, 12, ... below `longest`, and `longest`."""
     found, period = [], 2
     while period < longest:
         found.append(period)
@@ -170,14 +196,18 @@ def periods(longest: int) -> list[int]:
 
 
 def with_settings(strategy: Strategy, **settings: Any) -> Strategy:
-    """The strategy with some of its settings changed."""
+    """Return the strategy with some settings changed."""
     return type(strategy)(**{**strategy.settings(), **settings})
 
 
 def predict_option(strategy: Strategy, profile: Profile) -> Option | None:
-    """What a strategy is predicted to take; None if its plan is another strategy's, which is
-    considered by itself, or if there is none for this profile."""
-    with warnings.catch_warnings():  # of strategies that fall back to others
+    """Simulate a strategy.
+
+    Returns:
+        The option. None if the strategy has no plan for this profile, or if it falls back to the
+        plan of another strategy, which is a candidate of its own.
+    """
+    with warnings.catch_warnings():  # warnings of strategies that fall back to others
         warnings.simplefilter("ignore")
         try:
             prediction = predict(strategy, profile)
@@ -191,7 +221,7 @@ def predict_option(strategy: Strategy, profile: Profile) -> Option | None:
 
 
 def option_of(strategy: Strategy, plan: Plan, prediction: Prediction) -> Option:
-    """What was predicted, with what it does to the mathematics."""
+    """Return the option of a simulated strategy."""
     late = plan.fact("staleness", 0)
     stale = max(_gradient_ages(plan)) if Windows(plan).late else late
     change: Change = "same numbers"
@@ -208,27 +238,30 @@ def option_of(strategy: Strategy, plan: Plan, prediction: Prediction) -> Option:
 
 
 def _gradient_ages(plan: Plan) -> list[int]:
-    """Of every update of a period: iterations from its oldest gradient to it."""
+    """Return, for each update of one period, the age in iterations of its oldest gradient."""
     windows, first = Windows(plan), plan.prologue + plan.period
     applied = {t: windows.applied(t) for t in range(first, first + plan.period)}
     return [t - window.start for t, window in applied.items() if window]
 
 
 def _near_fastest(found: Iterable[Option], more: float) -> list[Option]:
-    """Those that take at most a share more than the fastest."""
+    """Return the options that take at most `1 + more` times the least seconds per update."""
     found = list(found)
     least_s = min(option.update_s for option in found)
     return [option for option in found if option.update_s <= least_s * (1 + more)]
 
 
 def _gentlest_option(found: Iterable[Option]) -> Option:
-    """The first of equals."""
+    """Return the gentlest option; the first one of several equals."""
     return min(found, key=lambda option: option.gentleness)
 
 
 def _select_compared(found: list[Option], chosen: Option) -> tuple[Option, ...]:
-    """The chosen one, one of the fastest that compute the same as DDP, and a gentler one than the
-    chosen that is nearly as fast."""
+    """Return the options to compare on the model, the gentlest first, at most `MOST_COMPARED`.
+
+    These are the gentlest of the fastest options with DDP's numbers, `chosen`, and gentler or less
+    stale options that are at most `WORTH_A_TRY` slower.
+    """
     exact = _gentlest_option(_near_fastest([o for o in found if o.change == CHANGES[0]], AS_GOOD))
     as_gentle = [o for o in found if o.gentleness <= chosen.gentleness]
     gentler = _gentlest_option(_near_fastest(as_gentle, WORTH_A_TRY))
@@ -252,7 +285,7 @@ def _notes(profile: Profile, found: Iterable[Option]) -> Iterator[str]:
 
 
 def describe_change(option: Option) -> str:
-    """What a strategy changes about the mathematics."""
+    """Return a phrase for the change that an option makes to the mathematics."""
     stale = option.staleness
     if option.change == "same numbers":
         return "same numbers as DDP"

@@ -1,4 +1,4 @@
-"""Comparing strategies: one run directory, alternating contestants, predictions, a report."""
+"""Comparison of strategies: launches of all contestants in turns, predictions and the report."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from offbeat.lab.machine_load import LoadSampler
 from offbeat.strategies import BSP, Strategy
 
 SCHEMA = 1
-SKIP = 2  # first iterations of every repetition that no statistic counts, or whole periods
+SKIP = 2  # first iterations of a repetition that are not measured; rounded up to whole periods
 WAIT_S = 120.0
 NO_LIMIT_S = 7 * 24 * 3600.0
 
@@ -58,7 +58,7 @@ MUST_PREPARE = "it must call offbeat.prepare(model, optimizer) and train some it
 
 @dataclass(frozen=True)
 class Contestant:
-    """One strategy of a comparison; `label` names its directory and its row."""
+    """One strategy of a comparison. `label` names its directory and its row in the report."""
 
     label: str
     strategy: Strategy
@@ -66,18 +66,24 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Setup:
-    """A script and where it runs.
+    """A script and the cluster that runs it.
 
-    `shaped` asks for the lab with the cluster's rates, else the loopback is used. A launch is
-    stopped after `timeout_s` seconds; a rank waits at most `wait_s` seconds for another one.
-    `links` are those of `offbeat.prepare`, in place of the cluster's; in the lab there are none.
-
-    `pace`: hosts compute at 1/pace of this machine's core; "auto": as slowly as need be so that
-    the machine can be all of them at once; "none": as they can. The default, None, is a given
-    profile's, else "auto" in the lab where there are more ranks than processors.
-
-    The last `servers` ranks of the cluster only serve, under strategies that have servers.
-    `min_bucket_bytes` is that of `offbeat.prepare`, in place of the script's.
+    Attributes:
+        script: script or module with its arguments.
+        cluster: hosts and links.
+        shaped: whether the lab shapes the links to the cluster's rates. If False, all ranks use
+            the loopback interface.
+        seed: seed of the first repetition.
+        timeout_s: seconds after which a launch is stopped.
+        wait_s: seconds that a rank waits at most for another rank.
+        links: links for `offbeat.prepare`, in place of the cluster's; empty in the lab.
+        pace: hosts compute at 1/pace of this machine's core. With "auto" the pace is the smallest
+            at which this machine can emulate all hosts at once. With "none" hosts compute at full
+            speed. With None the pace is that of the given profile; without a given profile it is
+            "auto" in the lab if hosts differ in speed or ranks outnumber processors, else "none".
+        servers: number of ranks, the last ones of the cluster, that only serve under strategies
+            with servers.
+        min_bucket_bytes: `min_bucket_bytes` of `offbeat.prepare`, in place of the script's.
     """
 
     script: tuple[str, ...]
@@ -121,13 +127,13 @@ class Setup:
 
     @property
     def uneven(self) -> bool:
-        """Whether hosts are to differ in their compute."""
+        """Whether the hosts differ in speed or have jitter."""
         hosts = range(self.cluster.hosts)
         return any(self.cluster.speed_of(h) != 1 or self.cluster.jitter_of(h) for h in hosts)
 
     @property
     def measured_pace(self) -> float | Literal["auto"] | None:
-        """The pace of a profile that is measured here."""
+        """Pace at which a profile is measured; None for full speed."""
         if self.pace is None:
             crowded = self.workers > processors()
             return "auto" if self.shaped and (crowded or self.uneven) else None
@@ -135,18 +141,23 @@ class Setup:
 
     @property
     def workers(self) -> int:
-        """Ranks that train."""
+        """Number of ranks that train."""
         return self.cluster.world_size - self.servers
 
     def lab(self) -> Lab | NoLab:
-        """The lab to enter; entering raises LabError if the machine refuses it."""
+        """Return the lab. Entering it raises LabError if this machine has no support."""
         return Lab(self.cluster, "offbeat") if self.shaped else NoLab(self.cluster)
 
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Checkpoints of a run: saved into `folder` every so many iterations; with `resume` it goes on
-    from the newest one there."""
+    """Checkpoints of a run.
+
+    Attributes:
+        folder: folder of the checkpoints.
+        every: iterations between two checkpoints; None saves none.
+        resume: whether the run continues from the newest checkpoint in `folder`.
+    """
 
     folder: Path
     every: int | None = None
@@ -163,7 +174,7 @@ class CheckpointOptions:
 
     @property
     def job(self) -> dict[str, Any]:
-        """What the runtime is told."""
+        """Fields of the runtime's job file."""
         return {
             "checkpoint": str(self.folder.absolute()),
             "checkpoint_every": self.every,
@@ -173,13 +184,19 @@ class CheckpointOptions:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared: every contestant `repetitions` times, in turns.
+    """Definition of a comparison.
 
-    `profile` is read from that file if given, else measured first. `target_loss` asks for the time
-    until this training loss; `command` is what the user typed. `keeping` is of a lone contestant.
-    `repeat_disturbed`: a disturbed repetition, and a disturbed profile, are measured once more.
-    Without `contestants` (None) the strategy that the script names runs. `notes` are recorded and
-    printed with the result. With a `device` every contestant is predicted on it, too.
+    Attributes:
+        setup: script and cluster.
+        contestants: strategies to run in turns; None runs the strategy that the script names.
+        repetitions: number of repetitions of each contestant.
+        target_loss: training loss to which the time is measured.
+        profile: file of the profile; None measures the profile first.
+        command: command line of the user.
+        keeping: checkpoints, for a single contestant.
+        repeat_disturbed: whether a disturbed repetition or profile is measured once more.
+        notes: remarks that are recorded and printed with the result.
+        device: the user's device, on which each contestant is predicted as well.
     """
 
     setup: Setup
@@ -225,27 +242,39 @@ class Comparison:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seed of every repetition, which all contestants share."""
+        """Seed of each repetition; equal for all contestants."""
         return tuple(self.setup.seed + repetition for repetition in range(self.repetitions))
 
 
 @dataclass
 class Outcome:
-    """How a comparison went: failures in words, in order; what was measured is in `run_dir`."""
+    """Result of a comparison. Measurements are in `run_dir`.
+
+    Attributes:
+        run_dir: run directory.
+        failures: messages of the failures, in order.
+        interrupted: whether Ctrl-C ended the comparison.
+        measured: number of repetitions without failure.
+        report: path of the HTML page; None without a record.
+        changed: changes of the network that the lab made, with their times.
+        contestants: the strategies that ran.
+        notes: remarks to print with the result.
+        device: the user's device, with predicted seconds per iteration by label.
+    """
 
     run_dir: Path
     failures: list[str] = field(default_factory=list)
     interrupted: bool = False
-    measured: int = 0  # repetitions that ended well
-    report: Path | None = None  # the page, if anything was measured
-    changed: list[dict[str, Any]] = field(default_factory=list)  # what the lab changed, and when
+    measured: int = 0
+    report: Path | None = None
+    changed: list[dict[str, Any]] = field(default_factory=list)
     contestants: tuple[Contestant, ...] = ()
     notes: list[str] = field(default_factory=list)
-    device: dict[str, Any] | None = None  # the user's device, and seconds per iteration by label
+    device: dict[str, Any] | None = None
 
 
 def default_run_dir(script: str) -> Path:
-    """runs/<UTC time>-<script's stem or module>, not yet there."""
+    """Return runs/<UTC time>-<script's stem or module>, a path that does not exist yet."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     name = Path(script).name
     base = Path("runs") / f"{stamp}-{name.removesuffix('.py')}"
@@ -254,11 +283,14 @@ def default_run_dir(script: str) -> Path:
 
 
 def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = None) -> Outcome:
-    """Run every contestant in turns and write the run directory with its report.
+    """Run all contestants in turns and write the run directory with its report.
 
-    A contestant that fails is an entry of `Outcome.failures`, and Ctrl-C ends the comparison early;
-    both keep what was measured. ValueError for a directory or a profile that cannot be used,
-    LabError if the machine refuses the lab.
+    The failure of a contestant is added to `Outcome.failures`. Ctrl-C ends the comparison early.
+    Measurements made before a failure or Ctrl-C are kept.
+
+    Raises:
+        ValueError: the run directory is not empty, or the profile does not fit the cluster.
+        LabError: this machine cannot run the lab.
     """
     progress = progress or Progress()
     _require_unused_directory(run_dir)
@@ -293,7 +325,7 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
 
 
 def given_profile(setup: Setup, path: Path) -> Computed:
-    """A profile's file for the cluster of a setup; ValueError if it cannot be computed for it."""
+    """Read a profile and convert it to the cluster of a setup; see `compute_for`."""
     return compute_for(
         Profile.load(path),
         setup.cluster,
@@ -305,7 +337,7 @@ def given_profile(setup: Setup, path: Path) -> Computed:
 
 
 def logs_of(comparison: Comparison, run_dir: Path) -> str:
-    """Where the output of the script goes, a file per rank."""
+    """Return the path pattern of the log files, one file per rank."""
     labels = comparison.contestants or ()
     contestant = labels[0].label if len(labels) == 1 else "STRATEGY"
     repetition = "rep0" if comparison.repetitions == 1 else "repN"
@@ -313,9 +345,10 @@ def logs_of(comparison: Comparison, run_dir: Path) -> str:
 
 
 def measure_profile(setup: Setup, path: Path, progress: Progress | None = None) -> Outcome:
-    """Run the script until its profile is measured and write it to `path`.
+    """Run the script until its profile is measured and write the profile to `path`.
 
-    The logs stay (`Outcome.run_dir`) only if that failed; LabError if the machine refuses the lab.
+    The logs in `Outcome.run_dir` are deleted unless the measurement failed. Raises LabError if this
+    machine cannot run the lab.
     """
     progress = progress or Progress()
     outcome = Outcome(Path(tempfile.mkdtemp(prefix="offbeat-profile-")))
@@ -342,10 +375,21 @@ def predict(
     votes: Votes | None = None,
     servers: int = 0,
 ) -> float:
-    """Write plan.json and predicted.json of a contestant; returns predicted seconds per iteration.
+    """Write plan.json and predicted.json of a contestant.
 
-    `plan` is the one that ran, by default the strategy's; one with servers, or of gossip, has none.
-    `votes`: what came out of its votes, by default always a yes. ValueError if there is no plan.
+    Args:
+        strategy: the contestant's strategy.
+        profile: profile of the model and its network.
+        directory: folder of the contestant.
+        plan: the executed plan; None plans anew. Strategies with servers and gossip have no plan.
+        votes: outcomes of the strategy's votes, by name; None predicts a yes in each vote.
+        servers: number of servers.
+
+    Returns:
+        Predicted seconds per iteration.
+
+    Raises:
+        ValueError: the strategy has no plan for this profile.
     """
     skip = 0
     if strategy.needs.profile:
@@ -360,7 +404,7 @@ def predict(
     return prediction.iteration_s
 
 
-# --- the course of a comparison ------------------------------------------------------------------
+# --- steps of a comparison -----------------------------------------------------------------------
 
 
 def _run_contestants(
@@ -397,7 +441,7 @@ def _run_contestants(
     for repetition in range(comparison.repetitions):
         for contestant in ready:
             _run_repetition(comparison, lab, contestant, repetition, outcome, progress)
-    if given is not None:  # the first launch has written what the script names
+    if given is not None:  # the first launch has written the strategy that the script names
         _note_unused_strategy(outcome, progress)
     for contestant in ready:
         _adopt_executed_plan(contestant, profile, outcome, progress)
@@ -406,8 +450,10 @@ def _run_contestants(
 def _device_record(
     contestants: Iterable[Contestant], device: DeviceSpeed, profile: Profile, servers: int
 ) -> dict[str, Any]:
-    """Predicted seconds per iteration of every contestant on the user's device, with its own plan
-    there; None where that profile has no plan."""
+    """Return the record of the user's device with predicted seconds per iteration by label.
+
+    Each contestant is planned anew for the device. The prediction is None without such a plan.
+    """
     there, seconds = device.apply(profile), dict[str, float | None]()
     for contestant in contestants:
         try:
@@ -422,7 +468,7 @@ def _device_record(
 def _contestants(
     comparison: Comparison, lab: Lab | NoLab, outcome: Outcome, progress: Progress
 ) -> tuple[Contestant, ...]:
-    """The contestants, or the strategy that the script names; nothing if that fails."""
+    """Return the contestants, or the strategy that the script names; empty on failure."""
     if comparison.contestants is not None:
         return comparison.contestants
     path = _named_path(outcome.run_dir)
@@ -452,13 +498,13 @@ def _contestants(
 
 
 def _named_path(run_dir: Path) -> Path:
-    """File of the strategy that the script names, in the folder of the launch that wrote it."""
+    """Return the file of the strategy that the script names."""
     measured = run_dir / PROFILING / "strategy.json"
     return measured if measured.exists() else run_dir / "reading" / "strategy.json"
 
 
 def _note_unused_strategy(outcome: Outcome, progress: Progress) -> None:
-    """State that the script's own strategy is not used, if none of the contestants is equal."""
+    """Add a note if the script names a strategy that is not among the contestants."""
     named = NamedStrategy.load(_named_path(outcome.run_dir))
     if named is None or named.text is None:
         return
@@ -480,9 +526,11 @@ def _measure(
     again: bool = False,
     least_buckets: int = 1,
 ) -> bool:
-    """Launch until the profile is in `path`, `again` if it was disturbed; a failure is noted and
-    said."""
-    draft = logs / "profile.json"  # only a launch that ended well yields a profile
+    """Run the script until its profile is measured and saved to `path`.
+
+    With `again`, a disturbed profile is measured once more. Report a failure and return False.
+    """
+    draft = logs / "profile.json"  # becomes the profile only if the launch succeeds
     job = _job(
         setup,
         BSP(),
@@ -503,9 +551,9 @@ def _measure(
     profile = Profile.load(draft)
     profile = with_network(profile, setup.cluster, setup.workers) if setup.shaped else profile
     profile.save(path)
-    if found := disturbance_of(0, load_in(logs), {}):
+    if disturbance := disturbance_of(0, load_in(logs), {}):
         once_more = "; it is measured once more" if again else ""
-        progress.print_line(f"the profile was disturbed: {found.text}{once_more}")
+        progress.print_line(f"the profile was disturbed: {disturbance.text}{once_more}")
         if again:
             logs.rename(logs.with_name(BEFORE + logs.name))
             return _measure(setup, lab, path, logs, outcome, progress, least_buckets=least_buckets)
@@ -519,7 +567,7 @@ def _predict(
     outcome: Outcome,
     progress: Progress,
 ) -> bool:
-    """Predict one contestant; a strategy without a plan for this profile has failed."""
+    """Predict one contestant. Report a failure and return False without a plan for the profile."""
     if isinstance(contestant.strategy, ScriptStrategy):
         progress.print_line(f"{contestant.label}: predicted after its run, from the plan that runs")
         return True
@@ -546,18 +594,18 @@ def _run_repetition(
     outcome: Outcome,
     progress: Progress,
 ) -> None:
-    """Run one repetition of one contestant, a disturbed one once more if that is wanted."""
+    """Run one repetition; with `repeat_disturbed`, run a disturbed one once more."""
     directory = outcome.run_dir / contestant.label / f"rep{repetition}"
     changed = list(outcome.changed)
     if not _launch_repetition(comparison, lab, contestant, repetition, outcome, progress):
         return
     outcome.measured += 1
-    found = load_repetition(directory, repetition).disturbance
-    if found is None:
+    disturbance = load_repetition(directory, repetition).disturbance
+    if disturbance is None:
         return
     again = "; it is repeated once" if comparison.repeat_disturbed else ""
     progress.print_line(
-        f"{_describe(comparison, contestant, repetition)} was disturbed: {found.text}{again}"
+        f"{_describe(comparison, contestant, repetition)} was disturbed: {disturbance.text}{again}"
     )
     if not comparison.repeat_disturbed:
         return
@@ -586,7 +634,7 @@ def _launch_repetition(
     outcome: Outcome,
     progress: Progress,
 ) -> bool:
-    """Launch one repetition of one contestant; False if it failed, which is noted and said."""
+    """Launch one repetition of one contestant. Report a failure and return False."""
     what = _describe(comparison, contestant, repetition)
     directory = outcome.run_dir / contestant.label / f"rep{repetition}"
     path = outcome.run_dir / "profile.json"
@@ -611,14 +659,14 @@ def _launch_repetition(
     if problem is None:
         progress.print_line(f"{what}: {_seconds_in_words(directory)}")
         return True
-    # What was recorded until then stays; the report says that it was cut short.
+    # The record up to the failure is kept; the report marks it as cut short.
     write_text(directory / PROBLEM, problem.partition("; the end of")[0])
     _report_failure(f"{what}: {problem}", outcome, progress)
     return False
 
 
 def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
-    """By vote what came out in every iteration, of a rank's record; empty without votes."""
+    """Return the outcome of each vote in each iteration, by name of the vote, from a record."""
     by_vote = record.get("votes", {}).get("by_vote", {})
     return {name: [bool(yes) for yes in columns["yes"]] for name, columns in by_vote.items()}
 
@@ -626,8 +674,10 @@ def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
 def _adopt_executed_plan(
     contestant: Contestant, profile: Profile, outcome: Outcome, progress: Progress
 ) -> None:
-    """Let the plan that ran, not the one expected, stand in the run directory, predicted with
-    what its votes have decided."""
+    """Save the executed plan and its prediction with the recorded vote outcomes.
+
+    They replace the expected plan and its prediction in the run directory.
+    """
     directory, strategy = outcome.run_dir / contestant.label, contestant.strategy
     if not strategy.needs.profile:
         return
@@ -646,7 +696,7 @@ def _adopt_executed_plan(
 
 
 def _vote_outcomes(repetition: Path) -> dict[str, list[bool]]:
-    """What came out of the votes of a repetition, as rank 0 knows it."""
+    """Return the vote outcomes of a repetition from the record of rank 0."""
     records = records_in(repetition)
     with suppress(ValueError):  # killed before its first block
         return outcomes_of(blocks.read(records[0])) if records else {}
@@ -662,7 +712,7 @@ def _report_failure(words: str, outcome: Outcome, progress: Progress) -> None:
 
 
 def _probe_links(lab: Lab | NoLab, progress: Progress) -> list[dict[str, Any]]:
-    """Measure what is asked of the links, and say both; LabError if the machine is too slow."""
+    """Measure the links and print configured and measured values; LabError on a slow machine."""
     found = lab.probe()
     for line in asked.lines(found):
         progress.print_line(line)
@@ -675,7 +725,7 @@ def _probe_links(lab: Lab | NoLab, progress: Progress) -> list[dict[str, Any]]:
 
 
 def _job(setup: Setup, strategy: Strategy | None, **rest: Any) -> dict[str, Any]:
-    """What the runtime is told; see `offbeat.core.runtime`."""
+    """Return the job file of the runtime; see `offbeat.core.runtime.launch_request`."""
     if isinstance(strategy, ScriptStrategy):
         strategy = None  # the script passes it to `prepare`
     job = {
@@ -702,8 +752,14 @@ def _launch(
     on_line: OnLine,
     strategy: Strategy | None = None,
 ) -> tuple[str | None, list[dict[str, Any]]]:
-    """The problem in words, and what the lab changed. Nothing changes while a profile is measured:
-    it describes the cluster as it is at first."""
+    """Launch all ranks of a job.
+
+    The lab makes no changes while a profile is measured, as the profile describes the initial
+    cluster.
+
+    Returns:
+        (problem, changes): a message, None if all ranks succeeded, and the lab's changes.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "job.json"
     _write_json(path, job)
@@ -777,7 +833,7 @@ def _contestant_entries(contestants: Iterable[Contestant]) -> list[dict[str, Any
 
 
 def _installed_version(package: str) -> str | None:
-    """Version of an installed package, without importing it."""
+    """Return the version of an installed package without importing it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -790,7 +846,7 @@ def _has_emulated_record(run_dir: Path) -> bool:
 
 
 def _seconds_in_words(directory: Path) -> str:
-    """Rank 0's seconds per iteration, for the display only: the report counts all ranks."""
+    """Return rank 0's seconds per iteration, for display; the report uses all ranks."""
     record = blocks.read(records_in(directory)[0])
     try:
         trace, observed = Trace.from_dict(record["trace"]), record["observed"]

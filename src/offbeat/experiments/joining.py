@@ -1,4 +1,4 @@
-"""Joining: the process that runs a script as one more worker of a job of gossip."""
+"""Launch of a script as an additional worker of a running gossip job."""
 
 from __future__ import annotations
 
@@ -31,8 +31,18 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", RANK_VARIABLE, WORLD_SIZE_VARIABLE, VARIABLE)
 def run_joined(
     address: str, script: Sequence[str], worker: int | None, strategy: Strategy | None
 ) -> int:
-    """Exit code of the script with its arguments. ValueError for an address that cannot be, a
-    strategy that is not one of gossip, or without a secret."""
+    """Run the script as a joining worker and return its exit code.
+
+    Args:
+        address: address of a listener of the job.
+        script: script or module with its arguments.
+        worker: id of a returning worker; None for a new worker.
+        strategy: gossip strategy; None uses the strategy that the script names.
+
+    Raises:
+        ValueError: the address is malformed, the script cannot be run, the job's secret is not set,
+            or the strategy does not allow workers to join.
+    """
     parse_address(address)
     require_runnable(script)
     if not os.environ.get(SECRET_VARIABLE):

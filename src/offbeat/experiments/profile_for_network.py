@@ -1,5 +1,7 @@
-"""A given profile on the cluster of a run: compare both, compute what can be computed, refuse the
-rest."""
+"""Conversion of a given profile to the cluster of a run.
+
+Differences in rate, number of ranks and pace are computed. Other differences are refused.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,21 @@ from offbeat.lab.description import Way
 from offbeat.lab.units import format_rate, format_time
 
 EXACT = 1.01  # ratio of two recorded rates that count as equal
-ESTIMATED = 1.5  # the same where one of them is estimated from the payload of messages
+ESTIMATED = 1.5  # the same if one of the rates is estimated from message payloads
 Pace = float | Literal["auto", "none"] | None
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A profile for the cluster of a run, and every quantity that was computed instead of measured:
-    (quantity, measured value, value here). `compared` is False if the network of the run is not
-    known, as without a lab. `crowded`: number of ranks if they share fewer processors without a
-    pace, else 0."""
+    """A profile for the cluster of a run.
+
+    Attributes:
+        profile: the converted profile.
+        quantities: (quantity, measured value, value here) of each computed quantity.
+        compared: False if the network of the run is not known, as without a lab.
+        crowded: number of ranks if they share fewer processors without a pace, else 0.
+        file: path of the given profile.
+    """
 
     profile: Profile
     quantities: tuple[tuple[str, str, str], ...] = ()
@@ -36,7 +43,7 @@ class Computed:
 
     @property
     def text(self) -> str:
-        """One or two lines for the terminal."""
+        """Report of the conversion in one or two lines for the terminal."""
         if self.quantities:
             changed = ", ".join(f"{what} {was} -> {here}" for what, was, here in self.quantities)
             line = (
@@ -56,7 +63,7 @@ class Computed:
         )
 
     def record(self) -> dict[str, Any]:
-        """Plain data for the record of a run."""
+        """Return the JSON form for run.json."""
         return {
             "file": self.file,
             "compared": self.compared,
@@ -70,7 +77,7 @@ class Computed:
 
 
 def with_network(profile: Profile, cluster: Cluster, ranks: int) -> Profile:
-    """The profile with the asked rate, delay and loss of every link between its ranks."""
+    """Return the profile with the configured rate, delay and loss of each link."""
     hosts = range(cluster.host_of(ranks - 1) + 1)
     return replace(
         profile, links=tuple(_with_way(x, worst_way(cluster, hosts, x.name)) for x in profile.links)
@@ -80,10 +87,18 @@ def with_network(profile: Profile, cluster: Cluster, ranks: int) -> Profile:
 def compute_for(
     profile: Profile, cluster: Cluster, ranks: int, *, shaped: bool, pace: Pace, file: str
 ) -> Computed:
-    """The profile for `ranks` ranks on a cluster.
+    """Convert a profile to `ranks` ranks on a cluster.
 
-    Rates and the number of ranks are computed where they differ. ValueError for a difference that
-    cannot be computed: links, delay, loss, speeds of hosts, a pace that is not known.
+    Args:
+        profile: the given profile.
+        cluster: cluster of the run.
+        ranks: number of ranks that train.
+        shaped: whether the lab shapes the links, so that their rates are known.
+        pace: pace of the run, as in `Setup.pace`.
+        file: path of the profile, for messages.
+
+    Raises:
+        ValueError: links, delay, loss, host speeds or pace differ in a way that no formula covers.
     """
     quantities: list[tuple[str, str, str]] = []
     if shaped:
@@ -126,8 +141,10 @@ def compute_for(
 
 
 def worst_way(cluster: Cluster, hosts: Iterable[int], link: str) -> Way:
-    """The smallest rate, the longest delay and the greatest loss between some hosts: a ring's
-    all-reduce waits for them."""
+    """Return the smallest rate, longest delay and greatest loss of a link between some hosts.
+
+    A ring all-reduce is limited by these.
+    """
     hosts = list(hosts)
     ways = [cluster.attachment(host, link) for host in hosts]
     ways += [
@@ -160,8 +177,11 @@ def _require_links(profile: Profile, cluster: Cluster, file: str) -> None:
 
 
 def _require_delay(link: Link, way: Way, ranks: int, file: str) -> None:
-    """ValueError for another delay or loss, which no formula computes. Where those of the profile
-    are not known, its least time of a message must allow half of the delays of a ring."""
+    """Raise ValueError if the delay or loss of a link differs from the profile's.
+
+    If the profile does not record them, its message latency must be at least N - 1 one-way delays,
+    half of the delays of a ring all-reduce of N ranks.
+    """
     again = "measure the profile again with `offbeat profile`"
     if link.asked_rate_bps is None:
         least_s = (ranks - 1) * way.latency_s
@@ -190,7 +210,7 @@ def _with_pace(
     file: str,
     quantities: list[tuple[str, str, str]],
 ) -> Profile:
-    """The profile at the pace of the run; a larger one if more ranks share the processors."""
+    """Return the profile at the pace of the run. More ranks than profiled raise the pace."""
     if isinstance(pace, (int, float)):
         if profile.pace:
             return profile.paced(pace)
@@ -209,7 +229,7 @@ def _with_pace(
 
 
 def _require_speeds(profile: Profile, cluster: Cluster, file: str) -> None:
-    """ValueError if paced hosts would compute at other relative speeds than the cluster's."""
+    """Raise ValueError if speeds or jitters of a paced profile differ from the cluster's."""
     if not profile.pace:
         return
     speeds, jitters = _host_speeds(profile, cluster)
@@ -227,7 +247,7 @@ def _require_speeds(profile: Profile, cluster: Cluster, file: str) -> None:
 
 
 def _host_speeds(profile: Profile, cluster: Cluster) -> tuple[list[float], list[float]]:
-    """Speed and jitter of every rank's host."""
+    """Return speed and jitter of the host of each rank."""
     hosts = [cluster.host_of(rank) for rank in range(profile.world_size)]
     return [*map(cluster.speed_of, hosts)], [*map(cluster.jitter_of, hosts)]
 

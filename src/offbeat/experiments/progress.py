@@ -1,4 +1,4 @@
-"""Progress: what a comparison is doing, said on a terminal or in plain lines."""
+"""Progress display of a comparison, on a terminal or as plain lines."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from rich.text import Text
 
 LONGEST_LINE = 200  # characters of a script's line that are kept for display
 
-OWN_WORDS = "offbeat: "  # begin what the library says to the user of a script; it stays
+OWN_WORDS = "offbeat: "  # prefix of the library's own messages in a log; they stay on the screen
 
-FIRST_WORD_S, RAREST_WORD_S = 10.0, 600.0  # between lines where there is no terminal; they double
+# Seconds between plain lines: the first interval and the longest one. Intervals double.
+FIRST_WORD_S, RAREST_WORD_S = 10.0, 600.0
 
 OnLine = Callable[[str], None]
 Count = Callable[[], int]
@@ -27,9 +28,11 @@ def _unknown_count() -> int:
 
 
 class Progress:
-    """What a comparison is doing: one live line on a terminal, now and then a plain one elsewhere.
+    """Display of the current step: one live line on a terminal, else plain lines.
 
-    `first_s`: seconds to the first of these.
+    Args:
+        stderr: write to stderr instead of stdout.
+        first_s: seconds until the first plain line of a step. Later intervals double.
     """
 
     def __init__(self, *, stderr: bool = False, first_s: float = FIRST_WORD_S) -> None:
@@ -39,8 +42,15 @@ class Progress:
 
     @contextmanager
     def step(self, what: str, count: Count = _unknown_count) -> Iterator[OnLine]:
-        """Something that takes a while; yields what takes the lines of rank 0's log. `count` says
-        how many iterations are over, 0 if that is not known."""
+        """Display a step while the body runs.
+
+        Args:
+            what: name of the step.
+            count: returns the number of finished iterations, 0 if unknown.
+
+        Yields:
+            Callable that displays a line of rank 0's log.
+        """
         self._what, self._line, self._start_s = what, "", time.monotonic()
         self._count = count
         if not self._console.is_terminal:
@@ -58,11 +68,11 @@ class Progress:
             yield self._show_line
 
     def print_line(self, text: str) -> None:
-        """One message that stays."""
+        """Print a line that stays on the screen."""
         print(text, file=self._console.file, flush=True)
 
     def print_error(self, text: str) -> None:
-        """What went wrong, in words, as soon as it is known; on stderr."""
+        """Print an error to stderr."""
         print(f"offbeat: {text}", file=sys.stderr, flush=True)
 
     def __rich__(self) -> Text:
@@ -76,7 +86,7 @@ class Progress:
         )
 
     def _print_periodically(self, over: threading.Event) -> None:
-        """A line after ever longer times: a log of a week should be read in a minute."""
+        """Print plain lines at doubling intervals, so that the log of a long run stays short."""
         wait_s = self._first_s
         while not over.wait(wait_s):
             self.print_line(f"{self._what}: {self._progress_text()}")

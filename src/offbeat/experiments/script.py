@@ -1,4 +1,4 @@
-"""What a run runs: a script's file, or a module as `python -m` does."""
+"""Scripts of a run: a file, or `-m` and a module."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ MODULE = "-m"
 
 
 def require_runnable(script: Sequence[str]) -> None:
-    """ValueError unless it begins with an existing file, or with -m and a module. Nothing of the
-    module is imported, only looked for."""
+    """Raise ValueError unless `script` begins with an existing file, or with -m and a module.
+
+    The module is searched, not imported.
+    """
     if not script or script[0] != MODULE:
         if not script or not Path(script[0]).is_file():
             raise ValueError(
@@ -31,12 +33,12 @@ def require_runnable(script: Sequence[str]) -> None:
 
 
 def script_name(script: Sequence[str]) -> str:
-    """What to call it: the file, or the module."""
+    """Return the file or the module of a script."""
     return script[1] if script[0] == MODULE else script[0]
 
 
 def _find_problem(name: str) -> str | None:
-    """Why `python -m` could not run it, None if it can."""
+    """Return the reason why `python -m` cannot run a module; None if it can."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         return "must be a module's name"

@@ -1,1 +1,1 @@
-"""Records: what each rank measures in a run, written and read."""
+"""Writers and readers of the records of a run, one record per rank."""

@@ -1,4 +1,4 @@
-"""Disturbed repetitions: other programs used the processors, or hosts missed their pace."""
+"""Detection of repetitions disturbed by foreign load or by hosts behind their pace."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 OFTEN = 0.1  # share of samples in which other programs may take processors from a run
-LATE = 0.03  # of its compute, by which a host may be late on average
+LATE = 0.03  # largest mean delay of a host, as a share of its compute
 
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """Why one repetition is not a measurement.
+    """Disturbance that invalidates one repetition as a measurement.
 
-    `foreign`: share of the processors' time that other programs took, None if that was little or
-    is unknown. `late`: by how much of an iteration's compute the host of `rank` missed its pace on
-    average, None if every host kept it. `pressure`: share of the time in which some process waited
-    for a processor, None if unknown.
+    Attributes:
+        repetition: number of the repetition.
+        foreign: share of processor time used by other programs; None if small or unknown.
+        late: mean delay of the host of `rank` as a share of its compute; None if no host was late.
+        rank: rank whose host was late most.
+        pressure: share of time in which some process waited for a processor; None if unknown.
     """
 
     repetition: int
@@ -45,12 +47,12 @@ def disturbance_of(
     load: Mapping[str, Any] | None,
     paces: Mapping[int, Mapping[str, float] | None],
 ) -> Disturbance | None:
-    """Return why a repetition is not a measurement, None if it is one.
+    """Return the disturbance of a repetition; None without one.
 
     Args:
-        repetition: its number.
-        load: what `offbeat.lab.machine_load.Load` recorded beside it, None if nothing was.
-        paces: by rank how its host kept its pace, None for a host without one.
+        repetition: number of the repetition.
+        load: record of `offbeat.lab.machine_load.Load` during the repetition; None if unknown.
+        paces: adherence of each rank's host to its pace; None for a host at full speed.
     """
     load = load or {}
     late, rank = max(
@@ -70,7 +72,7 @@ def disturbance_of(
 
 
 def describe_disturbances(disturbances: Sequence[Disturbance], label: str, count: int) -> str:
-    """Return one sentence about the disturbed ones of `count` repetitions; empty for none."""
+    """Return one sentence about the disturbed repetitions among `count`; empty for none."""
     if not disturbances:
         return ""
     many = f" in {len(disturbances)} of {count} repetitions" if count > 1 else ""

@@ -1,7 +1,8 @@
-"""Blocks: the record of one rank on disk, which grows while it trains.
+"""File format of the record of one rank: blocks that are appended during training.
 
-One JSON object per line. A line's fields replace those of the lines before; the fields in COLUMNS
-go on. So a run that was killed is readable up to its last whole block, and memory stays flat.
+Each block is one line with a JSON object. The fields in `COLUMNS` and `votes` continue the columns
+of the earlier blocks; other fields replace their earlier values. The record of a killed run can be
+read up to its last complete block, and the memory for an unwritten block is bounded.
 """
 
 from __future__ import annotations
@@ -14,35 +15,35 @@ from weakref import WeakValueDictionary
 
 SCHEMA = 2
 SUFFIX = ".jsonl"
-COLUMNS = ("ends_s", "losses", "without_update", "warnings", "decisions")  # and those of `votes`
-MOST_LOSSES = 20_000  # of a record that is read; beyond, they are means of some iterations
+COLUMNS = ("ends_s", "losses", "without_update", "warnings", "decisions")
+MOST_LOSSES = 20_000  # losses kept of a record; longer records are averaged over neighbours
 
 
 def path_of(directory: str | Path, rank: int) -> Path:
-    """Where a rank's record is."""
+    """Return the path of a rank's record."""
     return Path(directory) / f"rank{rank}{SUFFIX}"
 
 
 def records_in(directory: Path) -> list[Path]:
-    """The records of all ranks, by rank."""
+    """Return the paths of all records in a folder, in order of rank."""
     found = [*directory.glob(f"rank*{SUFFIX}"), *directory.glob("rank*.json")]
     return sorted(found, key=lambda path: (_rank_of(path), path.name))
 
 
 class Blocks:
-    """Writes one record; the file is begun anew with the first block.
+    """Writer of one record. The first block truncates the file.
 
-    Where a script trains two models at once the record is that of the one that began later.
+    If a script trains two models at once, only the writer that began last appends to the file.
     """
 
-    _last: ClassVar[WeakValueDictionary[Path, Blocks]] = WeakValueDictionary()  # who writes where
+    _last: ClassVar[WeakValueDictionary[Path, Blocks]] = WeakValueDictionary()  # writer by path
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._begun = False
 
     def append(self, block: Mapping[str, Any]) -> None:
-        """Add one block, in one write. OSError if it cannot be."""
+        """Append one block in a single write; OSError if the file cannot be written."""
         if self._begun and self._last.get(self.path) is not self:
             return
         line = json.dumps({"schema": SCHEMA, **block}, separators=(",", ":")) + "\n"
@@ -53,13 +54,21 @@ class Blocks:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A record as one object; ValueError on what is none.
+    """Read a record as one object.
 
-    `cut` says in words that it was never closed, None if it was. Of more than MOST_LOSSES
-    iterations the losses are means of `losses_of` neighbours each.
+    Args:
+        path: path of the record; blocks if it ends in .jsonl, else a single JSON object.
+
+    Returns:
+        Fields of the record, with the measured trace as `trace`. `cut` describes where the record
+        ends if the run was killed, else it is None. With more than `MOST_LOSSES` losses, each loss
+        is the mean over `losses_of` iterations.
+
+    Raises:
+        ValueError: the file is not a record.
     """
     path = Path(path)
-    if path.suffix != SUFFIX:  # of one piece
+    if path.suffix != SUFFIX:  # a record in one piece
         return json.loads(path.read_text())
     merged = _Merged()
     torn = False
@@ -67,7 +76,7 @@ def read(path: str | Path) -> dict[str, Any]:
         for line in file:
             block = _parse_block(line)
             if block is None:
-                torn = True  # a whole block after it would be a broken file
+                torn = True  # only allowed in the last line
             elif torn:
                 raise ValueError("a block in its middle is not JSON")
             else:
@@ -76,14 +85,14 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def first_block(path: str | Path) -> dict[str, Any]:
-    """What a record says of itself, without its columns; empty if it says nothing yet."""
+    """Return the first block of a record; empty if no block is complete."""
     path = Path(path)
     with path.open("rb") as file:
         return (_parse_block(file.readline()) or {}) if path.suffix == SUFFIX else read(path)
 
 
 def iterations_so_far(path: str | Path) -> int:
-    """How many iterations a record holds that may still grow; 0 if it does not exist."""
+    """Return the number of iterations in a record that may still grow; 0 without a file."""
     try:
         with Path(path).open("rb") as file:
             last = None
@@ -97,7 +106,7 @@ def iterations_so_far(path: str | Path) -> int:
 
 
 class _Merged:
-    """Blocks of one record, put together."""
+    """The merged blocks of one record."""
 
     def __init__(self) -> None:
         self._fields: dict[str, Any] = {}
@@ -148,8 +157,10 @@ class _Merged:
 
 
 class _Losses:
-    """Losses of iterations, or their means over `width` neighbours, a power of two, so that two
-    ranks' ends of neighbourhoods meet."""
+    """Losses of iterations, averaged over groups of `width` consecutive iterations.
+
+    `width` is a power of two, so that groups of different ranks have common boundaries.
+    """
 
     def __init__(self) -> None:
         self.width = 1
@@ -186,7 +197,7 @@ def _describe_cut(iterations: int, torn: bool) -> str:
 
 
 def _parse_block(line: bytes) -> dict[str, Any] | None:
-    """A whole block, or None of what a killed process has left."""
+    """Return the block of a line; None for the incomplete line of a killed process."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -197,7 +208,7 @@ def _parse_block(line: bytes) -> dict[str, Any] | None:
 
 
 def _last_lines(file: Any) -> Iterator[bytes]:
-    """The last line and the one before, without reading the rest."""
+    """Yield the last line and the one before, without reading the whole file."""
     file.seek(0, 2)
     size, step = file.tell(), 1 << 16
     while True:

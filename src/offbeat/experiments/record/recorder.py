@@ -1,4 +1,4 @@
-"""Recording: the measured trace, losses and traffic of one rank, for the report."""
+"""Recorder of one rank: measured trace, losses, votes and traffic for the report."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from offbeat.core.transport.device import Device, Mark
 from offbeat.experiments.record.record_file import Blocks, path_of
 from offbeat.experiments.record.vote_log import VoteLog
 
-BLOCK_ITERATIONS, BLOCK_S = 1000, 5.0  # whichever comes first ends a block
-WINDOW_PERIODS = 3  # spans are kept for the last periods only; ends for every iteration
+BLOCK_ITERATIONS, BLOCK_S = 1000, 5.0  # a block ends at the first of these limits
+WINDOW_PERIODS = 3  # number of last periods whose spans are kept
 
 
 class Splits:
-    """Sums of what `BackwardSplit`s say, and which of the last iterations have estimated ones."""
+    """Sums over `BackwardSplit`s, and the last iterations whose split is estimated."""
 
     def __init__(self) -> None:
         self._measured = self._sent_s = self._waited_s = 0.0
@@ -46,7 +46,7 @@ class Splits:
         self._waited_s += split.waited_s
 
     def notes(self) -> dict[str, Any]:
-        """Return the notes of a trace: numbers of iterations, and means over the measured ones."""
+        """Return the notes of a trace: counts of iterations, and means over the measured ones."""
         if not self._measured and not self._estimated:
             return {}
         count = max(1.0, self._measured)
@@ -62,9 +62,9 @@ class Splits:
 
 
 class Recorder:
-    """Appends what one rank did to `directory`/rank{r}.jsonl, in blocks; `write` ends the record.
+    """Recorder that appends the measurements of one rank to `directory`/rank{r}.jsonl in blocks.
 
-    What it holds in memory does not grow with the iterations.
+    `write` closes the record. The memory of the recorder does not grow with the iterations.
     """
 
     def __init__(self, directory: str | Path, rank: int, device: Device):
@@ -73,7 +73,7 @@ class Recorder:
         self.origin_s = time.perf_counter()
         self._first, self._failed = 0, False
         self._written_s, self._window_due = time.monotonic(), 0
-        self._ends: list[Mark] = []  # these and what follows: since the last block
+        self._ends: list[Mark] = []  # since the last block, as are losses, warnings and decisions
         self._losses: list[tuple[int, Tensor]] = []
         self._without_update: list[int] = []
         self._spans: deque[list[Span]] = deque(maxlen=WINDOW_PERIODS)
@@ -90,7 +90,7 @@ class Recorder:
         self._tap = LossTap()
 
     def start(self, strategy: str, plan: Plan | None, observed: int) -> None:
-        """The strategy's own iterations begin now; `observed` ones came before."""
+        """Begin the iterations of the strategy, after `observed` profiled iterations."""
         self.strategy, self.plan, self.observed = strategy, plan, observed
         window = WINDOW_PERIODS * (plan.period if plan else 1)
         self._spans = deque(maxlen=max(2, window))
@@ -103,24 +103,24 @@ class Recorder:
                 self._warn_lost(f"plan ({path}) cannot be written", error)
 
     def stepped(self, iteration: int) -> None:
-        """The user has called `optimizer.step()`: the loss of this iteration is known."""
+        """Take the loss of an iteration, at the beginning of `optimizer.step()`."""
         loss = self._tap.take()
         if loss is not None:
             self._losses.append((iteration, loss))
 
     def ended(self, iteration: int) -> None:
-        """`optimizer.step()` is over."""
+        """Sample the parameters, at the end of `optimizer.step()`."""
         if self.sample is not None:
             self.sample.take(iteration)
 
     def decide(self, iteration: int, what: str, warning: str | None) -> None:
-        """The runtime has changed the plan, or fallen back."""
+        """Record a decision of the runtime, such as a new plan or a fallback."""
         self.decisions.append({"iteration": iteration, "what": what})
         if warning is not None:
             self.warnings.append(warning)
 
     def iteration(self, done: Iteration) -> None:
-        """Take in one finished iteration."""
+        """Record a finished iteration."""
         if self.plan is not None and not Windows(self.plan).applied(done.planned):
             self._without_update.append(done.number)
         if voting := self._vote_names:
@@ -136,7 +136,7 @@ class Recorder:
         return [] if self.plan is None else [vote.name for vote in self.plan.votes]
 
     def write(self, bytes_sent: dict[str, int]) -> None:
-        """Write the rest, and that the record is whole."""
+        """Write the last block and mark the record as closed."""
         self._add_block({"bytes": bytes_sent, "pace": self.pace, **self._fields(), "closed": True})
         self._tap.close()
 
@@ -152,7 +152,10 @@ class Recorder:
             self._add_block({})
 
     def _fields(self) -> dict[str, Any]:
-        """What each block replaces. It is large, so it is written when a run is twice as long."""
+        """Return the fields that replace their earlier values.
+
+        They are large, so they are written only each time that the run has doubled in length.
+        """
         spans = (span for spans in self._spans for span in spans)
         return {
             "spans": spans_to_dict(spans),
@@ -161,7 +164,7 @@ class Recorder:
         }
 
     def _add_block(self, more: Mapping[str, Any]) -> None:
-        """One block of what has come since the last one, which is then forgotten."""
+        """Append a block of the data since the last block, and discard this data."""
         ends = [round(self._device.seconds(end) - self.origin_s, 7) for end in self._ends]
         done = self._first + len(ends)
         block = {
@@ -207,7 +210,7 @@ class Recorder:
 
 
 def _round_loss(loss: float) -> float:
-    """As many digits as float32 has."""
+    """Round to the precision of float32."""
     return float(f"{loss:.9g}")
 
 
@@ -233,7 +236,7 @@ def _spans(
             continue
         yield Span(rank, COMPUTE, kind, done.number, at(start), at(end), run)
     for message in done.messages:
-        if message.end is None:  # it has failed, was passed over, or the run ended before it
+        if message.end is None:  # failed, skipped, or unfinished at the end of the run
             continue
         t = message.transfer
         run = (t.payload.buckets.start, t.payload.buckets.stop)
@@ -246,7 +249,7 @@ def _spans(
 
 
 def _carried_iterations(plan: Plan | None, done: Iteration, t: Transfer) -> tuple[int, int] | None:
-    """Iterations whose gradients a message holds, where they are added up over several."""
+    """Return the iterations [first, stop) whose gradients a message holds, if merged or late."""
     windows = None if plan is None else Windows(plan)
     if windows is None or not windows.late or t.payload.buffer != "grad":
         return None
@@ -258,7 +261,7 @@ def _carried_iterations(plan: Plan | None, done: Iteration, t: Transfer) -> tupl
 def _compute_intervals(
     marks: Timestamps, buckets: int, device: Device
 ) -> Iterator[tuple[str, Mark, Mark, int | None]]:
-    """(kind, start, end, bucket) of what the compute lane did, in order."""
+    """Yield (kind, start, end, bucket) of each interval of the compute lane, in order."""
     at, bucket = marks.begin, None
     forward = [acted for acted in marks.acted if acted.position < buckets]
     backward = {acted.position - buckets: acted for acted in marks.acted}
@@ -294,7 +297,7 @@ def _compute_intervals(
 def _split_actions(
     forward: list[MomentTimes], marks: Timestamps, device: Device
 ) -> tuple[list[MomentTimes], list[MomentTimes]]:
-    """What was done before the model's forward began (for an evaluation, say), and during it."""
+    """Split updates in forward into those before the recorded forward and those within it."""
     if not forward:
         return [], []
     begin_s = device.seconds(marks.forward)

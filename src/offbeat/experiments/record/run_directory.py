@@ -1,4 +1,4 @@
-"""A run directory as data: what was compared, what every rank recorded, what went wrong."""
+"""Reader of a run directory: contestants, records of all ranks and problems."""
 
 from __future__ import annotations
 
@@ -17,25 +17,35 @@ from offbeat.experiments.record.record_file import read, records_in
 
 SCHEMA = 1
 LOG_TAIL_LINES = 12
-PROBLEM = "problem.txt"  # in a repetition's folder: how it has failed
-PROFILING = "profiling"  # in a run's folder: the launch that measured its profile
-LOAD = "load.json"  # in a repetition's folder: the machine's load beside it
-BEFORE = "disturbed-"  # begins the folder of a repetition that was repeated
+PROBLEM = "problem.txt"  # in a repetition's folder: message of its failure
+PROFILING = "profiling"  # in a run's folder: folder of the launch that measured the profile
+LOAD = "load.json"  # in a repetition's folder: load of the machine during the repetition
+BEFORE = "disturbed-"  # prefix of the folder of a disturbed repetition that was repeated
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank recorded; `losses` are (iteration, seconds from the trace's origin, loss).
+    """Record of one rank.
 
-    `sent_bytes` is the payload handed to each link over the whole run, by link name; `observed`
-    the number of iterations spent on profiling before the plan took over; `without_update` are the
-    iterations that applied no gradient; `decisions` what was decided while it ran, each an
-    iteration with words; `pace` how this host kept its pace, None if it computed as it could;
-    `sample` some parameters after some iterations (see `replica_sample`); `votes` what it saw
-    of votes, as it was written. Of a long run each loss is the mean of `losses_of` iterations.
-    `cut` says how a record ends that was never closed, empty if it was.
+    Attributes:
+        rank: number of the rank.
+        strategy: strategy with its settings.
+        trace: measured trace of this rank.
+        losses: (iteration, seconds from the trace's origin, loss).
+        sent_bytes: payload bytes sent over the whole run, by link.
+        observed: number of profiled iterations before the plan began.
+        without_update: iterations that applied no gradient.
+        emulated: whether layers slept instead of computing.
+        pace: adherence of the host to its pace; None at full speed.
+        sample: sampled parameters (see `replica_sample`).
+        warnings: warnings of the runtime.
+        checks: results of checks.
+        decisions: decisions of the runtime, each with iteration and text.
+        votes: columns of `VoteLog`.
+        losses_of: number of iterations that each loss averages.
+        cut: description of where an unclosed record ends; empty for a closed one.
     """
 
     rank: int
@@ -58,11 +68,16 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Repetition:
-    """One repetition of one contestant. It never counts with `problems`.
+    """One repetition of one contestant.
 
-    `cuts` say why it did not come to its end, though all ranks have records. `log_tails` holds the
-    last lines of the log of every rank that left no record. `load` is the machine's load beside
-    it; `repeated`: an earlier attempt was disturbed.
+    Attributes:
+        index: number of the repetition.
+        ranks: readable records, in order of rank.
+        problems: missing or unreadable records. A repetition with problems is not counted.
+        log_tails: last lines of the log of each rank without a record.
+        cuts: reasons why a repetition ended early although all ranks have records.
+        load: load of the machine during the repetition.
+        repeated: whether this repetition replaces a disturbed one.
     """
 
     index: int
@@ -75,28 +90,28 @@ class Repetition:
 
     @property
     def disturbance(self) -> Disturbance | None:
-        """Why this is not a measurement, None if it is one."""
+        """Disturbance that invalidates the repetition as a measurement; None without one."""
         paces = {record.rank: record.pace for record in self.ranks}
         return disturbance_of(self.index, self.load, paces)
 
     @property
     def complete(self) -> bool:
-        """True if every rank finished and left a readable record."""
+        """Whether every rank finished and left a readable record."""
         return self.readable and not self.cuts
 
     @property
     def readable(self) -> bool:
-        """True if every rank left a readable record, whole or cut short."""
+        """Whether every rank left a readable record, complete or cut short."""
         return bool(self.ranks) and not self.problems
 
     @property
     def observed(self) -> int:
-        """Iterations before the plan took over."""
+        """Number of profiled iterations before the plan began."""
         return max((record.observed for record in self.ranks), default=0)
 
     @cached_property
     def trace(self) -> Trace:
-        """The ranks' traces as one; ValueError if there is none."""
+        """Merged trace of all ranks; ValueError without records."""
         if not self.ranks:
             raise ValueError(f"repetition {self.index} has no rank with a record")
         traces = [record.trace for record in self.ranks]
@@ -127,19 +142,22 @@ class Contestant:
 
     @property
     def complete(self) -> tuple[Repetition, ...]:
-        """The repetitions that count: those that came to their end. Where none did, those that
-        were cut short, as what a week has measured is worth more than nothing."""
+        """Repetitions that are counted: the complete ones.
+
+        If none is complete, these are the ones that were cut short, so that the measurements of an
+        aborted long run can be used.
+        """
         whole = tuple(rep for rep in self.repetitions if rep.complete)
         return whole or tuple(rep for rep in self.repetitions if rep.readable)
 
     @property
     def cut(self) -> bool:
-        """Whether the repetitions that count were cut short."""
+        """Whether the counted repetitions were cut short."""
         return any(rep.cuts for rep in self.complete)
 
     @property
     def text(self) -> str:
-        """The strategy with its settings, in the words of whoever ran it."""
+        """Strategy with its settings, as in the first record, else from run.json."""
         for repetition in self.repetitions:
             for record in repetition.ranks:
                 return record.strategy
@@ -149,15 +167,33 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory that was read; at least `skip` iterations are left out of every measured time
-    (`skipped`).
+    """Contents of a run directory.
 
-    `probed` compares what was asked of the links with what was measured before the run; `changed`
-    is what the lab changed while ranks ran. `given` describes a profile that was given instead of
-    measured: its file, and the quantities that were computed for this cluster. `profile_load` was
-    the machine's load beside the measuring of the profile. `notes` name what the user wrote and
-    what was not used. `seeds` holds the seed of every repetition. `device`
-    describes the user's device, with the predicted seconds per iteration there by label.
+    Attributes:
+        path: the run directory.
+        contestants: contestants in the order of the command.
+        command: command line of the user.
+        script: script with its arguments.
+        cluster: hosts and links.
+        probed: configured and measured values of each link before the run.
+        changed: changes of the network that the lab made during the run.
+        lab: "netns", or "none" without a lab.
+        note: remark of the lab.
+        emulated: whether layers slept instead of computing.
+        versions: versions of offbeat, torch, Python and the kernel.
+        seed: seed of the first repetition.
+        cpus: number of processors.
+        started: time of the start (ISO 8601, UTC).
+        repetitions: planned number of repetitions.
+        target_loss: training loss to which the time is measured; None if not set.
+        skip: least number of first iterations that are not measured (see `count_skipped`).
+        profile: profile of the run.
+        profile_load: load of the machine while the profile was measured.
+        problems: problems outside of contestants.
+        given: file of a given profile, and the quantities computed for this cluster.
+        notes: remarks, such as settings of the user that were not used.
+        seeds: seed of each repetition.
+        device: the user's device, with predicted seconds per iteration by label.
     """
 
     path: Path
@@ -187,19 +223,19 @@ class Run:
 
     @property
     def profile_disturbed(self) -> Disturbance | None:
-        """Why the profile, if it was measured for this run, is not a measurement."""
+        """Disturbance during the measurement of the profile; None without one."""
         return disturbance_of(0, self.profile_load, {})
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: from the profile, the cluster, or the records that exist."""
+        """Number of ranks, from the profile, the cluster or the existing records."""
         return _world_size(self.profile, self.cluster) or max(
             (record.rank + 1 for _, _, record in self.records()), default=0
         )
 
     @property
     def command_line(self) -> tuple[str, ...]:
-        """The command and, unless it contains them, the script and its arguments."""
+        """Command with the script and its arguments."""
         size = len(self.script)
         places = range(len(self.command) - size + 1)
         if size and any(self.command[i : i + size] == self.script for i in places):
@@ -207,14 +243,14 @@ class Run:
         return (*self.command, *self.script)
 
     def records(self) -> Iterator[tuple[Contestant, Repetition, RankRecord]]:
-        """Every record of every rank."""
+        """Yield all records of all ranks."""
         for contestant in self.contestants:
             for repetition in contestant.repetitions:
                 for record in repetition.ranks:
                     yield contestant, repetition, record
 
     def failures(self) -> list[str]:
-        """Everything that could not be read or did not finish, each with its place."""
+        """Return all problems and early ends, each with contestant and repetition."""
         said = list(self.problems)
         for contestant in self.contestants:
             said += [f"{contestant.label}: {problem}" for problem in contestant.problems]
@@ -225,16 +261,22 @@ class Run:
 
 
 def count_skipped(run: Run, rep: Repetition) -> int:
-    """Return how many iterations at the beginning of a repetition's trace no measured time
-    includes: whole periods of its plan if a whole one remains after them."""
+    """Return the number of first iterations of a trace that are excluded from measured times.
+
+    The profiled iterations are excluded, and at least the first `run.skip` iterations of the plan,
+    rounded up to whole periods if a whole period remains.
+    """
     trace, before = rep.trace, rep.observed - rep.trace.first
     return max(0, whole_periods(run.skip, trace.period, trace.iterations - before) + before)
 
 
 def load(run_dir: str | Path) -> Run:
-    """Read a run directory; what is missing or broken becomes a problem of its repetition.
+    """Read a run directory.
 
-    Raises ValueError without a readable run.json, or when it has another schema.
+    Missing or unreadable files are reported as problems of their repetition.
+
+    Raises:
+        ValueError: run.json is missing, unreadable or of another schema.
     """
     path = Path(run_dir)
     data = _read_run_json(path)
@@ -282,9 +324,9 @@ def _read_run_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path / 'run.json'} is not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else None
+        schema = data.get("schema") if isinstance(data, dict) else None
         raise ValueError(
-            f"schema ({found!r}) of {path / 'run.json'} must be {SCHEMA}; "
+            f"schema ({schema!r}) of {path / 'run.json'} must be {SCHEMA}; "
             "run `offbeat compare` again with this version"
         )
     _check_contestants(data.get("contestants"), path)
@@ -346,12 +388,12 @@ def load_repetition(folder: Path, index: int) -> Repetition:
 
 
 def load_in(folder: Path) -> Mapping[str, Any] | None:
-    """Return the machine's load beside a launch, from its folder; None if it is not known."""
+    """Return the load of the machine during a launch, from the launch's folder; None if unknown."""
     return _load_optional(folder / LOAD, dict)[0]
 
 
 def _truncate_losses(records: list[RankRecord]) -> list[RankRecord]:
-    """With the losses of the iterations that all have: records that were cut end apart."""
+    """Keep only losses of iterations that all ranks recorded. Cut records differ in length."""
     until = min((record.trace.iterations for record in records), default=0)
     return [
         replace(record, losses=tuple(loss for loss in record.losses if loss[0] < until))
@@ -360,7 +402,7 @@ def _truncate_losses(records: list[RankRecord]) -> list[RankRecord]:
 
 
 def _with_missing_ranks(rep: Repetition, folder: Path, expected: int) -> Repetition:
-    """The repetition with its missing ranks as problems, and what those ranks said last."""
+    """Return the repetition with a problem for missing ranks and with their last log lines."""
     folder = folder / f"rep{rep.index}"
     if not folder.is_dir():
         return Repetition(rep.index, (), ("was not run",))
@@ -401,7 +443,7 @@ def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
 
 
 def _predicted_from_dict(data: Mapping[str, Any]) -> Trace:
-    """A trace; `iteration_s`, `bound_s`, `exposed_s` beside its fields are notes as well."""
+    """Return the trace; move `iteration_s`, `bound_s` and `exposed_s` into its notes."""
     fields = ("iteration_s", "bound_s", "exposed_s")
     beside = {name: data[name] for name in fields if name in data}
     rest = {name: value for name, value in data.items() if name not in fields}
@@ -418,7 +460,7 @@ def _read_json(file: Path) -> Any:
 
 
 def _load_optional(file: Path, build: Any, load: Any = _read_json) -> tuple[Any, tuple[str, ...]]:
-    """(object, no problems), or (None, why not); a file that does not exist is no problem."""
+    """Return (object, no problems), or (None, problems). A missing file is no problem."""
     if not file.exists():
         return None, ()
     try:
@@ -432,7 +474,7 @@ def _load_optional(file: Path, build: Any, load: Any = _read_json) -> tuple[Any,
 
 
 def _parse_loss(value: Any) -> float:
-    """A loss; null, which is how strict JSON writes it, is not a number."""
+    """Return a loss. Null is read as NaN, which strict JSON cannot represent."""
     return float("nan") if value is None else float(value)
 
 
@@ -445,7 +487,7 @@ def _log_tail(log: Path) -> str:
 
 
 def _world_size(profile: Profile | None, cluster: Mapping[str, Any]) -> int:
-    """Number of ranks that there should be, 0 if nobody says so."""
+    """Return the expected number of ranks; 0 if unknown."""
     if profile is not None:
         return profile.world_size
     hosts = cluster.get("hosts", 0)

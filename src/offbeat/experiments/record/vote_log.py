@@ -1,4 +1,4 @@
-"""The votes of a run: what this rank saw, who said yes, what was sent and what was spared."""
+"""Log of the votes of one rank, with the bytes that were sent and spared."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from offbeat.core.runtime.iteration import Iteration
 
 
 class VoteLog:
-    """One entry per iteration with a vote. Bytes are those of its messages, votes left out."""
+    """One entry per iteration with a vote. Bytes exclude the messages of the votes."""
 
     def __init__(self) -> None:
-        self._keys: dict[str, list[str]] = {}  # columns, those of a vote's first entry
+        self._keys: dict[str, list[str]] = {}  # columns of each vote, as in its first entry
         self._reset()
 
     def _reset(self) -> None:
@@ -23,7 +23,7 @@ class VoteLog:
         self._votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
     def add_iteration(self, done: Iteration, votes: Sequence[str]) -> None:
-        """Take in one finished iteration with these votes."""
+        """Add a finished iteration with these votes."""
         self._iterations.append(done.number)
         sent = [m for m in done.messages if not m.passed]
         self._sent.append(sum(x.nbytes for m in sent for x in m.tensors))
@@ -35,17 +35,19 @@ class VoteLog:
             self._votes[name].append(entry)
 
     def pop_columns(self) -> dict[str, Any]:
-        """What has come since it was last taken, JSON-ready: columns, the same length for all;
-        `yes` are the ranks, None: not known."""
+        """Return the entries since the last call in JSON form, as columns of equal length.
+
+        `yes` lists the ranks that voted yes in an iteration, None if unknown.
+        """
         by_vote = {
             name: {key: [entry.get(key) for entry in entries] for key in self._keys[name]}
             for name, entries in self._votes.items()
         }
-        found = {
+        columns = {
             "iterations": self._iterations,
             "sent_bytes": self._sent,
             "spared_bytes": self._spared,
             "by_vote": by_vote,
         }
         self._reset()
-        return found
+        return columns

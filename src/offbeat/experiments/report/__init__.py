@@ -1,4 +1,4 @@
-"""Reports: a run directory read, summarized and written as one HTML page; no torch."""
+"""Report of a run directory: summary, HTML page and traces; does not import torch."""
 
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run, load
 from offbeat.experiments.report.summary import Row, rank_rows, summarize

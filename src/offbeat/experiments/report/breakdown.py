@@ -1,4 +1,4 @@
-"""Where a prediction was wrong: the seconds of an iteration in parts, predicted and measured."""
+"""Breakdown of a prediction's error into compute, messages and waiting."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from offbeat.experiments.report.timeline import (
     predicted_window,
 )
 
-WORTH_SAYING = 0.03  # of the measured iteration
+WORTH_SAYING = 0.03  # least reported error, as a share of the measured iteration
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Seconds per iteration, means over ranks, whose sum is the iteration.
+    """Parts of an iteration in seconds, as means over ranks.
 
-    `compute_s`: forward, backward, updates and what the user's loop does. `messages_s`: a rank
-    waits, and a message of its own is on the way. `waiting_s`: it waits, and none is: for other
-    ranks, or for a message's turn. `links_s` is how long messages were on the way in all, hidden
-    or not; it is no part of the sum.
+    Attributes:
+        compute_s: forward, backward, updates and the rest of the user's loop.
+        messages_s: waits of a rank during a transfer of one of its messages.
+        waiting_s: waits of a rank without such a transfer, for other ranks or for a message's turn.
+        links_s: total time with a transfer, hidden or not; not a part of the iteration.
     """
 
     compute_s: float
@@ -45,11 +46,17 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The parts of one period, predicted and measured, and by how much the run took longer.
+    """Predicted and measured parts of one period, and their differences.
 
-    The four differences add up to `longer_s` = measured - predicted of the table. `rest_s` is what
-    the recorded period differs from the run's median. `estimated`: messages within backward were
-    not timed, so the parts measured are of a compute that took as long as profiled.
+    The four differences `compute_s`, `messages_s`, `waiting_s` and `rest_s` add up to `longer_s`.
+    `rest_s` is the difference between the run's median and the recorded period.
+
+    Attributes:
+        predicted: predicted parts.
+        measured: measured parts.
+        longer_s: measured minus predicted seconds per iteration.
+        estimated: whether messages within backward were not timed, so that the measured parts
+            assume the profiled compute time.
     """
 
     predicted: Parts
@@ -77,8 +84,12 @@ class Split:
 def split_of(
     run: Run, contestant: Contestant, predicted_s: float | None, measured_s: float | None
 ) -> Split | None:
-    """The parts of the period that the timeline shows; None without both, and where votes decide
-    about iterations or every rank has its own, so that none is typical."""
+    """Return the breakdown of the period in the timeline.
+
+    Returns:
+        The breakdown. None if prediction or measurement is missing, or if no period is typical
+        because of votes or gossip.
+    """
     if predicted_s is None or measured_s is None:
         return None
     expected, found = predicted_window(contestant), measured_window(run, contestant)
@@ -89,7 +100,7 @@ def split_of(
 
 
 def parts_of(window: Window) -> Parts:
-    """Means over the ranks with spans."""
+    """Return the parts of a window, as means over the ranks with spans."""
     offsets = clock_offsets(window.trace)
     ways = _transfers(window.trace.spans, offsets)
     every = [_rank_parts(window, rank, ways[rank]) for rank in window.shown]
@@ -98,7 +109,7 @@ def parts_of(window: Window) -> Parts:
 
 
 def describe_split(split: Split, label: str) -> str | None:
-    """One sentence where the prediction was off by more than 3 %, else None."""
+    """Return one sentence about an error of more than 3 %, else None."""
     measured_s = split.measured.total_s + split.rest_s
     if abs(split.longer_s) <= WORTH_SAYING * measured_s:
         return None
@@ -114,7 +125,7 @@ def describe_split(split: Split, label: str) -> str | None:
 
 
 def _describe_compute(split: Split) -> str:
-    """'18 % slower than profiled'."""
+    """Return a phrase such as '18 % slower than profiled'."""
     before_s = split.predicted.compute_s
     percent = round(100 * split.compute_s / before_s) if before_s else 0
     if not percent:
@@ -132,7 +143,7 @@ def _is_notable(seconds: float, split: Split) -> bool:
 
 
 def _is_untypical(window: Window) -> bool:
-    """Whether its iterations are not what an iteration is in general."""
+    """Whether the window's iterations are not typical, because of votes or gossip."""
     return window.trace.uneven or "gossip" in window.trace.notes
 
 
@@ -148,23 +159,25 @@ def _rank_parts(window: Window, rank: int, ways: Sequence[Interval]) -> tuple[fl
 
 
 def _transfers(spans: Iterable[Span], offsets: Sequence[float]) -> dict[int, list[Interval]]:
-    """By rank, when its messages were on the way, in its own seconds: from when the last rank has
-    come to a message, as the others only wait for it until then."""
+    """Return the transfer intervals of each rank, in seconds of the rank's own clock.
+
+    A transfer begins when the last of its ranks has reached the message.
+    """
     seen: dict[int, dict[object, int]] = defaultdict(lambda: defaultdict(int))
     same: dict[object, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.start_s):
         if span.lane != COMPUTE:
             key = (span.lane, span.kind, span.iteration, span.buckets, span.way)
-            number = seen[span.rank][key]  # slices of one bucket have one name
+            number = seen[span.rank][key]  # distinguishes slices of one bucket
             seen[span.rank][key] += 1
             same[key, number].append(span)
-    found: dict[int, list[Interval]] = defaultdict(list)
+    transfers: dict[int, list[Interval]] = defaultdict(list)
     for ends in same.values():
         begin_s = max(span.start_s - offsets[span.rank] for span in ends)
         for span in ends:
             begun_s = min(begin_s + offsets[span.rank], span.end_s)
-            found[span.rank].append((begun_s, span.end_s))
-    return found
+            transfers[span.rank].append((begun_s, span.end_s))
+    return transfers
 
 
 def _clip_intervals(spans: Iterable[Interval], within: Interval) -> list[Interval]:
@@ -173,7 +186,7 @@ def _clip_intervals(spans: Iterable[Interval], within: Interval) -> list[Interva
 
 
 def _union_length(spans: Iterable[Interval]) -> float:
-    """Of the union."""
+    """Return the length of the union of intervals."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))

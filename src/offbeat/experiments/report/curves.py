@@ -1,4 +1,4 @@
-"""What the page draws of the losses: one curve per contestant with its band."""
+"""Loss curves of the page: one curve per contestant with its range over repetitions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ MOST_POINTS = 400
 
 
 def draw(run: Run, contestant: Contestant, row: Row) -> dict[str, Any] | None:
-    """JSON-ready curve: smoothed mean over ranks and repetitions, lowest and highest repetition,
-    the mean before smoothing, and where it reached the target; None without losses."""
+    """Return the loss curve of a contestant in JSON form; None without losses.
+
+    The curve holds the smoothed mean over ranks and repetitions, the lowest and highest repetition,
+    the mean before smoothing, the votes, and the point that reached the target.
+    """
     raw = [curve for rep in contestant.complete if len(curve := counted_curve(run, rep))]
     smooth = [curve.smooth() for curve in raw]
     shared = sorted(set.intersection(*(set(curve.iterations) for curve in smooth))) if raw else []
@@ -45,7 +48,7 @@ def draw(run: Run, contestant: Contestant, row: Row) -> dict[str, Any] | None:
 
 
 def _vote_marks(run: Run, rep: Repetition, votes: Votes) -> list[dict[str, Any]]:
-    """Where each rank said yes, at most one mark for each of MOST_POINTS stretches."""
+    """Return the iterations with a yes of each rank, thinned to about `MOST_POINTS` per rank."""
     first, ends_s = rep.trace.first, rep.trace.ends_s[0]
     width = max(1, -(-len(votes.iterations) // MOST_POINTS))
     marks, seconds_of = [], counted_seconds(run, rep)
@@ -76,12 +79,12 @@ def _means(columns: Sequence[Sequence[float]]) -> list[float | None]:
 
 
 def _round_value(value: float) -> float | None:
-    """Five significant digits; None, a gap in the line, if not finite."""
+    """Round to five significant digits. None, a gap in the line, if not finite."""
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def _select_points(items: list[int]) -> list[int]:
-    """At most MOST_POINTS, evenly spaced, the first and the last among them."""
+    """Return at most `MOST_POINTS` evenly spaced items, with the first and the last."""
     if len(items) <= MOST_POINTS:
         return items
     step = (len(items) - 1) / (MOST_POINTS - 1)

@@ -1,4 +1,4 @@
-"""What was decided for a contestant, before and during its run, in plain words."""
+"""Decisions of the planner and of the runtime for a contestant, as text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from offbeat.experiments.report.places import group_by_text
 
 LONGEST = 300  # characters of a value
 
-Row = tuple[str, str, str]  # name, value, what it means
+Row = tuple[str, str, str]  # name, value, meaning
 
 
 def decisions(contestant: Contestant) -> dict[str, Any] | None:
-    """What the template shows: a plan's facts, as rows and as tables, and what was decided while it
-    ran. None if there is nothing to show."""
+    """Return the decisions of a contestant for the template; None without any.
+
+    `facts` are rows and `tables` are tables of the plan's facts; `later` are decisions during the
+    run.
+    """
     plan = contestant.plan
     shown = [] if plan is None else list(_facts(plan.facts))
     records = [(contestant, rep, record) for rep in contestant.repetitions for record in rep.ranks]
@@ -35,7 +38,7 @@ def _facts(facts: Iterable[Fact]) -> Iterator[Row | dict[str, Any]]:
 
 
 def _rows_and_tables(name: str, value: Any, meaning: str = "") -> Iterator[Row | dict[str, Any]]:
-    """A value as a row, a list of records as a table, a record as what it holds."""
+    """Yield a scalar as a row, a list of records as a table, and each item of a record."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _rows_and_tables(str(key), inner)
@@ -65,7 +68,7 @@ def _decision_texts(record: RankRecord) -> list[str]:
 
 
 def _decision_text(decision: Any) -> str:
-    """'iteration 40: planned again (links: net)'."""
+    """Return a text such as 'iteration 40: planned again (links: net)'."""
     if not isinstance(decision, Mapping):
         return words.as_text(decision)
     rest = {key: value for key, value in decision.items() if key not in ("iteration", "what")}

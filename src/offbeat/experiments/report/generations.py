@@ -1,4 +1,4 @@
-"""Generations: which iterations' gradients a span holds, and colours that tell them apart."""
+"""Generations: the iterations whose gradients a span holds, and their colours."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from offbeat.core.sim.trace import COMPUTE, Span
 
 GRADIENTS = ("grad", "reduce_scatter", "all_gather")  # kinds of messages that hold gradients
-COLOURS = 4  # g0, g1, ... of the style sheet; at most two generations are under way at a time
+COLOURS = 4  # g0, g1, ... of the style sheet; at most two generations are in transfer at a time
 
 Generation = tuple[int, int]  # iterations [first, stop)
 
 
 def held_generation(span: Span) -> Generation | None:
-    """The iterations whose gradients a message holds, None if it holds none."""
+    """Return the iterations whose gradients a message holds; None without gradients."""
     if span.lane == COMPUTE or span.kind not in GRADIENTS:
         return None
     return span.carries or (span.iteration, span.iteration + 1)
@@ -23,9 +23,11 @@ def held_generation(span: Span) -> Generation | None:
 
 @dataclass(frozen=True)
 class Generations:
-    """All that a trace's messages hold, in order.
+    """Generations in the messages of a trace, in order.
 
-    `late`: some message holds the gradients of other iterations than its own.
+    Attributes:
+        known: all generations.
+        late: whether a message holds gradients of other iterations than its own.
     """
 
     known: tuple[Generation, ...] = ()
@@ -33,13 +35,13 @@ class Generations:
 
     @classmethod
     def from_spans(cls, spans: Iterable[Span]) -> Generations:
-        """Those that the messages among some spans hold."""
+        """Return the generations in the messages among some spans."""
         found = {(span.iteration, held) for span in spans if (held := held_generation(span))}
         late = any(held != (iteration, iteration + 1) for iteration, held in found)
         return cls(tuple(sorted({held for _, held in found})), late)
 
     def generation_of(self, span: Span) -> Generation | None:
-        """What a message holds or an update applies, None if neither or not known."""
+        """Return the generation that a message holds or an update applies; None if unknown."""
         held = (
             span.carries
             or held_generation(span)
@@ -48,13 +50,13 @@ class Generations:
         return held if held in self.known else None
 
     def _applied_generation(self, span: Span) -> Generation | None:
-        """An update closes a generation and applies the one before."""
+        """Return the generation of an update: the one before the generation that it closes."""
         if span.kind != "update":
             return None
         closed = next((g for g in self.known if g[1] == span.iteration + 1), None)
         return next((g for g in self.known if closed and g[1] == closed[0]), None)
 
     def colours(self, iteration: int) -> dict[Generation, int]:
-        """A colour for each: neighbours differ, and that of `iteration` has the first colour."""
+        """Return a colour per generation, different from its neighbours; 0 at `iteration`."""
         base = bisect_right(self.known, (iteration, float("inf"))) - 1
         return {g: (i - base) % COLOURS for i, g in enumerate(self.known)}

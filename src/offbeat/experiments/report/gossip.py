@@ -1,4 +1,4 @@
-"""Gossip as data for the page: gradients and exchanges of some time, and who met whom how often."""
+"""Gossip in the report: gradients and exchanges in a window, and counts of exchanges per pair."""
 
 from __future__ import annotations
 
@@ -12,16 +12,25 @@ from typing import Any, NamedTuple
 from offbeat.core.sim.trace import Trace
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition
 
-SHOWN = 10  # units of time, a gradient's mean over workers
-MOST_WORKERS = 64  # of which lanes and counts are shown
-EXCHANGES = 1000  # thread of a Chrome trace, below all others
+SHOWN = 10  # length of the window, in mean times of a gradient
+MOST_WORKERS = 64  # most workers with lanes and counts
+EXCHANGES = 1000  # thread id in a Chrome trace, sorted below all others
 
 Span = tuple[float, float]  # start and end in seconds
 
 
 class Exchange(NamedTuple):
-    """What workers i < j each did, on the common clock; of one whose word is missing, the other's.
-    `bytes` went in each direction."""
+    """One exchange of workers i < j, on the common clock.
+
+    If one worker's record is missing, the span of the other worker is used for both.
+
+    Attributes:
+        i: smaller id.
+        j: larger id.
+        at_i: span of the exchange on worker i.
+        at_j: span of the exchange on worker j.
+        bytes: bytes sent in each direction.
+    """
 
     i: int
     j: int
@@ -32,11 +41,15 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class GossipTrace:
-    """All that is known of some workers' gossip, in seconds of the first worker's trace.
+    """Gradients and exchanges of all workers, in seconds of the first worker's trace.
 
-    `counts[i][j]`: how often i and j have exchanged, of which `exchanges` are the last. Of workers
-    without `gradients` only what their partners say is known.
-    `since_s`, `until_s`: between these no exchange is missing.
+    Attributes:
+        gradients: spans of gradients by worker; empty for a worker without a record, whose
+            exchanges are known from its partners only.
+        exchanges: the last exchanges, in order of time.
+        counts: number of exchanges of workers i and j, [N, N].
+        since_s: begin of the interval in which no exchange is missing.
+        until_s: end of this interval.
     """
 
     gradients: Mapping[int, Sequence[Span]]
@@ -47,20 +60,20 @@ class GossipTrace:
 
     @property
     def unit_s(self) -> float:
-        """The mean over workers of a gradient's time."""
+        """Time of one gradient: mean over workers of their medians."""
         lengths = [[end - start for start, end in own] for own in self.gradients.values() if own]
         return fmean(map(median, lengths)) if lengths else 0.0
 
     @property
     def window_s(self) -> Span:
-        """The last units in which all workers still computed."""
+        """Last `SHOWN` units in which all workers computed."""
         end_s = min((own[-1][1] for own in self.gradients.values() if own), default=0.0)
         end_s = min(end_s, self.until_s)
         return min(end_s, max(self.since_s, end_s - SHOWN * self.unit_s)), end_s
 
 
 def draw(contestant: Contestant) -> dict[str, Any] | None:
-    """JSON-ready: what was predicted and measured of gossip; None of anything else."""
+    """Return predicted and measured gossip in JSON form; None for other strategies."""
     found = next((of for rep in contestant.complete if (of := measured_gossip(rep))), None)
     trace = contestant.predicted
     expected = predicted_gossip(trace) if trace else None
@@ -70,8 +83,10 @@ def draw(contestant: Contestant) -> dict[str, Any] | None:
 
 
 def clock_differences_s(rep: Repetition) -> dict[int, float] | None:
-    """What to add to each rank's seconds to have the first one's; None if clocks were not
-    compared."""
+    """Return the seconds to add to each rank's times to obtain times of the first rank.
+
+    None if the clocks were not compared.
+    """
     told = {r.rank: _gossip_notes(r.trace).get("origin_s") for r in rep.ranks}
     origins = {rank: origin for rank, origin in told.items() if origin is not None}
     if not origins or len(origins) < len(told):
@@ -81,18 +96,18 @@ def clock_differences_s(rep: Repetition) -> dict[int, float] | None:
 
 
 def measured_gossip(rep: Repetition) -> GossipTrace | None:
-    """What ranks have recorded, None if they did not gossip."""
+    """Return the gossip recorded by all ranks; None for other strategies."""
     ahead = clock_differences_s(rep)
     if ahead is None:
         return None
     met = {int(peer) for record in rep.ranks for peer in _gossip_notes(record.trace)["exchanges"]}
-    elsewhere = sorted(met - ahead.keys())  # joined from there, or died: they left no record
+    elsewhere = sorted(met - ahead.keys())  # workers without a record
     size = max(*ahead, *elsewhere, 0) + 1
     counts = [[0] * size for _ in range(size)]
     for record in rep.ranks:
         for peer, count in _gossip_notes(record.trace)["exchanges"].items():
             i, j = record.rank, int(peer)
-            # Who lost its partner before it knew that both had all has not counted that one.
+            # If a partner fails before an exchange is confirmed, only one side has counted it.
             counts[i][j] = counts[j][i] = max(counts[i][j], count)
     kept = {r.rank: _own_exchanges(r, ahead[r.rank]) for r in rep.ranks}
     gradients = {r.rank: _gradient_spans(r, ahead[r.rank]) for r in rep.ranks}
@@ -105,27 +120,27 @@ def measured_gossip(rep: Repetition) -> GossipTrace | None:
 
 
 def predicted_gossip(trace: Trace) -> GossipTrace | None:
-    """What was simulated, None if it was not gossip."""
-    said = _gossip_notes(trace)
-    if "pairs" not in said:
+    """Return the gossip in a simulated trace; None for other strategies."""
+    notes = _gossip_notes(trace)
+    if "pairs" not in notes:
         return None
-    size = said["workers"]
+    size = notes["workers"]
     counts = [[0] * size for _ in range(size)]
-    for i, j, count in said["pairs"]:
+    for i, j, count in notes["pairs"]:
         counts[i][j] = counts[j][i] = count
     gradients: dict[int, list[Span]] = {worker: [] for worker in range(size)}
-    for worker, start, end in said["gradients"]:
+    for worker, start, end in notes["gradients"]:
         gradients[worker].append((start, end))
-    exchanges = [Exchange(i, j, (s, e), (s, e), n) for i, j, s, e, n in said["exchanges"]]
+    exchanges = [Exchange(i, j, (s, e), (s, e), n) for i, j, s, e, n in notes["exchanges"]]
     since_s = max((own[0][0] for own in gradients.values() if own), default=0.0)
-    # What was not over at the end is not said.
+    # Exchanges that had not finished at the end are missing in the trace.
     longest_s = max((one.at_i[1] - one.at_i[0] for one in exchanges), default=0.0)
     until_s = max((own[-1][1] for own in gradients.values() if own), default=0.0) - longest_s
     return GossipTrace(gradients, exchanges, counts, since_s, until_s)
 
 
 def pack(of: GossipTrace) -> dict[str, Any]:
-    """JSON-ready form of the window and the counts of the first workers."""
+    """Return window and counts of the first `MOST_WORKERS` workers in JSON form."""
     start_s, end_s = of.window_s
     workers = sorted(of.gradients)[:MOST_WORKERS]
     shown = set(workers)
@@ -153,8 +168,10 @@ def pack(of: GossipTrace) -> dict[str, Any]:
 def trace_events(
     of: GossipTrace, ahead_s: Mapping[int, float] | None = None
 ) -> list[dict[str, Any]]:
-    """Exchanges as Chrome trace events: a lane for each worker, in its own seconds, of which the
-    first worker's are so far ahead; arrows between partners."""
+    """Return the exchanges as Chrome trace events, with arrows between partners.
+
+    Each worker has a lane with times of its own clock: the common time minus `ahead_s[worker]`.
+    """
     ahead = ahead_s or {}
     events: list[dict[str, Any]] = []
     for rank in of.gradients:
@@ -177,13 +194,13 @@ def _gossip_notes(trace: Trace) -> Mapping[str, Any]:
 
 
 def _gradient_spans(record: RankRecord, ahead_s: float) -> list[Span]:
-    """Iterations, from end to end."""
+    """Return the iterations of a rank, each from the end of the previous one to its own end."""
     ends = [record.trace.starts_s[0], *record.trace.ends_s[0]]
     return [(start + ahead_s, end + ahead_s) for start, end in pairwise(ends)]
 
 
 def _own_exchanges(record: RankRecord, ahead_s: float) -> dict[tuple[int, int], tuple[Span, int]]:
-    """By partner and number, when an exchange was, and its bytes."""
+    """Return span and bytes of each recorded exchange, by partner and number."""
     return {
         (peer, number): ((begin + ahead_s, end + ahead_s), size)
         for peer, number, begin, end, size in _gossip_notes(record.trace)["last"]
@@ -191,7 +208,7 @@ def _own_exchanges(record: RankRecord, ahead_s: float) -> dict[tuple[int, int], 
 
 
 def _match_ends(kept: Mapping[int, Mapping[tuple[int, int], tuple[Span, int]]]) -> list[Exchange]:
-    """Both ends of every exchange, in order of time."""
+    """Combine both ends of each exchange; return the exchanges in order of time."""
     ends: dict[tuple[int, int, int], dict[int, tuple[Span, int]]] = {}
     for worker, own in kept.items():
         for (peer, number), what in own.items():
@@ -205,7 +222,7 @@ def _match_ends(kept: Mapping[int, Mapping[tuple[int, int], tuple[Span, int]]]) 
 
 
 def _complete_since(record: RankRecord, kept: Mapping[Any, tuple[Span, int]]) -> float:
-    """From when on a rank's record holds every exchange: records are bounded."""
+    """Return the time from which a record holds all exchanges; records keep the last ones only."""
     total = sum(_gossip_notes(record.trace)["exchanges"].values())
     if len(kept) >= total or not kept:
         return -math.inf

@@ -1,6 +1,6 @@
-"""Timelines as still pictures: one SVG each, for pages without scripts.
+"""Static timelines as SVG, for pages without scripts.
 
-Classes name what is drawn as `page.css` does; the page that shows a picture colours them.
+Elements have the CSS classes of `page.css`; the style sheet of the surrounding page colours them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from offbeat.experiments.report.generations import held_generation
 from offbeat.experiments.report.timeline import Window, lane_name, lanes_of, window_of
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 860, 84, 6, 20, 22
-ROW, TRACK, GAP = 26, 18, 6  # heights: of compute, of messages beside each other, between rows
+ROW, TRACK, GAP = (
+    26,
+    18,
+    6,
+)  # heights: compute row, message track, gap of rows
 LETTER = 6.4  # width of a letter in a box
 
 
 @dataclass(frozen=True)
 class Box:
-    """Something that takes time; `kind` is its class, `words` say what it is."""
+    """Box of a span. `kind` is its CSS class, `words` its tooltip."""
 
     begin_s: float
     end_s: float
@@ -33,7 +37,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Row:
-    """A name and tracks of boxes; boxes of one track do not overlap."""
+    """Named row with tracks of boxes. Boxes of one track do not overlap."""
 
     name: str
     tracks: Sequence[Sequence[Box]]
@@ -46,15 +50,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Tie:
-    """A line between two rows at a time: two workers meet."""
+    """Vertical line between two rows, for an exchange of two workers."""
 
     at_s: float
     rows: tuple[int, int]
 
 
 def iterations_svg(trace: Trace, title: str, iterations: range, names: Sequence[str] = ()) -> str:
-    """Some iterations of a plan's trace: compute and links, of each rank if they differ; else
-    iterations can have `names`."""
+    """Draw iterations of a plan's trace, with compute and links of each rank.
+
+    If one row represents all ranks, iterations are separated by marks with optional `names`.
+    """
     window = window_of(trace, iterations)
     rows = [row for rank in window.shown for row in _rows(window, rank)]
     marks = window.bounds_s(next(iter(window.shown))) if window.stands_for_all else ()
@@ -62,10 +68,10 @@ def iterations_svg(trace: Trace, title: str, iterations: range, names: Sequence[
 
 
 def workers_svg(spans: Iterable[Span], title: str, until_s: float) -> str:
-    """The beginning of workers that go at their own pace: who computes, who waits."""
+    """Draw compute and waits of workers without common iterations, up to `until_s`."""
     spans, rows = list(spans), []
     for rank in sorted({span.rank for span in spans}):
-        mine = [s for s in spans if s.rank == rank and s.start_s < until_s]
+        own = [s for s in spans if s.rank == rank and s.start_s < until_s]
         boxes = [
             Box(
                 s.start_s,
@@ -75,35 +81,37 @@ def workers_svg(spans: Iterable[Span], title: str, until_s: float) -> str:
                 f"worker {rank}, {'waits before' if s.kind == 'wait' else 'computes'} "
                 f"iteration {s.iteration}",
             )
-            for s in mine
+            for s in own
         ]
         rows.append(Row(f"worker {rank}", [boxes], ROW))
     return svg(title, rows, until_s)
 
 
 def gossip_svg(trace: Trace, title: str, units: float) -> str:
-    """The last units of a simulated gossip: gradients, exchanges, and who met whom."""
-    said: Mapping[str, Any] = trace.notes["gossip"]
+    """Draw the last `units` time units of a simulated gossip: gradients, exchanges and pairs."""
+    notes: Mapping[str, Any] = trace.notes["gossip"]
     end = min(
-        max(e for w, _, e in said["gradients"] if w == worker) for worker in range(said["workers"])
+        max(e for w, _, e in notes["gradients"] if w == worker)
+        for worker in range(notes["workers"])
+        for worker in range(notes["workers"])
     )
-    begin = end - units * said["unit_s"]
+    begin = end - units * notes["unit_s"]
     rows = []
-    for worker in range(said["workers"]):
+    for worker in range(notes["workers"]):
         gradients = [
             Box(b - begin, e - begin, "computes", "", f"worker {worker} computes a gradient")
-            for w, b, e in said["gradients"]
+            for w, b, e in notes["gradients"]
             if w == worker
         ]
         exchanges = [
             Box(b - begin, e - begin, "exchange", "", f"workers {i} and {j} exchange")
-            for i, j, b, e, _ in said["exchanges"]
+            for i, j, b, e, _ in notes["exchanges"]
             if worker in (i, j)
         ]
         rows.append(Row(f"worker {worker}", [gradients, exchanges]))
     ties = [
         Tie((b + e) / 2 - begin, (i, j))
-        for i, j, b, e, _ in said["exchanges"]
+        for i, j, b, e, _ in notes["exchanges"]
         if begin < (b + e) / 2 < end
     ]
     return svg(title, rows, end - begin, ties=ties)
@@ -118,7 +126,7 @@ def svg(
     names: Sequence[str] = (),
     ties: Sequence[Tie] = (),
 ) -> str:
-    """Rows of boxes from 0 to `length_s`; `marks` are vertical lines, `names` stand between."""
+    """Draw rows of boxes from 0 to `length_s`. `marks` are vertical lines, `names` their labels."""
     tops = [*accumulate((row.height + GAP for row in rows), initial=TOP)]
     base = tops[-1] - GAP
 
@@ -165,11 +173,11 @@ def _lane_tag(row: Row, top: float) -> str:
 
 
 def legend_kinds(picture: str) -> list[str]:
-    """The classes of boxes that a picture uses, in the order of a legend."""
+    """Return the box classes in a picture, in the order of the legend."""
     return [kind for kind in LEGEND if f'class="box {kind}"' in picture]
 
 
-# Kinds of boxes in words.
+# Legend: text of each box class.
 LEGEND = {
     "computes": "computes",
     "exchange": "exchanges",
@@ -214,13 +222,13 @@ def _rows(window: Window, rank: int) -> Iterable[Row]:
     if sends:
         yield Row("sends", _tracks([box(s) for s in sends if s.way and s.way[0] == rank]))
     for lane in lanes_of([window], ()):
-        mine = [box(s) for s in spans if s.lane == lane and not s.way]
-        if lane != COMPUTE and mine:
-            yield Row(lane_name(lane), _tracks(mine))
+        boxes = [box(s) for s in spans if s.lane == lane and not s.way]
+        if lane != COMPUTE and boxes:
+            yield Row(lane_name(lane), _tracks(boxes))
 
 
 def _tracks(boxes: Sequence[Box]) -> list[list[Box]]:
-    """Boxes on as few tracks as possible."""
+    """Distribute boxes over as few tracks as possible."""
     tracks: list[list[Box]] = [[]]
     for box in sorted(boxes, key=lambda box: box.begin_s):
         free = (track for track in tracks if not track or track[-1].end_s <= box.begin_s + 1e-9)

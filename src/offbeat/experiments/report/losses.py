@@ -1,4 +1,4 @@
-"""Loss curves: mean over ranks, smoothing, final loss, target and when it was reached."""
+"""Loss curves: mean over ranks, smoothing, final loss, target loss and time to target."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from statistics import fmean, linear_regression, variance
 
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run
 
-SMOOTH = 10  # iterations of the trailing mean
+SMOOTH = 10  # length of the trailing mean, in iterations
 FINAL_SHARE = 0.1
 FINAL_LEAST = 5
 END_SHARE, SURE, FALLING = 0.2, 3.0, 0.01
-KEPT_UP = 0.8  # of the best one's fall: whoever has less says nothing of when to stop
+KEPT_UP = 0.8  # least decrease of the loss, as a share of the best one, to set the target
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses at iterations and at seconds from the trace's origin."""
+    """Losses with their iterations and their seconds from the trace's origin."""
 
     iterations: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -27,7 +27,7 @@ class Curve:
         return len(self.iterations)
 
     def smooth(self, width: int = SMOOTH) -> Curve:
-        """Trailing mean over `width` points (all of them if fewer), without a warm-up part."""
+        """Return the trailing mean over `width` points, or over all if there are fewer."""
         width = min(width, len(self))
         if width == 0:
             return self
@@ -36,7 +36,7 @@ class Curve:
         return Curve(self.iterations[width - 1 :], self.seconds[width - 1 :], means)
 
     def reach(self, target: float) -> tuple[int, float] | None:
-        """(iteration, seconds) of the first point at or below the target, None if none is."""
+        """Return (iteration, seconds) of the first loss at or below the target, else None."""
         for iteration, seconds, loss in zip(
             self.iterations, self.seconds, self.losses, strict=True
         ):
@@ -46,7 +46,7 @@ class Curve:
 
 
 def rank_mean(rep: Repetition) -> Curve:
-    """Mean over the ranks, at the iterations that every rank recorded."""
+    """Return the mean over ranks, at the iterations that all ranks recorded."""
     tables = [{i: (s, x) for i, s, x in record.losses} for record in rep.ranks]
     if not tables:
         return Curve((), (), ())
@@ -59,30 +59,36 @@ def rank_mean(rep: Repetition) -> Curve:
 
 
 def final_loss(contestant: Contestant) -> float | None:
-    """Mean over ranks and complete repetitions of the mean of the last 10 % of the iterations
-    (at least 5); None without losses or when one is not finite."""
+    """Return the mean loss of the last 10 % of the iterations, at least 5, over all ranks.
+
+    The mean includes all counted repetitions. None without losses or if a loss is not finite.
+    """
     finals = [_last_mean(r) for rep in contestant.complete for r in rep.ranks if r.losses]
     value = fmean(finals) if finals else math.nan
     return value if math.isfinite(value) else None
 
 
 def first_loss(contestant: Contestant) -> float | None:
-    """Mean of as many iterations at the beginning as `final_loss` takes at the end."""
+    """Return the mean loss of the first iterations, as many as `final_loss` takes at the end."""
     firsts = [_first_mean(r) for rep in contestant.complete for r in rep.ranks if r.losses]
     return fmean(firsts) if firsts else None
 
 
 def is_still_falling(contestant: Contestant) -> bool:
-    """Whether the loss was still falling at the end of most repetitions: a longer run would end
-    lower. The straight line through the last fifth then falls by more than `FALLING` of the whole
-    fall, and by more than `SURE` of its standard errors."""
+    """Whether the loss was still falling at the end of most repetitions.
+
+    The criterion is a linear regression over the last fifth of the iterations. It must fall by more
+    than `FALLING` of the whole decrease and by more than `SURE` standard errors.
+    """
     curves = [rank_mean(rep) for rep in contestant.complete]
     return 2 * sum(map(_is_falling, curves)) > len(curves)
 
 
 def has_risen(contestant: Contestant) -> bool:
-    """Whether the loss ended above its beginning in most repetitions, by more than `SURE` standard
-    errors of the difference and by more than `FALLING` of the loss at the beginning."""
+    """Whether the final loss exceeds the first loss in most repetitions.
+
+    The difference must exceed `SURE` standard errors and `FALLING` of the first loss.
+    """
     curves = [rank_mean(rep) for rep in contestant.complete]
     return 2 * sum(map(_is_rising, curves)) > len(curves)
 
@@ -94,7 +100,7 @@ def is_diverged(contestant: Contestant) -> bool:
 
 
 def spread_of_final_losses(contestant: Contestant) -> tuple[float, float] | None:
-    """The lowest and the highest final loss of a repetition; None below two repetitions."""
+    """Return the lowest and highest final loss of the repetitions; None below two repetitions."""
     finals = [
         fmean(_last_mean(record) for record in rep.ranks if record.losses)
         for rep in contestant.complete
@@ -106,8 +112,7 @@ def spread_of_final_losses(contestant: Contestant) -> tuple[float, float] | None
 
 
 def is_same_in_repetitions(contestant: Contestant) -> bool:
-    """Whether at least two repetitions began with equal losses: with weights and data of another
-    seed they differ."""
+    """Whether two repetitions have the same first loss: the script ignores its seed."""
     begins = [rank_mean(rep).losses[:1] for rep in contestant.complete]
     known = [begin for begin in begins if begin and math.isfinite(begin[0])]
     return len(set(known)) < len(known)
@@ -137,11 +142,13 @@ def _is_falling(curve: Curve) -> bool:
 
 
 def target_loss(run: Run) -> float | None:
-    """The run's target; else the worst final loss of those whose loss fell at least 80 % as far
-    as the best one's, None if nobody's did or if compute was emulated, as then nothing is learned.
+    """Return the target loss of a run.
 
-    The trailing mean lags behind a falling loss, so the target is raised to the lowest smoothed
-    loss of every repetition where needed: all of those reach it.
+    Returns:
+        The target that the user set. Without one, the worst final loss of the contestants whose
+        loss decreased at least `KEPT_UP` times as much as the best one's. The trailing mean lags
+        behind a falling loss, so the target is raised to the lowest smoothed loss of these
+        repetitions, and all of them reach it. None if no loss decreased or compute was emulated.
     """
     if run.target_loss is not None:
         return run.target_loss
@@ -154,7 +161,7 @@ def target_loss(run: Run) -> float | None:
 
 
 def _loss_decrease(contestant: Contestant) -> float:
-    """How far the loss fell; 0 if it did not or is not finite in the end."""
+    """Return the decrease of the loss; 0 if the loss rose or is not finite at the end."""
     first, final = first_loss(contestant), final_loss(contestant)
     return 0.0 if first is None or final is None else max(0.0, first - final)
 

@@ -1,14 +1,14 @@
-"""How hosts kept the pace at which they were emulated, in words."""
+"""Sentences about the adherence of emulated hosts to their pace."""
 
 from __future__ import annotations
 
 from offbeat.experiments.record.run_directory import Contestant, Run
 
-LATE = 0.03  # share of iterations that may be late unsaid
+LATE = 0.03  # share of late iterations up to which a host is not reported
 
 
 def describe_pace(run: Run) -> list[str]:
-    """What must be said before any number of a paced run is read; nothing without a pace."""
+    """Return the banner of a paced run; empty without a pace."""
     paces = [pace for contestant in run.contestants for _, pace in _recorded_paces(contestant)]
     if not paces:
         return []
@@ -23,13 +23,13 @@ def describe_pace(run: Run) -> list[str]:
 
 
 def _recorded_paces(contestant: Contestant) -> list[tuple[int, dict[str, float]]]:
-    """Rank and what it recorded of its pace, over repetitions."""
+    """Return (rank, record of its pace) for all repetitions."""
     records = [r for repetition in contestant.repetitions for r in repetition.ranks]
     return [(record.rank, dict(record.pace)) for record in records if record.pace]
 
 
 def _max_busy(run: Run) -> float:
-    """The largest share of the machine's processors that a repetition has used."""
+    """Return the largest share of the processors that a repetition used."""
     shares = [0.0]
     for contestant in run.contestants:
         for repetition in contestant.repetitions:
@@ -40,15 +40,15 @@ def _max_busy(run: Run) -> float:
 
 
 def _describe_late_ranks(contestant: Contestant) -> str | None:
-    """Ranks of one contestant, with their shares of late iterations."""
+    """Return a sentence about the late ranks of a contestant; None without late ranks."""
     worst, shares = 0.0, {}
     for rank in sorted({rank for rank, _ in _recorded_paces(contestant)}):
-        mine = [pace for r, pace in _recorded_paces(contestant) if r == rank]
-        iterations = sum(pace["iterations"] for pace in mine)
-        missed = sum(pace["missed"] for pace in mine)
+        paces = [pace for r, pace in _recorded_paces(contestant) if r == rank]
+        iterations = sum(pace["iterations"] for pace in paces)
+        missed = sum(pace["missed"] for pace in paces)
         if missed > LATE * iterations:
             shares[rank] = missed / iterations
-            worst = max([worst, *(pace["worst"] for pace in mine)])
+            worst = max([worst, *(pace["worst"] for pace in paces)])
     if not shares:
         return None
     ranks = ", ".join(f"rank {rank} in {share:.0%}" for rank, share in shares.items())

@@ -1,4 +1,4 @@
-"""The HTML page: everything it shows as plain data, and the template that shows it."""
+"""HTML page of the report: data for the template, and its rendering."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SCRIPTS = ("page.js", "legend.js", "timeline.js", "gossip.js", "losses.js", "sid
 
 
 def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> str:
-    """The page as text; `traces[label][source]` names the trace files that it links to."""
+    """Return the page as HTML. `traces[label][source]` are names of linked trace files."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -73,7 +73,7 @@ def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]
 
 
 def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-    """Everything the template shows, by name."""
+    """Return the variables of the template."""
     windows = [_windows(run, contestant) for contestant in run.contestants]
     shown, left_out = shrink([w for pair in windows for w in pair])
     pairs = list(zip(shown[::2], shown[1::2], strict=True))
@@ -115,28 +115,28 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
 
 
 def banners(run: Run) -> list[str]:
-    """What must be said loudly before any number is read."""
-    said = []
+    """Return the reservations to display above all numbers."""
+    texts = []
     if run.emulated:
-        said.append(
+        texts.append(
             "Emulated compute: layers sleep for their measured time. Communication is real, "
             "compute and losses are not."
         )
-    said += describe_pace(run)
+    texts += describe_pace(run)
     if cut := [contestant.label for contestant in run.contestants if contestant.cut]:
-        said.append(
+        texts.append(
             f"Cut short: {', '.join(cut)}. No repetition came to its end; the numbers are of the "
             "iterations until then."
         )
     if run.note:
-        said.append(run.note)
+        texts.append(run.note)
     elif run.lab == "none":
-        said.append("No lab: the links were not shaped, they are whatever this machine has.")
-    return said
+        texts.append("No lab: the links were not shaped, they are whatever this machine has.")
+    return texts
 
 
 def _describe_thinning(run: Run) -> str:
-    """What is left out of the curves of long runs."""
+    """Return a sentence about thinned curves of long runs; empty if complete."""
     counts = [len(record.losses) for _, _, record in run.records()]
     if max(counts, default=0) <= curves.MOST_POINTS:
         return ""
@@ -150,7 +150,7 @@ def _describe_thinning(run: Run) -> str:
 
 
 def _join_units(text: str) -> str:
-    """No line break between a number and its unit."""
+    """Replace spaces between a number and its unit by no-break spaces."""
     return re.sub(r"(?<=\d) (?=(s|ms|µs|times)\b)", "\u00a0", text)
 
 
@@ -171,7 +171,7 @@ def _timeline(run: Run, pair: Pair) -> dict[str, Any]:
 
 
 def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
-    """The rows, best first, and what their columns share."""
+    """Return the table: rows, best first, with units and settings of the columns."""
     unit = words.unit_for(s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s))
     ends = [r.spread_s[1] if r.spread_s else r.iteration_s for r in rows]
     series = {contestant.label: i for i, contestant in enumerate(run.contestants)}
@@ -198,7 +198,7 @@ def _strategies(
     pairs: Sequence[Pair],
     traces: Mapping[str, Mapping[str, str]],
 ) -> list[dict[str, Any]]:
-    """What is said of each strategy, in the order of the table."""
+    """Return the data of each strategy's section, in the order of the table."""
     order = [row.label for row in rank_rows(rows)]
     items = [
         _strategy(i, contestant, rows[i], pairs[i], traces.get(contestant.label, {}))
@@ -229,7 +229,7 @@ def _strategy(
 
 
 def _gossip_panels(run: Run, drawn: Sequence[Any]) -> list[dict[str, Any]]:
-    """Of those who gossip: where the page's data is, and of how many workers it shows some."""
+    """Return the panels of each gossip strategy, with the number of workers left out."""
     return [
         {
             "index": index,
@@ -255,7 +255,7 @@ def _name_iterations(those: range) -> str:
 
 
 def _link_facts(run: Run) -> dict[str, Any]:
-    """What was measured of the links before the run, and what was changed while it ran."""
+    """Return tables of the probed links and of the network changes during the run."""
     columns = ("link", "hosts", "asked", "measured")
     return {
         "asked and measured": [{key: row.get(key) for key in columns} for row in run.probed],
@@ -266,7 +266,7 @@ def _link_facts(run: Run) -> dict[str, Any]:
 
 
 def _cluster_tables(cluster: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Lists of records of the cluster (links, overrides) as tables."""
+    """Return the cluster's lists of records (links, overrides) as tables."""
     tables = []
     for name, value in cluster.items():
         records = _records(value)
@@ -289,7 +289,7 @@ def _records(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _failed_repetitions(run: Run) -> list[dict[str, Any]]:
-    """Repetitions that do not count, with what the ranks without a record said last."""
+    """Return incomplete repetitions, with the last log lines of ranks without a record."""
     return [
         {
             "label": contestant.label,

@@ -1,4 +1,4 @@
-"""Words of the ranks, each text once, with everywhere it was said."""
+"""Texts of the ranks, each once, with the contestants, repetitions and ranks that reported it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Record = tuple[Contestant, Repetition, RankRecord]
 def group_by_text(
     records: Iterable[Record], texts: Callable[[RankRecord], Iterable[str]]
 ) -> list[tuple[str, str]]:
-    """(text, 'ddp, repetitions 0-1, rank 2; ...') in the order of the records."""
+    """Return (text, 'ddp, repetitions 0-1, rank 2; ...') in the order of the records."""
     found: dict[str, dict[str, dict[int, set[int]]]] = {}
     for contestant, rep, record in records:
         for text in texts(record):

@@ -1,4 +1,4 @@
-"""JSON that every reader accepts: numbers that are not finite become null."""
+"""Strict JSON: numbers that are not finite become null."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 
 def dumps(data: Any) -> str:
-    """Compact JSON text."""
+    """Return compact JSON."""
     try:
         return json.dumps(data, allow_nan=False, separators=(",", ":"))
-    except ValueError:  # rare, and looking at every number first would take ten times as long
+    except ValueError:  # rare; a check of all numbers in advance would take ten times as long
         return json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
 
 
 def script_safe(text: str) -> str:
-    """JSON text that can stand inside a script element: no character of HTML in it."""
+    """Escape JSON for a script element, so that it contains no HTML character."""
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text

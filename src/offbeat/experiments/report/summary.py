@@ -1,4 +1,4 @@
-"""The comparison in numbers: one row per contestant."""
+"""Summary of a comparison: one row of numbers per contestant."""
 
 from __future__ import annotations
 
@@ -33,28 +33,47 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contestant; times in seconds, None for what cannot be said.
+    """Numbers of one contestant. An unknown number is None.
 
-    Measured: `iteration_s` (median over repetitions) with `spread_s` (lowest and highest
-    repetition, or quartiles over the periods of the only one: `spread_of`),
-    `iterations_per_s` and `updates_per_s` (fewer where gradients are merged), `sent_bytes` per
-    iteration and rank, `unevenness` (the most that a rank sends over a link in any 2N-th of an
-    iteration, over the mean), `lssr` (the share of synchronizations that votes left out: local /
-    (local + synchronous)) with the `spared_bytes` of a rank over the whole run, `final_loss` (None
-    if not finite), `target_s` and `target_iterations` (when the smoothed loss reached
-    `target_loss`, median over repetitions; None if not or if the loss was not finite in the end; in
-    seconds of `counted_seconds`).
-    Predicted: `predicted_s`, `predicted_error` (predicted / measured - 1), `exposed_s`. `bound_s`
-    is a lower bound. `speedup` is the fastest DDP's seconds per iteration over this one's.
-    `emulated` must be said with every measured number, and so must a `pace` (hosts computed at
-    1/pace of a core; 0: as they could). `cut`: what was measured is of repetitions that did not
-    come to their end. `falling`: the loss was still falling at the end; `rising`: it ended above
-    its beginning; `diverged`: it was not finite at the end. `final_spread` is the lowest and the
-    highest final loss of a repetition, `seeds` the seed of each repetition that counts;
-    `same_losses`: repetitions began with equal losses, so the script does not use its seed.
-    `device_s`: predicted on the user's device. `split`: where the prediction was wrong.
-    `disturbed`: why repetitions that count are not measurements; `repeated` of them
-    replace an earlier disturbed attempt.
+    Attributes:
+        label: label of the contestant.
+        strategy: strategy with its settings.
+        repetitions: number of counted repetitions.
+        failed: number of repetitions that are not counted.
+        iteration_s: measured seconds per iteration, median over repetitions.
+        spread_s: lowest and highest repetition, or quartiles over periods of a single repetition.
+        spread_of: which of the two `spread_s` is.
+        iterations_per_s: measured iterations per second.
+        updates_per_s: measured updates per second; fewer than iterations if gradients are merged.
+        predicted_s: predicted seconds per iteration.
+        predicted_error: predicted / measured - 1.
+        bound_s: lower bound of the seconds per iteration.
+        exposed_s: predicted seconds of communication per iteration that compute does not hide.
+        sent_bytes: measured payload bytes per iteration and rank.
+        unevenness: most bytes that a rank sends over a link in 1/2N of an iteration, over the mean.
+        lssr: share of synchronizations that votes omitted: local / (local + synchronous).
+        spared_bytes: bytes per rank that votes omitted over the whole run.
+        final_loss: mean loss at the end; None if not finite.
+        target_loss: loss to which the time is measured.
+        target_s: seconds (of `counted_seconds`) until the smoothed loss reached `target_loss`,
+            median over repetitions; None if not reached or if the final loss is not finite.
+        target_spread_s: lowest and highest `target_s` of a repetition.
+        target_iterations: iterations until the target, median over repetitions.
+        speedup: seconds per iteration of the fastest DDP over those of this contestant.
+        emulated: whether layers slept instead of computing. Displayed with each measured number.
+        pace: hosts computed at 1/pace of a core; 0 at full speed. Displayed like `emulated`.
+        cut: whether the counted repetitions were cut short.
+        falling: whether the loss was still falling at the end.
+        rising: whether the loss ended above its beginning.
+        diverged: whether the loss was not finite at the end.
+        final_spread: lowest and highest final loss of a repetition.
+        seeds: seed of each counted repetition.
+        same_losses: whether repetitions began with equal losses, which shows that the script
+            ignores its seed.
+        device_s: predicted seconds per iteration on the user's device.
+        split: breakdown of the prediction's error.
+        disturbed: disturbances of counted repetitions.
+        repeated: number of counted repetitions that replace a disturbed one.
     """
 
     label: str
@@ -96,12 +115,12 @@ class Row:
 
 
 def merges_gradients(rows: Sequence[Row]) -> bool:
-    """Whether some iterations of some contestant did not update."""
+    """Whether a contestant has iterations without an update."""
     return any(row.updates_per_s != row.iterations_per_s for row in rows)
 
 
 def summarize(run: Run) -> list[Row]:
-    """A row per contestant, in the run's order."""
+    """Return a row per contestant, in the order of the run."""
     target = target_loss(run)
     rows = [_row(run, contestant, target) for contestant in run.contestants]
     yardsticks = [
@@ -118,12 +137,12 @@ def summarize(run: Run) -> list[Row]:
 
 
 def rank_rows(rows: Sequence[Row]) -> list[Row]:
-    """Best first: least seconds to the target, then least seconds per iteration."""
+    """Sort rows by seconds to the target, then by seconds per iteration."""
     return sorted(rows, key=lambda row: (_or_inf(row.target_s), _or_inf(row.iteration_s)))
 
 
 def measurement_text(rows: Sequence[Row]) -> str:
-    """What the seconds per iteration are, over how many repetitions, and what their spread is."""
+    """Return a caption that defines the seconds per iteration, repetitions and spread."""
     counts = sorted({row.repetitions for row in rows})
     text = f"median of {' or '.join(map(str, counts))} repetition{'' if counts == [1] else 's'}"
     spreads = {row.spread_of for row in rows}
@@ -156,7 +175,7 @@ def disturbances(run: Run, rows: Sequence[Row]) -> list[str]:
 
 
 def iteration_s(run: Run, rep: Repetition) -> float | None:
-    """Seconds per iteration of one repetition, None without a whole period after the skipped."""
+    """Return seconds per iteration of a repetition; None without a whole measured period."""
     try:
         return rep.trace.iteration_s(count_skipped(run, rep))
     except ValueError:
@@ -164,9 +183,11 @@ def iteration_s(run: Run, rep: Repetition) -> float | None:
 
 
 def counted_seconds(run: Run, rep: Repetition) -> Callable[[int, float], float]:
-    """Return what maps an iteration and its seconds from the trace's origin to the seconds that
-    the counted iterations tell: each of the skipped ones lasts as long as a counted one, so that
-    starting up makes no difference."""
+    """Return a function of an iteration and its seconds from the trace's origin.
+
+    The function returns seconds in which each skipped iteration takes as long as a measured one, so
+    that the start of a run has no effect on them.
+    """
     trace, start, each_s = rep.trace, count_skipped(run, rep), iteration_s(run, rep)
     if not start or each_s is None:
         return lambda _, seconds: seconds
@@ -186,7 +207,7 @@ def counted_curve(run: Run, rep: Repetition) -> Curve:
 
 
 def paces(run: Run, rep: Repetition) -> tuple[float, float] | None:
-    """(iterations, updates) per second of one repetition, over all after the skipped."""
+    """Return (iterations, updates) per second of a repetition, without skipped iterations."""
     trace, start = rep.trace, count_skipped(run, rep)
     seconds, first = sum(trace.iteration_seconds()[start:]), trace.first + start
     if not seconds:
@@ -197,9 +218,11 @@ def paces(run: Run, rep: Repetition) -> tuple[float, float] | None:
 
 
 def sent_bytes(run: Run, rep: Repetition) -> float | None:
-    """Payload bytes per iteration and rank: of the whole periods after the skipped iterations
-    whose messages were recorded, or of all iterations with votes, else everything that was sent
-    over all iterations."""
+    """Return payload bytes per iteration and rank.
+
+    With votes, the mean is over all iterations with votes. Otherwise it is over the recorded whole
+    periods after the skipped iterations, or over the whole run if no messages were recorded.
+    """
     voted = votes_of(rep)
     if voted is not None:
         return voted.sent_bytes / len(voted.iterations)
@@ -211,7 +234,7 @@ def sent_bytes(run: Run, rep: Repetition) -> float | None:
 
 
 def unevenness(run: Run, rep: Repetition) -> float | None:
-    """The largest step of any rank's link over its mean one; None without recorded messages."""
+    """Return the largest unevenness of any rank's link; None without recorded messages."""
     loads = link_loads(rep.trace, count_skipped(run, rep) + rep.trace.first)
     return max((load.unevenness for load in loads), default=None)
 
@@ -303,7 +326,7 @@ def _with_target(row: Row, run: Run, reps: Sequence[Repetition], target: float) 
 
 
 def _bytes_of_periods(run: Run, rep: Repetition) -> float | None:
-    """From the recorded spans, None if they hold no message or no whole period."""
+    """Return bytes per iteration and rank from the recorded spans; None without a whole period."""
     trace, after = rep.trace, count_skipped(run, rep) + rep.trace.first
     seen = {span.iteration for span in trace.spans if span.iteration >= after}
     whole = len(seen) // trace.period * trace.period

@@ -1,4 +1,4 @@
-"""The comparison as a table for the terminal."""
+"""Comparison as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offbeat.experiments.report.summary import Row, measurement_text, merges_gra
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The rows, best first; every column says whether it was measured, predicted or is a bound."""
+    """Return the table, best row first. Columns are marked as measured, predicted or bound."""
     unit = words.unit_for(s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s))
     target = next((row.target_loss for row in rows if row.target_loss is not None), None)
     caption = words.sentence(measurement_text(rows))
@@ -73,7 +73,7 @@ def _row_note(row: Row) -> str:
 
 
 def _loss_note(row: Row) -> str:
-    """The range over repetitions, and what marks the loss."""
+    """Return the range over repetitions and the flags of the loss."""
     spread = row.final_spread
     span = [] if spread is None or row.same_losses else [" to ".join(map(words.loss, spread))]
     return ", ".join(

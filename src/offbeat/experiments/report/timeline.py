@@ -1,7 +1,7 @@
-"""One period of a trace, chosen to be typical and packed for the page.
+"""Timeline of one typical period of a trace, packed for the page.
 
-A page holds hundreds of thousands of spans at worst, so a span is four small integers: index of
-its name, iteration within the period, start since the previous span's start, duration.
+A page can hold hundreds of thousands of spans, so a span is packed into four small integers: index
+of its name, iteration within the period, start relative to the previous span, and duration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, count_skipped
 from offbeat.experiments.report.generations import Generation, Generations, held_generation
 
-MOST_SPANS = 60_000  # in one page; beyond, ranks and then iterations are left out and named
+MOST_SPANS = 60_000  # spans of one page; above this, ranks and then iterations are left out
 TICKS = 100_000  # resolution of a window
 
 Key = tuple[str, str, tuple[int, int] | None, tuple[int, int] | None]
@@ -26,10 +26,15 @@ Key = tuple[str, str, tuple[int, int] | None, tuple[int, int] | None]
 
 @dataclass(frozen=True)
 class Window:
-    """Some iterations of a trace: `zero_s[rank]` is where they begin, `length_s` how long.
+    """Consecutive iterations of a trace.
 
-    `shown` holds, for each rank that is shown, every span seen between zero and the end, in
-    order of start: also of the neighbouring iterations, whose messages reach into these.
+    Attributes:
+        trace: the trace.
+        iterations: the iterations of the window.
+        zero_s: begin of the window, by rank, in seconds of the rank's clock.
+        length_s: length of the window.
+        shown: spans in the window by rank, in order of start. Messages of neighbouring iterations
+            that reach into the window are included.
     """
 
     trace: Trace
@@ -45,18 +50,21 @@ class Window:
 
     @property
     def stands_for_all(self) -> bool:
-        """True if the only row stands for every rank: all are alike in a simulation."""
+        """Whether one simulated row represents all ranks."""
         return self.trace.world_size == 1 and self.trace.notes.get("ranks", 1) > 1
 
     @property
     def generations(self) -> Generations:
-        """What its messages hold if gradients of several iterations can be seen under way in one;
-        else none, as telling them apart would say nothing."""
+        """Generations of the window's messages.
+
+        Empty if each message finishes in the iteration of its gradients, as colours would then
+        carry no information.
+        """
         found = Generations.from_spans(self.trace.spans)
         return found if found.late or self._has_late_messages() else Generations()
 
     def _has_late_messages(self) -> bool:
-        """Whether a message with gradients lasts beyond the end of its iteration."""
+        """Whether a message with gradients ends after its iteration."""
         before = self.iterations.start - 1
         for rank, spans in self.shown.items():
             late = self.zero_s[rank] + self.length_s / TICKS
@@ -67,7 +75,7 @@ class Window:
         return False
 
     def bounds_s(self, rank: int) -> list[float]:
-        """Where the rank's iterations begin, and where the last one ends, from zero."""
+        """Return the begins of the rank's iterations and the end of the last one, from `zero_s`."""
         first = self.iterations.start
         edges = [start_of(self.trace, rank, first)]
         edges += [self.trace.ends_s[rank][i - self.trace.first] for i in self.iterations]
@@ -75,10 +83,10 @@ class Window:
 
 
 def measured_window(run: Run, contestant: Contestant) -> tuple[Repetition, Window] | None:
-    """The typical recorded period of the first complete repetition, None without spans.
+    """Return a typical recorded period of the first complete repetition; None without spans.
 
-    Typical: its iterations send what the predicted ones send, and among those periods its
-    duration is nearest to the median.
+    The typical period sends most of the predicted messages. Among several such periods, it is the
+    one with a duration nearest to their median.
     """
     for rep in contestant.complete:
         start = _typical_start(run, contestant, rep)
@@ -89,11 +97,11 @@ def measured_window(run: Run, contestant: Contestant) -> tuple[Repetition, Windo
 
 
 def predicted_window(contestant: Contestant) -> Window | None:
-    """The simulated period; what crosses its end also enters at its beginning."""
+    """Return the simulated period. A message that crosses its end also enters at its begin."""
     trace = contestant.predicted
     if trace is None or not trace.spans or trace.iterations < trace.period:
         return None
-    # A simulation may have kept the spans of its last iterations only.
+    # A simulation may keep the spans of its last iterations only.
     start = max(trace.first, min(span.iteration for span in trace.spans))
     period = range(start, start + trace.period)
     if trace.iterations == trace.period:
@@ -102,18 +110,18 @@ def predicted_window(contestant: Contestant) -> Window | None:
 
 
 def estimated_iterations(trace: Trace) -> set[int]:
-    """Return the iterations of which it is only estimated how long backward waited."""
+    """Return the iterations whose waits in backward are estimated."""
     return set(trace.notes.get("estimated", ()))
 
 
 def start_of(trace: Trace, rank: int, iteration: int) -> float:
-    """When the rank began an iteration."""
+    """Return the begin of an iteration on a rank, in seconds."""
     index = iteration - trace.first
     return trace.ends_s[rank][index - 1] if index else trace.starts_s[rank]
 
 
 def pack(window: Window, lanes: Sequence[str]) -> dict[str, Any]:
-    """JSON-ready form of a window; equal ranks are stored once."""
+    """Return a window in JSON form. Ranks with equal spans are stored once."""
     unit = 10.0 ** math.floor(math.log10(max(window.length_s, 1e-6) / TICKS))
     generations = window.generations
     names: dict[tuple[Any, ...], int] = {}
@@ -138,24 +146,23 @@ def pack(window: Window, lanes: Sequence[str]) -> dict[str, Any]:
 
 
 def shrink(windows: Sequence[Window | None], most: int = MOST_SPANS) -> tuple[list[Any], list[str]]:
-    """The windows with few enough spans for one page, and words about what was left out."""
+    """Reduce windows to `most` spans; return them with sentences about the reduction."""
     total = sum(w.size for w in windows if w)
     if total <= most:
         return list(windows), []
     count = max(len(w.shown) for w in windows if w)
     kept = max(1, count * most // total)
-    said = [f"Timelines show {kept} of {count} ranks, to keep the page small."]
+    notes = [f"Timelines show {kept} of {count} ranks, to keep the page small."]
     fewer = [w and replace(w, shown=_select_ranks(w.shown, kept)) for w in windows]
     total = sum(w.size for w in fewer if w)
     if total > most:
         fewer = [w and _shorten(w, max(1, len(w.iterations) * most // total)) for w in fewer]
-        said.append("Timelines show the first iterations of each period, to keep the page small.")
-    return fewer, said
+        notes.append("Timelines show the first iterations of each period, to keep the page small.")
+    return fewer, notes
 
 
 def lanes_of(windows: Iterable[Window | None], links: Iterable[str]) -> list[str]:
-    """Compute first, then the links in the order of the profile, each with its channels, then
-    any other lane."""
+    """Return the lanes: compute, the links in order of the profile with channels, then others."""
     used = {span.lane for w in windows if w for spans in w.shown.values() for span in spans}
     order = [COMPUTE, *links]
 
@@ -167,7 +174,7 @@ def lanes_of(windows: Iterable[Window | None], links: Iterable[str]) -> list[str
 
 
 def lane_name(lane: str) -> str:
-    """A lane in words: 'net', 'net, channel 2'."""
+    """Return the display name of a lane: 'net', 'net, channel 2'."""
     base, _, index = lane.partition(CHANNEL)
     return f"{base}, channel {int(index) + 1}" if index.isdecimal() else lane
 
@@ -187,12 +194,12 @@ def _typical_start(run: Run, contestant: Contestant, rep: Repetition) -> int | N
     seconds = trace.iteration_seconds()
     lengths = {t: sum(seconds[t - trace.first :][: trace.period]) for t in starts}
     middle = median(lengths.values())
-    # Better one whose predecessor is recorded too, as its messages may reach in.
+    # Prefer a period with a recorded predecessor, as its messages may reach into the period.
     return min(starts, key=lambda t: (t - 1 not in sent, abs(lengths[t] - middle)))
 
 
 def _whole_periods(trace: Trace, recorded: dict[int, Counter[Key]]) -> list[int]:
-    """Iterations at which a whole recorded period begins."""
+    """Return the iterations at which a whole recorded period begins."""
     ended = range(trace.first, trace.first + trace.iterations)
     return [
         t for t in recorded if all(i in recorded and i in ended for i in range(t, t + trace.period))
@@ -200,7 +207,7 @@ def _whole_periods(trace: Trace, recorded: dict[int, Counter[Key]]) -> list[int]
 
 
 def _sent_messages(trace: Trace, rank: int) -> dict[int, Counter[Key]]:
-    """What the rank sent in every recorded iteration."""
+    """Return the messages of a rank by recorded iteration."""
     sent: dict[int, Counter[Key]] = {}
     for span in trace.spans:
         if span.rank == rank:
@@ -211,7 +218,7 @@ def _sent_messages(trace: Trace, rank: int) -> dict[int, Counter[Key]]:
 
 
 def _most_similar(starts: list[int], sent: dict[int, Counter[Key]], predicted: Trace) -> list[int]:
-    """The starts of the periods that send most of what the predicted period sends, in phase."""
+    """Return the starts of periods that send the most messages of the predicted period in phase."""
     wanted = _sent_messages(predicted, 0)
     alike = {
         t: sum(
@@ -225,18 +232,18 @@ def _most_similar(starts: list[int], sent: dict[int, Counter[Key]], predicted: T
 
 
 def _merged_trace(rep: Repetition) -> Trace:
-    """The merged trace; asserts that row r of `ends_s` is rank r, as every rank is there."""
+    """Return the merged trace of all ranks. Asserts that row r of `ends_s` is rank r."""
     assert [record.rank for record in rep.ranks] == list(range(len(rep.ranks)))
     return rep.trace
 
 
 def window_of(trace: Trace, iterations: range) -> Window:
-    """Some iterations of a trace, on one clock."""
+    """Return iterations of a trace as a window, on one clock."""
     ranks = range(trace.world_size)
     starts = [start_of(trace, rank, iterations.start) for rank in ranks]
     last = iterations.stop - 1 - trace.first
     ends = [trace.ends_s[rank][last] for rank in ranks]
-    # In gossip nobody waits for anybody: each begins its own iteration at zero.
+    # Gossip workers have no common iterations: each worker begins its iteration at zero.
     apart = "gossip" in trace.notes
     offsets = starts if apart else clock_offsets(trace)
     zero = min(start - offset for start, offset in zip(starts, offsets, strict=True))
@@ -246,10 +253,10 @@ def window_of(trace: Trace, iterations: range) -> Window:
 
 
 def clock_offsets(trace: Trace) -> tuple[float, ...]:
-    """What to subtract from each rank's times to compare them with rank 0's.
+    """Return the offset of each rank's clock from rank 0's, in seconds.
 
-    Ranks measure from origins of their own. A collective ends everywhere at about the same time,
-    so the median difference of those ends is the offset; without messages, iterations end alike.
+    A collective ends on all ranks at about the same time, so the offset is the median difference of
+    these ends. Without messages, ends of iterations are used.
     """
     if trace.source == "simulated":
         return (0.0,) * trace.world_size
@@ -279,7 +286,7 @@ def _seen_spans(trace: Trace, zeros: Sequence[float], length: float) -> dict[int
 
 
 def _repeat_period(trace: Trace) -> Trace:
-    """One steady period with a copy of its spans before and one after it."""
+    """Add copies of the spans of a steady period before and after the period."""
     step_s = trace.iteration_s() * trace.period
     copies = [
         replace(
@@ -320,12 +327,12 @@ def _rows(
 
 
 def _age(span: Span, generation: Generation | None) -> tuple[int, int] | None:
-    """A generation as seen from a span's iteration: how far back it begins, how many it merges."""
+    """Return (iterations since the begin of the generation, number of merged iterations)."""
     return generation and (span.iteration - generation[0], generation[1] - generation[0])
 
 
 def _shown_colours(window: Window, generations: Generations) -> dict[Generation, int]:
-    """Colours of the generations that the window shows: in messages and updates, or as its own."""
+    """Return colours of generations in the window's spans or that contain its iterations."""
     held = {generations.generation_of(span) for spans in window.shown.values() for span in spans}
     own = window.iterations
     colours = generations.colours(own.start)
@@ -337,12 +344,12 @@ def _shown_colours(window: Window, generations: Generations) -> dict[Generation,
 
 
 def _select_ranks(shown: Mapping[int, tuple[Span, ...]], count: int) -> dict[int, tuple[Span, ...]]:
-    """`count` ranks at equal distances, the first among them."""
+    """Return `count` evenly spaced ranks with the first one."""
     ranks, count = list(shown), min(count, len(shown))
     return {rank: shown[rank] for rank in (ranks[i * len(ranks) // count] for i in range(count))}
 
 
 def _shorten(window: Window, iterations: int) -> Window:
-    """The window's first iterations, the same ranks."""
+    """Return the first iterations of a window, with the same ranks."""
     less = window_of(window.trace, window.iterations[:iterations])
     return replace(less, shown={rank: less.shown[rank] for rank in window.shown})

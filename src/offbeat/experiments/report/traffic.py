@@ -1,4 +1,4 @@
-"""Traffic: how evenly over time each rank sends, measured or predicted."""
+"""Traffic of each rank over time, measured or predicted, and its unevenness."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from offbeat.core.sim.trace import COMPUTE, Span, Trace
 
 @dataclass(frozen=True, slots=True)
 class LinkLoad:
-    """What one rank sends over one link: bytes in each time step of a period, `step_s` long."""
+    """Bytes that one rank sends over one link in each time step of a period.
+
+    Attributes:
+        rank: the sending rank.
+        link: name of the link.
+        step_s: length of a time step in seconds.
+        step_bytes: bytes of each step.
+    """
 
     rank: int
     link: str
@@ -21,24 +28,30 @@ class LinkLoad:
 
     @property
     def unevenness(self) -> float:
-        """The largest step over the mean one; 1 if nothing is sent."""
+        """Bytes of the largest step over the mean of all steps; 1 without traffic."""
         total = sum(self.step_bytes)
         return max(self.step_bytes) * len(self.step_bytes) / total if total else 1.0
 
     @property
     def peak_bytes_per_s(self) -> float:
-        """The rate at which the largest step is sent."""
+        """Rate of the largest step, in bytes per second."""
         return max(self.step_bytes) / self.step_s
 
 
 def link_loads(trace: Trace, skip: int = 0) -> list[LinkLoad]:
-    """Load of every rank's outgoing links (with their channels) in a trace, in steps of an
-    iteration / 2N for N ranks; empty if it holds no message of a whole period.
+    """Return the load of each rank's outgoing links in a trace.
 
-    Whole periods of the recorded iterations are laid over one another, without those before the
-    first `skip`. A message is sent evenly from when its last rank has come to it. An all-reduce
-    is a ring: each rank sends 2(N-1)/N of its bytes. If one row stands for all ranks, so does one
-    load per link.
+    Recorded whole periods are averaged. A message is sent at a constant rate from the arrival of
+    its last rank until its end. An all-reduce is a ring: each rank sends 2(N-1)/N of its bytes. If
+    one simulated row represents all ranks, so does one load per link.
+
+    Args:
+        trace: measured or predicted trace.
+        skip: first iteration that is counted.
+
+    Returns:
+        Loads in steps of 1/2N of an iteration for N ranks, with the channels of a link merged.
+        Empty if the trace holds no message of a whole period.
     """
     counted = _whole_periods(trace, skip)
     messages = [s for s in trace.spans if s.lane != COMPUTE and s.iteration in counted]
@@ -55,7 +68,7 @@ def link_loads(trace: Trace, skip: int = 0) -> list[LinkLoad]:
             if span.way is not None and span.rank != span.way[0]:
                 continue
             share = 1.0 if span.way is not None else 2 * (world_size - 1) / world_size
-            # A sender may be done before the last bytes have arrived.
+            # A send may return before the last bytes have arrived.
             end_s = max(s.end_s for s in same) if span.way is not None else span.end_s
             into = sent[span.rank, base_link(span.lane)]
             _add_bytes(into, span.bytes * share / periods, begin_s, end_s, period_s)
@@ -66,11 +79,11 @@ def link_loads(trace: Trace, skip: int = 0) -> list[LinkLoad]:
 
 
 def _whole_periods(trace: Trace, skip: int) -> set[int]:
-    """The last recorded iterations that are whole periods and have all of their messages."""
+    """Return the last recorded iterations that form whole periods with all their messages."""
     recorded = sorted({span.iteration for span in trace.spans if span.iteration >= skip})
     counts = Counter(span.iteration for span in trace.spans if span.lane != COMPUTE)
     if not trace.uneven:
-        # What is still under way when a run ends leaves no span.
+        # Messages in transfer at the end of a run have no span.
         while (
             recorded[trace.period :] and counts[recorded[-1]] < counts[recorded[-1 - trace.period]]
         ):
@@ -80,14 +93,14 @@ def _whole_periods(trace: Trace, skip: int) -> set[int]:
 
 
 def _iteration_s(trace: Trace, iterations: Iterable[int]) -> float:
-    """Mean seconds of some neighbouring iterations, 0 if none of them has ended."""
+    """Return mean seconds of the finished ones among some iterations; 0 if none is finished."""
     seconds = dict(enumerate(trace.iteration_seconds(), trace.first))
     ended = [seconds[i] for i in iterations if i in seconds]
     return sum(ended) / len(ended) if ended else 0.0
 
 
 def _group_by_message(spans: Sequence[Span]) -> list[list[Span]]:
-    """The spans of each message, one for each of its ranks."""
+    """Group spans by message, with one span for each of its ranks."""
     found: dict[tuple, list[Span]] = defaultdict(list)
     seen: Counter[tuple] = Counter()
     for span in sorted(spans, key=lambda span: span.start_s):
@@ -101,7 +114,7 @@ def _group_by_message(spans: Sequence[Span]) -> list[list[Span]]:
 def _add_bytes(
     into: list[float], size_bytes: float, begin_s: float, end_s: float, period_s: float
 ) -> None:
-    """Add bytes to the steps between two moments, the period beginning anew after its last."""
+    """Distribute bytes evenly over the steps between two times, modulo the period."""
     step_s = period_s / len(into)
     first, last = begin_s / step_s, end_s / step_s  # in steps
     if last <= first:

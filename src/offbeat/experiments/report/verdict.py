@@ -1,4 +1,4 @@
-"""Who won, and why, in one sentence."""
+"""Winner of a comparison, with one sentence about the reason."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from offbeat.experiments.report.summary import Interval, Row, rank_rows
 
 
 def winner(rows: Sequence[Row]) -> tuple[Row | None, str]:
-    """The row with the least seconds to the target, else the least seconds per iteration, and
-    one sentence why; (None, why not) if nothing was measured."""
+    """Return the winner and one sentence about the reason.
+
+    The winner has the least seconds to the target, or the least seconds per iteration if no
+    contestant reached the target. If nothing was measured, the winner is None.
+    """
     order = [row for row in rank_rows(rows) if row.iteration_s is not None]
     if not order:
         return None, "Nothing was measured: no contestant finished a repetition."
@@ -23,18 +26,18 @@ def winner(rows: Sequence[Row]) -> tuple[Row | None, str]:
 
 
 def _sentence(text: str, row: Row) -> str:
-    """The sentence, with what must never be left out."""
+    """Close the sentence, with a reservation for emulated compute."""
     return text + (" (emulated compute)." if row.emulated or row.pace else ".")
 
 
 def _load_note(*rows: Row) -> str:
-    """A reservation if one of the contestants compared was disturbed."""
+    """Return a reservation if one of the rows was disturbed."""
     labels = [row.label for row in rows if row.disturbed]
     return f"; disturbed: {' and '.join(labels)}" if labels else ""
 
 
 def _reference_row(order: Sequence[Row]) -> Row:
-    """The fastest DDP if it did not win, else the runner-up."""
+    """Return the row to compare with: the fastest DDP if it did not win, else the runner-up."""
     yardstick = next((row for row in order[1:] if row.speedup == 1.0), None)
     return yardstick or order[1]
 
@@ -55,8 +58,7 @@ def _target_win_text(best: Row, other: Row) -> str:
 
 
 def _gain_factors(best: Row, other: Row) -> str:
-    """Why, in two factors whose product is the gain: seconds per iteration until the target, and
-    iterations until then."""
+    """Return the gain as two factors: seconds per iteration and iterations until the target."""
     own, others = best.target_iterations, other.target_iterations
     if not own or not others or not best.target_s or not other.target_s:
         return _iteration_times(best, other)
@@ -93,7 +95,7 @@ def _iteration_text(best: Row, other: Row) -> str:
 
 
 def _update_note(best: Row, other: Row) -> str:
-    """What must be said of iterations that are fast because they do not update."""
+    """Return a reservation if the winner has iterations without an update."""
     if best.updates_per_s is None or best.updates_per_s == best.iterations_per_s:
         return ""
     text = f", and not every iteration updates: {words.digits(best.updates_per_s)} updates"
@@ -103,14 +105,14 @@ def _update_note(best: Row, other: Row) -> str:
 
 
 def _draw_note(best: Row, second: Row) -> str:
-    """A reservation if the repetitions of the first two overlap."""
+    """Return a reservation if the repetitions of the first two rows overlap."""
     if not _has_overlap(_repetition_range(best), _repetition_range(second)):
         return ""
     return f"; the repetitions of {best.label} and {second.label} overlap, so call these two a draw"
 
 
 def _repetition_range(row: Row) -> Interval | None:
-    """Range over repetitions of what decides the order."""
+    """Return the range over repetitions of the number that decides the order."""
     if row.target_s is not None:
         return row.target_spread_s
     return row.spread_s if row.spread_of == "repetitions" else None

@@ -1,4 +1,4 @@
-"""Votes of a repetition: who said yes when, how much stayed local, what that saved."""
+"""Votes of a repetition: yes votes of each rank, outcomes and spared bytes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from offbeat.experiments.report import words
 
 @dataclass(frozen=True)
 class Votes:
-    """Of all iterations with votes. `yes[n]`: by rank, how many of the votes of the n-th of these
-    iterations it said yes to; `outcomes`: by vote, whether anybody did. Bytes are one rank's."""
+    """Votes in all iterations with votes.
+
+    Attributes:
+        iterations: iterations with votes.
+        yes: number of yes votes by rank, for each of `iterations`.
+        outcomes: outcome of each vote in each of `iterations`, by name.
+        sent_bytes: bytes sent by one rank.
+        spared_bytes: bytes omitted by one rank.
+        odd: number of norms of all ranks that were zero or not finite.
+    """
 
     iterations: tuple[int, ...]
     yes: tuple[Mapping[int, int], ...]
@@ -25,23 +33,25 @@ class Votes:
 
     @property
     def lssr(self) -> float:
-        """Local over local and synchronous, by bytes where layers have votes of their own."""
+        """Share of omitted synchronizations by bytes: spared / (sent + spared)."""
         both = self.sent_bytes + self.spared_bytes
         return self.spared_bytes / both if both else 0.0
 
     def yes_iterations(self, rank: int) -> list[int]:
-        """Iterations in which a rank said yes to something."""
+        """Return the iterations with at least one yes vote of a rank."""
         return [i for i, yes in zip(self.iterations, self.yes, strict=True) if yes.get(rank)]
 
 
 def votes_of(rep: Repetition) -> Votes | None:
-    """The votes of a repetition, None if there were none. Every rank knows all outcomes; norms
-    that were zero or not finite are counted over all ranks."""
+    """Return the votes of a repetition, from the record of rank 0; None without votes.
+
+    All ranks record the same outcomes. Only `odd` is counted over all ranks.
+    """
     if not rep.ranks or not rep.ranks[0].votes.get("iterations"):
         return None
-    told = rep.ranks[0].votes
-    by_vote: Mapping[str, Mapping[str, Sequence[Any]]] = told["by_vote"]
-    iterations = tuple(map(int, told["iterations"]))
+    log = rep.ranks[0].votes
+    by_vote: Mapping[str, Mapping[str, Sequence[Any]]] = log["by_vote"]
+    iterations = tuple(map(int, log["iterations"]))
     yes: list[dict[int, int]] = [{} for _ in iterations]
     for columns in by_vote.values():
         for counts, ranks in zip(yes, columns["yes"], strict=True):
@@ -51,14 +61,14 @@ def votes_of(rep: Repetition) -> Votes | None:
         iterations,
         tuple(yes),
         {name: tuple(map(bool, columns["yes"])) for name, columns in by_vote.items()},
-        sum(told["sent_bytes"]),
-        sum(told["spared_bytes"]),
+        sum(log["sent_bytes"]),
+        sum(log["spared_bytes"]),
         sum(map(_count_odd_norms, rep.ranks)),
     )
 
 
 def describe_votes(rep: Repetition, votes: Votes) -> str:
-    """One sentence: how much stayed local, and who voted how often."""
+    """Return sentences about spared bytes and about the share of yes votes of each rank."""
     total = len(votes.iterations)
     shares = [
         f"rank {r.rank} in {100 * len(votes.yes_iterations(r.rank)) / total:.0f} %"

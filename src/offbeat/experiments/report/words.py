@@ -1,4 +1,4 @@
-"""Numbers as words: seconds, bytes, shares and ratios with as many digits as they deserve."""
+"""Text forms of numbers: seconds, bytes, shares and ratios with significant digits."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ NO_PROGRESS = (
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One unit of time for a whole column, so that its numbers can be compared by eye."""
+    """Unit of time of a whole column, so that its numbers can be compared by eye."""
 
     name: str
     seconds: float
     decimals: int
 
     def text(self, seconds: float | None) -> str:
-        """The number alone."""
+        """Return the number without the unit."""
         return NONE if seconds is None else f"{seconds / self.seconds:,.{self.decimals}f}"
 
     def signed(self, seconds: float) -> str:
-        """The number with its sign: '+1.2', '−0.3', '±0.0'."""
+        """Return the number with its sign: '+1.2', '−0.3', '±0.0'."""
         text = self.text(abs(seconds))
         sign = "±" if not float(text.replace(",", "")) else "+" if seconds > 0 else "−"
         return sign + text
 
     def full(self, seconds: float | None) -> str:
-        """The number with the unit."""
+        """Return the number with the unit."""
         return NONE if seconds is None else f"{self.text(seconds)} {self.name}"
 
     def span(self, low_high_s: tuple[float, float] | None) -> str:
-        """'low to high', empty without one."""
+        """Return 'low to high'; empty for None."""
         return "" if low_high_s is None else " to ".join(map(self.text, low_high_s))
 
 
 def unit_for(seconds: Iterable[float | None]) -> Unit:
-    """A unit that gives the largest at most four digits and the smallest three, within reason."""
+    """Return s, ms or µs by the largest number, with decimals by the smallest one."""
     values = [abs(s) for s in seconds if s]
     low, high = min(values, default=1.0), max(values, default=1.0)
     name, scale = ("s", 1.0) if high >= 10 else ("ms", 1e-3) if high >= 1e-2 else ("µs", 1e-6)
@@ -50,7 +50,7 @@ def unit_for(seconds: Iterable[float | None]) -> Unit:
 
 
 def digits(value: float, count: int = 3) -> str:
-    """`count` significant digits without an exponent: '1,234', '56.7', '0.0120'."""
+    """Return `count` significant digits without an exponent: '1,234', '56.7', '0.0120'."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     exponent = int(f"{value:.{count - 1}e}".partition("e")[2])  # of the rounded value
@@ -59,7 +59,7 @@ def digits(value: float, count: int = 3) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """'1.13 s', '341 ms', '12.3 µs'."""
+    """Return a time such as '1.13 s', '341 ms' or '12.3 µs'."""
     if value is None:
         return NONE
     for name, scale in (("s", 1.0), ("ms", 1e-3)):
@@ -69,7 +69,7 @@ def seconds(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes in decimal units: '8.39 MB'."""
+    """Return bytes in decimal units, such as '8.39 MB'."""
     if value is None:
         return NONE
     for name, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -79,7 +79,7 @@ def size(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A relative difference with its sign: '+1.2 %'."""
+    """Return a relative difference with its sign, such as '+1.2 %'."""
     if value is None:
         return NONE
     percent = round(100 * value, 1)
@@ -87,22 +87,22 @@ def share(value: float | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """'3.31×'."""
+    """Return a ratio such as '3.31×'."""
     return NONE if value is None else f"{value:.2f}×"
 
 
 def unevenness(value: float | None) -> str:
-    """'at most 2.24×' of what is sent on the mean; nothing if that is not known."""
+    """Return an unevenness such as 'at most 2.24×'; empty if unknown."""
     return "" if value is None else f"at most {ratio(value)}"
 
 
 def loss(value: float | None) -> str:
-    """Four significant digits."""
+    """Return a loss with four significant digits."""
     return NONE if value is None else digits(value, 4)
 
 
 def paces(iterations_per_s: float | None, updates_per_s: float | None) -> str:
-    """'12.9, 3.52'; one number if they are the same."""
+    """Return two rates such as '12.9, 3.52'; one number if they are equal."""
     if iterations_per_s is None:
         return NONE
     both = digits(iterations_per_s), NONE if updates_per_s is None else digits(updates_per_s)
@@ -110,17 +110,17 @@ def paces(iterations_per_s: float | None, updates_per_s: float | None) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """'1 rank', '4 ranks'."""
+    """Return a count such as '1 rank' or '4 ranks'."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def sentence(text: str) -> str:
-    """With a capital at the beginning and a full stop."""
+    """Return the text with a capital letter and a full stop."""
     return text[:1].upper() + text[1:] + "."
 
 
 def as_text(value: Any) -> str:
-    """A value of a JSON file on one line: 'a: 1, b: 2'."""
+    """Return a JSON value on one line: 'a: 1, b: 2'."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {as_text(item)}" for key, item in value.items()) or NONE
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Writes the report of a run directory: summary.json, Chrome traces, report.html."""
+"""Writer of the report of a run directory: summary.json, Chrome traces, report.html."""
 
 from __future__ import annotations
 
@@ -23,9 +23,16 @@ PREDICTED_TRACE = "predicted.chrome.json"
 
 
 def write(run_dir: str | Path) -> Path:
-    """Read a run directory, write its report into it and return the path of report.html.
+    """Write the report into a run directory.
 
-    Raises ValueError without a readable run.json.
+    Args:
+        run_dir: run directory with run.json and records.
+
+    Returns:
+        Path of report.html.
+
+    Raises:
+        ValueError: run.json is missing or unreadable.
     """
     run = load(run_dir)
     rows = summarize(run)
@@ -37,7 +44,7 @@ def write(run_dir: str | Path) -> Path:
 
 
 def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
-    """What summary.json holds."""
+    """Return the contents of summary.json."""
     best, sentence = winner(rows)
     return {
         "schema": SCHEMA,
@@ -55,14 +62,14 @@ def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _compute_record(run: Run) -> dict[str, Any] | None:
-    """Whose compute the measured times hold, and the user's device if it was given."""
+    """Return the device and pace of the measured compute, and the user's device if given."""
     if run.profile is None:
         return None
     return {**Compute.of(run.profile).record(), "device": run.device}
 
 
 def _write_traces(folder: Path, contestant: Contestant) -> dict[str, str]:
-    """Names of the trace files written, by source."""
+    """Write the Chrome traces of a contestant; return their file names by source."""
     written = {}
     if contestant.complete:
         first = contestant.complete[0]
@@ -84,7 +91,7 @@ def _write_traces(folder: Path, contestant: Contestant) -> dict[str, str]:
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Write in one move, so that a reader never sees half a file."""
+    """Replace a file atomically, so that no reader sees an incomplete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
     write_text(draft, text)
