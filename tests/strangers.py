@@ -147,6 +147,26 @@ def survives_an_error(model: Any, optimizer: Any, batch: Batch) -> None:
         model(x)  # the next iteration of a prepared model begins with its forward
 
 
+def steps_after_an_error(model: Any, optimizer: Any, batch: Batch) -> None:
+    """The third backward raises in its middle, and the script steps all the same."""
+
+    def fail(_: Tensor) -> None:
+        raise MemoryError
+
+    def let_backward_fail(_: Any, __: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    middle = list(getattr(model, "module", model))[1]
+    for t in range(STEPS):
+        optimizer.zero_grad()
+        handle = middle.register_forward_hook(let_backward_fail) if t == 2 else None
+        with contextlib.suppress(MemoryError):
+            loss_of(model, batch(t)).backward()
+        optimizer.step()
+        if handle is not None:
+            handle.remove()
+
+
 def steps_another_optimizer(model: Any, optimizer: Any, batch: Batch) -> None:  # noqa: ARG001
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     for t in range(STEPS):

@@ -419,6 +419,7 @@ class Engine:
 
     def end_backward(self, skip_update: bool) -> Iteration:
         """Pass what is left up to the step, if this rank had no backward: others wait for it."""
+        self._require_whole_backward()
         now = self.ensure_iteration()
         now.skipped = skip_update
         self.walker.walk(self.plan.buckets - 1)
@@ -528,6 +529,16 @@ class Engine:
         self.run.require_skippable(now, adding=adding)
         self.step(skip_update=True, abandoned=True)
 
+    def _require_whole_backward(self) -> None:
+        """Raise if the last backward has ended with an exception that the script has caught: some
+        parameters have their gradients and others have not."""
+        if self.now is not None and not self.backward_over and self.hooks.is_broken:
+            raise RuntimeError(
+                "optimizer.step() follows a backward pass that ended with an exception, so only "
+                "some parameters have gradients; call optimizer.zero_grad() and run forward and "
+                "backward again, or start again from the last checkpoint"
+            )
+
     def _drop_broken_backward(self, now: Iteration) -> None:
         """Backward has raised, and somebody has caught it: drop it if nothing has left."""
         if not self.run.allows_another_backward(now):
@@ -543,6 +554,8 @@ class Engine:
         never sent are dropped, if that is wanted."""
         self._looks.close()
         self.abandon_unless_stepped()
+        if self.now is not None and not self.backward_over and self.hooks.is_broken:
+            self._drop_broken_backward(self.now)
         if self.now is not None:
             self.hooks.forget()
         if self.watched is not None:
