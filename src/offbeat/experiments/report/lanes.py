@@ -93,7 +93,6 @@ def gossip_svg(trace: Trace, title: str, units: float) -> str:
     end = min(
         max(e for w, _, e in notes["gradients"] if w == worker)
         for worker in range(notes["workers"])
-        for worker in range(notes["workers"])
     )
     begin = end - units * notes["unit_s"]
     rows = []
