@@ -38,7 +38,17 @@ PROFILE = {
     "links": [{"name": "net", "latency_s": 1e-4, "bytes_per_s": 1.25e8}],
     "buckets": [{"name": f"h.{i}", **BUCKET} for i in range(6)],
 }
-COMMANDS = ["run", "profile", "plan", "simulate", "compare", "report", "strategies", "graph"]
+COMMANDS = [
+    "run",
+    "profile",
+    "plan",
+    "simulate",
+    "compare",
+    "report",
+    "strategies",
+    "graph",
+    "doctor",
+]
 
 
 @pytest.fixture

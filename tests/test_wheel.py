@@ -155,7 +155,7 @@ def test_every_command_works(installed, tmp_path):
         assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    commands = ("advise", "compare", "graph", "join", "plan", "profile", "report", "run")
+    commands = ("advise", "compare", "doctor", "graph", "join", "plan", "profile", "report", "run")
     text = offbeat("--help")
     assert all(name in text for name in (*commands, "simulate", "strategies"))
     assert offbeat("--version").strip() == metadata.version("offbeat")

@@ -142,7 +142,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     registry._entry_points.cache_clear()
 
 
-def test_names_of_entry_points_and_of_classes(package: Path) -> None:
+@pytest.mark.usefixtures("package")
+def test_names_of_entry_points_and_of_classes() -> None:
     assert {"foreign", "foreign-alone"} <= {*strategy_names()}
     by_point, by_class = find("foreign"), find("foreign_strategies:Planned")
     assert by_point is by_class

@@ -1,6 +1,6 @@
 """The command line."""
 
-from offbeat.cli import graph  # noqa: F401  # registers its command
+from offbeat.cli import doctor, graph  # noqa: F401  # register their commands
 from offbeat.cli.commands import app, main
 
 __all__ = ["app", "main"]
