@@ -80,7 +80,7 @@ def show_decay() -> None:
             found["after"].append(follow(timeline, c, x).decay(begin))
             before = follow(timeline, c, x, exchange="before_mixing")
             found["before"].append(before.decay(begin))
-            found["plain"].append(follow(longer, c.plain(), x).decay(3 * begin))
+            found["plain"].append(follow(longer, c.as_ad_psgd(), x).decay(3 * begin))
         five = (spread(slopes[: len(SEEDS)]) for slopes in found.values())
         twenty = ", ".join(f"{fmean(slopes):.3f}" for slopes in found.values())
         row(n, *five, c.lambda2, 2 * c.eta, twenty)
@@ -135,7 +135,7 @@ def a2cid2(name: str, n: int) -> float:
 
 def plain(name: str, n: int) -> float:
     rates, c = graph(name, n)
-    return by_events(rates, n, c.plain(), c.lambda2, range(3 if n < 256 else 1))
+    return by_events(rates, n, c.as_ad_psgd(), c.lambda2, range(3 if n < 256 else 1))
 
 
 def rounds(name: str, n: int, accelerated: bool) -> float:
@@ -205,7 +205,7 @@ def show_rings() -> None:
     )
     for n in (4, 8, 16, 32, 64):
         rates, c = graph("ring", n)
-        both = [[trained(rates, one, n, seed) for seed in SEEDS] for one in (c, c.plain())]
+        both = [[trained(rates, one, n, seed) for seed in SEEDS] for one in (c, c.as_ad_psgd())]
         row(n, *(spread([found[k] for found in rows]) for k in (0, 1) for rows in both))
 
 

@@ -199,7 +199,7 @@ def _life(pipe: Connection, what: str, silent_s: float, *about: Any) -> None:
         with suppress(RuntimeError):  # said at the end
             worker.state.refresh()
             worker.state.step(worker.clock.now(), lambda: None)
-            worker.gossip.gradient(UNIT_S)
+            worker.gossip.record_gradient(UNIT_S)
     words = None
     try:
         _end(worker, flat)
@@ -220,11 +220,11 @@ def _joined(
     import networkx as nx
     import torch
 
-    from offbeat.gossip.joining import ask
+    from offbeat.gossip.joining import get_place
 
     try:
         about = {"layout": "", "strategy": "", "id": back}
-        welcome = ask(through, SECRET, about, 1.0)
+        welcome = get_place(through, SECRET, about, 1.0)
     except RuntimeError as error:
         if any(words in str(error) for words in NO_TIME):
             pipe.send((None, None))

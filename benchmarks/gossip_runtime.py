@@ -94,7 +94,7 @@ def exchange_role(folder: str, mb: str) -> None:
         last = _next_end(worker)
     taken_s = time.perf_counter() - start_s
     print(json.dumps({"mb_s": (last - first) * flat.nbytes / 1e6 / taken_s}), flush=True)
-    worker.gossip.meet([torch.zeros(1)])
+    worker.gossip.all_reduce([torch.zeros(1)])
     worker.gossip.close()
 
 
@@ -127,7 +127,7 @@ def idle() -> None:
         before, start_s = _cpu_s(native), time.perf_counter()
         for _ in range(int(IDLE_S / UNIT_S)):
             time.sleep(UNIT_S)
-            workers[0].gossip.gradient(UNIT_S)
+            workers[0].gossip.record_gradient(UNIT_S)
         share = (_cpu_s(native) - before) / (time.perf_counter() - start_s)
         print(f"the neighbour is {what}: {100 * share:.2f} % of a core")
         for worker in workers:
@@ -188,13 +188,13 @@ def _drift(n: int, folder: str, events: int) -> tuple[Any, Any, int, int]:
         worker.state.refresh()
         time.sleep(0.004 * slower)
         worker.state.step(worker.clock.now(), lambda u=u: flat.add_(u))
-        worker.gossip.gradient(0.004 * slower)
+        worker.gossip.record_gradient(0.004 * slower)
         added += u.double()
         gradients += 1
-    worker.gossip.meet([torch.zeros(1)])
-    worker.gossip.rest(max(worker.clock.now(), worker.state.t))
+    worker.gossip.all_reduce([torch.zeros(1)])
+    worker.gossip.pause_all(max(worker.clock.now(), worker.state.t))
     worker.state.midpoint()
-    worker.gossip.meet([torch.zeros(1)])
+    worker.gossip.all_reduce([torch.zeros(1)])
     worker.gossip.close()
     return flat, added, sum(counts.values()), gradients
 
@@ -238,7 +238,7 @@ def _standing(workers: list[_Worker], flats: list[Any]) -> tuple[float, float, f
         worker.gossip.pause()
     label = max(max(w.clock.now(), w.state.t) for w in workers)
     for worker in workers:
-        worker.state.settle(label)
+        worker.state.mix_until(label)
     exchanges = sum(sum(w.gossip.counts.exchanges.values()) for w in workers) / 2
     found = label, _distance(flats), exchanges
     for worker in workers:
@@ -260,13 +260,13 @@ def _end(worker: _Worker, flat: Any) -> None:
     import torch
 
     gossip, nothing = worker.gossip, [torch.zeros(1)]
-    with gossip.together():
-        gossip.meet(nothing)
-        t = gossip.rest(max(worker.clock.now(), worker.state.t))
+    with gossip.reduction_series():
+        gossip.all_reduce(nothing)
+        t = gossip.pause_all(max(worker.clock.now(), worker.state.t))
         worker.state.midpoint()
-        sums, _, workers = gossip.meet([flat.clone()])
-        worker.state.put([sums[0] / workers], t)
-        gossip.meet(nothing)
+        sums, _, workers = gossip.all_reduce([flat.clone()])
+        worker.state.set_parameters([sums[0] / workers], t)
+        gossip.all_reduce(nothing)
     gossip.close()
 
 
@@ -278,7 +278,7 @@ class _Worker:
 
     def warm(self, unit_s: float) -> None:
         for _ in range(4):
-            self.gossip.gradient(unit_s)
+            self.gossip.record_gradient(unit_s)
 
 
 def _graph(name: str, n: int) -> Any:
@@ -307,10 +307,10 @@ def _worker(
     state = State([flat], wire, AVERAGING)
     if welcome is not None:
         clock.ahead_s, clock.line = welcome.ahead_s, welcome.place.line
-        state.put([flat], clock.now())
+        state.set_parameters([flat], clock.now())
 
     def packed(t: float) -> torch.Tensor:
-        with state.still(t) as (x,):
+        with state.frozen_x(t) as (x,):
             return x.clone().view(torch.uint8)
 
     gossip = Gossip(
@@ -341,7 +341,9 @@ def _job(graph: Any, flats: list[Any], **settings: Any) -> list[_Worker]:
 
 def _cut(worker: _Worker) -> None:
     peers = worker.gossip._peers
-    worker.gossip._commands.append(lambda: [peers.drop(n, "cut") for n in peers.present()] and None)
+    worker.gossip._commands.append(
+        lambda: [peers.drop(n, "cut") for n in peers.reachable()] and None
+    )
     peers.wake()
 
 

@@ -42,7 +42,7 @@ def course(
     for count in range(exchanges + 1):
         if count % (exchanges // 4) == 0:
             for state in states:
-                state.settle(t)
+                state.mix_until(t)
             now = torch.stack(x).double()
             found.append(float((now - now.mean(0)).square().sum(1).mean().sqrt()))
         t += rng.expovariate(workers / 2)
@@ -53,21 +53,24 @@ def course(
             expected += change.double() / workers
             states[n].step(t, lambda n=n, change=change: x[n].add_(change))
         one, other = ends[i], ends[j]
-        coded, number = one.anchored(j) > 0, one.next_number(j)
+        coded, number = one.anchor_number(j) > 0, one.next_number(j)
         begun = [
             one.begin(j, number, t, states[i].mixing_at(t), coded=coded),
             other.begin(i, number, t, states[j].mixing_at(t), coded=coded),
         ]
         sent += one.bytes
         for chunk in range(len(one.wire.chunks)):
-            one.room(chunk)[:], other.room(chunk)[:] = other.sent(chunk), one.sent(chunk)
-            one.arrived()
-            other.arrived()
+            one.buffer(chunk)[:], other.buffer(chunk)[:] = (
+                other.data(chunk),
+                one.data(chunk),
+            )
+            one.apply_chunk()
+            other.apply_chunk()
         for exchange, end in zip(begun, (one, other), strict=True):
             exchange.confirmed = True
-            end.over()
+            end.end_if_complete()
     for state in states:
-        state.settle(t)
+        state.mix_until(t)
     off = (torch.stack(x).double().mean(0) - expected).abs().max()
     return found, float(off), sent / (exchanges + 1) / (4 * SIZE)
 

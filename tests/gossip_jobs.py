@@ -17,8 +17,8 @@ from torch import Tensor
 from offbeat.core.codecs import Codec
 from offbeat.gossip.chunks import Wire, WireForm
 from offbeat.gossip.clock import Clock
-from offbeat.gossip.joining import ask
-from offbeat.gossip.peers import door
+from offbeat.gossip.joining import get_place
+from offbeat.gossip.peers import open_listener
 from offbeat.gossip.state import AVERAGING, State
 from offbeat.gossip.worker import Gossip, Settings
 
@@ -41,7 +41,7 @@ class Worker:
         self.state.refresh()
         time.sleep(seconds)
         self.state.step(self.clock.now(), lambda: update(self.flat))
-        self.gossip.gradient(max(seconds, 1e-3))
+        self.gossip.record_gradient(max(seconds, 1e-3))
 
     def count(self) -> int:
         return sum(self.gossip.counts.exchanges.values())
@@ -49,16 +49,16 @@ class Worker:
     def consolidate(self, between: Callable[[int], Any] = lambda _: None) -> None:
         """As the session does it; `between` is called before each meeting."""
         nothing = [torch.zeros(1)]
-        with self.gossip.together():
+        with self.gossip.reduction_series():
             between(0)
-            self.gossip.meet(nothing)
+            self.gossip.all_reduce(nothing)
             between(1)
-            t = self.gossip.rest(max(self.clock.now(), self.state.t))
+            t = self.gossip.pause_all(max(self.clock.now(), self.state.t))
             self.state.midpoint()
             between(2)
-            sums, _, workers = self.gossip.meet([self.flat.clone()])
+            sums, _, workers = self.gossip.all_reduce([self.flat.clone()])
             between(3)
-            self.state.put(self.gossip.alike([sums[0] / workers]), t)
+            self.state.set_parameters(self.gossip.agree_on_means([sums[0] / workers]), t)
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def job(
 ) -> Iterator[list[Worker]]:
     """The workers of a graph, connected; closed at the end."""
     settings = {"silent_s": 5.0, "timeout_s": 10.0, **settings}
-    doors = [door("127.0.0.1", 16) for _ in flats]
+    doors = [open_listener("127.0.0.1", 16) for _ in flats]
     addresses = {n: sock.getsockname() for n, sock in enumerate(doors)}
     workers = []
     for n, flat in enumerate(flats):
@@ -107,7 +107,7 @@ def job(
 
 def packed(state: State, t: float) -> Tensor:
     """x as a worker gets it that joins."""
-    with state.still(t) as (x,):
+    with state.frozen_x(t) as (x,):
         return x.clone().view(torch.uint8)
 
 
@@ -127,13 +127,15 @@ def come(
     settings = {"silent_s": 5.0, "timeout_s": 10.0, **settings}
     strategy = settings.get("strategy", "")
     about = {"layout": layout, "strategy": strategy, "id": worker}
-    welcome = ask(workers[through].gossip._door[:2], secret, about, settings["timeout_s"])
+    welcome = get_place(
+        workers[through].gossip._listen_address[:2], secret, about, settings["timeout_s"]
+    )
     place, clock = welcome.place, Clock(welcome.ahead_s)
     wire = Wire([flat], "none", chunk_bytes, codec)
     clock.line = place.line
-    state, entrance = State([flat], wire, AVERAGING), door("127.0.0.1", 16)
+    state, entrance = State([flat], wire, AVERAGING), open_listener("127.0.0.1", 16)
     began = welcome.luggage.view(flat.dtype)
-    state.put([began], clock.now())
+    state.set_parameters([began], clock.now())
     made = Settings(nx.Graph(place.first), **settings)
     gossip = Gossip(
         place.me,
@@ -202,7 +204,9 @@ def kill(worker: Worker) -> None:
 def cut(worker: Worker) -> None:
     """Break all its connections, wherever an exchange is."""
     peers = worker.gossip._peers
-    worker.gossip._commands.append(lambda: [peers.drop(p, "cut") for p in peers.present()] and None)
+    worker.gossip._commands.append(
+        lambda: [peers.drop(p, "cut") for p in peers.reachable()] and None
+    )
     peers.wake()
 
 

@@ -70,7 +70,7 @@ def gossip(
             t += 1
         if rank() == doomed:  # its first exchange came with its last iteration
             os.kill(os.getpid(), signal.SIGKILL)
-        while doomed is not None and thread.view.dead() != [doomed]:
+        while doomed is not None and thread.view.dead_workers() != [doomed]:
             pass_on(model, optimizer, case)
         before = snapshot(model.state_dict())
         unit_s = model._session._clock.unit_s  # agreed on anew when somebody has left
@@ -205,7 +205,7 @@ def consolidated() -> tuple[int, int]:
     count: Any = model[1].num_batches_tracked
     count.fill_(9 + rank())
     prepared.consolidate()
-    found = prepared._session._gossip._meetings.held[USER], int(count)
+    found = prepared._session._gossip._reductions.held[USER], int(count)
     prepared.close()
     return found
 
@@ -218,7 +218,9 @@ def gradient_seconds() -> list[float]:
     model = build_model(case)
     model, optimizer = offbeat.prepare(model, build_optimizer(case, model), A2CiD2())
     nothing = dict.fromkeys(("resume", "check", "close"), lambda: None)
-    model._session._gossip = SimpleNamespace(gradient=told.append, said=list, **nothing)
+    model._session._gossip = SimpleNamespace(
+        record_gradient=told.append, take_notices=list, **nothing
+    )
     for t in range(6):
         clock.now += 0.5
         optimizer.zero_grad()
@@ -240,7 +242,7 @@ def exchanged_before(training: bool) -> bool:
     model, optimizer = offbeat.prepare(model, build_optimizer(case, model), A2CiD2())
     pass_on(model, optimizer, case)
     session = model._session
-    session._state._leave()
+    session._state._separate_x()
     session._state._x[0].add_(1.0)
     before = session._flats[0].clone()
     model.train(training)

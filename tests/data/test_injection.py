@@ -16,7 +16,7 @@ from worlds import run_world
 
 from offbeat.data import Injected, Injection
 from offbeat.data.batches import leaves, rebuild
-from offbeat.data.exchange import pack, room, unpack
+from offbeat.data.exchange import empty_message, pack, unpack
 
 quick = settings(max_examples=100, deadline=None)
 percent = st.integers(0, 100)
@@ -88,7 +88,7 @@ def test_samples_survive_packing():
         torch.arange(6.0).view(2, 3).T,
     ]
     message = pack(batch, [2, 0])
-    assert message.numel() == room(batch, 2).numel() == 2 * (1 + 80 + 2 + 8 + 0 + 8)
+    assert message.numel() == empty_message(batch, 2).numel() == 2 * (1 + 80 + 2 + 8 + 0 + 8)
     for whole, part in zip(batch, unpack(message, batch, 2), strict=True):
         assert part.dtype == whole.dtype
         assert torch.equal(part, whole[[2, 0]])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from offbeat.gossip.agreement import ENOUGH, PULSE, Agreement
+from offbeat.gossip.agreement import MIN_EXCHANGES, PERIOD, Agreement
 from offbeat.gossip.state import AVERAGING
 
 RING = [(0, 1), (0, 3), (1, 2), (2, 3)]  # rate 1: half an exchange per edge and unit
@@ -24,19 +24,19 @@ def test_constants_are_those_of_what_comes_about() -> None:
 
 
 def test_the_share_changes_when_it_is_far_off_and_enough_was_counted() -> None:
-    first = Agreement(RING).renewed(10.0, 0, RING, 1.0)
-    assert first == Agreement(RING, 1.0, 10.0, 10.0 + PULSE)
-    units = ENOUGH / 2 + 1  # two exchanges are planned per unit
-    early = first.renewed(10.0 + units - 2, 1, RING, 1.0)
+    first = Agreement(RING).renew(10.0, 0, RING, 1.0)
+    assert first == Agreement(RING, 1.0, 10.0, 10.0 + PERIOD)
+    units = MIN_EXCHANGES / 2 + 1  # two exchanges are planned per unit
+    early = first.renew(10.0 + units - 2, 1, RING, 1.0)
     assert (early.share, early.counted_from) == (1.0, 10.0)  # goes on counting
-    near = first.renewed(10.0 + units, 1.9 * units, RING, 1.0)
+    near = first.renew(10.0 + units, 1.9 * units, RING, 1.0)
     assert (near.share, near.counted_from) == (1.0, 10.0 + units)
-    far = first.renewed(10.0 + units, units, RING, 1.0)
+    far = first.renew(10.0 + units, units, RING, 1.0)
     assert far.share == pytest.approx(0.5)
-    assert first.renewed(10.0 + units, 0, RING, 1.0).share == 1 / ENOUGH
+    assert first.renew(10.0 + units, 0, RING, 1.0).share == 1 / MIN_EXCHANGES
 
 
 def test_with_other_edges_counting_begins_anew() -> None:
-    first = Agreement(RING).renewed(10.0, 0, RING, 1.0)
-    other = first.renewed(12.0, 3, RING[:3], 1.0)
-    assert other == Agreement(RING[:3], 1.0, 12.0, 12.0 + PULSE)
+    first = Agreement(RING).renew(10.0, 0, RING, 1.0)
+    other = first.renew(12.0, 3, RING[:3], 1.0)
+    assert other == Agreement(RING[:3], 1.0, 12.0, 12.0 + PERIOD)

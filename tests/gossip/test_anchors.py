@@ -35,7 +35,7 @@ class End:
 
 def begin(ends: list[End], i: int, j: int, t: float = 0.0) -> tuple[Exchange, Exchange]:
     one, other = ends[i].exchanges, ends[j].exchanges
-    coded = one.anchored(j) == other.anchored(i) != NEVER
+    coded = one.anchor_number(j) == other.anchor_number(i) != NEVER
     number = max(one.next_number(j), other.next_number(i))
     mixing = ends[i].mixing
     return (
@@ -45,8 +45,8 @@ def begin(ends: list[End], i: int, j: int, t: float = 0.0) -> tuple[Exchange, Ex
 
 
 def send(one: Exchanges, other: Exchanges, chunk: int) -> bool:
-    other.room(chunk)[:] = one.sent(chunk)
-    return other.arrived()
+    other.buffer(chunk)[:] = one.data(chunk)
+    return other.apply_chunk()
 
 
 def meet(ends: list[End], i: int, j: int, t: float = 0.0) -> int:
@@ -59,8 +59,8 @@ def meet(ends: list[End], i: int, j: int, t: float = 0.0) -> int:
         send(other, one, chunk)
     for exchange in begun:
         exchange.confirmed = True
-    assert one.over()
-    assert other.over()
+    assert one.end_if_complete()
+    assert other.end_if_complete()
     for end in (ends[i], ends[j]):
         end.state.refresh()
     return sent
@@ -129,7 +129,7 @@ def distances(codec: Codec | None, *, momentum: bool) -> tuple[list[float], floa
     for count in range(401):
         if count % 100 == 0:
             for end in ends:
-                end.state.settle(t)
+                end.state.mix_until(t)
             x = torch.stack(flats).double()
             course.append((x - x.mean(0)).square().sum(1).mean().sqrt().item())
         t += rng.expovariate(n / 2)
@@ -169,14 +169,14 @@ def test_after_a_break_both_begin_anew(whole: bool) -> None:
     for chunk in range(len(one.wire.chunks) if whole else 1):
         assert send(one, other, chunk) == (chunk == len(one.wire.chunks) - 1)
     send(other, one, 0)
-    assert one.broke(1)
-    assert other.broke(0)
-    other.settle(0, one.whole(1))
+    assert one.abort(1)
+    assert other.abort(0)
+    other.settle(0, one.completed_number(1))
     for end in ends:
         end.state.refresh()
     for flat, had in zip(flats, before, strict=True):
         torch.testing.assert_close(flat, had, rtol=0, atol=1e-12)
-    assert one.anchored(1) == other.anchored(0) == NEVER
+    assert one.anchor_number(1) == other.anchor_number(0) == NEVER
     assert meet(ends, 0, 1) == one.wire.plain_bytes
     torch.testing.assert_close(flats[0], flats[1], rtol=0, atol=1e-12)
     assert meet(ends, 0, 1) == one.wire.bytes
@@ -191,10 +191,10 @@ def test_who_has_other_anchors_sends_everything() -> None:
         send(one, other, chunk)
         send(other, one, chunk)
     begun[0].confirmed = True
-    assert one.over()
-    assert other.broke(0)
-    other.settle(0, one.whole(1))
-    assert (one.anchored(1), other.anchored(0)) == (2, NEVER)
+    assert one.end_if_complete()
+    assert other.abort(0)
+    other.settle(0, one.completed_number(1))
+    assert (one.anchor_number(1), other.anchor_number(0)) == (2, NEVER)
     assert meet(ends, 0, 1) == one.wire.plain_bytes
 
 
@@ -209,7 +209,7 @@ def test_numbers_that_are_not_finite_arrive_and_do_not_stay_in_anchors(
     flats[0][3] = value
     meet(ends, 0, 1)
     assert not flats[1][3].isfinite()
-    assert ends[0].exchanges.anchored(1) == NEVER
+    assert ends[0].exchanges.anchor_number(1) == NEVER
     for x, again in zip(flats, some(2), strict=True):
         x.copy_(again)
     meet(ends, 0, 1)
@@ -257,11 +257,11 @@ def test_who_dies_takes_its_anchors_along_and_who_comes_begins_with_everything()
         warm(workers)
         until(lambda: all(worker.count() > 3 for worker in workers))
         dying = workers.pop().gossip
-        dying._chunk = lambda *_: setattr(dying, "_ended", True)  # in the middle of an exchange
+        dying._on_chunk = lambda *_: setattr(dying, "_ended", True)  # in the middle of an exchange
         dying._thread.join()
-        until(lambda: all(worker.gossip.view.dead() == [2] for worker in workers))
+        until(lambda: all(worker.gossip.view.dead_workers() == [2] for worker in workers))
         assert sum(worker.gossip.counts.broken for worker in workers) == 1
-        assert [worker.gossip._exchanges.anchored(2) for worker in workers] == [NEVER] * 2
+        assert [worker.gossip._exchanges.anchor_number(2) for worker in workers] == [NEVER] * 2
         new = come(workers, x[2], worker=2, chunk_bytes=2048, codec=Int4(), silent_s=0.4)
         until(lambda: new.count() > 5)
         sizes = [one.bytes for one in new.gossip.counts.last]

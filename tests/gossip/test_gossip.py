@@ -102,9 +102,9 @@ def test_a_worker_that_disappears_is_given_up() -> None:
         dead, living = workers[3], [workers[n] for n in (0, 1, 2)]
         before = living[0].state.mixing
         kill(dead)
-        until(lambda: all(worker.gossip.view.dead() == [3] for worker in living))
+        until(lambda: all(worker.gossip.view.dead_workers() == [3] for worker in living))
         until(lambda: living[1].state.mixing.eta != before.eta)
-        words = [word for worker in living for word in worker.gossip.said()]
+        words = [word for worker in living for word in worker.gossip.take_notices()]
         assert sum("worker 3 could not be reached" in word for word in words) == 2
         counts = [worker.count() for worker in living]
         until(lambda: all(w.count() > c for w, c in zip(living, counts, strict=True)))
@@ -118,7 +118,7 @@ def in_long_units(workers: list[Worker]) -> None:
     """Of 10 s, so that nothing is due for minutes."""
     for worker in workers:
         for _ in range(4):
-            worker.gossip.gradient(10.0)
+            worker.gossip.record_gradient(10.0)
     until(lambda: all(worker.clock.unit_s == 10.0 for worker in workers))
 
 
@@ -126,15 +126,15 @@ def test_other_edges_are_agreed_on_at_once() -> None:
     with job(nx.complete_graph(3), flats(3), silent_s=0.3) as workers:
         in_long_units(workers)
         kill(workers.pop())
-        until(lambda: all(worker.gossip._agreed.edges == [(0, 1)] for worker in workers))
+        until(lambda: all(worker.gossip._agreement.edges == [(0, 1)] for worker in workers))
 
 
 def test_who_is_called_brings_its_numbers_at_once() -> None:
     with job(nx.complete_graph(2), flats(2)) as workers:
         in_long_units(workers)
-        caller, root = workers[1].gossip, workers[0].gossip._meetings
+        caller, root = workers[1].gossip, workers[0].gossip._reductions
         held = root.held[OWN]
-        caller._commands.append(caller._bring)
+        caller._commands.append(caller._begin_agreement)
         caller._peers.wake()
         until(lambda: root.held[OWN] > held)
 
@@ -143,7 +143,7 @@ def test_workers_that_disappear_together_are_given_up() -> None:
     x = flats(5)
     with job(nx.complete_graph(5), x, silent_s=0.3) as workers:
         together([lambda n=n: kill(workers[n]) for n in (3, 4)])
-        until(lambda: all(worker.gossip.view.dead() == [3, 4] for worker in workers[:3]))
+        until(lambda: all(worker.gossip.view.dead_workers() == [3, 4] for worker in workers[:3]))
         assert together([worker.consolidate for worker in workers[:3]]) == [None] * 3
         assert torch.equal(x[0], x[2])
 
@@ -159,7 +159,7 @@ def test_a_connection_that_breaks_comes_back() -> None:
             cut(workers[1])
         until(lambda: workers[0].count() > count + 2)
         assert together([worker.consolidate for worker in workers]) == [None] * 2
-        assert not [word for worker in workers for word in worker.gossip.said()]
+        assert not [word for worker in workers for word in worker.gossip.take_notices()]
     torch.testing.assert_close(2 * x[0], start, rtol=0, atol=1e-12)
 
 
@@ -171,7 +171,7 @@ def test_a_neighbour_that_was_given_up_is_taken_again() -> None:
         peers = workers[1].gossip._peers
         peers._tries[0] = 100  # so that it waits for seconds before it connects again
         workers[1].gossip._commands.append(lambda: peers.drop(0, "cut"))
-        peers._again_s[0] = time.monotonic() + 1.0
+        peers._retry_at_s[0] = time.monotonic() + 1.0
         peers.wake()
         until(lambda: workers[2].gossip.view.edges() == [(0, 2), (1, 2)])
         until(lambda: set(workers[0].gossip._rates) == {2})
@@ -180,7 +180,7 @@ def test_a_neighbour_that_was_given_up_is_taken_again() -> None:
         )
         until(lambda: set(workers[0].gossip._rates) == {1, 2})
         until(lambda: len({worker.state.mixing for worker in workers}) == 1)
-        assert any("can be reached again" in word for word in workers[0].gossip.said())
+        assert any("can be reached again" in word for word in workers[0].gossip.take_notices())
         assert together([worker.consolidate for worker in workers]) == [None] * 3
         assert torch.equal(x[0], x[1])
 
@@ -207,11 +207,11 @@ def test_who_says_goodbye_is_not_mourned() -> None:
     with job(nx.path_graph(3), x) as workers:
         warm(workers)
         workers[1].gossip.close()
-        until(lambda: workers[0].gossip.view.left() and workers[2].gossip.view.left())
+        until(lambda: workers[0].gossip.view.has_leavers() and workers[2].gossip.view.has_leavers())
         for worker in (workers[0], workers[2]):
             worker.gossip.check()
             worker.consolidate()  # alone
-            assert worker.gossip.said() == []
+            assert worker.gossip.take_notices() == []
 
 
 def test_a_neighbour_that_comes_again_hears_everything() -> None:
@@ -225,7 +225,7 @@ def test_a_neighbour_that_comes_again_hears_everything() -> None:
         def come() -> None:
             gossip.view.merge([(1, 2, 8, int(State.DOWN), 0.0)])
             gossip._peers.send = lambda to, kind, **about: sent.append((to, kind, about))
-            gossip.came(1, hello)
+            gossip.on_connect(1, hello)
             del gossip._peers.send
             done.set()
 
@@ -247,7 +247,7 @@ def test_old_news_of_an_edge_do_not_hide_that_it_is_broken() -> None:
         gossip = workers[0].gossip
         until(lambda: gossip.view.state(1) is State.DOWN)
         news = {"known": [(0, 1, 50, int(State.UP), 0.0)], "held": [0, 0]}
-        gossip._commands.append(lambda: gossip._learn(2, news))
+        gossip._commands.append(lambda: gossip._on_view(2, news))
         gossip._peers.wake()
         for worker in (workers[0], workers[2]):
             until(lambda worker=worker: worker.gossip.view.edges() == [(0, 2), (1, 2)])
@@ -259,7 +259,7 @@ def test_who_has_come_and_left_was_there() -> None:
     with job(nx.complete_graph(2), x, connect=False, timeout_s=0.5) as workers:
         workers[1].gossip.connect()
         workers[1].gossip.close()
-        until(workers[0].gossip.view.left)
+        until(workers[0].gossip.view.has_leavers)
         workers[0].gossip.connect()
 
 
@@ -268,13 +268,13 @@ def test_what_is_in_doubt_with_the_dead_is_kept() -> None:
     x = flats(3, torch.float64)
     with job(nx.complete_graph(3), x, silent_s=0.3) as workers:
         kill(workers.pop())
-        until(lambda: all(worker.gossip.view.dead() == [2] for worker in workers))
+        until(lambda: all(worker.gossip.view.dead_workers() == [2] for worker in workers))
         sent = [flat.clone() for flat in x]
         exchanges = workers[0].gossip._exchanges
         exchanges.begin(2, 7, 0.0, AVERAGING).theirs[0].copy_(sent[2])
         for _ in exchanges.wire.chunks:
-            exchanges.arrived()
-        assert exchanges.broke(2)
+            exchanges.apply_chunk()
+        assert exchanges.abort(2)
         assert together([worker.consolidate for worker in workers]) == [None] * 2
     kept = ((sent[0] + sent[2]) / 2 + sent[1]) / 2
     torch.testing.assert_close(x[0], kept, rtol=0, atol=1e-12)
@@ -296,11 +296,11 @@ def test_what_is_in_doubt_when_an_edge_is_given_up(there: bool) -> None:
             one = exchanges.begin(1 - me, 7, 0.0, AVERAGING)
             one.theirs[0].copy_(sent[1 - me])
             for _ in exchanges.wire.chunks if whole else (1, 2):
-                exchanges.arrived()
-            assert exchanges.broke(1 - me)
-            assert exchanges.doubtful() == ([1 - me] if whole else [])
+                exchanges.apply_chunk()
+            assert exchanges.abort(1 - me)
+            assert exchanges.partners_in_doubt() == ([1 - me] if whole else [])
         assert together([worker.consolidate for worker in workers]) == [None] * 3
-        assert [worker.gossip._exchanges.doubtful() for worker in workers] == [[]] * 3
+        assert [worker.gossip._exchanges.partners_in_doubt() for worker in workers] == [[]] * 3
     for flat in x:
         torch.testing.assert_close(flat, start, rtol=0, atol=1e-12)
 
@@ -357,16 +357,16 @@ def test_who_makes_a_result_when_the_others_have_another_takes_theirs() -> None:
 
         def wait(n: int) -> None:
             if n == 2:
-                until(lambda: {peer for peer, _ in root._meetings._early} == {1, 2, 3})
+                until(lambda: {peer for peer, _ in root._reductions._early_frames} == {1, 2, 3})
                 stall(workers[0], 2.0)
             if n == 3:
-                made.append(root._meetings._results[USER][2].result[-1].item())
+                made.append(root._reductions._results[USER][2].result[-1].item())
 
         acts = [worker.consolidate for worker in workers]
         acts[0] = lambda: workers[0].consolidate(wait)
         assert together(acts) == [None] * 4
         assert made == [4.0]
-        assert workers[1].gossip._meetings._results[USER][2].result[-1] == 3.0
+        assert workers[1].gossip._reductions._results[USER][2].result[-1] == 3.0
         assert all(torch.equal(x[0], one) for one in x)
 
 
@@ -377,8 +377,8 @@ def test_several_results_become_one() -> None:
         alike: list[torch.Tensor] = [x[0]] * 4
 
         def end(n: int) -> None:
-            with workers[n].gossip.together():
-                (alike[n],) = workers[n].gossip.alike([theirs[n]])
+            with workers[n].gossip.reduction_series():
+                (alike[n],) = workers[n].gossip.agree_on_means([theirs[n]])
 
         assert together([lambda n=n: end(n) for n in range(4)]) == [None] * 4
     assert all(torch.equal(alike[0], one) for one in alike)
@@ -423,7 +423,7 @@ def test_a_meeting_says_who_is_waited_for() -> None:
         job(nx.path_graph(3), flats(3), timeout_s=0.3) as workers,
         pytest.raises(RuntimeError, match=words),
     ):
-        workers[0].gossip.meet([torch.zeros(1)])
+        workers[0].gossip.all_reduce([torch.zeros(1)])
 
 
 def test_the_unit_follows_when_it_drifts() -> None:
@@ -432,6 +432,6 @@ def test_the_unit_follows_when_it_drifts() -> None:
         warm(workers)
         for worker in workers:
             for _ in range(60):
-                worker.gossip.gradient(0.01)
+                worker.gossip.record_gradient(0.01)
         until(lambda: all((w.clock.unit_s or 0) > 0.005 for w in workers))
         assert workers[0].clock.unit_s == workers[1].clock.unit_s

@@ -24,7 +24,7 @@ from offbeat.frames.secret import VARIABLE
 from offbeat.gossip import startup as gossiping
 from offbeat.gossip.agreement import Agreement
 from offbeat.gossip.joining import Place
-from offbeat.gossip.startup import _invite
+from offbeat.gossip.startup import _print_join_command
 from offbeat.gossip.state import Change
 from offbeat.gossip.view import State
 
@@ -42,14 +42,14 @@ def test_a_worker_joins_with_the_state_of_another() -> None:
         warm([newcomer])
         edges = [(0, 1), (0, 2), (0, 4), (1, 2), (1, 4), (2, 4)]
         for worker in workers:
-            until(lambda worker=worker: worker.gossip._agreed.edges == edges)
+            until(lambda worker=worker: worker.gossip._agreement.edges == edges)
         until(lambda: len({worker.state.mixing for worker in workers} | {before}) == 2)
         count = newcomer.count()
         until(lambda: newcomer.count() > count + 5)
         assert together([worker.consolidate for worker in workers]) == [None] * 4
-        words = workers[0].gossip.said()
+        words = workers[0].gossip.take_notices()
         assert any("worker 4 has joined" in word for word in words)
-        assert newcomer.gossip.said() == []
+        assert newcomer.gossip.take_notices() == []
     for flat in x:
         torch.testing.assert_close(flat, (total + newcomer.began) / 4, rtol=0, atol=1e-9)
 
@@ -62,12 +62,12 @@ def test_a_worker_that_died_comes_back_as_another_process() -> None:
         with pytest.raises(RuntimeError, match="worker 1 is there already"):
             come(workers, x[1], worker=1)
         kill(workers.pop(1))
-        until(lambda: all(worker.gossip.view.dead() == [1] for worker in workers))
+        until(lambda: all(worker.gossip.view.dead_workers() == [1] for worker in workers))
         back = come(workers, torch.empty_like(x[1]), worker=1, silent_s=0.5)
-        assert (back.gossip.me, back.gossip.view.around(1)) == (1, [0, 2])
+        assert (back.gossip.me, back.gossip.view.neighbours_of(1)) == (1, [0, 2])
         warm([back])
         until(lambda: back.gossip.counts.exchanges.keys() == {0, 2})
-        assert set(back.gossip._peers._again_s) == {0}  # from now on 2 connects, as before
+        assert set(back.gossip._peers._retry_at_s) == {0}  # from now on 2 connects, as before
         for _ in range(3):  # whoever is to connect finds it where it is now
             cut(back)
             until(lambda: len(back.gossip.view.edges(State.UP)) == 4)
@@ -84,13 +84,13 @@ def test_who_joins_does_not_wait_for_the_dead() -> None:
         dead = workers.pop()
         kill(dead)
         for worker in workers:
-            until(lambda worker=worker: worker.gossip.view.dead() == [2])
+            until(lambda worker=worker: worker.gossip.view.dead_workers() == [2])
         # As if that had not been noticed: it is still given as a neighbour.
-        workers[0].gossip._peers.present = lambda: [1, 2]
+        workers[0].gossip._peers.reachable = lambda: [1, 2]
         workers[0].gossip._addresses.update(addresses)
         newcomer = come(workers, x[3], silent_s=0.5)
-        del workers[0].gossip._peers.present
-        assert newcomer.gossip.said() == [
+        del workers[0].gossip._peers.reachable
+        assert newcomer.gossip.take_notices() == [
             "worker 3: workers 2 do not answer; it begins without them"
         ]
         warm([newcomer])
@@ -105,10 +105,10 @@ def test_who_has_come_back_gives_places_too() -> None:
     with job(nx.cycle_graph(4), x[:4], silent_s=0.5) as workers:
         warm(workers)
         kill(workers.pop())
-        until(lambda: all(worker.gossip.view.dead() == [3] for worker in workers))
+        until(lambda: all(worker.gossip.view.dead_workers() == [3] for worker in workers))
         back = come(workers, x[3], worker=3, silent_s=0.5)
         newcomer = come(workers, x[4], through=workers.index(back), silent_s=0.5)
-        assert 3 in newcomer.gossip._peers.present()
+        assert 3 in newcomer.gossip._peers.reachable()
         assert together([worker.consolidate for worker in workers]) == [None] * 5
         assert all(torch.equal(x[0], one) for one in x)
 
@@ -138,9 +138,9 @@ def test_meetings_begin_anew_when_a_newcomer_can_be_talked_to() -> None:
 
         def again() -> None:
             gossip._never_came.add(0)
-            versions.extend(version for _, _, version, *_ in gossip.view.known())
-            gossip.came(0, workers[0].gossip.hello(2))
-            versions.extend(version for _, _, version, *_ in gossip.view.known())
+            versions.extend(version for _, _, version, *_ in gossip.view.changed_edges())
+            gossip.on_connect(0, workers[0].gossip.hello(2))
+            versions.extend(version for _, _, version, *_ in gossip.view.changed_edges())
 
         gossip._commands.append(again)
         gossip._peers.wake()
@@ -180,7 +180,7 @@ def test_nobody_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         address = sock.getsockname()
     with job(nx.complete_graph(2), flats(2)) as workers:
-        workers[0].gossip._door = address
+        workers[0].gossip._listen_address = address
         with pytest.raises(RuntimeError, match=r"cannot be joined: .*refused"):
             come(workers, flats(1)[0])
 
@@ -191,11 +191,11 @@ def test_the_line_to_copy_names_a_strategy_that_the_launcher_chose(
     """And what of it is not as by default; a script that names its own needs neither."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--name", "a b"])
     made = A2CiD2("0-1,1-2", rate=2.0)
-    _invite(("10.0.0.1", 4000), made)
+    _print_join_command(("10.0.0.1", 4000), made)
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"schema": 1, "strategy": "a2cid2", "settings": made.settings()}))
     monkeypatch.setenv("OFFBEAT_JOB", str(job))
-    _invite(("10.0.0.1", 4000), made)
+    _print_join_command(("10.0.0.1", 4000), made)
     plain, chosen = [line for line in capsys.readouterr().err.splitlines() if "there, with" in line]
     words = shlex.split(plain.partition(f"{VARIABLE}: ")[2])
     assert words == ["offbeat", "join", "10.0.0.1:4000", "train.py", "--name", "a b"]
@@ -211,7 +211,7 @@ def test_a_name_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(gossiping, "address_towards", unknown)
     with pytest.raises(RuntimeError, match=r"nowhere:9 cannot be joined: there is no way to"):
-        gossiping._here(("nowhere", 9))
+        gossiping._own_host(("nowhere", 9))
 
 
 def test_a_place_that_is_never_taken_stops_nobody() -> None:
@@ -221,7 +221,7 @@ def test_a_place_that_is_never_taken_stops_nobody() -> None:
         with pytest.raises(ZeroDivisionError):
             come(workers, _Unwilling(x[2]))  # type: ignore[arg-type]
         assert together([worker.consolidate for worker in workers]) == [None] * 2
-        assert any("has not come" in word for word in workers[0].gossip.said())
+        assert any("has not come" in word for word in workers[0].gossip.take_notices())
 
 
 class _Unwilling:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.gossip.tree_reduction import Meeting, Out
+from offbeat.gossip.tree_reduction import Output, TreeReduction
 from offbeat.gossip.view import State, View
 
 EDGES = [(0, 1), (0, 2), (1, 3), (1, 4), (2, 4)]
@@ -20,14 +20,14 @@ class Net:
 
     def __init__(self, views: dict[int, View], numbers: dict[int, list[Tensor]]):
         self.views = views
-        self.meetings = {me: Meeting(numbers[me], float(me)) for me in views}
+        self.meetings = {me: TreeReduction(numbers[me], float(me)) for me in views}
         for meeting in self.meetings.values():
             meeting.wire.chunks = [  # small ones
                 type(c)(c.flat, at, min(at + 3, c.stop))
                 for c in meeting.wire.chunks
                 for at in range(c.start, c.stop, 3)
             ]
-        self.ways: dict[tuple[int, int], deque[tuple[int, Out]]] = {}
+        self.ways: dict[tuple[int, int], deque[tuple[int, Output]]] = {}
 
     def start(self) -> None:
         for me, meeting in self.meetings.items():
@@ -35,7 +35,7 @@ class Net:
             assert place is not None
             self.put(me, list(meeting.start(place)))
 
-    def put(self, me: int, outs: list[Out]) -> None:
+    def put(self, me: int, outs: list[Output]) -> None:
         place = self.meetings[me].place
         assert place is not None
         for out in outs:
@@ -51,11 +51,11 @@ class Net:
         if meeting is None or meeting.place is None or meeting.place.digest != digest:
             return True
         raw = torch.frombuffer(bytearray(out.body), dtype=torch.uint8)
-        body = meeting.numbers(out.chunk, raw)
+        body = meeting.as_numbers(out.chunk, raw)
         if out.up:
-            self.put(to, list(meeting.up(sender, out.chunk, body, out.largest)))
+            self.put(to, list(meeting.add_child(sender, out.chunk, body, out.largest)))
         else:
-            self.put(to, list(meeting.down(out.chunk, body, out.largest)))
+            self.put(to, list(meeting.take_result(out.chunk, body, out.largest)))
         return True
 
 
@@ -75,7 +75,7 @@ def test_everybody_has_the_same_sums(seed: int, dies: int | None) -> None:
         for _ in range(5):
             net.step(order)
         del net.meetings[dies], net.views[dies]
-        told = [net.views[n].change(dies, State.GONE) for n in (1, 2)]
+        told = [net.views[n].set_edge(dies, State.GONE) for n in (1, 2)]
         for view in net.views.values():
             for known in told:
                 view.merge(known)
@@ -92,14 +92,14 @@ def test_everybody_has_the_same_sums(seed: int, dies: int | None) -> None:
 
 
 def test_numbers_of_another_size_or_out_of_order_are_refused() -> None:
-    meeting = Meeting(numbers(1), 0.0)
+    meeting = TreeReduction(numbers(1), 0.0)
     place = View(0, [(0, 1)]).place()
     assert place is not None
     assert list(meeting.start(place)) == []
     with pytest.raises(ValueError, match="must have 28"):
-        meeting.numbers(0, torch.zeros(3, dtype=torch.uint8))
+        meeting.as_numbers(0, torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(ValueError, match="none of 2"):
-        meeting.numbers(2, torch.zeros(3, dtype=torch.uint8))
+        meeting.as_numbers(2, torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(ValueError, match="chunk 1 of 1 is not expected"):
-        list(meeting.up(1, 1, torch.zeros(7), 0.0))
-    assert meeting.waiting() == [1]
+        list(meeting.add_child(1, 1, torch.zeros(7), 0.0))
+    assert meeting.incomplete_children() == [1]

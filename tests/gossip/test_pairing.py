@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from offbeat.gossip.pairing import Act, Begin, Pairing, Say, Word
+from offbeat.gossip.pairing import Action, Begin, Pairing, Send, Signal
 
 Edge = tuple[int, int]
 Event = tuple[str, int, int]
@@ -20,7 +20,7 @@ class World:
     workers: dict[int, Pairing]
     wishes: tuple[Edge, ...]  # that come some time: of whom, for whom
     dying: frozenset[int] = frozenset()  # may die some time
-    ways: dict[Edge, list[Word]] = field(default_factory=dict)
+    ways: dict[Edge, list[Signal]] = field(default_factory=dict)
 
     def copy(self) -> World:
         workers = {
@@ -69,23 +69,23 @@ def after(world: World, event: Event) -> World:
         wishes.remove((a, b))
         world.wishes = tuple(wishes)
         if a in world.workers:
-            act(world, a, world.workers[a].wish(b))
+            act(world, a, world.workers[a].request(b))
     elif what == "word":
-        act(world, b, world.workers[b].hear(a, world.ways[a, b].pop(0)))
+        act(world, b, world.workers[b].receive(a, world.ways[a, b].pop(0)))
     elif what == "done":
         for me in (a, b):
-            act(world, me, world.workers[me].done())
+            act(world, me, world.workers[me].end_exchange())
     else:
         neighbours = world.workers.pop(a).neighbours
         for n in neighbours & set(world.workers):
             world.ways[a, n], world.ways[n, a] = [], []
-            act(world, n, world.workers[n].leave(a))
+            act(world, n, world.workers[n].remove_neighbour(a))
     return world
 
 
-def act(world: World, me: int, acts: list[Act]) -> None:
+def act(world: World, me: int, acts: list[Action]) -> None:
     for one in acts:
-        if isinstance(one, Say):
+        if isinstance(one, Send):
             world.ways.setdefault((me, one.to), []).append(one.word)
 
 
@@ -97,10 +97,10 @@ def check(world: World, ended: bool) -> None:
         other = world.workers.get(worker.partner) if worker.partner is not None else None
         # The partner has begun, too, or will when the YES arrives, and with nobody else.
         if other is not None and other.partner != worker.me:
-            assert Word.YES in world.ways[worker.me, other.me]
+            assert Signal.YES in world.ways[worker.me, other.me]
             assert other.asked == worker.me
         if ended:
-            assert worker.resting, "somebody hangs"
+            assert worker.is_idle, "somebody hangs"
             assert not worker.duties, "a wish is forgotten"
             assert not worker.waiting, "a turn is forgotten"
 
@@ -150,25 +150,25 @@ def test_every_course(edges: list[Edge], wishes: list[Edge], dying: list[int]) -
 
 def test_who_was_busy_asks_in_its_turn() -> None:
     a = Pairing(0, {1, 2})
-    assert a.wish(2) == [Say(2, Word.ASK)]
-    assert a.hear(1, Word.ASK) == [Say(1, Word.BUSY)]
-    assert a.hear(2, Word.YES) == [Begin(2, accepted=False)]
-    assert a.wish(2) == []  # not heard
-    assert a.done() == [Say(1, Word.ASK)]
-    assert a.hear(1, Word.BUSY) == []
-    assert a.wish(1) == []  # it will ask
-    assert a.hear(1, Word.ASK) == [Say(1, Word.YES), Begin(1, accepted=True)]
+    assert a.request(2) == [Send(2, Signal.ASK)]
+    assert a.receive(1, Signal.ASK) == [Send(1, Signal.BUSY)]
+    assert a.receive(2, Signal.YES) == [Begin(2, accepted=False)]
+    assert a.request(2) == []  # not heard
+    assert a.end_exchange() == [Send(1, Signal.ASK)]
+    assert a.receive(1, Signal.BUSY) == []
+    assert a.request(1) == []  # it will ask
+    assert a.receive(1, Signal.ASK) == [Send(1, Signal.YES), Begin(1, accepted=True)]
 
 
 def test_a_paused_worker_refuses_and_remembers_whom() -> None:
     a = Pairing(0, {1, 2})
     assert a.pause(paused=True) == []
-    assert a.wish(2) == []
-    assert a.hear(1, Word.ASK) == [Say(1, Word.BUSY)]
-    assert a.pause(paused=False) == [Say(2, Word.ASK)]
+    assert a.request(2) == []
+    assert a.receive(1, Signal.ASK) == [Send(1, Signal.BUSY)]
+    assert a.pause(paused=False) == [Send(2, Signal.ASK)]
     assert a.duties == [1]
 
 
 def test_an_answer_to_no_question_is_refused() -> None:
     with pytest.raises(ValueError, match="answers nothing"):
-        Pairing(0, {1}).hear(1, Word.YES)
+        Pairing(0, {1}).receive(1, Signal.YES)

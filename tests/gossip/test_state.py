@@ -82,7 +82,7 @@ def test_events_in_their_order(snapshot: bool, mixed: bool) -> None:
     exchange(a, b, 2.5, wire)
     Slow.exchange(i, j, 2.5, mixed)
     for state, slow in ((a, i), (b, j)):
-        state.settle(4.0)
+        state.mix_until(4.0)
         slow.to(4.0)
     assert_same(x, i)
     assert_same(y, j)
@@ -125,7 +125,7 @@ def test_a_gradient_in_the_middle_of_an_exchange_does_not_touch_the_mean() -> No
     Slow.exchange(i, j, 1.0, True)
     i.gradient(1.6, u)
     for state, slow in ((a, i), (b, j)):
-        state.settle(2.0)
+        state.mix_until(2.0)
         slow.to(2.0)
     assert_same(x, i)
     assert_same(y, j)
@@ -137,8 +137,8 @@ def test_a_gradient_before_the_exchange_begins_here_but_after_its_time() -> None
     u = np.linspace(-1, 1, SIZE)
     a.step(1.6, lambda: x.add_(torch.from_numpy(u)))
     exchange(a, b, 1.0, Wire([x], chunk_bytes=32))
-    a.settle(3.0)
-    b.settle(3.0)
+    a.mix_until(3.0)
+    b.mix_until(3.0)
     np.testing.assert_allclose((x + y).numpy(), i.x + j.x + u, rtol=1e-12)
 
 
@@ -151,7 +151,7 @@ def test_an_exchange_that_is_undone_leaves_nothing() -> None:
     a.apply(0, *buffers, 1.0, a.mixing)
     a.step(1.6, lambda: None)
     a.apply(0, *buffers, 1.0, a.mixing, undo=True)
-    a.settle(2.0)
+    a.mix_until(2.0)
     i.to(2.0)
     assert_same(x, i)
 
@@ -163,9 +163,9 @@ def test_who_hears_late_of_other_constants_mixes_as_the_others() -> None:
     for state, hears in (early, 1.0), (late, 4.0):
         state._tilde[0].add_(2.0)  # type: ignore[index]
         for t in (1.0, 4.0, 5.0):
-            state.settle(t)
+            state.mix_until(t)
             if t == hears:
-                state.tune(2.0, later)
+                state.change_mixing(2.0, later)
     torch.testing.assert_close(x[0], x[1], rtol=0, atol=1e-12)
 
 
@@ -173,13 +173,19 @@ def test_constants_change_at_a_label_wherever_the_word_arrives_when() -> None:
     """One hears of it in time, the other while an exchange of before is on its way."""
     (a, b), (i, j), (x, y) = states(MOMENTUM)
     later = Mixing(0.9, 0.5, 2.0)
-    a.tune(2.0, later)
-    exchange(a, b, 1.0, Wire([x], chunk_bytes=32), lambda: (b.tune(2.0, later), b.step(3.0, int)))
+    a.change_mixing(2.0, later)
+    exchange(
+        a,
+        b,
+        1.0,
+        Wire([x], chunk_bytes=32),
+        lambda: (b.change_mixing(2.0, later), b.step(3.0, int)),
+    )
     assert a.mixing_at(1.9) == MOMENTUM
     assert a.mixing_at(2.0) == later
     Slow.exchange(i, j, 1.0, True)
     for state, slow in ((a, i), (b, j)):
-        state.settle(4.0)
+        state.mix_until(4.0)
         slow.to(2.0)
         slow.c = later
         slow.to(4.0)
@@ -191,13 +197,13 @@ def test_who_hears_of_constants_after_an_exchange_does_not_touch_the_mean() -> N
     (a, b), (i, j), (x, y) = states(MOMENTUM)
     wire, later, total = Wire([x], chunk_bytes=32), Mixing(0.9, 0.5, 1.4), i.x + j.x
     exchange(a, b, 0.5, wire)
-    a.tune(1.0, later)
+    a.change_mixing(1.0, later)
     exchange(a, b, 2.0, wire)
     for state in (a, b):
         state.step(3.0, lambda: None)
-    b.tune(1.0, later)
+    b.change_mixing(1.0, later)
     for state in (a, b):
-        state.settle(4.0)
+        state.mix_until(4.0)
     assert np.abs((x + y).numpy() - total).max() > 1e-3  # x alone is too late
     for state, flat in ((a, x), (b, y)):
         state.midpoint()
@@ -208,7 +214,7 @@ def test_who_hears_of_constants_after_an_exchange_does_not_touch_the_mean() -> N
 def test_the_midpoint_waits_for_arithmetic_under_way() -> None:
     (a, _), _, _ = states(MOMENTUM)
     thread = threading.Thread(target=a.midpoint)
-    with a.still(0.0):
+    with a.frozen_x(0.0):
         thread.start()
         thread.join(0.1)
         assert thread.is_alive()
@@ -259,7 +265,7 @@ def test_the_mean_of_four_threads_of_gradients_and_exchanges() -> None:
         thread.join()
     end = max(state.t for state in all_)
     for state in all_:
-        state.settle(end)
+        state.mix_until(end)
     found = torch.stack(flats).double().mean(0)
     assert (found - (start + 0.01 * steps)).abs().max() < 2e-6
     assert torch.stack(flats).std(0).max() < 0.1  # and they agree better than they did
@@ -287,13 +293,13 @@ def test_a_restart_keeps_the_mean_and_goes_on_agreeing() -> None:
     first = begun()
     gossip(first, 3)
     for n, state in enumerate(first):
-        state.settle(3.0 + 0.3 * n)
+        state.mix_until(3.0 + 0.3 * n)
     flats[0].add_(0.25)  # of an exchange whose other side is not saved
     loaded, before = torch.stack(flats).mean(0), apart()
     again = begun()
     gossip(again, 12)
     for state in again:
-        state.settle(12.0)
+        state.mix_until(12.0)
     torch.testing.assert_close(torch.stack(flats).mean(0), loaded, rtol=0, atol=1e-13)
     assert apart() < before / 50
     # With x~ as it was, the mean of x would go towards that of x~.

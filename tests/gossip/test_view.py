@@ -33,11 +33,11 @@ def spread(all_: dict[int, View], told: list[list[Known]], seed: int) -> None:
 def test_the_order_of_words_does_not_matter(seed: int) -> None:
     all_ = views()
     told = [
-        all_[1].change(2, State.DOWN),
-        all_[2].change(1, State.DOWN),
-        all_[1].change(2, State.UP),
-        all_[0].change(3, State.DOWN),
-        all_[0].change(3, State.GONE),
+        all_[1].set_edge(2, State.DOWN),
+        all_[2].set_edge(1, State.DOWN),
+        all_[1].set_edge(2, State.UP),
+        all_[0].set_edge(3, State.DOWN),
+        all_[0].set_edge(3, State.GONE),
     ]
     spread(all_, told, seed)
     assert len({view.digest for view in all_.values()}) == 1
@@ -46,9 +46,9 @@ def test_the_order_of_words_does_not_matter(seed: int) -> None:
 
 def test_of_equal_versions_the_worse_counts() -> None:
     a, b = View(0, [(0, 1)]), View(1, [(0, 1)])
-    up = [*a.change(1, State.DOWN), *a.change(1, State.UP)][-1:]
-    b.change(0, State.DOWN)
-    gone = b.change(0, State.GONE)
+    up = [*a.set_edge(1, State.DOWN), *a.set_edge(1, State.UP)][-1:]
+    b.set_edge(0, State.DOWN)
+    gone = b.set_edge(0, State.GONE)
     assert a.merge(gone) == gone
     assert b.merge(up) == []
     assert a.digest == b.digest
@@ -68,13 +68,13 @@ def test_the_tree_spans_all_members() -> None:
 
 def test_a_broken_edge_is_gone_round_and_a_dead_worker_is_none() -> None:
     all_ = views()
-    told = [all_[0].change(1, State.DOWN), all_[2].change(1, State.DOWN)]
+    told = [all_[0].set_edge(1, State.DOWN), all_[2].set_edge(1, State.DOWN)]
     spread(all_, told, 0)
     assert all_[3].place() is None  # worker 1 may come back
-    told = [all_[0].change(1, State.GONE), all_[2].change(1, State.GONE)]
+    told = [all_[0].set_edge(1, State.GONE), all_[2].set_edge(1, State.GONE)]
     spread(all_, told, 0)
     assert all_[3].members() == [0, 2, 3]
-    assert all_[3].dead() == [1]
+    assert all_[3].dead_workers() == [1]
     assert all_[3].parts() == [[0, 2, 3]]
     place = all_[0].place()
     assert place is not None
@@ -85,7 +85,7 @@ def test_parts_and_going_on_with_one() -> None:
     """Of a ring of six, 0 and 3 die: 1-2 cannot know whether 3 or 4 has died."""
     edges = [(i, (i + 1) % 6) if i < 5 else (0, 5) for i in range(6)]
     view = View(1, edges)
-    view.change(0, State.GONE)
+    view.set_edge(0, State.GONE)
     view.merge([(2, 3, 1, int(State.GONE), 0.5)])
     assert view.parts() == [[0, 3, 4, 5], [1, 2]]
     assert view.label == 0.5
@@ -101,23 +101,23 @@ def test_neighbours_that_die_together_are_no_part() -> None:
         if i < 3 <= j:
             view.merge([(i, j, 1, int(State.GONE), 0.0)])
     assert view.parts() == [[0, 1, 2], [3, 4]]
-    assert view.alone([0, 1, 2])
-    assert not view.alone([3, 4])
+    assert view.is_surviving_majority([0, 1, 2])
+    assert not view.is_surviving_majority([3, 4])
     view.cut_off([0, 1, 2])
-    assert view.dead() == [3, 4]
+    assert view.dead_workers() == [3, 4]
 
 
 def test_of_a_worker_behind_a_dead_one_nobody_can_know() -> None:
     view = View(0, [(0, 1), (1, 2), (2, 3), (3, 4)])
     view.merge([(2, 3, 1, int(State.GONE), 0.0)])
-    assert not view.alone([0, 1, 2])
+    assert not view.is_surviving_majority([0, 1, 2])
 
 
 def test_who_has_said_goodbye_is_not_dead() -> None:
     view = View(0, [(0, 1), (0, 2)])
-    view.change(1, State.LEFT)
-    assert view.dead() == []
-    assert view.left()
+    view.set_edge(1, State.LEFT)
+    assert view.dead_workers() == []
+    assert view.has_leavers()
     assert view.members() == [0, 2]
 
 
@@ -136,8 +136,8 @@ def test_words_that_cannot_be_are_refused() -> None:
 def test_known_is_enough_for_a_newcomer() -> None:
     a, b = View(0, RING), View(2, RING)
     for peer, state in itertools.product((1, 3), (State.DOWN, State.GONE)):
-        a.change(peer, state)
-    b.merge(a.known())
+        a.set_edge(peer, state)
+    b.merge(a.changed_edges())
     assert a.digest == b.digest
 
 
@@ -147,14 +147,14 @@ def test_only_lost_workers_are_a_warning(worst: State, warns: bool) -> None:
     a healthy job all three have left; else 0 and 3 have died."""
     ring = [(i, i + 1) for i in range(7)] + [(0, 7)]
     gossip = Gossip.__new__(Gossip)
-    gossip.me, gossip.view, gossip._said = 2, View(2, ring), []
+    gossip.me, gossip.view, gossip._notices = 2, View(2, ring), []
     gossip._settings = SimpleNamespace(on_partition="raise")  # type: ignore[assignment]
-    gossip._tell = lambda _: None  # type: ignore[method-assign]
+    gossip._publish_edges = lambda _: None  # type: ignore[method-assign]
     for edge in [(0, 1), (0, 7), (2, 3), (3, 4)]:
         gossip.view.merge([(*edge, 1, int(worst), 0.0)])
     for edge in [(4, 5), (5, 6)]:
         gossip.view.merge([(*edge, 1, int(State.LEFT), 0.0)])
     assert gossip.view.parts() == [[1, 2], [6, 7]]
     gossip._require_one_part()
-    assert bool(gossip._said) == warns
+    assert bool(gossip._notices) == warns
     assert gossip.view.parts() == [[1, 2]]  # no longer waits for the others

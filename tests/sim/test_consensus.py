@@ -49,7 +49,9 @@ def test_equals_one_matrix_per_event(network):
 def test_plain_gossip_of_two_agrees_after_one_exchange():
     rates = {(0, 1): 1.0}
     timeline = simulate(rates, Workers([1.0, 1.0]), units=20)
-    found = follow(timeline, constants(rates, 2).plain(), [[1.0, 0.0], [3.0, 4.0]], readings=400)
+    found = follow(
+        timeline, constants(rates, 2).as_ad_psgd(), [[1.0, 0.0], [3.0, 4.0]], readings=400
+    )
     first = timeline.exchange_end_s[0]
     before = found.times < first
     assert before.any()
@@ -80,7 +82,7 @@ def test_a_gradient_belongs_to_the_point_at_which_it_began():
     )
     timeline = simulate(rates, Workers([1.0, 1.0]), units=1, seed=seed)
     objective = Quadratic(np.array([1.0]), np.zeros((2, 1)))
-    plain = constants(rates, 2).plain()
+    plain = constants(rates, 2).as_ad_psgd()
     found = follow(timeline, plain, [[4.0], [0.0]], objective=objective, learning_rate=0.5)
     assert found.x.tolist() == [[2.0 - 2.0], [2.0 - 0.0]]
 
@@ -115,7 +117,7 @@ def test_momentum_is_faster_and_before_mixing_in_between():
         follow(timeline, c, x, exchange=order).decay(15)
         for order in ("after_mixing", "before_mixing")
     )
-    plain = follow(timeline, c.plain(), x).decay(15)
+    plain = follow(timeline, c.as_ad_psgd(), x).decay(15)
     assert after > before > 1.5 * plain
     assert after > 0.17
     assert plain == pytest.approx(c.lambda2, rel=0.3)

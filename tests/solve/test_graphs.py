@@ -73,7 +73,7 @@ def test_rates_scale_time():
 
 
 def test_plain_gossip_leaves_the_second_copy_alone():
-    plain = of("ring", 8).plain()
+    plain = of("ring", 8).as_ad_psgd()
     assert (plain.eta, plain.alpha, plain.alpha_tilde) == (0.0, 0.5, 0.5)
     assert plain.lambda2 == of("ring", 8).lambda2
 

@@ -108,10 +108,10 @@ def test_rates_as_a_job_has_them():
 
 def test_the_search_begins_from_a_torus():
     rate, delay = links(6, 1)
-    begins = _Search(1e5 / rate + delay, np.inf, 1.0, True, True).begins()
+    begins = _Search(1e5 / rate + delay, np.inf, 1.0, True, True).starts()
     torus = topology("torus", 6)
     assert any(nx.is_isomorphic(nx.Graph(np.argwhere(one).tolist()), torus) for one in begins)
-    _Search(np.ones((5, 5)), np.inf, 1.0, True, True).begins()  # no torus has 5
+    _Search(np.ones((5, 5)), np.inf, 1.0, True, True).starts()  # no torus has 5
 
 
 def test_pairs_that_cannot_reach_each_other_have_no_edge():

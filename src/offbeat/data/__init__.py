@@ -1,4 +1,6 @@
-"""Data: which worker reads which samples, in which order, and what workers share of them."""
+"""Partitions of data sets among workers, samplers for them, and exchange of samples between
+workers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Apportioning: whole numbers of samples in given proportions."""
+"""Division of a whole number of samples in given proportions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from numpy.typing import NDArray
 
 
 def apportion(total: int, weights: NDArray[np.float64], least: int = 0) -> NDArray[np.int64]:
-    """Counts that add up to `total`, each the weight's share rounded down or up (largest
-    remainders; the first of equal ones). Those below `least` then take from the largest.
+    """Return counts that add up to `total`, in proportion to `weights`, by the method of largest
+    remainders.
 
-    `total` must be at least `least` for each.
+    Of equal remainders the first is rounded up. Counts below `least` are then raised at the cost of
+    the largest counts. `total` must be at least `least` times the number of weights.
     """
     exact = total * weights / weights.sum()
     counts = np.floor(exact).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Batches: tensors, alone or in nested tuples, lists and dictionaries."""
+"""Batches of tensors in nested tuples, lists and dictionaries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def leaves(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in order; ValueError for anything else in it."""
+    """Return the tensors of a batch in order. Raise ValueError for other contents."""
     if isinstance(batch, Tensor):
         return [batch]
     if isinstance(batch, Mapping):
@@ -24,11 +24,11 @@ def leaves(batch: Any) -> list[Tensor]:
 
 
 def rebuild(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """A batch of the same structure with these tensors instead."""
+    """Return a batch of the same structure with other tensors."""
     if isinstance(batch, Tensor):
         return next(tensors)
     if isinstance(batch, Mapping):
-        made: Any = copy.copy(batch)  # keeps what kind of mapping it is
+        made: Any = copy.copy(batch)  # keeps the type of the mapping
         for key in batch:
             made[key] = rebuild(batch[key], tensors)
         return made
@@ -37,7 +37,9 @@ def rebuild(batch: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def samples_of(tensors: Sequence[Tensor]) -> int:
-    """How many samples a batch has: the length that all its tensors share."""
+    """Return the number of samples of a batch, the common length of its tensors. Raise ValueError
+    if lengths differ.
+    """
     lengths = {len(tensor) if tensor.ndim else None for tensor in tensors}
     count = lengths.pop() if len(lengths) == 1 else None
     if count is None:
@@ -50,7 +52,7 @@ def samples_of(tensors: Sequence[Tensor]) -> int:
 
 
 def kind(tensors: Sequence[Tensor]) -> str:
-    """Words for what one sample is, as 'float32 1x8x8, int64'."""
+    """Return the types of one sample as text, such as 'float32 1x8x8, int64'."""
     return ", ".join(
         " ".join([str(t.dtype).removeprefix("torch."), "x".join(map(str, t.shape[1:]))]).strip()
         for t in tensors

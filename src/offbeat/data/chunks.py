@@ -1,4 +1,4 @@
-"""Chunks: every worker owns a part of the data, whatever its labels."""
+"""Partition of data into chunks, independent of labels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from offbeat.data.partition import Partition
 
 @dataclass(frozen=True)
 class Chunks:
-    """Unique chunks of the data (default data partitioning, DefDP).
+    """Disjoint chunks of the data (default data partitioning, DefDP). Every worker has at least one
+    sample.
 
-    `sizes` are relative, one per worker, equal by default. They are exact counts if they add up to
-    the number of samples. Every worker has at least one. `shuffle=False` cuts the data in its own
-    order; that is skewed where the data is sorted.
+    Attributes:
+        sizes: relative sizes, one per worker; equal if None. Sizes whose sum is the number of
+            samples are exact counts.
+        shuffle: whether samples are assigned at random. False keeps the order of the data, which is
+            skewed if the data is sorted.
     """
 
     sizes: tuple[float, ...] | None = None
@@ -28,7 +31,17 @@ class Chunks:
         require_sizes(self.sizes)
 
     def partition(self, data: int | Sized, workers: int, *, seed: int = 0) -> Partition:
-        """The partition of so many samples, or of a data set; the same for the same seed."""
+        """Return the partition of a data set, or of a number of samples; equal seeds give equal
+        partitions.
+
+        Args:
+            data: data set or number of samples.
+            workers: number of workers.
+            seed: seed of the random assignment.
+
+        Raises:
+            ValueError: there are fewer samples than workers.
+        """
         samples = len(data) if isinstance(data, Sized) else int(data)
         require_count("workers", workers)
         require_count("seed", seed, least=0)

@@ -1,4 +1,4 @@
-"""Label skew by a Dirichlet distribution: every worker has its own mix of classes."""
+"""Label skew by a Dirichlet distribution: each worker has its own mixture of classes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ from offbeat.data.partition import Partition
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """Each class is divided among the workers in proportions from Dirichlet(alpha, .., alpha).
+    """Partition that divides each class among the workers in proportions from Dirichlet(alpha, ..,
+    alpha).
 
-    Small `alpha` (0.1) is strong skew, large (100) is none. `sizes` (relative, one per worker) are
-    the mean proportions, equal by default: worker n's parameter is `alpha * N * size_n / sum`. How
-    many samples a worker has is random as well. Whoever has fewer than `least` is given random
-    ones of the worker with the most.
+    The number of samples of a worker is random as well. A worker with fewer than `least` samples
+    receives random samples of the worker with the most samples.
+
+    Attributes:
+        alpha: concentration; 0.1 gives a strong skew, 100 almost none.
+        sizes: relative mean proportions, one per worker; equal if None. The parameter of worker n
+            is `alpha * N * size_n / sum`.
+        least: smallest number of samples of a worker.
 
     Source: Hsu, Qi, Brown, arXiv:1909.06335; by class as in Yurochkin et al., arXiv:1905.12022.
     """
@@ -42,7 +47,16 @@ class Dirichlet:
         require_sizes(self.sizes)
 
     def partition(self, labels: Any, workers: int, *, seed: int = 0) -> Partition:
-        """The partition of data with these labels (integers or texts); one seed, one partition."""
+        """Return the partition of labelled data; equal seeds give equal partitions.
+
+        Args:
+            labels: class of each sample, as integers or texts.
+            workers: number of workers.
+            seed: seed of the random assignment.
+
+        Raises:
+            ValueError: there are fewer than `least` samples per worker.
+        """
         known = classes_of(labels)
         require_count("workers", workers)
         require_count("seed", seed, least=0)
@@ -57,12 +71,15 @@ class Dirichlet:
             for share, piece in zip(shares, pieces, strict=True):
                 share.append(piece)
         joined = [rng.permutation(np.concatenate(share)) for share in shares]
-        _fill(joined, self.least)
+        _raise_to_least(joined, self.least)
         return Partition(tuple(map(np.sort, joined)), f"dirichlet(alpha={self.alpha:g})")
 
 
-def _fill(shares: list[NDArray[np.int64]], least: int) -> None:
-    """Give the poor some samples of the richest, one at a time. Their order must be random."""
+def _raise_to_least(shares: list[NDArray[np.int64]], least: int) -> None:
+    """Move samples from the largest share to shares below `least`, one at a time.
+
+    Moved samples are the last of a share, so the order of each share must be random.
+    """
     for poor in range(len(shares)):
         while len(shares[poor]) < least:
             rich = max(range(len(shares)), key=lambda n: len(shares[n]))

@@ -1,4 +1,4 @@
-"""Exchange: samples of some ranks become known to all."""
+"""Broadcast of samples of some ranks to all ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,23 @@ def pool(
     chosen: Sequence[Sequence[int]],
     group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """For each tensor of the batch the shared samples of all sharers, in their order.
+    """Return the shared samples of all sharing ranks, one tensor for each tensor of the batch.
 
-    `chosen[i]` are the samples that rank `sharers[i]` gives; all ranks know how many, and have
-    tensors of the same dtypes and shapes. One message per sharer.
+    Every rank must call it, with equal dtypes, shapes and numbers of shared samples. Each sharing
+    rank sends one message.
+
+    Args:
+        own: tensors of the batch of this rank.
+        sharers: ranks that share samples.
+        chosen: indices of the samples that each of these ranks shares.
+        group: process group of the messages.
     """
     parts: list[list[Tensor]] = [[] for _ in own]
     for sharer, indices in zip(sharers, chosen, strict=True):
         if not indices:
             continue
         mine = sharer == dist.get_rank()
-        message = pack(own, indices) if mine else room(own, len(indices))
+        message = pack(own, indices) if mine else empty_message(own, len(indices))
         dist.broadcast(message, src=sharer, group=group)
         for collected, tensor in zip(parts, unpack(message, own, len(indices)), strict=True):
             collected.append(tensor)
@@ -33,22 +39,22 @@ def pool(
 
 
 def pack(tensors: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
-    """The bytes of some samples of a batch, tensor after tensor, on the host."""
+    """Return the bytes of some samples of a batch on the host, tensor after tensor."""
     return torch.cat([_bytes(tensor[list(indices)].cpu()) for tensor in tensors])
 
 
-def room(tensors: Sequence[Tensor], count: int) -> Tensor:
-    """Memory for so many packed samples."""
+def empty_message(tensors: Sequence[Tensor], count: int) -> Tensor:
+    """Return memory for `count` packed samples."""
     return torch.empty(
         sum(_size(tensor, count) for tensor in tensors), dtype=torch.uint8, device="cpu"
     )
 
 
 def unpack(message: Tensor, like: Sequence[Tensor], count: int) -> list[Tensor]:
-    """What was packed, on the devices of these tensors."""
+    """Return the tensors of packed samples, on the devices of `like`."""
     parts = message.split([_size(tensor, count) for tensor in like])
     return [
-        # The copy begins at an address that suits its type; a view might not.
+        # A copy is aligned for its dtype; a view might not be.
         part.clone().view(tensor.dtype).view(count, *tensor.shape[1:]).to(tensor.device)
         for part, tensor in zip(parts, like, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""A loader whose batches hold samples of other workers too."""
+"""Loader whose batches also contain samples of other workers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,27 @@ from offbeat.data.injection import Injection
 from offbeat.data.numbers import require_count, require_positive
 from offbeat.data.place import place
 
-ENDED = (0, "no batch")  # what a rank says whose loader has none left
+ENDED = (0, "no batch")  # values that a rank sends after the end of its loader
 
 
 class Injected:
-    """Batches of `batch` samples: those of `loader`, then what the sharers of the iteration gave.
+    """Batches of `batch` samples: the samples of `loader`, then the shared samples of the
+    iteration.
 
-    `loader` is any iterable of batches of exactly `injection.batch_size(batch)` samples (a
-    DataLoader with `drop_last=True`). A batch is a tensor, or nested tuples, lists and
-    dictionaries of them; the first dimension counts samples. All ranks must iterate together, after
-    `torch.distributed` was initialized. Iteration ends on all ranks when one has no batch left.
+    All ranks must iterate together, after `torch.distributed` is initialized. Iteration ends on all
+    ranks when the loader of one rank ends. Before each batch, a gloo group of its own carries one
+    small message to compare the batches and one message per sharing worker.
 
-    Each iteration sends one small message to agree and one per sharer, on a gloo group of its own,
-    before the batch is yielded. RuntimeError after `timeout_s` without a rank that was waited for.
+    Args:
+        loader: iterable of batches of exactly `injection.batch_size(batch)` samples, such as a
+            DataLoader with `drop_last=True`. A batch is a tensor, or nested tuples, lists and
+            dictionaries of tensors. The first dimension counts samples.
+        injection: selection of workers and samples.
+        batch: effective batch size.
+        timeout_s: seconds to wait for another rank.
+
+    Raises:
+        RuntimeError: a rank was missing for `timeout_s` seconds.
     """
 
     def __init__(
@@ -36,14 +44,14 @@ class Injected:
     ):
         require_positive("timeout_s", timeout_s)
         require_count("batch", batch)
-        injection.batch_size(batch)  # refuses what cannot be, before anybody waits
+        injection.batch_size(batch)  # raises on invalid sizes before any rank waits
         self.loader, self.injection, self.batch = loader, injection, batch
         self._timeout_s = timeout_s
         self._control: Control | None = None
-        self._iteration = 0  # of all epochs
+        self._iteration = 0  # number of the iteration, over all epochs
 
     def __len__(self) -> int:
-        """Batches per epoch, as the loader says."""
+        """Return the number of batches per epoch, the length of the loader."""
         if not isinstance(self.loader, Sized):
             raise TypeError(f"loader ({type(self.loader).__name__}) has no length")
         return len(self.loader)
@@ -53,22 +61,22 @@ class Injected:
         if self.injection.batch_size(self.batch, workers) == self.batch:  # nothing to share
             yield from self.loader
             return
-        control = self._control = self._control or self._meet(workers)
-        for own in self._together(control):
+        control = self._control = self._control or self._create_control(workers)
+        for own in self._matching_batches(control):
             made = self._inject(own, control)
             self._iteration += 1
             yield made
 
     def state_dict(self) -> dict[str, int]:
-        """How many iterations have been drawn for; the loader's sampler has a state of its own."""
+        """Return the number of completed iterations. The loader's sampler has its own state."""
         return {"iteration": self._iteration}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Draw sharers as if it had never stopped; every rank must load the same."""
+        """Continue the random selection at a saved iteration, which must be equal on all ranks."""
         require_count("iteration", state["iteration"], least=0)
         self._iteration = state["iteration"]
 
-    def _meet(self, workers: int) -> Control:
+    def _create_control(self, workers: int) -> Control:
         if not dist.is_initialized():
             raise RuntimeError(
                 f"torch.distributed must be initialized before {workers} workers can share "
@@ -79,12 +87,12 @@ class Injected:
         control.agree("injection", settings, "make it with the same settings")
         return control
 
-    def _together(self, control: Control) -> Iterator[Any]:
-        """This rank's batches, as long as every rank has one of the same kind."""
+    def _matching_batches(self, control: Control) -> Iterator[Any]:
+        """Yield the batches of this rank while every rank has a batch of the same kind."""
         expected = self.injection.batch_size(self.batch, control.world_size)
-        for own in _then_none(self.loader):
+        for own in _append_none(self.loader):
             control.set_iteration(self._iteration)
-            if not self._alike(own, control) or own is None:
+            if not self._is_same_kind(own, control) or own is None:
                 return
             if (count := samples_of(leaves(own))) != expected:
                 raise ValueError(
@@ -93,9 +101,14 @@ class Injected:
                 )
             yield own
 
-    def _alike(self, own: Any, control: Control) -> bool:
-        """Whether all ranks have such a batch (or none has); False if some rank has none.
-        ValueError on all ranks if batches differ."""
+    def _is_same_kind(self, own: Any, control: Control) -> bool:
+        """Return whether all ranks have a batch of the same kind, or all have none.
+
+        Returns False if only some ranks have a batch.
+
+        Raises:
+            ValueError: the batches differ; raised on all ranks.
+        """
         said = ENDED if own is None else (samples_of(leaves(own)), kind(leaves(own)))
         try:
             if control.same([self._iteration, said[0], zlib.crc32(said[1].encode())]):
@@ -103,7 +116,7 @@ class Injected:
             if ENDED in control.gather(said):
                 return False
         except RuntimeError as error:
-            raise self._lost(error, control) from error
+            raise self._failure(error, control) from error
         words = f"{said[0]} samples of {said[1]} in iteration {self._iteration}"
         control.agree("batches", words, "use equal batch sizes, drop_last=True and one shape")
         raise AssertionError("ranks that say the same are the same")
@@ -120,11 +133,11 @@ class Injected:
             with control.waiting("sharing samples"):
                 shared = pool(tensors, sharers, chosen, control.group)
         except RuntimeError as error:
-            raise self._lost(error, control) from error
+            raise self._failure(error, control) from error
         joined = [torch.cat(pair) for pair in zip(tensors, shared, strict=True)]
         return rebuild(own, iter(joined))
 
-    def _lost(self, error: Exception, control: Control) -> RuntimeError:
+    def _failure(self, error: Exception, control: Control) -> RuntimeError:
         return RuntimeError(
             f"rank {control.rank}: injection in iteration {self._iteration}: "
             f"{error.__cause__ or error}. {control.report_failure(self._iteration)} Restart the "
@@ -132,7 +145,7 @@ class Injected:
         )
 
 
-def _then_none(batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches, then None for the end."""
+def _append_none(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches, then None."""
     yield from batches
     yield None

@@ -1,4 +1,4 @@
-"""Data injection: who shares how many samples of a batch with all."""
+"""Data injection: selection of the workers and samples that are shared in each iteration."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ import numpy as np
 from offbeat.data.numbers import require_count, require_fraction
 from offbeat.data.place import place
 
-ROUNDING = 1e-9  # what should be a whole number or a half may be off by less
+ROUNDING = 1e-9  # tolerance of the floating-point error before rounding
 
 
 @dataclass(frozen=True)
 class Injection:
     """In each iteration a random `alpha * N` of the N workers share `beta` of their batch with all.
 
-    The sharers are drawn with `seed`, the same on every rank. They number `m = alpha * N` rounded,
-    half up, and at least one unless alpha is 0. A worker alone shares nothing.
+    The sharing workers are drawn with `seed`, equally on every rank. Their number is `m = alpha *
+    N`, rounded half up, and at least one unless alpha is 0. A single worker shares nothing.
 
-    To keep the effective batch size b, a worker loads only `b' = b / (1 + beta * m)`, rounded up,
-    and the sharers together give the `b - b'` that are missing: `beta * b'` each, rounded so that
-    the sum is right (those drawn first may give one more; where `b - b'` is 0, nobody gives). All
-    workers, sharers included, get all shared samples. So all batches have exactly b samples, and a
-    sharer's shared ones count twice in its own.
+    To keep the effective batch size b, a worker loads only `b' = b / (1 + beta * m)` samples,
+    rounded up. The sharing workers together share the missing `b - b'` samples: `beta * b'` each,
+    rounded so that the sum is exact. The workers drawn first may share one sample more. If `b - b'`
+    is 0, no worker shares. All workers, including the sharing ones, receive all shared samples.
+    Every batch therefore has exactly b samples, and the shared samples of a worker occur twice in
+    its own batch.
+
+    Attributes:
+        alpha: share of the workers that share samples, from 0 to 1.
+        beta: share of a batch that is shared, from 0 to 1.
+        seed: seed of the random selection.
 
     Source: SelSync (Tyagi, Swamy), after ScaDLES (Tyagi, Swamy), IEEE Big Data 2022.
     """
@@ -39,10 +45,14 @@ class Injection:
         require_count("seed", self.seed, least=0)
 
     def batch_size(self, batch: int, workers: int | None = None) -> int:
-        """b' of an effective batch of b samples: what a worker's own loader must yield.
+        """Return b', the batch size of a worker's own loader.
 
-        `workers` are those of the job by default. ValueError if a worker would have to share more
-        than it loads.
+        Args:
+            batch: effective batch size b.
+            workers: number of workers; by default that of the job.
+
+        Raises:
+            ValueError: a worker would have to share more samples than it loads.
         """
         require_count("batch", batch)
         workers = place()[1] if workers is None else workers
@@ -56,25 +66,34 @@ class Injection:
         return math.ceil(batch / times - ROUNDING)
 
     def sharing(self, workers: int) -> int:
-        """How many workers share in each iteration."""
+        """Return the number of workers that share in each iteration."""
         require_count("workers", workers)
         if workers == 1 or not self.alpha or not self.beta:
             return 0
         return max(1, math.floor(self.alpha * workers + 0.5 + ROUNDING))
 
     def sharers(self, iteration: int, workers: int) -> tuple[int, ...]:
-        """The workers that share in this iteration, in the order in which they were drawn."""
+        """Return the workers that share in an iteration, in the order in which they are drawn."""
         rng = np.random.default_rng([self.seed, iteration])
         drawn = rng.permutation(workers)[: self.sharing(workers)]
         return tuple(drawn.tolist())
 
     def given(self, batch: int, workers: int) -> tuple[int, ...]:
-        """Samples that each sharer gives, in the order of `sharers`; together b - b'."""
+        """Return the number of samples that each worker of `sharers` shares, in the same order; the
+        sum is b - b'.
+        """
         sharing = self.sharing(workers)
         missing = batch - self.batch_size(batch, workers)
         return tuple((missing + i) // sharing for i in reversed(range(sharing)))
 
     def chosen(self, iteration: int, worker: int, own: int, count: int) -> list[int]:
-        """Which of its `own` samples a worker gives."""
+        """Return the indices of the samples that a worker shares.
+
+        Args:
+            iteration: number of the iteration.
+            worker: rank of the worker.
+            own: number of samples that the worker has loaded.
+            count: number of samples to share.
+        """
         rng = np.random.default_rng([self.seed, iteration, worker])
         return rng.permutation(own)[:count].tolist()

@@ -1,4 +1,4 @@
-"""Label skew by class count: every worker sees only some of the classes."""
+"""Label skew by number of classes: each worker has samples of only some classes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from offbeat.data.partition import Partition
 
 @dataclass(frozen=True)
 class LabelSkew:
-    """Every worker owns samples of exactly `classes` classes.
+    """Partition in which every worker owns samples of exactly `classes` classes.
 
-    Each class is held by as many workers as any other, or one more or less. Its holders divide its
-    samples in proportion to `sizes` (relative, one per worker, equal by default), at least one
-    sample each. What a worker has in all depends on its classes, too.
+    The numbers of workers per class differ by at most one. The workers of a class divide its
+    samples in proportion to `sizes`, with at least one sample each. The total of a worker therefore
+    also depends on its classes.
+
+    Attributes:
+        classes: number of classes per worker.
+        sizes: relative sizes, one per worker; equal if None.
     """
 
     classes: int = 2
@@ -31,9 +35,15 @@ class LabelSkew:
         require_sizes(self.sizes)
 
     def partition(self, labels: Any, workers: int, *, seed: int = 0) -> Partition:
-        """The partition of data with these labels, integers or texts; the same for the same seed.
+        """Return the partition of labelled data; equal seeds give equal partitions.
 
-        ValueError if a class would be nobody's or is too small for its holders.
+        Args:
+            labels: class of each sample, as integers or texts.
+            workers: number of workers.
+            seed: seed of the random assignment.
+
+        Raises:
+            ValueError: a class has no worker, or fewer samples than workers.
         """
         known = classes_of(labels)
         require_count("workers", workers)
@@ -72,8 +82,11 @@ class LabelSkew:
             )
 
     def _holdings(self, known: int, workers: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-        """By worker and class, who holds what: each in turn the classes with the fewest holders,
-        at random among equals. So these numbers never differ by more than one."""
+        """Return the classes of each worker, [workers, classes].
+
+        Each worker in turn, in random order, receives the classes with the fewest workers so far;
+        ties are broken at random. The numbers of workers per class therefore differ by at most one.
+        """
         held = np.zeros((workers, known), dtype=np.bool_)
         for worker in rng.permutation(workers):
             order = rng.permutation(known)

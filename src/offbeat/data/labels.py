@@ -1,4 +1,4 @@
-"""Labels: the classes that there are, and the samples of each."""
+"""Classes of a data set, and the samples of each class."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-SHOWN = 5  # classes without a sample that an error names
+SHOWN = 5  # largest number of empty classes in an error message
 
 
 class Classes(NamedTuple):
-    """`codes[i]` is the class of sample i, an index of `names`."""
+    """Classes of a data set. `codes[i]` is the class of sample i, an index of `names`."""
 
     names: tuple[str, ...]
     codes: NDArray[np.int64]
 
     def members(self) -> list[NDArray[np.int64]]:
-        """The samples of each class, ascending."""
+        """Return the samples of each class in ascending order."""
         ends = np.cumsum(np.bincount(self.codes, minlength=len(self.names)))
         return np.split(np.argsort(self.codes, kind="stable"), ends[:-1])
 
 
 def classes_of(labels: Any) -> Classes:
-    """The classes of a list, array or tensor of labels.
+    """Return the classes of a list, array or tensor of labels.
 
-    Integers are the classes 0, 1, .. up to the largest; each must have a sample. Texts are classes
-    in alphabetical order. ValueError for anything else.
+    Integer labels are the classes 0, 1, .. up to the largest; each must have a sample. Text labels
+    are classes in alphabetical order. Raise ValueError for other labels.
     """
     array = np.asarray(labels)
     if array.ndim != 1 or not len(array):
@@ -42,15 +42,15 @@ def classes_of(labels: Any) -> Classes:
         raise ValueError(
             f"labels (of type {array.dtype}, {odd}) must be integers or texts; convert them first"
         )
-    return _numbered(array.astype(np.int64))
+    return _integer_classes(array.astype(np.int64))
 
 
-def _numbered(codes: NDArray[np.int64]) -> Classes:
+def _integer_classes(codes: NDArray[np.int64]) -> Classes:
     if codes.min() < 0:
         raise ValueError(
             f"labels (smallest {codes.min()}) must not be below 0; leave out samples without class"
         )
-    if codes.max() >= len(codes):  # before counting, which takes memory for every class
+    if codes.max() >= len(codes):  # tested before counting, which needs memory for each class
         raise ValueError(
             f"labels (largest {codes.max()}) must be below the number of samples ({len(codes)}), "
             "as no class may be empty; number the classes with np.unique(labels, "

@@ -1,4 +1,4 @@
-"""Partitions: which samples belong to which worker."""
+"""Partition of the samples of a data set among workers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Worker n owns the samples `shares[n]`; no sample has two owners, no worker none.
+    """Sample numbers of each worker. Every sample has at most one owner, and every worker has a
+    sample.
 
-    `split` says in words how it was made.
+    Attributes:
+        shares: sample numbers of each worker, one array per worker.
+        split: description of the method by which the partition was made.
     """
 
     shares: tuple[NDArray[np.int64], ...]
@@ -43,21 +46,25 @@ class Partition:
 
     @property
     def workers(self) -> int:
-        """How many workers there are."""
+        """Return the number of workers."""
         return len(self.shares)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of each worker: the weights of a federated average."""
+        """Return the number of samples of each worker, the weights of a federated average."""
         return tuple(map(len, self.shares))
 
     @property
     def samples(self) -> int:
-        """Samples of all workers."""
+        """Return the number of samples of all workers."""
         return sum(self.sizes)
 
     def histogram(self, labels: Any) -> NDArray[np.int64]:
-        """Samples by worker and class; `labels` as `LabelSkew` takes them."""
+        """Return the number of samples by worker and class, [workers, classes].
+
+        Args:
+            labels: class of each sample, as `LabelSkew.partition` accepts them.
+        """
         names, codes = classes_of(labels)
         last = max(int(share.max()) for share in self.shares)
         if last >= len(codes):
@@ -69,20 +76,24 @@ class Partition:
 
     @cached_property
     def digest(self) -> int:
-        """A checksum (CRC-32): other shares, another number."""
+        """Return a checksum (CRC-32) of the shares."""
         value = 0
         for share in self.shares:
             value = zlib.crc32(share.tobytes(), zlib.crc32(len(share).to_bytes(8, "little"), value))
         return value
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return the partition as JSON data."""
         shares = [share.tolist() for share in self.shares]
         return {"schema": SCHEMA, "split": self.split, "shares": shares}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Partition:
-        """The inverse of `to_dict`; ValueError if this is something else."""
+        """Return the partition from JSON data.
+
+        Raises:
+            ValueError: the data is not a partition.
+        """
         if not isinstance(data, Mapping) or data.get("schema") != SCHEMA or "shares" not in data:
             raise ValueError(
                 f"a partition must have schema {SCHEMA} and shares; write it with `offbeat data -o`"
@@ -90,12 +101,16 @@ class Partition:
         return cls(tuple(map(np.asarray, data["shares"])), str(data.get("split", "given")))
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON."""
+        """Write the partition to a JSON file."""
         write_text(path, json.dumps(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | Path) -> Partition:
-        """Read from JSON; ValueError naming the file on bad input."""
+        """Read a partition from a JSON file.
+
+        Raises:
+            ValueError: the file is not a partition; the message names the file.
+        """
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except ValueError as error:
@@ -103,7 +118,7 @@ class Partition:
 
 
 def _share(worker: int, share: Any) -> NDArray[np.int64]:
-    """A read-only array of sample numbers; ValueError if it is none."""
+    """Return a read-only array of sample numbers. Raise ValueError if the values are invalid."""
     array = np.array(share)
     if array.ndim != 1 or not len(array):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""This worker's place among the others: its rank and how many there are."""
+"""Rank of this worker, and number of workers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from offbeat.data.numbers import require_count
 
 
 def place(rank: int | None = None, world_size: int | None = None) -> tuple[int, int]:
-    """Rank and world size: what is given, else what `torch.distributed` says, else what a launcher
-    put into RANK and WORLD_SIZE, else a worker alone. ValueError if they cannot be."""
+    """Return rank and world size.
+
+    The source is the first of: the arguments, `torch.distributed`, the variables RANK and
+    WORLD_SIZE of a launcher. Without any of them, rank 0 of one worker is returned. Raise
+    ValueError if the values are invalid.
+    """
     if dist.is_available() and dist.is_initialized():
         found = dist.get_rank(), dist.get_world_size()
     else:

@@ -1,4 +1,4 @@
-"""What the samplers have in common: an order per epoch, and a place in it that can be resumed."""
+"""Base class of the samplers: order of the samples in each epoch, and resumable position."""
 
 from __future__ import annotations
 
@@ -20,8 +20,18 @@ Source = int | Sized | Partition
 
 
 class ChunkSampler(Sampler[int], ABC):
-    """Reads the chunks that a partition consists of, one after the other, each in an order drawn
-    anew in every epoch. The order of a chunk depends on seed, epoch and chunk, not on the reader.
+    """Sampler that reads the shares of a partition one after the other.
+
+    The order within a chunk is random in each epoch. The order depends on seed, epoch and chunk,
+    not on the rank.
+
+    Attributes:
+        rank: rank of this worker.
+        world_size: number of workers.
+        partition: shares of the workers.
+        seed: seed of the order.
+        shuffle: whether the order is random; otherwise ascending.
+        epoch: number of the current epoch.
     """
 
     def __init__(
@@ -44,41 +54,44 @@ class ChunkSampler(Sampler[int], ABC):
             self.partition = Chunks(shuffle=shuffle).partition(source, self.world_size, seed=seed)
         self.seed, self.shuffle = seed, shuffle
         self.epoch = 0
-        self._position = 0  # samples of this epoch that were handed out
-        self._start = 0  # where the next iteration begins
+        self._position = 0  # samples of this epoch that have been yielded
+        self._start = 0  # position at which the next iteration begins
 
     @property
     @abstractmethod
     def reads(self) -> tuple[int, ...]:
-        """The chunks in the order in which this worker reads them."""
+        """Return the chunks in the order in which this worker reads them."""
 
     @property
     @abstractmethod
     def counts(self) -> tuple[int, ...]:
-        """How many different samples each worker reads: the weights of a federated average."""
+        """Return the number of different samples that each worker reads, the weights of a federated
+        average.
+        """
 
     @abstractmethod
     def __len__(self) -> int:
-        """Samples of this worker in a whole epoch."""
+        """Return the number of samples of this worker in an epoch."""
 
     def __iter__(self) -> Iterator[int]:
-        """Sample numbers of the epoch, from its beginning or from where a loaded state was."""
+        """Yield the sample numbers of the epoch, from its begin or from a loaded position."""
         self._position, self._start = self._start, 0
         for sample in self._samples(self._position):
             self._position += 1
             yield sample
 
     def set_epoch(self, epoch: int) -> None:
-        """The order of this epoch from now on; another one than before begins at its beginning."""
+        """Set the epoch, which determines the order. A different epoch starts at its begin."""
         require_count("epoch", epoch, least=0)
         if epoch != self.epoch:
             self.epoch, self._position, self._start = epoch, 0, 0
 
     def state_dict(self, used: int | None = None) -> dict[str, Any]:
-        """The place in the epoch, after `used` samples.
+        """Return the position in the epoch.
 
-        By default after all that were handed out. A DataLoader with workers of its own draws
-        ahead of the loop: there say how many samples of this epoch the loop has used.
+        Args:
+            used: samples of this epoch that the loop has used; by default all that were yielded.
+                Required for a DataLoader with worker processes, which reads ahead of the loop.
         """
         position = self._position if used is None else used
         require_count("used", position, least=0)
@@ -86,10 +99,12 @@ class ChunkSampler(Sampler[int], ABC):
         return {"epoch": self.epoch, "position": position, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was called. Any worker's state will do where epochs are
-        equally long.
+        """Continue at the position of `state_dict`. If epochs are equally long on all workers, the
+        state of any worker is valid.
 
-        ValueError if the state is that of other data, another split, seed, or number of workers.
+        Raises:
+            ValueError: the state belongs to other data, another partition, seed or number of
+                workers.
         """
         for name, mine in self._identity().items():
             if state.get(name) != mine:
@@ -102,7 +117,7 @@ class ChunkSampler(Sampler[int], ABC):
         self._position = self._start = state["position"]
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a state to fit."""
+        """Return the properties that must be equal in a loaded state."""
         return {
             "sampler": type(self).__name__,
             "world_size": self.world_size,
@@ -119,7 +134,7 @@ class ChunkSampler(Sampler[int], ABC):
             )
 
     def _samples(self, start: int) -> Iterator[int]:
-        """The epoch's samples from number `start`; chunks before it are passed over unread."""
+        """Yield the samples of the epoch from position `start`, without reading earlier chunks."""
         begin = 0
         for chunk in cycle(self.reads):
             end = min(begin + self.partition.sizes[chunk], len(self))

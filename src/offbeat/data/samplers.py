@@ -1,4 +1,4 @@
-"""The samplers: each worker reads its own chunk, or all chunks beginning with its own."""
+"""Samplers DefDP (each worker reads its own share) and SelDP (each worker reads all shares)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ Length = Literal["shortest", "longest", "own"]
 class DefDP(ChunkSampler):
     """Default data partitioning: worker n reads chunk n and nothing else.
 
-    `source` is a data set, its length, or a `Partition`, as `LabelSkew` and `Dirichlet` make them.
-    `length` says how long an epoch is where shares are unequal: "shortest" (default) as the
-    smallest share on every worker, so larger ones use another part of theirs in each epoch;
-    "longest" as the largest, so smaller ones are read again; "own" of another length on each
-    worker (only for methods that allow for that).
+    Rank and world size are those of `torch.distributed`, or else of the variables RANK and
+    WORLD_SIZE.
 
-    Rank and world size come from `torch.distributed`, else from RANK and WORLD_SIZE.
+    Args:
+        source: data set, its length, or a `Partition`, as `LabelSkew` and `Dirichlet` return it.
+        rank: rank of this worker.
+        world_size: number of workers.
+        seed: seed of the order.
+        shuffle: whether the order is random in each epoch.
+        length: length of an epoch if shares have different sizes. "shortest": size of the smallest
+            share on every worker; larger shares contribute other samples in each epoch. "longest":
+            size of the largest share; smaller shares are repeated. "own": a different length on
+            each worker, for methods that support it.
     """
 
     def __init__(
@@ -53,14 +59,15 @@ class DefDP(ChunkSampler):
 
 
 class SelDP(ChunkSampler):
-    """SelSync's data partitioning: worker n reads all chunks in circular order, from chunk n on.
+    """Data partitioning of SelSync: worker n reads all chunks in circular order, starting with
+    chunk n.
 
-    In every iteration the workers read different samples, as all follow one circle at different
-    places (chunks must hold a batch at least). An epoch is N times as long as with `DefDP`, and
-    each worker needs all data. A chunk is shuffled when its turn comes: each worker shuffles all
-    data once per epoch.
+    Workers read different samples in each iteration, because they follow the same circle at
+    different positions; chunks must contain at least one batch. An epoch is N times as long as with
+    `DefDP`, and each worker needs all data. A chunk is shuffled when it is read. The parameters are
+    those of `DefDP`, without `length`.
 
-    `source` and the other parameters are those of `DefDP`. Source: SelSync (Tyagi, Swamy).
+    Source: SelSync (Tyagi, Swamy).
     """
 
     def __init__(

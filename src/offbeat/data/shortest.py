@@ -1,4 +1,4 @@
-"""Batches for loops in which ranks have data of unlike lengths."""
+"""Batches for loops on ranks with data of different lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNSIZED = -1
 
 
 class Joined(Generic[Batch]):
-    """The batches of a loader, for as long as every rank has one; see `join`."""
+    """Batches of a loader while every rank has one; see `join`."""
 
     def __init__(self, loader: Iterable[Batch], timeout_s: float):
         require_positive("timeout_s", timeout_s)
@@ -32,12 +32,14 @@ class Joined(Generic[Batch]):
         own = _length(self.loader)
         lengths = control.gather(own)
         if UNSIZED in lengths:
-            yield from self._together(control)
+            yield from self._iterate_unsized(control)
         else:
-            yield from self._so_many(min(lengths), own)
+            yield from self._iterate_counted(min(lengths), own)
 
-    def _so_many(self, count: int, own: int) -> Iterator[Batch]:
-        """Nothing is sent: all know how many there are."""
+    def _iterate_counted(self, count: int, own: int) -> Iterator[Batch]:
+        """Yield `count` batches without communication, because all ranks have exchanged their
+        lengths.
+        """
         given = 0
         for batch in islice(self.loader, count):
             given += 1
@@ -48,31 +50,35 @@ class Joined(Generic[Batch]):
                 f"says ({own}), but ended after {given}; give it a true __len__, or none"
             )
 
-    def _together(self, control: Control) -> Iterator[Batch]:
-        """One ahead: whether all have another batch is asked while this one is trained on."""
+    def _iterate_unsized(self, control: Control) -> Iterator[Batch]:
+        """Yield batches, while a reduction one batch ahead tests whether all ranks have another
+        batch.
+        """
         batches = iter(self.loader)
-        batch, answer = _next(batches, control)
+        batch, answer = _request_next(batches, control)
         while True:
             work, all_have = answer
             with control.together("waiting for the others' next batch"):
                 work.wait()
             if not all_have.item():
                 return
-            following = _next(batches, control)
+            following = _request_next(batches, control)
             yield batch
             batch, answer = following
 
 
 def _length(loader: Iterable[Any]) -> int:
-    """How many batches it says it has. A DataLoader over a stream has `__len__`, which raises."""
+    """Return the number of batches, or UNSIZED. A DataLoader over a stream has a `__len__` that
+    raises.
+    """
     try:
         return len(loader) if isinstance(loader, Sized) else UNSIZED
     except TypeError:
         return UNSIZED
 
 
-def _next(batches: Iterator[Any], control: Control) -> tuple[Any, tuple[Any, torch.Tensor]]:
-    """Our next batch, and the question whether all have one."""
+def _request_next(batches: Iterator[Any], control: Control) -> tuple[Any, tuple[Any, torch.Tensor]]:
+    """Return the next batch, and a pending reduction that is 1 if all ranks have a batch."""
     batch, has = None, torch.ones(1, dtype=torch.uint8, device="cpu")
     try:
         batch = next(batches)
@@ -83,12 +89,19 @@ def _next(batches: Iterator[Any], control: Control) -> tuple[Any, tuple[Any, tor
 
 
 def join(loader: Iterable[Batch], *, timeout_s: float = 120.0) -> Joined[Batch]:
-    """The batches of `loader`, on every rank as many as the rank with the fewest has.
+    """Return the batches of `loader`, on every rank as many as the rank with the fewest has.
 
-    For data that is not equally long everywhere: without it the longer ranks would wait in vain.
-    Make it once, before the epochs, and iterate on all ranks together; what the longer ranks have
-    left over is not used in this epoch. Loaders with a length agree once per epoch. Those without
-    say in one byte per iteration, one iteration ahead, whether they have another batch.
-    RuntimeError after `timeout_s` without a rank that was waited for, naming it.
+    Needed if ranks have data of different lengths: otherwise ranks with more batches wait forever.
+    Create it once before the epochs and iterate on all ranks together. Remaining batches of longer
+    ranks are not used in the epoch. Ranks whose loaders have a length compare them once per epoch.
+    Without lengths, each rank sends one byte per iteration, one iteration ahead.
+
+    Args:
+        loader: batches of this rank.
+        timeout_s: seconds to wait for another rank.
+
+    Raises:
+        RuntimeError: a rank was missing for `timeout_s` seconds; the message names it. Raised
+            during iteration.
     """
     return Joined(loader, timeout_s)

@@ -1,1 +1,1 @@
-"""Asynchronous gossip: workers in pairs average their parameters while everybody computes."""
+"""Asynchronous gossip: pairs of workers average their parameters while all workers compute."""

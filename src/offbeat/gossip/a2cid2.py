@@ -1,4 +1,4 @@
-"""A2CiD2: gossip with a continuous local momentum."""
+"""Strategy A2CiD2: gossip with a continuous local momentum."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from offbeat.gossip.strategies import Gossip
 
 @dataclass(frozen=True)
 class A2CiD2(Gossip):
-    """Gossip that agrees about sqrt(n) times faster on a ring, by a second copy of the parameters.
+    """Gossip with a second copy of the parameters: agreement about sqrt(n) times faster on a ring.
 
-    Gossip moves the copy further than the parameters; in between the two mix, at a rate that
-    follows from the graph. The other settings are Gossip's.
+    An exchange moves the copy further than the parameters. Between two exchanges both mix at a rate
+    that follows from the graph. The other settings are those of `Gossip`.
+
+    Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023.
     """
 
     exchange: Literal["after_mixing", "before_mixing"] = "after_mixing"  # type: ignore[misc]
-    """Whether both mix before they exchange; `before_mixing` is the paper's Algorithm 1, which
-    agrees more slowly."""
+    """Whether parameters and copy mix before each exchange (`after_mixing`) or after it
+    (`before_mixing`, Algorithm 1 of the paper, which reaches agreement more slowly)."""
 
     name: ClassVar[str] = "a2cid2"
     momentum: ClassVar[bool] = True

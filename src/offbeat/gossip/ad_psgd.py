@@ -1,4 +1,4 @@
-"""AD-PSGD: plain gossip."""
+"""Strategy AD-PSGD: gossip without momentum."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from offbeat.gossip.strategies import Gossip
 
 @dataclass(frozen=True)
 class ADPSGD(Gossip):
-    """Asynchronous decentralized parallel SGD: an exchange leaves both partners at their mean.
+    """Asynchronous decentralized parallel SGD: after an exchange both partners hold the average.
 
-    The settings are Gossip's.
+    The settings are those of `Gossip`.
+
+    Source: Lian et al., ICML 2018.
     """
 
     name: ClassVar[str] = "ad-psgd"

@@ -1,4 +1,4 @@
-"""Agreement: what all workers hold for true together, and what follows from it."""
+"""Edges and share of the planned exchange rates on which all workers have agreed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from offbeat.gossip.graphs import constants, edge_rates
 from offbeat.gossip.state import AVERAGING, Mixing
 from offbeat.gossip.view import Edge
 
-PULSE = 50.0  # units between two agreements
-ENOUGH = 200  # exchanges, before their measured rate is believed
+PERIOD = 50.0  # units of time between two agreements
+MIN_EXCHANGES = 200  # planned exchanges before the measured rate replaces the planned one
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The edges, and the share of their planned rates that comes about. Labels: since when
-    exchanges are counted, and when to agree again (None: at once)."""
+    """State that is equal on all workers between two agreements. Times are labels of `Clock`.
+
+    Attributes:
+        edges: edges of the graph on which workers exchange.
+        share: measured exchanges divided by planned exchanges.
+        counted_from: label from which exchanges are counted.
+        again_at: label of the next agreement; None for an immediate one.
+    """
 
     edges: list[Edge]
     share: float = 1.0
@@ -27,29 +33,38 @@ class Agreement:
     again_at: float | None = None
 
     def constants(self, rate: float, *, momentum: bool) -> Mixing:
-        """Those of A2CiD2 for what comes about; without momentum AD-PSGD's."""
+        """Return the constants of A2CiD2 for the measured rates, or those of AD-PSGD without
+        momentum.
+        """
         if not (self.edges and momentum):
             return AVERAGING
-        rates = {edge: one * self.share for edge, one in planned(self.edges, rate).items()}
+        rates = {edge: one * self.share for edge, one in planned_rates(self.edges, rate).items()}
         found = constants(rates, sorted({end for edge in rates for end in edge}))
         return Mixing(found.eta, found.alpha, found.alpha_tilde)
 
-    def renewed(self, label: float, exchanges: float, edges: list[Edge], rate: float) -> Agreement:
-        """The one that follows: so many exchanges have been counted, and there are these edges.
+    def renew(self, label: float, exchanges: float, edges: list[Edge], rate: float) -> Agreement:
+        """Return the next agreement.
 
-        The share changes when it is 20 % off and there were enough exchanges to tell it.
+        The share changes only after at least `MIN_EXCHANGES` planned exchanges, and if the measured
+        share differs by more than `DRIFT`.
+
+        Args:
+            label: label of the new agreement.
+            exchanges: exchanges of all workers since `counted_from`.
+            edges: current edges of the graph.
+            rate: planned exchanges per worker and unit of time.
         """
-        due = sum(planned(self.edges, rate).values()) * (label - self.counted_from)
-        first, enough = self.again_at is None, due >= ENOUGH
+        due = sum(planned_rates(self.edges, rate).values()) * (label - self.counted_from)
+        first, enough = self.again_at is None, due >= MIN_EXCHANGES
         share = self.share
         if enough and not first:
-            found = max(exchanges / due, 1 / ENOUGH)
+            found = max(exchanges / due, 1 / MIN_EXCHANGES)
             share = found if abs(found / share - 1) > DRIFT else share
         anew = first or enough or edges != self.edges
         since = label if anew else self.counted_from
-        return replace(self, edges=edges, share=share, counted_from=since, again_at=label + PULSE)
+        return replace(self, edges=edges, share=share, counted_from=since, again_at=label + PERIOD)
 
 
-def planned(edges: Sequence[Edge], rate: float) -> dict[Edge, float]:
-    """Exchanges per unit of each edge."""
+def planned_rates(edges: Sequence[Edge], rate: float) -> dict[Edge, float]:
+    """Return the planned exchanges of each edge per unit of time."""
     return edge_rates(nx.Graph(edges), rate) if edges else {}

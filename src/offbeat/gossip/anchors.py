@@ -1,13 +1,13 @@
-"""Anchors: what both ends of an edge know of each other's x, the same at both bit for bit.
+"""Anchors: copies of both workers' x at the ends of an edge, equal bit for bit.
 
-With a codec an exchange sends codes of x - anchor. Both ends add what is decoded to the anchor, and
-exchange the difference of their two: m = anchor of mine - anchor of theirs is the same at both but
-for the sign, so the mean is kept whatever the codec has lost. What it has lost is part of the next
-x - anchor. Both know what the exchange does to either x, so the anchors follow it: what is left to
-encode is what happens between two exchanges.
+With a codec, an exchange sends codes of x - anchor. Both ends add the decoded change to the anchor
+and use the difference of the two anchors for the exchange. The difference m = own anchor - other
+anchor is equal at both ends except for the sign, so the average is preserved whatever the codec
+loses. The loss is part of the next x - anchor. Both ends apply the effect of the exchange to both
+anchors. The next exchange therefore encodes only the changes since the previous one.
 
-Source: CHOCO-SGD (Koloskova, Stich, Jaggi, ICML 2019), with anchors of each edge in place of each
-worker's, as pairs of neighbours meet at times of their own.
+Source: CHOCO-SGD (Koloskova, Stich, Jaggi, ICML 2019), with anchors for each edge instead of each
+    worker, because pairs exchange at different times.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from offbeat.core.codecs.pieces import pieces
 from offbeat.core.codecs.tensor_codecs import code
 from offbeat.gossip.chunks import Wire
 
-NEVER = 0  # label of anchors that there are not
+NEVER = 0  # number of missing anchors
 
 
 @dataclass
 class Anchors:
-    """Of one edge, as exchange `number` has left them."""
+    """Anchors of one edge after exchange `number`."""
 
     number: int
     mine: list[Tensor]
@@ -36,7 +36,9 @@ class Anchors:
 
 @dataclass
 class Coded:
-    """What an exchange sends in place of its numbers: codes by chunk, against these anchors."""
+    """Codes that an exchange sends and receives instead of numbers, one tensor per chunk, relative
+    to `anchors`.
+    """
 
     anchors: Anchors
     mine: list[Tensor]
@@ -44,18 +46,18 @@ class Coded:
 
 
 def encode(wire: Wire, number: int, x: list[Tensor], anchors: list[Tensor], codes: Tensor) -> None:
-    """The codes of a chunk of x; x becomes what the partner will take it for."""
+    """Encode a chunk of x. Replace x by the value that the partner decodes."""
     assert wire.codec is not None
     chunk = wire.chunks[number]
     one, anchor = x[chunk.flat][chunk.span], anchors[chunk.flat][chunk.span]
-    # Infinity becomes NaN, which no codec cuts off: the partner shall not take it for a number.
+    # Infinity becomes NaN, because no codec clips NaN: the partner must not decode a finite number.
     change = (one - anchor).nan_to_num_(math.nan, math.nan, math.nan)
     code(wire.codec).encode(change, codes)
     decode(wire, number, x, anchors, codes)
 
 
 def decode(wire: Wire, number: int, x: list[Tensor], anchors: list[Tensor], codes: Tensor) -> None:
-    """What a chunk of x is known as from now on: its anchor, and what is decoded."""
+    """Set a chunk of x to its anchor plus the decoded change."""
     assert wire.codec is not None
     chunk = wire.chunks[number]
     one = x[chunk.flat][chunk.span]
@@ -63,9 +65,11 @@ def decode(wire: Wire, number: int, x: list[Tensor], anchors: list[Tensor], code
     code(wire.codec).add(codes, one)
 
 
-def followed(mine: list[Tensor], theirs: list[Tensor], alpha: float) -> bool:
-    """Both as the exchange leaves them, in place; whether all numbers are finite. Others would
-    never leave the anchors again."""
+def advance_anchors(mine: list[Tensor], theirs: list[Tensor], alpha: float) -> bool:
+    """Apply an exchange to both anchors in place. Return whether all numbers are finite.
+
+    Anchors with NaN or infinity would never become finite again.
+    """
     finite = True
     for one, other in zip(mine, theirs, strict=True):
         for piece in pieces(one):

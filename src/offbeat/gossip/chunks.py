@@ -1,4 +1,4 @@
-"""Chunks: flat tensors cut into the pieces in which they travel."""
+"""Division of flat tensors into chunks for transfers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from offbeat.core.codecs import Codec
 CHUNK_BYTES = 512 << 10
 
 WireForm = Literal["none", "bf16"]
-"""What numbers travel as, where no codec makes codes of them: themselves, or rounded to
-bfloat16."""
+"""Form of numbers in a transfer without codec: unchanged, or rounded to bfloat16."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [start, stop) of one of the flat tensors."""
+    """Elements [start, stop) of the flat tensor with index `flat`."""
 
     flat: int
     start: int
@@ -33,8 +32,17 @@ class Chunk:
 
 
 class Wire:
-    """How flat tensors travel: their chunks, and buffers on the host. With a codec, codes of their
-    change do, which are made of numbers of 32 bits at least."""
+    """Form in which flat tensors are sent: chunks, and buffers on the host.
+
+    With a codec, transfers contain codes of changes. The buffers then hold numbers of at least 32
+    bits.
+
+    Attributes:
+        codec: codec of the changes; None if numbers are sent without codes.
+        dtypes: data type of each flat tensor in a buffer.
+        sizes: number of elements of each flat tensor.
+        chunks: all chunks, in the order in which they are sent.
+    """
 
     def __init__(
         self,
@@ -44,7 +52,7 @@ class Wire:
         codec: Codec | None = None,
     ):
         self.codec = codec
-        self.dtypes = [_wide(flat) if codec else _dtype(flat, form) for flat in flats]
+        self.dtypes = [_wide_dtype(flat) if codec else _wire_dtype(flat, form) for flat in flats]
         grain = codec.grain if codec else 1
         self.sizes = [flat.numel() for flat in flats]
         self.chunks: list[Chunk] = []
@@ -55,19 +63,19 @@ class Wire:
             ]
 
     def buffers(self) -> list[Tensor]:
-        """New ones, on the host."""
+        """Allocate buffers on the host, one for each flat tensor."""
         return [
             torch.empty(size, dtype=dtype, device="cpu")
             for size, dtype in zip(self.sizes, self.dtypes, strict=True)
         ]
 
     def memory(self, buffers: Sequence[Tensor], number: int) -> memoryview:
-        """The bytes of one chunk."""
+        """Return the bytes of one chunk in the buffers."""
         chunk = self.chunks[number]
         return memory_of(buffers[chunk.flat][chunk.span])
 
     def codes(self) -> list[Tensor]:
-        """New buffers for the codes of each chunk."""
+        """Allocate buffers for the codes of each chunk."""
         return [
             torch.empty(self._code_bytes(chunk), dtype=torch.uint8, device="cpu")
             for chunk in self.chunks
@@ -75,14 +83,14 @@ class Wire:
 
     @property
     def bytes(self) -> int:
-        """Of all chunks, as they usually travel."""
+        """Return the bytes of all chunks, encoded if there is a codec."""
         if self.codec is None:
             return self.plain_bytes
         return sum(self._code_bytes(chunk) for chunk in self.chunks)
 
     @property
     def plain_bytes(self) -> int:
-        """Of all chunks, if they are not encoded."""
+        """Return the bytes of all chunks without encoding."""
         return sum(n * dtype.itemsize for n, dtype in zip(self.sizes, self.dtypes, strict=True))
 
     def _code_bytes(self, chunk: Chunk) -> int:
@@ -90,9 +98,9 @@ class Wire:
         return self.codec.bytes_of(chunk.stop - chunk.start, self.dtypes[chunk.flat].itemsize)
 
 
-def _wide(flat: Tensor) -> torch.dtype:
+def _wide_dtype(flat: Tensor) -> torch.dtype:
     return flat.dtype if flat.dtype.itemsize > 2 else torch.float32
 
 
-def _dtype(flat: Tensor, form: WireForm) -> torch.dtype:
+def _wire_dtype(flat: Tensor, form: WireForm) -> torch.dtype:
     return torch.bfloat16 if form == "bf16" and flat.dtype.itemsize > 2 else flat.dtype

@@ -1,9 +1,9 @@
-"""Time: one label for everybody, in units of a gradient's mean time.
+"""Clock that is common to all workers, with labels in units of the mean time of a gradient.
 
-Clocks are compared once, as NTP does: of several round trips to the first worker the shortest one
-tells the offset best. From then on seconds mean the same everywhere. The unit is agreed on while
-training runs, and agreed on again when it drifts; a change bends the line of labels at a second
-that all workers know, so it is the same line everywhere.
+Each worker measures its offset to the first worker once, as NTP does: of several round trips, the
+shortest one gives the most precise offset. From then on the common clock shows the same seconds on
+all workers. The workers agree on the unit during training, and again if it drifts. Each change
+takes effect at one second of the common clock, so the labels are the same on all workers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-DRIFT = 0.2  # of the unit, or of the rate of exchanges, before it is agreed on anew
+DRIFT = 0.2  # relative change of the unit or of the exchange rate that requires a new agreement
 
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """When a question left and its answer arrived here, and what the other clock said meanwhile."""
+    """Local times of a request and its answer, and the time of the other clock in the answer."""
 
     left_s: float
     theirs_s: float
@@ -26,13 +26,17 @@ class RoundTrip:
 
 
 def offset_s(trips: Sequence[RoundTrip]) -> float:
-    """What the other clock is ahead of this one, to half of the shortest trip."""
+    """Return the seconds by which the other clock is ahead; the error is at most half of the
+    shortest trip.
+    """
     best = min(trips, key=lambda trip: trip.arrived_s - trip.left_s)
     return best.theirs_s - (best.left_s + best.arrived_s) / 2
 
 
 class Line(NamedTuple):
-    """How labels run: from this second of the common clock on, at this label, in this unit."""
+    """Labels as a linear function of the common clock: at `since_s` the label is `label`, and it
+    grows by 1 each `unit_s` seconds.
+    """
 
     since_s: float = 0.0
     label: float = 0.0
@@ -40,9 +44,11 @@ class Line(NamedTuple):
 
 
 class Clock:
-    """Labels of a worker whose own clock is behind the common one by `ahead_s`.
+    """Clock of a worker. Labels are 0 until a unit is set.
 
-    Until there is a unit it stands at 0.
+    Attributes:
+        ahead_s: seconds by which the common clock is ahead of the clock of this worker.
+        line: current relation between labels and seconds of the common clock.
     """
 
     def __init__(self, ahead_s: float = 0.0, own_s: Callable[[], float] = time.perf_counter):
@@ -51,26 +57,26 @@ class Clock:
 
     @property
     def unit_s(self) -> float | None:
-        """Seconds."""
+        """Return the seconds per unit, or None before the first agreement."""
         return self.line.unit_s
 
     def common_s(self) -> float:
-        """Seconds on the common clock."""
+        """Return the current time of the common clock in seconds."""
         return self._own_s() + self.ahead_s
 
     def now(self) -> float:
-        """The label of now."""
-        return self.at(self.common_s())
+        """Return the current label."""
+        return self.label_at(self.common_s())
 
-    def agree(self, unit_s: float, since_s: float) -> None:
-        """A unit lasts so long from this second of the common clock on."""
-        self.line = Line(since_s, self.at(since_s), unit_s)
+    def set_unit(self, unit_s: float, since_s: float) -> None:
+        """Set the unit in seconds, from `since_s` of the common clock on."""
+        self.line = Line(since_s, self.label_at(since_s), unit_s)
 
     def seconds_until(self, label: float) -> float | None:
-        """From now on; None without a unit."""
+        """Return the seconds from now to a label; None without a unit."""
         return None if self.unit_s is None else (label - self.now()) * self.unit_s
 
-    def at(self, common_s: float) -> float:
-        """The label of a second of the common clock."""
+    def label_at(self, common_s: float) -> float:
+        """Return the label at a time of the common clock."""
         since_s, label, unit_s = self.line
         return label if unit_s is None else label + max(common_s - since_s, 0.0) / unit_s

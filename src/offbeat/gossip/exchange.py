@@ -1,14 +1,14 @@
-"""Exchanges: one under way, and those of which it is not known whether the partner has all.
+"""Exchange in progress, and exchanges whose completion at the partner is unknown.
 
-A chunk takes effect as soon as it has arrived. If the connection breaks before the last one has,
-what has arrived is taken back. If it breaks between the last chunk and the partner's word that it
-has all, this worker is in doubt: it keeps what it did, and both tell when they meet again what
-arrived whole. Who had all takes it back if the other had not. Of a partner that never comes back it
-is kept, as if the partner had gone a moment later.
+A chunk is applied as soon as it arrives. If the connection breaks before the last chunk, the
+applied chunks are reverted. If it breaks after the last chunk but before the confirmation of the
+partner, the exchange is in doubt: its changes are kept. On reconnection both workers report their
+last complete exchange. A worker with a complete exchange reverts it if the partner has not
+completed it. If the partner never returns, the changes are kept, as if the partner had failed a
+moment later.
 
-With a codec, anchors that an exchange has left hold at both ends if both have the number of that
-exchange. One that breaks takes its edge's anchors along, and the next one sends x itself: so both
-begin anew.
+With a codec, the anchors of an exchange are valid if both ends report the number of that exchange.
+An interrupted exchange invalidates the anchors of its edge, and the next exchange sends x itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from offbeat.core.buckets.flat import memory_of
-from offbeat.gossip.anchors import NEVER, Anchors, Coded, decode, encode, followed
+from offbeat.gossip.anchors import NEVER, Anchors, Coded, advance_anchors, decode, encode
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.state import Mixing, State
 
@@ -27,7 +27,20 @@ Buffers = tuple[list[Tensor], list[Tensor]]
 
 @dataclass
 class Exchange:
-    """One exchange at label `t`: what was sent, and what has come so far."""
+    """One exchange at label `t`.
+
+    Attributes:
+        partner: id of the other worker.
+        number: number of the exchange on its edge, equal at both ends.
+        t: label of the exchange.
+        mixing: constants of the exchange.
+        mine: buffers with x of this worker.
+        theirs: buffers with x of the partner.
+        arrived: number of received chunks.
+        confirmed: whether the partner has received all chunks.
+        began_s: begin in seconds of the clock of this worker.
+        coded: codes, if codes are sent instead of numbers.
+    """
 
     partner: int
     number: int
@@ -35,44 +48,51 @@ class Exchange:
     mixing: Mixing
     mine: list[Tensor]
     theirs: list[Tensor]
-    arrived: int = 0  # chunks
-    confirmed: bool = False  # the partner has all
+    arrived: int = 0
+    confirmed: bool = False
     began_s: float = 0.0
     coded: Coded | None = None
 
 
 class Exchanges:
-    """What worker exchanges, on a state; numbers are those of an edge, the same at both ends."""
+    """All exchanges of a worker. Exchanges are numbered by edge, equally at both ends.
+
+    Attributes:
+        wire: chunks of the parameters.
+        now: exchange in progress, or None.
+    """
 
     def __init__(self, state: State, wire: Wire):
         self._state, self.wire = state, wire
         self.now: Exchange | None = None
         self._doubts: dict[int, Exchange] = {}
-        self._numbers: dict[int, int] = {}  # last one begun, by partner
-        self._whole: dict[int, int] = {}  # last one that arrived whole
+        self._numbers: dict[int, int] = {}  # number of the last exchange begun, by partner
+        self._whole: dict[int, int] = {}  # number of the last complete exchange, by partner
         self._spare: list[Buffers] = []
         self._anchors: dict[int, Anchors] = {}  # by partner
         self._codes: Buffers | None = None
 
     def next_number(self, partner: int) -> int:
-        """Of an exchange that this worker accepts."""
+        """Return the number of the next exchange with a partner."""
         return self._numbers.get(partner, 0) + 1
 
-    def whole(self, partner: int) -> int:
-        """The last one that arrived whole; 0: none."""
+    def completed_number(self, partner: int) -> int:
+        """Return the number of the last complete exchange with a partner, or 0."""
         return self._whole.get(partner, 0)
 
-    def anchored(self, partner: int) -> int:
-        """The exchange that has left anchors; 0: there are none."""
+    def anchor_number(self, partner: int) -> int:
+        """Return the number of the exchange that left the current anchors, or `NEVER`."""
         found = self._anchors.get(partner)
         return NEVER if found is None else found.number
 
     def begin(
         self, partner: int, number: int, t: float, mixing: Mixing, *, coded: bool = False
     ) -> Exchange:
-        """x as it is at `t` is what is sent; `coded` if both ends have the same anchors."""
+        """Begin an exchange with a copy of x at label `t`. `coded` requires equal anchors at both
+        ends.
+        """
         assert self.now is None
-        mine, theirs = self._spare.pop() if self._spare else self._new()
+        mine, theirs = self._spare.pop() if self._spare else self._new_buffers()
         self._numbers[partner] = number
         self.now = Exchange(partner, number, t, mixing, mine, theirs)
         self._state.snapshot(t, mine)
@@ -83,26 +103,26 @@ class Exchanges:
                 encode(self.wire, chunk, mine, made.anchors.mine, codes)
         return self.now
 
-    def sent(self, chunk: int) -> memoryview:
-        """What to send of a chunk."""
+    def data(self, chunk: int) -> memoryview:
+        """Return the bytes of a chunk to send."""
         assert self.now is not None
         coded = self.now.coded
         return memory_of(coded.mine[chunk]) if coded else self.wire.memory(self.now.mine, chunk)
 
-    def room(self, chunk: int) -> memoryview:
-        """Where what comes of a chunk goes."""
+    def buffer(self, chunk: int) -> memoryview:
+        """Return the memory for a chunk to receive."""
         assert self.now is not None
         coded = self.now.coded
         return memory_of(coded.theirs[chunk]) if coded else self.wire.memory(self.now.theirs, chunk)
 
     @property
     def bytes(self) -> int:
-        """Of the one under way, in each direction."""
+        """Return the bytes of the current exchange in each direction."""
         assert self.now is not None
         return self.wire.bytes if self.now.coded else self.wire.plain_bytes
 
-    def arrived(self) -> bool:
-        """The next chunk has come: apply it. Whether it was the last one."""
+    def apply_chunk(self) -> bool:
+        """Apply the next received chunk. Return whether it was the last one."""
         one = self.now
         assert one is not None
         if one.coded:
@@ -115,25 +135,29 @@ class Exchanges:
         self._whole[one.partner] = one.number
         return True
 
-    def over(self) -> bool:
-        """Whether both have all; then the next one can begin."""
+    def end_if_complete(self) -> bool:
+        """End the current exchange if both workers have received all chunks. Return whether it
+        ended.
+        """
         one = self.now
         assert one is not None
         if one.arrived < len(self.wire.chunks) or not one.confirmed:
             return False
-        self._spare, self.now = self._left(one), None
+        self._spare, self.now = self._keep_anchors(one), None
         return True
 
-    def _left(self, one: Exchange) -> list[Buffers]:
-        """Keep its anchors; buffers that are free now."""
+    def _keep_anchors(self, one: Exchange) -> list[Buffers]:
+        """Store the buffers of an exchange as anchors of its edge. Return the buffers that become
+        free.
+        """
         before = self._anchors.pop(one.partner, None)
-        if self.wire.codec is None or not followed(one.mine, one.theirs, one.mixing.alpha):
+        if self.wire.codec is None or not advance_anchors(one.mine, one.theirs, one.mixing.alpha):
             return [(one.mine, one.theirs)]
         self._anchors[one.partner] = Anchors(one.number, one.mine, one.theirs)
         return self._spare if before is None else [(before.mine, before.theirs)]
 
-    def broke(self, partner: int) -> bool:
-        """The connection broke; whether an exchange did."""
+    def abort(self, partner: int) -> bool:
+        """Abort the exchange with a disconnected partner. Return whether there was one."""
         one = self.now
         if one is None or one.partner != partner:
             return False
@@ -146,27 +170,33 @@ class Exchanges:
         return True
 
     def settle(self, partner: int, whole: int | None) -> None:
-        """This was the last one that arrived whole at the partner; None: nobody can say."""
+        """Revert the exchange in doubt unless it is the last complete exchange of the partner.
+
+        Args:
+            partner: id of the partner.
+            whole: number of the last complete exchange of the partner; None if unknown. The
+                exchange in doubt is then kept.
+        """
         one = self._doubts.pop(partner, None)
         if one is not None and whole not in (None, one.number):
             self._undo(one)
 
-    def release(self, partner: int) -> None:
-        """It will not exchange again for now: give back what its anchors take."""
+    def release_anchors(self, partner: int) -> None:
+        """Free the anchors of a partner that does not exchange for now."""
         self._anchors.pop(partner, None)
 
-    def forget(self, partner: int) -> None:
-        """The partner has begun anew, and knows of nothing."""
+    def forget_partner(self, partner: int) -> None:
+        """Delete all data of a partner that has restarted."""
         for known in (self._doubts, self._numbers, self._whole, self._anchors):
             known.pop(partner, None)
 
-    def doubtful(self) -> list[int]:
-        """Partners that must say what arrived whole."""
+    def partners_in_doubt(self) -> list[int]:
+        """Return the partners whose last complete exchange is needed."""
         return list(self._doubts)
 
     def _undo(self, one: Exchange) -> None:
         for number in range(one.arrived):
             self._state.apply(number, one.mine, one.theirs, one.t, one.mixing, undo=True)
 
-    def _new(self) -> Buffers:
+    def _new_buffers(self) -> Buffers:
         return self.wire.buffers(), self.wire.buffers()

@@ -1,4 +1,6 @@
-"""Graphs of gossip: who exchanges with whom, how often, and the constants that follow from it."""
+"""Graphs of gossip: topologies, exchange rates of edges, and the constants that follow from the
+rates.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from numpy.typing import NDArray
 Edge = tuple[int, int]  # the smaller rank first
 Rates = Mapping[Edge, float]  # exchanges per unit time of each edge
 
-DEGREE = 4  # of a random regular graph, if it is not said
-MOST_TRIES = 100  # at a random regular graph that is connected
+DEGREE = 4  # default degree of a random regular graph
+MOST_TRIES = 100  # attempts to generate a connected random regular graph
 
 # --- topologies ----------------------------------------------------------------------------------
 
@@ -23,28 +25,34 @@ MOST_TRIES = 100  # at a random regular graph that is connected
 def topology(
     name_or_graph: str | nx.Graph | Iterable[Sequence[int]], n: int, *, seed: int = 0
 ) -> nx.Graph:
-    """A connected graph of the workers 0..n-1.
+    """Return a connected graph of the workers 0..n-1.
 
-    By name: complete, ring, star (worker 0 in the middle), exponential (i and i +- 2^k), torus,
-    random-regular or random-regular:DEGREE. Or edges, as pairs or as text ("0-1,1-2"), or a graph
-    of networkx. ValueError if it does not fit n workers, has self loops, or falls apart.
+    Args:
+        name_or_graph: complete, ring, star (worker 0 in the middle), exponential (i and i +- 2^k),
+            torus, random-regular or random-regular:DEGREE; or edges as pairs or as text
+            ("0-1,1-2"); or a networkx graph.
+        n: number of workers.
+        seed: seed of a random regular graph.
+
+    Raises:
+        ValueError: the graph does not fit n workers, contains self loops, or is not connected.
     """
     if n < 2:
         raise ValueError(f"workers ({n}) must be at least 2; one alone has nobody to gossip with")
     if isinstance(name_or_graph, nx.Graph):
-        found = _given(name_or_graph)
+        graph = _copy_graph(name_or_graph)
     elif not isinstance(name_or_graph, str):
-        found = _of_edges(name_or_graph)
+        graph = _graph_from_edges(name_or_graph)
     elif name_or_graph[:1].isdigit():
-        found = _of_edges(_pairs(name_or_graph))
+        graph = _graph_from_edges(_parse_pairs(name_or_graph))
     else:
-        found = _named(name_or_graph, n, seed)
-    found.add_nodes_from(range(n))
-    _check(found, n)
-    return found
+        graph = _named_graph(name_or_graph, n, seed)
+    graph.add_nodes_from(range(n))
+    _check(graph, n)
+    return graph
 
 
-def _named(text: str, n: int, seed: int) -> nx.Graph:
+def _named_graph(text: str, n: int, seed: int) -> nx.Graph:
     name, colon, degree = text.partition(":")
     if name == "random-regular":
         return _random_regular(degree if colon else None, n, seed)
@@ -69,7 +77,11 @@ def _exponential(n: int) -> nx.Graph:
 
 
 def torus_shape(n: int) -> tuple[int, int]:
-    """Rows and columns, as square as n allows; ValueError if there is only one row."""
+    """Return rows and columns of a torus, as square as n permits.
+
+    Raises:
+        ValueError: only a single row is possible.
+    """
     rows = max((r for r in range(2, math.isqrt(n) + 1) if n % r == 0), default=None)
     if rows is None:
         fits = " or ".join(str(m) for m in (n - 1, n + 1) if m > 3)
@@ -81,7 +93,7 @@ def torus_shape(n: int) -> tuple[int, int]:
 
 
 def _torus(n: int) -> nx.Graph:
-    """Of two rows it is a ladder that is closed to a ring."""
+    """Return a torus. A torus of two rows is a ladder whose ends are connected."""
     rows, columns = torus_shape(n)
     made = nx.Graph()
     for worker in range(n):
@@ -121,14 +133,14 @@ def _random_regular(text: str | None, n: int, seed: int) -> nx.Graph:
     )
 
 
-def _pairs(text: str) -> list[list[int]]:
+def _parse_pairs(text: str) -> list[list[int]]:
     try:
         return [[int(end) for end in pair.split("-")] for pair in text.split(",")]
     except ValueError:
         raise ValueError(f"edges ({text!r}) must be pairs of workers, as in 0-1,1-2") from None
 
 
-def _of_edges(edges: Iterable[Sequence[int]]) -> nx.Graph:
+def _graph_from_edges(edges: Iterable[Sequence[int]]) -> nx.Graph:
     made = nx.Graph()
     for edge in edges:
         if len(edge) != 2:
@@ -137,7 +149,7 @@ def _of_edges(edges: Iterable[Sequence[int]]) -> nx.Graph:
     return made
 
 
-def _given(graph: nx.Graph) -> nx.Graph:
+def _copy_graph(graph: nx.Graph) -> nx.Graph:
     if graph.is_directed() or graph.is_multigraph():
         raise ValueError(
             f"topology ({type(graph).__name__}) must be a simple undirected graph, as an exchange "
@@ -164,19 +176,21 @@ def _check(graph: nx.Graph, n: int) -> None:
     apart = parts(graph)
     if len(apart) > 1:
         raise ValueError(
-            f"topology must be connected, but falls apart into {_listed(apart)}; add an edge "
+            f"topology must be connected, but falls apart into {_as_text(apart)}; add an edge "
             "between them"
         )
 
 
 def parts(graph: nx.Graph) -> list[tuple[int, ...]]:
-    """Connected components, the largest first, then the one with the smallest rank."""
+    """Return the connected components, the largest first; of equal ones, that with the smallest
+    rank.
+    """
     found = [tuple(sorted(part)) for part in nx.connected_components(graph)]
     return sorted(found, key=lambda part: (-len(part), part))
 
 
-def _listed(apart: Sequence[tuple[int, ...]], most: int = 8) -> str:
-    """Parts with their first workers."""
+def _as_text(apart: Sequence[tuple[int, ...]], most: int = 8) -> str:
+    """Return the components as text, with their first workers."""
     shown = []
     for part in apart[:most]:
         dots = ", .." if len(part) > most else ""
@@ -190,11 +204,15 @@ def _listed(apart: Sequence[tuple[int, ...]], most: int = 8) -> str:
 
 @dataclass(frozen=True)
 class Constants:
-    """What the mixing and the exchanges of all workers are done with.
+    """Spectral properties of a graph, and the constants of mixing and exchanges.
 
-    `lambda2`: second smallest eigenvalue of the Laplacian; `chi1` its inverse; `chi2`: half the
-    largest effective resistance of an edge; `eta`: mixing per unit time; `alpha`, `alpha_tilde`:
-    how much of a difference x and x~ take over in an exchange.
+    Attributes:
+        lambda2: second smallest eigenvalue of the Laplacian.
+        chi1: 1 / lambda2.
+        chi2: half the largest effective resistance of an edge.
+        eta: mixing rate per unit of time.
+        alpha: share of the difference that an exchange subtracts from x.
+        alpha_tilde: share of the difference that an exchange subtracts from x~.
     """
 
     lambda2: float
@@ -204,15 +222,18 @@ class Constants:
     alpha: float
     alpha_tilde: float
 
-    def plain(self) -> Constants:
-        """The same graph without momentum (AD-PSGD): x~ is never apart from x."""
+    def as_ad_psgd(self) -> Constants:
+        """Return the constants of the same graph without momentum (AD-PSGD), with which x~ equals
+        x.
+        """
         return replace(self, eta=0.0, alpha=0.5, alpha_tilde=0.5)
 
 
 def edge_rates(graph: nx.Graph, rate: float = 1.0) -> dict[Edge, float]:
-    """Exchanges per unit time of every edge: 2 * rate / (degree_i + degree_j).
+    """Return the exchanges of each edge per unit of time: 2 * rate / (degree_i + degree_j).
 
-    `rate`: exchanges per unit time of a worker; exactly so where all degrees are equal.
+    `rate` is the number of exchanges of a worker per unit of time. It is exact if all degrees are
+    equal.
     """
     if not (math.isfinite(rate) and rate > 0):
         raise ValueError(
@@ -224,34 +245,41 @@ def edge_rates(graph: nx.Graph, rate: float = 1.0) -> dict[Edge, float]:
 
 
 def constants(rates: Rates, nodes: Sequence[int] | int) -> Constants:
-    """Constants of A2CiD2 (Nabli, Belilovsky and Oyallon, 2023) for rates of edges.
+    """Return the constants of A2CiD2 for a graph with the given rates.
 
-    `nodes`: the workers, or how many there are. ValueError if the graph falls apart, or if it
-    hangs together so loosely that its constants are lost in rounding.
+    Args:
+        rates: exchanges per unit of time of each edge.
+        nodes: the workers, or their number.
+
+    Raises:
+        ValueError: the graph is not connected, or its second eigenvalue is below the rounding
+            error.
+
+    Source: Nabli, Belilovsky and Oyallon, 2023.
     """
     workers = list(range(nodes) if isinstance(nodes, int) else nodes)
     at = {worker: place for place, worker in enumerate(workers)}
     _check_rates(rates, at)
     ends = np.array([[at[i], at[j]] for i, j in rates], dtype=np.intp).reshape(-1, 2)
     values = np.array(list(rates.values()), dtype=np.float64)
-    scale = float(values.max())  # so that neither large nor small rates overflow
+    scale = float(values.max())  # avoids overflow and underflow of the rates
     lambda2, resistance = _spectrum(len(workers), ends, values / scale)
     chi1, chi2 = 1 / (lambda2 * scale), 0.5 * float(resistance.max()) / scale
     root = math.sqrt(chi1) * math.sqrt(chi2)
     eta = 0.5 / root if 0 < root < math.inf else math.inf
-    found = Constants(lambda2 * scale, chi1, chi2, eta, 0.5, 0.5 * math.sqrt(chi1 / chi2))
-    if not all(map(math.isfinite, (chi1, chi2, eta, found.alpha_tilde))) or eta == 0.0:
+    result = Constants(lambda2 * scale, chi1, chi2, eta, 0.5, 0.5 * math.sqrt(chi1 / chi2))
+    if not all(map(math.isfinite, (chi1, chi2, eta, result.alpha_tilde))) or eta == 0.0:
         raise ValueError(
             f"eta ({eta:g}) must be finite and more than 0, but chi1 is {chi1:g} and chi2 "
             f"{chi2:g}; use rates nearer to 1 exchange per unit time"
         )
-    return found
+    return result
 
 
 def _spectrum(
     n: int, ends: NDArray[np.intp], rates: NDArray[np.float64]
 ) -> tuple[float, NDArray[np.float64]]:
-    """Second eigenvalue of the Laplacian, and the effective resistance of every edge."""
+    """Return the second eigenvalue of the Laplacian, and the effective resistance of each edge."""
     i, j = ends.T
     laplacian = np.zeros((n, n))
     laplacian[i, j] = laplacian[j, i] = -rates
@@ -283,6 +311,6 @@ def _check_rates(rates: Rates, at: Mapping[int, int]) -> None:
     apart = parts(graph)
     if len(apart) > 1:
         raise ValueError(
-            f"topology must be connected, but falls apart into {_listed(apart)}; let one part go "
+            f"topology must be connected, but falls apart into {_as_text(apart)}; let one part go "
             "on alone, or add an edge between them"
         )

@@ -1,8 +1,9 @@
-"""Joining: how a worker finds a place in a job of gossip that runs.
+"""Protocol by which a worker joins a running gossip job.
 
-It asks any member. Who is asked tells it which worker it is, who its neighbours are and what all
-workers have agreed on, and gives it its own x. The neighbours hear of it before it connects to
-them. Nothing waits for a worker that never comes.
+A joining worker sends a request to any member. The member assigns its id and neighbours, sends the
+agreed state of the job and its own x, and notifies the neighbours before the joining worker
+connects to them. Members wait at most `silent_s` seconds for a joining worker that does not
+connect.
 """
 
 from __future__ import annotations
@@ -22,22 +23,33 @@ from offbeat.frames.greeting import Greeting
 from offbeat.frames.secret import VARIABLE as SECRET
 from offbeat.gossip.agreement import Agreement
 from offbeat.gossip.clock import Line, RoundTrip, offset_s
-from offbeat.gossip.protocol import Kind, pairs
+from offbeat.gossip.protocol import Kind, parse_edges
 from offbeat.gossip.state import Change
 from offbeat.gossip.view import Edge, Known
 
 Address = tuple[str, int]
 
-NOBODY = 0xFFFF  # in place of an id that is still to be given
-TRIPS = 8  # round trips by which clocks are compared
-AGAIN_S = 0.2  # between two questions
-GREETING_S = 20.0  # for the proof of the secret: what is no worker may wait for ever
+NO_ID = 0xFFFF  # sender id of a worker without an id
+TRIPS = 8  # round trips to measure the clock offset
+AGAIN_S = 0.2  # seconds between two requests
+# limit of the proof of the secret; the address may belong to another program, which never answers
+GREETING_S = 20.0
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker comes in: who it is, the job's first edges, those that have changed, addresses
-    of its neighbours, how constants and labels run, and how many meetings there were."""
+    """Place of a joining worker in a running job.
+
+    Attributes:
+        me: id of the joining worker.
+        first: initial edges of the job.
+        known: edges that have changed since.
+        near: addresses of the neighbours.
+        course: changes of the mixing constants.
+        line: labels as a function of the common clock.
+        agreed: current agreement.
+        held: completed reductions by channel.
+    """
 
     me: int
     first: list[Edge]
@@ -49,24 +61,24 @@ class Place:
     held: dict[int, int]
 
     def pack(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the place as JSON data."""
         near = {str(peer): address for peer, address in self.near.items()}
         return {**asdict(self), "near": near, "held": [*self.held.items()]}
 
     @staticmethod
-    def unpack(said: dict[str, Any]) -> Place:
-        """From JSON. WireError if it cannot be."""
+    def unpack(data: dict[str, Any]) -> Place:
+        """Return the place from JSON data. Raise WireError if the data is invalid."""
         try:
-            agreed = said["agreed"]
+            agreed = data["agreed"]
             return Place(
-                int(said["me"]),
-                pairs(said["first"]),
-                [tuple(known) for known in said["known"]],
-                {int(peer): (str(host), int(port)) for peer, (host, port) in said["near"].items()},
-                [Change(*change) for change in said["course"]],
-                Line(*said["line"]),
-                Agreement(**{**agreed, "edges": pairs(agreed["edges"])}),
-                {int(channel): int(count) for channel, count in said["held"]},
+                int(data["me"]),
+                parse_edges(data["first"]),
+                [tuple(known) for known in data["known"]],
+                {int(peer): (str(host), int(port)) for peer, (host, port) in data["near"].items()},
+                [Change(*change) for change in data["course"]],
+                Line(*data["line"]),
+                Agreement(**{**agreed, "edges": parse_edges(agreed["edges"])}),
+                {int(channel): int(count) for channel, count in data["held"]},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"the place that was given cannot be: {error}") from None
@@ -74,26 +86,40 @@ class Place:
 
 @dataclass(frozen=True)
 class Welcome:
-    """A place, what the common clock is ahead of this worker's own, and the state to begin with."""
+    """Answer to a joining worker.
+
+    Attributes:
+        place: place in the job.
+        ahead_s: seconds by which the common clock is ahead of the local clock.
+        luggage: initial state of the joining worker.
+    """
 
     place: Place
     ahead_s: float
     luggage: Tensor
 
 
-def ask(address: Address, secret: bytes, about: dict[str, Any], limit_s: float) -> Welcome:
-    """A place in the job of the worker at this address; asks again while that one has no time.
+def get_place(address: Address, secret: bytes, about: dict[str, Any], limit_s: float) -> Welcome:
+    """Return a place in the job of the worker at an address. Repeat the request while that worker
+    is busy.
 
-    RuntimeError if there is none: nobody is there, the secret is another one, or what it says.
+    Args:
+        address: host and port of a member.
+        secret: secret of the job.
+        about: model layout, strategy and requested id.
+        limit_s: limit of the repetition, in seconds.
+
+    Raises:
+        RuntimeError: no worker answers at the address, the secret is wrong, or the worker refuses.
     """
     end, where = time.monotonic() + limit_s, f"{address[0]}:{address[1]}"
     try:
         with socket.create_connection(address, timeout=min(limit_s, GREETING_S)) as sock:
-            said = _Talk(sock, secret)
+            client = _JoinClient(sock, secret)
             sock.settimeout(limit_s)
-            trips = [said.trip() for _ in range(TRIPS)]
+            trips = [client.round_trip() for _ in range(TRIPS)]
             while True:
-                answer = said.answer(Kind.JOIN, about)
+                answer = client.request(Kind.JOIN, about)
                 if answer.header.kind is not Kind.LATER:
                     break
                 if time.monotonic() > end:
@@ -112,8 +138,8 @@ def ask(address: Address, secret: bytes, about: dict[str, Any], limit_s: float) 
     return Welcome(Place.unpack(answer.meta), offset_s(trips), answer.body)
 
 
-class _Talk:
-    """Questions and answers over a blocking socket."""
+class _JoinClient:
+    """Requests and answers over a blocking socket, after the proof of the secret."""
 
     def __init__(self, sock: socket.socket, secret: bytes):
         self._sock, self._reader = sock, Reader(Kind, _room)
@@ -127,15 +153,15 @@ class _Talk:
             sock.sendall(greeting.outgoing)
             proved = proved or bool(greeting.outgoing)
 
-    def trip(self) -> RoundTrip:
+    def round_trip(self) -> RoundTrip:
         left_s = time.perf_counter()
-        frame = self.answer(Kind.TIME, {})
+        frame = self.request(Kind.TIME, {})
         if frame.header.kind is not Kind.TIME:
             raise WireError(str(frame.meta.get("why")))
         return RoundTrip(left_s, float(frame.meta["now_s"]), time.perf_counter())
 
-    def answer(self, kind: Kind, about: dict[str, Any]) -> Frame[Kind]:
-        self._sock.sendall(pack(kind, NOBODY, meta=about))
+    def request(self, kind: Kind, about: dict[str, Any]) -> Frame[Kind]:
+        self._sock.sendall(pack(kind, NO_ID, meta=about))
         while True:
             frame = self._reader.read(self._receive)
             if frame is not None:

@@ -1,4 +1,4 @@
-"""The graph of gossip that measured links suit best."""
+"""Search for the graph with the fastest consensus on measured links."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from offbeat.gossip.graphs import Edge, topology
 
-MOST_WORK = 1e9  # evaluations x workers^3 of a search; about ten seconds
-AT_ONCE = 64  # graphs that are evaluated together
-THRESHOLDS = 12  # graphs to begin with that leave out slow pairs
+MOST_WORK = 1e9  # limit of a search, in evaluations x workers^3; about ten seconds
+AT_ONCE = 64  # graphs per evaluation
+THRESHOLDS = 12  # initial graphs without slow pairs
 
 Matrix = NDArray[np.float64]
 Graphs = NDArray[np.bool_]  # adjacency matrices: graph, worker, worker
@@ -24,10 +24,13 @@ Graphs = NDArray[np.bool_]  # adjacency matrices: graph, worker, worker
 
 @dataclass(frozen=True)
 class Measured:
-    """A graph, exchanges per second of its edges, and the decay that they promise.
+    """Result of a search.
 
-    `decay_per_s` is 1 / sqrt(chi1 * chi2) with momentum and lambda_2 without: how fast the squared
-    consensus distance falls, roughly.
+    Attributes:
+        graph: graph of the workers.
+        rates_per_s: exchanges per second of each edge.
+        decay_per_s: approximate decay rate of the squared consensus distance: 1 / sqrt(chi1 * chi2)
+            with momentum, lambda_2 without.
     """
 
     graph: nx.Graph
@@ -46,15 +49,25 @@ def measured(
     even: bool = False,
     seed: int = 0,
 ) -> Measured:
-    """The graph and the rates with which consensus comes about fastest per second.
+    """Return the graph and the rates with the fastest consensus per second.
 
-    `pair_rate_bytes_s` and `pair_delay_s` are workers x workers, from row to column; a rate of 0
-    is a pair that cannot reach each other. A worker exchanges with one other at a time, both ways
-    at once, so an exchange takes the delay plus the bytes over the slower direction, and has both
-    network cards to itself. Edges are used equally often (as `edge_rates` has it), or slow ones
-    less often, whichever is better; with `even` only the former. `most_per_s` limits the exchanges
-    of any worker, `busy` the share of time that it spends in them. The search climbs from several
-    graphs; for up to five workers it finds the best one in tests.
+    A worker exchanges with one other worker at a time, both directions at once. An exchange takes
+    the delay plus the bytes divided by the rate of the slower direction. Either all edges are used
+    in the proportions of `edge_rates`, or slow edges less often, whichever is faster. The search
+    improves several initial graphs. For up to five workers it finds the optimum in tests.
+
+    Args:
+        pair_rate_bytes_s: bytes per second from row to column, [N, N]; 0 for an unreachable pair.
+        pair_delay_s: seconds of delay from row to column, [N, N].
+        message_bytes: bytes of an exchange in each direction.
+        most_per_s: limit of the exchanges of a worker per second.
+        busy: limit of the share of time that a worker spends in exchanges.
+        momentum: whether to optimize for A2CiD2; otherwise for AD-PSGD.
+        even: whether only the proportions of `edge_rates` are permitted.
+        seed: seed of the search.
+
+    Raises:
+        ValueError: a value is out of range, or the pairs do not connect all workers.
     """
     rate, delay = (
         _matrix("pair_rate_bytes_s", pair_rate_bytes_s),
@@ -63,19 +76,19 @@ def measured(
     _check(rate, delay, message_bytes, most_per_s, busy)
     with np.errstate(divide="ignore"):
         seconds = np.maximum(delay, delay.T) + message_bytes / np.minimum(rate, rate.T)
-    found: list[tuple[float, NDArray[np.bool_], Matrix]] = []
+    results: list[tuple[float, NDArray[np.bool_], Matrix]] = []
     for alike in (True,) if even else (True, False):
         search = _Search(seconds, most_per_s, busy, momentum, alike)
-        one, decay = search.climb(search.begins(), np.random.default_rng(seed))
-        found.append((decay, one, search.rates(one[None])[0]))
-    decay, best, rates = max(found, key=lambda one: one[0])
+        one, decay = search.climb(search.starts(), np.random.default_rng(seed))
+        results.append((decay, one, search.rates(one[None])[0]))
+    decay, best, rates = max(results, key=lambda one: one[0])
     edges = [(int(i), int(j)) for i, j in np.argwhere(np.triu(best))]
     graph = nx.Graph(edges)
     return Measured(graph, {edge: float(rates[edge]) for edge in edges}, decay)
 
 
 class _Search:
-    """Graphs of some workers, their rates, their decay, and better ones nearby."""
+    """Search state: rates and decay of graphs, initial graphs, and improvements of a graph."""
 
     def __init__(
         self, seconds: Matrix, most_per_s: float, busy: float, momentum: bool, even: bool
@@ -84,13 +97,17 @@ class _Search:
         self.seconds, self.momentum = seconds, momentum
         self.most_per_s, self.busy = most_per_s, busy
         with np.errstate(divide="ignore"):
-            self.alone = np.minimum(busy / seconds, most_per_s)  # rate of a worker's only edge
+            # rate of an edge that is the only edge of both ends
+            self.alone = np.minimum(busy / seconds, most_per_s)
         self.usable = np.isfinite(seconds) & ~np.eye(self.n, dtype=bool)
         self.left = int(max(MOST_WORK / self.n**3, AT_ONCE))
 
     def rates(self, graphs: Graphs) -> Matrix:
-        """Exchanges per second, as many as fit. `even`: in the proportions of `edge_rates`; else
-        every worker divides its time equally, and the end with less time for an edge decides."""
+        """Return the highest exchange rates per second, [graphs, N, N].
+
+        With `even` the rates have the proportions of `edge_rates`. Otherwise each worker divides
+        its time equally among its edges, and the end with less time determines the rate of an edge.
+        """
         degree = np.maximum(graphs.sum(axis=2), 1)
         one, other = degree[:, :, None], degree[:, None, :]
         if self.even:
@@ -105,7 +122,9 @@ class _Search:
         return rates * room[:, None, None]
 
     def decays(self, graphs: Graphs) -> Matrix:
-        """Of the squared consensus distance per second; 0 where a graph falls apart."""
+        """Return the decay of the squared consensus distance per second, [graphs]; 0 for a
+        partitioned graph.
+        """
         self.left -= len(graphs)
         rates = self.rates(graphs)
         scale = rates.max(axis=(1, 2))
@@ -125,11 +144,13 @@ class _Search:
         chi2 = 0.5 * np.where(graphs, resistance, 0.0).max(axis=(1, 2))
         return np.sqrt(least / np.where(apart, 1.0, chi2)) * scale
 
-    def begins(self) -> Graphs:
-        """All pairs; fast pairs only; the fastest tree, ring, torus; a star; few steps to all."""
+    def starts(self) -> Graphs:
+        """Return initial graphs: all pairs, fast pairs, and the fastest tree, ring, torus, star and
+        exponential graph.
+        """
         pairs = np.sort(self.seconds[np.triu(self.usable)])
         limits = {pairs[int(k)] for k in np.linspace(0, len(pairs) - 1, THRESHOLDS)}
-        found = [self.usable & (self.seconds <= limit) for limit in sorted(limits)]
+        graphs = [self.usable & (self.seconds <= limit) for limit in sorted(limits)]
         complete = nx.Graph()
         for i, j in np.argwhere(np.triu(self.usable)):
             complete.add_edge(int(i), int(j), weight=self.seconds[i, j])
@@ -141,20 +162,22 @@ class _Search:
         tree = self._adjacency(nx.minimum_spanning_tree(complete).edges)
         hub = int(np.where(self.usable, self.seconds, 0.0).sum(axis=1).argmin())
         star = self._adjacency((hub, other) for other in range(self.n) if other != hub)
-        order = self._tour()
+        order = self._nearest_order()
         exponential = topology("exponential", self.n)
         spread = self._adjacency((order[i], order[j]) for i, j in exponential.edges)
         ring = self._adjacency(zip(order, [*order[1:], order[0]], strict=True))
         shapes = [star, spread, ring]
-        with suppress(ValueError):  # it does not fit every number of workers
+        with suppress(ValueError):  # a torus is impossible for some numbers of workers
             torus = topology("torus", self.n)
             shapes.append(self._adjacency((order[i], order[j]) for i, j in torus.edges))
         whole = [nx.is_connected(nx.from_numpy_array(shape)) for shape in shapes]
-        found += [one if ok else one | tree for one, ok in zip(shapes, whole, strict=True)]
-        return np.array([*found, tree])
+        graphs += [one if ok else one | tree for one, ok in zip(shapes, whole, strict=True)]
+        return np.array([*graphs, tree])
 
-    def _tour(self) -> list[int]:
-        """All workers, each followed by the fastest one to reach that is left."""
+    def _nearest_order(self) -> list[int]:
+        """Return all workers in nearest-neighbour order: each is followed by the fastest remaining
+        one.
+        """
         order = [0]
         while len(order) < self.n:
             left = [other for other in range(self.n) if other not in order]
@@ -167,12 +190,12 @@ class _Search:
             found[i, j] = found[j, i] = i != j
         return found & self.usable
 
-    def climb(self, begins: Graphs, rng: np.random.Generator) -> tuple[NDArray[np.bool_], float]:
-        """The best graph found from the three best to begin with, and its decay."""
-        decays = self.decays(begins)
-        best = begins[int(decays.argmax())], float(decays.max())
+    def climb(self, starts: Graphs, rng: np.random.Generator) -> tuple[NDArray[np.bool_], float]:
+        """Improve the three best initial graphs. Return the best result and its decay."""
+        decays = self.decays(starts)
+        best = starts[int(decays.argmax())], float(decays.max())
         for place in np.argsort(-decays, kind="stable")[:3]:
-            found = self._climb(begins[place], float(decays[place]), rng)
+            found = self._climb(starts[place], float(decays[place]), rng)
             if found[1] > best[1]:
                 best = found
         return best
@@ -180,7 +203,7 @@ class _Search:
     def _climb(
         self, graph: NDArray[np.bool_], decay: float, rng: np.random.Generator
     ) -> tuple[NDArray[np.bool_], float]:
-        """Take better neighbours until there is none, or no work is left."""
+        """Move to better neighbouring graphs until there is none or the work limit is reached."""
         better = True
         while better:
             better = False
@@ -196,18 +219,20 @@ class _Search:
     def _neighbours(
         self, graph: NDArray[np.bool_], rng: np.random.Generator
     ) -> Iterator[NDArray[np.bool_]]:
-        """Graphs with an edge more or less; then those in which one end of an edge has moved."""
+        """Yield graphs with one edge more or less, then graphs in which one end of an edge is
+        moved.
+        """
         pairs = np.argwhere(np.triu(self.usable))
         rng.shuffle(pairs)
         for i, j in pairs.tolist():
-            yield _toggled(graph, (i, j))
+            yield _toggle_edges(graph, (i, j))
         for i, j in pairs[graph[pairs[:, 0], pairs[:, 1]]].tolist():
             for stays, moves in ((i, j), (j, i)):
                 for to in np.flatnonzero(self.usable[stays] & ~graph[stays]).tolist():
-                    yield _toggled(graph, (stays, moves), (stays, to))
+                    yield _toggle_edges(graph, (stays, moves), (stays, to))
 
 
-def _toggled(graph: NDArray[np.bool_], *edges: Edge) -> NDArray[np.bool_]:
+def _toggle_edges(graph: NDArray[np.bool_], *edges: Edge) -> NDArray[np.bool_]:
     other = graph.copy()
     for i, j in edges:
         other[i, j] = other[j, i] = not graph[i, j]
@@ -215,7 +240,11 @@ def _toggled(graph: NDArray[np.bool_], *edges: Edge) -> NDArray[np.bool_]:
 
 
 def _matrix(name: str, values: ArrayLike) -> Matrix:
-    """Off its diagonal; ValueError unless square, with numbers of at least 0."""
+    """Return the values as a matrix with ones on the diagonal.
+
+    Raises:
+        ValueError: the values are not square, or negative.
+    """
     matrix = np.array(values, dtype=np.float64)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or len(matrix) < 2:
         raise ValueError(

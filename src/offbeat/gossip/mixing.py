@@ -1,11 +1,12 @@
-"""Mixing: what A2CiD2 does to a worker's flat arrays, in place; NumPy and torch alike.
+"""Arithmetic of A2CiD2 on the flat arrays of a worker, in place, for NumPy and torch.
 
-A worker has parameters x and a second copy of them, x~ (`tilde`), which gossip moves further.
-Between two events they approach each other. Everything is linear, so an exchange that is known late
-has the effect that it would have had at its time, moved on to now (`jump`).
+A worker has parameters x and a second copy x~ (`tilde`), which an exchange moves further than x.
+Between two events x and x~ approach each other. All operations are linear. An exchange that is
+applied late therefore has the effect of an exchange at its own time, mixed up to the present
+(`jump`).
 
 Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023, Algorithm 1, with the exchange after the
-mixing. AD-PSGD (Lian et al., ICML 2018) is the same without x~ and with eta = 0.
+    mixing. AD-PSGD (Lian et al., ICML 2018) is the case without x~ and with eta = 0.
 """
 
 from __future__ import annotations
@@ -17,8 +18,14 @@ from offbeat.core.codecs.pieces import pieces
 
 
 def mix(x: Any, tilde: Any, eta: float, dt: float) -> None:
-    """`s = (x + x~)/2; d = (x - x~)/2 exp(-2 eta dt); x, x~ = s + d, s - d`. `dt` is in units of
-    a gradient's time; if negative, so much mixing is taken back."""
+    """Mix x and x~: `s = (x + x~)/2; d = (x - x~)/2 exp(-2 eta dt); x, x~ = s + d, s - d`.
+
+    Args:
+        x: parameters, flat.
+        tilde: second copy of the parameters, of the same size.
+        eta: mixing rate per unit of time.
+        dt: units of time, in mean gradient times. A negative `dt` reverts mixing.
+    """
     share = -math.expm1(-2 * eta * dt) / 2
     if share == 0:
         return
@@ -30,15 +37,23 @@ def mix(x: Any, tilde: Any, eta: float, dt: float) -> None:
 
 
 def jump(alpha: float, alpha_tilde: float, eta: float, dt: float) -> tuple[float, float]:
-    """`(a, a~)`: of an exchange of `dt` ago, x and x~ lose a m and a~ m now."""
+    """Return `(a, a~)`, the factors of an exchange `dt` units ago: x loses a m and x~ loses a~ m
+    now.
+    """
     assert dt >= 0, dt
     half = (alpha - alpha_tilde) / 2 * -math.expm1(-2 * eta * dt)
     return alpha - half, alpha_tilde + half
 
 
 def exchange(x: Any, tilde: Any | None, m: Any, factors: tuple[float, float]) -> None:
-    """`x -= a m; x~ -= a~ m` with what the exchange found, m = x - x of the partner; without x~
-    only the first."""
+    """Apply an exchange: `x -= a m; x~ -= a~ m`.
+
+    Args:
+        x: parameters, flat.
+        tilde: second copy of the parameters, or None.
+        m: x of this worker minus x of its partner.
+        factors: `(a, a~)`, as `jump` returns them.
+    """
     a, a_tilde = factors
     for piece in pieces(x):
         one, found = x[piece], m[piece]
@@ -49,7 +64,9 @@ def exchange(x: Any, tilde: Any | None, m: Any, factors: tuple[float, float]) ->
 
 
 def follow(tilde: Any, x: Any, before: Any) -> None:
-    """A gradient event on x~, after the optimizer has made x of `before`: `x~ += x - before`."""
+    """Apply a gradient event to x~: `x~ += x - before`, where the optimizer step has changed
+    `before` to x.
+    """
     for piece in pieces(x):
         other = tilde[piece]
         other += x[piece] - before[piece]

@@ -1,14 +1,15 @@
-"""Pairing: who exchanges with whom, decided between two workers; no sockets, no clock.
+"""Pairing of two workers for an exchange, as a state machine without sockets and without a clock.
 
-A wish is for an exchange with one neighbour. A worker that rests asks the neighbour whose turn it
-is. The asked one accepts if it rests. Else it says that it is busy, and it is now its turn to ask,
-when it rests. So exactly one of the two has the duty to ask, wishes are served in their order, and
-a busy pair cannot keep the others out.
+An idle worker sends a request to the neighbour that is first in its queue. The neighbour accepts if
+it is idle. Otherwise it answers BUSY and queues a request of its own to the sender. Of the two,
+exactly one therefore has to send the next request. Requests are served in order, and a busy pair
+cannot block its neighbours.
 
-Why nobody waits for ever: only an asker waits for a word. The asked one answers at once, whatever
-it is doing, unless it asks the asker itself. These two resolve it alike without another word: the
-ask of the smaller id stands, the other one forgets its own and accepts. So a chain of waits is one
-long. An exchange that has begun depends on its two partners alone.
+No deadlock is possible: only the sender of a request waits for an answer. The receiver answers at
+once, except if it has itself sent a request to the sender. Both workers resolve this case without
+another message: the request of the smaller id is valid, and the worker with the larger id drops its
+own request and accepts. A chain of waiting workers therefore has length one. An exchange that has
+begun depends on its two partners only.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class Word(Enum):
-    """What is said between neighbours."""
+class Signal(Enum):
+    """Signal between two neighbours."""
 
     ASK = "ask"
     YES = "yes"
@@ -26,108 +27,127 @@ class Word(Enum):
 
 
 @dataclass(frozen=True)
-class Say:
-    """Send this word to this neighbour."""
+class Send:
+    """Action: send a signal to a neighbour."""
 
     to: int
-    word: Word
+    word: Signal
 
 
 @dataclass(frozen=True)
 class Begin:
-    """Exchange with this neighbour, from now on until `done`; `accepted`: it had asked."""
+    """Action: begin an exchange with `partner`. It ends with `end_exchange`.
+
+    Attributes:
+        partner: neighbour that takes part in the exchange.
+        accepted: whether the partner has sent the request.
+    """
 
     partner: int
     accepted: bool
 
 
-Act = Say | Begin
+Action = Send | Begin
 
 
 @dataclass
 class Pairing:
-    """One worker's side. Every method returns what is to be done, in order."""
+    """Pairing state of one worker. Methods return the actions to perform, in order.
+
+    Attributes:
+        me: id of this worker.
+        neighbours: ids of connected neighbours.
+        duties: neighbours to which this worker has to send a request, in order.
+        waiting: neighbours that have to send a request to this worker.
+        asked: receiver of the request that is not yet answered.
+        partner: neighbour of the exchange in progress.
+        paused: whether this worker neither begins nor accepts exchanges.
+    """
 
     me: int
     neighbours: set[int]
-    duties: list[int] = field(default_factory=list)  # whom to ask, in order
-    waiting: set[int] = field(default_factory=set)  # whose turn it is to ask this worker
+    duties: list[int] = field(default_factory=list)
+    waiting: set[int] = field(default_factory=set)
     asked: int | None = None
     partner: int | None = None
-    paused: bool = False  # begins nothing and accepts nothing
+    paused: bool = False
 
     @property
-    def resting(self) -> bool:
-        """Neither asking nor exchanging."""
+    def is_idle(self) -> bool:
+        """Return whether this worker neither awaits an answer nor exchanges."""
         return self.asked is None and self.partner is None
 
-    def wish(self, peer: int) -> list[Act]:
-        """An exchange with this neighbour is wanted; not heard if one waits or is under way."""
+    def request(self, peer: int) -> list[Action]:
+        """Queue an exchange with a neighbour, unless one is queued, requested or in progress."""
         if peer in self.neighbours and peer not in (*self.waiting, self.asked, self.partner):
-            self._owe(peer)
-        return self._rest()
+            self._queue_request(peer)
+        return self._send_next_request()
 
-    def hear(self, peer: int, word: Word) -> list[Act]:
-        """A neighbour has said this. ValueError for an answer to no question."""
-        if word is Word.ASK:
-            return self._asked_by(peer)
+    def receive(self, peer: int, word: Signal) -> list[Action]:
+        """Process a signal of a neighbour.
+
+        Raises:
+            ValueError: the signal is an answer, but this worker has not sent a request to `peer`.
+        """
+        if word is Signal.ASK:
+            return self._on_request(peer)
         if self.asked != peer:
             raise ValueError(f"{word.value} of {peer} answers nothing")
         self.asked = None
-        if word is Word.BUSY:
+        if word is Signal.BUSY:
             self.waiting.add(peer)
-            return self._rest()
+            return self._send_next_request()
         return [self._begin(peer, accepted=False)]
 
-    def done(self) -> list[Act]:
-        """The exchange is over, whichever way."""
+    def end_exchange(self) -> list[Action]:
+        """End the exchange in progress, whether complete or not."""
         self.partner = None
-        return self._rest()
+        return self._send_next_request()
 
-    def join(self, peer: int) -> None:
-        """A neighbour can be talked to."""
+    def add_neighbour(self, peer: int) -> None:
+        """Add a connected neighbour."""
         self.neighbours.add(peer)
 
-    def leave(self, peer: int) -> list[Act]:
-        """A neighbour cannot be talked to any more; nothing that was said to it counts."""
+    def remove_neighbour(self, peer: int) -> list[Action]:
+        """Remove a disconnected neighbour and all signals and exchanges with it."""
         self.neighbours.discard(peer)
-        self._settled(peer)
+        self._clear_requests(peer)
         self.asked = None if self.asked == peer else self.asked
         self.partner = None if self.partner == peer else self.partner
-        return self._rest()
+        return self._send_next_request()
 
-    def pause(self, *, paused: bool) -> list[Act]:
-        """Begin nothing more; or begin again."""
+    def pause(self, *, paused: bool) -> list[Action]:
+        """Stop beginning and accepting exchanges, or continue."""
         self.paused = paused
-        return self._rest()
+        return self._send_next_request()
 
-    def _asked_by(self, peer: int) -> list[Act]:
+    def _on_request(self, peer: int) -> list[Action]:
         if self.asked == peer and self.me < peer:
-            return []  # the own ask stands, and the other one will see it
-        if self.asked == peer or (self.resting and not self.paused):
+            return []  # the request of the smaller id is valid; the peer accepts it
+        if self.asked == peer or (self.is_idle and not self.paused):
             self.asked = None
-            return [Say(peer, Word.YES), self._begin(peer, accepted=True)]
+            return [Send(peer, Signal.YES), self._begin(peer, accepted=True)]
         self.waiting.discard(peer)
-        self._owe(peer)
-        return [Say(peer, Word.BUSY)]
+        self._queue_request(peer)
+        return [Send(peer, Signal.BUSY)]
 
     def _begin(self, peer: int, *, accepted: bool) -> Begin:
         self.partner = peer
-        self._settled(peer)
+        self._clear_requests(peer)
         return Begin(peer, accepted)
 
-    def _owe(self, peer: int) -> None:
+    def _queue_request(self, peer: int) -> None:
         if peer not in self.duties:
             self.duties.append(peer)
 
-    def _settled(self, peer: int) -> None:
+    def _clear_requests(self, peer: int) -> None:
         self.waiting.discard(peer)
         if peer in self.duties:
             self.duties.remove(peer)
 
-    def _rest(self) -> list[Act]:
-        """If there is nothing to do: ask whose turn it is."""
-        if not self.resting or self.paused or not self.duties:
+    def _send_next_request(self) -> list[Action]:
+        """Request the first queued exchange if this worker is idle."""
+        if not self.is_idle or self.paused or not self.duties:
             return []
         self.asked = self.duties.pop(0)
-        return [Say(self.asked, Word.ASK)]
+        return [Send(self.asked, Signal.ASK)]

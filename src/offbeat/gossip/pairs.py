@@ -1,4 +1,4 @@
-"""Measuring pairs: what an exchange between any two ranks takes, all pairs in turn."""
+"""Measurement of the links between all pairs of ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from offbeat.core.transport.control import Control
 
-TRIPS = 4  # of one number, the first one does not count
-MOST_BYTES = 1 << 18  # one way
+TRIPS = 4  # measurements of the delay; the first one is discarded
+MOST_BYTES = 1 << 18  # largest message of a measurement, in each direction
 
 Matrix = NDArray[np.float64]
 
 
 def measure_pairs(control: Control, message_bytes: int) -> tuple[Matrix, Matrix]:
-    """`(bytes per second, seconds of delay)` between all ranks, of messages both ways at once.
+    """Return `(bytes per second, seconds of delay)` between all ranks, each as a matrix [N, N].
 
-    Every rank must call it. As many pairs as possible are measured at a time, as they gossip, with
-    messages of 256 KiB at most.
+    Every rank must call it. Both ranks of a pair send at the same time, and as many pairs as
+    possible are measured at the same time, as in gossip. Messages have at most 256 KiB.
     """
     size = control.world_size
     rate, delay = np.full((2, size), np.inf)
@@ -32,7 +32,7 @@ def measure_pairs(control: Control, message_bytes: int) -> tuple[Matrix, Matrix]
         torch.zeros(max(1, min(message_bytes, MOST_BYTES) // 4), dtype=torch.float32, device="cpu"),
     )
     for partner in partners(control.rank, size):
-        control.gather(None)  # begin together
+        control.gather(None)  # all ranks begin each round together
         if partner is None:
             continue
         least_s = min([_swap(control, partner, small) for _ in range(TRIPS)][1:])
@@ -44,8 +44,9 @@ def measure_pairs(control: Control, message_bytes: int) -> tuple[Matrix, Matrix]
 
 
 def partners(rank: int, size: int) -> Iterator[int | None]:
-    """A rank's partner in every round of a tournament in which each meets each once; None: it
-    rests."""
+    """Yield the partner of a rank in each round of a round-robin tournament; None in a round
+    without one.
+    """
     seats = size + size % 2
     for turn in range(seats - 1):
         if rank == seats - 1:
@@ -57,7 +58,7 @@ def partners(rank: int, size: int) -> Iterator[int | None]:
 
 
 def _swap(control: Control, partner: int, mine: Tensor) -> float:
-    """Seconds that it takes to send this and to get as much."""
+    """Return the seconds to send a tensor and to receive one of the same size."""
     theirs, start = torch.empty_like(mine), time.perf_counter()
     sending = dist.isend(mine, partner, group=control.group)
     dist.recv(theirs, partner, group=control.group)

@@ -1,7 +1,8 @@
-"""Peers: connections to the neighbours, on one thread that sleeps while there is nothing to do.
+"""Connections of a worker to its neighbours, handled by one thread.
 
-Of two neighbours the larger id connects, and connects again when a connection breaks. Nothing is
-parsed before the other end has proved the job's secret; the first frame is its HELLO.
+Of two neighbours the one with the larger id connects, and reconnects after a disconnection. No
+frame is parsed before the other end has proved that it has the secret of the job. The first frame
+is HELLO.
 """
 
 from __future__ import annotations
@@ -21,47 +22,58 @@ from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.frames.greeting import Greeting
 from offbeat.gossip.protocol import Kind
 
-AGAIN_S = 0.3  # between two tries to connect; longer after the first ones
-MOST_AGAIN_S = 5.0
-MOST_STRANGERS = 64
-BEATS = 4  # signs of life within the time after which a neighbour counts as silent
+RETRY_S = 0.3  # seconds between two attempts to connect; grows with each attempt
+MAX_RETRY_S = 5.0
+MAX_UNIDENTIFIED = 64
+HEARTBEATS = 4  # heartbeats per `silent_s` seconds
 NOTHING = memoryview(b"")
-GUESTS = (Kind.TIME, Kind.JOIN)  # what may be asked instead of a HELLO
+STRANGER_KINDS = (Kind.TIME, Kind.JOIN)  # requests of workers that are not neighbours
 
 Address = tuple[str, int]
 
 
 class Listener(ABC):
-    """Who is told what neighbours do."""
+    """Receiver of events of the connections."""
 
     @abstractmethod
     def hello(self, peer: int) -> dict[str, Any]:
-        """What to say first to this neighbour."""
+        """Return the metadata of the HELLO to a neighbour."""
 
     @abstractmethod
-    def came(self, peer: int, said: dict[str, Any]) -> None:
-        """It can be talked to; what it said first. WireError if that cannot be."""
+    def on_connect(self, peer: int, hello: dict[str, Any]) -> None:
+        """Process the HELLO of a neighbour that has connected. Raise WireError if it is invalid."""
 
     @abstractmethod
-    def went(self, peer: int, why: str) -> None:
-        """It cannot be talked to any more."""
+    def on_disconnect(self, peer: int, why: str) -> None:
+        """Process the disconnection of a neighbour."""
 
     @abstractmethod
-    def guest(self, frame: Frame[Kind]) -> tuple[bytes, memoryview | None]:
-        """The answer to somebody who asks and is no neighbour. WireError to refuse."""
+    def answer_stranger(self, frame: Frame[Kind]) -> tuple[bytes, memoryview | None]:
+        """Return the answer to a worker that is not a neighbour. Raise WireError to refuse it."""
 
     @abstractmethod
-    def room(self, peer: int, header: Header[Kind]) -> tuple[Any, memoryview]:
-        """Where a frame's body goes; WireError if it is not welcome."""
+    def body_buffer(self, peer: int, header: Header[Kind]) -> tuple[Any, memoryview]:
+        """Return an object and its memory for the body of a frame. Raise WireError if the frame is
+        not expected.
+        """
 
     @abstractmethod
-    def heard(self, peer: int, frame: Frame[Kind]) -> None:
-        """A frame has arrived. WireError if it cannot be."""
+    def on_frame(self, peer: int, frame: Frame[Kind]) -> None:
+        """Process a frame. Raise WireError if it is invalid."""
 
 
 @dataclass(eq=False)
-class _Line:
-    """One connection: first a proof, then a HELLO, then frames of `peer`."""
+class _Peer:
+    """One connection, in three phases: proof of the secret, HELLO, frames.
+
+    Attributes:
+        sock: socket of the connection.
+        greeting: proof of the secret.
+        peer: id of the neighbour; None until known.
+        connecting: whether the socket is still connecting.
+        connection: frames of the connection; None before the proof is complete.
+        came_s: local monotonic time of the creation.
+    """
 
     sock: socket.socket
     greeting: Greeting
@@ -72,9 +84,17 @@ class _Line:
 
 
 class Peers:
-    """The neighbours of worker `me`, at these addresses, and the socket at which they find it.
+    """Connections of worker `me` to its neighbours.
 
-    If it `joins`, it connects to all of them at first: they do not know where it is.
+    Args:
+        me: id of this worker.
+        secret: secret of the job.
+        neighbours: addresses of the neighbours.
+        door: socket on which neighbours connect to this worker.
+        silent_s: seconds without a frame after which a connection is closed.
+        listener: receiver of events.
+        joins: whether this worker joins a running job. It then connects to all neighbours, because
+            its address is unknown to them.
     """
 
     def __init__(
@@ -90,159 +110,166 @@ class Peers:
     ):
         self.me, self._secret, self._silent_s = me, secret, silent_s
         self._addresses, self._listener = dict(neighbours), listener
-        self._lines: dict[int, _Line] = {}  # of neighbours that can be talked to
-        self._others: set[_Line] = set()  # that are not yet known
+        self._connections: dict[int, _Peer] = {}  # connections of neighbours, by id
+        self._pending: set[_Peer] = set()  # connections without a HELLO
         self._tries = dict.fromkeys(neighbours, 0)
-        self._again_s = dict.fromkeys((n for n in neighbours if n < me or joins), 0.0)
+        self._retry_at_s = dict.fromkeys((n for n in neighbours if n < me or joins), 0.0)
         self._sent_before = 0
         self._selector = selectors.DefaultSelector()
-        self._wakes, self._woken = socket.socketpair()
-        for sock in (door, self._woken):
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        for sock in (door, self._wake_receiver):
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
         self._door = door
 
-    # ---- from any thread --------------------------------------------------------------------
+    # ---- called from any thread -------------------------------------------------------------
 
     def wake(self) -> None:
-        """End the wait of `turn`."""
+        """Wake the thread that waits in `process_events`."""
         with suppress(BlockingIOError, OSError):
-            self._wakes.send(b"!")
+            self._wake_sender.send(b"!")
 
     @property
     def bytes_sent(self) -> int:
-        """Over all connections."""
-        lines = list(self._lines.values())
+        """Return the bytes sent over all connections."""
+        lines = list(self._connections.values())
         return self._sent_before + sum(n.connection.bytes_sent for n in lines if n.connection)
 
-    # ---- from its thread --------------------------------------------------------------------
+    # ---- called from the gossip thread ------------------------------------------------------
 
-    def turn(self, wait_s: float) -> None:
-        """Wait for something to happen, so long at most, and see to it."""
+    def process_events(self, wait_s: float) -> None:
+        """Wait for at most `wait_s` seconds for events of the sockets, and process them."""
         for key, events in self._selector.select(max(0.0, min(wait_s, self._due_s()))):
-            if key.fileobj is self._woken:
+            if key.fileobj is self._wake_receiver:
                 with suppress(BlockingIOError):
-                    self._woken.recv(4096)
+                    self._wake_receiver.recv(4096)
             elif key.fileobj is self._door:
                 self._accept()
             else:
                 self._handle(key.data, events)
-        self._look_round()
+        self._check_connections()
 
     def send(self, peer: int, kind: Kind, body: memoryview | None = None, **header: Any) -> None:
-        """Queue a frame for the next turn; nothing if the neighbour is not there."""
-        line = self._lines.get(peer)
+        """Send a frame as soon as the socket accepts it. Discard it if the neighbour is not
+        connected.
+        """
+        line = self._connections.get(peer)
         if line is None or line.connection is None:
             return
         size = 0 if body is None else len(body)
         line.connection.send(pack(kind, self.me, body_bytes=size, **header), body)
-        self._await(line)
+        self._update_events(line)
 
-    def present(self) -> list[int]:
-        """Neighbours that can be talked to."""
-        return list(self._lines)
+    def reachable(self) -> list[int]:
+        """Return the connected neighbours."""
+        return list(self._connections)
 
     def drop(self, peer: int, why: str) -> None:
-        """Break the connection to this neighbour."""
-        if peer in self._lines:
-            self._break(self._lines[peer], why)
+        """Close the connection to a neighbour."""
+        if peer in self._connections:
+            self._disconnect(self._connections[peer], why)
 
     def expect(self, peer: int, address: Address | None = None) -> None:
-        """This worker may come, or is to be found there now."""
+        """Accept connections of a neighbour, and store its new address."""
         self._tries.setdefault(peer, 0)
         if address is not None:
             self._addresses[peer] = address
 
-    def forget(self, peer: int) -> None:
-        """Never connect to this one again."""
-        self._again_s.pop(peer, None)
+    def stop_reconnecting(self, peer: int) -> None:
+        """Stop connecting to a neighbour."""
+        self._retry_at_s.pop(peer, None)
 
     def drain(self, limit_s: float) -> None:
-        """Hand what is queued to the system, for so long at most."""
+        """Write queued frames to the sockets for at most `limit_s` seconds."""
         end = time.monotonic() + limit_s
         while time.monotonic() < end and not all(
-            line.connection is None or line.connection.idle for line in self._lines.values()
+            line.connection is None or line.connection.idle for line in self._connections.values()
         ):
-            self.turn(end - time.monotonic())
+            self.process_events(end - time.monotonic())
 
     def finish(self, limit_s: float) -> None:
-        """Wait until the neighbours have read everything and closed, for so long at most. Closing
-        with bytes unread would take back what they have not read."""
-        self._again_s = {}
+        """Wait for at most `limit_s` seconds until all neighbours have closed their connections.
+
+        Closing a socket with unread bytes would discard frames that the neighbour has not read.
+        """
+        self._retry_at_s = {}
         end = time.monotonic() + limit_s
-        while self._lines and time.monotonic() < end:
-            self.turn(end - time.monotonic())
+        while self._connections and time.monotonic() < end:
+            self.process_events(end - time.monotonic())
 
     def close(self) -> None:
-        """Close every socket."""
-        for line in [*self._lines.values(), *self._others]:
+        """Close all sockets."""
+        for line in [*self._connections.values(), *self._pending]:
             line.sock.close()
         self._selector.close()
-        for sock in (self._door, self._wakes, self._woken):
+        for sock in (self._door, self._wake_sender, self._wake_receiver):
             sock.close()
 
-    # ---- connections come -------------------------------------------------------------------
+    # ---- new connections --------------------------------------------------------------------
 
     def _accept(self) -> None:
         with suppress(OSError):
             sock, _ = self._door.accept()
-            self._begin(_Line(sock, Greeting(self._secret, asks=False)))
-        if len(self._others) > MOST_STRANGERS:
-            self._break(min(self._others, key=lambda line: line.came_s), "too many strangers")
+            self._register(_Peer(sock, Greeting(self._secret, asks=False)))
+        if len(self._pending) > MAX_UNIDENTIFIED:
+            self._disconnect(min(self._pending, key=lambda line: line.came_s), "too many strangers")
 
     def _connect(self, peer: int) -> None:
         self._tries[peer] += 1
-        wait_s = min(AGAIN_S * 1.5 ** (self._tries[peer] - 1), MOST_AGAIN_S)
-        self._again_s[peer] = time.monotonic() + wait_s
+        wait_s = min(RETRY_S * 1.5 ** (self._tries[peer] - 1), MAX_RETRY_S)
+        self._retry_at_s[peer] = time.monotonic() + wait_s
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         sock.setblocking(False)
         if sock.connect_ex(self._addresses[peer]) not in (0, errno.EINPROGRESS):
             sock.close()
             return
-        self._begin(_Line(sock, Greeting(self._secret, asks=True), peer, connecting=True))
+        self._register(_Peer(sock, Greeting(self._secret, asks=True), peer, connecting=True))
 
-    def _begin(self, line: _Line) -> None:
+    def _register(self, line: _Peer) -> None:
         line.sock.setblocking(False)
-        self._others.add(line)
+        self._pending.add(line)
         events = selectors.EVENT_WRITE if line.connecting else selectors.EVENT_READ
         self._selector.register(line.sock, events, line)
         if not line.connecting:
-            self._guarded(line, self._reply)
+            self._call_guarded(line, self._reply)
 
-    def _handle(self, line: _Line, events: int) -> None:
+    def _handle(self, line: _Peer, events: int) -> None:
         if line.connecting:
-            self._guarded(line, self._connected)
+            self._call_guarded(line, self._finish_connecting)
             return
         if events & selectors.EVENT_READ:
-            self._guarded(line, self._read)
+            self._call_guarded(line, self._read)
         if events & selectors.EVENT_WRITE:
-            self._guarded(line, self._write)
+            self._call_guarded(line, self._write)
 
-    def _guarded(self, line: _Line, act: Callable[[_Line], None]) -> None:
+    def _call_guarded(self, line: _Peer, act: Callable[[_Peer], None]) -> None:
+        """Call `act` on an open connection. Close the connection on an error, and send REFUSED on a
+        WireError.
+        """
         try:
             if self._is_open(line):
                 act(line)
         except WireError as error:
             with suppress(OSError):
                 line.sock.send(pack(Kind.REFUSED, self.me, meta={"why": str(error)}))
-            self._break(line, str(error))
+            self._disconnect(line, str(error))
         except OSError as error:
-            self._break(line, str(error) or "the connection broke")
+            self._disconnect(line, str(error) or "the connection broke")
 
-    def _is_open(self, line: _Line) -> bool:
-        return line in self._others or self._is_known(line)
+    def _is_open(self, line: _Peer) -> bool:
+        return line in self._pending or self._is_identified(line)
 
-    def _is_known(self, line: _Line) -> bool:
-        return line.peer is not None and self._lines.get(line.peer) is line
+    def _is_identified(self, line: _Peer) -> bool:
+        return line.peer is not None and self._connections.get(line.peer) is line
 
-    def _connected(self, line: _Line) -> None:
+    def _finish_connecting(self, line: _Peer) -> None:
         failed = line.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if failed:
             raise OSError(failed, "no connection")
         line.connecting = False
         self._selector.modify(line.sock, selectors.EVENT_READ, line)
 
-    def _read(self, line: _Line) -> None:
+    def _read(self, line: _Peer) -> None:
         while line.connection is None:
             try:
                 data = line.sock.recv(line.greeting.wants)
@@ -255,52 +282,52 @@ class Peers:
         for frame in line.connection.receive():
             if not self._is_open(line):
                 return
-            if line in self._others:
+            if line in self._pending:
                 self._introduce(line, frame)
             elif frame.header.kind is Kind.REFUSED:
                 raise ConnectionResetError(f"it refuses: {frame.meta.get('why')}")
             else:
-                self._listener.heard(frame.header.rank, frame)
+                self._listener.on_frame(frame.header.rank, frame)
 
-    def _reply(self, line: _Line) -> None:
-        """Send what the proof asks for; after it, the HELLO."""
+    def _reply(self, line: _Peer) -> None:
+        """Send the next part of the proof. Send HELLO once the proof is complete."""
         if line.greeting.outgoing:
             line.sock.send(line.greeting.outgoing)
         if line.greeting.wants == 0:
-            line.connection = Connection(line.sock, Kind, lambda header: self._room(line, header))
+            line.connection = Connection(line.sock, Kind, lambda header: self._buffer(line, header))
             if line.peer is not None:
                 self._say_hello(line, line.peer)
 
-    def _say_hello(self, line: _Line, peer: int) -> None:
+    def _say_hello(self, line: _Peer, peer: int) -> None:
         assert line.connection is not None
         line.connection.send(pack(Kind.HELLO, self.me, meta=self._listener.hello(peer)))
         self._write(line)
 
-    def _introduce(self, line: _Line, frame: Frame[Kind]) -> None:
-        """The other end has said who it is, or asks."""
+    def _introduce(self, line: _Peer, frame: Frame[Kind]) -> None:
+        """Process the first frame: a HELLO, or the request of a worker that is not a neighbour."""
         peer = frame.header.rank
-        if frame.header.kind in GUESTS:
+        if frame.header.kind in STRANGER_KINDS:
             assert line.connection is not None
-            line.connection.send(*self._listener.guest(frame))
+            line.connection.send(*self._listener.answer_stranger(frame))
             self._write(line)
             return
         if frame.header.kind is Kind.REFUSED:
             raise ConnectionResetError(f"it refuses: {frame.meta.get('why')}")
-        if peer in self._lines:
-            self._break(self._lines[peer], "it has connected anew")
+        if peer in self._connections:
+            self._disconnect(self._connections[peer], "it has connected anew")
         if line.peer is None:
             self._say_hello(line, peer)
-        if line not in self._others:
+        if line not in self._pending:
             return
-        self._others.discard(line)
-        line.peer, self._lines[peer], self._tries[peer] = peer, line, 0
+        self._pending.discard(line)
+        line.peer, self._connections[peer], self._tries[peer] = peer, line, 0
         if peer > self.me:
-            self._again_s.pop(peer, None)
-        self._listener.came(peer, frame.meta)
+            self._retry_at_s.pop(peer, None)
+        self._listener.on_connect(peer, frame.meta)
 
-    def _room(self, line: _Line, header: Header[Kind]) -> tuple[Any, memoryview]:
-        if line in self._others:
-            if header.kind in GUESTS and line.peer is None and not header.body_bytes:
+    def _buffer(self, line: _Peer, header: Header[Kind]) -> tuple[Any, memoryview]:
+        if line in self._pending:
+            if header.kind in STRANGER_KINDS and line.peer is None and not header.body_bytes:
                 return None, NOTHING
             if header.kind not in (Kind.HELLO, Kind.REFUSED):
                 raise WireError(f"{header.kind.name} is not expected now")
@@ -311,66 +338,66 @@ class Peers:
             raise WireError(f"worker ({header.rank}) must be {line.peer}")
         if header.kind is Kind.HELLO:
             raise WireError("HELLO is not expected now")
-        return self._listener.room(header.rank, header)
+        return self._listener.body_buffer(header.rank, header)
 
-    def _write(self, line: _Line) -> None:
+    def _write(self, line: _Peer) -> None:
         if line.connection is None:
             return
         line.connection.flush()
-        self._await(line)
+        self._update_events(line)
 
-    def _await(self, line: _Line) -> None:
-        """Wait for what the connection can go on with."""
+    def _update_events(self, line: _Peer) -> None:
+        """Wait for the socket events that the connection needs."""
         assert line.connection is not None
         if line.connection.events != self._selector.get_key(line.sock).events:
             self._selector.modify(line.sock, line.connection.events, line)
 
-    # ---- connections go ---------------------------------------------------------------------
+    # ---- closed connections -----------------------------------------------------------------
 
-    def _break(self, line: _Line, why: str) -> None:
-        known = self._is_known(line)
-        if not known and line not in self._others:
+    def _disconnect(self, line: _Peer, why: str) -> None:
+        known = self._is_identified(line)
+        if not known and line not in self._pending:
             return
-        self._others.discard(line)
+        self._pending.discard(line)
         self._selector.unregister(line.sock)
         line.sock.close()
         if line.connection is not None:
             self._sent_before += line.connection.bytes_sent
         if known:
             assert line.peer is not None
-            del self._lines[line.peer]
-            self._listener.went(line.peer, why)
+            del self._connections[line.peer]
+            self._listener.on_disconnect(line.peer, why)
 
     def _due_s(self) -> float:
-        """Seconds until somebody must be looked after."""
+        """Return the seconds until the next heartbeat, timeout or connection attempt."""
         now = time.monotonic()
-        wait_s = self._silent_s / BEATS
-        tries = [at for peer, at in self._again_s.items() if not self._known(peer)]
+        wait_s = self._silent_s / HEARTBEATS
+        tries = [at for peer, at in self._retry_at_s.items() if not self._has_connection(peer)]
         return min([wait_s, *(at - now for at in tries)])
 
-    def _known(self, peer: int) -> bool:
-        """Whether there is a connection to it, or one is being made."""
-        return peer in self._lines or any(line.peer == peer for line in self._others)
+    def _has_connection(self, peer: int) -> bool:
+        """Return whether a connection to a neighbour exists or is in progress."""
+        return peer in self._connections or any(line.peer == peer for line in self._pending)
 
-    def _look_round(self) -> None:
-        """Show signs of life, see who is silent, and connect to who is not there."""
+    def _check_connections(self) -> None:
+        """Send due heartbeats, close silent connections, and connect to missing neighbours."""
         now = time.monotonic()
-        for peer, line in list(self._lines.items()):
+        for peer, line in list(self._connections.items()):
             connection = line.connection
             assert connection is not None
             if now - connection.heard_s > self._silent_s:
-                self._break(line, f"it has been silent for {self._silent_s:g} s")
-            elif connection.idle and now - connection.spoke_s >= self._silent_s / BEATS:
+                self._disconnect(line, f"it has been silent for {self._silent_s:g} s")
+            elif connection.idle and now - connection.spoke_s >= self._silent_s / HEARTBEATS:
                 self.send(peer, Kind.BEAT)
-        for line in list(self._others):
+        for line in list(self._pending):
             spoke_s = line.connection.spoke_s if line.connection else 0.0
             if now - max(line.came_s, spoke_s) > self._silent_s:
-                self._break(line, "it has not said who it is")
-        for peer, at in list(self._again_s.items()):
-            if now >= at and not self._known(peer):
+                self._disconnect(line, "it has not said who it is")
+        for peer, at in list(self._retry_at_s.items()):
+            if now >= at and not self._has_connection(peer):
                 self._connect(peer)
 
 
-def door(address: str, backlog: int) -> socket.socket:
-    """A socket at which neighbours find this worker."""
+def open_listener(address: str, backlog: int) -> socket.socket:
+    """Return a socket on which this worker accepts connections."""
     return socket.create_server((address, 0), backlog=backlog)

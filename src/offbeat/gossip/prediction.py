@@ -1,4 +1,4 @@
-"""Meetings: who would exchange with whom and when, simulated for a strategy of gossip."""
+"""Simulated exchanges of a gossip strategy, for reports."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from offbeat.gossip.simulation import Network, Timeline, Workers, simulate
 if TYPE_CHECKING:
     from offbeat.gossip.strategies import Gossip
 
-UNITS = 100  # that are simulated
-MOST_GRADIENTS = 50_000  # of all workers together
-SHOWN = 20  # units at the end of which it is said when everything was
+UNITS = 100  # simulated units of time
+MOST_GRADIENTS = 50_000  # upper bound of simulated gradients, all workers together
+SHOWN = 20  # units at the end of the simulation whose gradients and exchanges are listed
 
 
-def meetings(strategy: Gossip, profile: Profile, ranks: Ranks, seed: int = 0) -> dict[str, Any]:
-    """JSON-ready: how often pairs meet, and the gradients and exchanges of the last units.
+def pair_stats(strategy: Gossip, profile: Profile, ranks: Ranks, seed: int = 0) -> dict[str, Any]:
+    """Return the exchanges of each pair, and gradients and exchanges of the last units, as JSON
+    data.
 
-    ValueError if the topology does not fit the workers.
+    Raises:
+        ValueError: the topology does not fit the number of workers.
     """
     size_bytes, server = message_bytes(strategy, profile), server_of(profile, 1, ranks)
     timeline = simulate(
@@ -39,7 +41,7 @@ def meetings(strategy: Gossip, profile: Profile, ranks: Ranks, seed: int = 0) ->
         gradients=MOST_GRADIENTS,
         seed=seed,
     )
-    return _said(timeline, size_bytes)
+    return _as_json(timeline, size_bytes)
 
 
 def _workers(profile: Profile, ranks: Ranks) -> Workers:
@@ -49,7 +51,9 @@ def _workers(profile: Profile, ranks: Ranks) -> Workers:
 
 
 def _graph(strategy: Gossip, server: Server, size_bytes: int) -> nx.Graph:
-    """Its topology; a measured one is that of the workers' links, as a profile knows no pairs."""
+    """Return the graph of the topology. A measured topology is computed from the links of the
+    workers, because a profile contains no links of pairs.
+    """
     workers = len(server.caps)
     if strategy.topology != "measured":
         return topology(strategy.topology, workers)
@@ -59,8 +63,11 @@ def _graph(strategy: Gossip, server: Server, size_bytes: int) -> nx.Graph:
 
 
 def message_bytes(strategy: Gossip, profile: Profile) -> int:
-    """What an exchange sends each way, but for the first one of an edge, which has no codes yet.
-    The profile's sizes are taken for those of float32."""
+    """Return the bytes of an exchange in each direction, with the bucket sizes of the profile as
+    sizes in float32.
+
+    The first exchange of an edge sends more, because no codes are possible without anchors.
+    """
     total, codec = sum(bucket.size_bytes for bucket in profile.buckets), strategy.codec
     if codec is not None:
         return codec.bytes_of(math.ceil(total / ELEMENT_BYTES))
@@ -68,7 +75,9 @@ def message_bytes(strategy: Gossip, profile: Profile) -> int:
 
 
 def _coding_s(strategy: Gossip, profile: Profile) -> float:
-    """Of an exchange: each end encodes its own, and decodes both, as its partner does."""
+    """Return the seconds of coding per exchange: each worker encodes its own chunks and decodes
+    those of both.
+    """
     if strategy.codec is None:
         return 0.0
     speed = profile.codec_speed(strategy.codec.name)
@@ -78,7 +87,7 @@ def _coding_s(strategy: Gossip, profile: Profile) -> float:
     return passes_s + total * per_byte_s
 
 
-def _said(timeline: Timeline, size_bytes: int) -> dict[str, Any]:
+def _as_json(timeline: Timeline, size_bytes: int) -> dict[str, Any]:
     counts = timeline.exchanges()
     pairs = [(i, j) for i in range(timeline.n) for j in range(i + 1, timeline.n) if counts[i, j]]
     since_s = timeline.end_s - SHOWN * timeline.unit_s

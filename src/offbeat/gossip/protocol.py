@@ -1,4 +1,4 @@
-"""What gossiping workers say to each other."""
+"""Kinds of frames between gossiping workers, and checks of their metadata."""
 
 from __future__ import annotations
 
@@ -6,54 +6,64 @@ from enum import IntEnum
 from typing import Any
 
 from offbeat.frames.frames import WireError
-from offbeat.gossip.pairing import Word
+from offbeat.gossip.pairing import Signal
 
 
 class Kind(IntEnum):
-    """What a frame says. `clock`: the number of an exchange or of a meeting."""
+    """Kind of a frame. Its header field `clock` holds the number of an exchange or of a tree
+    reduction.
+    """
 
-    HELLO = 1  # meta: layout, life, door, whole (the last exchange with you), known (edges), held
-    ASK = 2  # shall we exchange? meta: t, anchored (the exchange that has left anchors here)
-    YES = 3  # from now on; meta: t, alpha, alpha_tilde, coded (whether the anchors are the same)
-    BUSY = 4  # not now; I shall ask you
-    CHUNK = 5  # x of the exchange's time, or its codes; shard: which chunk
-    WHOLE = 6  # all chunks have arrived
-    BEAT = 7  # I am alive
-    VIEW = 8  # meta: known, edges that have changed; held, counts of meetings
-    UP = 9  # a sum on its way to the root; shard: chunk; meta: digest, largest
-    DOWN = 10  # the result; as UP, and note
-    BYE = 11  # I leave
-    REFUSED = 12  # meta: why
-    TIME = 13  # what is the common time? meta of the answer: now_s
-    JOIN = 14  # give me a place; meta: layout, strategy, door, id
-    LATER = 15  # no time for that now
-    WELCOME = 16  # a place, and as body the state to begin with
-    MISSED = 17  # what was the result of this meeting?
-    FORGOTTEN = 18  # there is none any more
+    # meta: layout, life, door (address), whole (last complete exchange with the receiver), known
+    # (edges), held (reductions)
+    HELLO = 1
+    # request of an exchange; meta: t, anchored (exchange that left the anchors of the sender)
+    ASK = 2
+    YES = 3  # acceptance; meta: t, alpha, alpha_tilde, coded (both workers have the same anchors)
+    BUSY = 4  # refusal; the sender requests an exchange later
+    CHUNK = 5  # x at the time of the exchange, or its codes; shard: number of the chunk
+    WHOLE = 6  # the sender has received all chunks
+    BEAT = 7  # heartbeat
+    VIEW = 8  # meta: known (changed edges), held (counts of reductions)
+    UP = 9  # sum on its way to the root; shard: chunk; meta: digest, largest
+    DOWN = 10  # result; fields of UP, and note
+    BYE = 11  # the sender leaves the job
+    REFUSED = 12  # meta: why (the reason)
+    TIME = 13  # request of the common time; meta of the answer: now_s
+    JOIN = 14  # request to join the job; meta: layout, strategy, door, id
+    LATER = 15  # the receiver of JOIN is busy; try again
+    WELCOME = 16  # answer to JOIN: a place; the body is the initial state
+    MISSED = 17  # request of the result of an earlier reduction
+    FORGOTTEN = 18  # answer to MISSED: the result is no longer stored
 
 
-WORDS = {Kind.ASK: Word.ASK, Kind.YES: Word.YES, Kind.BUSY: Word.BUSY}
-KINDS = {word: kind for kind, word in WORDS.items()}
+SIGNALS = {Kind.ASK: Signal.ASK, Kind.YES: Signal.YES, Kind.BUSY: Signal.BUSY}
+KINDS = {word: kind for kind, word in SIGNALS.items()}
 
 
 def finite(value: Any) -> float:
-    """A number of a frame's meta; WireError if it is none."""
+    """Return a number from the metadata of a frame. Raise WireError unless it is finite."""
     if not isinstance(value, (int, float)) or not abs(value) < float("inf"):
         raise WireError(f"{value!r} must be a finite number")
     return float(value)
 
 
-def agreed(note: Any) -> tuple[float, list[tuple[int, int]] | None]:
-    """What the root of an agreement says: when it came about, and new edges if there are any.
-    WireError if it is not that."""
+def parse_agreement(note: Any) -> tuple[float, list[tuple[int, int]] | None]:
+    """Return the time and the new edges of an agreement; None for unchanged edges.
+
+    Raises:
+        WireError: `note` is not the note of an agreement.
+    """
     if not isinstance(note, dict):
         raise WireError("an agreement must have a note")
     edges = note.get("edges")
-    return finite(note.get("now_s")), None if edges is None else pairs(edges)
+    return finite(note.get("now_s")), None if edges is None else parse_edges(edges)
 
 
-def pairs(edges: Any) -> list[tuple[int, int]]:
-    """Edges of a frame's meta; WireError if they are none."""
+def parse_edges(edges: Any) -> list[tuple[int, int]]:
+    """Return the edges in the metadata of a frame. Raise WireError unless they are pairs of
+    integers.
+    """
     if not isinstance(edges, list) or not all(_is_pair(edge) for edge in edges):
         raise WireError("edges must be pairs of workers")
     return [(i, j) for i, j in edges]

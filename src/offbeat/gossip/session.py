@@ -1,4 +1,4 @@
-"""The session of gossip: the user's optimizer steps, and a thread exchanges meanwhile."""
+"""Training session with gossip: optimizer steps of the user, and exchanges in another thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.prepared import Position, Session
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.transport.cluster import Cluster
-from offbeat.gossip.startup import Gossiping, join
+from offbeat.gossip.startup import GossipSetup, join
 from offbeat.gossip.strategies import Gossip as GossipStrategy
 from offbeat.gossip.worker import Gossip
 
@@ -29,14 +29,16 @@ if TYPE_CHECKING:
     from offbeat.experiments.record.recorder import Recorder
     from offbeat.lab.pace import Pace
 
-WARM_UP = 2  # iterations that say nothing about a gradient's time
+WARM_UP = 2  # first iterations, whose gradient times are not recorded
 
 
 class GossipSession(Session):
-    """Trains on this worker's own parameters, which exchanges with neighbours draw together.
+    """Session that trains the parameters of this worker, while a thread exchanges them with
+    neighbours.
 
-    Whoever reads them between two iterations sees them mixed up to now. Buffers are this worker's
-    own until `consolidate`, which averages both over the living.
+    Code that reads the parameters between two iterations receives them mixed up to that time.
+    Buffers differ between workers until `consolidate`, which averages parameters and buffers over
+    all live workers.
     """
 
     alone = True
@@ -45,7 +47,7 @@ class GossipSession(Session):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        joined: Gossiping,
+        joined: GossipSetup,
         cluster: Cluster,
         recorder: Recorder | None,
         on_nonfinite: OnNonfinite,
@@ -65,20 +67,21 @@ class GossipSession(Session):
         self._watch = ParameterWatch(model)
         self._watch.attach(self._parameters, placed=False)
         self._untouched = Untouched((n, p) for n, p in model.named_parameters() if p.requires_grad)
-        self._open = False  # an iteration has begun
-        self._before = 0  # iterations of processes before this one
+        self._open = False  # whether an iteration is in progress
+        self._before = 0  # iterations of the run before this process
         self._listener: Callable[[Iteration], None] | None = None
-        self._stepped_s: float | None = None  # when the last iteration ended, if undisturbed
-        self._began_s: float | None = None  # when this iteration's forward began
+        # end of the last iteration; None after an interruption
+        self._stepped_s: float | None = None
+        self._began_s: float | None = None  # begin of the forward of this iteration
         self._done = Iteration(0, self._new_marks(), [])
         flush, load = UncopiedHook(self.flush), UncopiedHook(self._before_load)
         self._handles: list[Any] = [m.register_state_dict_pre_hook(flush) for m in model.modules()]
         self._handles.append(model.register_load_state_dict_pre_hook(load))
-        self._handles.append(model.register_forward_pre_hook(UncopiedHook(self._called)))
+        self._handles.append(model.register_forward_pre_hook(UncopiedHook(self._on_forward)))
         loaded = UncopiedHook(self._after_load)
         self._handles.append(model.register_load_state_dict_post_hook(loaded))
 
-    # ---- what the user calls ----------------------------------------------------------------
+    # ---- calls of the user ------------------------------------------------------------------
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -90,7 +93,7 @@ class GossipSession(Session):
         if pace is not None:
             pace.on_iteration_begin(self._done.number, self._done.marks.begin)
         if training:
-            self._begin()
+            self._begin_iteration()
         else:
             self.flush()
         mark = self._cluster.device.mark
@@ -111,8 +114,8 @@ class GossipSession(Session):
         marks.ready = [marks.backward_end]
         if self._gossip is not None:
             self._gossip.resume()
-        self._hear()
-        if not skip_update and self._acceptable():
+        self._report_notices()
+        if not skip_update and self._has_acceptable_gradients():
             self._optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers look at it
             self._require_untouched()
             self._state.step(self._clock.now(), self._optimizer.step)
@@ -121,20 +124,20 @@ class GossipSession(Session):
                 self._pace.updated_whole()
         marks.stepped = marks.end = mark()
         self._open = False
-        self._time()
-        self._note()
+        self._record_gradient_time()
+        self._end_iteration()
 
     def zero_grad(self, set_to_none: bool) -> None:
         self._model.zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()  # backward only accumulates anyway
+        return nullcontext()  # backward never communicates
 
     def flush(self) -> None:
-        """The parameters are mixed up to now, unless an iteration is under way."""
+        """Mix the parameters up to the present, unless an iteration is in progress."""
         if not (self._open or self._cluster.closed):
             self._stepped_s = None
-            self._state.settle(self._clock.now())
+            self._state.mix_until(self._clock.now())
 
     def traffic(self) -> dict[str, int]:
         sent = self._gossip.bytes_sent if self._gossip is not None else 0
@@ -144,28 +147,31 @@ class GossipSession(Session):
         self._listener = listener
 
     def consolidate(self, repairing: bool) -> None:
-        """Gossip rests; x and x~ become the mean over workers and both, buffers their means."""
+        """Pause gossip. Set x and x~ to the average of (x + x~)/2 over workers, and buffers to
+        their average.
+        """
         self._cluster.require_open()
         self._require_untouched()
         self._open, self._stepped_s = False, None
         if self._gossip is None:
             self.flush()
             return
-        with self._gossip.together():
+        with self._gossip.reduction_series():
             self._average(self._gossip)
-        self._hear()
+        self._report_notices()
 
     def _average(self, gossip: Gossip) -> None:
         nothing = [torch.zeros(1, dtype=torch.float32, device="cpu")]
-        gossip.meet(nothing)  # until then others may still exchange with this worker
-        t = gossip.rest(max(self._clock.now(), self._state.t))
+        # other workers may exchange with this worker until they begin this reduction
+        gossip.all_reduce(nothing)
+        t = gossip.pause_all(max(self._clock.now(), self._state.t))
         self._state.midpoint()
         buffers = [b for b in self._model.buffers() if b.numel()]
         numbers = [*map(_summand, self._flats), *(b.detach().cpu().double() for b in buffers)]
-        sums, _, workers = gossip.meet([n.reshape(-1) for n in numbers])
-        # Nobody leaves before all have it, the same bits.
-        means = gossip.alike([total / workers for total in sums])
-        self._state.put(means[: len(self._flats)], t)
+        sums, _, workers = gossip.all_reduce([n.reshape(-1) for n in numbers])
+        # No worker leaves before all workers have the same bits.
+        means = gossip.agree_on_means([total / workers for total in sums])
+        self._state.set_parameters(means[: len(self._flats)], t)
         for buffer, mean in zip(buffers, means[len(self._flats) :], strict=True):
             exact = mean if buffer.is_floating_point() else mean.round()
             buffer.copy_(exact.view(buffer.shape))
@@ -173,7 +179,7 @@ class GossipSession(Session):
     def close(self) -> None:
         if self._cluster.closed:
             return
-        if getattr(sys, "last_value", None) is None:  # else this rank is going down: at once
+        if getattr(sys, "last_value", None) is None:  # after an uncaught exception, exit at once
             self._open = False
             self.flush()
         if self._gossip is not None:
@@ -182,13 +188,13 @@ class GossipSession(Session):
         for handle in self._handles:
             handle.remove()
         if self._recorder:
-            self._write(self._recorder)
+            self._write_record(self._recorder)
         self._cluster.close()
 
     # ---- iterations -------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """A forward in training mode: of a new iteration, or again."""
+    def _begin_iteration(self) -> None:
+        """Begin an iteration at its first forward in training mode."""
         if self._open:
             return
         self._open, self._began_s = True, time.perf_counter()
@@ -196,24 +202,25 @@ class GossipSession(Session):
             self._gossip.resume()
         self._state.refresh()
 
-    def _called(self) -> None:
-        """A forward, perhaps of the user's bare module, or of a model that is trained in evaluation
-        mode."""
+    def _on_forward(self) -> None:
+        """Begin an iteration at a forward of the bare module.
+
+        For a model that is trained in evaluation mode, only record the begin of the forward.
+        """
         if self._open or self._cluster.closed or not torch.is_grad_enabled():
             return
         if self._model.training:
-            self._begin()
+            self._begin_iteration()
         self._began_s = time.perf_counter()
 
-    def _time(self) -> None:
-        """Say how long a gradient takes: from step to step, or from its forward on where something
-        else came between."""
+    def _record_gradient_time(self) -> None:
+        """Record the time from step to step, or from forward to step after an interruption."""
         now, before = time.perf_counter(), self._stepped_s or self._began_s
         self._stepped_s, self._began_s = now, None
         if self._gossip is not None and before is not None and self._done.number >= WARM_UP:
-            self._gossip.gradient(now - before)
+            self._gossip.record_gradient(now - before)
 
-    def _note(self) -> None:
+    def _end_iteration(self) -> None:
         if self._recorder:
             self._recorder.stepped(self._done.number)
             self._recorder.iteration(self._done)
@@ -222,18 +229,18 @@ class GossipSession(Session):
             self._listener(self._done)
         self._done = Iteration(self._done.number + 1, self._new_marks(), [])
 
-    def _hear(self) -> None:
-        """What the gossip thread has to say: its failure, and warnings."""
+    def _report_notices(self) -> None:
+        """Raise the error of the gossip thread, and issue its notices as warnings."""
         if self._gossip is None:
             return
         self._gossip.check()
-        for words in self._gossip.said():
+        for words in self._gossip.take_notices():
             if self._recorder:
                 self._recorder.decide(self._done.number, words, None)
             warnings.warn(words, RuntimeWarning, stacklevel=4)
 
-    def _acceptable(self) -> bool:
-        """Whether the gradients are finite, or the user does not mind."""
+    def _has_acceptable_gradients(self) -> bool:
+        """Return whether the gradients are finite or `on_nonfinite` permits other values."""
         if self._on_nonfinite == "ignore":
             return True
         if all_finite(p.grad for p in self._parameters if p.grad is not None):
@@ -288,12 +295,12 @@ class GossipSession(Session):
     def _after_load(self) -> None:
         if not self._cluster.closed:
             self._untouched.note()
-            self._state.put(self._flats, self._clock.now())
+            self._state.set_parameters(self._flats, self._clock.now())
 
     def _new_marks(self) -> Timestamps:
         return Timestamps(begin=self._cluster.device.mark())
 
-    def _write(self, recorder: Recorder) -> None:
+    def _write_record(self, recorder: Recorder) -> None:
         if self._gossip is not None:
             counts = self._gossip.counts
             recorder.notes["gossip"] = {
@@ -302,7 +309,7 @@ class GossipSession(Session):
                 "exchange_s": counts.exchange_s,
                 "unit_s": self._clock.unit_s,
                 "origin_s": recorder.origin_s + self._clock.ahead_s,  # on the common clock
-                "last": counts.since(recorder.origin_s),
+                "last": counts.last_exchanges(recorder.origin_s),
             }
         recorder.pace = self._pace.record() if self._pace else None
         if traffic := self.traffic():
@@ -310,13 +317,13 @@ class GossipSession(Session):
 
 
 def _summand(flat: Tensor) -> Tensor:
-    """What is added up on the host, with at least the digits of float32."""
+    """Return a copy on the host to be summed, at least in float32."""
     numbers = flat.detach().to("cpu", copy=True)
     return numbers.float() if numbers.dtype.itemsize < 4 else numbers
 
 
 def open_gossip_session(strategy: GossipStrategy, job: TrainingJob) -> GossipSession:
-    """Return the session of a worker after it has met the others, or those of the running job."""
+    """Return the session of a worker, connected to the other workers or to a running job."""
     pace = job.requested_pace()
     joined = join(job.model, job.optimizer, strategy, job.observation.model, job.cluster)
     if job.recorder:

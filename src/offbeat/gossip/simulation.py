@@ -1,10 +1,11 @@
-"""Gossip, event by event: when workers have their gradients and who exchanges with whom.
+"""Event simulation of gossip: times of gradients and exchanges of each worker.
 
-Every worker computes gradients without a pause. Beside that it exchanges with one other worker at
-a time. At random times (a Poisson clock) it wishes for an exchange: half as often as it has one, as
-others wish for the rest. It then takes one of the neighbours that are free, by the rates of its
-edges. If none is free the wish waits for the first one that is; only so many wishes are remembered.
-No values move here: `consensus` follows them along the timeline.
+Each worker computes gradients without interruption, and exchanges with one other worker at a time.
+A worker requests exchanges as a Poisson process, at half of its exchange rate, because its
+neighbours request the other half. For each request it selects an idle neighbour at random, in
+proportion to the rates of its edges. A request waits while the worker or all its neighbours are
+busy. A worker stores at most `remembered` requests. The simulation computes times only, no
+parameter values.
 """
 
 from __future__ import annotations
@@ -23,20 +24,25 @@ from numpy.typing import NDArray
 from offbeat.core.sim.ranks import lognormal
 from offbeat.gossip.graphs import Edge, Rates
 
-DRAWS = 256  # random numbers that are drawn together
-GRADIENT, WISH, LEAVE, LAND = range(4)  # kinds of events
+DRAWS = 256  # random numbers per call of the generator
+GRADIENT, REQUEST, TRANSFER, END = range(4)  # kinds of events
 
-# --- what is simulated ---------------------------------------------------------------------------
+# --- input
+# -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Network:
-    """What exchanges take. Each sends `message_bytes` both ways at once.
+    """Time of exchanges. Both workers of an exchange send `message_bytes` at the same time.
 
-    `nic_bytes_s`: of one host, in each direction; exchanges that pass it at the same time share it
-    equally. `edge_bytes_s`: the most that an edge carries. `delay_s`: before an exchange's bytes
-    flow. `hosts`: the host of every worker, by default its own; workers of one host do without the
-    network card.
+    Attributes:
+        message_bytes: bytes in each direction.
+        nic_bytes_s: bytes per second of the network card of a host, in each direction; one value or
+            one per host. Simultaneous exchanges share a card equally.
+        edge_bytes_s: highest bytes per second of an edge; unlimited if missing.
+        delay_s: seconds before the bytes of an exchange are sent; one value or one per edge.
+        hosts: host of each worker, by default one host per worker. Exchanges within a host use no
+            network card.
     """
 
     message_bytes: float = 0.0
@@ -66,8 +72,12 @@ class Network:
 
 @dataclass(frozen=True)
 class Workers:
-    """How long gradients take: the mean seconds of each worker, and the relative deviation of a
-    lognormal factor on them."""
+    """Durations of gradients.
+
+    Attributes:
+        gradient_s: mean seconds per gradient of each worker.
+        jitter: relative standard deviation of the lognormal factor on each gradient time.
+    """
 
     gradient_s: Sequence[float]
     jitter: float = 0.0
@@ -83,20 +93,23 @@ class Workers:
 
     @property
     def unit_s(self) -> float:
-        """The common unit of time: the mean gradient time over workers."""
+        """Return the common unit of time: the mean gradient time of all workers, in seconds."""
         return fmean(self.gradient_s)
 
     @classmethod
     def uneven(cls, n: int, *, every: int = 4, slower: float = 2.0, jitter: float = 0.0) -> Workers:
-        """Gradients of a second, and of `slower` seconds for the last worker of `every`."""
+        """Return `n` workers with 1 s per gradient, of which the last of each `every` takes
+        `slower` seconds.
+        """
         return cls([slower if i % every == every - 1 else 1.0 for i in range(n)], jitter)
 
 
-# --- what comes out ------------------------------------------------------------------------------
+# --- output
+# ----------------------------------------------------------------------------------------
 
 
 class Stretch(NamedTuple):
-    """Something that took time on a lane of one worker."""
+    """Time interval of a gradient or an exchange on a lane of one worker."""
 
     worker: int
     lane: Literal["compute", "gossip"]
@@ -108,11 +121,22 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Gradients and exchanges in the order in which they end; seconds from the start.
+    """Gradients and exchanges in the order of their ends. Gradients and exchanges that are
+    unfinished at `end_s` are missing. Times are seconds from the start.
 
-    `unit_s` is the unit of time of mixing. `exchange_by` had wished for the exchange at
-    `exchange_wished_s`. `forgotten`: wishes of each worker that came while it remembered enough. A
-    gradient or an exchange that is not finished at `end_s` is left out.
+    Attributes:
+        n: number of workers.
+        end_s: end of the simulation.
+        unit_s: unit of time of the mixing, in seconds.
+        gradient_worker: worker of each gradient, [gradients].
+        gradient_start_s: start of each gradient, [gradients].
+        gradient_end_s: end of each gradient, [gradients].
+        exchange_edge: smaller and larger worker of each exchange, [exchanges, 2].
+        exchange_by: worker that requested the exchange, [exchanges].
+        exchange_wished_s: time of the request, [exchanges].
+        exchange_start_s: start of each exchange, [exchanges].
+        exchange_end_s: end of each exchange, [exchanges].
+        forgotten: requests that each worker discarded because its queue was full, [n].
     """
 
     n: int
@@ -121,7 +145,7 @@ class Timeline:
     gradient_worker: NDArray[np.intp]
     gradient_start_s: NDArray[np.float64]
     gradient_end_s: NDArray[np.float64]
-    exchange_edge: NDArray[np.intp]  # exchange, (smaller, larger) worker
+    exchange_edge: NDArray[np.intp]
     exchange_by: NDArray[np.intp]
     exchange_wished_s: NDArray[np.float64]
     exchange_start_s: NDArray[np.float64]
@@ -133,38 +157,42 @@ class Timeline:
         return len(self.gradient_worker) + len(self.exchange_edge)
 
     def gradients(self) -> NDArray[np.intp]:
-        """How many gradients each worker has applied."""
+        """Return the number of gradients that each worker has applied, [n]."""
         return np.bincount(self.gradient_worker, minlength=self.n)
 
     def exchanges(self) -> NDArray[np.intp]:
-        """How often each worker has exchanged with each other one; symmetric."""
+        """Return the number of exchanges of each pair of workers as a symmetric matrix, [n, n]."""
         counts = np.zeros((self.n, self.n), dtype=np.intp)
         np.add.at(counts, tuple(self.exchange_edge.T), 1)
         return counts + counts.T
 
     def rates(self) -> dict[Edge, float]:
-        """Exchanges per unit time of every edge that has exchanged."""
+        """Return the exchanges per unit of time of each edge with at least one exchange."""
         counts = np.triu(self.exchanges())
         units = self.end_s / self.unit_s
         return {(int(i), int(j)): float(counts[i, j] / units) for i, j in np.argwhere(counts)}
 
     def exchanging_s(self) -> NDArray[np.float64]:
-        """Seconds that each worker has spent in exchanges."""
+        """Return the seconds that each worker has spent in exchanges, [n]."""
         seconds = self.exchange_end_s - self.exchange_start_s
         i, j = self.exchange_edge.T
         return _sums(i, seconds, self.n) + _sums(j, seconds, self.n)
 
     def waiting_s(self) -> NDArray[np.float64]:
-        """Seconds that each worker's wishes have waited, added up; its gradients went on."""
+        """Return the total waiting time of the requests of each worker in seconds, [n]. Gradients
+        do not wait.
+        """
         return _sums(self.exchange_by, self.exchange_start_s - self.exchange_wished_s, self.n)
 
     def idle_s(self) -> NDArray[np.float64]:
-        """Seconds in which each worker had no gradient to compute that was finished."""
+        """Return the seconds of each worker outside of its finished gradients, [n]."""
         seconds = self.gradient_end_s - self.gradient_start_s
         return self.end_s - _sums(self.gradient_worker, seconds, self.n)
 
     def lanes(self) -> Iterator[Stretch]:
-        """Gradients and exchanges for a picture, those of one worker in order of time."""
+        """Yield gradients and exchanges for a drawing. Intervals of the same worker are in order of
+        time.
+        """
         for worker, start, end in zip(
             self.gradient_worker.tolist(),
             self.gradient_start_s.tolist(),
@@ -183,7 +211,7 @@ class Timeline:
 
 
 def _sums(workers: NDArray[np.intp], seconds: NDArray[np.float64], n: int) -> NDArray[np.float64]:
-    """Of the seconds of each worker."""
+    """Return the sum of the seconds of each worker."""
     found = np.zeros(n)
     np.add.at(found, workers, seconds)
     return found
@@ -202,11 +230,24 @@ def simulate(
     remembered: int = 1,
     seed: int = 0,
 ) -> Timeline:
-    """Run until so many units of time are over, or all workers together have so many gradients.
+    """Simulate gossip for `units` units of time or until all workers together have computed
+    `gradients` gradients, whichever is first.
 
-    `rates`: exchanges per unit time of every edge. Without a network an exchange takes no time.
-    `remembered`: wishes that a worker keeps while nobody is free. ValueError if neither limit is
-    finite, or an edge has a worker that there is not.
+    Args:
+        rates: exchanges per unit of time of each edge.
+        workers: durations of gradients.
+        network: time of exchanges; None if exchanges take no time.
+        units: units of time to simulate.
+        gradients: gradients to simulate.
+        remembered: requests that a worker stores while none of its neighbours is idle.
+        seed: seed of the random numbers.
+
+    Returns:
+        Times of all gradients and exchanges.
+
+    Raises:
+        ValueError: neither limit is finite, a value is out of range, or an edge contains an unknown
+            worker.
     """
     if math.isinf(units) and math.isinf(gradients):
         raise ValueError("units (inf) must be finite, or gradients; say when to stop")
@@ -215,11 +256,14 @@ def simulate(
     if remembered < 1:
         raise ValueError(f"remembered ({remembered}) must be at least 1 wish")
     run = _Run(rates, workers, network or Network(), remembered, seed)
-    return run.until(units * workers.unit_s, gradients)
+    return run.run(units * workers.unit_s, gradients)
 
 
 def poisson(rates: Rates, n: int, units: float, *, seed: int = 0) -> Timeline:
-    """Exchanges alone, which take no time, of n workers; a unit is a second. Quick."""
+    """Return a timeline of exchanges only, without duration, of `n` workers. A unit is one second.
+
+    Faster than `simulate`, because exchanges are drawn all at once.
+    """
     rng = np.random.default_rng((seed, 1))
     edges, each = np.array(list(rates), dtype=np.intp), np.array(list(rates.values()))
     at_s = np.sort(rng.uniform(0, units, rng.poisson(each.sum() * units)))
@@ -231,7 +275,7 @@ def poisson(rates: Rates, n: int, units: float, *, seed: int = 0) -> Timeline:
 
 
 class _Exchange:
-    """One that runs: the bytes left at its current speed."""
+    """Exchange in progress, with its current speed and the bytes that remain."""
 
     __slots__ = (
         "by", "edge", "ends", "left_bytes", "nics", "since_s", "speed", "start_s", "version",
@@ -242,10 +286,12 @@ class _Exchange:
         self.edge, self.ends, self.nics = edge, ends, nics
         self.by, self.wished_s = by, wished_s
         self.start_s = self.since_s = self.left_bytes = self.speed = 0.0
-        self.version = 0  # of its planned end
+        self.version = 0  # number of the planned end; an END event of another version is obsolete
 
 
 class _Run:
+    """Simulation run: event queue and current state of all workers."""
+
     def __init__(
         self, rates: Rates, workers: Workers, network: Network, remembered: int, seed: int
     ) -> None:
@@ -261,80 +307,80 @@ class _Run:
         self.nics = [(hosts[i], hosts[j]) if hosts[i] != hosts[j] else () for i, j in self.edges]
         self.edge_bytes_s = [network.edge_bytes_s.get(edge, math.inf) for edge in self.edges]
         self.delay_s = [network.delay_of(edge) for edge in self.edges]
-        # Streams of their own: neither the graph nor the network changes what gradients take.
-        self._factor = _draws(np.random.default_rng((seed, 0)), workers.jitter)
-        self._gap = _gaps(np.random.default_rng((seed, 1)))
-        self._share = _shares(np.random.default_rng((seed, 2)))
-        self._agenda: list[tuple[float, int, int, int, _Exchange | None]] = []
+        # Separate random streams, so that graph and network do not change the gradient times.
+        self._factors = _jitter_factors(np.random.default_rng((seed, 0)), workers.jitter)
+        self._gaps = _exponential_gaps(np.random.default_rng((seed, 1)))
+        self._shares = _uniform_draws(np.random.default_rng((seed, 2)))
+        self._events: list[tuple[float, int, int, int, _Exchange | None]] = []
         self._ties = 0
-        # Of every worker its neighbours, each with the edge's number and rate.
-        self._around: list[dict[int, tuple[int, float]]] = [{} for _ in range(n)]
+        # neighbours of each worker, with number and rate of the edge
+        self._neighbours: list[dict[int, tuple[int, float]]] = [{} for _ in range(n)]
         for number, ((i, j), rate) in enumerate(rates.items()):
-            self._around[i][j] = self._around[j][i] = number, rate
-        totals = [sum(rate for _, rate in around.values()) for around in self._around]
-        self._every_s = [2 * workers.unit_s / total if total else math.inf for total in totals]
-        self._wishes: list[deque[float]] = [deque() for _ in range(n)]
+            self._neighbours[i][j] = self._neighbours[j][i] = number, rate
+        totals = [sum(rate for _, rate in around.values()) for around in self._neighbours]
+        self._interval_s = [2 * workers.unit_s / total if total else math.inf for total in totals]
+        self._requests: list[deque[float]] = [deque() for _ in range(n)]
         self._busy = [False] * n
         self._at_nic: list[dict[int, _Exchange]] = [{} for _ in self.nic_bytes_s]
-        self._began_s = [0.0] * n
+        self._gradient_start_s = [0.0] * n
         self._forgotten = [0] * n
         self._gradients: list[tuple[int, float, float]] = []
         self._exchanges: list[tuple[int, int, int, float, float, float]] = []
 
-    def until(self, end_s: float, gradients: float) -> Timeline:
+    def run(self, end_s: float, gradients: float) -> Timeline:
         for worker in range(self.n):
             self._compute(worker, 0.0)
-            self._wind(worker, 0.0)
+            self._schedule_request(worker, 0.0)
         while True:
-            now_s, _, kind, number, exchange = heappop(self._agenda)
+            now_s, _, kind, number, exchange = heappop(self._events)
             if now_s > end_s:
                 break
             if kind == GRADIENT:
-                self._gradients.append((number, self._began_s[number], now_s))
+                self._gradients.append((number, self._gradient_start_s[number], now_s))
                 if len(self._gradients) >= gradients:
                     end_s = now_s
                     break
                 self._compute(number, now_s)
-            elif kind == WISH:
-                self._wish(number, now_s)
-            elif kind == LEAVE:
+            elif kind == REQUEST:
+                self._on_request(number, now_s)
+            elif kind == TRANSFER:
                 assert exchange is not None
-                self._leave(exchange, now_s)
+                self._begin_transfer(exchange, now_s)
             elif exchange is not None and exchange.version == number:
-                self._land(exchange, now_s)
+                self._end_exchange(exchange, now_s)
         return self._timeline(end_s)
 
-    def _note(self, at_s: float, kind: int, number: int, exchange: _Exchange | None = None) -> None:
+    def _push(self, at_s: float, kind: int, number: int, exchange: _Exchange | None = None) -> None:
         self._ties += 1
-        heappush(self._agenda, (at_s, self._ties, kind, number, exchange))
+        heappush(self._events, (at_s, self._ties, kind, number, exchange))
 
     def _compute(self, worker: int, now_s: float) -> None:
-        self._began_s[worker] = now_s
-        self._note(now_s + self.workers.gradient_s[worker] * next(self._factor), GRADIENT, worker)
+        self._gradient_start_s[worker] = now_s
+        self._push(now_s + self.workers.gradient_s[worker] * next(self._factors), GRADIENT, worker)
 
-    def _wind(self, worker: int, now_s: float) -> None:
-        self._note(now_s + self._every_s[worker] * next(self._gap), WISH, worker)
+    def _schedule_request(self, worker: int, now_s: float) -> None:
+        self._push(now_s + self._interval_s[worker] * next(self._gaps), REQUEST, worker)
 
     # ---- pairing ----------------------------------------------------------------------------
 
-    def _wish(self, worker: int, now_s: float) -> None:
-        self._wind(worker, now_s)
-        wishes = self._wishes[worker]
+    def _on_request(self, worker: int, now_s: float) -> None:
+        self._schedule_request(worker, now_s)
+        wishes = self._requests[worker]
         if len(wishes) == self.remembered:
             self._forgotten[worker] += 1
             return
         wishes.append(now_s)
         if not self._busy[worker]:
-            self._ask(worker, now_s)
+            self._try_exchange(worker, now_s)
 
-    def _ask(self, worker: int, now_s: float) -> None:
-        """Begin an exchange with a neighbour that is free, if there is one."""
+    def _try_exchange(self, worker: int, now_s: float) -> None:
+        """Start an exchange with an idle neighbour, if there is one."""
         busy = self._busy
-        free = [(to, *edge) for to, edge in self._around[worker].items() if not busy[to]]
+        free = [(to, *edge) for to, edge in self._neighbours[worker].items() if not busy[to]]
         if not free:
             return
-        left = next(self._share) * sum(rate for *_, rate in free)
-        chosen = free[-1]  # should rounding leave nobody
+        left = next(self._shares) * sum(rate for *_, rate in free)
+        chosen = free[-1]  # rounding may leave no selection
         for one in free:
             left -= one[2]
             if left < 0:
@@ -343,55 +389,61 @@ class _Run:
         to, edge, _ = chosen
         self._start(worker, to, edge, now_s)
 
-    def _rest(self, ends: Edge, now_s: float) -> None:
-        """Two workers are free: they and those around them ask, who has waited longest first. None
-        of the two comes before the other, or its edges would be used more often."""
-        near = {*ends, *(other for worker in ends for other in self._around[worker])}
+    def _start_waiting(self, ends: Edge, now_s: float) -> None:
+        """Start waiting requests after the workers `ends` have become idle, the oldest request
+        first.
+
+        Requests of neighbours compete equally with those of `ends`. Otherwise the edges of `ends`
+        would be used more often than planned.
+        """
+        near = {*ends, *(other for worker in ends for other in self._neighbours[worker])}
         wishes = sorted(
-            (self._wishes[worker][0], worker) for worker in near if self._wishes[worker]
+            (self._requests[worker][0], worker) for worker in near if self._requests[worker]
         )
         for _, worker in wishes:
             if not self._busy[worker]:
-                self._ask(worker, now_s)
+                self._try_exchange(worker, now_s)
 
     def _start(self, by: int, to: int, edge: int, now_s: float) -> None:
         self._busy[by] = self._busy[to] = True
-        wished_s = self._wishes[by].popleft()
+        wished_s = self._requests[by].popleft()
         exchange = _Exchange(edge, self.edges[edge], self.nics[edge], by, wished_s)
         exchange.start_s = now_s
         if self.delay_s[edge] > 0:
-            self._note(now_s + self.delay_s[edge], LEAVE, 0, exchange)
+            self._push(now_s + self.delay_s[edge], TRANSFER, 0, exchange)
         else:
-            self._leave(exchange, now_s)
+            self._begin_transfer(exchange, now_s)
 
-    def _land(self, exchange: _Exchange, now_s: float) -> None:
+    def _end_exchange(self, exchange: _Exchange, now_s: float) -> None:
         for nic in exchange.nics:
             del self._at_nic[nic][exchange.edge]
-        self._share_cards(exchange.nics, now_s)
+        self._update_speeds(exchange.nics, now_s)
         i, j = exchange.ends
         self._exchanges.append((i, j, exchange.by, exchange.wished_s, exchange.start_s, now_s))
         self._busy[i] = self._busy[j] = False
-        self._rest(exchange.ends, now_s)
+        self._start_waiting(exchange.ends, now_s)
 
     # ---- network cards ----------------------------------------------------------------------
 
-    def _leave(self, exchange: _Exchange, now_s: float) -> None:
-        """Bytes begin to flow."""
+    def _begin_transfer(self, exchange: _Exchange, now_s: float) -> None:
+        """Start sending the bytes of an exchange."""
         exchange.left_bytes, exchange.since_s = self.network.message_bytes, now_s
         for nic in exchange.nics:
             self._at_nic[nic][exchange.edge] = exchange
-        self._share_cards(exchange.nics, now_s)
+        self._update_speeds(exchange.nics, now_s)
         if not exchange.nics:
-            self._flow(exchange, now_s)
+            self._update_speed(exchange, now_s)
 
-    def _share_cards(self, nics: tuple[int, ...], now_s: float) -> None:
-        """New speeds of all that pass some network cards."""
+    def _update_speeds(self, nics: tuple[int, ...], now_s: float) -> None:
+        """Update the speeds of all exchanges on some network cards."""
         for nic in nics:
             for exchange in self._at_nic[nic].values():
-                self._flow(exchange, now_s)
+                self._update_speed(exchange, now_s)
 
-    def _flow(self, exchange: _Exchange, now_s: float) -> None:
-        """The speed is the smallest share of a card on the way, and at most the edge's."""
+    def _update_speed(self, exchange: _Exchange, now_s: float) -> None:
+        """Set the speed to the smallest share of a card on the path, limited by the rate of the
+        edge.
+        """
         speed = self.edge_bytes_s[exchange.edge]
         for nic in exchange.nics:
             speed = min(speed, self.nic_bytes_s[nic] / len(self._at_nic[nic]))
@@ -402,7 +454,7 @@ class _Run:
             exchange.left_bytes = max(exchange.left_bytes - sent, 0.0)
         exchange.since_s, exchange.speed = now_s, speed
         exchange.version += 1
-        self._note(now_s + exchange.left_bytes / speed, LAND, exchange.version, exchange)
+        self._push(now_s + exchange.left_bytes / speed, END, exchange.version, exchange)
 
     # ---- the end ----------------------------------------------------------------------------
 
@@ -428,7 +480,7 @@ class _Run:
 
 
 def _hosts(network: Network, n: int) -> tuple[list[int], list[float]]:
-    """The host of every worker, and the rate of every host's network card."""
+    """Return the host of each worker, and the rate of each host's network card."""
     hosts = list(network.hosts) or list(range(n))
     if len(hosts) != n:
         raise ValueError(f"hosts ({len(hosts)} values) must have one value per worker ({n})")
@@ -441,8 +493,8 @@ def _hosts(network: Network, n: int) -> tuple[list[int], list[float]]:
     return hosts, rates
 
 
-def _draws(rng: np.random.Generator, jitter: float) -> Iterator[float]:
-    """Lognormal factors of mean 1."""
+def _jitter_factors(rng: np.random.Generator, jitter: float) -> Iterator[float]:
+    """Yield lognormal factors with mean 1."""
     while True:
         if jitter == 0:
             yield 1.0
@@ -450,13 +502,13 @@ def _draws(rng: np.random.Generator, jitter: float) -> Iterator[float]:
         yield from lognormal(rng.standard_normal(DRAWS), jitter).tolist()
 
 
-def _gaps(rng: np.random.Generator) -> Iterator[float]:
-    """Exponential times of mean 1."""
+def _exponential_gaps(rng: np.random.Generator) -> Iterator[float]:
+    """Yield exponential times with mean 1."""
     while True:
         yield from rng.exponential(size=DRAWS).tolist()
 
 
-def _shares(rng: np.random.Generator) -> Iterator[float]:
-    """From 0 to 1."""
+def _uniform_draws(rng: np.random.Generator) -> Iterator[float]:
+    """Yield uniform random numbers from 0 to 1."""
     while True:
         yield from rng.uniform(size=DRAWS).tolist()

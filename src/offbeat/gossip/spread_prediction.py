@@ -1,4 +1,4 @@
-"""Apart: workers that wait for nobody, so that each one's timeline is its own compute."""
+"""Prediction of gossip: workers never wait for each other, so each timeline is its own compute."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.separate_workers import compute_seconds, server_of
 from offbeat.core.sim.simulation import LEAST_ITERATIONS, MAX_RANKS
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
-from offbeat.gossip.prediction import meetings, message_bytes
+from offbeat.gossip.prediction import message_bytes, pair_stats
 
 if TYPE_CHECKING:
     from offbeat.gossip.strategies import Gossip
 
 
-def predict_apart(
+def predict_gossip(
     strategy: Gossip,
     profile: Profile,
     *,
@@ -27,9 +27,11 @@ def predict_apart(
     seed: int = 0,
     ranks: Ranks | None = None,
 ) -> Prediction:
-    """Prediction of gossip: nobody waits, so an iteration takes what the slowest worker computes.
-    The link carries what exchanges at their full rate send; where that takes longer than an
-    iteration there are fewer of them."""
+    """Predict gossip. The duration of an iteration is the compute time of the slowest worker.
+
+    The link carries the bytes of all exchanges at the full rate. If these take longer than an
+    iteration, the link is busy for the whole iteration and fewer exchanges happen.
+    """
     ranks = ranks or Ranks()
     ranks.fit(profile)
     least = RANDOM_ITERATIONS if any(ranks.jitters(profile)) else LEAST_ITERATIONS
@@ -66,7 +68,9 @@ def _trace(
     ends_s: NDArray[np.float64],
     notes: dict[str, Any],
 ) -> Trace:
-    """One row per worker: forward with what comes before it, backward with the update."""
+    """Return one row per worker. Forward includes other time before it, backward includes the
+    update.
+    """
     count, workers = ends_s.shape
     before_s = profile.other_s + profile.forward_s
     share = before_s / (before_s + profile.backward_s + profile.update_s)
@@ -89,7 +93,7 @@ def _trace(
 
 
 def _notes(strategy: Gossip, profile: Profile, ranks: Ranks, seed: int) -> dict[str, Any]:
-    """How many workers there are; of several, how they would exchange."""
+    """Return the number of workers and, for at least two, the simulated exchanges."""
     workers = profile.world_size
-    said = {"gossip": meetings(strategy, profile, ranks, seed)} if workers > 1 else {}
+    said = {"gossip": pair_stats(strategy, profile, ranks, seed)} if workers > 1 else {}
     return {"ranks": workers, **said}

@@ -1,4 +1,4 @@
-"""Gossiping: how workers meet before they gossip: addresses, secret, clocks, one graph."""
+"""Start of gossip on a worker: addresses, secret, clock offsets, and a common graph."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ from offbeat.frames.secret import own_secret
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.clock import Clock, RoundTrip, offset_s
 from offbeat.gossip.graphs import Edge, topology
-from offbeat.gossip.joining import TRIPS, Place, ask
+from offbeat.gossip.joining import TRIPS, Place, get_place
 from offbeat.gossip.measured_graph import measured
 from offbeat.gossip.pairs import measure_pairs
-from offbeat.gossip.peers import door
+from offbeat.gossip.peers import open_listener
 from offbeat.gossip.state import AVERAGING, State
 from offbeat.gossip.strategies import Gossip as GossipStrategy
 from offbeat.gossip.worker import Gossip, Settings
 
-MANY = 4  # neighbours, more than which a worker says what anchors take
+MANY_NEIGHBOURS = 4  # largest number of neighbours without a message on the memory of anchors
 
 
 @dataclass(frozen=True)
-class Gossiping:
-    """A worker's share of a job of gossip. Without a partner in the world there is no gossip."""
+class GossipSetup:
+    """Parameters, state, clock and gossip thread of a worker; `gossip` is None in a world of one
+    rank.
+    """
 
     flats: list[Tensor]
     state: State
@@ -54,28 +56,32 @@ def join(
     strategy: GossipStrategy,
     fingerprint: str,
     cluster: Cluster,
-) -> Gossiping:
-    """Meet the other workers, or those of a job that runs. ValueError on every rank for a graph
-    that cannot be, or an optimizer whose step of one parameter depends on others."""
-    _require_apart(optimizer)
+) -> GossipSetup:
+    """Connect to the other workers of this job, or join a running job.
+
+    Raises:
+        ValueError: the graph is invalid, or an optimizer step of one parameter depends on other
+            parameters. Raised on every rank.
+    """
+    _require_elementwise(optimizer)
     control, door_of_another = cluster.control, current_join_request()
-    own = _Own(model, optimizer, strategy, fingerprint, cluster)
+    own = _LocalWorker(model, optimizer, strategy, fingerprint, cluster)
     if door_of_another is not None:
-        return own.come(*door_of_another)
+        return own.join_job(*door_of_another)
     if control.world_size == 1:
-        return Gossiping(own.flats, own.state, Clock(), None)
+        return GossipSetup(own.flats, own.state, Clock(), None)
     graph = _graph(strategy, control, own.message_bytes)
     clock = Clock(ahead_s(control))
-    entrance = door(own_address(cluster), 2 * control.world_size)
+    entrance = open_listener(own_address(cluster), 2 * control.world_size)
     everyone, secret = common_secret(entrance.getsockname()[:2], 0, control)
     addresses = {rank: (host, port) for rank, (host, port) in enumerate(everyone)}
     if own_secret() is not None and control.rank == 0:
-        _invite(addresses[0], strategy)
+        _print_join_command(addresses[0], strategy)
     return own.begin(control.rank, graph, clock, secret, addresses, entrance)
 
 
-def _invite(address: tuple[str, int], strategy: GossipStrategy) -> None:
-    """Say how others can join, in words to copy; the strategy only if the launcher chose it."""
+def _print_join_command(address: tuple[str, int], strategy: GossipStrategy) -> None:
+    """Print a command to join this job, with the strategy if the launcher has set it."""
     where = f"{address[0]}:{address[1]}"
     command = ["offbeat", "join"]
     if current_job().strategy is not None:
@@ -93,13 +99,15 @@ def _invite(address: tuple[str, int], strategy: GossipStrategy) -> None:
 
 
 def _graph(strategy: GossipStrategy, control: Control, message_bytes: int) -> nx.Graph:
-    """That of the topology; every rank must call it. "measured": the one with which workers agree
-    fastest if links are what limits them."""
+    """Return the graph of the topology; every rank must call it.
+
+    "measured" is the graph with the fastest agreement if links are the bottleneck.
+    """
     if strategy.topology != "measured":
         return topology(strategy.topology, control.world_size)
     rate, delay = measure_pairs(control, message_bytes)
     edges: list[Edge] = []
-    if control.rank == 0:  # another machine may round otherwise
+    if control.rank == 0:  # other hosts may round differently, so only rank 0 computes the graph
         momentum = strategy.momentum
         found = measured(rate, delay, message_bytes, momentum=momentum, even=True)
         edges = [(int(i), int(j)) for i, j in sorted(found.rates_per_s)]
@@ -108,8 +116,8 @@ def _graph(strategy: GossipStrategy, control: Control, message_bytes: int) -> nx
     return topology(control.gather(edges)[0], control.world_size)
 
 
-class _Own:
-    """What a worker brings to gossip."""
+class _LocalWorker:
+    """Parameters and settings of this worker before gossip begins."""
 
     def __init__(
         self,
@@ -135,7 +143,7 @@ class _Own:
 
     @property
     def message_bytes(self) -> int:
-        """What an exchange sends each way."""
+        """Return the bytes of an exchange in each direction."""
         return self._wire.bytes
 
     def begin(
@@ -147,8 +155,8 @@ class _Own:
         addresses: Mapping[int, tuple[str, int]],
         entrance: socket.socket,
         place: Place | None = None,
-    ) -> Gossiping:
-        """Connect to the neighbours."""
+    ) -> GossipSetup:
+        """Create the gossip thread and wait for the neighbours."""
         strategy = self._strategy
         settings = Settings(
             graph,
@@ -170,21 +178,22 @@ class _Own:
             addresses,
             entrance,
             place=place,
-            luggage=self._pack,
+            luggage=self._pack_state,
         )
-        most = max(sorted(graph), key=graph.degree)  # one worker says it for all
+        # only the worker with the most neighbours prints the message
+        most = max(sorted(graph), key=graph.degree)
         if place or me == most:
-            self._say_memory(len(place.near if place else graph.adj[me]))
+            self._report_memory(len(place.near if place else graph.adj[me]))
         try:
             gossip.connect()
         except BaseException:
             gossip.close()
             raise
-        return Gossiping(self.flats, self.state, clock, gossip)
+        return GossipSetup(self.flats, self.state, clock, gossip)
 
-    def _say_memory(self, neighbours: int) -> None:
-        """Where anchors take much, which they do on dense graphs."""
-        if self._wire.codec is not None and neighbours > MANY:
+    def _report_memory(self, neighbours: int) -> None:
+        """Print the memory of the anchors if there are many neighbours."""
+        if self._wire.codec is not None and neighbours > MANY_NEIGHBOURS:
             most = 2 * neighbours * self._wire.plain_bytes
             words = (
                 f"wire={self._strategy.wire} keeps two copies of the parameters for each of "
@@ -193,28 +202,30 @@ class _Own:
             )
             print(f"offbeat: {words}", file=sys.stderr, flush=True)
 
-    def come(self, address: tuple[str, int], worker: int | None) -> Gossiping:
-        """Take a place in a job that runs, with the state of the worker at this address."""
+    def join_job(self, address: tuple[str, int], worker: int | None) -> GossipSetup:
+        """Join a running job with the state of the worker at an address."""
         secret = own_secret()
         if secret is None:
             raise ValueError(
                 f"{SECRET} must be set to join a job, there and here to the same: without it "
                 "every job makes a secret of its own"
             )
-        entrance = door(_here(address), 16)
+        entrance = open_listener(_own_host(address), 16)
         about = {"layout": self._fingerprint, "strategy": str(self._strategy), "id": worker}
-        welcome = ask(address, secret, about, self._cluster.timeout_s)
+        welcome = get_place(address, secret, about, self._cluster.timeout_s)
         place, clock = welcome.place, Clock(welcome.ahead_s)
         clock.line = place.line
-        self._unpack(welcome.luggage, clock.now())
+        self._unpack_state(welcome.luggage, clock.now())
         words = f"joined the job at {address[0]}:{address[1]} as worker {place.me}"
         print(f"offbeat: {words}", file=sys.stderr, flush=True)
         graph = nx.Graph(place.first)
         return self.begin(place.me, graph, clock, secret, place.near, entrance, place)
 
-    def _pack(self, t: float) -> Tensor:
-        """For a worker that joins: x mixed up to `t`, buffers, the optimizer's state."""
-        with self.state.still(t) as x:
+    def _pack_state(self, t: float) -> Tensor:
+        """Return the initial state of a joining worker: x mixed up to `t`, buffers, optimizer
+        state.
+        """
+        with self.state.frozen_x(t) as x:
             held = {
                 "x": [flat.detach().to("cpu", copy=True) for flat in x],
                 "buffers": [b.detach().to("cpu", copy=True) for b in self._model.buffers()],
@@ -224,17 +235,17 @@ class _Own:
         torch.save(held, file)
         return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
-    def _unpack(self, luggage: Tensor, t: float) -> None:
+    def _unpack_state(self, luggage: Tensor, t: float) -> None:
         held = torch.load(io.BytesIO(luggage.numpy().data), weights_only=True)
-        self.state.put(held["x"], t)
+        self.state.set_parameters(held["x"], t)
         with torch.no_grad():
             for buffer, value in zip(self._model.buffers(), held["buffers"], strict=True):
                 buffer.copy_(value)
         self._optimizer.load_state_dict(held["optimizer"])
 
 
-def _here(towards: tuple[str, int]) -> str:
-    """This host's address on the way to a worker's."""
+def _own_host(towards: tuple[str, int]) -> str:
+    """Return the address of this host on the route to a worker."""
     try:
         return address_towards(towards[0])
     except OSError as error:
@@ -245,7 +256,7 @@ def _here(towards: tuple[str, int]) -> str:
         ) from error
 
 
-def _require_apart(optimizer: torch.optim.Optimizer) -> None:
+def _require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     reason = couples(optimizer)
     if reason is not None:
         raise ValueError(
@@ -255,9 +266,9 @@ def _require_apart(optimizer: torch.optim.Optimizer) -> None:
 
 
 def ahead_s(control: Control) -> float:
-    """What rank 0's clock is ahead of this rank's. Every rank must call it."""
+    """Return the lead of rank 0's clock over the local one in seconds. Every rank must call it."""
     if control.rank:
-        trips = [_ask(control) for _ in range(TRIPS)]
+        trips = [_measure_round_trip(control) for _ in range(TRIPS)]
         return offset_s(trips)
     for rank in range(1, control.world_size):
         for _ in range(TRIPS):
@@ -267,7 +278,7 @@ def ahead_s(control: Control) -> float:
     return 0.0
 
 
-def _ask(control: Control) -> RoundTrip:
+def _measure_round_trip(control: Control) -> RoundTrip:
     left_s, theirs = time.perf_counter(), torch.empty(1, dtype=torch.float64, device="cpu")
     dist.send(torch.zeros(1, dtype=torch.float32, device="cpu"), 0, group=control.group)
     dist.recv(theirs, 0, group=control.group)

@@ -1,10 +1,12 @@
-"""State: x, x~ and the time of a worker's last event, shared by its gradients and its gossip.
+"""Parameters x, copy x~ and time of the last event of a worker, shared by its training and gossip
+threads.
 
-Times are labels in the job's common unit. An exchange bears one label on both sides, and what it
-takes off x_i, x~_i it gives to x_j, x~_j; mixing is the same linear map everywhere. So the mean
-over workers, all mixed to one label, does not depend on how the clocks go, nor on when an exchange
-that takes its time is carried out: a chunk that arrives dt after the label is moved on by dt. That
-needs constants that all change at the same labels; the mean of (x + x~)/2 needs nothing.
+Times are labels of the common clock. An exchange has the same label on both workers: it adds to
+x_j, x~_j what it subtracts from x_i, x~_i. Mixing is the same linear map on all workers. Therefore
+the average over workers, all mixed to the same label, depends neither on clock errors nor on the
+duration of an exchange: a chunk that arrives dt after the label is mixed forward by dt. This
+requires that all workers change the constants at the same labels. The average of (x + x~)/2 is
+exact without this condition.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ from offbeat.gossip.mixing import exchange, follow, jump, mix
 
 @dataclass(frozen=True)
 class Mixing:
-    """How fast x and x~ mix, and by which share of the difference an exchange moves them."""
+    """Constants of mixing and exchanges.
+
+    Attributes:
+        eta: mixing rate of x and x~ per unit of time.
+        alpha: share of the difference that an exchange subtracts from x.
+        alpha_tilde: share of the difference that an exchange subtracts from x~.
+    """
 
     eta: float
     alpha: float
@@ -35,14 +43,15 @@ class Mixing:
 
 
 AVERAGING = Mixing(0.0, 0.5, 0.5)
-"""AD-PSGD's: an exchange leaves both partners at their mean."""
+"""Constants of AD-PSGD: after an exchange both partners hold the average."""
 
-MOST_BACK = -1.0  # mixing is taken back up to here, by e^2; what rounding has lost does not return
-REMEMBERED = 16  # changes of the constants; an exchange is not older than that
+# limit of reverted mixing, by a factor of e^2; digits lost to rounding do not return
+MOST_BACK = -1.0
+REMEMBERED = 16  # stored changes of the constants; an exchange is never older than these
 
 
 class Change(NamedTuple):
-    """Other constants from a label on."""
+    """Constants from label `since` on."""
 
     since: float
     eta: float
@@ -51,37 +60,38 @@ class Change(NamedTuple):
 
 
 class Course:
-    """Which constants hold from which label on. All workers must change them at the same labels, or
-    the mean moves."""
+    """History of the mixing constants. All workers must change them at the same labels, otherwise
+    the average over workers changes.
+    """
 
     def __init__(self, mixing: Mixing):
-        self._changes = [(0.0, mixing)]  # since which label
+        self._changes = [(0.0, mixing)]  # (label, constants), in order of labels
 
     def change(self, label: float, mixing: Mixing) -> None:
-        """From this label on; what was to come after it does not."""
+        """Use other constants from a label on. Later changes that were planned are removed."""
         kept = [change for change in self._changes if change[0] < label]
         self._changes = [*kept, (label, mixing)][-REMEMBERED:]
 
     @property
     def changes(self) -> list[Change]:
-        """All that are remembered."""
+        """Return all stored changes."""
         return [Change(since, m.eta, m.alpha, m.alpha_tilde) for since, m in self._changes]
 
     def follow(self, changes: Sequence[Change]) -> None:
-        """Be another worker's."""
+        """Replace the history with that of another worker."""
         self._changes = [(since, Mixing(*constants)) for since, *constants in changes]
 
-    def at(self, label: float) -> Mixing:
-        """What holds then."""
+    def mixing_at(self, label: float) -> Mixing:
+        """Return the constants at a label."""
         return next((m for since, m in reversed(self._changes) if since <= label), self.last)
 
     @property
     def last(self) -> Mixing:
-        """What will hold."""
+        """Return the constants of the last change."""
         return self._changes[-1][1]
 
-    def mixed(self, start: float, end: float) -> float:
-        """The integral of eta."""
+    def mixing_integral(self, start: float, end: float) -> float:
+        """Return the integral of eta between two labels."""
         total = 0.0
         for (since, mixing), (until, _) in pairwise([*self._changes, (math.inf, AVERAGING)]):
             total += mixing.eta * max(min(end, until) - max(start, since), 0.0)
@@ -89,16 +99,26 @@ class Course:
 
 
 class State:
-    """`weights` are the flat tensors that the model reads; x is in them, or beside them.
+    """Parameters of a worker, shared by the training thread and the gossip thread.
 
-    With `snapshot` only the gradient thread changes the weights. What an exchange does goes to a
-    copy of x beside them, until a gradient is applied or the next forward begins: so a gradient
-    belongs to one point, and the numbers are those of changing x at once. Without it an exchange
-    changes the weights themselves, at any time but during the optimizer's step. Without `momentum`
-    there is no x~.
+    With `snapshot` only the training thread changes the weights. Exchanges change a copy of x until
+    the next gradient event or the next forward. Each gradient therefore belongs to one point, and
+    the results equal those of immediate changes. Without `snapshot` exchanges change the weights
+    directly, at any time except during the optimizer step.
 
-    The lock is held for arithmetic alone, the optimizer's step included; who waits for it waits for
-    no network and for no forward or backward.
+    The lock is held during arithmetic only, including the optimizer step. Threads that wait for the
+    lock never wait for the network, a forward or a backward.
+
+    Args:
+        weights: flat tensors from which the model reads its parameters.
+        wire: chunks of these tensors.
+        mixing: constants at label 0.
+        snapshot: whether exchanges leave the weights unchanged during forward and backward.
+        momentum: whether there is a second copy x~.
+        mixed: whether an exchange sends x after mixing; otherwise x before mixing.
+
+    Attributes:
+        t: label of the last event.
     """
 
     def __init__(
@@ -117,46 +137,48 @@ class State:
         self._tilde = [w.clone() for w in self._weights] if momentum else None
         beside = momentum or snapshot
         self._beside = [torch.empty_like(w) for w in self._weights] if beside else []
-        self._apart = False  # x is beside the weights
+        self._apart = False  # whether x is in `_beside` instead of `_weights`
         self._lock = threading.Lock()
         self.t = 0.0
 
-    # ---- the gradient thread ----------------------------------------------------------------
+    # ---- training thread --------------------------------------------------------------------
 
     def step(self, t: float, update: Callable[[], None]) -> None:
-        """A gradient event: mix, let `update` (the optimizer) change x, and x~ by as much."""
+        """Apply a gradient event: mix up to `t`, call `update` (the optimizer step), which changes
+        x, and change x~ by the same amount.
+        """
         with self._lock:
             self._advance(t)
-            self._land(keep=self._tilde is not None)
+            self._write_weights(keep=self._tilde is not None)
             update()
             if self._tilde is not None:
                 for tilde, x, before in zip(self._tilde, self._weights, self._beside, strict=True):
                     follow(tilde, x, before)
 
     def refresh(self) -> None:
-        """A forward begins: the weights are x."""
+        """Write x to the weights before a forward."""
         with self._lock:
-            self._land()
+            self._write_weights()
 
-    def settle(self, t: float) -> None:
-        """The weights are x, mixed up to `t`: for whoever reads them."""
+    def mix_until(self, t: float) -> None:
+        """Mix x up to label `t` and write it to the weights, for code that reads them."""
         with self._lock:
             self._advance(t)
-            self._land()
+            self._write_weights()
 
     def midpoint(self) -> None:
-        """The weights, and x~, are (x + x~)/2: what they would be if they mixed for ever.
+        """Set the weights and x~ to (x + x~)/2, the limit of infinite mixing.
 
-        Its mean over workers is exact. The mean of x is not: a worker that hears of other constants
-        only after an exchange in which they should have held takes back more mixing than the
-        exchange has seen.
+        The average of (x + x~)/2 over workers is exact. The average of x is not: a worker that
+        receives new constants after an exchange to which they should have applied reverts more
+        mixing than the exchange contains.
         """
         with self._lock:
             self._mix(math.inf)
-            self._land()
+            self._write_weights()
 
-    def put(self, x: Sequence[Tensor], t: float) -> None:
-        """Have x and x~ be this."""
+    def set_parameters(self, x: Sequence[Tensor], t: float) -> None:
+        """Set x and x~ to given values at label `t`."""
         with self._lock:
             self._apart, self.t = False, max(t, self.t)
             for number, value in enumerate(x):
@@ -164,46 +186,49 @@ class State:
                 if self._tilde is not None:
                     self._tilde[number].copy_(value)
 
-    def tune(self, t: float, mixing: Mixing) -> None:
-        """Other constants from `t` on. If that is past, x and x~ become what they would be then:
-        workers that hear of it at different times must not mix differently, or the mean moves."""
-        with self._lock:
-            wrong = self._course.mixed(t, self.t)
-            self._course.change(t, mixing)
-            self._mix(max(self._course.mixed(t, self.t) - wrong, MOST_BACK))
+    def change_mixing(self, t: float, mixing: Mixing) -> None:
+        """Use other constants from label `t` on.
 
-    # ---- the gossip thread ------------------------------------------------------------------
+        If `t` is in the past, set x and x~ to the values of a change in time. Workers receive a
+        change at different times but must mix equally, otherwise the average changes.
+        """
+        with self._lock:
+            wrong = self._course.mixing_integral(t, self.t)
+            self._course.change(t, mixing)
+            self._mix(max(self._course.mixing_integral(t, self.t) - wrong, MOST_BACK))
+
+    # ---- gossip thread ----------------------------------------------------------------------
 
     @contextmanager
-    def still(self, t: float) -> Iterator[list[Tensor]]:
-        """x, mixed up to `t`, while no gradient is applied."""
+    def frozen_x(self, t: float) -> Iterator[list[Tensor]]:
+        """Yield x, mixed up to `t`, and block gradient events meanwhile."""
         with self._lock:
             self._advance(t)
             yield self._x
 
     @property
     def course(self) -> list[Change]:
-        """Constants since which labels."""
+        """Return all changes of the constants."""
         return self._course.changes
 
     def follow(self, course: Sequence[Change]) -> None:
-        """Begin with another worker's constants."""
+        """Use the constants of another worker."""
         self._course.follow(course)
 
     @property
     def mixing(self) -> Mixing:
-        """The newest constants."""
+        """Return the newest constants."""
         return self._course.last
 
     def mixing_at(self, t: float) -> Mixing:
-        """Those of an exchange then."""
-        return self._course.at(t)
+        """Return the constants of an exchange at label `t`."""
+        return self._course.mixing_at(t)
 
     def snapshot(self, t: float, into: Sequence[Tensor]) -> None:
-        """An exchange at `t` begins: x as it is then (or before mixing, if so told), as it travels.
+        """Copy x at label `t` into the buffers of an exchange.
 
-        A gradient may have been applied after `t` already, when the partner's agreement arrives.
-        Then x is sent as it is: what both sides take for m is the same, and so is the mean.
+        If a gradient was applied after `t`, before the acceptance of the partner arrived, the
+        current x is copied. Both partners compute the same difference, so the average is unchanged.
         """
         with self._lock:
             if not self._mixed:
@@ -222,14 +247,23 @@ class State:
         *,
         undo: bool = False,
     ) -> None:
-        """One chunk of an exchange at `t`, of what both have sent; or take it back."""
+        """Apply one chunk of an exchange at label `t`, or revert it.
+
+        Args:
+            number: number of the chunk.
+            mine: buffers that this worker has sent.
+            theirs: buffers that this worker has received.
+            t: label of the exchange.
+            mixing: constants of the exchange.
+            undo: whether to revert an applied chunk.
+        """
         chunk = self._wire.chunks[number]
         with self._lock:
-            self._leave()
+            self._separate_x()
             x = self._x[chunk.flat][chunk.span]
             tilde = None if self._tilde is None else self._tilde[chunk.flat][chunk.span]
             sign = -1.0 if undo else 1.0
-            since = self._course.mixed(t, self.t)
+            since = self._course.mixing_integral(t, self.t)
             a, a_tilde = jump(mixing.alpha, mixing.alpha_tilde, 1.0, since)
             for piece in pieces(x):
                 m = _number(mine[chunk.flat][chunk.span][piece]) - _number(
@@ -238,35 +272,35 @@ class State:
                 part = None if tilde is None else tilde[piece]
                 exchange(x[piece], part, m.to(x.device), (sign * a, sign * a_tilde))
 
-    # ---- inside the lock --------------------------------------------------------------------
+    # ---- with the lock held -----------------------------------------------------------------
 
     @property
     def _x(self) -> list[Tensor]:
         return self._beside if self._apart else self._weights
 
     def _advance(self, t: float) -> None:
-        """Mix up to `t`; time does not go back."""
-        eta_dt = self._course.mixed(self.t, t)
+        """Mix up to `t`. Labels never decrease."""
+        eta_dt = self._course.mixing_integral(self.t, t)
         self.t = max(t, self.t)
         self._mix(eta_dt)
 
     def _mix(self, eta_dt: float) -> None:
-        """So much, or so much less if it is negative."""
+        """Mix for an integral of eta; a negative integral reverts mixing."""
         if self._tilde is None or eta_dt == 0:
             return
-        self._leave()
+        self._separate_x()
         for x, tilde in zip(self._x, self._tilde, strict=True):
             mix(x, tilde, 1.0, eta_dt)
 
-    def _leave(self) -> None:
-        """From here on x is beside the weights, if they are to stay as they are."""
+    def _separate_x(self) -> None:
+        """Copy x to `_beside` if the weights must not change."""
         if self._snapshot and not self._apart:
             self._apart = True
             for beside, w in zip(self._beside, self._weights, strict=True):
                 beside.copy_(w)
 
-    def _land(self, *, keep: bool = False) -> None:
-        """The weights are x; with `keep` a copy of them is beside."""
+    def _write_weights(self, *, keep: bool = False) -> None:
+        """Copy x to the weights. With `keep`, also store a copy of it in `_beside`."""
         if self._apart:
             for w, beside in zip(self._weights, self._beside, strict=True):
                 w.copy_(beside)
@@ -281,6 +315,7 @@ class State:
 
 
 def _number(values: Tensor) -> Tensor:
-    """What is subtracted: exact differences of what has travelled, up to one rounding, which is the
-    same on both sides but for the sign."""
+    """Return values as numbers to subtract. Differences are exact up to one rounding, which is
+    equal on both workers except for the sign.
+    """
     return values if values.dtype.itemsize > 2 else values.float()

@@ -1,4 +1,4 @@
-"""Gossip: what strategies without a plan, without servers and without waiting have in common."""
+"""Base class of gossip strategies, which have no plan and no servers."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ if TYPE_CHECKING:
 
 
 FINE = BF16, FP16, Int8, Int4
-"""Codecs that lose little of every number."""
+"""Codecs with a small error in each number; gossip may amplify larger errors."""
 
 AS_IN = "must be the name of one, edges as in '0-1,1-2', pairs of workers, or a graph of networkx"
 
 
 @dataclass(frozen=True)
 class Gossip(Strategy):
-    """Neighbours in a graph average their parameters in pairs while everybody computes.
+    """Neighbours in a graph average their parameters in pairs while all workers compute.
 
-    `topology` also takes pairs of workers and graphs of networkx, which become text.
+    `topology` also accepts pairs of workers and networkx graphs, which are converted to text.
     """
 
     topology: str = "ring"
-    """Who may exchange with whom: a name as in `offbeat graph`, edges as `0-1,1-2`, or
+    """Graph of the workers that exchange: a name as in `offbeat graph`, edges as `0-1,1-2`, or
     `measured`."""
     rate: float = 1.0
-    """Exchanges per gradient of a worker, in the mean."""
+    """Mean number of exchanges of a worker per gradient."""
     weights: Literal["snapshot", "live"] = "snapshot"
-    """Whether forward and backward see one point (`snapshot`), or exchanges change the weights at
-    once (`live`)."""
+    """Whether weights are constant during forward and backward (`snapshot`), or exchanges change
+    them immediately (`live`)."""
     wire: str = "none"
-    """What travels: parameters as they are (`none`), rounded (`bf16`; workers agree no better than
-    to that precision), or codes of their change: `fp16`, `int8`, `int4`."""
+    """Numbers in messages: unchanged parameters (`none`), rounded parameters (`bf16`, which limits
+    the precision of the agreement), or codes of their changes (`fp16`, `int8`, `int4`)."""
     silent_s: float = 10.0
-    """A neighbour that cannot be reached for so many seconds is given up."""
+    """Seconds after which an unreachable neighbour is removed from the job."""
     on_partition: Literal["raise", "continue"] = "raise"
-    """What happens if the graph falls apart: training fails, or the larger part goes on."""
+    """Action if the graph is partitioned: training fails (`raise`), or the larger part goes on."""
 
     synchronous: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs(
         profile=False, allows_joining=True, survives_ranks=True, one_optimizer=True
     )
-    momentum: ClassVar[bool]  # whether there is an x~
+    momentum: ClassVar[bool]  # whether there is a second copy x~ of the parameters
     exchange: ClassVar[str] = "after_mixing"
 
     def __post_init__(self) -> None:
@@ -72,13 +72,13 @@ class Gossip(Strategy):
                 "may amplify what coarser codes lose until workers go apart; use wire='int4'"
             )
         if not isinstance(self.topology, str):
-            object.__setattr__(self, "topology", _in_words(self.topology))
+            object.__setattr__(self, "topology", _topology_text(self.topology))
         if not self.topology:
             raise ValueError(f"topology ({self.topology!r}) {AS_IN}")
 
     @property
     def codec(self) -> Codec | None:
-        """What makes codes of changes; None: parameters travel, as they are or rounded."""
+        """Return the codec of changes; None if parameters are sent, unchanged or rounded."""
         return None if self.wire == BF16.name else codec_of(self.wire)
 
     def schedule(self, profile: Profile) -> Plan:
@@ -88,8 +88,11 @@ class Gossip(Strategy):
         )
 
     def bound_s(self, profile: Profile) -> float:
-        """`F + B` and the update with what the loop does around them, of the slowest rank: nobody
-        waits for anybody, so that is also what an iteration takes."""
+        """Return the compute time of an iteration on the slowest rank: forward, backward, update
+        and the code of the loop around them.
+
+        Workers do not wait for each other, so this bound is also the duration of an iteration.
+        """
         slowest = profile.slowest()
         return slowest.other_s + slowest.forward_s + slowest.backward_s + slowest.update_s
 
@@ -101,10 +104,10 @@ class Gossip(Strategy):
     def predict(
         self, profile: Profile, conditions: Conditions, ran: Plan | None = None
     ) -> Prediction:
-        """Return the prediction of the timeline; `offbeat graph` predicts how workers agree."""
-        from offbeat.gossip.spread_prediction import predict_apart
+        """Return the predicted timeline. `offbeat graph` predicts the agreement between workers."""
+        from offbeat.gossip.spread_prediction import predict_gossip
 
-        return predict_apart(
+        return predict_gossip(
             self,
             profile,
             iterations=conditions.iterations,
@@ -116,8 +119,10 @@ class Gossip(Strategy):
         return ()
 
 
-def _in_words(topology: object) -> str:
-    """Pairs, or a graph's edges, as text: settings are compared and written."""
+def _topology_text(topology: object) -> str:
+    """Return pairs, or the edges of a graph, as text, because settings are compared and stored as
+    text.
+    """
     edges = getattr(topology, "edges", topology)
     try:
         pairs = sorted((min(int(i), int(j)), max(int(i), int(j))) for i, j in edges)  # type: ignore[attr-defined]

@@ -1,8 +1,9 @@
-"""Meeting: sums over all members, up a tree and down again, without sockets.
+"""Sums over all members of a graph, up a tree and down again, without sockets.
 
-Chunk by chunk: what all children have brought is sent on while the rest still travels. The root's
-bytes are everybody's result, so it is the same bit for bit. When the tree changes everything begins
-anew, from the numbers that each member brought.
+A worker forwards a chunk to its parent as soon as the sums of all its children have arrived, while
+other chunks are still in transit. The result of the root is sent to all workers, so it is the same
+bit for bit on all of them. If the tree changes, the reduction restarts from the original numbers of
+each member.
 """
 
 from __future__ import annotations
@@ -18,8 +19,17 @@ from offbeat.gossip.view import Place
 
 
 @dataclass(frozen=True)
-class Out:
-    """Send this chunk `up` to the parent, or down to a child."""
+class Output:
+    """Chunk to send.
+
+    Attributes:
+        to: id of the receiver.
+        up: whether the receiver is the parent; otherwise it is a child or another worker.
+        chunk: number of the chunk.
+        body: bytes of the chunk.
+        largest: largest of the numbers `largest` known so far.
+        note: note of the root; None on the way up.
+    """
 
     to: int
     up: bool
@@ -29,10 +39,22 @@ class Out:
     note: Any = None
 
 
-class Meeting:
-    """One worker's part. `numbers` are flat tensors on the host; `largest` a number of which the
-    greatest is found; `note` says what the root has to say, when it has all numbers (JSON).
-    `result`, `largest` and `note` are everybody's once `done`."""
+class TreeReduction:
+    """One tree reduction of one worker.
+
+    Args:
+        numbers: flat tensors on the host to be summed.
+        largest: number whose maximum over all workers is computed.
+        note: callable that returns the note of the root (JSON), called when the root has all
+            numbers.
+
+    Attributes:
+        result: sums over all workers, once `done`.
+        largest: maximum over all workers, once `done`.
+        note: note of the root, once `done`.
+        done: whether all chunks of the result are known.
+        place: place of this worker in the tree; None before `start`.
+    """
 
     def __init__(
         self, numbers: Sequence[Tensor], largest: float, note: Callable[[], Any] | None = None
@@ -43,62 +65,78 @@ class Meeting:
         self.done = False
         self.place: Place | None = None
 
-    def start(self, place: Place) -> Iterator[Out]:
-        """Begin, or begin anew, in this tree."""
+    def start(self, place: Place) -> Iterator[Output]:
+        """Start or restart the reduction in a tree. Yield the chunks to send."""
         self.place = place
         self.result = [flat.clone() for flat in self._numbers]
         self.largest = self._mine
         self._got = dict.fromkeys(place.children, 0)
         self._sent = self._down = 0
         self.note = None
-        yield from self._go_on()
+        yield from self._send_ready_chunks()
 
-    def up(self, child: int, chunk: int, body: Tensor, largest: float) -> Iterator[Out]:
-        """A child's sum of a chunk has arrived. ValueError out of order."""
+    def add_child(self, child: int, chunk: int, body: Tensor, largest: float) -> Iterator[Output]:
+        """Add the sum of a child to a chunk. Yield the chunks to send.
+
+        Raises:
+            ValueError: the chunk is out of order.
+        """
         if self.place is None or self._got.get(child) != chunk:
             raise ValueError(f"chunk {chunk} of {child} is not expected now")
         self._got[child] += 1
-        self._view(chunk).add_(body)
+        self._chunk_view(chunk).add_(body)
         self.largest = max(self.largest, largest)
-        yield from self._go_on()
+        yield from self._send_ready_chunks()
 
-    def down(self, chunk: int, body: Tensor, largest: float, note: Any = None) -> Iterator[Out]:
-        """The result of a chunk has arrived from the parent. ValueError out of order."""
+    def take_result(
+        self, chunk: int, body: Tensor, largest: float, note: Any = None
+    ) -> Iterator[Output]:
+        """Store the result of a chunk received from the parent. Yield the chunks to send.
+
+        Raises:
+            ValueError: the chunk is out of order.
+        """
         if self.place is None or chunk != self._down:
             raise ValueError(f"result {chunk} is not expected now")
-        self._view(chunk).copy_(body)
+        self._chunk_view(chunk).copy_(body)
         self.largest, self.note = largest, note
-        yield from self._hand_down(chunk)
+        yield from self._send_down(chunk)
 
     @property
     def results(self) -> int:
-        """Chunks of which the result is known."""
+        """Return the number of chunks with a known result."""
         return self._down
 
-    def detach(self) -> None:
-        """The result comes from elsewhere: what is still to be sent stays as it is."""
+    def copy_result(self) -> None:
+        """Copy the result buffers, so that a result from outside the tree does not overwrite queued
+        chunks.
+        """
         self.result = [flat.clone() for flat in self.result]
 
-    def outcome(self, to: Sequence[int]) -> Iterator[Out]:
-        """The whole result for these workers."""
+    def outputs(self, to: Sequence[int]) -> Iterator[Output]:
+        """Yield all chunks of the result for the given workers."""
         for chunk in range(len(self.wire.chunks)):
             for peer in to:
-                yield self._out(peer, False, chunk)
+                yield self._output(peer, False, chunk)
 
-    def numbers(self, chunk: int, body: Tensor) -> Tensor:
-        """The numbers of a chunk in these bytes; ValueError if it has another size."""
+    def as_numbers(self, chunk: int, body: Tensor) -> Tensor:
+        """Return the bytes of a chunk as numbers.
+
+        Raises:
+            ValueError: the number or the size of the chunk does not match.
+        """
         if not 0 <= chunk < len(self.wire.chunks):
             raise ValueError(f"chunk {chunk} is none of {len(self.wire.chunks)}")
-        expected = self._view(chunk)
+        expected = self._chunk_view(chunk)
         if len(body) != expected.nbytes:
             raise ValueError(f"chunk {chunk} ({len(body)} bytes) must have {expected.nbytes}")
         return body.view(expected.dtype)
 
-    def waiting(self) -> list[int]:
-        """Children that have not brought everything."""
+    def incomplete_children(self) -> list[int]:
+        """Return the children that have not sent all chunks."""
         return [child for child, got in self._got.items() if got < len(self.wire.chunks)]
 
-    def _go_on(self) -> Iterator[Out]:
+    def _send_ready_chunks(self) -> Iterator[Output]:
         assert self.place is not None
         while self._sent < len(self.wire.chunks) and all(
             got > self._sent for got in self._got.values()
@@ -107,20 +145,20 @@ class Meeting:
             if self.place.parent is None:
                 if self._own_note and self._sent == len(self.wire.chunks):
                     self.note = self._own_note()
-                yield from self._hand_down(chunk)
+                yield from self._send_down(chunk)
             else:
-                yield self._out(self.place.parent, True, chunk)
+                yield self._output(self.place.parent, True, chunk)
 
-    def _hand_down(self, chunk: int) -> Iterator[Out]:
+    def _send_down(self, chunk: int) -> Iterator[Output]:
         assert self.place is not None
         self._down = chunk + 1
         for child in self.place.children:
-            yield self._out(child, False, chunk)
+            yield self._output(child, False, chunk)
         self.done = self._down == len(self.wire.chunks)
 
-    def _out(self, to: int, up: bool, chunk: int) -> Out:
-        return Out(to, up, chunk, self.wire.memory(self.result, chunk), self.largest, self.note)
+    def _output(self, to: int, up: bool, chunk: int) -> Output:
+        return Output(to, up, chunk, self.wire.memory(self.result, chunk), self.largest, self.note)
 
-    def _view(self, chunk: int) -> Tensor:
+    def _chunk_view(self, chunk: int) -> Tensor:
         where = self.wire.chunks[chunk]
         return self.result[where.flat][where.span]

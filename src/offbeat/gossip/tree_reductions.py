@@ -1,4 +1,4 @@
-"""Meetings: one after the other on each channel, over the neighbours there are."""
+"""Tree reductions of a worker on two channels, with restarts and results for absent workers."""
 
 from __future__ import annotations
 
@@ -12,119 +12,145 @@ from torch import Tensor
 from offbeat.frames.frames import Frame, WireError
 from offbeat.gossip.peers import Peers
 from offbeat.gossip.protocol import Kind, finite
-from offbeat.gossip.tree_reduction import Meeting, Out
+from offbeat.gossip.tree_reduction import Output, TreeReduction
 from offbeat.gossip.view import Place, View
 
-USER, OWN = 1, 0  # channels: what the worker waits for, and what gossip agrees on by itself
-RESULT = -1  # in place of a tree's digest: this is the outcome, whatever the tree
-QUIET_S = 0.05  # without news of the graph, before a meeting that began anew sends anything
-KEPT = 4  # results on the worker's channel that others may still ask for: those of a consolidation
+# channels: USER for reductions of the training thread, OWN for agreements of gossip
+USER, OWN = 1, 0
+RESULT = -1  # digest of frames with a result, which is valid in any tree
+QUIET_S = 0.05  # seconds without a change of the graph before a restarted reduction sends frames
+KEPT = 4  # stored results on the channel USER, as many as one consolidation needs
 
 
 @dataclass
 class _Round:
-    """A meeting under way, and what to do with its result."""
+    """Reduction in progress, and the callback for its result."""
 
-    meeting: Meeting
-    then: Callable[[Meeting], None]
+    meeting: TreeReduction
+    then: Callable[[TreeReduction], None]
 
 
 @dataclass
-class _Again:
-    """A result that this worker has, but others have another one: what they tell it."""
+class _Fetch:
+    """Request of another worker's result, because this worker has a different one.
+
+    Attributes:
+        number: number of the reduction.
+        numbers: tensors with the shapes of the result.
+        then: callback for a received result; returns whether it is the requested one.
+        told: received results by neighbour.
+    """
 
     number: int
     numbers: Sequence[Tensor]
-    then: Callable[[Meeting], bool]  # whether it is the one
-    told: dict[int, Meeting] = field(default_factory=dict)  # by neighbour
+    then: Callable[[TreeReduction], bool]
+    told: dict[int, TreeReduction] = field(default_factory=dict)
 
 
-class Meetings:
-    """Every member begins as many meetings on a channel as the others, in the same order.
+class TreeReductions:
+    """Sequences of tree reductions. All members begin the same reductions of a channel in the same
+    order.
 
-    When the view changes, meetings under way begin anew in its tree. Who has the result already
-    does not take part again, but tells it. So there is one result: another one would need the
-    numbers of everybody who is left. Members that leave by themselves must not do so before all
-    have it.
+    If the view changes, the reductions in progress restart in the new tree. A member that already
+    has the result sends it instead of taking part again. The result is unique, because a different
+    result would need the numbers of all remaining members. A member must not leave by itself before
+    all members have the result.
 
-    Only those that were out of reach of each other can come to different results: who has one and
-    stands still counts as dead, and the others make another one without it. So whoever needs the
-    same bits compares them afterwards, and takes the others' result `again`.
+    Only members that were unreachable from each other can have different results: a stopped member
+    with a result counts as failed, and the others compute another result without it. Callers that
+    need equal bits compare the results afterwards and call `fetch_result`.
 
-    The others do not wait for a worker that seems to be dead. If it lives and comes back, it asks
-    for the results that it has missed. If it was not `together` with the others at all, it goes on
-    where their series of meetings began."""
+    Members do not wait for a failed worker. If it continues and reconnects, it requests the results
+    that it has missed. If it was absent from a whole series of reductions (`set_series`), it
+    continues at the begin of the series of the other members.
+
+    Attributes:
+        held: completed reductions by channel.
+    """
 
     def __init__(self, view: View, peers: Peers, held: Mapping[int, int] | None = None):
         self._view, self._peers = view, peers
-        self._rounds: dict[int, _Round] = {}  # by channel
-        self.held = {USER: 0, OWN: 0, **(held or {})}  # so far
-        self._results: dict[int, dict[int, Meeting]] = {USER: {}, OWN: {}}  # of the last ones
-        self._ahead: dict[int, int] = {}  # by neighbour: how many of the worker's it has held
-        self._first: int | None = None  # of a series, from its begin to its end
-        self._again: _Again | None = None
-        # What is sent only when the view has been the same for a moment: news come in bursts.
-        self._later: list[tuple[int, int, Out]] = []
+        self._rounds: dict[int, _Round] = {}  # reductions in progress by channel
+        self.held = {USER: 0, OWN: 0, **(held or {})}
+        # last results by channel and number
+        self._results: dict[int, dict[int, TreeReduction]] = {USER: {}, OWN: {}}
+        self._peer_counts: dict[int, int] = {}  # completed USER reductions by neighbour
+        # first reduction of the current series; None outside of a series
+        self._series: int | None = None
+        self._fetch: _Fetch | None = None
+        # Frames that wait until the view is unchanged for `QUIET_S`, because changes arrive in
+        # bursts.
+        self._postponed: list[tuple[int, int, Output]] = []
         self._quiet_at: float | None = None
-        self._early: list[tuple[int, Frame[Kind]]] = []  # of those that are still to begin here
+        # frames of reductions that this worker has not begun
+        self._early_frames: list[tuple[int, Frame[Kind]]] = []
 
-    def under_way(self, channel: int) -> bool:
-        """Whether there is one."""
+    def is_under_way(self, channel: int) -> bool:
+        """Return whether a reduction is in progress on a channel."""
         return channel in self._rounds
 
-    def called(self, channel: int) -> bool:
-        """Whether a neighbour has begun one that this worker has not."""
-        return any(frame.header.clock % 2 == channel for _, frame in self._early)
+    def is_requested(self, channel: int) -> bool:
+        """Return whether a neighbour has begun a reduction that this worker has not."""
+        return any(frame.header.clock % 2 == channel for _, frame in self._early_frames)
 
     def begin(
         self,
         channel: int,
         numbers: Sequence[Tensor],
         largest: float,
-        then: Callable[[Meeting], None],
+        then: Callable[[TreeReduction], None],
         note: Callable[[], Any] | None = None,
     ) -> None:
-        """Bring these numbers; `then` gets the meeting when it is over."""
-        self._rounds[channel] = now = _Round(Meeting(numbers, largest, note), then)
+        """Begin a reduction.
+
+        Args:
+            channel: `USER` or `OWN`.
+            numbers: flat tensors on the host to be summed.
+            largest: number whose maximum is computed.
+            then: callback for the completed reduction.
+            note: callable that returns the note, called on the root.
+        """
+        self._rounds[channel] = now = _Round(TreeReduction(numbers, largest, note), then)
         place = self._view.place()
         if place is not None:
             self._send(channel, now.meeting.start(place))
-        early, self._early = self._early, []
+        early, self._early_frames = self._early_frames, []
         for peer, frame in early:
-            self.hear(peer, frame)
-        self._close()
-        self._ask()
+            self.on_frame(peer, frame)
+        self._finish_rounds()
+        self._request_result()
 
-    def together(self, begin: bool) -> None:
-        """A series of the worker's meetings begins, or is over: all hold it whole."""
-        self._first = self.held[USER] if begin else None
+    def set_series(self, begin: bool) -> None:
+        """Mark the begin or the end of a series of USER reductions."""
+        self._series = self.held[USER] if begin else None
 
-    def begin_anew(self) -> None:
-        """The view has changed."""
+    def restart(self) -> None:
+        """Restart all reductions in progress after a change of the view."""
         place = self._view.place()
-        self._later.clear()
+        self._postponed.clear()
         self._quiet_at = time.monotonic() + QUIET_S if self._rounds else None
         for channel, now in self._rounds.items():
             if place is not None:
                 self._send(channel, now.meeting.start(place))
-        self._tell_results()
-        self._close()
+        self._send_results()
+        self._finish_rounds()
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds until there is something to send; None: there is not."""
+        """Return the seconds until postponed frames are due; None without such frames."""
         return None if self._quiet_at is None else self._quiet_at - time.monotonic()
 
-    def turn(self) -> None:
-        """Send what had to wait, if it is time."""
+    def send_postponed(self) -> None:
+        """Send postponed frames if they are due."""
         if self._quiet_at is not None and time.monotonic() >= self._quiet_at:
-            later, self._later, self._quiet_at = self._later, [], None
+            later, self._postponed, self._quiet_at = self._postponed, [], None
             for channel, digest, out in later:
-                self._put(channel, self.held[channel], out, digest)
+                self._send_frame(channel, self.held[channel], out, digest)
 
-    def missed(self, frame: Frame[Kind]) -> bool:
-        """Whether this is the result of a meeting of gossip's own that went on without this
-        worker."""
+    def take_missed_result(self, frame: Frame[Kind]) -> bool:
+        """Return whether a frame is the result of an OWN reduction without this worker. If so,
+        update the count.
+        """
         held, channel = divmod(frame.header.clock, 2)
         result = frame.header.kind is Kind.DOWN and frame.meta.get("digest") == RESULT
         if channel != OWN or not result or OWN in self._rounds or held < self.held[OWN]:
@@ -133,81 +159,88 @@ class Meetings:
         return True
 
     @property
-    def gathered(self) -> bool:
-        """Whether the worker meets the others, or is in a series of meetings."""
-        return USER in self._rounds or self._first is not None
+    def is_waiting(self) -> bool:
+        """Return whether a USER reduction or a series is in progress."""
+        return USER in self._rounds or self._series is not None
 
-    # ---- who was out of reach ---------------------------------------------------------------
+    # ---- results for absent workers ---------------------------------------------------------
 
     @property
-    def told(self) -> list[int]:
-        """For neighbours: how many of the worker's meetings were held, and before the series."""
-        return [self.held[USER], self.held[USER] if self._first is None else self._first]
+    def counts(self) -> list[int]:
+        """Return the counts for HELLO and VIEW: completed USER reductions, now and at the begin of
+        the series.
+        """
+        return [self.held[USER], self.held[USER] if self._series is None else self._series]
 
-    def learn(self, peer: int, told: Any) -> None:
-        """A neighbour has said how many it has held. WireError if that cannot be."""
-        if not (isinstance(told, list) and [type(n) for n in told] == [int, int]):
+    def on_counts(self, peer: int, counts: Any) -> None:
+        """Process the counts of a neighbour. Raise WireError if they are invalid."""
+        if not (isinstance(counts, list) and [type(n) for n in counts] == [int, int]):
             raise WireError("held must be two counts")
-        held, first = told
-        if not self.gathered and first > self.held[USER]:
-            self.held[USER] = first  # it went on without this worker
-        self._ahead[peer] = held
-        self._ask()
-        self._ask_again(peer)
+        held, first = counts
+        if not self.is_waiting and first > self.held[USER]:
+            self.held[USER] = first  # the others have completed a series without this worker
+        self._peer_counts[peer] = held
+        self._request_result()
+        self._request_again(peer)
 
-    def answer(self, peer: int, frame: Frame[Kind]) -> None:
-        """A neighbour asks for a result."""
+    def send_result(self, peer: int, frame: Frame[Kind]) -> None:
+        """Send a stored result to a neighbour, or FORGOTTEN."""
         number, channel = divmod(frame.header.clock, 2)
-        meeting = self._results[channel].get(number)
-        if meeting is None and number < self.held[channel]:
+        reduction = self._results[channel].get(number)
+        if reduction is None and number < self.held[channel]:
             self._peers.send(peer, Kind.FORGOTTEN, clock=frame.header.clock)
-        for out in meeting.outcome([peer]) if meeting else ():
-            self._put(channel, number, out, RESULT)
+        for out in reduction.outputs([peer]) if reduction else ():
+            self._send_frame(channel, number, out, RESULT)
 
-    def again(
-        self, number: int, numbers: Sequence[Tensor], then: Callable[[Meeting], bool]
+    def fetch_result(
+        self, number: int, numbers: Sequence[Tensor], then: Callable[[TreeReduction], bool]
     ) -> None:
-        """What neighbours have as the result of an earlier meeting of the worker's, of numbers like
-        these, until `then` says that it is the one."""
-        self._again = _Again(number, numbers, then)
-        for peer in self._peers.present():
-            self._ask_again(peer)
+        """Request the result of an earlier USER reduction from all neighbours.
 
-    def _ask_again(self, peer: int) -> None:
-        if self._again is not None:
-            self._again.told[peer] = meeting = Meeting(self._again.numbers, 0.0)
-            list(meeting.start(Place(peer, (), RESULT, 2)))
-            self._peers.send(peer, Kind.MISSED, clock=2 * self._again.number + USER)
+        Args:
+            number: number of the reduction.
+            numbers: tensors with the shapes of the result.
+            then: callback for a received result; returns whether it is the requested one.
+        """
+        self._fetch = _Fetch(number, numbers, then)
+        for peer in self._peers.reachable():
+            self._request_again(peer)
 
-    def _take_again(self, again: _Again, peer: int, frame: Frame[Kind]) -> None:
-        meeting = again.told.get(peer)
-        if meeting is None or frame.header.shard != meeting.results or meeting.done:
+    def _request_again(self, peer: int) -> None:
+        if self._fetch is not None:
+            self._fetch.told[peer] = reduction = TreeReduction(self._fetch.numbers, 0.0)
+            list(reduction.start(Place(peer, (), RESULT, 2)))
+            self._peers.send(peer, Kind.MISSED, clock=2 * self._fetch.number + USER)
+
+    def _take_fetched_chunk(self, again: _Fetch, peer: int, frame: Frame[Kind]) -> None:
+        reduction = again.told.get(peer)
+        if reduction is None or frame.header.shard != reduction.results or reduction.done:
             return
         try:
-            body = meeting.numbers(frame.header.shard, frame.body)
+            body = reduction.as_numbers(frame.header.shard, frame.body)
         except ValueError as error:
             raise WireError(str(error)) from None
-        list(meeting.down(frame.header.shard, body, finite(frame.meta.get("largest"))))
-        if meeting.done and again.then(meeting):
-            self._results[USER][again.number] = meeting
-            self._again = None
+        list(reduction.take_result(frame.header.shard, body, finite(frame.meta.get("largest"))))
+        if reduction.done and again.then(reduction):
+            self._results[USER][again.number] = reduction
+            self._fetch = None
 
-    def forgotten(self, frame: Frame[Kind]) -> None:
-        """There is no result any more. RuntimeError if this worker waits for it."""
+    def on_forgotten(self, frame: Frame[Kind]) -> None:
+        """Process FORGOTTEN. Raise RuntimeError if this worker needs the result."""
         number, channel = divmod(frame.header.clock, 2)
-        again = self._again is not None and (number, channel) == (self._again.number, USER)
+        again = self._fetch is not None and (number, channel) == (self._fetch.number, USER)
         if again or (channel in self._rounds and number == self.held[channel]):
             raise RuntimeError(
                 "the others have taken this worker for dead, and have consolidated without it more "
                 "than once; begin it anew with `offbeat join`, or raise silent_s"
             )
 
-    def _ask(self) -> None:
-        """Neighbours that have held the present meeting, for its result."""
+    def _request_result(self) -> None:
+        """Request the current USER result from the neighbours that have completed the reduction."""
         if USER not in self._rounds:
             return
         number = self.held[USER]
-        ahead = [peer for peer, held in self._ahead.items() if held > number]
+        ahead = [peer for peer, held in self._peer_counts.items() if held > number]
         for peer in ahead:
             self._peers.send(peer, Kind.MISSED, clock=2 * number + USER)
         place = self._view.place()
@@ -217,83 +250,87 @@ class Meetings:
                 "left; raise silent_s"
             )
 
-    def hear(self, peer: int, frame: Frame[Kind]) -> None:
-        """A neighbour's chunk has arrived. WireError if it cannot be."""
+    def on_frame(self, peer: int, frame: Frame[Kind]) -> None:
+        """Process a chunk of a neighbour. Raise WireError if it is invalid."""
         held, channel = divmod(frame.header.clock, 2)
-        now, told = self._rounds.get(channel), frame.meta.get("digest")
-        again = self._again
-        if again is not None and (held, channel, told) == (again.number, USER, RESULT):
-            self._take_again(again, peer, frame)
+        now, digest = self._rounds.get(channel), frame.meta.get("digest")
+        again = self._fetch
+        if again is not None and (held, channel, digest) == (again.number, USER, RESULT):
+            self._take_fetched_chunk(again, peer, frame)
         if held < self.held[channel]:
             return
         if now is None or held > self.held[channel]:
             if frame.header.kind is Kind.UP:
-                self._early.append((peer, frame))
-                if channel == USER and held > self._ahead.get(peer, 0):
-                    self._ahead[peer] = held
-                    self._ask()
+                self._early_frames.append((peer, frame))
+                if channel == USER and held > self._peer_counts.get(peer, 0):
+                    self._peer_counts[peer] = held
+                    self._request_result()
             return
-        meeting, place = now.meeting, now.meeting.place
+        reduction, place = now.meeting, now.meeting.place
         if place is None:
-            return  # whoever knows more will say it again when the view has changed
-        elsewhere = told != place.digest
+            return  # the sender restarts the reduction after the view has changed
+        elsewhere = digest != place.digest
         if frame.header.kind is Kind.DOWN:
-            if frame.header.shard != meeting.results:
-                return  # known already, or what came before it was not heard
+            if frame.header.shard != reduction.results:
+                return  # a chunk that is known already, or that follows a lost chunk
             if elsewhere and frame.header.shard == 0:
-                meeting.detach()
+                reduction.copy_result()
         elif elsewhere:
-            return  # of another tree: it will be sent again
-        self._take(channel, peer, frame)
-        done = meeting.done
-        self._close()
-        if done and elsewhere:  # those before this worker in its tree wait for it
-            self._tell_results()
+            return  # chunk of another tree, whose sender restarts the reduction
+        self._apply_frame(channel, peer, frame)
+        done = reduction.done
+        self._finish_rounds()
+        if done and elsewhere:  # ancestors in the tree of this worker wait for the result
+            self._send_results()
 
-    def missing(self, channel: int) -> list[int] | None:
-        """Who has not brought numbers, or has not told the result; None if the graph is broken."""
+    def missing_workers(self, channel: int) -> list[int] | None:
+        """Return the workers whose numbers or result are missing; None if the graph is
+        disconnected.
+        """
         now = self._rounds.get(channel)
         place = now.meeting.place if now is not None else None
         if now is None or place is None or self._view.place() is None:
             return None
-        behind = now.meeting.waiting()
+        behind = now.meeting.incomplete_children()
         return behind or [worker for worker in [place.parent] if worker is not None]
 
-    def _take(self, channel: int, peer: int, frame: Frame[Kind]) -> None:
-        meeting = self._rounds[channel].meeting
+    def _apply_frame(self, channel: int, peer: int, frame: Frame[Kind]) -> None:
+        reduction = self._rounds[channel].meeting
         chunk, largest = frame.header.shard, finite(frame.meta.get("largest"))
         try:
-            body = meeting.numbers(chunk, frame.body)
+            body = reduction.as_numbers(chunk, frame.body)
             if frame.header.kind is Kind.UP:
-                self._send(channel, meeting.up(peer, chunk, body, largest))
+                self._send(channel, reduction.add_child(peer, chunk, body, largest))
             else:
-                self._send(channel, meeting.down(chunk, body, largest, frame.meta.get("note")))
+                self._send(
+                    channel, reduction.take_result(chunk, body, largest, frame.meta.get("note"))
+                )
         except ValueError as error:
             raise WireError(str(error)) from None
 
-    def _send(self, channel: int, outs: Iterable[Out]) -> None:
-        meeting = self._rounds[channel].meeting
+    def _send(self, channel: int, outs: Iterable[Output]) -> None:
+        reduction = self._rounds[channel].meeting
         for out in outs:
-            assert meeting.place is not None
+            assert reduction.place is not None
             if self._quiet_at is None:
-                self._put(channel, self.held[channel], out, meeting.place.digest)
+                self._send_frame(channel, self.held[channel], out, reduction.place.digest)
             else:
-                self._later.append((channel, meeting.place.digest, out))
+                self._postponed.append((channel, reduction.place.digest, out))
 
-    def _hurry(self, channel: int) -> None:
-        """Send what a meeting that is over has left: nobody else would."""
-        for other, digest, out in self._later:
+    def _send_postponed_of(self, channel: int) -> None:
+        """Send the postponed frames of a completed reduction, which no restart would send again."""
+        for other, digest, out in self._postponed:
             if other == channel:
-                self._put(channel, self.held[channel], out, digest)
-        self._later = [waiting for waiting in self._later if waiting[0] != channel]
+                self._send_frame(channel, self.held[channel], out, digest)
+        self._postponed = [waiting for waiting in self._postponed if waiting[0] != channel]
 
-    def _tell_results(self) -> None:
+    def _send_results(self) -> None:
         for channel, results in self._results.items():
             last = self.held[channel] - 1
-            for out in results[last].outcome(self._peers.present()) if last in results else ():
-                self._put(channel, last, out, RESULT)
+            for out in results[last].outputs(self._peers.reachable()) if last in results else ():
+                self._send_frame(channel, last, out, RESULT)
 
-    def _put(self, channel: int, number: int, out: Out, digest: int) -> None:
+    def _send_frame(self, channel: int, number: int, out: Output, digest: int) -> None:
         self._peers.send(
             out.to,
             Kind.UP if out.up else Kind.DOWN,
@@ -303,10 +340,10 @@ class Meetings:
             meta={"digest": digest, "largest": out.largest, "note": out.note},
         )
 
-    def _close(self) -> None:
+    def _finish_rounds(self) -> None:
         for channel, now in list(self._rounds.items()):
             if now.meeting.done:
-                self._hurry(channel)
+                self._send_postponed_of(channel)
                 del self._rounds[channel]
                 results, number = self._results[channel], self.held[channel]
                 results[number] = now.meeting

@@ -1,8 +1,8 @@
-"""Gossip: a worker's background thread, which exchanges with neighbours and meets all workers.
+"""Gossip thread of a worker: exchanges with neighbours, and tree reductions over all workers.
 
-Exchanges are wished for as a Poisson process in the job's common time, half of an edge's rate at
-each of its ends. Meetings are sums over all workers: `consolidate` needs them, and the agreement
-on the unit of time, which this thread holds by itself so that no gradient waits for it.
+Each end of an edge requests exchanges as a Poisson process in the common time of the job, at half
+the rate of the edge. `consolidate` uses tree reductions, and so does the agreement on the unit of
+time. The gossip thread performs the agreement by itself, so gradients do not wait for it.
 """
 
 from __future__ import annotations
@@ -24,34 +24,46 @@ from torch import Tensor
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import memory_of
 from offbeat.frames.frames import Frame, Header, WireError, pack
-from offbeat.gossip.agreement import Agreement, planned
+from offbeat.gossip.agreement import Agreement, planned_rates
 from offbeat.gossip.anchors import NEVER
 from offbeat.gossip.chunks import CHUNK_BYTES, Wire
 from offbeat.gossip.clock import DRIFT, Clock
-from offbeat.gossip.counts import Counts, Exchanged
+from offbeat.gossip.counts import Counts, ExchangeRecord
 from offbeat.gossip.exchange import Exchanges
 from offbeat.gossip.joining import Address, Place
-from offbeat.gossip.pairing import Act, Begin, Pairing, Word
+from offbeat.gossip.pairing import Action, Begin, Pairing, Signal
 from offbeat.gossip.peers import NOTHING, Listener, Peers
-from offbeat.gossip.protocol import KINDS, WORDS, Kind, agreed, finite
+from offbeat.gossip.protocol import KINDS, SIGNALS, Kind, finite, parse_agreement
 from offbeat.gossip.state import Mixing
 from offbeat.gossip.state import State as Shared
-from offbeat.gossip.tree_reduction import Meeting
-from offbeat.gossip.tree_reductions import OWN, USER, Meetings
+from offbeat.gossip.tree_reduction import TreeReduction
+from offbeat.gossip.tree_reductions import OWN, USER, TreeReductions
 from offbeat.gossip.view import Known, State, View
 
 OnPartition = Literal["raise", "continue"]
 
-GRADIENTS = 4  # of a worker, before its gradient time is believed
-NOTICE, NOTICE_S = 2.0, 1.0  # units, seconds: constants change so long after their reason
-DRAIN_S = 1.0  # of a thread that has failed
+GRADIENTS = 4  # gradients of a worker before its mean gradient time is used
+NOTICE, NOTICE_S = 2.0, 1.0  # least delay of a change of constants, in units and in seconds
+DRAIN_S = 1.0  # longest time to send queued frames after a failure
 NOTHING_ELSE = torch.empty(0, dtype=torch.uint8, device="cpu")
 ANOTHER_MODEL = "the model is another one; build it from the same configuration"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a job of gossip is: its graph and rate, what travels, who is given up when."""
+    """Settings of a gossip job, equal on all workers.
+
+    Attributes:
+        graph: initial graph.
+        rate: planned exchanges per worker and unit of time.
+        momentum: whether there is a second copy x~ (A2CiD2).
+        silent_s: seconds after which an unreachable worker is removed.
+        timeout_s: longest wait of the training thread in seconds.
+        on_partition: action if the graph is partitioned.
+        layout: digest of the model.
+        strategy: strategy as text.
+        seed: seed of the random requests.
+    """
 
     graph: nx.Graph
     rate: float = 1.0
@@ -59,16 +71,25 @@ class Settings:
     silent_s: float = 10.0
     timeout_s: float = 120.0
     on_partition: OnPartition = "raise"
-    layout: str = ""  # digest of the model
-    strategy: str = ""  # in words
+    layout: str = ""
+    strategy: str = ""
     seed: int = 0
 
 
 class Gossip(Listener):
-    """Worker `me` of the graph. Its neighbours are at these addresses, it is at `door`.
+    """Gossip of worker `me`, with its own thread.
 
-    With a `place` it comes to a job that runs. `luggage` is what it gives to others that do so:
-    all that they need to begin, mixed up to a label.
+    Args:
+        me: id of this worker.
+        settings: settings of the job.
+        shared: parameters, shared with the training thread.
+        wire: chunks of the parameters.
+        clock: common clock.
+        secret: secret of the job.
+        addresses: addresses of the neighbours.
+        door: socket on which this worker accepts connections.
+        place: place in a running job, for a joining worker; otherwise None.
+        luggage: callable that returns the initial state for a joining worker, mixed up to a label.
     """
 
     def __init__(
@@ -88,47 +109,57 @@ class Gossip(Listener):
         self.me, self._settings, self.clock, self._shared = me, settings, clock, shared
         edges = sorted((min(edge), max(edge)) for edge in settings.graph.edges)
         self.view, self.counts = View(me, edges), Counts()
-        self._first, self._agreed = edges, place.agreed if place else Agreement(edges)
-        self._door, self._luggage = door.getsockname(), luggage
-        self._addresses = {**addresses, me: self._door[:2]}
+        self._first_edges, self._agreement = edges, place.agreed if place else Agreement(edges)
+        self._listen_address, self._initial_state = door.getsockname(), luggage
+        self._addresses = {**addresses, me: self._listen_address[:2]}
         self._joined = place is not None
-        self._life = random.SystemRandom().getrandbits(48)  # of this process
-        self._lives: dict[int, int] = {}  # of the neighbours'
-        self._guests: dict[int, float] = {}  # who has been given a place, and when
-        self._later: list[Callable[[], None]] = []  # meetings that wait for them
+        self._life = random.SystemRandom().getrandbits(48)  # random id of this process
+        self._lives: dict[int, int] = {}  # random ids of the neighbours' processes
+        # joining workers that have not connected yet, with the time of their place
+        self._joining: dict[int, float] = {}
+        self._postponed: list[Callable[[], None]] = []  # reductions that wait for joining workers
         self._pairing = Pairing(me, set())
         self._exchanges = Exchanges(shared, wire)
         around = sorted(place.near) if place else sorted(settings.graph.adj[me])
         near = {peer: addresses[peer] for peer in around}
         self._peers = Peers(me, secret, near, door, settings.silent_s, self, joins=self._joined)
         self._random = random.Random(f"{settings.seed} {me}")
-        self._rates: dict[int, float] = {}  # exchanges per unit on the edge to a neighbour
-        self._next: float | None = None  # label of the next wish
-        self._accepted: dict[int, tuple[float, int, bool]] = {}  # label, number, whether coded
-        self._down_s = dict.fromkeys(around, time.monotonic())  # since when they are not there
+        self._rates: dict[int, float] = {}  # exchanges per unit of time, by neighbour
+        self._next: float | None = None  # label of the next request
+        # accepted exchanges: label, number, whether coded
+        self._accepted: dict[int, tuple[float, int, bool]] = {}
+        # disconnected neighbours, with the time of disconnection
+        self._down_s = dict.fromkeys(around, time.monotonic())
         self._never_came = set(around)
-        self._meetings = Meetings(self.view, self._peers, place.held if place else None)
+        self._reductions = TreeReductions(self.view, self._peers, place.held if place else None)
         self._gradient_s, self._gradients = 0.0, 0
-        self._counted = (0, 0)  # own exchanges where counting began, and at the last pulse
+        # own exchanges at the label `counted_from`, and at the last agreement
+        self._counted = (0, 0)
         self._changed = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
-        self._said: deque[str] = deque()
+        self._notices: deque[str] = deque()
         self._error: Exception | None = None
         self._ended = False
         if place:
             self.view.merge(place.known)
             shared.follow(place.course)
         else:
-            self._choose()
-            shared.tune(0.0, self._constants())
+            self._update_rates()
+            shared.change_mixing(0.0, self._constants())
         self._thread = threading.Thread(target=self._run, name=f"offbeat-gossip-{me}", daemon=True)
         self._thread.start()
 
-    # ---- what the worker calls --------------------------------------------------------------
+    # ---- training thread --------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Wait until all neighbours have come. RuntimeError naming those that have not. Who joins a
-        job begins without those that may have died since it was given its place."""
+        """Wait until all neighbours have connected.
+
+        A joining worker waits for at most `silent_s` seconds, because neighbours may have failed
+        since it received its place. It continues if at least one neighbour has connected.
+
+        Raises:
+            RuntimeError: neighbours are missing after `timeout_s` seconds; the message names them.
+        """
         late = self._never_came
         if self._joined:
             with self._changed:
@@ -136,13 +167,13 @@ class Gossip(Listener):
                     lambda: not late or self._error is not None, self._settings.silent_s
                 )
             self.check()
-            if late and self._peers.present():
-                self._say(f"workers {_listed(late)} do not answer; it begins without them")
+            if late and self._peers.reachable():
+                self._warn(f"workers {_ids_text(late)} do not answer; it begins without them")
                 return
-        self._wait(lambda: not late, lambda: f"workers {_listed(late)} to connect")
+        self._wait(lambda: not late, lambda: f"workers {_ids_text(late)} to connect")
 
-    def gradient(self, seconds: float) -> None:
-        """A gradient has taken so long."""
+    def record_gradient(self, seconds: float) -> None:
+        """Update the mean gradient time with the duration of a gradient."""
         self.check()
         self._gradients += 1
         weight = max(1 / self._gradients, 0.1)
@@ -151,134 +182,154 @@ class Gossip(Listener):
             self._peers.wake()
 
     def check(self) -> None:
-        """RuntimeError if gossip has failed."""
+        """Raise the error of the gossip thread, if it has failed."""
         if self._error is not None:
             raise self._error
 
-    def said(self) -> list[str]:
-        """What the user should know, since the last call."""
+    def take_notices(self) -> list[str]:
+        """Return and remove all notices for the user."""
         words = []
-        while self._said:
-            words.append(self._said.popleft())
+        while self._notices:
+            words.append(self._notices.popleft())
         return words
 
-    def meet(
+    def all_reduce(
         self, numbers: Sequence[Tensor], largest: float = 0.0
     ) -> tuple[list[Tensor], float, int]:
-        """Wait for all workers: the sums of their numbers, the largest, and how many they are."""
-        found: list[Meeting] = []
+        """Return the sums of the numbers of all workers, the maximum of `largest`, and the number
+        of workers.
+
+        Waits until all workers have called it.
+        """
+        found: list[TreeReduction] = []
         brought = [*numbers, torch.ones(1, dtype=torch.float32, device="cpu")]
-        self._do(lambda: self._begin_meeting(brought, largest, found.append))
-        self._wait(lambda: bool(found), lambda: f"all workers to meet: {self._missing()}")
+        self._submit(lambda: self._begin_reduction(brought, largest, found.append))
+        self._wait(lambda: bool(found), lambda: f"all workers to meet: {self._describe_missing()}")
         *sums, workers = found[0].result
         return sums, found[0].largest, int(workers)
 
-    def alike(self, means: Sequence[Tensor]) -> list[Tensor]:
-        """Wait for all workers: these means, which each has from the last meeting, with the same
-        bits at all of them. Who has other ones than the others takes theirs; if those that are
-        there have several, the mean is taken once more."""
+    def agree_on_means(self, means: Sequence[Tensor]) -> list[Tensor]:
+        """Return means with equal bits on all workers. Waits until all workers have called it.
+
+        `means` are the results of the last reduction. If the workers disagree, those with other
+        means fetch the means of the others. If the present workers hold several different means,
+        these are averaged again.
+        """
         while True:
-            number, mine = self._meetings.held[USER] - 1, _words(checksum(*means))
-            (said,), _, workers = self.meet([torch.cat([mine, mine * mine])])
-            words, squares = said.view(2, -1)
+            number, own = self._reductions.held[USER] - 1, _checksum_words(checksum(*means))
+            (sums_of_words,), _, workers = self.all_reduce([torch.cat([own, own * own])])
+            words, squares = sums_of_words.view(2, -1)
             if bool((words * words != workers * squares).any()):
-                sums, _, workers = self.meet(means)
+                sums, _, workers = self.all_reduce(means)
                 means = [total / workers for total in sums]
-            elif torch.equal(words, workers * mine):
+            elif torch.equal(words, workers * own):
                 return list(means)
             else:
-                return self._again(number, means, words / workers)
+                return self._fetch_means(number, means, words / workers)
 
-    def _again(self, number: int, means: Sequence[Tensor], words: Tensor) -> list[Tensor]:
-        """The means of a meeting, of which these are the words of the checksum."""
+    def _fetch_means(self, number: int, means: Sequence[Tensor], words: Tensor) -> list[Tensor]:
+        """Return the means of a reduction that match the given checksum words."""
         found: list[list[Tensor]] = []
 
-        def take(meeting: Meeting) -> bool:
-            *sums, workers = meeting.result
+        def take(reduction: TreeReduction) -> bool:
+            *sums, workers = reduction.result
             theirs = [total / int(workers) for total in sums]
-            same = torch.equal(_words(checksum(*theirs)), words)
+            same = torch.equal(_checksum_words(checksum(*theirs)), words)
             found.extend([theirs] if same else [])
             return same
 
         like = [*means, torch.ones(1, dtype=torch.float32, device="cpu")]
-        self._do(lambda: self._meetings.again(number, like, take))
-        self._wait(lambda: bool(found), lambda: "the others' result of a meeting")
+        self._submit(lambda: self._reductions.fetch_result(number, like, take))
+        self._wait(lambda: bool(found), lambda: "the others' result of a reduction")
         return found[0]
 
-    def _begin_meeting(
-        self, brought: list[Tensor], largest: float, then: Callable[[Meeting], None]
+    def _begin_reduction(
+        self, brought: list[Tensor], largest: float, then: Callable[[TreeReduction], None]
     ) -> None:
-        if self._guests:  # they bring theirs too, from the first one after their place on
-            self._later.append(lambda: self._begin_meeting(brought, largest, then))
+        """Begin a reduction, after all joining workers have connected or have been given up."""
+        # joining workers take part in all reductions after their place was assigned
+        if self._joining:
+            self._postponed.append(lambda: self._begin_reduction(brought, largest, then))
         else:
-            self._meetings.begin(USER, brought, largest, then)
+            self._reductions.begin(USER, brought, largest, then)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """A series of meetings that every worker holds whole: who was out of reach in between has
-        the results, and who was never there is not waited for before the next series."""
-        self._do(lambda: self._meetings.together(begin=True))
+    def reduction_series(self) -> Iterator[None]:
+        """Group reductions into a series, in which every worker takes part completely or not at
+        all.
+
+        A worker that was unreachable during the series receives the results. An absent worker is
+        not awaited before the next series.
+        """
+        self._submit(lambda: self._reductions.set_series(begin=True))
         try:
             yield
         finally:
-            self._commands.append(lambda: self._meetings.together(begin=False))
+            self._commands.append(lambda: self._reductions.set_series(begin=False))
             self._peers.wake()
 
     def pause(self) -> None:
-        """Exchange no more; returns when none is under way."""
-        self._do(lambda: self._act(self._pairing.pause(paused=True)))
+        """Begin no more exchanges and wait for the end of the current one."""
+        self._submit(lambda: self._perform(self._pairing.pause(paused=True)))
         self._wait(
-            lambda: self._pairing.paused and self._pairing.resting,
+            lambda: self._pairing.paused and self._pairing.is_idle,
             lambda: f"the exchange with {self._pairing.partner} to end",
         )
 
-    def rest(self, t: float) -> float:
-        """Pause with all workers, and wait for them: the latest of their times. What is in doubt
-        is kept if the partner has it too, or is dead; else it is taken back."""
+    def pause_all(self, t: float) -> float:
+        """Pause all workers and wait for them. Return the latest of their labels.
+
+        Settles exchanges in doubt: an exchange is kept if the partner has completed it or has
+        failed; otherwise it is reverted.
+        """
         self.pause()
-        whole = torch.zeros(len(self._first), 2, dtype=torch.float64, device="cpu")
-        for number, edge in enumerate(self._first):
-            if self.me in edge:  # 0: there is nobody who could say
+        whole = torch.zeros(len(self._first_edges), 2, dtype=torch.float64, device="cpu")
+        for number, edge in enumerate(self._first_edges):
+            if self.me in edge:  # 0 marks a failed worker, which cannot report its last exchange
                 here = edge.index(self.me)
-                whole[number, here] = 1 + self._exchanges.whole(edge[1 - here])
-        (both,), latest, _ = self.meet([whole.reshape(-1)], t)
+                whole[number, here] = 1 + self._exchanges.completed_number(edge[1 - here])
+        (both,), latest, _ = self.all_reduce([whole.reshape(-1)], t)
         settled = threading.Event()
-        self._do(lambda: self._settle(both.reshape(-1, 2).tolist(), settled))
+        self._submit(lambda: self._settle_exchanges(both.reshape(-1, 2).tolist(), settled))
         self._wait(settled.is_set, lambda: "its own gossip")
         return latest
 
-    def _settle(self, both: list[list[float]], settled: threading.Event) -> None:
-        said = dict(zip(self._first, both, strict=True))
-        for partner in self._exchanges.doubtful():
+    def _settle_exchanges(self, both: list[list[float]], settled: threading.Event) -> None:
+        completed = dict(zip(self._first_edges, both, strict=True))
+        for partner in self._exchanges.partners_in_doubt():
             edge = min(self.me, partner), max(self.me, partner)
-            whole = int(said.get(edge, (0, 0))[edge.index(partner)]) - 1
+            whole = int(completed.get(edge, (0, 0))[edge.index(partner)]) - 1
             self._exchanges.settle(partner, None if whole < 0 else whole)
         settled.set()
 
     def resume(self) -> None:
-        """Exchange again."""
+        """Continue to exchange."""
         if self._pairing.paused:
-            self._do(lambda: self._act(self._pairing.pause(paused=False)))
+            self._submit(lambda: self._perform(self._pairing.pause(paused=False)))
 
     def close(self) -> None:
-        """Say goodbye to the neighbours."""
+        """Leave the job and notify the neighbours."""
         if self._thread.is_alive():
             with self._changed:
-                self._commands.append(self._leave)
+                self._commands.append(self._send_goodbye)
             self._peers.wake()
             self._thread.join(self._settings.timeout_s)
 
     @property
     def bytes_sent(self) -> int:
-        """To all neighbours."""
+        """Return the bytes sent to all neighbours."""
         return self._peers.bytes_sent
 
-    def _do(self, command: Callable[[], None]) -> None:
+    def _submit(self, command: Callable[[], None]) -> None:
+        """Queue a command for the gossip thread."""
         self.check()
         self._commands.append(command)
         self._peers.wake()
 
     def _wait(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait until `done` returns true. Raise RuntimeError after `timeout_s`, with the text of
+        `what`.
+        """
         timeout_s = self._settings.timeout_s
         with self._changed:
             self._changed.wait_for(lambda: done() or self._error is not None, timeout_s)
@@ -289,32 +340,34 @@ class Gossip(Listener):
                 "timeout_s"
             )
 
-    def _missing(self) -> str:
-        """Who has not brought numbers, as far as this worker can see."""
-        if self._later:
-            return f"workers {_listed(self._guests)}, which were given a place, have not come"
-        behind = self._meetings.missing(USER)
+    def _describe_missing(self) -> str:
+        """Return text on the workers that have not sent their numbers, as far as known on this
+        worker.
+        """
+        if self._postponed:
+            return f"workers {_ids_text(self._joining)}, which were given a place, have not come"
+        behind = self._reductions.missing_workers(USER)
         if behind is None:
-            return f"the graph is broken, {_listed(self._down_s)} cannot be reached"
-        return f"nothing from {_listed(behind)}, or from workers behind"
+            return f"the graph is broken, {_ids_text(self._down_s)} cannot be reached"
+        return f"nothing from {_ids_text(behind)}, or from workers behind"
 
-    # ---- the thread -------------------------------------------------------------------------
+    # ---- gossip thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._ended:
-                self._peers.turn(self._wait_s())
+                self._peers.process_events(self._wait_s())
                 while self._commands:
                     self._commands.popleft()()
-                self._wish()
-                self._give_up()
-                self._pulse()
-                self._meetings.turn()
+                self._request_exchanges()
+                self._give_up_edges()
+                self._begin_agreement_if_due()
+                self._reductions.send_postponed()
                 with self._changed:
                     self._changed.notify_all()
         except Exception as error:
             self._error = error
-            with suppress(Exception):  # what others should know
+            with suppress(Exception):  # queued frames may contain news for other workers
                 self._peers.drain(DRAIN_S)
         finally:
             self._peers.close()
@@ -322,17 +375,18 @@ class Gossip(Listener):
                 self._changed.notify_all()
 
     def _wait_s(self) -> float:
-        """Until this thread has something to do by itself."""
-        pulse_at = None if self._meetings.under_way(OWN) else self._agreed.again_at
+        """Return the seconds until the thread has work without a new frame."""
+        pulse_at = None if self._reductions.is_under_way(OWN) else self._agreement.again_at
         labels = [label for label in (self._next, pulse_at) if label is not None]
         waits: list[float | None] = [self.clock.seconds_until(label) for label in labels]
         silent_s, now = self._settings.silent_s, time.monotonic()
-        since = [*self._breaks().values(), *self._guests.values()]
+        since = [*self._disconnection_times().values(), *self._joining.values()]
         waits += [at + silent_s - now for at in since]
-        waits.append(self._meetings.wait_s)
+        waits.append(self._reductions.wait_s)
         return min([60.0, *(wait for wait in waits if wait is not None)])
 
-    def _wish(self) -> None:
+    def _request_exchanges(self) -> None:
+        """Request all exchanges that are due."""
         total = sum(self._rates.values()) / 2
         if self.clock.unit_s is None or total == 0:
             self._next = None
@@ -343,82 +397,88 @@ class Gossip(Listener):
         while self._next <= now:
             self._next += self._random.expovariate(total)
             peers, rates = zip(*self._rates.items(), strict=True)
-            self._act(self._pairing.wish(self._random.choices(peers, rates)[0]))
+            self._perform(self._pairing.request(self._random.choices(peers, rates)[0]))
 
-    def _leave(self) -> None:
-        for peer in self._peers.present():
+    def _send_goodbye(self) -> None:
+        for peer in self._peers.reachable():
             self._peers.send(peer, Kind.BYE)
         self._peers.finish(self._settings.silent_s)
         self._ended = True
 
     # ---- exchanges --------------------------------------------------------------------------
 
-    def _act(self, acts: Sequence[Act]) -> None:
+    def _perform(self, acts: Sequence[Action]) -> None:
+        """Perform actions of the pairing."""
         for act in acts:
             if isinstance(act, Begin):
                 if act.accepted:
                     t, number, coded = self._accepted.pop(act.partner)
-                    self._begin(act.partner, number, t, self._shared.mixing_at(t), coded=coded)
+                    self._exchange(act.partner, number, t, self._shared.mixing_at(t), coded=coded)
                 continue
             about: dict[str, Any] = {}
-            if act.word is Word.ASK:
+            if act.word is Signal.ASK:
                 about["meta"] = {
                     "t": self.clock.now(),
-                    "anchored": self._exchanges.anchored(act.to),
+                    "anchored": self._exchanges.anchor_number(act.to),
                 }
-            elif act.word is Word.YES:
+            elif act.word is Signal.YES:
                 t, about["clock"], coded = self._accepted[act.to]
                 mixing = self._shared.mixing_at(t)
                 alphas = {"alpha": mixing.alpha, "alpha_tilde": mixing.alpha_tilde}
                 about["meta"] = {"t": t, "coded": coded, **alphas}
             self._peers.send(act.to, KINDS[act.word], **about)
 
-    def _word(self, peer: int, frame: Frame[Kind]) -> None:
-        word, meta = WORDS[frame.header.kind], frame.meta
-        if word is Word.ASK:
+    def _on_signal(self, peer: int, frame: Frame[Kind]) -> None:
+        """Process a request of an exchange, or an answer to one."""
+        word, meta = SIGNALS[frame.header.kind], frame.meta
+        if word is Signal.ASK:
             t = max(finite(meta.get("t")), self.clock.now())
-            coded = meta.get("anchored") == self._exchanges.anchored(peer) != NEVER
+            coded = meta.get("anchored") == self._exchanges.anchor_number(peer) != NEVER
             self._accepted[peer] = t, self._exchanges.next_number(peer), coded
         try:
-            acts = self._pairing.hear(peer, word)
+            acts = self._pairing.receive(peer, word)
         except ValueError as error:
             raise WireError(str(error)) from None
-        self._act(acts)
-        if word is Word.YES:
+        self._perform(acts)
+        if word is Signal.YES:
             alphas = [finite(meta.get(name)) for name in ("alpha", "alpha_tilde")]
-            mixing = Mixing(0.0, *alphas)  # eta is everybody's, by labels
+            # eta is common to all workers, so only the factors are sent
+            mixing = Mixing(0.0, *alphas)
             coded = meta.get("coded") is True
-            if coded and self._exchanges.anchored(peer) == NEVER:
+            if coded and self._exchanges.anchor_number(peer) == NEVER:
                 raise WireError("an exchange of codes needs anchors")
-            self._begin(peer, frame.header.clock, finite(meta.get("t")), mixing, coded=coded)
+            self._exchange(peer, frame.header.clock, finite(meta.get("t")), mixing, coded=coded)
 
-    def _begin(self, partner: int, number: int, t: float, mixing: Mixing, *, coded: bool) -> None:
+    def _exchange(
+        self, partner: int, number: int, t: float, mixing: Mixing, *, coded: bool
+    ) -> None:
         exchanges = self._exchanges
         exchanges.begin(partner, number, t, mixing, coded=coded).began_s = time.perf_counter()
         for chunk in range(len(exchanges.wire.chunks)):
-            self._peers.send(partner, Kind.CHUNK, exchanges.sent(chunk), shard=chunk, clock=number)
+            self._peers.send(partner, Kind.CHUNK, exchanges.data(chunk), shard=chunk, clock=number)
 
-    def _chunk(self, peer: int, frame: Frame[Kind]) -> None:
-        if self._exchanges.arrived():
+    def _on_chunk(self, peer: int, frame: Frame[Kind]) -> None:
+        if self._exchanges.apply_chunk():
             assert self._exchanges.now is not None
             self._peers.send(peer, Kind.WHOLE, clock=self._exchanges.now.number)
-            self._end()
+            self._end_exchange()
 
-    def _whole(self, peer: int, frame: Frame[Kind]) -> None:
+    def _on_whole(self, peer: int, frame: Frame[Kind]) -> None:
         one = self._exchanges.now
         if one is None or one.partner != peer or one.number != frame.header.clock:
             raise WireError("WHOLE is not expected now")
         one.confirmed = True
-        self._end()
+        self._end_exchange()
 
-    def _end(self) -> None:
+    def _end_exchange(self) -> None:
+        """End the current exchange if it is complete."""
         one = self._exchanges.now
         size = self._exchanges.bytes if one else 0
-        if one is None or not self._exchanges.over():
+        if one is None or not self._exchanges.end_if_complete():
             return
         ended_s = time.perf_counter()
-        self.counts.add(Exchanged(one.partner, one.number, one.began_s, ended_s, size))
-        self._act(self._pairing.done())
+        self.counts.add(ExchangeRecord(one.partner, one.number, one.began_s, ended_s, size))
+        self._perform(self._pairing.end_exchange())
 
     # ---- neighbours -------------------------------------------------------------------------
 
@@ -426,60 +486,62 @@ class Gossip(Listener):
         return {
             "layout": self._settings.layout,
             "life": self._life,
-            "door": self._door[:2],
-            "whole": self._exchanges.whole(peer),
-            "known": self.view.known(),
-            "held": self._meetings.told,
+            "door": self._listen_address[:2],
+            "whole": self._exchanges.completed_number(peer),
+            "known": self.view.changed_edges(),
+            "held": self._reductions.counts,
         }
 
-    def came(self, peer: int, said: dict[str, Any]) -> None:
-        if said.get("layout") != self._settings.layout:
+    def on_connect(self, peer: int, hello: dict[str, Any]) -> None:
+        if hello.get("layout") != self._settings.layout:
             raise WireError(ANOTHER_MODEL)
         try:
-            (host, port), life = said["door"], int(said["life"])
+            (host, port), life = hello["door"], int(hello["life"])
             self._addresses[peer] = str(host), int(port)
         except (KeyError, TypeError, ValueError):
             raise WireError("HELLO must say where its door is, and who it is") from None
         self._peers.expect(peer, self._addresses[peer])
         before_life, self._lives[peer] = self._lives.get(peer), life
         if before_life != life:
-            self._exchanges.forget(peer)
-        self._guests.pop(peer, None)
+            self._exchanges.forget_partner(peer)
+        self._joining.pop(peer, None)
         self._down_s.pop(peer, None)
         expected = peer in self._never_came
         self._never_came.discard(peer)
-        # What has changed since this worker's hello was told to those who were there.
-        self._peers.send(peer, Kind.VIEW, meta=self._view_of(self.view.known()))
-        self._exchanges.settle(peer, int(finite(said.get("whole"))))
+        # Changes since the HELLO of this worker were sent only to neighbours connected at that
+        # time.
+        self._peers.send(peer, Kind.VIEW, meta=self._view_of(self.view.changed_edges()))
+        self._exchanges.settle(peer, int(finite(hello.get("whole"))))
         before, gone = self.view.edges(), self.view.state(peer) > State.DOWN
-        self._merge(said)
-        self._meetings.learn(peer, said.get("held"))
-        # The partner may have told others already, and they this worker, before it could send.
-        self._tell(
-            self.view.change(peer, State.UP, self.clock.now(), again=self._joined or not expected)
+        self._merge_view(hello)
+        self._reductions.on_counts(peer, hello.get("held"))
+        # The peer may have published the edge already, and its neighbours may have sent it to this
+        # worker.
+        self._publish_edges(
+            self.view.set_edge(peer, State.UP, self.clock.now(), again=self._joined or not expected)
         )
         if gone and not expected:
             same = "can be reached again" if life == before_life else "has joined"
-            self._say(f"worker {peer} {same}")
+            self._warn(f"worker {peer} {same}")
         if self.view.edges() != before:
-            self._choose()
-        self._pairing.join(peer)
+            self._update_rates()
+        self._pairing.add_neighbour(peer)
 
-    def went(self, peer: int, why: str) -> None:
+    def on_disconnect(self, peer: int, why: str) -> None:
         self._accepted.pop(peer, None)
-        self.counts.broken += self._exchanges.broke(peer)
+        self.counts.broken += self._exchanges.abort(peer)
         self._down_s[peer] = time.monotonic()
-        self._act(self._pairing.leave(peer))
+        self._perform(self._pairing.remove_neighbour(peer))
         if self.view.state(peer) is State.UP:
-            self._tell(self.view.change(peer, State.DOWN, self.clock.now()))
+            self._publish_edges(self.view.set_edge(peer, State.DOWN, self.clock.now()))
 
-    def room(self, peer: int, header: Header[Kind]) -> tuple[Any, memoryview]:
+    def body_buffer(self, peer: int, header: Header[Kind]) -> tuple[Any, memoryview]:
         if header.kind is Kind.CHUNK:
             one = self._exchanges.now
             expected = one and (one.partner, one.number, one.arrived)
             if one is None or expected != (peer, header.clock, header.shard):
                 raise WireError(f"chunk {header.shard} is not expected now")
-            return None, self._exchanges.room(header.shard)
+            return None, self._exchanges.buffer(header.shard)
         if header.kind in (Kind.UP, Kind.DOWN):
             if header.body_bytes > CHUNK_BYTES:
                 raise WireError(f"body ({header.body_bytes} bytes) is too large")
@@ -487,232 +549,259 @@ class Gossip(Listener):
             return body, memory_of(body)
         return None, NOTHING
 
-    def heard(self, peer: int, frame: Frame[Kind]) -> None:
+    def on_frame(self, peer: int, frame: Frame[Kind]) -> None:
         kind = frame.header.kind
-        if kind in WORDS:
-            self._word(peer, frame)
+        if kind in SIGNALS:
+            self._on_signal(peer, frame)
         elif kind is Kind.CHUNK:
-            self._chunk(peer, frame)
+            self._on_chunk(peer, frame)
         elif kind is Kind.WHOLE:
-            self._whole(peer, frame)
+            self._on_whole(peer, frame)
         elif kind in (Kind.UP, Kind.DOWN):
-            if self._meetings.missed(frame):
-                self._bring()  # it does not count any more, but the result does
-            self._meetings.hear(peer, frame)
+            if self._reductions.take_missed_result(frame):
+                self._begin_agreement()  # its numbers are not used any more, but the result is
+            self._reductions.on_frame(peer, frame)
         elif kind is Kind.VIEW:
-            self._learn(peer, frame.meta)
+            self._on_view(peer, frame.meta)
         elif kind is Kind.MISSED:
-            self._meetings.answer(peer, frame)
+            self._reductions.send_result(peer, frame)
         elif kind is Kind.FORGOTTEN:
-            self._meetings.forgotten(frame)
+            self._reductions.on_forgotten(frame)
         elif kind is Kind.BYE:
-            self._peers.forget(peer)
-            self._exchanges.release(peer)
-            self._tell(self.view.change(peer, State.LEFT, self.clock.now()))
-            self._choose()
-            raise ConnectionResetError("it has left")  # which it waits for
+            self._peers.stop_reconnecting(peer)
+            self._exchanges.release_anchors(peer)
+            self._publish_edges(self.view.set_edge(peer, State.LEFT, self.clock.now()))
+            self._update_rates()
+            raise ConnectionResetError("it has left")  # the peer waits for the disconnection
         elif kind is not Kind.BEAT:
             raise WireError(f"{kind.name} is not expected now")
 
-    # ---- who is there -----------------------------------------------------------------------
+    # ---- membership -------------------------------------------------------------------------
 
     def _view_of(self, known: Sequence[Known]) -> dict[str, Any]:
-        return {"known": list(known), "held": self._meetings.told}
+        return {"known": list(known), "held": self._reductions.counts}
 
-    def _learn(self, peer: int, said: dict[str, Any]) -> None:
-        """A neighbour has told what it knows of edges and meetings."""
+    def _on_view(self, peer: int, meta: dict[str, Any]) -> None:
+        """Process edges and counts of reductions of a neighbour."""
         before = self.view.edges()
-        self._merge(said)
-        self._meetings.learn(peer, said.get("held"))
+        self._merge_view(meta)
+        self._reductions.on_counts(peer, meta.get("held"))
         if self.view.edges() != before:
-            self._choose()
+            self._update_rates()
 
-    def _merge(self, said: dict[str, Any]) -> None:
+    def _merge_view(self, meta: dict[str, Any]) -> None:
+        """Merge received edges into the view and publish the new ones."""
         try:
-            new = self.view.merge(said.get("known", []))
+            new = self.view.merge(meta.get("known", []))
         except (ValueError, TypeError) as error:
             raise WireError(str(error)) from None
-        for peer in self.view.around(self.me) if new else ():
+        for peer in self.view.neighbours_of(self.me) if new else ():
             self._peers.expect(peer)
             broken = peer in self._down_s and peer not in self._never_came
             if broken and self.view.state(peer) is State.UP:
-                # Old news must not hide that it is broken here: nobody would give it up.
-                new += self.view.change(peer, State.DOWN, self.clock.now())
-        self._tell(new)
+                # An outdated UP must not hide a local disconnection, because no worker would give
+                # the edge up.
+                new += self.view.set_edge(peer, State.DOWN, self.clock.now())
+        self._publish_edges(new)
 
-    def _tell(self, new: Sequence[Known]) -> None:
-        """Neighbours shall know; meetings begin anew."""
+    def _publish_edges(self, new: Sequence[Known]) -> None:
+        """Send changed edges to the neighbours and restart reductions."""
         if not new:
             return
-        for peer in self._peers.present():
+        for peer in self._peers.reachable():
             self._peers.send(peer, Kind.VIEW, meta=self._view_of(new))
-        self._meetings.begin_anew()
+        self._reductions.restart()
 
-    def _give_up(self) -> None:
-        """Edges that have been broken for too long are gone."""
+    def _give_up_edges(self) -> None:
+        """Remove edges that have been disconnected for more than `silent_s` seconds.
+
+        Joining workers that have not connected within this time are given up as well. Postponed
+        reductions begin once no joining worker is expected.
+        """
         now, silent_s = time.monotonic(), self._settings.silent_s
-        late = [peer for peer, at in self._breaks().items() if now - at > silent_s]
-        for guest, at in list(self._guests.items()):
+        late = [peer for peer, at in self._disconnection_times().items() if now - at > silent_s]
+        for worker, at in list(self._joining.items()):
             if now - at > silent_s:
-                del self._guests[guest]
-                self._say(f"worker {guest} was given a place, but has not come")
-        while self._later and not self._guests:
-            self._later.pop(0)()
+                del self._joining[worker]
+                self._warn(f"worker {worker} was given a place, but has not come")
+        while self._postponed and not self._joining:
+            self._postponed.pop(0)()
         for peer in late:
-            self._say(
+            self._warn(
                 f"worker {peer} could not be reached for {self._settings.silent_s:g} s; the "
                 "others go on without it"
             )
-            self._exchanges.release(peer)
-            self._tell(self.view.change(peer, State.GONE, self.clock.now()))
+            self._exchanges.release_anchors(peer)
+            self._publish_edges(self.view.set_edge(peer, State.GONE, self.clock.now()))
         if late:
-            self._choose()
+            self._update_rates()
 
-    def _breaks(self) -> dict[int, float]:
-        """Since when neighbours are not there that may come back."""
+    def _disconnection_times(self) -> dict[int, float]:
+        """Return the disconnected neighbours that may return, with the time of disconnection."""
         down = self._down_s.items()
         return {peer: at for peer, at in down if self.view.state(peer) is State.DOWN}
 
-    def _choose(self) -> None:
-        """The graph has changed: whom this worker wishes for. The constants are agreed on."""
+    def _update_rates(self) -> None:
+        """Update the exchange rates of this worker's edges after a change of the graph.
+
+        The constants change only by agreement.
+        """
         self._require_one_part()
-        rates = planned(self.view.edges(), self._settings.rate).items()
+        rates = planned_rates(self.view.edges(), self._settings.rate).items()
         self._rates = {sum(edge) - self.me: rate for edge, rate in rates if self.me in edge}
         self._next = None
 
     def _constants(self) -> Mixing:
+        """Return the mixing constants of the current agreement."""
         settings = self._settings
-        return self._agreed.constants(settings.rate, momentum=settings.momentum)
+        return self._agreement.constants(settings.rate, momentum=settings.momentum)
 
     def _require_one_part(self) -> None:
-        """The graph hangs together; or the others are as good as dead; or the larger part goes on,
-        if that is wanted."""
+        """Raise RuntimeError if the graph is partitioned, with three exceptions.
+
+        No error is raised if workers have left, if the members of all other parts have probably
+        failed, or if `on_partition="continue"` and this worker is in the largest part.
+        """
         parts = self.view.parts()
         if len(parts) == 1:
             return
-        words = " and ".join(f"({_listed(part)})" for part in parts)
-        mine = next(part for part in parts if self.me in part)
-        fatal = self._settings.on_partition == "raise" or mine != parts[0]
-        if fatal and not self.view.left() and not self.view.alone(mine):
+        words = " and ".join(f"({_ids_text(part)})" for part in parts)
+        own_part = next(part for part in parts if self.me in part)
+        fatal = self._settings.on_partition == "raise" or own_part != parts[0]
+        if fatal and not self.view.has_leavers() and not self.view.is_surviving_majority(own_part):
             raise RuntimeError(
                 f"the graph of gossip falls apart: {words} do not reach each other any more "
-                f"(not heard of: {_listed(self.view.dead()) or 'nobody'}); use a topology with "
-                "more edges, or on_partition='continue' to go on with the larger part"
+                f"(not heard of: {_ids_text(self.view.dead_workers()) or 'nobody'}); use a "
+                "topology with more edges, or on_partition='continue' to go on with the larger part"
             )
-        around = self.view.around(self.me)
+        around = self.view.neighbours_of(self.me)
         is_done = all(self.view.state(peer) is State.LEFT for peer in around)
         if not is_done and self.view.has_lost_connection():
-            self._say(f"the graph of gossip is in parts: {words}; ({_listed(mine)}) go on")
-        self._tell(self.view.cut_off(mine))
+            self._warn(f"the graph of gossip is in parts: {words}; ({_ids_text(own_part)}) go on")
+        self._publish_edges(self.view.cut_off(own_part))
 
-    def _say(self, words: str) -> None:
-        self._said.append(f"worker {self.me}: {words}")
+    def _warn(self, words: str) -> None:
+        self._notices.append(f"worker {self.me}: {words}")
 
-    # ---- what all agree on ------------------------------------------------------------------
+    # ---- agreement --------------------------------------------------------------------------
 
-    def _pulse(self) -> None:
-        """Bring this worker's gradient time and exchanges to the others: now and then, when edges
-        have changed, and when somebody else does."""
+    def _begin_agreement_if_due(self) -> None:
+        """Begin an agreement at its label, after a change of the edges, or if a neighbour has begun
+        one.
+        """
         due = (
-            self._agreed.again_at is None
-            or self.clock.now() >= self._agreed.again_at
-            or self.view.edges() != self._agreed.edges
-            or self._meetings.called(OWN)
+            self._agreement.again_at is None
+            or self.clock.now() >= self._agreement.again_at
+            or self.view.edges() != self._agreement.edges
+            or self._reductions.is_requested(OWN)
         )
-        if due and self._gradients >= GRADIENTS and not self._meetings.under_way(OWN):
-            self._bring()
+        if due and self._gradients >= GRADIENTS and not self._reductions.is_under_way(OWN):
+            self._begin_agreement()
 
-    def _bring(self) -> None:
+    def _begin_agreement(self) -> None:
+        """Begin a reduction of gradient times and counts of exchanges."""
         self._counted = self._counted[0], sum(self.counts.exchanges.values())
         exchanges = self._counted[1] - self._counted[0]
         numbers = torch.tensor([self._gradient_s, exchanges, 1], dtype=torch.float64, device="cpu")
-        self._meetings.begin(OWN, [numbers], 0.0, self._agree, self._note)
+        self._reductions.begin(OWN, [numbers], 0.0, self._on_agreement, self._agreement_note)
 
-    def _note(self) -> dict[str, Any]:
-        """What the root says to all: now, and the edges if they are not those agreed on."""
+    def _agreement_note(self) -> dict[str, Any]:
+        """Return the note of the root: the common time, and the edges if they have changed."""
         edges = self.view.edges()
         return {
             "now_s": self.clock.common_s(),
-            "edges": None if edges == self._agreed.edges else [list(edge) for edge in edges],
+            "edges": None if edges == self._agreement.edges else [list(edge) for edge in edges],
         }
 
-    def _agree(self, meeting: Meeting) -> None:
-        """All have brought theirs. The unit, what comes about of the rates, and the edges: whoever
-        hears of it computes the same from the same, and it counts from the same label."""
-        gradients_s, exchanges, workers = meeting.result[0].tolist()
-        now_s, edges = agreed(meeting.note)
+    def _on_agreement(self, reduction: TreeReduction) -> None:
+        """Derive unit, share and constants from the result of an agreement.
+
+        The result is equal on all workers because the input is. Changes take effect at the same
+        label on all workers.
+        """
+        gradients_s, exchanges, workers = reduction.result[0].tolist()
+        now_s, edges = parse_agreement(reduction.note)
         unit_s, before_s = gradients_s / workers, self.clock.unit_s
         if before_s is None or abs(unit_s / before_s - 1) > DRIFT:
-            self.clock.agree(unit_s, now_s)
-        label, old, rate = self.clock.at(now_s), self._agreed, self._settings.rate
-        self._agreed = old.renewed(label, exchanges / 2, edges or old.edges, rate)
-        if self._agreed.counted_from != old.counted_from:
+            self.clock.set_unit(unit_s, now_s)
+        label, old, rate = self.clock.label_at(now_s), self._agreement, self._settings.rate
+        self._agreement = old.renew(label, exchanges / 2, edges or old.edges, rate)
+        if self._agreement.counted_from != old.counted_from:
             self._counted = self._counted[1], self._counted[1]
-        if (self._agreed.share, self._agreed.edges) != (old.share, old.edges):
-            notice = max(NOTICE, NOTICE_S / unit_s)  # in which everybody hears of it
-            self._shared.tune(label + notice, self._constants())
+        if (self._agreement.share, self._agreement.edges) != (old.share, old.edges):
+            notice = max(NOTICE, NOTICE_S / unit_s)  # time for the result to reach all workers
+            self._shared.change_mixing(label + notice, self._constants())
         self._next = None
 
-    # ---- who comes ---------------------------------------------------------------------------
+    # ---- joining workers --------------------------------------------------------------------
 
-    def guest(self, frame: Frame[Kind]) -> tuple[bytes, memoryview | None]:
+    def answer_stranger(self, frame: Frame[Kind]) -> tuple[bytes, memoryview | None]:
         if frame.header.kind is Kind.TIME:
             return pack(Kind.TIME, self.me, meta={"now_s": self.clock.common_s()}), None
-        meets = self._pairing.paused or self._later or self._meetings.gathered
+        meets = self._pairing.paused or self._postponed or self._reductions.is_waiting
         if meets or self.clock.unit_s is None:
             return pack(Kind.LATER, self.me), None
-        return self._welcome(frame.meta)
+        return self._accept_joining_worker(frame.meta)
 
-    def _welcome(self, asked: dict[str, Any]) -> tuple[bytes, memoryview]:
-        """A place for a worker that joins; its neighbours hear of it."""
-        if asked.get("layout") != self._settings.layout:
+    def _accept_joining_worker(self, request: dict[str, Any]) -> tuple[bytes, memoryview]:
+        """Return the WELCOME frame for a joining worker, and publish its edges.
+
+        Raises:
+            WireError: model or strategy differ, or the requested id is not available.
+        """
+        if request.get("layout") != self._settings.layout:
             raise WireError(ANOTHER_MODEL)
-        if asked.get("strategy") != self._settings.strategy:
+        if request.get("strategy") != self._settings.strategy:
             raise WireError(
-                f"its strategy ({asked.get('strategy')}) must be {self._settings.strategy}"
+                f"its strategy ({request.get('strategy')}) must be {self._settings.strategy}"
             )
-        guest, around = self._seat(asked.get("id"))
-        self._tell(self.view.announce(guest, around))
+        worker, around = self._assign_id(request.get("id"))
+        self._publish_edges(self.view.add_worker(worker, around))
         if self.me in around:
-            self._peers.expect(guest)
-            self._guests[guest] = time.monotonic()
-        body = self._luggage(self.clock.now())
+            self._peers.expect(worker)
+            self._joining[worker] = time.monotonic()
+        body = self._initial_state(self.clock.now())
         place = Place(
-            guest,
-            self._first,
-            self.view.known(),
+            worker,
+            self._first_edges,
+            self.view.changed_edges(),
             {peer: self._addresses[peer] for peer in around},
             self._shared.course,
             self.clock.line,
-            self._agreed,
-            self._meetings.held,
+            self._agreement,
+            self._reductions.held,
         )
         head = pack(Kind.WELCOME, self.me, meta=place.pack(), body_bytes=len(body))
         return head, memory_of(body)
 
-    def _seat(self, wanted: Any) -> tuple[int, list[int]]:
-        """An id, and who its neighbours are: this worker, and those that one had that comes back,
-        or else this worker's own."""
+    def _assign_id(self, wanted: Any) -> tuple[int, list[int]]:
+        """Return the id and the neighbours of a joining worker.
+
+        A returning worker keeps its former neighbours that are still members. A new worker receives
+        the neighbours of this worker. Both become neighbours of this worker.
+        """
         members, workers = self.view.members(), self.view.workers
         if wanted is not None:
             if wanted not in workers or wanted in members:
-                why = "there already" if wanted in members else f"none of {_listed(workers)}"
+                why = "there already" if wanted in members else f"none of {_ids_text(workers)}"
                 raise WireError(f"worker {wanted!r} is {why}")
             known = set(members) & set(self._addresses)
-            return wanted, sorted(known & set(self.view.around(wanted)) | {self.me})
-        count = 1 + max(end for edge in self._first for end in edge)
+            return wanted, sorted(known & set(self.view.neighbours_of(wanted)) | {self.me})
+        count = 1 + max(end for edge in self._first_edges for end in edge)
         if self.me >= count:
             raise WireError(f"worker {self.me} has joined itself; ask one of 0 to {count - 1}")
-        # No two workers give the same id, though they may not know of each other's guests.
-        guest = workers[-1] + 1 + (self.me - workers[-1] - 1) % count
-        return guest, sorted([self.me, *self._peers.present()])
+        # Ids are unique even if two workers accept joining workers at the same time.
+        worker = workers[-1] + 1 + (self.me - workers[-1] - 1) % count
+        return worker, sorted([self.me, *self._peers.reachable()])
 
 
-def _words(checksum: int) -> Tensor:
-    """Four numbers below 2^16: sums of their squares over a thousand workers are exact."""
+def _checksum_words(checksum: int) -> Tensor:
+    """Return the checksum as four numbers below 2^16. Sums of their squares over a thousand workers
+    are exact.
+    """
     words = [checksum >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
     return torch.tensor(words, dtype=torch.float64, device="cpu")
 
 
-def _listed(workers: Any) -> str:
+def _ids_text(workers: Any) -> str:
     return ", ".join(map(str, sorted(workers)))

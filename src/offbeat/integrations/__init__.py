@@ -1,1 +1,3 @@
-"""Integrations: offbeat in the place of DDP, within frameworks that each module imports."""
+"""Integrations of offbeat into training frameworks, in place of DDP. Each module imports its
+framework.
+"""

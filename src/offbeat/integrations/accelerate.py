@@ -1,4 +1,4 @@
-"""accelerate: what `Accelerator.prepare` does, with offbeat in the place of DDP."""
+"""Integration with Accelerate: `prepare` in place of `Accelerator.prepare`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from offbeat.core.runtime.prepared import Model
 from offbeat.integrations.options import Options
 from offbeat.strategies import Strategy
 
-# Who shards a model, or runs it, does not leave it whole to offbeat.
-OTHER_WAYS = (
+# These plugins shard or run the model themselves, so offbeat cannot wrap it.
+SHARDED_TYPES = (
     DistributedType.DEEPSPEED,
     DistributedType.FSDP,
     DistributedType.MEGATRON_LM,
@@ -31,11 +31,19 @@ def prepare(
     strategy: Strategy | str | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    """What `accelerator.prepare(*objects)` returns; the model trains with offbeat, not with DDP.
+    """Return the result of `accelerator.prepare(*objects)`, with a model that trains with offbeat
+    instead of DDP.
 
-    Model and optimizer must come together, one of each. Loaders and schedulers, without or with
-    them, are prepared as ever. `strategy` and `options` are those of `offbeat.prepare`.
-    ValueError for a model without an optimizer, or for several.
+    Args:
+        accelerator: accelerator of the script.
+        objects: one model with its optimizer, and any loaders and schedulers, or only loaders and
+            schedulers.
+        strategy: as in `offbeat.prepare`.
+        options: keyword arguments of `offbeat.prepare`.
+
+    Raises:
+        ValueError: a model has no optimizer, there are several models, or the accelerator shards
+            the model.
     """
     models = [o for o in objects if isinstance(o, nn.Module) and not isinstance(o, Model)]
     if not models:
@@ -46,7 +54,7 @@ def prepare(
             f"prepare must be given one model with its optimizer ({len(models)} and "
             f"{len(optimizers)} here); train several models as one module with one optimizer"
         )
-    if accelerator.distributed_type in OTHER_WAYS:
+    if accelerator.distributed_type in SHARDED_TYPES:
         raise ValueError(
             f"the accelerator's distributed_type ({accelerator.distributed_type.value}) must be "
             "that of one process per device (NO, MULTI_CPU, MULTI_GPU, ...), as offbeat takes the "
@@ -55,10 +63,10 @@ def prepare(
     if accelerator.device_placement:
         models[0].to(accelerator.device)
     model, optimizer = prepare_training(models[0], optimizers[0], strategy, **options)
-    _autocast(accelerator, model)
+    _apply_autocast(accelerator, model)
     _replace_methods(accelerator)
     given = [model if o is models[0] else optimizer if o is optimizers[0] else o for o in objects]
-    # The optimizer's state is where its parameters are, and is not to be loaded again.
+    # The optimizer state is on the devices of its parameters and must not be loaded again.
     placed = [False if o is optimizer else None for o in given]
     return type(accelerator).prepare(accelerator, *given, device_placement=placed)
 
@@ -66,13 +74,13 @@ def prepare(
 def adopt(
     accelerator: Accelerator, strategy: Strategy | str | None = None, **options: Unpack[Options]
 ) -> None:
-    """Replace `accelerator.prepare` with `prepare`, bound to this strategy and these options."""
+    """Replace `accelerator.prepare` by `prepare` with this strategy and these options."""
     _replace_methods(accelerator)
     accelerator.prepare = partial(prepare, accelerator, strategy=strategy, **options)
 
 
-def _autocast(accelerator: Accelerator, model: Model) -> None:
-    """Mixed precision as the accelerator has it, around the prepared model's forward."""
+def _apply_autocast(accelerator: Accelerator, model: Model) -> None:
+    """Apply the mixed precision of the accelerator to the forward of the prepared model."""
     model._is_accelerate_prepared = False
     wrapped = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     if wrapped is not model:
@@ -84,8 +92,11 @@ def _autocast(accelerator: Accelerator, model: Model) -> None:
 
 
 def _replace_methods(accelerator: Accelerator) -> None:
-    """Make `no_sync` and `unwrap_model` of an accelerator handle a prepared model as they handle
-    DDP. Scripts, the Trainer and PEFT test the class of the unwrapped model."""
+    """Make `no_sync` and `unwrap_model` of an accelerator accept a prepared model as they accept
+    DDP.
+
+    Scripts, the Trainer and PEFT test the class of the unwrapped model.
+    """
     if "unwrap_model" in vars(accelerator):
         return
     no_sync_of_ddp, unwrap_ddp = accelerator.no_sync, accelerator.unwrap_model

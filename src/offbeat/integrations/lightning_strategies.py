@@ -1,4 +1,4 @@
-"""What both of Lightning's packages need: their DDP strategies with offbeat inside."""
+"""Mixins for the DDP strategies of both Lightning packages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from offbeat.core.runtime.prepared import Model
 from offbeat.integrations.options import Options
 from offbeat.strategies import Strategy
 
-Base: Any = object  # either package has strategies of its own
+Base: Any = object  # both packages define their own strategies
 
 
 class TrainerStrategy(Base):
-    """To be put before the Trainer's DDPStrategy, whose arguments it takes as well."""
+    """Mixin for the Trainer's DDPStrategy, placed before it. Accepts its arguments as well."""
 
     def __init__(
         self,
@@ -29,14 +29,14 @@ class TrainerStrategy(Base):
     ):
         super().__init__(**kwargs)
         self._strategy, self._options = strategy, options or Options()
-        self._between_iterations = True  # also while gradients only accumulate
+        self._between_iterations = True  # remains true while gradients only accumulate
         self._accumulating = False
 
     def configure_ddp(self) -> None:
-        """Nothing: offbeat wraps the model when its optimizer is there."""
+        """Do nothing: `setup_optimizers` wraps the model, because offbeat needs the optimizer."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        self._leave()
+        self._close_model()
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], torch.optim.Optimizer):
             raise ValueError(
@@ -67,8 +67,10 @@ class TrainerStrategy(Base):
             self._accumulating = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights of a checkpoint, averaged over all replicas first. Between backward
-        and optimizer step they are this rank's own."""
+        """Return the weights of a checkpoint, averaged over all replicas.
+
+        Between backward and the optimizer step, the weights of this rank are returned.
+        """
         self._consolidate()
         return super().lightning_module_state_dict()
 
@@ -77,21 +79,21 @@ class TrainerStrategy(Base):
         super().on_train_end()
 
     def teardown(self) -> None:
-        self._leave()
+        self._close_model()
         super().teardown()
 
     def _consolidate(self) -> None:
         if isinstance(self.model, Model) and self._between_iterations:
             self.model.consolidate()
 
-    def _leave(self) -> None:
+    def _close_model(self) -> None:
         if isinstance(self.model, Model):
             self.model.close()
             self.model, self._between_iterations = self.lightning_module, True
 
 
 class FabricStrategy(Base):
-    """To be put before Fabric's DDPStrategy, whose arguments it takes as well."""
+    """Mixin for Fabric's DDPStrategy, placed before it. Accepts its arguments as well."""
 
     def __init__(
         self,
@@ -128,18 +130,18 @@ class FabricStrategy(Base):
         return module
 
     def consolidate(self) -> None:
-        """Make replicas bit-identical; every rank must call it: `fabric.strategy.consolidate()`."""
+        """Make replicas bit-identical. Every rank must call `fabric.strategy.consolidate()`."""
         for model in self._prepared:
             model.consolidate()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Of the mean of all replicas. Every rank must call it, as with `fabric.save` anyway."""
+        """Save the average of all replicas. Every rank must call it, as with `fabric.save`."""
         self.consolidate()
         super().save_checkpoint(*args, **kwargs)
 
 
 class _Accumulation:
-    """What `fabric.no_backward_sync` enters."""
+    """Context manager factory for `fabric.no_backward_sync`."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return module.no_sync() if enabled and isinstance(module, Model) else nullcontext()

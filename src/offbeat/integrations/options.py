@@ -1,4 +1,4 @@
-"""Options: what integrations hand on to `offbeat.prepare`."""
+"""Options that integrations pass to `offbeat.prepare`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offbeat.core.runtime.metrics import Log, Metrics
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments of `offbeat.prepare`."""
+    """Keyword arguments of `offbeat.prepare`."""
 
     profile: Profile | str | Path | None
     links: Sequence[str] | None

@@ -1,4 +1,4 @@
-"""pytorch_lightning: strategies for its Trainer and for Fabric."""
+"""Strategies for the Trainer of `pytorch_lightning` and for Fabric of `lightning_fabric`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from offbeat.integrations.lightning_strategies import FabricStrategy, TrainerStr
 
 
 class OffbeatStrategy(TrainerStrategy, DDPStrategy):
-    """`Trainer(strategy=OffbeatStrategy("dreamddp:period=8"))`.
+    """Strategy of the Trainer: `Trainer(strategy=OffbeatStrategy("dreamddp:period=8"))`.
 
-    What is saved, and the model after `fit`, is the mean of all replicas.
+    Checkpoints, and the model after `fit`, contain the average of all replicas.
     """
 
 
 class OffbeatFabricStrategy(FabricStrategy, FabricDDPStrategy):
-    """`Fabric(strategy=OffbeatFabricStrategy("dreamddp:period=8"))`.
+    """Strategy of Fabric: `Fabric(strategy=OffbeatFabricStrategy("dreamddp:period=8"))`.
 
-    What is saved is the mean of all replicas.
+    Checkpoints contain the average of all replicas.
     """

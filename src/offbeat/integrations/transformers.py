@@ -1,4 +1,4 @@
-"""transformers: a Trainer that trains with offbeat instead of DDP."""
+"""Trainer of transformers that trains with offbeat instead of DDP."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from offbeat.integrations.accelerate import adopt
 from offbeat.integrations.options import Options
 from offbeat.strategies import Strategy
 
-Base: Any = object  # whatever Trainer comes behind
+Base: Any = object  # the Trainer class that follows the mixin
 
 
 class TrainerMixin(Base):
-    """To be put before a Trainer: `class MyTrainer(TrainerMixin, SFTTrainer)`.
+    """Mixin for a Trainer class, placed before it: `class MyTrainer(TrainerMixin, SFTTrainer)`.
 
-    `strategy` and `options` are those of `offbeat.prepare`. What is saved, and the model after
-    `train()`, is the mean of all replicas.
+    Checkpoints, and the model after `train()`, contain the average of all replicas.
+
+    Args:
+        args: positional arguments of the Trainer.
+        strategy: as in `offbeat.prepare`.
+        options: keyword arguments of `offbeat.prepare`.
+        kwargs: keyword arguments of the Trainer.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class TrainerMixin(Base):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.model_wrapped, Model):
-            self.model_wrapped.flush()  # the loop calls the bare model
+            self.model_wrapped.flush()  # the evaluation loop calls the unwrapped model
         return super().evaluation_loop(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,4 +65,4 @@ class TrainerMixin(Base):
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
-    """`transformers.Trainer` with two arguments more: `strategy` and `options`."""
+    """`transformers.Trainer` with two additional arguments: `strategy` and `options`."""
