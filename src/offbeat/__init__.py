@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from offbeat import former_names
+
 if TYPE_CHECKING:
     from offbeat.core.checkpoint import Checkpoint, Saving, iteration, load, save
     from offbeat.core.plan import Plan
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
         USByte,
     )
 
+former_names.install()
 __version__ = "0.1.0"
 
 __all__ = [
