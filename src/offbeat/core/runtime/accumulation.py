@@ -1,4 +1,4 @@
-"""Accumulation windows at run time: gradients added up over iterations, applied when due."""
+"""Accumulation windows: gradients summed over several iterations before they are applied."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from offbeat.core.transport.link import Link
 
 
 class Accumulation:
-    """What a plan that applies gradients late does between its iterations.
+    """Accumulation windows of a plan that applies gradients in later iterations.
 
-    `planned` counts the plan's iterations from 0. Backward adds to the newest copy of the
-    gradients while an older one is averaged; schedulers step only when the optimizer does.
+    `planned` is an iteration's number in the plan, from 0. Backward adds to the newest copy of the
+    gradients while an older copy is averaged. Schedulers step only in iterations with an update.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class Accumulation:
         self._version = flat.grad_version()
 
     def close(self) -> None:
-        """Let schedulers go on as usual."""
+        """Let learning-rate schedulers step in every iteration again."""
         if self._gate is not None:
             self._gate.close()
 
     def applied_iterations(self, planned: int) -> range:
-        """Iterations whose gradients the step of this one applies."""
+        """Return the iterations whose gradients the step of iteration `planned` applies."""
         return self._windows.applied(planned)
 
     def is_window_end(self, planned: int) -> bool:
-        """Whether a window ends with this iteration."""
+        """Return whether a window ends with iteration `planned`."""
         return self._windows.closing(planned)
 
     def require_unchanged(self) -> None:
-        """Gradients must survive from one iteration to the next; else ValueError."""
+        """Raise ValueError if accumulated gradients were changed between two iterations."""
         if self.late and self._flat.grad_version() != self._version:
             raise ValueError(
                 "gradients were changed between iterations (zeroed in place?), but this strategy "
@@ -70,7 +70,8 @@ class Accumulation:
             )
 
     def on_iteration_end(self, planned: int) -> None:
-        """After `optimizer.step()`: gradients go to the newest copy again."""
+        """Direct gradients to the newest copy again after `optimizer.step()`, and update the
+        scheduler gate."""
         if self._gate is None:
             return
         self._gradients.open()
@@ -78,19 +79,25 @@ class Accumulation:
         self._gate.on_iteration_end(bool(self.applied_iterations(planned)))
 
     def on_restore(self) -> None:
-        """The storage holds the gradients of another process."""
+        """Continue after the gradients of a checkpoint were copied into the storage."""
         self._restart()
 
     # ---- leaving the plan -------------------------------------------------------------------
 
     def discard(self) -> None:
-        """Forget every gradient; the plan begins anew."""
+        """Discard all accumulated gradients; the plan restarts at its iteration 0."""
         self._gradients.zero()
         self._restart()
 
     def drain(self, context: StorageContext, iteration: int, planned: int) -> None:
-        """Average and apply what earlier iterations left behind, before this one (`planned` in the
-        plan); the plan begins anew. Every rank must call it."""
+        """Average and apply the gradients that earlier iterations have accumulated; the plan
+        restarts at its iteration 0. Every rank must call this method.
+
+        Args:
+            context: storage on which the rules run.
+            iteration: number of the next iteration in the run.
+            planned: number of the next iteration in the plan.
+        """
         closed, opened = self._windows.window(planned, age=1), self._windows.window(planned)
         context.iteration = Iteration(iteration, Timestamps(), [], planned)
         if closed:
@@ -108,7 +115,7 @@ class Accumulation:
         self._version = self._flat.grad_version()
 
     def _send_remaining(self, iteration: int, planned: int, window: range) -> None:
-        """What the plan would send of the closed window in iterations to come."""
+        """Send the messages of the closed window that the plan schedules in later iterations."""
         while True:
             for t in self._plan.transfers:
                 if t.payload.age and self._plan.phase(planned) in t.phases:
@@ -118,7 +125,7 @@ class Accumulation:
             planned += 1
 
     def _send(self, iteration: int, payload: Payload, link: str) -> None:
-        """Average some gradients now."""
+        """Average the payload on the link now, and wait for the result."""
         end = Moment("end")
         message = self._links[link].enqueue(Transfer(payload, end, end, Phases(), link), iteration)
         copy = self._flat.physical("grad", payload.age)

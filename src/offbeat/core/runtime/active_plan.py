@@ -1,4 +1,4 @@
-"""A plan that a worker has adopted: everything that lives as long as it runs."""
+"""Active plan of a worker: program, buffers, messages and recent iterations of one plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ActivePlan:
-    """One plan on one engine: its program, its storage, its messages, its past iterations."""
+    """Run-time objects of one plan on one engine."""
 
     def __init__(self, plan: Plan, engine: Engine) -> None:
         self.plan, self.flat, self.gradients = plan, engine.flat, engine.gradients
@@ -33,8 +33,8 @@ class ActivePlan:
         self.program = Program(plan, rank)
         rules = (*plan.transfers, *plan.applies)
         self._remembered = max([self.program.lag, *(rule.ago for rule in rules)])
-        self.iterations: dict[int, Iteration] = {}  # by their number in the plan
-        self.reloaded = False  # whether buffers are of other weights than the parameters now
+        self.iterations: dict[int, Iteration] = {}  # by number in the plan
+        self.reloaded = False  # whether weights were loaded since the buffers were computed
         self.flat.adopt(plan.all_buffers)
         self.gradients.begin_anew()
         self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat)
@@ -60,7 +60,7 @@ class ActivePlan:
             engine.links,
             engine.waiting,
         )
-        # The update waits for what a vote at the step decides, so nothing is applied before.
+        # True if all updates run at the end, after the vote at the step, and no rule at the step.
         updates = {a.at.point for a in plan.applies if effects.is_update(a)}
         self.updates_at_end = updates == {"end"} and all(a.at.point != "step" for a in plan.applies)
         self._lean = not engine.gradients.sent
@@ -74,19 +74,19 @@ class ActivePlan:
             )
 
     def _needs_forward_hooks(self) -> bool:
-        """Whether some bucket's forward has a moment of its own, not just the whole model's."""
+        """Return whether the forward of a single bucket has a moment of its own in the plan."""
         moments = [t.before for t in self.plan.transfers] + [t.after for t in self.plan.transfers]
         own = any(m.point == "forward" and m.bucket is not None for m in moments)
         return own or any(a.at.point == "forward" for a in self.plan.applies)
 
     def close(self) -> None:
-        """Undo what was attached elsewhere."""
+        """Remove the forward hooks and restore the schedulers."""
         if self.forward_hooks is not None:
             self.forward_hooks.remove()
         self.windows.close()
 
     def release_views(self) -> None:
-        """The storage is about to be left: hold none of its tensors."""
+        """Drop all references to tensors of the storage, before the engine replaces the storage."""
         self.messages.release_views()
         for iteration in self.iterations.values():
             for message in iteration.messages:
@@ -95,7 +95,13 @@ class ActivePlan:
     # ---- iterations and their messages ------------------------------------------------------
 
     def start_iteration(self, planned: int, number: int, marks: Timestamps) -> Iteration:
-        """A new iteration; its messages have their places on the links."""
+        """Return a new iteration whose messages are enqueued on the links.
+
+        Args:
+            planned: number of the iteration in the plan.
+            number: number of the iteration in the run.
+            marks: timestamps of the iteration.
+        """
         if self.reloaded:
             self._restart_buffers()
         messages, program = self.messages.enqueue(planned, number), self.program
@@ -107,8 +113,12 @@ class ActivePlan:
         return now
 
     def _steps(self, planned: int) -> Lean:
-        """What an iteration does. Updates that nobody waits for in backward come at the step, in
-        one call; not where compute has a pace, which is that of the plan."""
+        """Return the steps of an iteration.
+
+        Updates that no step of backward waits for are merged into one call at the step. They are
+        not merged if the compute is paced, because an emulated host must follow the plan's own
+        order.
+        """
         steps = self.program.steps(planned)
         if not self._lean or type(self.updates.compute) is not Compute:
             return Lean(steps)
@@ -118,14 +128,15 @@ class ActivePlan:
         return self._leaner[key]
 
     def _restart_buffers(self) -> None:
-        """What is left of weights before a load: anchors, velocities, residuals."""
+        """Restart buffers that were computed from the weights before a load: anchors, velocities,
+        residuals."""
         self.reloaded = False
         for buffer in self.plan.buffers:
             if buffer.name not in BUILT_IN and buffer.kind != "state" and self.plan.source is None:
                 self.flat.restart(buffer)
 
     def release(self, now: Iteration, index: int) -> None:
-        """Send a message, unless a vote has said no."""
+        """Send a message, unless the outcome of its vote excludes it."""
         message = now.messages[index]
         if self.votes.allows(message.transfer, now.planned):
             self.messages.release(message, now.planned)
@@ -135,7 +146,7 @@ class ActivePlan:
             now.outstanding.discard(index)
 
     def arrive(self, planned: int, index: int) -> None:
-        """Wait for a message of an iteration."""
+        """Wait for a message of an iteration, if that has not been done."""
         iteration = self.iterations[planned]
         if index in iteration.outstanding:
             iteration.outstanding.discard(index)
@@ -147,54 +158,56 @@ class ActivePlan:
                 self._suspects.note(message, later=gradients and at_step)
 
     def decide(self, vote: Vote, planned: int) -> None:
-        """Wait for the outcome of an iteration's vote."""
+        """Wait for the outcome of a vote of an iteration."""
         iteration = self.iterations[planned]
         if vote.name in iteration.undecided:
             iteration.undecided.discard(vote.name)
             iteration.voted[vote.name] = self.votes.decide(vote, planned)
 
     def first_updates(self, step: Step, planned: int) -> list[Apply]:
-        """The optimizer's updates that begin a step: nothing changes their gradients before."""
+        """Return the optimizer updates at the beginning of a step, before any other rule changes
+        their gradients."""
         updates = takewhile(effects.is_update, (a for _, a in step.apply))
         return [apply for apply in updates if self.votes.allows(apply, planned)]
 
     def complete_messages(self, iteration: Iteration) -> None:
-        """Wait for every message of an iteration that has released them all."""
+        """Wait for all released messages of an iteration."""
         for index in sorted(iteration.outstanding):
             if iteration.messages[index].released is not None:
                 self.arrive(iteration.planned, index)
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether gradients alone are averaged, in the iteration that computes them."""
+        """Whether the plan averages only gradients, in the iteration that computes them."""
         return only_gradients(self.plan) and not self.windows.late
 
     @property
     def has_delayed_averages(self) -> bool:
-        """Whether snapshots are averaged while training goes on."""
+        """Whether the plan averages snapshots of parameters while training continues."""
         return bool(effects.landings(self.plan))
 
     @property
     def has_transfers_at_forward(self) -> bool:
-        """Whether parameters are still in flight, or about to change, when an iteration is over."""
+        """Whether parameters are in flight or change between the end of an iteration and the next
+        forward."""
         return self.has_delayed_averages or any(
             t.in_place and t.payload.buffer == "param" and t.before.point == "forward"
             for t in self.plan.transfers
         )
 
     def discard_delayed_averages(self) -> None:
-        """What has not landed is forgotten: where it waits all is as when the plan began."""
+        """Restart the buffers of averages that have not been applied."""
         for name in effects.landing_buffers(self.plan):
             self.flat.restart(self.plan.all_buffers[name])
 
     def complete_all_messages(self) -> None:
-        """Wait for every message of iterations that are over."""
+        """Wait for all messages of finished iterations."""
         for iteration in list(self.iterations.values()):
             if iteration.over:
                 self.complete_messages(iteration)
 
     def require_unsent(self, iteration: Iteration) -> None:
-        """RuntimeError if an iteration has sent something for which other ranks need it."""
+        """Raise RuntimeError if the iteration has sent a message to all ranks."""
         if any(m.released is not None and m.transfer.ranks is None for m in iteration.messages):
             raise RuntimeError(
                 "an iteration is under way; consolidate and load between iterations: after "
@@ -202,14 +215,17 @@ class ActivePlan:
             )
 
     def pass_unsent_messages(self, iteration: Iteration) -> None:
-        """An iteration will not end: messages behind those that it has not sent may go."""
+        """Remove the unsent messages of a dropped iteration from their links, so that later
+        messages can go."""
         for message in iteration.messages:
             if message.released is None and not message.passed:
                 self.messages.pass_over(message)
 
     def allows_another_backward(self, iteration: Iteration) -> bool:
-        """Whether another backward before the step may add to an iteration as it is: nothing was
-        sent, applied or asked in the one before."""
+        """Return whether another backward before the step may add to this iteration.
+
+        Returns True if the backward so far has sent nothing, applied nothing and cast no votes.
+        """
         size = self.plan.buckets
         steps = self.program.steps(iteration.planned)
         done = [s for s in steps if size <= s.position < 2 * size]
@@ -218,8 +234,13 @@ class ActivePlan:
         return quiet and not self.windows.late and self.plan.source is None
 
     def require_skippable(self, iteration: Iteration, *, adding: bool) -> None:
-        """RuntimeError if an iteration cannot end without its update, or cannot any more: another
-        backward is `adding` to its gradients, after a forward with the parameters as they are."""
+        """Raise RuntimeError if an iteration cannot end without its update.
+
+        Args:
+            iteration: iteration to end.
+            adding: another backward is about to add to the gradients of the iteration, after a
+                forward with the current parameters.
+        """
         flying = any(
             iteration.messages[i].transfer.payload.buffer == "grad" for i in iteration.outstanding
         )
@@ -235,14 +256,14 @@ class ActivePlan:
             )
 
     def _has_averaged_parameters(self, iteration: Iteration) -> bool:
-        """Whether parameters were averaged in the backward of an iteration."""
+        """Return whether the iteration has already released messages of parameters."""
         return any(
             m.released is not None and m.transfer.target not in ("grad", BUFFERS)
             for m in iteration.messages
         )
 
     def _changes_parameters_at_end(self) -> bool:
-        """Whether parameters change at the end of iterations by more than their update."""
+        """Return whether the end of an iteration changes parameters by more than its update."""
         late = ("step", "end")
         moved = any(t.target != "grad" and t.after.point in late for t in self.plan.transfers)
         return moved or any(
@@ -251,6 +272,6 @@ class ActivePlan:
 
     @staticmethod
     def _changes_parameters(apply: Apply) -> bool:
-        """Whether it changes more than an update does, or the state of one."""
+        """Return whether a rule changes more than an update and its optimizer state do."""
         own = effects.is_update(apply) or effects.is_window_end(apply)
         return not own and not effects.writes_only(apply, ("state",))

@@ -1,4 +1,4 @@
-"""Hooks on the user's modules that copies of these modules do not inherit."""
+"""Hooks on the user's modules that have no effect in copies of these modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class UncopiedHook:
-    """A hook; its copies, pickled ones too, do nothing."""
+    """Hook that calls `act`. Its copies, also pickled ones, do nothing."""
 
     def __init__(self, act: Callable[[], None] | None = None):
         self._act = act
@@ -23,16 +23,16 @@ class UncopiedHook:
 
 
 class NamedParameters:
-    """The method `named_parameters` of a module, with a hook before it; `parameters` calls it, too.
+    """Replacement for the method `named_parameters` of a module that calls `act` first.
 
-    A copy of the module has the method of its class.
+    `nn.Module.parameters` calls this method, too. A copy of the module has the method of its class.
     """
 
     name = "named_parameters"
 
     def __init__(self, module: nn.Module, act: Callable[[], None]):
         self._module, self._act = module, act
-        self._own = vars(module).get(self.name)  # of this module alone, not of its class
+        self._own = vars(module).get(self.name)  # attribute of the instance, if it has one
         vars(module)[self.name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -41,11 +41,11 @@ class NamedParameters:
         return method(*args, **kwargs)  # type: ignore[no-any-return]
 
     def remove(self) -> None:
-        """Restore the method that the module had before."""
+        """Restore the previous method of the module."""
         if vars(self._module).get(self.name) is self:
             del vars(self._module)[self.name]
             if self._own is not None:
                 vars(self._module)[self.name] = self._own
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, self.name)  # the copy has no such attribute yet
+        return getattr, (self._module, self.name)  # in the copy, this is the method of the class

@@ -1,4 +1,4 @@
-"""Coding: what the wires of a plan take from the storage, and where what arrives is put."""
+"""Coding of transfers with a wire format: encoding of storage contents and decoding of results."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from offbeat.core.transport.collectives import Collectives
 from offbeat.core.verify.interpreter import memory_of
 
 Views = list[tuple[list[Tensor], list[Tensor]]]
-ORIGIN = "origin of changes"  # its fingerprint, among what a rank keeps
+ORIGIN = "origin of changes"  # key of the origin's fingerprint in the rules' memory
 
 
 class Coding:
-    """The wires of one plan on one rank.
+    """Wire formats of one plan on one rank.
 
-    Numbers are copied when a message is released, as differences to its anchor. On the link's
-    thread errors are added, and the sum is encoded, sent and decoded. What arrives is put in
-    its place when it is due, also into the anchor. The anchor of a send is what its receiver has:
-    on the link's thread the difference to it is taken, and what was decoded added to it.
+    Values are copied when a message is released, as differences to its anchor if it has one. The
+    link's thread adds the error feedback, then encodes, sends and decodes the sum. The result is
+    stored in its buffer and in the anchor when it is due.
+
+    The anchor of a send holds the receiver's values. The link's thread subtracts it from the values
+    before encoding and adds the decoded message to it.
     """
 
     def __init__(self, plan: Plan, flat: Flat, memory: dict[str, Any]) -> None:
@@ -43,24 +45,27 @@ class Coding:
         self._spares = Spares()
 
     def mark_stale(self) -> None:
-        """Other weights are about to be loaded: changes are counted from these."""
+        """Mark anchors, errors and codec memory as outdated, because other weights are about to be
+        loaded."""
         self._stale = True
 
     def mark_united(self) -> None:
-        """All ranks are about to have the same parameters, receivers as well."""
+        """Mark anchors as outdated, because all ranks, including receivers, are about to have the
+        same parameters."""
         self._united = self._tracked
 
     def mark_restored(self) -> None:
-        """Buffers are as they were saved."""
+        """Mark all buffers as valid after they were loaded from a checkpoint."""
         self._stale = self._united = False
 
     @property
     def is_outdated(self) -> bool:
-        """Whether changes are counted from weights that were replaced."""
+        """Whether anchors hold weights that were replaced."""
         return self._stale or self._united
 
     def restart_if_outdated(self) -> None:
-        """An iteration begins."""
+        """At the begin of an iteration, restart outdated anchors from the current parameters, and
+        zero outdated errors."""
         if not self.is_outdated:
             return
         stale = self._stale
@@ -76,7 +81,13 @@ class Coding:
             self._memory.pop(name, None)
 
     def encode_message(self, t: Transfer, copy: int, planned: int) -> CodedMessage:
-        """A message of what the storage holds now."""
+        """Return a message of the current contents of the storage.
+
+        Args:
+            t: transfer with a wire format.
+            copy: copy of its buffer.
+            planned: number of the iteration in the plan.
+        """
         assert t.wire is not None
         parts = []
         anchors = None if t.wire.anchor is None else self._views(t, t.wire.anchor)
@@ -95,7 +106,7 @@ class Coding:
         return CodedMessage(t, parts, errors, how, there, spares=self._spares)
 
     def receiving_message(self, t: Transfer, copy: int) -> CodedMessage:
-        """Room for a message that another rank sends."""
+        """Return a message without contents that receives another rank's message."""
         assert t.wire is not None
         views = self._flat.apart(t.payload, copy, t.target)
         parts = [
@@ -106,18 +117,19 @@ class Coding:
         return CodedMessage(t, parts, None, how, gives=False, spares=self._spares)
 
     def _take_spare(self, numbers: Sequence[Tensor]) -> Tensor:
-        """For all of them; for numbers of 16 bits as float32, which is what codecs work on."""
+        """Return a tensor for all the given values together; float32 for 16-bit values, which
+        codecs do not support."""
         dtype = torch.float32 if numbers[0].itemsize < 4 else numbers[0].dtype
         size = sum(x.numel() for x in numbers)
         return self._spares.take(size, dtype, numbers[0].device)
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
-        """What has arrived was put in its place, and nobody looks at it any more."""
+        """Return tensors of a stored result to the pool of spare tensors."""
         for mean in tensors[::2]:
             self._spares.give(mean)
 
     def store_result(self, t: Transfer, copy: int, buffer: str, tensors: Sequence[Tensor]) -> None:
-        """What has arrived, in its place."""
+        """Store an arrived result in a buffer, and in the anchor if the transfer has one."""
         assert t.wire is not None
         targets = self._flat.apart(t.payload, copy, buffer)
         anchors = None if t.wire.anchor is None else self._views(t, t.wire.anchor)
@@ -134,7 +146,7 @@ class Coding:
             _for_each_piece(plain, behind, lambda x, target: target.copy_(x))
 
     def bytes_of(self, t: Transfer, ranks: int) -> int:
-        """Bytes of a message between so many ranks."""
+        """Return the bytes of a message between `ranks` ranks."""
         assert t.wire is not None
         used, via, total = codec(t.wire.name, dict(t.wire.args)), _settings(t.wire).via, 0
         copy = self._flat.physical(t.payload.buffer)
@@ -151,7 +163,8 @@ class Coding:
         return self._flat.apart(t.payload, self._flat.physical(buffer), buffer)
 
     def _origin(self) -> int:
-        """A fingerprint of what changes were first counted from; running statistics may differ."""
+        """Return a fingerprint of the first anchors; it excludes running statistics, which may
+        differ between ranks."""
         if ORIGIN not in self._memory:
             run = range(len(self._flat.buckets))
             found = (x for name in self._anchors for x in self._flat.parameters_of(name, run))
@@ -161,21 +174,40 @@ class Coding:
 
 @dataclass
 class CodedMessage:
-    """One message, and how it goes round."""
+    """One message with a wire format, called by the link's thread to send it.
+
+    Attributes:
+        transfer: transfer of the message.
+        parts: values to encode, by device and dtype.
+        errors: views of the error buffer; None without error feedback.
+        settings: codec and its settings.
+        there: for a send, views of the anchor with the receiver's values; otherwise None.
+        gives: whether this rank is the sender.
+        spares: pool of spare tensors.
+    """
 
     transfer: Transfer
     parts: list[Part]
     errors: Views | None
     settings: Settings
-    there: Views | None = None  # of a send: what the receiver has
+    there: Views | None = None
     gives: bool = True
     spares: Spares = field(default_factory=Spares)
 
     def __call__(
         self, act: Collectives, *, leaves_out: bool
     ) -> tuple[Sequence[Tensor], Sequence[int], int]:
-        """What arrives, ranks whose values were not finite, bytes. Errors are kept only when all
-        of that is here."""
+        """Send the message.
+
+        Errors are stored only after the whole message has arrived.
+
+        Args:
+            act: collectives of the link.
+            leaves_out: whether ranks with non-finite values are left out of the average.
+
+        Returns:
+            The arrived tensors, the ranks whose values were not finite, and the bytes sent.
+        """
         how, sent, bad = replace(self.settings, leaves_out=leaves_out), 0, list[int]()
         taken = [part.numbers for part in self.parts]
         for x, part in zip(taken, self.parts, strict=True):
@@ -209,7 +241,7 @@ class CodedMessage:
             self.spares.give(x)
         t = self.transfer
         if t.ranks is not None and t.payload.buffer != "grad":
-            bad = []  # as without a wire: who has made such parameters is known before
+            bad = []  # an earlier check reports non-finite parameters, as without a codec
         return arrived, sorted(set(bad)), sent
 
 
@@ -220,7 +252,8 @@ def _settings(wire: Wire) -> Settings:
 
 
 def _subtract_pieces(flat: Tensor, over: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Differences of pieces laid end to end, in one pass unless dtypes differ."""
+    """Write the differences of two lists of tensors to `flat`, end to end; in one pass if all
+    dtypes are equal."""
     at = 0
     for one, other in zip(over, others, strict=True):
         to = flat[at : at + one.numel()]
@@ -232,7 +265,7 @@ def _subtract_pieces(flat: Tensor, over: Sequence[Tensor], others: Sequence[Tens
 
 
 def _for_each_piece(flat: Tensor, over: Sequence[Tensor], act: Any) -> None:
-    """Act on pieces of a tensor and on several others, in order."""
+    """Call `act(piece, other)` for each tensor in `over` and the piece of `flat` at its place."""
     at = 0
     for other in over:
         act(flat[at : at + other.numel()], other)

@@ -1,4 +1,4 @@
-"""Compute: who is told what a rank computes, and may hold it up."""
+"""Observer of the compute of a rank; its subclasses can delay the compute."""
 
 from __future__ import annotations
 
@@ -6,32 +6,37 @@ from offbeat.core.plan import Apply
 
 
 class Compute:
-    """Told of every piece of compute as it ends; this one does nothing.
-
-    `begins` returns the seconds for which the rank was held up before it computed anything.
-    """
+    """Receiver of callbacks at the end of each piece of compute. This base class does nothing."""
 
     def on_iteration_begin(self, iteration: int, begin_s: float) -> float:
-        """The forward of an iteration that began at `begin_s` (perf_counter) begins."""
+        """Handle the begin of an iteration's forward.
+
+        Args:
+            iteration: number of the iteration.
+            begin_s: time at which the iteration began (`time.perf_counter`).
+
+        Returns:
+            Seconds for which this call has delayed the rank.
+        """
         return 0.0
 
     def forward(self, bucket: int) -> None:
-        """The forward of every bucket above this one is over; -1: all of it."""
+        """Handle the end of the forward of all buckets above `bucket`; -1: all buckets."""
 
     def backward(self, bucket: int) -> None:
-        """The backward of buckets up to this one is over."""
+        """Handle the end of the backward of buckets 0..`bucket`."""
 
     def on_backward_end(self) -> None:
-        """Backward is over; waits for messages come next."""
+        """Handle the end of backward, before the wait for messages."""
 
     def on_step_begin(self) -> None:
-        """What the step waits for is there."""
+        """Handle the arrival of all messages that the step needs."""
 
     def on_update(self, apply: Apply) -> None:
-        """The optimizer has stepped some buckets."""
+        """Handle the end of an optimizer update of some buckets."""
 
     def on_step_end(self) -> None:
-        """The step is over."""
+        """Handle the end of the step."""
 
     def on_wait_end(self) -> None:
-        """A message had to be waited for, and is there."""
+        """Handle the end of a wait for a message."""

@@ -1,4 +1,4 @@
-"""The context that rules are given: this rank's storage as tensors."""
+"""Context of rules at run time: the storage of one rank as tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offbeat.core.runtime.updates import Updates
 
 
 class StorageContext:
-    """One rank's storage at one moment; `iteration` is the one that the rule belongs to."""
+    """Storage of one rank, as rules read and write it; `iteration` is the iteration of the rule."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class StorageContext:
     def squared_norm(self, buffer: str, buckets: range) -> float:
         if buffer != "grad":
             tensors = self.read(buffer, buckets)
-        else:  # without what travels behind the gradients
+        else:  # exclude values that are appended to the gradients
             copy = self._flat.physical(buffer)
             tensors = tuple(self._flat.gradients(b, copy) for b in buckets)
         return float(sum(torch.linalg.vector_norm(t).double().square() for t in tensors))
@@ -88,7 +88,7 @@ class StorageContext:
 
     @property
     def memory(self) -> dict[str, Any]:
-        """Everything that is kept."""
+        """All values that rules have kept, by name."""
         return self._memory
 
     def show(self, name: str, numbers: Mapping[str, float]) -> None:

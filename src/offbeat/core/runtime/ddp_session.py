@@ -1,4 +1,4 @@
-"""The session of the yardstick: torch's own DistributedDataParallel, untouched."""
+"""Session of the baseline: torch's own DistributedDataParallel (DDP), unchanged."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
 
 class BackwardClock:
-    """Reads torch's own times of backward: when it computed, and when its messages were sent.
+    """Reader of torch's own times of a backward: when it computed and when its messages were sent.
 
-    The interface is private to torch; where it is missing nothing is known. Times of one backward
-    are there after the next synchronized forward has begun.
+    The interface is private to torch; without it no times are available. The times of a backward
+    are available after the next synchronized forward has begun.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -41,8 +41,8 @@ class BackwardClock:
             sample(1)
 
     def new_times(self) -> tuple[float, float] | None:
-        """Return the seconds of messages and the seconds of compute's waits for messages; None if
-        the last backward was read before."""
+        """Return the seconds of messages and the seconds for which compute waited for messages;
+        None if the times of the last backward were returned before."""
         try:
             data = self._module._get_ddp_logging_data()
             start = int(data["backward_compute_time_start"])
@@ -58,7 +58,7 @@ class BackwardClock:
 
 
 class DDPSession(Session):
-    """Hands everything to DistributedDataParallel and marks when iterations begin and end."""
+    """Session that passes all calls to DDP and marks the begin and end of iterations."""
 
     def __init__(
         self,
@@ -90,17 +90,17 @@ class DDPSession(Session):
         if pace is not None:
             pace.follow(model)
         self._iteration = self._before = 0
-        self._forward_seen = False  # in this iteration
+        self._forward_seen = False  # whether DDP has seen a forward in this iteration
         self._marks = Timestamps(begin=cluster.device.mark())
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self._bytes_per_iteration = gradients
-        self._backward_s = backward_s  # as profiled
+        self._backward_s = backward_s  # seconds of compute in the profile
         self._clock = BackwardClock(self.module) if recorder else None
         self._split = self._new_split()
-        self._pending: Iteration | None = None  # its split is known after the next forward
+        self._pending: Iteration | None = None  # waits for its split until the next forward
 
     def begin(self) -> None:
-        """The time from here on belongs to the next iteration."""
+        """Start the time of the next iteration."""
         self._marks = Timestamps(begin=self._cluster.device.mark())
 
     @property
@@ -147,8 +147,11 @@ class DDPSession(Session):
         self._forward_seen = True
 
     def _announce(self, output: Any) -> Any:
-        """Let DistributedDataParallel prepare for the backward of what a method has returned: its
-        own forward returns the same, as if that were the model's output."""
+        """Prepare DDP for a backward of the tensors in `output`, which a method of the model has
+        returned.
+
+        DDP's own forward is called with an identity in place of the model, and returns `output`.
+        """
         modules = self.module._modules
         modules["module"], model = nn.Identity(), modules["module"]
         try:
@@ -157,7 +160,7 @@ class DDPSession(Session):
             modules["module"] = model
 
     def _require_forward(self) -> None:
-        """RuntimeError if gradients were computed beside DistributedDataParallel."""
+        """Raise RuntimeError if gradients exist without a forward that DDP has seen."""
         ranks, parameters = self._cluster.control.world_size, self._model.parameters()
         if not self._forward_seen and ranks > 1 and any(p.grad is not None for p in parameters):
             raise RuntimeError(
@@ -169,7 +172,7 @@ class DDPSession(Session):
         self._forward_seen = False
 
     def _call_ddp(self, *args: Any, **kwargs: Any) -> Any:
-        """Call DDP. Before the model's own forward, DDP waits for rank 0's buffers."""
+        """Call DDP. DDP waits for rank 0's buffers before the model's own forward."""
         set_wait = self._cluster.control.set_wait_in_torch
         set_wait("in forward, waiting for DDP's buffers")
         output = self.module(*args, **kwargs)
@@ -188,10 +191,10 @@ class DDPSession(Session):
     def step(self, skip_update: bool) -> None:
         self._cluster.require_open()
         mark, marks = self._cluster.device.mark, self._marks
-        # DDP waits for its messages at the end of backward; seen from outside both are one.
+        # DDP waits for its messages within backward, so the end of the wait is the end of backward.
         marks.backward_end = marks.waited = marks.step = mark()
         if self._pace is not None:
-            self._pace.on_wait_end()  # within backward, for its messages
+            self._pace.on_wait_end()  # DDP has waited within backward
         if not skip_update:
             self._require_forward()
             self._optimizer.step()
@@ -211,8 +214,8 @@ class DDPSession(Session):
         return BackwardSplit(next(iter(self._cluster.links)), self._bytes_per_iteration)
 
     def _take_split(self, clock: BackwardClock) -> None:
-        """Take the times of the last backward, which belong to the iteration before if this is the
-        first synchronized forward since its step."""
+        """Add the times of the last backward to its iteration: the pending one, if this is the
+        first synchronized forward since the step, otherwise the current one."""
         found = clock.new_times()
         if found is None:
             return
@@ -224,8 +227,8 @@ class DDPSession(Session):
         self._report()
 
     def _report(self) -> None:
-        """Hand the pending iteration to the recorder. Without times of its backward, compute is
-        taken to be as profiled, and the rest to be waiting."""
+        """Pass the pending iteration to the recorder. Without times of its backward, estimate the
+        wait as the measured time of backward minus the profiled compute."""
         done, self._pending = self._pending, None
         if done is None or self._recorder is None or done.split is None:
             return
@@ -252,7 +255,7 @@ class DDPSession(Session):
             unite(self._model, self._cluster)
 
     def traffic(self) -> dict[str, int]:
-        # By DDP's definition: every gradient, in every iteration.
+        # DDP averages every gradient in every iteration.
         return {next(iter(self._cluster.links)): self._bytes_per_iteration * self._iteration}
 
     def close(self) -> None:
@@ -271,7 +274,14 @@ class DDPSession(Session):
 def open_ddp_session(
     job: TrainingJob, bucket_cap_mb: float | None, strategy: str, plan: Plan | None
 ) -> DDPSession:
-    """Return the session of torch's own DDP. `plan` describes DDP for the record."""
+    """Return the session of torch's own DDP.
+
+    Args:
+        job: objects of this rank.
+        bucket_cap_mb: DDP's option of the same name.
+        strategy: name and settings for the record.
+        plan: description of DDP for the record.
+    """
     profile, rank = job.profile, job.cluster.control.rank
     session = DDPSession(
         job.model,
@@ -291,6 +301,6 @@ def open_ddp_session(
 
 
 def _backward_s(profile: Profile, rank: int) -> float:
-    """Return a rank's seconds of backward, as profiled."""
+    """Return a rank's profiled seconds of backward."""
     scale = profile.rank_scale[rank] if profile.rank_scale else 1.0
     return profile.backward_s * scale

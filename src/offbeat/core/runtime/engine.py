@@ -1,4 +1,5 @@
-"""The engine: walks a plan's program while autograd and the user's loop drive the compute."""
+"""Engine of a rank: executes the program of a plan while autograd and the user's loop run the
+compute."""
 
 from __future__ import annotations
 
@@ -44,11 +45,12 @@ from offbeat.core.transport.link import Link
 
 
 class Engine:
-    """Runs a plan through hooks and `optimizer.step()`.
+    """Executor of a plan, driven by hooks on the model and by `optimizer.step()`.
 
-    What is due by `step` is waited for as soon as backward has ended, so that code between
-    backward and `optimizer.step()` - clipping, unscaling - sees averaged gradients. What the next
-    forward waits for is done before if somebody looks at the model (`Pauses.flush`).
+    The engine waits for transfers with deadline `step` at the end of backward, so that code between
+    backward and `optimizer.step()`, such as clipping and unscaling, sees averaged gradients.
+    Between two iterations, reading the model completes the transfers and updates that the next
+    forward would otherwise complete (`Pauses.flush`).
     """
 
     def __init__(
@@ -69,45 +71,54 @@ class Engine:
         self.stepping: Stepping | None = None
         self.watched: Watched | None = None
         self.reports, self.pauses = Reports(), Pauses(self)
-        self._thread = get_ident()  # the one that trains
-        self._stepped_by_script = False  # the script's own optimizer has stepped in this iteration
-        self.repeats = False  # gradients were averaged more than once before a step
-        self._repeated = False  # all ranks have run backward more than once before a step
-        self._evaluated = self._trains_in_eval = False  # in evaluation mode, with gradients
-        self._attached, self._adopted = ExitStack(), ExitStack()  # how to undo either
+        self._thread = get_ident()  # thread of the training loop
+        self._stepped_by_script = False  # whether the script's optimizer has stepped itself
+        self.repeats = False  # whether gradients were averaged more than once before a step
+        self._repeated = False  # whether all ranks have run several backward passes before a step
+        # Whether this iteration has, and whether any backward had, a forward in evaluation mode.
+        self._evaluated = self._trains_in_eval = False
+        self._attached, self._adopted = ExitStack(), ExitStack()  # undo `attach` and `adopt`
         self.module_buffers = ModuleBuffers(model, control.rank, flat.everything()[0].device)
         self.attach(flat)
 
     # ---- set-up -----------------------------------------------------------------------------
 
     def attach(self, flat: Flat) -> None:
-        """Use a (new) flat storage: hooks on its parameters, tables per bucket."""
+        """Use a flat storage: register hooks on its parameters and create the tables per bucket."""
         self.detach()
         self.flat = flat
         self.gradients: Gradients | HandedOver = Gradients(flat, self.control.world_size)
         self.state = StateStore(self.optimizer, flat)
         self.hooks: BackwardHooks | Sentinels = BackwardHooks(self.gradients, self)
-        self._attached.callback(lambda: self.hooks.remove())  # those that are there then
+        self._attached.callback(lambda: self.hooks.remove())  # `hooks` may be replaced later
 
     def relayout(self, specs: Sequence[BucketSpec]) -> None:
-        """Have other buckets; a plan must be adopted next. What keeps the tensors before alive is
-        let go first, so that they exist twice one kind at a time."""
+        """Rebuild the flat storage with other buckets. The caller must adopt a plan next.
+
+        Release all references to the old storage before the new one is built, so that at most one
+        kind of tensor (parameters, gradients) exists twice at a time.
+        """
         before = self.flat
         self.detach()
         self.run.release_views()
         self.gradients.let_go()
-        give_back()  # the activations of the last iteration
+        give_back()  # return the memory of the last iteration's activations
         self.attach(Flat(self.model, specs, before))
         give_back()
 
     def detach(self) -> None:
-        """Remove the hooks; the parameters stay in the flat storage."""
+        """Remove all hooks. The parameters stay in the flat storage."""
         self._attached.close()
         self._adopted.close()
 
     def adopt(self, plan: Plan, planned: int = 0) -> None:
-        """Run this plan from the next iteration on, counted as its iteration 0 or as another one,
-        which must not depend on those before."""
+        """Run a plan from the next iteration on.
+
+        Args:
+            plan: plan to run.
+            planned: number of the next iteration in the plan. Iterations before it must have no
+                effect on it.
+        """
         self._adopted.close()
         self._place_gradients(sent=self.watched is not None or not self._keeps_gradients(plan))
         self.run = ActivePlan(plan, self)
@@ -122,13 +133,17 @@ class Engine:
         self.set_compute(self.compute)
 
     def _keeps_gradients(self, plan: Plan) -> bool:
-        """Whether gradients may stay as autograd hands them over. Sparse ones would stay sparse,
-        and be of no use to most optimizers."""
+        """Return whether gradients may stay in the tensors that autograd creates.
+
+        Sparse gradients must move to the flat storage, because most optimizers do not support
+        sparse tensors.
+        """
         sparse = any(getattr(module, "sparse", False) for module in self.model.modules())
         return keeps_gradients(plan) and not sparse
 
     def _place_gradients(self, *, sent: bool) -> None:
-        """Have gradients in the flat storage, or where autograd puts them."""
+        """Move gradients to the flat storage if `sent`, otherwise to the tensors that autograd
+        creates."""
         if sent == self.gradients.sent:
             return
         before = self.hooks
@@ -146,11 +161,12 @@ class Engine:
         self.hooks.accumulating, self.hooks.held = before.accumulating, before.held
 
     def set_watched(self, watched: Watched | None) -> None:
-        """Tell somebody what the script does between backward and step, from the next plan on."""
+        """Set the observer of the script's actions between backward and step. It takes effect with
+        the next adopted plan."""
         self.watched = watched
 
     def _create_looks(self) -> Looks:
-        """Who hears of gradients that are read before the step."""
+        """Return the hooks that run when code reads gradients before the step."""
         if self.watched is not None:
             return Looks(self.gradients.parameters, self.watched.read)
         if self.run.updates.on_arrival or self.plan.source is not None:
@@ -158,8 +174,8 @@ class Engine:
         return Looks([], self.run.updates.refuse_read)
 
     def _watch_weights(self) -> None:
-        """Where updates come after the step: complete them before code of the script looks at the
-        weights through the bare module or through references of its own."""
+        """If updates run after the step, complete them before user code reads weights through the
+        bare module or through stored references."""
         late, act = self.run.updates.on_arrival, self._complete_updates
         self.weight_looks = Looks(self.flat.parameters if late else [], act, WEIGHTS)
         self._adopted.callback(self.weight_looks.close)
@@ -167,37 +183,39 @@ class Engine:
             self._adopted.callback(NamedParameters(module, act).remove)
 
     def _complete_updates(self) -> None:
-        if get_ident() == self._thread:  # other threads find the weights as they are
+        if get_ident() == self._thread:  # reads by other threads do not complete updates
             self.pauses.flush()
 
     def refresh_groups(self) -> None:
-        """The optimizer's groups or state were replaced (load_state_dict)."""
+        """Refresh all caches after the optimizer's groups or state were replaced
+        (`load_state_dict`)."""
         self.state.forget()
         self.run.updates.refresh()
 
     def set_noise_meter(self, meter: NoiseMeter | None) -> None:
-        """Show gradients to a meter from now on, or to none."""
+        """Set the meter that measures gradient noise; None stops the measurement."""
         self.metering = Metering(meter, self.run)
 
     def set_compute(self, compute: Compute) -> None:
-        """Tell somebody else of compute from now on."""
+        """Replace the compute observer."""
         self.compute = self.waiting.compute = self.run.updates.compute = compute
 
     @property
     def planned_iteration(self) -> int:
-        """Number of the present iteration, or else of the next one, in the plan."""
+        """Number in the plan of the current iteration, or of the next one between iterations."""
         return self.iteration - self.start
 
     # ---- iterations -------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The time from here on belongs to the next iteration."""
+        """Start the time of the next iteration."""
         self.control.set_activity(IN_SCRIPT)
         ready = [None] * len(self.flat.buckets)
         self._marks = Timestamps(begin=self.device.mark(), ready=ready)
 
     def ensure_iteration(self) -> Iteration:
-        """The present iteration; with its first sign of life its messages get their places."""
+        """Return the current iteration. If there is none, begin one and enqueue its messages on the
+        links."""
         if self.now is None:
             self.waiting.require_alive()
             self.weight_looks.close()
@@ -210,7 +228,8 @@ class Engine:
         return self.now
 
     def _expected_buckets(self, now: Iteration) -> Sequence[int]:
-        """Buckets at whose gradients something happens; all where somebody records when."""
+        """Return the buckets whose ready gradients trigger a step of the program; all buckets if
+        ready times are recorded."""
         size = self.plan.buckets
         if self.reports.listener is not None or type(self.compute) is not Compute:
             return range(size)
@@ -219,7 +238,8 @@ class Engine:
     # ---- forward and backward ---------------------------------------------------------------
 
     def forward_begins(self) -> AbstractContextManager[Any]:
-        """The prepared model is called; its forward runs in what this returns."""
+        """Prepare the forward of the prepared model; return the context in which the forward must
+        run."""
         self.waiting.require_alive()
         if not self.trains:
             self.pauses.flush()
@@ -231,14 +251,16 @@ class Engine:
         elif hooks.at_start is not None:
             self.complete_bucket(hooks.at_start)
         elif self.run.broadcasts:
-            self.walker.walk(0)  # the model itself may read a buffer before any of its modules runs
+            self.walker.walk(0)  # the model may read a buffer before its first module runs
         now.marks.forward = self.device.mark()
         return nullcontext() if hooks is None else hooks.record_reads()
 
     @property
     def trains(self) -> bool:
-        """Whether a forward that begins now is followed by a backward, as far as is known: one in
-        evaluation mode is if that has happened before."""
+        """Whether a backward is expected after a forward that begins now.
+
+        In evaluation mode, a backward is expected if an earlier forward in evaluation mode had one.
+        """
         return torch.is_grad_enabled() and (self.model.training or self._trains_in_eval)
 
     def _begin_forward(self) -> Iteration:
@@ -255,21 +277,26 @@ class Engine:
         return now
 
     def _between_forwards(self, now: Iteration) -> None:
-        """A forward follows a backward in the same iteration, or ends it if the script's own
-        optimizer has stepped."""
+        """Prepare the current iteration for one more forward.
+
+        If the script's own optimizer has stepped since the last backward, end the iteration.
+        Otherwise complete its messages after a backward, because another backward may follow before
+        the step.
+        """
         if self.backward_over and self._stepped_by_script:
             self._abandon(now, adding=False)
         elif self.backward_over:
-            self.run.complete_messages(now)  # a second backward may follow before the step
+            self.run.complete_messages(now)
 
     def forward_ends(self, output: object = None) -> None:
-        """The prepared model's forward is over, and has returned this."""
+        """Complete the forward part of the program after the prepared model has returned
+        `output`."""
         if not torch.is_grad_enabled():
             return
         self.hooks.watch(output)
         if self.now is None:
             return
-        self.complete_bucket(0)  # of modules that were not called this time
+        self.complete_bucket(0)  # also for modules that this forward has not called
         if self.run.forward_hooks is not None:
             self.run.forward_hooks.on_forward_end()
         self._forward_end(self.now, output)
@@ -285,7 +312,7 @@ class Engine:
         now.marks.forward_end = self.device.mark()
 
     def before_call(self) -> None:
-        """Complete what changes weights, as a method of the model is about to read them."""
+        """Complete all updates of weights before a method of the model reads the weights."""
         if self.now is None:
             self.pauses.flush()
         else:
@@ -293,7 +320,8 @@ class Engine:
         self._called = self.device.mark()
 
     def note_forward(self, output: object) -> None:
-        """The method called last has returned tensors of a graph: it was a forward."""
+        """Handle the end of a forward that was not announced: the last called method has returned
+        tensors with a graph."""
         self.hooks.watch(output)
         if self.trains:
             now = self._begin_forward()
@@ -302,7 +330,8 @@ class Engine:
             self._forward_end(now, output)
 
     def complete_bucket(self, b: int) -> None:
-        """Somebody is about to use the parameters of bucket b, or of one nearer the input."""
+        """Pass the program up to the forward of bucket `b`, so that buckets `b` and higher (nearer
+        the input) are ready for use."""
         if self.now is None:
             self.pauses.flush()
         else:
@@ -311,16 +340,19 @@ class Engine:
             self.reports.deliver()
 
     def before_read(self, b: int) -> None:
-        """Complete bucket b, as a module's attribute is read that is one of its parameters."""
+        """Complete bucket `b` before a module attribute that is one of its parameters is read."""
         if self.now is None:
             self.pauses.flush()
         else:
             self.walker.walk(self.plan.buckets - 1 - b)
 
     def on_output_gradient(self) -> None:
-        """A backward begins. Refuse a second one of a forward whose parameters the first one has
-        updated, before autograd finds that out in words of its own. Complete the averages of
-        gradients before another backward adds to them."""
+        """Check and prepare a backward that has just begun.
+
+        Raise if a second backward uses a forward whose parameters the first backward has already
+        updated: autograd's own error would not name the cause. If gradients are averaged on
+        arrival, complete their averages before this backward adds to them.
+        """
         now, updates = self.ensure_iteration(), self.run.updates
         if not self.backward_over or self.hooks.accumulating:
             return
@@ -330,8 +362,8 @@ class Engine:
             self._average_again(now)
 
     def _average_again(self, now: Iteration) -> None:
-        """Average the gradients of this iteration, without an update. The next iteration averages
-        their sum with those of the next backward."""
+        """Average the gradients of this iteration without an update. The next iteration averages
+        the sum of the result and the gradients of the next backward."""
         self._require_another_backward()
         self.repeats = True
         self.step(skip_update=True, abandoned=True)
@@ -352,7 +384,8 @@ class Engine:
             ) from error
 
     def on_backward_begin(self) -> None:
-        """The first gradient of a backward pass is there."""
+        """Pass the rest of the forward part of the program at the first gradient of a backward
+        pass."""
         self._looks.close()
         if self.now is None:
             self._trains_in_eval |= self._evaluated
@@ -373,7 +406,7 @@ class Engine:
         self.reports.deliver()
 
     def on_bucket_ready(self, b: int) -> None:
-        """The gradients of buckets 0..b are complete."""
+        """Pass the program up to bucket `b` after the gradients of buckets 0..b are complete."""
         now = self.now
         assert now is not None
         self.compute.backward(b)
@@ -383,7 +416,7 @@ class Engine:
         self.walker.walk(self.plan.buckets + b)
 
     def on_backward_end(self) -> None:
-        """Late releases, and the wait for what the update needs."""
+        """Release the remaining messages and wait for the messages that the update needs."""
         now = self.now
         assert now is not None
         self.backward_over = True
@@ -394,14 +427,14 @@ class Engine:
         self.metering.on_backward_end(now.planned)
         update = now.at("step", self.plan)
         self.walker.wait(update)
-        if self.run.updates_at_end:  # what is due there, too, is seen before the step
+        if self.run.updates_at_end:  # complete transfers due at the end before the step, too
             self.walker.act(update)
             update = now.at("end", self.plan)
             self.walker.wait(update)
         self.metering.on_averages_arrived(now.planned)
         self.run.updates.reveal(self.run.first_updates(update, now.planned))
         if self.watched is not None or self.run.updates.early:
-            # One checksum: the times of the first iteration are not used.
+            # Compute the checksum in the first iteration only: its times are not used.
             first = self.watched is not None and not self.planned_iteration
             self.run.updates.note_backward_end(contents=first)
         self.compute.on_step_begin()
@@ -410,7 +443,8 @@ class Engine:
         self._looks.open()
 
     def _continue_accumulation(self) -> None:
-        """Another backward adds to an iteration of which nothing has left."""
+        """Reset the hooks for another backward pass that adds to gradients of which none was
+        sent."""
         self.gradients.backward_again(self.hooks.seen)
         self.hooks.reset_pass()
         self.backward_over = False
@@ -418,7 +452,8 @@ class Engine:
     # ---- the step ---------------------------------------------------------------------------
 
     def end_backward(self, skip_update: bool) -> Iteration:
-        """Pass what is left up to the step, if this rank had no backward: others wait for it."""
+        """Pass the rest of the program up to the step, also on a rank without backward, because
+        other ranks wait for its messages."""
         self._require_whole_backward()
         now = self.ensure_iteration()
         now.skipped = skip_update
@@ -431,8 +466,8 @@ class Engine:
         return now
 
     def _require_no_change(self) -> None:
-        """ValueError if gradients were changed after backward passes that only add up, and this
-        plan applies others, or sums of several ranks."""
+        """Raise ValueError if gradients were changed after backward passes that only accumulate and
+        the plan applies other gradients, or sums over several ranks."""
         hooks, handed = self.hooks, self.run.windows.late or self.plan.source is not None
         if handed and hooks.added_passes and hooks.version != self.flat.grad_version():
             raise ValueError(
@@ -443,8 +478,14 @@ class Engine:
             )
 
     def step(self, skip_update: bool = False, *, abandoned: bool = False) -> None:
-        """`optimizer.step()`: the update (unless a gradient scaler found it not finite), what is
-        due by the end, and the next iteration."""
+        """Run the update and everything due by the end of the iteration, then begin the next
+        iteration.
+
+        Args:
+            skip_update: leave out the update, for instance because a gradient scaler has found
+                non-finite gradients.
+            abandoned: the script did not call `optimizer.step()`.
+        """
         now, mark = self.end_backward(skip_update), self.device.mark
         now.abandoned = abandoned = abandoned and not self._stepped_by_script
         self._stepped_by_script = False
@@ -484,8 +525,10 @@ class Engine:
         self.weight_looks.open()
 
     def begin_update(self) -> None:
-        """The script's own optimizer is about to step: complete the averages that it applies.
-        ValueError if this plan updates at other moments than the step."""
+        """Complete the averages that the script's own optimizer is about to apply.
+
+        Raise ValueError if the plan updates at other moments than the step.
+        """
         updates, late = self.run.updates, self.run.windows.late
         if updates.remedy is not None or late or self.run.updates_at_end or self.plan.source:
             raise ValueError(
@@ -504,13 +547,16 @@ class Engine:
 
     @property
     def awaits_step(self) -> bool:
-        """Whether a backward is over, and the step that ends its iteration has not come."""
+        """Whether a backward has ended and the step that ends its iteration is still to come."""
         return self.now is not None and self.backward_over
 
     def require_skippable(self) -> bool:
-        """Before a step without an update: whether there is one to leave out. Gradients that are
-        applied in later iterations count as zero instead. ValueError if backward is over and they
-        were handed on."""
+        """Return whether the update of this iteration can be left out.
+
+        Return False if gradients are applied in later iterations: the gradients of this iteration
+        then count as zero. Raise ValueError if the backward of this iteration has ended and its
+        gradients were already sent or applied.
+        """
         late = self.run.windows.late
         if self.backward_over and (late or self.run.updates.early):
             remedy = self.run.updates.remedy or AT_ONCE
@@ -521,8 +567,11 @@ class Engine:
         return not late
 
     def _abandon(self, now: Iteration, *, adding: bool) -> None:
-        """Backward ran, no step followed, and now the gradients are dropped or added to: as with
-        torch's own DDP that is an iteration without an update."""
+        """End an iteration whose backward was not followed by a step, without an update, as torch's
+        own DDP does.
+
+        Called when the script drops the gradients, or when another backward is `adding` to them.
+        """
         self.waiting.require_alive()
         if not adding:
             self.run.complete_messages(now)
@@ -540,7 +589,8 @@ class Engine:
             )
 
     def _drop_broken_backward(self, now: Iteration) -> None:
-        """Backward has raised, and somebody has caught it: drop it if nothing has left."""
+        """Drop a backward pass whose exception the script has caught. Raise RuntimeError if parts
+        of its gradients were already sent."""
         if not self.run.allows_another_backward(now):
             raise RuntimeError(
                 "a backward pass ended with an exception that was caught, but parts of its "
@@ -550,8 +600,8 @@ class Engine:
         self.pauses.pause()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients in place, each as soon as nothing needs it any more; those that are
-        never sent are dropped, if that is wanted."""
+        """Zero the gradients in place, each after its last use. Gradients that are never sent
+        become None if `set_to_none`."""
         self._looks.close()
         self.abandon_unless_stepped()
         if self.now is not None and not self.backward_over and self.hooks.is_broken:

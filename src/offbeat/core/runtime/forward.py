@@ -1,4 +1,4 @@
-"""Forward hooks: which bucket's parameters a module is about to use."""
+"""Forward hooks that complete the buckets whose parameters a module is about to use."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from offbeat.core.runtime.attached import UncopiedHook
 
 
 class ForwardHooks:
-    """Calls `needed(b)` before a module runs that uses parameters of bucket b.
+    """Hooks that call `complete_bucket(b)` before a module that uses parameters of bucket `b` runs.
 
-    A parameter is not always used by the module that owns it. Attention, for example, reads the
-    weight of its output projection and never calls that module. So the first forward is watched,
-    and every bucket is needed as soon as it begins. It shows which module was running when a
-    parameter was first read. From then on that module asks for the parameter's bucket. A
-    parameter that nobody was seen to read is asked for by its owner. A later forward may read a
-    parameter before that module runs; then the read itself completes the parameter's bucket
+    A parameter is not always used by the module that owns it. For example, attention reads the
+    weight of its output projection and never calls that module. Therefore the first forward is
+    recorded, and all buckets are completed when it begins. The record shows in which module each
+    parameter was first read. From then on, the hook of that module completes the parameter's
+    bucket. The hook of the owner completes the bucket of a parameter without a recorded read. If a
+    later forward reads a parameter before that module runs, the read itself completes the bucket
     (`WatchedParameters`).
 
-    `at_start` is the bucket that the model as a whole needs when it begins. Buckets nearer the
-    input are needed with it.
+    Attributes:
+        at_start: bucket that is needed when the whole model begins, together with all buckets
+            nearer the input; None if no bucket is needed then.
     """
 
     def __init__(
@@ -56,15 +57,18 @@ class ForwardHooks:
             self._handles += self._watch(name, module)
 
     def record_reads(self) -> AbstractContextManager[Any]:
-        """For one forward of the whole model: sees parameters read, in the first one."""
+        """Return the context of a forward of the whole model. It records reads of parameters in the
+        first forward."""
         if not self._learnt and _has_compiled_caller():
-            self.remove()  # they would be left out of the graph: everything is needed at the start
+            # The graph leaves out the hooks, so all buckets are completed at the start.
+            self.remove()
         if not self._handles or self.at_start != 0 or self._compiled or self._first_read:
             return nullcontext()
         return _ReadRecorder(self._on_read)
 
     def on_forward_end(self) -> None:
-        """A training forward of the whole model is over: from the first one learn who is called."""
+        """Handle the end of a training forward. After the first one, register the hooks of the
+        modules that have read parameters."""
         if not self._called:
             return
         self.remove()
@@ -84,6 +88,7 @@ class ForwardHooks:
         self._watch_reads()
 
     def remove(self) -> None:
+        """Remove all hooks and restore the parameter dictionaries of the modules."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -92,7 +97,7 @@ class ForwardHooks:
         self._readers = []
 
     def _watch_reads(self) -> None:
-        """Complete a bucket when an attribute of a module is read that is one of its parameters."""
+        """Complete a bucket when a module attribute that is one of its parameters is read."""
         for _, module in _outside_compiled(self._model.named_modules()):
             if any(id(p) in self._bucket_of for p in module._parameters.values()):
                 watched = WatchedParameters(module._parameters, self._bucket_of, self._before_read)
@@ -100,7 +105,8 @@ class ForwardHooks:
                 self._readers.append(module)
 
     def _responsible_module(self, owner: str, parameter: int) -> str:
-        """Who answers for a parameter of this module."""
+        """Return the name of the module whose hook completes the bucket of a parameter of module
+        `owner`."""
         reader = self._first_read.get(parameter, owner)
         inside = reader == owner or reader.startswith(f"{owner}.") or not owner
         name = owner if inside else reader
@@ -131,7 +137,7 @@ class ForwardHooks:
 
 
 class WatchedParameters(dict[str, nn.Parameter | None]):
-    """Parameters of a module. Calls `before_read(b)` before it returns a parameter of bucket b.
+    """Parameters of a module. Calls `before_read(b)` before it returns a parameter of bucket `b`.
 
     `nn.Module` reads its attributes there. Copies and pickles are plain dictionaries.
     """
@@ -157,7 +163,7 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
 
 
 class _ReadRecorder(TorchFunctionMode):
-    """Reports the id of whatever torch functions are given."""
+    """Function mode that reports the id of every argument of a torch function."""
 
     def __init__(self, report: Callable[[int], None]):
         super().__init__()
@@ -178,7 +184,7 @@ class _ReadRecorder(TorchFunctionMode):
 
 
 def _has_compiled_caller() -> bool:
-    """Whether whoever calls the model was compiled, and the model with it."""
+    """Return whether the caller of the model was compiled, and the model with it."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     frame = sys._getframe() if dynamo is not None else None
     while frame is not None:
@@ -189,8 +195,10 @@ def _has_compiled_caller() -> bool:
 
 
 def _outside_compiled(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Modules whose hooks run as Python: the graph of a compiled module leaves out hooks that
-    were registered after it was compiled."""
+    """Return the modules whose hooks run as Python.
+
+    The graph of a compiled module leaves out hooks that were registered after its compilation.
+    """
     found: list[tuple[str, nn.Module]] = []
     compiled: list[str] = []
     for name, module in modules:
@@ -199,6 +207,6 @@ def _outside_compiled(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[st
         in_place = getattr(module, "_compiled_call_impl", None) is not None
         if in_place or hasattr(module, "_orig_mod"):
             compiled.append(f"{name}." if name else "")
-        if not in_place:  # else its own hooks are part of the graph
+        if not in_place:  # the hooks of a module compiled in place are part of its graph
             found.append((name, module))
     return found

@@ -1,4 +1,4 @@
-"""Backward hooks: which gradients are complete, and when a backward pass has ended."""
+"""Backward hooks on every parameter: completion of buckets and end of a backward pass."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from offbeat.core.buckets.gradients import Gradients
 
 
 class BackwardListener(Protocol):
-    """Who is told."""
+    """Receiver of the events of a backward pass."""
 
     def on_backward_begin(self) -> None:
-        """The first gradient of a backward pass is there."""
+        """Handle the first gradient of a backward pass."""
 
     def on_bucket_ready(self, b: int) -> None:
-        """The gradients of buckets 0..b are complete."""
+        """Handle the completion of the gradients of buckets 0..b."""
 
     def on_backward_end(self) -> None:
-        """The backward pass has ended; `backward()` has not returned yet."""
+        """Handle the end of a backward pass. `backward()` has not returned yet."""
 
     def on_output_gradient(self) -> None:
-        """Something that a forward returned has its gradient."""
+        """Handle the gradient of a tensor that a forward has returned."""
 
 
-ALL = 1 << 30  # more backward passes than a step has: everything waits for the step
+ALL = 1 << 30  # more backward passes than any step has: messages wait for the step
 
 NESTED = (
     "a backward pass ran within another one, whose gradients were handed on in parts; use "
@@ -39,18 +39,26 @@ NESTED = (
 
 
 class BackwardHooks:
-    """Follows one backward pass per iteration, and those that only accumulate.
+    """Observer of the backward passes of an iteration: one that ends it, and others that only
+    accumulate.
 
-    Bucket b is ready when the gradients of buckets 0..b are complete, so a message of several
-    buckets is never sent half-ready, whatever order autograd takes.
+    Bucket b is ready when the gradients of buckets 0..b are complete. Therefore a message of
+    several buckets is always complete, in whatever order autograd computes the gradients.
+
+    Attributes:
+        accumulating: within `no_sync()`; backward passes only accumulate.
+        held: backward passes of an iteration that only accumulate, before the pass that ends it.
+        version: version of the gradients after the last held pass.
+        seen: by parameter, 1 if it has received a gradient in this iteration.
+        on_parameter: called with each parameter whose gradient is complete, if set.
     """
 
     def __init__(self, gradients: Gradients, listener: BackwardListener):
         self._gradients, self._listener = gradients, listener
         self._sizes = [len(bucket.parameters) for bucket in gradients.flat.buckets]
         self.accumulating = False
-        self.held = 0  # backward passes of an iteration that only add up, before the one that ends
-        self.version = 0  # of the gradients after the last one of these
+        self.held = 0
+        self.version = 0
         self.on_parameter: Callable[[nn.Parameter], None] | None = None
         self.begin()
         self._handles = [
@@ -59,20 +67,21 @@ class BackwardHooks:
         ]
 
     def expect(self, buckets: Sequence[int]) -> None:
-        """Every bucket is told of anyway."""
+        """Do nothing. The listener receives all buckets; `Sentinels` needs this call."""
 
     def watch(self, output: object) -> None:
-        """Where a backward begins is seen at the first gradient."""
+        """Do nothing. The first gradient shows the begin of a backward; `Sentinels` needs this
+        call."""
 
     def begin(self) -> None:
-        """A new iteration."""
+        """Reset all counters at the begin of an iteration."""
         count = len(self._gradients.parameters)
         self.seen = bytearray(count)
         self._left = self.held
         self.reset_pass()
 
     def reset_pass(self) -> None:
-        """Another backward pass of the same iteration."""
+        """Reset the counters of a pass before another backward pass of the same iteration."""
         self._ready = bytearray(len(self.seen))
         self._missing = list(self._sizes)
         self._next = 0  # buckets before this one are ready
@@ -80,21 +89,21 @@ class BackwardHooks:
 
     @property
     def added_passes(self) -> int:
-        """Backward passes of this iteration that have only added up."""
+        """Number of backward passes of this iteration that have only accumulated."""
         return self.held - self._left
 
     @property
     def is_broken(self) -> bool:
-        """Whether a backward pass has begun, and will not end."""
+        """Whether a backward pass has begun and was ended by an exception."""
         return self._queued and not self._finished and current_graph_task_id() < 0
 
     def forget(self) -> None:
-        """Gradients that were added up so far are zeroed."""
+        """Restart the iteration's counters after accumulated gradients were zeroed."""
         if self.held and not self._finished:
             self.begin()
 
     def remove(self) -> None:
-        """Let the parameters go."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -121,8 +130,8 @@ class BackwardHooks:
                 raise RuntimeError(NESTED)
             if not self._queued:
                 self._queued = True
-                # Runs when this backward pass has ended, before backward() returns; what torch's
-                # own DDP and FSDP use for the same purpose.
+                # Runs at the end of this backward pass, before backward() returns. DDP and FSDP
+                # of torch use the same callback.
                 Variable._execution_engine.queue_callback(self._listener.on_backward_end)  # type: ignore[attr-defined]
             self._ready[index] = 1
             if self.on_parameter is not None:
@@ -139,7 +148,7 @@ class BackwardHooks:
         self.version = self._gradients.flat.grad_version()
 
     def finish(self) -> None:
-        """Buckets that got no gradient, or not all, are as ready as they will be."""
+        """Report the remaining buckets as ready: their missing gradients will not come."""
         self._missing = [0] * len(self._missing)
         self._advance()
         self._running, self._finished = False, True
@@ -153,7 +162,7 @@ class BackwardHooks:
 
 
 def is_nested_backward() -> bool:
-    """Whether a backward pass runs within another one that is not over."""
+    """Return whether a backward pass runs within another backward pass."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is CheckpointFunction.backward.__code__:
@@ -163,8 +172,8 @@ def is_nested_backward() -> bool:
 
 
 class AfterBackward:
-    """Calls `act` when a backward pass that reaches some of the parameters has ended, before
-    `backward()` returns."""
+    """Hooks that call `act` at the end of each backward pass that reaches one of the parameters,
+    before `backward()` returns."""
 
     def __init__(self, parameters: Iterable[Tensor], act: Callable[[], None]):
         self._act, self._pass = act, -1
@@ -173,7 +182,7 @@ class AfterBackward:
         ]
 
     def remove(self) -> None:
-        """Let the parameters go."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,4 +1,4 @@
-"""Iterations: what happened in one, and when."""
+"""Record of an iteration at run time: its messages, votes and timestamps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from offbeat.core.transport.link import Message
 
 @dataclass(slots=True)
 class MomentTimes:
-    """What was waited for and applied at one moment of forward or backward, and when."""
+    """Times of one moment of forward or backward at which the rank has waited or applied rules.
+
+    Attributes:
+        position: position of the moment in the program.
+        begin: begin of the wait.
+        waited: end of the wait.
+        applied: end of the last rule.
+    """
 
     position: int
     begin: Mark
@@ -25,10 +32,19 @@ class MomentTimes:
 
 @dataclass(slots=True)
 class Timestamps:
-    """When things happened in one iteration, as device marks; None or empty: not marked.
+    """Times of the events of one iteration, as device marks; None or empty if not marked.
 
-    `ready[b]`: the gradients of buckets 0..b are complete. `acted`: moments of forward and backward
-    that waited for something or applied something.
+    Attributes:
+        begin: begin of the iteration.
+        forward: begin of forward.
+        forward_end: end of forward.
+        ready: by bucket b, completion of the gradients of buckets 0..b.
+        acted: moments of forward and backward at which the rank has waited or applied rules.
+        backward_end: end of backward.
+        waited: arrival of the messages that the step needs.
+        step: call of `optimizer.step()`.
+        stepped: end of the update.
+        end: end of the iteration.
     """
 
     begin: Mark = None
@@ -45,10 +61,16 @@ class Timestamps:
 
 @dataclass(slots=True)
 class BackwardSplit:
-    """Backward of an iteration whose messages only torch's DDP sees, on one link.
+    """Split of a backward into compute and messages, where only torch's DDP sees the messages.
 
-    Messages were on the link in its last `sent_s` seconds, and compute waited for them in its last
-    `waited_s` seconds. `measured`: torch has timed them; else both are estimated.
+    All messages are on one link. They occupy the last `sent_s` seconds of backward.
+
+    Attributes:
+        link: name of the link.
+        sent_bytes: bytes of all messages.
+        sent_s: seconds in which messages were on the link.
+        waited_s: seconds for which compute waited for messages, at the end of backward.
+        measured: whether torch has measured both times; otherwise they are estimates.
     """
 
     link: str
@@ -60,53 +82,77 @@ class BackwardSplit:
 
 @dataclass(slots=True)
 class Iteration:
-    """One iteration: its number, its times, its messages; `planned` is its number in the plan,
-    which may begin anew. Of its votes: what this rank `shown`, who `voted` yes; `spared_bytes`
-    were not sent, as votes said no. `split`: of a backward that waits for messages within."""
+    """One iteration of one rank.
+
+    Attributes:
+        number: number of the iteration in the run.
+        marks: timestamps.
+        messages: messages, in the order of the plan's transfers.
+        planned: number of the iteration in the plan, which may have restarted.
+        steps: steps of the program.
+        rest: buckets that are updated at the step in one call.
+        skipped: whether the update is left out.
+        abandoned: whether the script did not call `optimizer.step()`.
+        settings: optimizer settings at the step, for updates that run later.
+        outstanding: indices of the messages that are still to be awaited.
+        over: whether the iteration has ended.
+        shown: by vote, the values on which this rank has based its vote.
+        undecided: votes whose outcome is unknown.
+        voted: by vote, the ranks that voted yes.
+        spared_bytes: bytes that were not sent because a vote excluded their messages.
+        split: split of a backward that waits for its messages; None for other backwards.
+    """
 
     number: int
     marks: Timestamps
     messages: list[Message]
     planned: int = 0
     steps: tuple[Step, ...] = ()
-    rest: tuple[int, ...] = ()  # buckets that are updated at the step, whatever the plan says
-    skipped: bool = False  # its update is not done
-    abandoned: bool = False  # no step was asked for
-    settings: Settings | None = None  # the optimizer's when its update was asked for
-    outstanding: set[int] = field(default_factory=set)  # messages that are still to be awaited
+    rest: tuple[int, ...] = ()
+    skipped: bool = False
+    abandoned: bool = False
+    settings: Settings | None = None
+    outstanding: set[int] = field(default_factory=set)
     over: bool = False
     shown: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    undecided: set[str] = field(default_factory=set)  # votes whose outcome is not known
+    undecided: set[str] = field(default_factory=set)
     voted: dict[str, list[int]] = field(default_factory=dict)
     spared_bytes: int = 0
     split: BackwardSplit | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether it is over and none of its messages and votes is still to be awaited."""
+        """Whether the iteration has ended and all its messages and votes have arrived."""
         return self.over and not self.outstanding and not self.undecided
 
     def at(self, point: str, plan: Plan) -> Step:
-        """What is to do at `step` or `end`."""
+        """Return the step of the program at point `step` or `end`."""
         position = 2 * plan.buckets + (point == "end")
         return next((s for s in self.steps[-2:] if s.position == position), Step(position))
 
 
 class Reports:
-    """Hands iterations on when they are complete, in their order."""
+    """Queue of iterations that are delivered in order, each once it is complete.
+
+    Attributes:
+        listener: receives each iteration.
+        watcher: receives each iteration before the listener does.
+    """
 
     def __init__(self) -> None:
         self.listener: Callable[[Iteration], None] | None = None
-        self.watcher: Callable[[Iteration], None] | None = None  # told as well, before
+        self.watcher: Callable[[Iteration], None] | None = None
         self._recent: deque[Iteration] = deque()
 
     def add(self, done: Iteration) -> None:
-        """An iteration is over; some of its messages may still be awaited."""
+        """Add an iteration that has ended; some of its messages may be outstanding."""
         self._recent.append(done)
 
     def deliver(self, *, rest: bool = False) -> None:
-        """Those that are complete, or at the end the `rest` as well. The listener may attach
-        another storage and adopt another plan."""
+        """Deliver all complete iterations, or with `rest` all iterations.
+
+        The listener may attach another storage and adopt another plan.
+        """
         while self._recent and (rest or self._recent[0].complete):
             done = self._recent.popleft()
             if self.watcher is not None:

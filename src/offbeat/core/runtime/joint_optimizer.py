@@ -1,4 +1,4 @@
-"""Several optimizers of one model as one, for everything that asks for the model's optimizer."""
+"""Joint optimizer: several optimizers of one model behind the interface of one optimizer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ State = dict[str, Any]
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """The param groups and the state of several optimizers, which stay the owners of both.
+    """Optimizer that exposes the param groups and the state of several optimizers, which keep them.
 
-    A step of it steps all of them. Checkpoints number parameters through all of them.
+    A step calls `step` of each optimizer. Checkpoints number the parameters across all optimizers.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
@@ -23,17 +23,17 @@ class JointOptimizer(torch.optim.Optimizer):
         self.gather()
 
     def gather(self) -> None:
-        """Have the groups and states that the optimizers have now."""
+        """Refresh the groups and states from the optimizers."""
         self.param_groups = [group for part in self.parts for group in part.param_groups]
         self.state = _States(self.parts)  # type: ignore[assignment]
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step every optimizer."""
+        """Call `step` of each optimizer."""
         for part in self.parts:
             part.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` has returned."""
+        """Load a state dict that `state_dict` has returned."""
         groups, first = list(state_dict["param_groups"]), 0
         for part in self.parts:
             mine, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
@@ -46,7 +46,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 class _States(MutableMapping[Tensor, State]):
-    """The state of every parameter, where its optimizer has it."""
+    """State by parameter, read from and written to the optimizer of the parameter."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
         self._parts = parts
@@ -68,12 +68,12 @@ class _States(MutableMapping[Tensor, State]):
         return owner is not None and p in owner.state
 
     def get(self, p: Tensor, default: Any = None) -> Any:
-        """The state of a parameter, without making one."""
+        """Return the state of a parameter, without creating one."""
         owner = self._owner.get(id(p))
         return default if owner is None else owner.state.get(p, default)
 
     def pop(self, p: Tensor, default: Any = None) -> Any:  # type: ignore[override]
-        """Remove the state of a parameter."""
+        """Remove and return the state of a parameter."""
         owner = self._owner.get(id(p))
         return default if owner is None else owner.state.pop(p, default)
 
@@ -85,7 +85,7 @@ class _States(MutableMapping[Tensor, State]):
 
 
 def require_disjoint(model: nn.Module, parts: Sequence[torch.optim.Optimizer]) -> None:
-    """ValueError if a parameter has several of these optimizers."""
+    """Raise ValueError if a parameter belongs to several of the optimizers."""
     name_of = {id(p): name for name, p in model.named_parameters()}
     seen: dict[int, int] = {}
     for number, part in enumerate(parts):

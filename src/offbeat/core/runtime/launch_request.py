@@ -1,4 +1,4 @@
-"""The job: what a launcher (`offbeat run`) asks of the processes that it starts."""
+"""Launch request: options that a launcher (`offbeat run`) passes to the processes it starts."""
 
 from __future__ import annotations
 
@@ -13,27 +13,41 @@ from offbeat.core.transport.interfaces import LinkSpec, parse_link
 
 VARIABLE = "OFFBEAT_JOB"
 LINKS_VARIABLE = "OFFBEAT_LINKS"
-STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"  # as dreamddp:period=8, instead of the script's
-SERVERS_VARIABLE = "OFFBEAT_SERVERS"  # so many of the last ranks serve
-RANK_VARIABLE = "OFFBEAT_RANK"  # both where RANK and WORLD_SIZE leave servers out
+STRATEGY_VARIABLE = (
+    "OFFBEAT_STRATEGY"  # for example dreamddp:period=8; replaces the script's strategy
+)
+SERVERS_VARIABLE = "OFFBEAT_SERVERS"  # number of servers; the last ranks serve
+# Rank and number of ranks including servers. RANK and WORLD_SIZE may count workers only.
+RANK_VARIABLE = "OFFBEAT_RANK"
 WORLD_SIZE_VARIABLE = "OFFBEAT_WORLD_SIZE"
-JOIN_VARIABLE = "OFFBEAT_JOIN"  # HOST:PORT of a worker that gossips
-WORKER_VARIABLE = "OFFBEAT_WORKER"  # come back as this one
+JOIN_VARIABLE = "OFFBEAT_JOIN"  # HOST:PORT of a gossip worker
+WORKER_VARIABLE = "OFFBEAT_WORKER"  # former id of a returning worker
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """Contents of the file that OFFBEAT_JOB names; all of it optional.
+    """Contents of the file named by OFFBEAT_JOB. All fields are optional.
 
-    `profile` is read, `save_profile` written by rank 0; `record_dir` receives rank{r}.jsonl.
-    With a `pace` the profile that is measured is that of hosts so many times slower, or as slow as
-    need be ("auto"); ranks then compute in turns, of which `turns` is the lock file. `checkpoint`
-    is a folder in which the runtime saves every `checkpoint_every` iterations, and from whose
-    newest checkpoint it goes on if told to `resume`. Rank 0 writes the strategy that the script
-    names to `save_strategy` (see `named_strategy`); with `stop_after_strategy` all ranks exit
-    then. `min_bucket_bytes` is that of `offbeat.prepare`, in place of the script's; where buckets
-    are measured, they are smaller if there would be fewer than `least_buckets`.
+    Attributes:
+        strategy: name of the strategy; replaces the script's.
+        settings: settings of that strategy.
+        profile: file of the profile to plan from.
+        save_profile: file to which rank 0 writes the measured profile.
+        stop_after_profile: exit after the profile is measured.
+        record_dir: directory that receives `rank{r}.jsonl`.
+        timeout_s: longest wait, in seconds; replaces the script's.
+        pace: factor by which the emulated hosts are slower than this machine, or "auto" for the
+            smallest possible factor. Ranks then compute in turns.
+        turns: lock file of these turns.
+        checkpoint: directory of checkpoints.
+        checkpoint_every: iterations between two checkpoints.
+        resume: whether to continue from the newest checkpoint in that directory.
+        min_bucket_bytes: replaces the argument of `offbeat.prepare`.
+        least_buckets: smallest number of buckets to measure. Buckets get smaller than the measured
+            minimum if necessary.
+        save_strategy: file to which rank 0 writes the script's strategy (see `named_strategy`).
+        stop_after_strategy: exit on all ranks after that.
     """
 
     strategy: str | None = None
@@ -55,7 +69,8 @@ class Job:
 
 
 def current_job() -> Job:
-    """The job of this process, an empty one without a launcher; ValueError on a bad file."""
+    """Return the job of this process; an empty job without a launcher. Raise ValueError if the file
+    is invalid."""
     path = os.environ.get(VARIABLE)
     if not path:
         return Job()
@@ -69,7 +84,8 @@ def current_job() -> Job:
 
 
 def current_links() -> list[LinkSpec]:
-    """The links that the launcher set, or "eth0,gloo:eth1" from a user; one unbound by default."""
+    """Return the links from OFFBEAT_LINKS: JSON of a launcher, or text of a user such as
+    "eth0,gloo:eth1". Without the variable, return one link that is not bound to an interface."""
     text = os.environ.get(LINKS_VARIABLE)
     if not text:
         return [LinkSpec("net")]
@@ -79,7 +95,8 @@ def current_links() -> list[LinkSpec]:
 
 
 def current_servers() -> int:
-    """How many of the last ranks serve; ValueError unless it is a number."""
+    """Return the number of servers, which are the last ranks. Raise ValueError if OFFBEAT_SERVERS
+    is not a number."""
     text = os.environ.get(SERVERS_VARIABLE) or "0"
     if not text.isdecimal():
         raise ValueError(f"{SERVERS_VARIABLE} ({text!r}) must be a number of ranks, 0 or more")
@@ -87,14 +104,18 @@ def current_servers() -> int:
 
 
 def current_place() -> tuple[int, int]:
-    """Rank and number of ranks, servers included. A launcher that starts servers tells scripts
-    only of workers (RANK, WORLD_SIZE), by which they split their data."""
+    """Return the rank and the number of ranks, including servers.
+
+    A launcher that starts servers sets RANK and WORLD_SIZE to count workers only, because scripts
+    split their data by these variables.
+    """
     rank = os.environ.get(RANK_VARIABLE, os.environ["RANK"])
     return int(rank), int(os.environ.get(WORLD_SIZE_VARIABLE) or os.environ.get("WORLD_SIZE", "1"))
 
 
 def current_join_request() -> tuple[tuple[str, int], int | None] | None:
-    """Where this process is to join a job of gossip, and as which worker; None if it is not."""
+    """Return the (host, port) of a gossip worker whose job this process joins, and the former id of
+    this worker or None. Return None if this process joins no running job."""
     text, worker = os.environ.get(JOIN_VARIABLE), os.environ.get(WORKER_VARIABLE)
     if text is None:
         return None
@@ -104,7 +125,7 @@ def current_join_request() -> tuple[tuple[str, int], int | None] | None:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT."""
+    """Return (host, port) of the text `HOST:PORT`. Raise ValueError for other texts."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"address ({text!r}) must be HOST:PORT of a worker, as 10.0.0.1:40123")

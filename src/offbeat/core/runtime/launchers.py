@@ -1,4 +1,4 @@
-"""Launchers other than torchrun: what srun, mpirun and PMI tell a process of its place."""
+"""Environment variables of srun, mpirun and mpiexec, translated to the variables of torchrun."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 LOOPBACK = "127.0.0.1"
-FIRST_PORT, PORTS = 20000, 12000  # below the ports that systems give to connections
+FIRST_PORT, PORTS = 20000, 12000  # below the ephemeral ports of operating systems
 
 
 class _Variables(NamedTuple):
-    """The variables of a launcher."""
+    """Names of a launcher's environment variables."""
 
     launcher: str
     rank: str
     size: str
-    step_size: str  # before it, where it is set
+    step_size: str  # takes precedence over `size` if it is set
     local_rank: str
     local_size: str
     job: str
@@ -38,17 +38,24 @@ LAUNCHERS = (
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun would set them, from
-    what another launcher has set; nothing if torchrun's are there or there is no launcher.
+    """Return RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun would set them.
 
-    ValueError if the address of rank 0 is not to be found.
+    Args:
+        environment: environment variables of this process.
+
+    Returns:
+        The variables by name. Empty if torchrun has set them or no known launcher has started this
+        process.
+
+    Raises:
+        ValueError: the address of rank 0 is unknown.
     """
     if "RANK" in environment:
         return {}
     for names in LAUNCHERS:
         size = environment.get(names.step_size) or environment.get(names.size, "")
         rank = environment.get(names.rank, "")
-        # Inside an allocation, but not started by srun, a process is alone.
+        # A process in a SLURM allocation that srun has not started trains alone.
         if not rank.isdecimal() or not size.isdecimal() or int(size) < 2:
             continue
         if names.launcher == "srun" and "SLURM_STEP_ID" not in environment:
@@ -64,7 +71,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _address(names: _Variables, environment: Mapping[str, str]) -> str:
-    """Of rank 0's host."""
+    """Return the address of rank 0's host."""
     hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     if names.launcher == "srun" and hosts:
         return first_host(hosts)
@@ -77,13 +84,14 @@ def _address(names: _Variables, environment: Mapping[str, str]) -> str:
 
 
 def _port(names: _Variables, environment: Mapping[str, str]) -> str:
-    """The same on all ranks, and another one for another job."""
+    """Return a port that depends only on the job's id, so that all ranks of a job get the same
+    port."""
     job = environment.get(names.job, "")
     return str(FIRST_PORT + sum(ord(c) * 31**k for k, c in enumerate(job)) % PORTS)
 
 
 def first_host(hosts: str) -> str:
-    """The first of SLURM's list, as `node01` of `node[01-03,07],login`."""
+    """Return the first host of SLURM's host list: `node01` of `node[01-03,07],login`."""
     found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", hosts)
     if found is None:
         raise ValueError(f"SLURM's list of hosts ({hosts!r}) must begin with a host")

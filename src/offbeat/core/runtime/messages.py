@@ -1,4 +1,4 @@
-"""Messages: what the transfers of an iteration carry, and where their results go."""
+"""Messages of the transfers of an iteration: payloads and destinations of results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from offbeat.core.transport.link import Link, Message
 
 
 class Messages:
-    """The messages of one rank's program.
+    """Messages of one rank's program.
 
-    An in-place transfer puts views of the storage on its link. Any other sends a copy, made when
-    it is released, and its result waits beside the storage until it is due.
+    An in-place transfer passes views of the storage to its link. Any other transfer sends a copy,
+    made when the message is released. Its result is stored outside the storage until it is due.
     """
 
     def __init__(
@@ -40,14 +40,22 @@ class Messages:
         self._module_buffers = module_buffers
         self.coding = Coding(program.plan, flat, memory)
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        # By transfer, where they are always the same: its link and views.
+        # By transfer: its link and views, if they are the same in every iteration.
         self._fixed: dict[int, tuple[Link, tuple[Tensor, ...]]] = {}
         self._sizes: dict[int, int] = {}  # by transfer
-        self._copies: dict[int, int] = {}  # by message: the copy of the buffer that it took
-        self._sent: list[Message] = []  # codes for one rank: errors and anchors move when they go
+        self._copies: dict[int, int] = {}  # by message: the buffer copy from which it was taken
+        self._sent: list[
+            Message
+        ] = []  # encoded messages to a single rank; sending them changes errors and anchors
 
     def enqueue(self, planned: int, number: int) -> list[Message]:
-        """The messages of one iteration at their places on the links; receivers are ready."""
+        """Enqueue the messages of one iteration on their links. Messages that this rank only
+        receives are released at once.
+
+        Args:
+            planned: number of the iteration in the plan.
+            number: number of the iteration in the run.
+        """
         messages = []
         self.restart_coding()
         for t in self._program.transfers(planned):
@@ -65,7 +73,12 @@ class Messages:
         return messages
 
     def release(self, message: Message, planned: int) -> None:
-        """Send what the storage holds now; `planned` is the iteration's number in the plan."""
+        """Send the current contents of the storage.
+
+        Args:
+            message: enqueued message.
+            planned: number of its iteration in the plan.
+        """
         t = message.transfer
         if (fixed := self._fixed.get(id(t))) is not None:
             fixed[0].release(message, fixed[1])
@@ -100,26 +113,29 @@ class Messages:
         self._links[t.link].release(message, given)
 
     def wait_for_sends(self) -> None:
-        """Wait until all codes that this rank has for one other have gone. Other ranks must have
-        begun the same iterations."""
+        """Wait until all encoded messages to a single rank are sent. Other ranks must have begun
+        the same iterations."""
         for message in self._sent:
             self._waiting.wait(message, self._flat)
         self._sent.clear()
 
     def restart_coding(self) -> None:
-        """Where weights were replaced, count changes from what they are now."""
+        """If weights were replaced, restart the anchors of codecs from the current weights."""
         if self.coding.is_outdated:
             self.wait_for_sends()
             self.coding.restart_if_outdated()
 
     def release_views(self) -> None:
-        """Hold no views of the storage."""
+        """Drop all views of the storage."""
         self._views.clear()
         self._fixed.clear()
 
     def staged_age(self, message: Message) -> int | None:
-        """The age of the copy whose numbers a message under way has taken, and will give back; None
-        for one that works in place, or whose result belongs elsewhere."""
+        """Return the age of the buffer copy to which the result of a message belongs.
+
+        Returns:
+            Age of the copy; None if the message is in place or has another target buffer.
+        """
         copy = self._copies.get(id(message))
         if copy is None:
             return None
@@ -133,8 +149,14 @@ class Messages:
     def arrived_message(
         self, t: Transfer, number: int, tensors: Sequence[Tensor], age: int | None
     ) -> Message:
-        """A message of an earlier process: it has arrived with these tensors, and its result is not
-        yet in its place."""
+        """Return a message from a checkpoint that has arrived and whose result is not yet stored.
+
+        Args:
+            t: transfer of the message.
+            number: number of its iteration in the run.
+            tensors: arrived tensors.
+            age: age of the buffer copy from which it was taken, or None.
+        """
         message = Message(t, number, order=-1)
         message.tensors = tensors
         message.released = message.start = message.end = self._waiting.mark()
@@ -144,7 +166,7 @@ class Messages:
         return message
 
     def size(self, t: Transfer) -> int:
-        """Bytes of a message."""
+        """Return the bytes of a message."""
         if id(t) not in self._sizes:
             run = t.payload.buckets
             if t.payload.buffer == "state":
@@ -162,11 +184,11 @@ class Messages:
         return self._sizes[id(t)]
 
     def pass_over(self, message: Message) -> None:
-        """A vote has said no."""
+        """Remove a message that a vote has excluded from its link."""
         self._links[message.transfer.link].pass_over(message)
 
     def arrive(self, message: Message) -> None:
-        """Wait for a message; afterwards its result is in its place."""
+        """Wait for a message and store its result."""
         self._waiting.wait(message, self._flat)
         t = message.transfer
         if t.payload.buffer == BUFFERS:
@@ -180,11 +202,12 @@ class Messages:
                 target.copy_(result)
         else:
             self.coding.store_result(t, copy, buffer, message.tensors)
-            if not message.culprits:  # else a guard will look at it
+            if not message.culprits:  # a guard still reads tensors with culprits
                 self.coding.give_back(message.tensors)
 
     def _target(self, t: Transfer, message: Message) -> tuple[str, int]:
-        """Buffer and copy of a staged message: its own, or where it was taken from."""
+        """Return the buffer and the copy for the result of a message: its target, or the copy from
+        which it was taken."""
         taken = self._copies.pop(id(message), None)
         if t.into or taken is None:
             return t.target, self._flat.physical(t.target)

@@ -1,4 +1,4 @@
-"""The meter: counts while a model trains, and tells a log every few iterations."""
+"""Meter: measures a training run and passes the metrics to a log."""
 
 from __future__ import annotations
 
@@ -20,22 +20,28 @@ from offbeat.core.runtime.metrics import BYTES, DIVERGENCE, EXPOSED, LOSS, SECON
 from offbeat.core.runtime.prepared import Session
 from offbeat.core.transport.device import Device
 
-SLOTS = 8  # samples of a rank that the store keeps: ranks may be so many samples apart
+SLOTS = 8  # samples of a rank in the store; largest distance between ranks, in samples
 
 
 class SampleBoard:
-    """Where every rank leaves its samples for the others: the job's store, which lives in rank 0.
+    """Samples of all ranks in the job's store, which rank 0 hosts.
 
-    Nobody waits for anybody. A store that is gone is no failure of the training.
+    No rank waits for another rank. A lost store ends the sampling and not the training.
     """
 
     def __init__(self, store: Store, rank: int, ranks: Sequence[int]):
-        """`store`: of this session, the same on all ranks, and another one for the next."""
+        """Create the board of a session.
+
+        Args:
+            store: store of this session, the same on all ranks. Each session needs its own store.
+            rank: rank of this process.
+            ranks: ranks that leave samples.
+        """
         self._store, self._rank, self._ranks = store, rank, ranks
         self._lost = False
 
     def post(self, number: int, sample: Tensor) -> None:
-        """Leave this rank's sample of this number."""
+        """Store the sample of this rank under a number."""
         if not self._lost:
             label = np.array([number], dtype="<f8")
             content = np.concatenate([label, sample.double().cpu().numpy()]).tobytes()
@@ -45,7 +51,8 @@ class SampleBoard:
                 self._lost = True
 
     def read(self, number: int) -> np.ndarray | None:
-        """Everybody's sample of this number, a row per rank; None unless all are there."""
+        """Return the samples of all ranks with this number, [ranks, values]; None until all are
+        stored."""
         keys = [self._key(number, rank) for rank in self._ranks]
         try:
             if self._lost or not self._store.check(keys):
@@ -62,7 +69,16 @@ class SampleBoard:
 
 
 class Meter:
-    """Told of every step; `metrics` is None on a rank that logs nothing and only leaves samples."""
+    """Counter of steps that measures and logs a training run.
+
+    Args:
+        metrics: log and its period; None on a rank that logs nothing and only leaves samples.
+        session: session to measure.
+        device: device of the timestamps.
+        board: samples of all ranks; None without samples.
+        sample_every: iterations between two samples.
+        parameters: parameters from which the samples are taken.
+    """
 
     def __init__(
         self,
@@ -77,7 +93,7 @@ class Meter:
         self._board, self._sample_every = board, sample_every
         self._chosen = Chosen(parameters) if board is not None else None
         self._steps, self._warned = 0, False
-        self._samples: deque[int] = deque(maxlen=SLOTS)  # those that were not reported
+        self._samples: deque[int] = deque(maxlen=SLOTS)  # samples that no log contains
         self._tap: LossTap | None = None
         if metrics is not None:
             self._tap = LossTap()
@@ -87,7 +103,7 @@ class Meter:
             session.listen(self._on_iteration)
 
     def on_step_end(self) -> None:
-        """`optimizer.step()` is over."""
+        """Handle the end of `optimizer.step()`."""
         self._steps += 1
         if self._board is not None and self._steps % self._sample_every == 0:
             self._sample(self._board)
@@ -99,7 +115,7 @@ class Meter:
             self._log(self._metrics)
 
     def _log(self, metrics: Metrics) -> None:
-        """Pass the numbers to the log. Warn once if the log cannot write them."""
+        """Pass the metrics to the log. Warn once if the log cannot write them."""
         numbers = self._collect_metrics(metrics.every)
         try:
             metrics.log(numbers, self._steps)
@@ -116,7 +132,7 @@ class Meter:
                 )
 
     def close(self) -> None:
-        """Watch no losses any more."""
+        """Stop recording losses."""
         if self._tap is not None:
             self._tap.close()
             self._tap = None
@@ -148,7 +164,8 @@ class Meter:
         return numbers
 
     def _divergence(self) -> float | None:
-        """Gamma of the newest sample that every rank has left since the last one."""
+        """Return gamma of the newest sample that every rank has stored since the last log; None if
+        there is none."""
         assert self._metrics is not None
         if self._board is None or self._chosen is None:
             return None
@@ -170,12 +187,13 @@ def _log_name(log: Log) -> str:
 
 
 def gamma(replicas: np.ndarray) -> float:
-    """Mean squared distance of the rows from their mean."""
+    """Return the mean squared distance of the rows of `replicas`, [ranks, values], from their
+    mean."""
     return float(((replicas - replicas.mean(0)) ** 2).sum(1).mean())
 
 
 def exposed_communication_s(marks: Timestamps, device: Device) -> float:
-    """Seconds of an iteration in which compute waited for messages, as in its trace."""
+    """Return the seconds of an iteration in which compute waited for messages, as in its trace."""
     pairs = [(marks.backward_end, marks.waited), (marks.stepped, marks.end)]
     pairs += [(acted.begin, acted.waited) for acted in marks.acted]
     return sum(

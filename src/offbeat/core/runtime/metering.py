@@ -1,4 +1,4 @@
-"""Metering: when gradients are measured for the scale of their noise."""
+"""Measurement points of the gradient noise within an iteration."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from offbeat.core.runtime.active_plan import ActivePlan
 
 
 class Metering:
-    """Shows a meter each rank's own gradients, complete and not yet on a link, and the averages.
+    """Passes each rank's own gradients, complete and not yet sent, and their averages to a noise
+    meter.
 
-    Where some gradients are sent during backward, each bucket is shown as it is ready. Without a
-    meter nothing happens.
+    If some gradients are sent during backward, the meter receives each bucket when it is ready.
+    Without a meter the methods do nothing.
     """
 
     def __init__(self, meter: NoiseMeter | None, run: ActivePlan):
@@ -21,12 +22,13 @@ class Metering:
         self._everything = range(run.plan.buckets)
 
     def on_bucket_ready(self, b: int, planned: int) -> None:
-        """Bucket b has its gradients; to be called if metering is `by_bucket`."""
+        """Pass the gradients of bucket `b` to the meter. Call it only if `by_bucket`."""
         if self._run.windows.is_window_end(planned):
             self._record_own_gradients(range(b, b + 1))
 
     def on_backward_end(self, planned: int) -> None:
-        """All buckets have their gradients."""
+        """Pass the gradients of all buckets to the meter, unless it has received them bucket by
+        bucket."""
         if self._meter is None or not self._run.windows.is_window_end(planned):
             return
         if not self.by_bucket:
@@ -34,7 +36,7 @@ class Metering:
         self._meter.complete()
 
     def on_averages_arrived(self, planned: int) -> None:
-        """What the step applies has arrived."""
+        """Pass the averages that the step applies to the meter."""
         applied = self._run.windows.applied_iterations(planned)
         if self._meter is not None and applied:
             copy = self._run.flat.physical("grad", self._age)
@@ -42,7 +44,7 @@ class Metering:
             self._meter.averaged(gradients, len(applied))
 
     def reset(self) -> None:
-        """Gradients shown so far will not be averaged."""
+        """Discard the gradients of the current window, because they will not be averaged."""
         if self._meter is not None:
             self._meter.reset()
 

@@ -1,10 +1,10 @@
-"""Metrics: what a run tells of itself while it trains, and adapters that pass it on.
+"""Metrics of a training run, and adapters to TensorBoard, Weights & Biases and Prometheus.
 
     offbeat.prepare(model, optimizer, metrics=TensorBoard(writer))
     offbeat.prepare(model, optimizer, metrics=Metrics(run.log, every=50))
 
-A log is anything that takes `(numbers, iteration)`: a function, or one of the adapters below. Ranks
-that are given none log nothing, so `metrics=... if rank == 0 else None` is fine.
+A log is a callable with arguments `(numbers, iteration)`: a function, or one of the adapters below.
+Ranks without metrics log nothing, so `metrics=... if rank == 0 else None` is valid.
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ from dataclasses import dataclass
 from typing import Any
 
 Log = Callable[[Mapping[str, float], int], object]
-"""Called with numbers by name and how many iterations were made."""
+"""Callable with the metrics by name and the number of finished iterations."""
 
 SECONDS = "seconds_per_iteration"
-EXPOSED = "exposed_communication_s"  # of those: waiting for messages, with nothing to compute
-BYTES = "bytes_per_iteration"  # sent by this rank; by link, as bytes_per_iteration/net
-DIVERGENCE = "divergence"  # Gamma: mean squared distance of replicas from their mean
-LOSS = "loss"  # what backward was called on, mean of this rank's
+EXPOSED = "exposed_communication_s"  # part of `SECONDS` in which compute waits for messages
+BYTES = "bytes_per_iteration"  # sent by this rank on one link: bytes_per_iteration/net
+DIVERGENCE = "divergence"  # mean squared distance of the replicas from their mean
+LOSS = "loss"  # mean over this rank's calls of backward
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Who is told, and how often.
+    """Log of the metrics of a training run, and its period.
 
-    `log` is called every so many iterations with means over them. Every `divergence_every`
-    iterations (0: never) each rank leaves a few of its parameters in the job's store. From these
-    the ranks that log estimate how far replicas are apart, once all have come so far. Nobody waits.
+    Attributes:
+        log: called every `every` iterations with means over these iterations.
+        every: iterations between two calls of `log`.
+        divergence_every: iterations between two samples of the divergence; 0: no samples. In such
+            an iteration each rank stores a few of its parameters in the job's store. Once all
+            samples of an iteration are stored, the ranks that log estimate the distance between the
+            replicas. No rank waits for another rank.
     """
 
     log: Log
@@ -49,9 +53,14 @@ class Metrics:
 
 
 class TensorBoard:
-    """Scalars of a `torch.utils.tensorboard.SummaryWriter`, or of anything with `add_scalar`.
+    """Log that writes scalars to a `torch.utils.tensorboard.SummaryWriter`.
 
-    `path`: directory of the writer, which a warning about failed writes names.
+    Args:
+        writer: the writer, or any object with `add_scalar`.
+        prefix: prefix of the names of all scalars.
+
+    Attributes:
+        path: directory of the writer, for warnings about failed writes.
     """
 
     def __init__(self, writer: Any, prefix: str = "offbeat/"):
@@ -64,7 +73,12 @@ class TensorBoard:
 
 
 class WandB:
-    """One `run.log(numbers, step=...)`, as Weights & Biases and its likes have it."""
+    """Log that calls `run.log(numbers, step=...)`, the interface of Weights & Biases.
+
+    Args:
+        run: the run, or any object with such a `log`.
+        prefix: prefix of the names of all metrics.
+    """
 
     def __init__(self, run: Any, prefix: str = "offbeat/"):
         self._run, self._prefix = run, prefix
@@ -74,7 +88,12 @@ class WandB:
 
 
 class Prometheus:
-    """Gauges of prometheus_client, as `offbeat_loss`, and `offbeat_bytes_per_iteration` by link."""
+    """Log that sets gauges of prometheus_client: `offbeat_loss`, and by link
+    `offbeat_bytes_per_iteration`.
+
+    Args:
+        registry: registry of the gauges; by default that of prometheus_client.
+    """
 
     def __init__(self, registry: Any = None):
         self._of, self._gauges = {"registry": registry} if registry is not None else {}, {}

@@ -1,4 +1,5 @@
-"""The strategy that a script names: written by the runtime, read by the launcher."""
+"""Strategy that a script passes to `prepare`, in a file that the runtime writes and the launcher
+reads."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from offbeat.core.strategy.registry import create
 
 @dataclass(frozen=True)
 class ScriptStrategy(Strategy):
-    """Stands for a strategy whose class the script defines, of which only its processes have it.
+    """Placeholder for a strategy whose class is defined in the script and cannot be imported here.
 
-    It has no plan here. The plan that has run is in the folder of the run.
+    It cannot be planned. The run directory contains the executed plan.
     """
 
     name: str  # type: ignore[misc]
@@ -40,8 +41,14 @@ class ScriptStrategy(Strategy):
 
 @dataclass(frozen=True)
 class NamedStrategy:
-    """`text`: the strategy that the script passes to `prepare`, None if it passes none. `strategy`:
-    the one that runs without a launcher's choice. `own`: whether the script defines its class."""
+    """Name and settings of the strategy that a script passes to `prepare`.
+
+    Attributes:
+        text: strategy as text; None if the script passes none.
+        name: name of the strategy that runs without a launcher's choice.
+        settings: settings of that strategy.
+        own: whether the script defines the class of the strategy.
+    """
 
     text: str | None
     name: str
@@ -50,12 +57,13 @@ class NamedStrategy:
 
     @property
     def strategy(self) -> Strategy:
+        """Strategy that runs without a launcher's choice."""
         if self.own:
             return ScriptStrategy(self.name, self.text or self.name, self.settings)
         return create(self.name, self.settings)
 
     def save(self, path: str | Path) -> None:
-        """Write the file in one move."""
+        """Write the file atomically."""
         draft = Path(path).with_suffix(".part")
         draft.parent.mkdir(parents=True, exist_ok=True)
         data = {"text": self.text, "name": self.name, "settings": self.settings, "own": self.own}
@@ -64,5 +72,6 @@ class NamedStrategy:
 
     @classmethod
     def load(cls, path: Path) -> NamedStrategy | None:
-        """None without a file: the script has not reached `prepare`."""
+        """Read the file. Return None if it is missing, because the script has not reached
+        `prepare`."""
         return cls(**json.loads(path.read_text())) if path.exists() else None

@@ -1,4 +1,4 @@
-"""Outputs: the tensors in what a forward returns."""
+"""Search for tensors in the output of a forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 def tensors_of(output: object) -> Iterator[Tensor]:
     """Yield all tensors in containers and dataclasses, nested ones included.
 
-    Of other objects yield the attributes that are tensors, or lists of them.
+    For other objects yield the attributes that are tensors or lists of tensors.
     """
     if isinstance(output, Tensor):
         yield output

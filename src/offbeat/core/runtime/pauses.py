@@ -1,4 +1,4 @@
-"""Pauses: what is done between iterations, on behalf of whoever looks at the model or leaves."""
+"""Work between iterations: completing, dropping or restarting what an engine has in progress."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ if TYPE_CHECKING:
 
 
 class Pauses:
-    """Finishes, drops or begins anew what an engine has under way."""
+    """Operations of an engine between two iterations."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._flushing = False
 
     def flush(self) -> None:
-        """Between iterations: do what the next forward would wait for and apply."""
-        if self._flushing:  # code within an update reads weights, such as a step hook
+        """Between iterations, complete the transfers and updates that the next forward would
+        otherwise complete."""
+        if self._flushing:  # a step hook within an update has read weights
             return
         if self._engine.now is None and self._engine.planned_iteration:
             self._engine.weight_looks.close()
@@ -31,16 +32,19 @@ class Pauses:
             self._engine.reports.deliver()
 
     def pause(self) -> None:
-        """Between iterations: nothing that has begun is left to wait for. RuntimeError in the
-        middle of an iteration that cannot be given up."""
+        """Between iterations, wait for all messages. Raise RuntimeError within an iteration that
+        cannot be dropped."""
         self._engine.abandon_unless_stepped()
         if self._engine.now is not None:
             self._engine.run.require_unsent(self._engine.now)
         self._drop()
 
     def _drop(self) -> None:
-        """Forget an iteration that has begun and will not end; what its forward has waited for
-        and applied is not done again."""
+        """Drop the current iteration, which will not end, and complete all messages of earlier
+        iterations.
+
+        Transfers and updates that its forward has completed are not repeated.
+        """
         if self._engine.now is not None:
             self._engine.walker.flush(self._engine.planned_iteration, begun=True)
             self._engine.run.pass_unsent_messages(self._engine.now)
@@ -51,15 +55,21 @@ class Pauses:
         self._engine.reports.deliver()
 
     def settle(self) -> None:
-        """Before leaving: finish updates, and messages that others wait for. What has begun and
-        will never end is dropped."""
+        """Before this rank leaves the job, complete its updates and the messages that other ranks
+        wait for. Drop an iteration that will not end."""
         if self._engine.waiting.failure is None:
             self._drop()
 
     def discard(self) -> bool:
-        """Other weights are about to be loaded: forget gradients that were added up and averages
-        that have not landed, and begin the plan anew. Its buffers start again with what is loaded.
-        Whether all ranks must load: where the plan begins anew, or ranks step from one average."""
+        """Prepare for a load of other weights.
+
+        Discard accumulated gradients and averages in flight, restart the plan if it has such state,
+        and restart its buffers from the loaded weights.
+
+        Returns:
+            Whether all ranks must load the weights: True if the plan restarts, or if ranks update
+                parameters from a common average.
+        """
         self.flush()
         run = self._engine.run
         run.reloaded = True
@@ -73,9 +83,11 @@ class Pauses:
         return bool(effects.common_buffers(self._engine.plan))
 
     def drain(self) -> None:
-        """Between iterations: also apply gradients that are not yet due, forget averages that have
-        not landed (they would take replicas apart again), and begin the plan anew. Every rank must
-        call it."""
+        """Between iterations, apply all accumulated gradients, discard averages that are not yet
+        applied, and restart the plan. Every rank must call this method.
+
+        Averages in flight would make replicas differ again.
+        """
         self.pause()
         if self._engine.run.windows.late:
             self._engine.run.windows.drain(
@@ -85,7 +97,7 @@ class Pauses:
         elif self._engine.run.has_delayed_averages:
             self._engine.run.discard_delayed_averages()
             self._restart_plan()
-        elif self._engine.plan.source is not None:  # other ranks are about to get its parameters
+        elif self._engine.plan.source is not None:  # `consolidate` copies the source's weights
             self._restart_plan()
             self._engine.run.messages.coding.mark_united()
 

@@ -1,4 +1,4 @@
-"""The session of every planned strategy: observe, agree, plan, run."""
+"""Session of all strategies with a plan: measurement, agreement, planning and execution."""
 
 from __future__ import annotations
 
@@ -59,14 +59,15 @@ if TYPE_CHECKING:
     from offbeat.experiments.record.recorder import Recorder
     from offbeat.lab.pace import Pace
 
-# Named as text: these rooms lie above the runtime.
+# Named as text, because the runtime must not import these modules.
 TURNS = "offbeat.lab.turns:Turns"
 PACED_PROFILE = "offbeat.lab.pacing:paced_profile"
 SAME_SHAPE = "keep what grows in an attribute that is no buffer, or pass broadcast_buffers=False"
 
 
 class FlatSession(Session):
-    """Runs a strategy's plan on flat buckets, after observing plain BSP if need be."""
+    """Session that runs a strategy's plan on flat buckets, after a measurement with BSP if
+    needed."""
 
     def __init__(
         self,
@@ -84,13 +85,13 @@ class FlatSession(Session):
         self._recorder = recorder
         self._guard: ConvergenceGuard | None = None
         self._pace: Pace | None = None
-        self._trying = False  # the first iteration runs everything at the step
-        self._varied = False  # the strategy is a variant, for the script's sake
+        self._trying = False  # whether the first iteration runs all updates at the step
+        self._varied = False  # whether a variant replaces the strategy, because the script needs it
         self._around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
         self._observer: Observer | None = None
         self._earlier_iterations = 0  # iterations of processes before this one
-        self._loaded = False  # since the last iteration, and the plan begins anew
-        self._united = -1  # the engine's iteration when replicas were last made the same
+        self._loaded = False  # whether a load since the last iteration restarts the plan
+        self._united = -1  # the engine's iteration of the last `consolidate`
         self.engine = Engine(
             model,
             flat,
@@ -100,11 +101,11 @@ class FlatSession(Session):
             cluster.control,
             cluster.timeout_s,
         )
-        # Where ranks hand parameters on: from a step to the next forward.
+        # Guard from a step to the next forward, for plans whose ranks pass parameters on.
         self._untouched = Untouched((n, p) for n, p in model.named_parameters() if p.requires_grad)
         self._untouched.forget()
         self._shared = cluster.control.world_size > 1 and has_buffers(model)
-        self._agreed_on_buffers = 0  # iterations so far
+        self._agreed_on_buffers = 0  # calls of `_agree_on_buffers`
         if self._shared:
             self.engine.module_buffers.before_packing = self._agree_on_buffers
         self._parameters = ParameterWatch(model, self.flush)
@@ -116,20 +117,20 @@ class FlatSession(Session):
         self.engine.suspects = Suspects(self._finite, self.engine.waiting.fail_with)
         self._stepping = self.engine.stepping = Stepping(optimizer, self._allows_any_optimizer)
         self._guard_links()
-        # Also of bare modules: whoever reads or replaces weights finds them up to date.
+        # Hooks on the bare modules, so that reads and loads of their weights see all updates, too.
         flush, discard = UncopiedHook(self.flush), UncopiedHook(self._discard)
         self._handles = [model.register_load_state_dict_pre_hook(discard)]
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
 
     def _allows_any_optimizer(self) -> bool:
-        """Whether any optimizer may use the gradients between backward and step."""
+        """Return whether other optimizers may use the gradients between backward and step."""
         plan = self.engine.plan
         early = early_remedy(plan) is not None or self.engine.run.windows.late
         observing = self._observer is not None and not self._strategy.synchronous
         return only_gradients(plan) and not early and not observing
 
     def _describe_buckets(self, run: range) -> str:
-        """Of a run of buckets, by their first and last."""
+        """Return the names of the first and the last bucket of a run."""
         names = [self.engine.flat.buckets[b].name for b in (run.start, run.stop - 1)]
         return repr(names[0]) if len(run) == 1 else f"{names[0]!r} to {names[1]!r}"
 
@@ -139,15 +140,19 @@ class FlatSession(Session):
             link.leaves_out = self._finite.leaves_out
 
     def run_from(self, profile: Profile, observed: int = 0, habits: Habits | None = None) -> None:
-        """Plan from a profile that all ranks share, check, agree on the plan, adopt it.
+        """Plan from a profile, check the plan, agree on it with all ranks and adopt it.
 
-        `habits`: what the script was seen to do; None: nothing was seen yet. A plan that updates
-        early then does everything at the first step, and what the script does there decides.
+        Args:
+            profile: profile, the same on all ranks.
+            observed: iterations that were measured.
+            habits: observed actions of the script between backward and step. None: nothing was
+                observed yet; then a plan with early updates runs all updates of the first iteration
+                at the step, and the script's actions in it decide about a variant.
         """
         self.profile = profile
         if isinstance(self.engine.optimizer, JointOptimizer):
             habits = replace(habits or Habits(), drives=True)
-        with warnings.catch_warnings(record=True) as said:  # rank 0 says it for all
+        with warnings.catch_warnings(record=True) as said:  # rank 0 reports warnings for all ranks
             warnings.simplefilter("always")
             plan = self._checked_plan(self._strategy)
         trial = None
@@ -166,7 +171,7 @@ class FlatSession(Session):
             self._report_decision(str(warning.message))
 
     def _run(self, plan: Plan, observed: int, trial: Plan | None = None) -> None:
-        """Adopt the strategy's first plan, record it, and watch what it does to the loss."""
+        """Adopt the strategy's first plan, record it, and start the strategy's monitor."""
         self._adopt(self._strategy, plan, trial)
         self.engine.reports.listener = self._recorder.iteration if self._recorder else None
         if self._recorder:
@@ -188,12 +193,15 @@ class FlatSession(Session):
         return plan
 
     def _broadcasts(self, strategy: Strategy) -> bool:
-        """Whether all ranks get rank 0's buffers, as under torch's DDP."""
+        """Return whether all ranks receive rank 0's buffers, as under torch's DDP."""
         return self._shared and self._watch.broadcast_buffers and strategy.synchronous
 
     def _agree_on_buffers(self) -> None:
-        """Agree on the buffers that forward writes: in the first iteration, and then as often as
-        replicas are compared. All ranks call it at the same place of an iteration."""
+        """Agree on the buffers that forward writes.
+
+        Runs in the first iteration and then every `compare_every` iterations. All ranks call this
+        method at the same point of an iteration.
+        """
         every, iteration = self._watch.compare_every, self._agreed_on_buffers
         if iteration and not (every and iteration % every == 0):
             self._agreed_on_buffers += 1
@@ -212,14 +220,15 @@ class FlatSession(Session):
             )
 
     def _suitable_plan(self, plan: Plan, habits: Habits) -> Plan:
-        """The plan, or that of the strategy's variant that lets the script do what it does."""
+        """Return the plan, or the plan of the strategy's variant if the script's habits
+        require it."""
         why = habits.against(plan)
         if why is None:
             return plan
         asked, variant = self._strategy, self._strategy.at_step()
         if variant is None:
             why = replace(habits, hooks=False).against(plan)
-            if why is None:  # step hooks that only count, for example: see `StepHooks`
+            if why is None:  # `StepHooks` allows hooks that only count, for example
                 return plan
             raise ValueError(
                 f"the script {why}, but {asked} applies gradients bucket by bucket, at other "
@@ -230,21 +239,29 @@ class FlatSession(Session):
         return self._checked_plan(variant)
 
     def _set_held_passes(self, habits: Habits) -> None:
-        """Unless each iteration averages its own gradients, only the last backward before a step
-        begins messages: the others add up."""
+        """Set the number of backward passes per step that only accumulate.
+
+        If each iteration averages its own gradients, no pass is held. Otherwise only the last
+        backward before a step begins messages.
+        """
         averaging = any(t.payload.buffer == "grad" for t in self.plan.transfers)
         averaging = averaging and self.plan.source is None and not self.engine.run.windows.late
         self.engine.hooks.held = 0 if averaging else habits.backwards - 1
 
     def _expect_passes(self) -> None:
-        """Expect as many backward passes per step as the rank with the most has run in this one,
-        whose messages have all waited for the step."""
+        """Expect as many backward passes per step as the rank with the most passes has run in this
+        iteration.
+
+        All messages of this iteration have waited for the step.
+        """
         hooks = self.engine.hooks
         hooks.held = max(1, *self._cluster.control.gather(hooks.added_passes)) - 1
 
     def _change_variant(self) -> None:
-        """Run the variant that averages the gradients of every backward pass, if there is one: this
-        plan has averaged them again. All ranks did, and all call it."""
+        """Run the variant that averages the gradients of every backward pass, if there is one.
+
+        Called on all ranks, after the plan has averaged gradients more than once before a step.
+        """
         self.engine.repeats = False
         if self._strategy.at_step() is None:
             return
@@ -254,8 +271,11 @@ class FlatSession(Session):
             self._adopt(self._strategy, plan)
 
     def _end_trial(self) -> None:
-        """The first step is over, in which nothing was early: go on as planned, or with a variant
-        if some rank's script needs one. All ranks know the same and do the same."""
+        """After the first step, which ran all updates at the step, run the plan as planned, or a
+        variant if a rank's script needs one.
+
+        All ranks have the same habits and make the same choice.
+        """
         watched, self._trying = self.engine.watched, False
         assert watched is not None
         habits = Habits.of_all(watched.habits, self._cluster.control)
@@ -270,7 +290,7 @@ class FlatSession(Session):
         self._set_held_passes(habits)
 
     def _adopt(self, strategy: Strategy, plan: Plan, trial: Plan | None = None) -> None:
-        """Agree on a plan, open what it needs, and run it, or at first a `trial` of it."""
+        """Agree on a plan with all ranks, open its links and run it, or first run its `trial`."""
         control = self._cluster.control
         control.agree("the plan", plan.digest, "start all ranks with the same offbeat version")
         remedy = early_remedy(plan)
@@ -278,7 +298,7 @@ class FlatSession(Session):
         if coupled is not None:
             raise ValueError(f"{coupled}, so it cannot step bucket by bucket; {remedy}")
         names = list(plan.links)
-        if plan.votes or plan.groups:  # what spans all ranks needs a channel that does
+        if plan.votes or plan.groups:  # votes and messages of all ranks need a common channel
             names.append(vote_channel(next(iter(self._cluster.specs))))
         self._cluster.open(names, plan.groups)
         self._guard_links()
@@ -303,9 +323,9 @@ class FlatSession(Session):
             )
 
     def _averages_parameters_now(self) -> bool:
-        """Whether all ranks average parameters in this iteration, or may by a vote.
+        """Return whether all ranks average parameters in this iteration, or may do so after a vote.
 
-        Ranks that hand sums and parameters on are iterations apart and do not meet here.
+        Ranks that pass sums and parameters on are iterations apart, so they make no common average.
         """
         transfers = self.engine.run.program.transfers(self.engine.planned_iteration)
         return any(t.payload.buffer != "grad" and t.ranks is None for t in transfers)
@@ -315,14 +335,17 @@ class FlatSession(Session):
         self.engine.adopt(plan, planned)
 
     def _apply_finding(self, finding: Finding) -> None:
-        """Fall back to a synchronous schedule if the loss departs, plan again if the noise says
-        so. All ranks see the same finding and do the same."""
+        """Change to the fallback strategy if the loss increases; plan again if the noise has
+        changed.
+
+        All ranks have the same finding and make the same change.
+        """
         if finding.departed is not None:
             assert self._monitor is not None
             fallback = self._monitor.fallback
             plan = self._checked_plan(fallback)
             self._stop_guard()
-            if plan.digest == self.plan.digest:  # it runs already, and is not to blame
+            if plan.digest == self.plan.digest:  # the fallback runs already
                 return
             self._report_decision(
                 f"{finding.departed}: fell back from {self._strategy} to {fallback}"
@@ -331,7 +354,7 @@ class FlatSession(Session):
             self._adopt(fallback, plan)
         elif finding.noise is not None:
             self.profile = replace(self.profile, noise=finding.noise)
-            with warnings.catch_warnings():  # what is decided while training is in the report
+            with warnings.catch_warnings():  # the report contains decisions during training
                 warnings.simplefilter("ignore")
                 plan = self._checked_plan(self._strategy)
             if plan.digest != self.plan.digest:
@@ -343,12 +366,13 @@ class FlatSession(Session):
                 self._adopt(self._strategy, plan)
 
     def _report_line(self, what: str) -> None:
-        """One line of rank 0, and in the report."""
+        """Print one line on rank 0 and add it to the report."""
         self._report_decision(what, warn=False)
         if self._cluster.control.rank == 0:
             print(f"offbeat: {what}", file=sys.stderr, flush=True)
 
     def _report_decision(self, what: str, warn: bool = True) -> None:
+        """Add a decision to the report; on rank 0, also warn of it."""
         iteration = self.engine.iteration
         warning = f"iteration {iteration}: {what}" if warn else None
         if self._recorder:
@@ -363,7 +387,7 @@ class FlatSession(Session):
         self._guard = None
 
     def observe(self, how: Observation) -> None:
-        """Run plain BSP first, measure, and plan from what was measured."""
+        """Run BSP, measure a profile and plan from it."""
         first = next(iter(self._cluster.links))
         self.engine.set_watched(Watched())
         plan = observing_plan(
@@ -391,7 +415,7 @@ class FlatSession(Session):
     def _plan_from(self, observer: Observer, how: Observation, observed: int) -> None:
         observer.finish()
         if self._shared and not self._broadcasts(self._strategy):
-            self._agree_on_buffers()  # averages of parameters hold them, too
+            self._agree_on_buffers()  # averages of parameters include buffers
         self._observer, self._around_forward = None, nullcontext
         control = self._cluster.control
         first = self._cluster.everyone
@@ -414,7 +438,7 @@ class FlatSession(Session):
             profile = measure_beside(self._cluster, flat, profile)
         with Computing(profile) if profile.pace else nullcontext():
             profile = measure_codecs(self._cluster, profile)
-        # Every rank plans from the same numbers.
+        # Every rank must plan from the same profile.
         profile = Profile.from_dict(control.gather(profile.to_dict())[0])
         if how.save_to and control.rank == 0:
             again = ", and the next run measures again"
@@ -427,7 +451,7 @@ class FlatSession(Session):
 
     @property
     def _is_emulated(self) -> bool:
-        """Whether the model's layers only sleep."""
+        """Whether the model's layers are emulated by sleeping."""
         return bool(getattr(self._model, "emulated", False))
 
     # ---- checkpoints ------------------------------------------------------------------------
@@ -472,7 +496,7 @@ class FlatSession(Session):
         self._earlier_iterations = iteration - self.engine.iteration
 
     def _resume_plan(self, state: Mapping[str, Any]) -> None:
-        """Have the buckets and the plan that were captured, and stand at the same place in it."""
+        """Restore the buckets, the plan and the position in it."""
         self.engine.pauses.pause()
         if self._observer is not None:
             self._observer.finish()
@@ -480,14 +504,14 @@ class FlatSession(Session):
             self.engine.set_compute(Compute())
         self.profile = Profile.from_dict(state["profile"])
         if self._recorder:
-            self._recorder.sample = None  # of the storage before
+            self._recorder.sample = None  # belongs to the old storage
         self.engine.relayout(specs_of_profile(self._model, self.profile))
         self._parameters.attach(self.engine.flat.parameters)
         if state["varied"] and not self._varied:
             variant = self._strategy.at_step()
             assert variant is not None
             self._strategy, self._varied = variant, True
-        if state["trying"]:  # nothing has happened yet
+        if state["trying"]:  # no iteration has run yet
             self.run_from(self.profile)
             self.engine.begin()
             return
@@ -510,7 +534,7 @@ class FlatSession(Session):
         if torch.is_grad_enabled():
             if self._shared:
                 self.engine.module_buffers.note()
-            shared = self._allows_any_optimizer()  # else messages may hold what was there
+            shared = self._allows_any_optimizer()  # otherwise messages may refer to the storage
             self._parameters.require_unchanged(self.engine.flat.take_back if shared else None)
             self._require_untouched()
             if self._replicas is not None and self.engine.now is None and self.engine.trains:
@@ -555,13 +579,14 @@ class FlatSession(Session):
     def awaits_step(self) -> bool:
         return self.engine.awaits_step
 
-    _unsampled: int | None = None  # iteration whose parameters land only within a forward
+    _unsampled: int | None = None  # iteration whose parameters arrive in the next forward
 
     def step(self, skip_update: bool) -> None:
         if self._recorder:
             self._recorder.stepped(self.engine.iteration)
         if self._replicas is not None:
-            self.engine.end_backward(skip_update)  # those that compare already have this rank's
+            # Other ranks wait for this rank's messages before they compare.
+            self.engine.end_backward(skip_update)
             self._replicas.step()
         self.engine.step(skip_update)
         self.engine.flat.former.require_unwritten()
@@ -624,20 +649,23 @@ class FlatSession(Session):
             hooks.accumulating = before
 
     def _discard(self) -> None:
-        """Other weights are about to be loaded."""
+        """Prepare for a load of other weights."""
         self._loaded |= self.engine.pauses.discard()
         self.engine.module_buffers.forget()
         self._forget_weights()
 
     def _forget_weights(self) -> None:
-        """Weights may change until the next step."""
+        """Suspend the guards of weights until the next step, because weights may change."""
         self._untouched.forget()
         if self._replicas is not None:
             self._replicas.forget()
 
     def _require_all_loaded(self) -> None:
-        """The plan begins anew after a load: others that go on as before would send other messages
-        than this rank, which the backend may answer by ending the process."""
+        """Raise RuntimeError unless all ranks have loaded weights.
+
+        The plan restarts after a load. A rank that continues would send other messages than this
+        rank, for which the backend may end the process.
+        """
         self._loaded, control = False, self._cluster.control
         try:
             with control.waiting("loading weights"):
@@ -671,7 +699,7 @@ class FlatSession(Session):
     def close(self) -> None:
         if self._cluster.closed:
             return
-        if getattr(sys, "last_value", None) is None:  # else this rank is going down: at once
+        if getattr(sys, "last_value", None) is None:  # after an uncaught exception, do not wait
             self.engine.pauses.settle()
         self.engine.waiting.closed = True
         if self._recorder:
@@ -692,13 +720,15 @@ class FlatSession(Session):
 
 
 def _allows_one_backward(plan: Plan) -> bool:
-    """Whether parameters change during backward, so that no other pass may follow it."""
+    """Return whether parameters change during backward, so that no other pass may follow before the
+    step."""
     averages = any(t.payload.buffer == "param" and t.after.point == "grad" for t in plan.transfers)
     return averages or plan.source is not None
 
 
 def _scaler_remedy(plan: Plan) -> str | None:
-    """What to do instead of unscaling gradients, if this plan's cannot be; else None."""
+    """Return why GradScaler cannot unscale this plan's gradients, and the alternative; None if it
+    can."""
     if any(map(effects.is_window_end, plan.applies)):
         return "gradients of several scales cannot be unscaled together; use WFBP()"
     remedy = early_remedy(plan)
@@ -706,7 +736,8 @@ def _scaler_remedy(plan: Plan) -> str | None:
 
 
 def build_flat(model: nn.Module, profile: Profile | None) -> Flat:
-    """Flat storage by the profile's buckets, or one bucket per parameter in reverse order."""
+    """Return flat storage with the profile's buckets, or one bucket per parameter in reverse
+    order."""
     if profile is not None:
         return Flat(model, specs_of_profile(model, profile))
     names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -714,8 +745,7 @@ def build_flat(model: nn.Module, profile: Profile | None) -> Flat:
 
 
 def open_plan_session(strategy: Strategy, job: TrainingJob) -> FlatSession:
-    """Return the session that runs the strategy's plan, after measuring a profile if none is
-    known."""
+    """Return the session that runs the strategy's plan. It measures a profile if none is known."""
     flat = build_flat(job.model, job.profile)
     session = FlatSession(
         job.model, job.optimizer, strategy, job.cluster, job.recorder, flat, job.watch

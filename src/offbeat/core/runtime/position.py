@@ -1,7 +1,8 @@
-"""Where an engine stands between two iterations, so that another process can go on from there.
+"""Position of an engine between two iterations, saved and restored by checkpoints.
 
-What earlier iterations have sent may be due in later ones. Such a message is waited for, but not
-put in its place: the other process finds it arrived, and puts it there when it is due.
+Messages of earlier iterations may be due in later iterations. To save a position, wait for such
+messages without storing their results. The restoring process sees them as arrived, and stores the
+results when they are due.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ State = dict[str, Any]
 
 
 def capture(engine: Engine) -> State:
-    """Everything that the iterations to come depend on beside weights and optimizer state.
+    """Return the state on which later iterations depend, except weights and optimizer state.
 
-    Tensors are the engine's own, to be copied before the next iteration. RuntimeError within one.
+    The tensors belong to the engine; copy them before the next iteration. Raise RuntimeError within
+    an iteration.
     """
     engine.waiting.require_alive()
     if engine.now is not None:
@@ -42,7 +44,8 @@ def capture(engine: Engine) -> State:
 
 
 def restore(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Go on from there, with the plan that was captured, which has just been adopted."""
+    """Continue from a captured state. The engine must have adopted the captured plan immediately
+    before."""
     run, planned = engine.run, state["planned"]
     run.reloaded = False
     for name, contents in state["buffers"].items():
@@ -61,8 +64,10 @@ def restore(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def resume_at(engine: Engine, planned: int) -> None:
-    """Go on at this place of a plan that has just been adopted: what iterations before it have sent
-    has arrived and is in its place."""
+    """Continue at iteration `planned` of a plan that was adopted immediately before.
+
+    All messages of earlier iterations must have arrived, and their results must be stored.
+    """
     nothing = {"messages": {}, "settings": None, "skipped": False}
     for earlier in range(max(0, planned - engine.run.program.lag), planned):
         saved = {**nothing, "planned": earlier}
@@ -71,8 +76,11 @@ def resume_at(engine: Engine, planned: int) -> None:
 
 
 def _saved_buffers(engine: Engine) -> list[str]:
-    """Buffers that a checkpoint needs. Parameters are the model's; gradients are zeroed by the
-    loop, unless the plan adds them up."""
+    """Return the names of the buffers that a checkpoint contains.
+
+    The checkpoint of the model contains the parameters. Gradients are saved only if the plan
+    accumulates them; otherwise the training loop zeroes them.
+    """
     late = engine.run.windows.late
     return [
         name
@@ -85,7 +93,7 @@ def _saved_buffers(engine: Engine) -> list[str]:
 
 
 def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
-    """An iteration that is over, and what of it is still to come."""
+    """Return the state of a finished iteration: its settings and its outstanding messages."""
     run, messages = engine.run, {}
     for vote in engine.plan.votes:
         run.decide(vote, iteration.planned)
@@ -107,6 +115,8 @@ def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
 
 
 def _restore_iteration(engine: Engine, saved: Mapping[str, Any], planned: int) -> Iteration:
+    """Return a finished iteration from its saved state, with its outstanding messages as
+    arrived."""
     run, now = engine.run, engine.iteration
     number = now - (planned - saved["planned"])
     rules, messages = run.program.transfers(saved["planned"]), saved["messages"]

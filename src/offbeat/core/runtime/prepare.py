@@ -1,4 +1,4 @@
-"""prepare: connect, compare notes with the other ranks, and hand the loop back."""
+"""Preparation of training: connections, agreement of all ranks, and the session of the strategy."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel
 SAME_MODEL = "build it from the same configuration everywhere"
 
 
-@torch.inference_mode(mode=False)  # what is made here is trained later
+@torch.inference_mode(mode=False)  # tensors created here are trained later
 def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -96,39 +96,54 @@ def prepare(
     mesh: None = None,
     process_group: None = None,
 ) -> tuple[Model, Any]:
-    """Model and optimizer that train together with their replicas on all ranks.
+    """Return a model and an optimizer that train together with their replicas on all ranks.
 
-    Of several optimizers, each with parameters of its own, pass a list, which is returned as a
-    list: `model, [muon, adamw] = offbeat.prepare(model, [muon, adamw])`.
+    Start one process per rank with `torchrun`, `offbeat run`, `srun` or `mpirun`. A single process
+    trains alone. To use several optimizers, each with its own parameters, pass a list, which is
+    returned as a list: `model, [muon, adamw] = offbeat.prepare(model, [muon, adamw])`.
 
-    Start one process per rank with `torchrun`, `offbeat run`, `srun` or `mpirun`; a lone process
-    trains alone. `strategy`: an object, or its name and settings as "dreamddp:period=8"; without
-    one WFBP(). What `offbeat run` chooses, or else the variable OFFBEAT_STRATEGY, counts before the
-    script's. `profile`: a Profile that must match, or a file that is reused if it matches and
-    written if not; without one the first `observe` iterations run BSP and are measured. If a few
-    messages show that it is of another network, a file that was measured is measured again; for
-    any other profile rank 0 prints the difference. `links`:
-    network interfaces, one link each, in the same order on all ranks; "gloo:eth1" names the backend
-    too, "nccl" leaves the interface to it. Buckets hold at least `min_bucket_bytes`, by default
-    what makes a message worth its measured latency. No wait outlasts `timeout_s` seconds.
+    Args:
+        model: module to train, on its final device and with its final dtype.
+        optimizer: optimizer of the model's parameters, or a list of several.
+        strategy: strategy, or its name and settings such as "dreamddp:period=8"; by default
+            `WFBP()`. The strategy of `offbeat run`, or else of the variable OFFBEAT_STRATEGY, takes
+            precedence.
+        profile: profile of the job, or a file. A Profile must match model and job. A file is used
+            if it matches, otherwise it is measured and written. Without a profile, the first
+            `observe` iterations run BSP and are measured. A few messages show whether the profile
+            describes another network: then a file that was measured before is measured again, and
+            for any other profile rank 0 prints the difference.
+        links: network interfaces, one link each, in the same order on all ranks. "gloo:eth1" also
+            names the backend; "nccl" lets the backend choose the interface.
+        observe: iterations of BSP to measure without a profile.
+        min_bucket_bytes: smallest bucket, in bytes; by default derived from the measured latency.
+        timeout_s: longest wait for other ranks, in seconds.
+        compare_every: iterations between two comparisons of replicas; 0: none. If only gradients
+            are averaged, a difference raises RuntimeError, which names rank and setting or tensor.
+            If parameters are averaged, only the optimizer's settings and the names of frozen
+            parameters are compared, and rank 0 warns of weights that only some ranks have written
+            between a step and the next forward.
+        on_nonfinite: treatment of an average to which a rank contributes NaN or infinity. "raise":
+            RuntimeError on every rank, which names rank and bucket. "skip": the average excludes
+            that rank, and the rank receives it. "ignore": no check. DDP() ignores this argument.
+        broadcast_buffers: whether all ranks receive the buffers that rank 0's forward has written,
+            before the next forward, as under torch's DDP. Applies to synchronous strategies; under
+            other strategies, every rank keeps its own buffers.
+        metrics: log of training metrics, see `offbeat.metrics`. It may differ between ranks.
+        mesh: must be None, because every rank holds a whole replica.
+        process_group: must be None, because all ranks of the job average.
 
-    Where only gradients are averaged, replicas are compared every `compare_every` iterations (0:
-    never), and RuntimeError names rank and setting or tensor if they differ. Where parameters are
-    averaged, the optimizer's settings and the names of frozen parameters are compared, and rank 0
-    warns of weights that some ranks alone have written between a step and the next forward.
-    `on_nonfinite`: what becomes of an average to which a rank brought NaN or infinity: "raise"
-    RuntimeError on every rank, naming rank and bucket, "skip" that rank, which takes over the
-    others' average, or "ignore". DDP() does neither: it is torch's own.
-    `broadcast_buffers`: whether all ranks get the buffers of rank 0 that forward has written,
-    before the next forward, as under torch's DDP. Only strategies that compute what DDP computes
-    broadcast; under others, and with False, every rank keeps its own buffers.
-    `metrics`: receives figures of training, see `offbeat.metrics`; it may differ between ranks.
-    With a strategy that has servers (SSP, PSBSP), the last OFFBEAT_SERVERS ranks serve: there
-    prepare returns only when all workers have left, by SystemExit(0).
-    With gossip (A2CiD2, ADPSGD) ranks train on parameters of their own, and some may die.
-    `mesh` and `process_group` are refused: every rank holds a whole replica, and all ranks of the
-    job average.
-    ValueError on every rank if models, strategies or links differ between ranks.
+    Returns:
+        The prepared model and optimizer, or the prepared model and a list of optimizers.
+
+        With a strategy that has servers (SSP, PSBSP), the last OFFBEAT_SERVERS ranks serve. With
+        gossip (A2CiD2, ADPSGD), each rank trains its own parameters, and the job survives the
+        failure of ranks.
+
+    Raises:
+        ValueError: an argument is invalid, or models, strategies or links differ between ranks. A
+            difference raises on every rank.
+        SystemExit: on a rank that serves, after all workers have left.
     """
     _require_whole_job(mesh, process_group)
     job = current_job()
@@ -163,7 +178,7 @@ def prepare(
         optimizer = _join_optimizers(model, optimizer, strategy)
     _require_idle_servers()
     _require_one_model(job)
-    if hasattr(model, "_orig_mod"):  # what torch.compile returns
+    if hasattr(model, "_orig_mod"):  # a module that torch.compile has returned
         warnings.warn(
             "a model compiled as a whole yields all gradients at the end of backward, so nothing "
             "can be sent under it; compile its blocks instead",
@@ -243,7 +258,7 @@ def prepare(
 def _join_optimizers(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy
 ) -> JointOptimizer:
-    """Several optimizers as one."""
+    """Return one optimizer that joins several."""
     if not optimizers or strategy.needs.one_optimizer:
         raise ValueError(
             f"optimizer (a list of {len(optimizers)}) must be one torch.optim.Optimizer under "
@@ -255,7 +270,7 @@ def _join_optimizers(
     return JointOptimizer(optimizers)
 
 
-_sessions = count()  # with metrics, in this process; all ranks prepare the same ones
+_sessions = count()  # number of sessions with metrics; the same on all ranks
 
 
 def _meter(
@@ -266,7 +281,10 @@ def _meter(
     cluster: Cluster,
     ranks: Ranks,
 ) -> Meter | None:
-    """None where no rank logs. All leave samples as often as the first that logs has it."""
+    """Return the meter of this rank; None if no rank logs.
+
+    All ranks leave samples with the period of the first rank that logs.
+    """
     control = cluster.control
     often = next((every for every in samples if every is not None), None)
     if often is None:
@@ -291,7 +309,7 @@ def _recorder(
 
 
 def _choose_strategy(strategy: Strategy | str | None, job: Job) -> tuple[Strategy, str | None]:
-    """The strategy, and what is to be said if it is not the script's."""
+    """Return the strategy to run, and a notice if it is not the script's."""
     script = parse(strategy) if isinstance(strategy, str) else strategy
     if script is not None and not isinstance(script, Strategy):
         raise ValueError(
@@ -311,7 +329,8 @@ def _choose_strategy(strategy: Strategy | str | None, job: Job) -> tuple[Strateg
 
 
 def _save_strategy(strategy: Strategy | str | None, job: Job, path: str) -> None:
-    """Tell the launcher on rank 0 which strategy runs without its choice."""
+    """On rank 0, write the strategy that would run without the launcher's choice, for the
+    launcher."""
     chosen, _ = _choose_strategy(strategy, replace(job, strategy=None))
     if "RANK" not in os.environ or current_place()[0] == 0:
         text = str(parse(strategy) if isinstance(strategy, str) else strategy)
@@ -330,7 +349,7 @@ def _save_strategy(strategy: Strategy | str | None, job: Job, path: str) -> None
 def _startup_message(
     strategy: Strategy, notice: str | None, cluster: Cluster, known: Profile | None, observe: int
 ) -> str:
-    """One line on what is about to happen, and the notice."""
+    """Return one line about the run, after the notices."""
     ranks = cluster.control.world_size
     links = ", ".join(map(str, cluster.specs.values()))
     how = ""
@@ -342,7 +361,8 @@ def _startup_message(
 
 
 def _nodes_notice(environ: Mapping[str, str], ranks: int) -> str | None:
-    """Return what to know where several ranks of a job of several nodes share a node."""
+    """Return a notice if several ranks share a node and the job has several nodes; otherwise
+    None."""
     local = environ.get("LOCAL_WORLD_SIZE", "")
     if not local.isdigit() or not 1 < int(local) < ranks:
         return None
@@ -359,12 +379,12 @@ def _positive(name: str, value: float) -> float:
     return float(value)
 
 
-# Models and their sessions, which lead back to the model: a strong value would keep both for ever.
+# Clusters by model, weak: sessions refer to the model, so a strong reference would keep both alive.
 _prepared: WeakKeyDictionary[nn.Module, ref[Cluster]] = WeakKeyDictionary()
 
 
 def _still_open() -> list[Cluster]:
-    """The clusters of models that were prepared and not closed."""
+    """Return the clusters of prepared models that are not closed."""
     found = (known() for known in _prepared.values())
     return [cluster for cluster in found if cluster is not None and not cluster.closed]
 
@@ -385,7 +405,10 @@ def _require_unprepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
 
 
 def _require_unwrapped(model: nn.Module) -> None:
-    """By name: most of these modules take long to import."""
+    """Raise ValueError if the model contains a wrapper of DDP, DataParallel or FSDP.
+
+    The check compares class names, because most of these modules take long to import.
+    """
     for name, module in model.named_modules():
         wrapper = WRAPPERS & {cls.__name__ for cls in type(module).__mro__}
         if wrapper:
@@ -464,7 +487,8 @@ def _connect(model: nn.Module, links: Sequence[str] | None, timeout_s: float) ->
 
 
 def _link_specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSpec]:
-    """What the links are made of; ValueError on those that cannot be, before anything is opened."""
+    """Return the specifications of the links. Raise ValueError for invalid links before any is
+    opened."""
     if isinstance(links, str):
         raise ValueError(f"links ({links!r}) must be a list {OF_INTERFACES}")
     given = current_links() if links is None else [parse_link(link) for link in links]
@@ -486,7 +510,8 @@ def _link_specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSp
 
 
 def _join(backend: str, timeout_s: float) -> None:
-    """torchrun's rendezvous, or a world of one where nothing says otherwise."""
+    """Join the default process group by torchrun's rendezvous; a process without RANK is a group of
+    its own."""
     timeout = timedelta(seconds=timeout_s)
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -506,7 +531,8 @@ def _join(backend: str, timeout_s: float) -> None:
 def _agree(
     model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, control: Control
 ) -> str:
-    """Fingerprint of the model, after making sure that all ranks are about to do the same."""
+    """Return the fingerprint of the model. Raise ValueError if strategy, model or optimizer differ
+    between ranks."""
     settings = f"{strategy.name} {strategy.settings()}"
     control.agree("the strategy", settings, "start every rank with the same settings")
     tensors = [
@@ -545,9 +571,13 @@ def _describe(tensor: tuple[Any, ...]) -> str:
 def _known_profile(
     given: Profile | str | Path | None, job: Job, fingerprint: str, cluster: Cluster
 ) -> tuple[Profile | None, str | None]:
-    """(profile to run from or None to measure one, file to save it in); rank 0's word counts.
+    """Return the profile to plan from and the file to save a measured profile to.
 
-    A Profile, or the launcher's file, must match; a user's file is a cache, measured anew if not.
+    A Profile and the launcher's file must match. A user's file is a cache and is measured again if
+    it does not match. Rank 0 reads the file for all ranks.
+
+    Returns:
+        The profile, or None to measure one; the file, or None.
     """
     if job.stop_after_profile or (given is None and job.profile is None):
         return None, job.save_profile
@@ -603,7 +633,7 @@ def _mismatch(profile: Profile, fingerprint: str, cluster: Cluster, job: Job) ->
 
 
 def _leave(session: Session, cluster: Cluster) -> None:
-    """At exit: close a session that is still open."""
+    """At exit, close a session that is still open."""
     if not cluster.closed:
         publish_uncaught_exception()
         session.close()
@@ -611,22 +641,24 @@ def _leave(session: Session, cluster: Cluster) -> None:
 
 @cache
 def _leave_world_at_exit(joined_here: bool) -> None:
-    """Register once, before any session, so that it runs after all of them have closed."""
+    """Register `_leave_world` once, before any session, so that it runs after all sessions have
+    closed."""
     atexit.register(_leave_world, joined_here, os.getpid())
 
 
 def _leave_world(joined_here: bool, process_id: int) -> None:
-    """A link can be stuck in a collective, and leaving with its group alive can abort the process:
-    then end at once, with the failure's exit status if there was one.
+    """Destroy the default process group, or end the process immediately after a failure.
 
-    A fork of the process `process_id` cannot destroy the group, because it has no threads of gloo.
+    A link may be blocked in a collective. Exit with a living process group can then abort the
+    process, so end it immediately; the exit status is 1 after a failure. A fork of the process
+    `process_id` cannot destroy the group, because it has no threads of gloo.
     """
     failed = getattr(sys, "last_value", None) is not None
     stuck = any(t.name.startswith(THREAD_PREFIX) for t in threading.enumerate())
     if failed or stuck:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Stuck without a failure: in a message that the last forward has begun and nobody awaits.
+        # Without a failure, a thread is stuck in a message of the last forward that no code awaits.
         os._exit(1 if failed else 0)
     if joined_here and dist.is_initialized() and os.getpid() == process_id:
         dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""The two objects that `prepare` returns: the user's model and optimizer, seen through."""
+"""Prepared model and optimizer, which `prepare` returns, and the interface of sessions behind
+them."""
 
 from __future__ import annotations
 
@@ -25,18 +26,21 @@ if TYPE_CHECKING:
 
 
 class Saver(Protocol):
-    """Whoever saves in the background."""
+    """Background writer of checkpoints."""
 
     def finish(self) -> None:
-        """Wait for what is being saved, and leave the other ranks."""
+        """Wait for the checkpoint in progress, and close the connections to other ranks."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a session stands between two iterations.
+    """Position of a session between two iterations.
 
-    `alike`: every rank has the same weights, and nothing else is needed to go on from them, so that
-    a job of any size can. `state` is what only this strategy can go on from.
+    Attributes:
+        iteration: number of finished iterations.
+        alike: whether all ranks have the same weights and need no other state to continue, so that
+            a job of any size can continue from here.
+        state: state that only the same strategy can continue from.
     """
 
     iteration: int
@@ -45,27 +49,37 @@ class Position:
 
 
 class Session(ABC):
-    """What a prepared model and optimizer hand their calls to."""
+    """Implementation of a prepared model and optimizer for one strategy.
+
+    Attributes:
+        strategy: name and settings of the requested strategy.
+        elsewhere: reason why the session cannot be saved, and the alternative; None if it can.
+        alone: whether ranks do not wait for each other, so that each one saves and loads
+            separately.
+        saver: background writer of this session's checkpoints; None before the first request.
+        scaler_remedy: reason why GradScaler cannot unscale the gradients, and the alternative; None
+            if it can.
+    """
 
     _cluster: Cluster
     strategy: str = ""
-    """Name and settings of what was asked for."""
     elsewhere: ClassVar[str | None] = None
-    """Why it cannot be saved, and what else to do."""
     alone: ClassVar[bool] = False
-    """Whether ranks do not wait for each other, so that each saves and loads for itself."""
     saver: Saver | None = None
-    """Who saves this session's checkpoints, once one was asked for."""
 
     @abstractmethod
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass: a call of the module, or of one of its methods."""
+        """Run a forward pass of the model: a call of the module or of one of its methods."""
 
     def drive(
         self, call: Callable[..., Any], closure: Any = None, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a method of the user's optimizer, which may step in it, or evaluate the `closure`
-        several times. Return its result, and whether it has stepped."""
+        """Call a method of the user's optimizer that may step, or may evaluate `closure` several
+        times.
+
+        Returns:
+            The result of the call, and whether the optimizer has stepped.
+        """
         if closure is not None:
             raise ValueError(
                 f"{self.strategy} steps the optimizer without a closure; use a strategy that steps "
@@ -76,91 +90,101 @@ class Session(ABC):
 
     @property
     def awaits_step(self) -> bool:
-        """Whether a backward is over, and the step that ends its iteration has not come."""
+        """Whether a backward has ended and the step that ends its iteration is still to come."""
         return False
 
     def note_forward(self, output: object) -> None:  # noqa: B027 - nothing to do by default
-        """A call that was not announced as a forward has returned tensors of a graph: backward
-        may begin there."""
+        """Handle a call that was not announced as a forward and has returned tensors with a
+        graph."""
 
     def before_call(self) -> None:
-        """Complete every update of the weights that a method of the model is about to read."""
+        """Complete all updates of weights before a method of the model reads the weights."""
         self.flush()
 
     @abstractmethod
     def step(self, skip_update: bool) -> None:
-        """`optimizer.step()`: ends one iteration, with or without an update."""
+        """Handle `optimizer.step()`: end one iteration, with or without an update."""
 
     @abstractmethod
     def zero_grad(self, set_to_none: bool) -> None:
-        """`optimizer.zero_grad()`."""
+        """Handle `optimizer.zero_grad()`."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients locally."""
+        """Return a context in which gradients only accumulate locally."""
 
     @abstractmethod
     def consolidate(self, repairing: bool) -> None:
-        """Make all replicas bit-identical; as `Model.consolidate` has it."""
+        """Make all replicas bit-identical; see `Model.consolidate`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the other ranks: write the record, stop the links, drop their groups."""
+        """Leave the job: write the record, stop the links and destroy their process groups."""
 
     @property
     @abstractmethod
     def iteration(self) -> int:
-        """Iterations that are over, those before a resume included."""
+        """Number of finished iterations, including those before a resume."""
 
     @abstractmethod
     def capture_position(self) -> Position:
-        """Where it stands between two iterations: what is not in the model and the optimizer.
+        """Return the position between two iterations: all state outside of the model and the
+        optimizer.
 
-        Nothing that is computed later depends on whether this was called. ValueError if it cannot
-        be said, RuntimeError within an iteration."""
+        The call does not affect later results.
+
+        Raises:
+            ValueError: the session has no position that can be saved.
+            RuntimeError: an iteration is in progress.
+        """
 
     @abstractmethod
     def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """Go on from there; the model's and the optimizer's state are there already. Without the
-        state of a position the plan begins anew. Every rank must call it."""
+        """Continue from a position, after the states of model and optimizer were loaded. Every rank
+        must call this method.
+
+        Args:
+            iteration: number of finished iterations.
+            state: `Position.state`; None: the plan restarts.
+        """
 
     @property
     def observing(self) -> bool:
-        """Whether there is no plan yet."""
+        """Whether the session is measuring a profile and has no plan yet."""
         return False
 
     @property
     def worker(self) -> int:
-        """Which of the job's workers this is."""
+        """Id of this worker in the job."""
         return self._cluster.control.rank
 
     @property
     def cluster(self) -> Cluster:
-        """What this process is connected to."""
+        """Links and control of this process."""
         return self._cluster
 
     scaler_remedy: str | None = None
-    """Why GradScaler cannot unscale this session's gradients, and what else to do."""
 
     @abstractmethod
     def traffic(self) -> dict[str, int]:
-        """Bytes sent so far, by link."""
+        """Return the bytes sent so far, by link."""
 
     def listen(self, listener: Callable[[Iteration], None]) -> None:  # noqa: B027
-        """Tell somebody of every iteration that is complete; by default nobody knows its times."""
+        """Call `listener` with every complete iteration. By default the times of iterations are
+        unknown, and the listener is never called."""
 
     def on_scaler_step(self) -> None:  # noqa: B027 - nothing to do by default
-        """A gradient scaler is about to step."""
+        """Handle the begin of a step by a gradient scaler."""
 
     def skip_step(self) -> None:
-        """Ends one iteration without an update; as `Model.skip_step` has it."""
+        """End one iteration without an update; see `Model.skip_step`."""
         self.step(skip_update=True)
 
     def flush(self) -> None:  # noqa: B027 - nothing to do by default
-        """Do every update that `step` has asked for."""
+        """Complete all updates that earlier steps have requested."""
 
     def optimizer_reloaded(self) -> None:  # noqa: B027 - nothing to do by default
-        """The optimizer's state and groups were replaced."""
+        """Handle the replacement of the optimizer's state and groups."""
 
 
 OF_DDP = {
@@ -170,7 +194,7 @@ OF_DDP = {
 
 
 class Watcher(Protocol):
-    """Whoever is told of every step."""
+    """Receiver of the end of every step."""
 
     def on_step_end(self) -> None: ...
     def close(self) -> None: ...
@@ -179,11 +203,11 @@ class Watcher(Protocol):
 class Model(nn.Module):
     """The user's module, trained together with its replicas on the other ranks.
 
-    Attributes, `state_dict` and `load_state_dict` are the module's own, so checkpoints look as
-    if nothing had happened.
+    Attributes, `state_dict` and `load_state_dict` are the module's own, so checkpoints have the
+    module's own format.
     """
 
-    _is_accelerate_prepared = True  # Accelerator.prepare leaves it alone: no DDP around it
+    _is_accelerate_prepared = True  # prevents Accelerator.prepare from wrapping it in DDP
 
     def __init__(self, module: nn.Module, session: Session, meter: Watcher | None = None):
         super().__init__()
@@ -191,7 +215,7 @@ class Model(nn.Module):
         object.__setattr__(self, "_session", session)
         object.__setattr__(self, "_meter", meter)
         object.__setattr__(self, "_forwards", set())  # names of methods that train
-        object.__setattr__(self, "_no_sync", None)  # the no_sync() that the script has switched on
+        object.__setattr__(self, "_no_sync", None)  # no_sync() of `require_backward_grad_sync`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         around = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
@@ -203,42 +227,51 @@ class Model(nn.Module):
         return self._session.forward(self._modules["module"], *args, **kwargs)  # type: ignore[arg-type]
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward only accumulates: `with model.no_sync(): loss.backward()`."""
+        """Return a context in which backward only accumulates: `with model.no_sync():
+        loss.backward()`."""
         return self._session.no_sync()
 
     def skip_step(self) -> None:
-        """End this iteration without an update: in place of `optimizer.step()`, or of backward
-        and the step, where a loss is not worth a backward. Messages go as usual, so nobody waits.
+        """End this iteration without an update, in place of `optimizer.step()`, or in place of
+        backward and step. Messages are sent as usual, so no other rank waits.
 
-        Where parameters are averaged, this worker's update alone is left out. Where gradients are
-        averaged, all ranks must skip the same iterations, as replicas would differ otherwise (an
-        error at their next comparison): decide by what all know, such as the norm of the averaged
-        gradients. Where they are applied iterations later (DeFT) this iteration's count as zero.
-        ValueError where backward has applied or handed on the gradients already.
+        Under strategies that average parameters, the call leaves out only this worker's update.
+        Under strategies that average gradients, all ranks must skip the same iterations, otherwise
+        replicas differ and their next comparison raises. Base the decision on values that all ranks
+        have, such as the norm of the averaged gradients. Under strategies that apply gradients
+        iterations later (DeFT), the gradients of this iteration count as zero.
+
+        Raises:
+            ValueError: backward has already sent or applied the gradients.
         """
         self._session.skip_step()
 
     def consolidate(self, repair: bool = False) -> None:
-        """Average what differs between replicas; they are bit-identical when it returns.
+        """Average the differences between replicas, so that all replicas are bit-identical. Every
+        rank must call this method, between iterations.
 
-        Every rank must call it, between iterations. RuntimeError if replicas still differ, and,
-        naming rank and tensor, if parameters differ under a strategy that averages only gradients:
-        it keeps them equal, so something went wrong. `repair` averages even those, and the
-        optimizer's state.
+        Args:
+            repair: average parameters and optimizer state even if the strategy keeps replicas
+                equal.
+
+        Raises:
+            RuntimeError: replicas still differ, or, without `repair`, parameters differ under a
+                strategy that averages only gradients. The error names rank and tensor.
         """
         self._session.consolidate(repair)
 
     def flush(self) -> None:
-        """Finish updates that wait for their bucket's next forward.
+        """Complete updates that would otherwise run at the next forward of their bucket.
 
-        Only for code that passes parameters that it keeps to functions, such as `torch.lerp`:
-        parameters, state, copies and evaluations of this object and of the bare module are up to
-        date anyway, and so are `p.data` and `p.detach()`.
+        Call this method only before code passes stored references to parameters to functions such
+        as `torch.lerp`. Parameters, state, copies and evaluations of this object and of the bare
+        module are always up to date, and so are `p.data` and `p.detach()`.
         """
         self._session.flush()
 
     def close(self) -> None:
-        """Leave the other ranks. Called at exit; earlier only to prepare another model after."""
+        """Leave the job. The process calls this method at exit; call it earlier only to prepare
+        another model."""
         if self._session.saver is not None:
             self._session.saver.finish()
         self._session.close()
@@ -246,7 +279,11 @@ class Model(nn.Module):
             self._meter.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients, as `optimizer.zero_grad()` does."""
+        """Drop or zero the gradients, as `optimizer.zero_grad()` does.
+
+        Args:
+            set_to_none: drop gradients that are never sent, instead of zeroing them.
+        """
         self._session.zero_grad(set_to_none)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -272,21 +309,23 @@ class Model(nn.Module):
         return self.module.load_state_dict(state_dict, strict)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
-        """`to`, `double`, `cuda`: nothing may move out of its bucket."""
+        """Implement `to`, `double` and `cuda`. Raise ValueError if a parameter would move out of
+        its bucket."""
         if any(_would_move(t, fn) for t in self.parameters()):
             raise ValueError("move or convert the model before offbeat.prepare, not after it")
         if any(_would_move(t, fn) for t in self.buffers()):
             return super()._apply(fn, recurse)
-        return self  # to where everything is already
+        return self  # nothing would move
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy is a plain module: for weight averages (`AveragedModel`) and evaluation."""
+        """Return a copy of the bare module, for averages of weights (`AveragedModel`) and for
+        evaluation."""
         self._session.flush()
         return copy.deepcopy(self.module, memo)
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":
-            self._session.flush()  # who reads the bare module finds it up to date
+            self._session.flush()  # the bare module must be up to date
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -299,14 +338,15 @@ class Model(nn.Module):
         if inspect.ismethod(value) and value.__self__ is module:
             return self._track_calls(name, value)
         if isinstance(value, (torch.Tensor, nn.Module)) or callable(value):
-            self._session.flush()  # what it reads must be up to date
+            self._session.flush()  # the weights that the value reads must be up to date
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the module, unless this object or its class has one of that name.
+        """Set an attribute of the module, unless this object or its class has an attribute of that
+        name.
 
-        Names with an underscore, which wrappers of models use for themselves, stay here, unless
-        the value is a tensor or a module.
+        Names with a leading underscore are set on this object unless the value is a tensor or a
+        module, because wrappers of models use such names for themselves.
         """
         own = "_session" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
         private = name.startswith("_") and not isinstance(value, (torch.Tensor, nn.Module))
@@ -354,7 +394,8 @@ class Model(nn.Module):
         )
 
     def _track_calls(self, name: str, method: MethodType) -> MethodType:
-        """The method, whose calls count as forward passes if they train."""
+        """Return the method with calls that count as forward passes if they return tensors with a
+        graph."""
 
         @wraps(method.__func__)
         def call(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -363,8 +404,11 @@ class Model(nn.Module):
         return MethodType(call, method.__self__)
 
     def _call(self, name: str, method: MethodType, *args: Any, **kwargs: Any) -> Any:
-        """Call a method. Whether it trains is seen in what it returns at first: tensors of a graph.
-        From then on it is announced as a forward, so that messages may pass beneath it."""
+        """Call a method of the module.
+
+        The first call that returns tensors with a graph shows that the method trains. Later calls
+        are announced as forwards, so that messages can overlap them.
+        """
         if name in self._forwards and torch.is_grad_enabled():
             return self._session.forward(method, *args, **kwargs)
         self._session.before_call()
@@ -377,7 +421,7 @@ class Model(nn.Module):
         return output
 
     def _wrap_generator(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """The same; its body may run in other iterations than the call."""
+        """Yield the values of a generator. Its body may run in other iterations than the call."""
         while True:
             self._session.before_call()
             try:
@@ -388,8 +432,11 @@ class Model(nn.Module):
 
 
 def _would_move(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether it would be somewhere else or of another kind. A copy is not: `cpu:0`, as accelerate
-    calls it, is where `cpu` is, though torch copies."""
+    """Return whether `fn` would change the dtype, device or strides of a tensor.
+
+    A copy on the same device is no move: for `cpu:0`, as accelerate writes it, torch copies tensors
+    of `cpu`.
+    """
     moved = fn(tensor.detach())
     if moved.data_ptr() == tensor.data_ptr():
         return False
@@ -399,8 +446,11 @@ def _would_move(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]
 
 
 class Optimizer(torch.optim.Optimizer):
-    """The user's optimizer; `step` also communicates. Groups and state are the user's own
-    objects, so LR schedulers and checkpoints see no difference."""
+    """The user's optimizer, whose `step` also communicates.
+
+    Groups and state are the user's own objects, so learning-rate schedulers and checkpoints work
+    unchanged.
+    """
 
     def __init__(
         self, inner: torch.optim.Optimizer, session: Session, meter: Watcher | None = None
@@ -420,7 +470,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The user's own, up to date: who changes it changes what the next update begins from."""
+        """State of the user's optimizer, after all requested updates. Changes affect the next
+        update."""
         if self._sealed:
             self._session.flush()
         return self.inner.state
@@ -452,7 +503,8 @@ class Optimizer(torch.optim.Optimizer):
             self._after_step()
 
     def __getattr__(self, name: str) -> Any:
-        """The user's optimizer has it. A method in which it steps ends an iteration."""
+        """Return an attribute of the user's optimizer. A call of a method that steps the optimizer
+        ends an iteration."""
         if name in ("inner", "_session", "_sealed"):
             raise AttributeError(name)
         value = getattr(self.inner, name)
@@ -478,17 +530,21 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        """That of the user's optimizer for `isinstance`; `type()` is this class."""
+        """Class of the user's optimizer, for `isinstance`; `type()` returns this class."""
         return type(self.inner) if self.__dict__.get("_sealed") else type(self)
 
     def after_step(self, act: Callable[[], None]) -> None:
-        """Call this whenever an iteration is over."""
+        """Set a callback that runs at the end of each iteration."""
         self._after_step = act
 
     def _unscale_gradients(self) -> bool:
-        """Do what GradScaler.step asks for through two attributes: unscale, unless the user has
-        done so, and report a gradient that is not finite. The iteration ends either way, so a
-        rank that skips its update stays in step with the others."""
+        """Return whether GradScaler has found a gradient that is not finite, after unscaling the
+        gradients unless the script has done so.
+
+        GradScaler.step passes both through the attributes `found_inf` and `grad_scale`. The
+        iteration ends in either case, so a rank that skips its update stays in step with the other
+        ranks.
+        """
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
             return False
@@ -503,8 +559,12 @@ class Optimizer(torch.optim.Optimizer):
         return bool(found_inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or zero them where they are; those that are sent have their place,
-        and are always zeroed there."""
+        """Drop or zero the gradients.
+
+        Args:
+            set_to_none: drop gradients that are never sent. Gradients that are sent have a fixed
+                place in the flat storage and are zeroed there.
+        """
         self._session.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -525,7 +585,7 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def parts(self) -> list[Part]:
-        """One optimizer for each of several that were prepared together."""
+        """Return one prepared optimizer for each optimizer of the list that was prepared."""
         assert isinstance(self.inner, JointOptimizer)
         stepped: set[int] = set()
         self._parts = [Part(part, self._session, self, stepped) for part in self.inner.parts]
@@ -533,7 +593,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by GradScaler.step alone."""
+        """Whether the optimizer handles gradient scales itself. Only GradScaler.step reads this
+        attribute."""
         if self._session.scaler_remedy is not None:
             raise ValueError(
                 "GradScaler cannot unscale this strategy's gradients: "
@@ -543,8 +604,10 @@ class Optimizer(torch.optim.Optimizer):
 
 
 class Part(Optimizer):
-    """One of several optimizers of a model. The iteration ends when all of them have stepped, or
-    with the next backward."""
+    """One of several optimizers of a model.
+
+    The iteration ends when all of them have stepped, or with the next backward.
+    """
 
     def __init__(
         self,
@@ -554,7 +617,7 @@ class Part(Optimizer):
         stepped: set[int],
     ):
         super().__init__(inner, session)
-        self._whole, self._stepped = whole, stepped  # ids of those that have, in this iteration
+        self._whole, self._stepped = whole, stepped  # ids of parts that have stepped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None
@@ -579,8 +642,8 @@ class Part(Optimizer):
         self._whole._alias()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients of this optimizer's parameters between a backward and the
-        steps of all optimizers, and otherwise those of all."""
+        """Drop or zero gradients: those of this optimizer's parameters between a backward and the
+        last step of its iteration, otherwise the gradients of all parameters."""
         if self._session.awaits_step or self._stepped:
             self.inner.zero_grad(set_to_none)
         else:
@@ -588,6 +651,7 @@ class Part(Optimizer):
 
 
 def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step(closure)` is `closure()` and then `step()`, as in torch's own optimizers."""
+    """Return whether `step(closure)` is `closure()` followed by `step()`, as in torch's own
+    optimizers."""
     step = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
     return step.__module__.startswith("torch.optim.") and not delegates(optimizer)

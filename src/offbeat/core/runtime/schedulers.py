@@ -1,4 +1,4 @@
-"""Learning-rate schedulers under merged gradients: they step only when the optimizer does."""
+"""Gate for learning-rate schedulers: schedulers step only in iterations with an update."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from offbeat.core.runtime.prepared import Optimizer
 
 
 class SchedulerGate:
-    """Skips `scheduler.step()` after iterations in which nothing was applied.
+    """Gate that skips `scheduler.step()` after iterations without an update.
 
-    Only of schedulers of this optimizer that are stepped in every iteration, once or several times
-    (accelerate steps them once per process): one decision holds for a scheduler and an iteration.
-    One that is stepped more rarely (per epoch) goes on as it is. torch offers no hook on
-    schedulers, so their classes are patched while any gate is open; a subclass defined later that
-    does not call its parent's step is missed.
+    The gate applies to schedulers of this optimizer that step in every iteration, once or several
+    times: accelerate calls `step` once per process. The decision is the same for all calls of a
+    scheduler in one iteration. The gate does not affect schedulers that step less often, such as
+    once per epoch.
+
+    torch has no hooks on schedulers, so their classes are patched while a gate is open. The patch
+    does not reach a subclass that is defined later and does not call its parent's `step`.
     """
 
     _open: ClassVar[list[SchedulerGate]] = []
@@ -36,11 +38,12 @@ class SchedulerGate:
         self._open.append(self)
 
     def on_iteration_end(self, applied: bool) -> None:
-        """`optimizer.step()` was called, and did or did not update."""
+        """Handle a call of `optimizer.step()`; `applied`: whether it has updated parameters."""
         self._iterations += 1
         self._applied = applied
 
     def close(self) -> None:
+        """Close the gate. Remove the patches if no other gate is open."""
         self._open.remove(self)
         if not self._open:
             for cls, step in self._originals.items():
@@ -56,6 +59,8 @@ class SchedulerGate:
 
     @classmethod
     def _wrap_step(cls, original: Callable[..., None]) -> Callable[..., None]:
+        """Return a `step` that any open gate can skip."""
+
         def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
             if not any(gate._is_skipped(self) for gate in cls._open):
                 original(self, *args, **kwargs)
@@ -63,6 +68,7 @@ class SchedulerGate:
         return step
 
     def _is_skipped(self, scheduler: LRScheduler) -> bool:
+        """Return whether this gate skips a call of `step` of the scheduler."""
         optimizer = scheduler.optimizer
         if isinstance(optimizer, Optimizer):
             optimizer = optimizer.inner

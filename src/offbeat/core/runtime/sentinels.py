@@ -1,7 +1,7 @@
-"""Sentinels: when buckets are ready and backward is over, told by few hooks.
+"""Sentinels: backward hooks on a few parameters that detect ready buckets and the end of backward.
 
-A hook on every parameter costs some microseconds each. Where gradients begin as None, one hook for
-each bucket that somebody waits for does as well: what is not None is complete.
+A hook on every parameter costs a few microseconds per parameter. If gradients begin as None, one
+hook per expected bucket is enough, because a gradient that is not None is complete.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NO_TASK = -1
 
 
 class Sentinels:
-    """Follows backward passes for gradients that nobody but the optimizer uses.
+    """Observer of backward passes whose gradients only the optimizer reads.
 
-    A hook on what the forward returned tells that a pass begins, and asks autograd to say when it
-    ends. A bucket that must be noticed before has a sentinel: a hook on one of its parameters that
-    is still missing. When that has its gradient and others have not, the sentinel moves to one of
-    those. So it is the last one in the end, whatever order autograd takes, and stays there.
+    A hook on the outputs of the forward detects the begin of a pass and queues a callback at its
+    end. Each expected bucket has a sentinel: a hook on one of its parameters without gradient. When
+    this parameter receives its gradient and others of the bucket are missing, the sentinel moves to
+    one of those. It ends at the parameter that is last in autograd's order, and stays there.
 
     The interface is that of `BackwardHooks`.
     """
@@ -37,49 +37,50 @@ class Sentinels:
         stops = [*gradients.starts[1:], len(self._parameters)]
         self._stops, self._last = stops, [stop - 1 for stop in stops]
         self.accumulating = False
-        self.held = 0  # backward passes of an iteration that only add up, before the one that ends
-        self.version = 0  # of the gradients after the last one of these
+        self.held = 0
+        self.version = 0
         self.seen = bytearray()
         self.on_parameter: Callable[[nn.Parameter], None] | None = None
         self._expected: Sequence[int] = ()
         self._everywhere: list[RemovableHandle] = []
-        self._posts: dict[int, tuple[int, RemovableHandle]] = {}  # by bucket: where its sentinel is
+        self._posts: dict[int, tuple[int, RemovableHandle]] = {}  # sentinel by bucket
         self._task, self._blind, self._noticed = NO_TASK, False, False
         self._before: list[tuple[Tensor | None, int]] | None = None
-        self._usual = 0  # a parameter that got a gradient last time
+        self._usual = 0  # a parameter that had a gradient in the last pass
         self.begin()
 
     # ---- iterations -------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A new iteration."""
+        """Reset all counters at the begin of an iteration."""
         self._left = self.held
         if self.is_broken:
             self._task = NO_TASK
         self.reset_pass()
 
     def reset_pass(self) -> None:
-        """Another backward pass of the same iteration."""
-        self._next = self._complete = 0  # of those expected; of the parameters
+        """Reset the counters of a pass before another backward pass of the same iteration."""
+        self._next = self._complete = 0  # index into `_expected`; complete parameters
         self._running = self._finished = False
 
     @property
     def added_passes(self) -> int:
-        """Backward passes of this iteration that have only added up."""
+        """Number of backward passes of this iteration that have only accumulated."""
         return self.held - self._left
 
     @property
     def is_broken(self) -> bool:
-        """Whether a backward pass has begun, and will not end."""
+        """Whether a backward pass has begun and was ended by an exception."""
         return self._task != NO_TASK and current_graph_task_id() == NO_TASK
 
     def forget(self) -> None:
-        """Gradients that were added up so far are zeroed."""
+        """Restart the iteration's counters after accumulated gradients were zeroed."""
         if self.held and not self._finished:
             self.begin()
 
     def expect(self, buckets: Sequence[int]) -> None:
-        """Buckets of which must be known in this iteration when they and those before are ready."""
+        """Set the buckets that this iteration reports to the listener, each when all buckets up to
+        it are ready."""
         if buckets == self._expected:
             return
         self._expected = buckets
@@ -89,8 +90,11 @@ class Sentinels:
             self._place_sentinel(b, self._last[b])
 
     def watch(self, output: object) -> None:
-        """A forward has returned this: backward begins there. Without tensors in it every parameter
-        has a hook until a forward returns some."""
+        """Register hooks on the outputs of a forward, where backward begins.
+
+        If the output has no tensors with a graph, every parameter gets a hook, until a forward
+        returns such tensors.
+        """
         found = False
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
@@ -100,7 +104,7 @@ class Sentinels:
             self._watch_parameters(not found)
 
     def _watch_parameters(self, watching: bool) -> None:
-        """Put a hook at every parameter, or remove these hooks."""
+        """Register a hook on every parameter, or remove these hooks."""
         for handle in self._everywhere:
             handle.remove()
         parameters = self._parameters if watching else []
@@ -109,7 +113,7 @@ class Sentinels:
         ]
 
     def remove(self) -> None:
-        """Let the parameters go."""
+        """Remove the hooks from the parameters."""
         for _, handle in self._posts.values():
             handle.remove()
         self._posts, self._expected = {}, ()
@@ -123,7 +127,7 @@ class Sentinels:
             self._on_pass_begin(blind=False)
 
     def _on_pass_begin(self, *, blind: bool) -> None:
-        """A pass begins, before its first gradient unless `blind`."""
+        """Handle the begin of a pass, before its first gradient unless `blind`."""
         self._task, self._blind, self._noticed = current_graph_task_id(), blind, False
         self._before = None if blind else self._previous_gradients()
         if self._before and any(g is not None and g._is_view() for g, _ in self._before):
@@ -131,8 +135,9 @@ class Sentinels:
         Variable._execution_engine.queue_callback(self._on_pass_end)  # type: ignore[attr-defined]
 
     def _previous_gradients(self) -> list[tuple[Tensor | None, int]] | None:
-        """Gradients that are there already, with their versions; None if there are none."""
-        if self._gradients.empty:  # look all the same at those that must not seem complete
+        """Return the gradients that exist before the pass, with their versions; None if there are
+        none."""
+        if self._gradients.empty:  # check anyway: a gradient set by hand would seem complete
             stop = self._stops[self._expected[-1]] if self._expected else 0
             if all(p.grad is None for p in self._parameters[:stop]):
                 return None
@@ -140,8 +145,8 @@ class Sentinels:
         return [(g, 0 if g is None else g._version) for g in grads]
 
     def _has_gradient(self, index: int) -> bool:
-        """Whether this pass has left a gradient at a parameter: new ones are other tensors, or have
-        been written to."""
+        """Return whether this pass has left a gradient at a parameter: a new tensor, or one with
+        another version."""
         gradient = self._parameters[index].grad
         if gradient is None or self._before is None:
             return gradient is not None
@@ -149,9 +154,9 @@ class Sentinels:
         return gradient is not before or gradient._version != version
 
     def _on_pass_end(self) -> None:
-        """The pass is over; `backward()` has not returned yet."""
+        """Handle the end of a pass. `backward()` has not returned yet."""
         self._task = NO_TASK
-        if not (self._noticed or self._has_any_gradient()):  # torch.autograd.grad
+        if not (self._noticed or self._has_any_gradient()):  # torch.autograd.grad leaves none
             return
         if not self._running:
             self._listener.on_backward_begin()
@@ -173,7 +178,7 @@ class Sentinels:
         return found is not None
 
     def finish(self) -> None:
-        """Buckets that got no gradient, or not all, are as ready as they will be."""
+        """Report the remaining buckets as ready: their missing gradients will not come."""
         while self._next < len(self._expected):
             self._report_ready()
         self._running, self._finished = False, True
@@ -181,7 +186,7 @@ class Sentinels:
     # ---- sentinels --------------------------------------------------------------------------
 
     def _place_sentinel(self, b: int, index: int) -> None:
-        """Put the sentinel of a bucket at a parameter."""
+        """Move the sentinel of a bucket to a parameter."""
         if b in self._posts:
             if self._posts[b][0] == index:
                 return
@@ -215,7 +220,8 @@ class Sentinels:
             self._report_ready()
 
     def _first_missing(self, indices: range) -> int | None:
-        """The first of these parameters that has no gradient of this pass."""
+        """Return the first of these parameters that has no gradient of this pass; None if all have
+        one."""
         if self._before is None:
             parameters = self._parameters
             return next((i for i in indices if parameters[i].grad is None), None)

@@ -1,4 +1,4 @@
-"""The user's optimizer, restricted to one bucket's parameters."""
+"""Stepper that applies the user's optimizer to the parameters of single buckets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from offbeat.core.guards.step_hooks import StepHooks, has_hooks, has_pre_hooks
 
 Group = dict[str, Any]
 Settings = dict[int, Group]
-"""Param-group settings (learning rates and so on) by the group's id."""
+"""Settings of param groups, such as learning rates, by the group's id."""
 
 
 class BucketStepper:
-    """Steps the optimizer bucket by bucket; state, settings and hooks are the user's own.
+    """Stepper that calls the optimizer bucket by bucket with the user's own state, settings and
+    hooks.
 
-    `remedy`: what errors name in place of steps of single buckets.
+    `remedy` is the advice in errors for optimizers that cannot step single buckets.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class BucketStepper:
         self._joined: dict[tuple[int, ...], list[tuple[Group, list[nn.Parameter]]]] = {}
 
     def require_independent(self) -> None:
-        """ValueError for an optimizer that cannot step one bucket alone."""
+        """Raise ValueError if the optimizer cannot step a single bucket."""
         if delegates(self._optimizer):
             raise ValueError(
                 f"{type(self._optimizer).__name__} hands its step to another optimizer, so it "
@@ -42,25 +43,31 @@ class BucketStepper:
             )
 
     def settings(self) -> Settings:
-        """The groups' settings as they are now, for steps that come later."""
+        """Return a copy of the groups' current settings, for steps that run later."""
         return {id(group): _settings(group) for group in self._optimizer.param_groups}
 
     def as_list(self, settings: Settings) -> list[Group]:
-        """Such settings in the order of the groups, whose ids another process does not know."""
+        """Return settings in the order of the groups. Another process cannot use the ids of the
+        groups."""
         return [settings[id(group)] for group in self._optimizer.param_groups]
 
     def from_list(self, listed: Sequence[Group]) -> Settings:
-        """The inverse of `listed`."""
+        """Return settings from a list that `as_list` has returned."""
         groups = self._optimizer.param_groups
         return {id(group): mine for group, mine in zip(groups, listed, strict=True)}
 
     def step(self, run: Sequence[int], settings: Settings | None, *, compare: bool) -> None:
-        """Step some buckets, with these settings or else the present ones.
+        """Step some buckets.
+
+        Args:
+            run: buckets.
+            settings: settings of the groups; None: their current settings.
+            compare: check that the step does not change the settings.
 
         Raises:
-            ValueError: hooks before the step do more than `StepHooks` allows; or, if settings are
-                to be compared, the step changes those of its groups: such an optimizer does not
-                treat parameters independently.
+            ValueError: a hook before the step does more than `StepHooks` allows, or the step
+                changes the compared settings. Such an optimizer does not treat parameters
+                independently.
         """
         members = self._members_of(run)
         if not members:
@@ -90,7 +97,7 @@ class BucketStepper:
             )
 
     def _members_of(self, run: Sequence[int]) -> list[tuple[Group, list[nn.Parameter]]]:
-        """(param group, its parameters in these buckets)."""
+        """Return (param group, its parameters in these buckets) for each group."""
         if len(run) == 1:
             return self._members[run[0]]
         key = tuple(run)
@@ -103,10 +110,12 @@ class BucketStepper:
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()`, without its record for torch's profiler if nobody looks: that costs as
-    much as a small bucket's update (10 microseconds and more)."""
+    """Call `optimizer.step()`, if possible without the wrapper that torch adds for its profiler.
+
+    The wrapper costs 10 microseconds and more, as much as the update of a small bucket.
+    """
     bare = getattr(type(optimizer).step, "__wrapped__", None)  # torch wraps every class's step
-    own = vars(optimizer).get("step")  # somebody has wrapped this optimizer's; schedulers do
+    own = vars(optimizer).get("step")  # a wrapper of this instance; schedulers add one
     if (
         bare is None
         or not (own is None or hasattr(own, "_wrapped_by_lr_sched"))
@@ -116,28 +125,29 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
     ):
         optimizer.step()
         return
-    optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
+    optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers check it
     bare(optimizer)
 
 
 def _members(
     optimizer: torch.optim.Optimizer, buckets: Sequence[Sequence[nn.Parameter]]
 ) -> list[list[tuple[Group, list[nn.Parameter]]]]:
-    """Per bucket: (param group, its parameters in this bucket)."""
+    """Return by bucket (param group, its parameters in this bucket) for each group."""
     group_of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
     members = []
     for parameters in buckets:
         mine: dict[int, tuple[Group, list[nn.Parameter]]] = {}
         for p in parameters:
             group = group_of.get(id(p))
-            if group is not None:  # in no group: averaged, never updated
+            if group is not None:  # a parameter without a group is averaged and never updated
                 mine.setdefault(id(group), (group, []))[1].append(p)
         members.append(list(mine.values()))
     return members
 
 
 def _settings(group: Group) -> Group:
-    """A copy of everything but the parameters; tensors (a learning rate may be one) copied too."""
+    """Return a copy of a group without its parameters. Tensors, such as a learning rate, are
+    copied, too."""
     return {
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in group.items()

@@ -1,4 +1,4 @@
-"""The training job of one rank: what a strategy opens its session with."""
+"""Training job of one rank: the objects with which a strategy opens its session."""
 
 from __future__ import annotations
 
@@ -20,29 +20,45 @@ if TYPE_CHECKING:
     from offbeat.experiments.record.recorder import Recorder
     from offbeat.lab.pace import Pace
 
-# Named as text: these rooms lie above the runtime.
+# Named as text, because the runtime must not import these modules.
 PACE = "offbeat.lab.pace:Pace"
 RECORDER = "offbeat.experiments.record.recorder:Recorder"
 
 
 @dataclass(frozen=True)
 class Observation:
-    """How a profile is measured: iterations of BSP, smallest bucket, and what follows."""
+    """Options of the measurement of a profile.
+
+    Attributes:
+        iterations: iterations of BSP to measure.
+        min_bucket_bytes: smallest bucket; None: derived from the measured latency.
+        model: fingerprint of the model.
+        save_to: file of the profile; None: not saved.
+        then_stop: exit after the measurement.
+        pace: factor by which the emulated hosts are slower than this machine, or "auto".
+        turns: lock file with which ranks compute one after the other.
+        least_buckets: smallest number of buckets that the launcher needs for other strategies.
+    """
 
     iterations: int
     min_bucket_bytes: int | None
-    model: str  # fingerprint
+    model: str
     save_to: str | None
     then_stop: bool
-    pace: float | Literal["auto"] | None = None  # of the hosts that the profile is for
-    turns: str | None = None  # lock file: ranks compute one after the other
-    least_buckets: int = 1  # that a launcher needs for other strategies than the job's
+    pace: float | Literal["auto"] | None = None
+    turns: str | None = None
+    least_buckets: int = 1
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What is watched while training: replicas every `compare_every` iterations, and non-finite
-    values. With `broadcast_buffers` all ranks get rank 0's buffers."""
+    """Checks during training.
+
+    Attributes:
+        compare_every: iterations between two comparisons of replicas; 0: none.
+        on_nonfinite: policy for non-finite values.
+        broadcast_buffers: whether all ranks receive rank 0's buffers.
+    """
 
     compare_every: int
     on_nonfinite: OnNonfinite
@@ -51,7 +67,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that train, and the ranks that serve: the last ones."""
+    """Ranks that train, and ranks that serve: the last ones."""
 
     workers: range
     servers: range
@@ -59,16 +75,16 @@ class Ranks:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """The objects of one rank that a strategy opens its session with.
+    """Objects of one rank with which a strategy opens its session.
 
     Attributes:
         model: the user's module, equal on all ranks.
         optimizer: the user's optimizer.
         cluster: links and control of this rank.
         profile: the known profile; None if it is not needed or is measured first.
-        observation: how a profile is measured.
-        watch: what is watched while training.
-        request: what the launcher requests.
+        observation: options of the measurement of a profile.
+        watch: checks during training.
+        request: options of the launcher.
         ranks: the ranks that train, and the ranks that serve.
         recorder: writes this rank's record; None if none is requested.
     """
@@ -84,12 +100,13 @@ class TrainingJob:
     recorder: Recorder | None
 
     def open_connections(self) -> None:
-        """Open the connections of a run whose iterations are compared with a prediction."""
+        """Open all connections before a run whose iterations are compared with a prediction."""
         if self.recorder is not None and self.profile is not None:
             open_connections(self.cluster, self.profile)
 
     def requested_pace(self) -> Pace | None:
-        """Return the pace of this rank by the profile that the launcher names; None without one."""
+        """Return the pace of this rank from the profile that the launcher names; None without
+        one."""
         request = self.request
         paced = Profile.load(request.profile) if request.pace and request.profile else None
         return open_pace(paced, self.cluster.control.rank)
@@ -109,8 +126,8 @@ def load_object(text: str) -> Any:
 
 
 def divide_ranks(servers: int, strategy: object, needs_servers: bool, control: Control) -> Ranks:
-    """Return which ranks train and which serve; ValueError on every rank for an impossible number
-    of servers."""
+    """Return the ranks that train and the ranks that serve. Raise ValueError on every rank if the
+    number of servers does not suit the strategy."""
     world_size = control.world_size
     if needs_servers and servers < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Updates: the user's optimizer, whole or bucket by bucket, at the moments of a plan."""
+"""Updates of parameters by the user's optimizer, for the whole model or bucket by bucket."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from offbeat.core.runtime.stepper import BucketStepper, Settings
 
 
 def early_remedy(plan: Plan) -> str | None:
-    """What to do instead where gradients are applied at other times than in `step()`; None if
-    they are applied there."""
+    """Return the advice for scripts that need updates in `step()`, if the plan applies gradients at
+    other moments; otherwise None."""
     points = {apply.at.point for apply in plan.applies if effects.is_update(apply)}
     if plan.source is not None:
         return (
@@ -40,12 +40,13 @@ def early_remedy(plan: Plan) -> str | None:
 
 
 AT_ONCE = "use a strategy that steps at once, such as WFBP()"
-FIRST_LOOKS, LOOK_EVERY = 3, 100  # steps after which weights are compared by checksums
-REST = -1  # stands for buckets that are stepped together at the step
+FIRST_LOOKS, LOOK_EVERY = 3, 100  # steps after which checksums of weights are compared
+REST = -1  # key of the buckets that are updated in one call at the step
 
 
 class Updates:
-    """Does what the rule `local` says, and sees to it that nobody changes gradients before."""
+    """Implementation of the rule `local`, and guard against changes of gradients before their
+    update."""
 
     def __init__(
         self,
@@ -64,20 +65,20 @@ class Updates:
         self._parameters = flat.parameters
         self._noted: tuple[Settings, list[int], int | None] | None = None
         self._plan = plan
-        self._tried: set[int] = set()  # buckets, by the first of a run
+        self._tried: set[int] = set()  # runs that were stepped alone, by first bucket
         self._later = [a for a in plan.applies if effects.is_update(a) and a.at.lag]
         self._version = flat.grad_version()
-        # By bucket with an update to come: versions of its parameters, and their checksum if taken.
+        # By bucket with a pending update: versions and checksum of its parameters at the step.
         self._weights: dict[int, tuple[list[int], int | None]] = {}
-        self._asked = 0  # steps whose updates come later
-        self._revealed: set[int] = set()  # applies whose gradients the user has seen as they are
+        self._asked = 0  # steps with later updates
+        self._revealed: set[int] = set()  # ids of applies with gradients shown in `p.grad`
         self._moves: Moves | None = Moves(optimizer)
         self.refresh()
         if self.remedy is not None:
             self.stepper.require_independent()
 
     def refresh(self) -> None:
-        """The optimizer's groups or state were replaced."""
+        """Rebuild the stepper after the optimizer's groups or state were replaced."""
         parameters = [bucket.parameters for bucket in self._flat.buckets]
         remedy = self.remedy or AT_ONCE
         self.stepper = BucketStepper(self._optimizer, parameters, remedy)
@@ -85,8 +86,8 @@ class Updates:
     # ---- the rule ---------------------------------------------------------------------------
 
     def reveal(self, locals_: Sequence[Apply]) -> None:
-        """Backward is over and what the step needs is there: show code between backward and step
-        (clipping, unscaling) the gradients that the step applies."""
+        """Show the gradients that the step applies to code between backward and step, such as
+        clipping and unscaling."""
         if self._gradients.late:
             self._gradients.conceal()
         self._revealed = {id(apply) for apply in locals_}
@@ -104,7 +105,7 @@ class Updates:
         """Step some buckets with the gradients of an iteration."""
         run, copy, gradients = apply.buckets, self._copy(apply), self._gradients
         if not gradients.added(run.start, copy):
-            return  # nothing was added up yet: the first window of a plan that applies late
+            return  # no gradients yet: the first window of a plan that applies gradients later
         in_backward = apply.at.point == "grad"
         cleared = []
         if apply.at.lag:
@@ -127,15 +128,15 @@ class Updates:
             gradients.used_early(run)
         for view in cleared:
             view.zero_()
-        if not in_backward:  # what backward writes is no change by the user
+        if not in_backward:  # during backward, autograd writes gradients
             self._version = self._flat.grad_version()
 
     def _has_gradients(self, apply: Apply) -> bool:
-        """Whether there is anything that it would apply."""
+        """Return whether the rule has gradients to apply."""
         return self._gradients.added(apply.buckets.start, self._copy(apply)) > 0
 
     def step_remaining(self, iteration: Iteration) -> None:
-        """Step all buckets whose update was left to the step, in one call."""
+        """Step all buckets that have no earlier update, in one call."""
         if iteration.skipped or not iteration.rest:
             return
         with self._own_step(iteration.rest):
@@ -148,14 +149,15 @@ class Updates:
         return self._flat.physical("grad", apply.arg("age", 0))
 
     def _own_step(self, run: Sequence[int]) -> AbstractContextManager[None]:
-        """Steps of these buckets within it are not the script's."""
+        """Return a context whose optimizer steps count as the runtime's own and not as the
+        script's."""
         if self._moves is not None:
             return self._require_effect(run, self._moves)
         return self.stepping.own() if self.stepping is not None else nullcontext()
 
     @contextmanager
     def _require_effect(self, run: Sequence[int], moves: Moves) -> Iterator[None]:
-        """As `_own`, and require that updates change weights."""
+        """Return the context of `_own_step` that also requires that the updates change weights."""
         self._moves = None
         moves.begin(run[0], (p for b in run for p in self._flat.buckets[b].parameters))
         with self._own_step(run):
@@ -185,7 +187,7 @@ class Updates:
         return first
 
     def _scale(self, apply: Apply, copy: int) -> None:
-        """Multiply gradients as the rule's settings say, before anybody sees them."""
+        """Multiply gradients by the factor in the rule's settings, before other code reads them."""
         factor = apply.arg("scale", 1.0)
         if apply.arg("merge") == "mean":
             factor /= max(self._gradients.added(apply.buckets.start, copy), 1)
@@ -196,15 +198,18 @@ class Updates:
     # ---- guards -----------------------------------------------------------------------------
 
     def note_backward_end(self, *, contents: bool = False) -> None:
-        """Record settings and weights as updates in backward have found and left them.
+        """Record the settings and weights at the end of backward.
 
-        Writes through `p.data` have no version counter; with `contents` checksums tell them. That
-        needs weights that no message writes between backward and step.
+        Args:
+            contents: also record a checksum of the weights, because writes through `p.data` change
+                no version counter. Requires that no message writes weights between backward and
+                step.
         """
         self._noted = self.stepper.settings(), self._all_versions(), self._contents(contents)
 
     def alteration(self) -> str | None:
-        """Return what the script has changed since the end of backward: a setting, or weights."""
+        """Return what the script has changed since the end of backward, a setting or weights; None
+        if nothing."""
         if self._noted is None:
             return None
         settings, versions, contents = self._noted
@@ -223,9 +228,12 @@ class Updates:
         return checksum(*self._parameters) if wanted else None
 
     def request_updates(self, iteration: Iteration, *, abandoned: bool = False) -> None:
-        """`optimizer.step()`: ValueError if gradients that are applied at other times were
-        changed since backward. Later updates use the settings of this moment, which a scheduler
-        may change before they are done."""
+        """Handle `optimizer.step()` for updates that run at other moments.
+
+        Later updates use the settings at this moment, because a scheduler may change them before
+        the updates run. Raise ValueError if gradients, settings or weights were changed since
+        backward.
+        """
         if self.remedy is None:
             return
         if not abandoned and self.has_changed_gradients():
@@ -245,20 +253,20 @@ class Updates:
         if later:
             iteration.settings = self.stepper.settings()
             self._gradients.apply_later(later)
-            # Writes through `p.data` have no version; each checksum is a pass over the weights.
-            # Averages of parameters may write between the step and the update, too.
+            # Checksums detect writes through `p.data`. Each one reads all weights, so take few.
+            # Averages of parameters write between step and update, so then take none.
             looks = self._asked < FIRST_LOOKS or self._asked % LOOK_EVERY == 0
             taken = looks and only_gradients(self._plan)
             self._asked += 1
             self._weights = {b: self._state_of(b, taken) for run in later for b in run}
-            self._optimizer._opt_called = True  # type: ignore[attr-defined] # what schedulers ask
+            self._optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers check it
 
     def has_changed_gradients(self) -> bool:
-        """Whether somebody has changed or replaced gradients since backward."""
+        """Return whether gradients were changed or replaced since backward."""
         return self._flat.grad_version() != self._version or not self._gradients.attached()
 
     def refuse_read(self) -> None:
-        """ValueError: a gradient was read that is in flight, or a part of a sum."""
+        """Raise ValueError after a read of a gradient that is in flight or part of a sum."""
         raise ValueError(
             "a gradient was read between backward and optimizer.step() (clipping, unscaling or "
             f"logging?), but this strategy's messages still write to it then, or it was handed on; "
@@ -274,7 +282,8 @@ class Updates:
             )
 
     def _require_unchanged_parameters(self, run: range) -> None:
-        """The parameters are as they were when this update was asked for."""
+        """Raise ValueError if parameters were changed since the step that requested their
+        update."""
         for b in run:
             known = self._weights.pop(b, None)
             if known is not None and known != self._state_of(b, known[1] is not None):
@@ -286,18 +295,19 @@ class Updates:
                 )
 
     def _state_of(self, b: int, taken: bool) -> tuple[list[int], int | None]:
-        """Return versions of a bucket's parameters, and their checksum if it is to be `taken`."""
+        """Return the versions of a bucket's parameters, and their checksum if `taken`, otherwise
+        None."""
         parameters = self._flat.buckets[b].parameters
         return [p._version for p in parameters], checksum(*parameters) if taken else None
 
-    in_backward = False  # then autograd has changed them
-    compute = Compute()  # told of every update
-    stepping: Stepping | None = None  # who sees all other steps
-    suspects: Suspects | None = None  # asked before every update with a sum that was handed on
+    in_backward = False  # whether autograd is writing gradients
+    compute = Compute()  # receives a callback for each update
+    stepping: Stepping | None = None  # guard of all other optimizer steps
+    suspects: Suspects | None = None  # checks sums from other ranks before each update
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    """Whether two values of a setting are the same; tensors by their elements."""
+    """Return whether two values of a setting are equal; tensors by their elements."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return torch.equal(a, b)
     return bool(a == b)
@@ -305,7 +315,10 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 @contextmanager
 def _default_modes(device_type: str) -> Iterator[None]:
-    """As after backward, though a forward may have been entered in another mode."""
+    """Return a context with inference mode and autocast disabled, as after backward.
+
+    An update may run within a forward for which the script has enabled one of these modes.
+    """
     if not (torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device_type)):
         yield
         return

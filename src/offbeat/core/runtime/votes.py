@@ -1,4 +1,4 @@
-"""Votes: decisions that all ranks make together while training."""
+"""Votes: decisions of all ranks during training."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from offbeat.core.transport.link import Link, Message
 
 
 class Votes:
-    """One small message for all votes of a moment; afterwards every rank knows who has said yes."""
+    """Votes of one rank; all votes of a moment share one message, which gives every rank all
+    ballots."""
 
     def __init__(self, link: Link | None, waiting: Waiting, flat: Flat, rank: int, world_size: int):
         self._link, self._waiting, self._flat = link, waiting, flat
         self._rank, self._world_size = rank, world_size
         self._pending: dict[tuple[str, int], tuple[Message, int]] = {}
         self.outcomes: dict[tuple[str, int], list[int]] = {}
-        """By name and iteration in the plan: the ranks that said yes."""
+        """By name of the vote and number of the iteration in the plan: the ranks that voted yes."""
 
     def send_ballots(self, votes: Sequence[Vote], planned: int, says: Sequence[bool]) -> None:
-        """This rank has its say in the votes of a moment."""
+        """Send this rank's ballots in the votes of a moment.
+
+        Args:
+            votes: votes of the moment.
+            planned: number of the iteration in the plan.
+            says: by vote, this rank's ballot.
+        """
         assert self._link is not None
         rule = Transfer(
             Payload("vote", range(1)), votes[0].at, Moment("end"), Phases(), self._link.name
@@ -37,7 +44,7 @@ class Votes:
             self._pending[vote.name, planned] = message, row
 
     def decide(self, vote: Vote, planned: int) -> list[int]:
-        """Wait for everyone's say; the ranks that said yes."""
+        """Wait for the ballots of all ranks. Return the ranks that voted yes."""
         message, row = self._pending.pop((vote.name, planned))
         self._waiting.wait(message, self._flat)
         yes = [rank for rank, said in enumerate(message.tensors[0][row].tolist()) if said]
@@ -45,12 +52,12 @@ class Votes:
         return yes
 
     def allows(self, rule: Transfer | Apply, planned: int) -> bool:
-        """Whether a rule of an iteration happens."""
+        """Return whether the outcome of a rule's vote allows the rule in iteration `planned`."""
         if rule.when is None or planned < rule.ago:
             return True
         return bool(self.outcomes[rule.when, planned - rule.ago])
 
     def forget(self, before: int) -> None:
-        """Outcomes of iterations before this one are not asked for any more."""
+        """Delete the outcomes of iterations before `before`, which no rule needs any more."""
         for key in [key for key in self.outcomes if key[1] < before]:
             del self.outcomes[key]

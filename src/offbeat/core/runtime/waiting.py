@@ -1,4 +1,4 @@
-"""Waiting for messages, never without end, and saying who was waited for."""
+"""Bounded waits for messages, with errors that name the ranks that block the wait."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
 from offbeat.core.transport.link import Message
 
-LOOK_EVERY_S = 0.5  # whether another rank has given up
+LOOK_EVERY_S = 0.5  # seconds between two checks for failures of other ranks
 
 
 class Waiting:
-    """Waits for messages. After a failure `require_alive` raises, as nothing can go on."""
+    """Waits for messages. After a failure `require_alive` raises, because training cannot
+    continue."""
 
     def __init__(self, device: Device, control: Control, timeout_s: float):
         self._device, self._control, self._timeout_s = device, control, timeout_s
@@ -25,27 +26,28 @@ class Waiting:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why nothing can go on."""
+        """Failure of this rank; None if there is none."""
         return self._failure
 
     def require_alive(self) -> None:
-        """RuntimeError once a wait has failed, or the session is closed."""
+        """Raise RuntimeError after a failed wait, or if the session is closed."""
         if self._failure is not None:
             raise RuntimeError("this worker has failed; start it again") from self._failure
         if self.closed:
             raise RuntimeError(CLOSED)
 
     def fail_with(self, error: BaseException) -> None:
-        """What has arrived must not be used."""
+        """Record an error in an arrived message as the failure of this rank, and raise it."""
         self._failure = error
         raise error
 
     def mark(self) -> Mark:
-        """The device's present moment."""
+        """Return a mark of the device's current time."""
         return self._device.mark()
 
     def wait(self, message: Message, flat: Flat) -> None:
-        """Return when the message is there; RuntimeError in words if it failed or is too late."""
+        """Wait until a message has arrived. Raise RuntimeError if the message fails or the timeout
+        passes."""
         if not message.done:
             with self._control.waiting(lambda: f"waiting for {_describe_message(message, flat)}"):
                 self._await(message, flat)
@@ -65,7 +67,7 @@ class Waiting:
                 self._fail(message, flat, "will not arrive: another rank has failed or given up")
 
     def _seconds_since_release(self, message: Message) -> float | None:
-        """Seconds since its release."""
+        """Return the seconds since the release of a message; None if it is not released."""
         if message.released is None:
             return None
         return self._device.seconds(self._device.mark()) - self._device.seconds(message.released)

@@ -1,4 +1,4 @@
-"""The walker: passes the moments of a program, one after the other, as compute reaches them."""
+"""Walker: executes the steps of a program in their order, as compute reaches their moments."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from offbeat.core.transport.device import Device
 
 
 class Walker:
-    """At every moment: wait, decide, apply, ask, release; the order is the program's.
+    """Executor of the steps of an iteration.
 
-    What a forward waits for and applies on behalf of earlier iterations may be done early
-    (`flush`), when somebody looks at the model between two iterations.
+    At each moment the walker waits for messages, decides votes, applies rules, casts votes and
+    releases messages, in this order. Steps that the forward does for earlier iterations can run
+    before it: `flush` runs them when the model is read between two iterations.
     """
 
     def __init__(self, run: ActivePlan, device: Device):
         self._run, self._device = run, device
         self._buckets = run.plan.buckets
-        self._next = 0  # the first step of the iteration that has not been passed
-        self.flushed: int | None = None  # iteration whose forward finds everything done
+        self._next = 0  # index of the next step of the iteration
+        self.flushed: int | None = (
+            None  # iteration whose forward steps for earlier iterations are done
+        )
 
     def begin(self, now: Iteration) -> None:
-        """The present iteration."""
+        """Set the current iteration."""
         self._now, self._next = now, 0
 
     def walk(self, position: int) -> None:
-        """Pass every moment up to a position that has not been passed yet."""
+        """Execute all remaining steps up to a position."""
         now, mark = self._now, self._device.mark
         steps = now.steps
         while self._next < len(steps) and (step := steps[self._next]).position <= position:
@@ -47,7 +50,7 @@ class Walker:
             now.marks.acted.append(MomentTimes(step.position, begin, waited, mark()))
 
     def wait(self, step: Step) -> None:
-        """Wait for what is due at a moment."""
+        """Wait for the messages and votes that are due at a step."""
         planned, early = self._now.planned, self._is_flushed(step)
         for lag, index in step.wait:
             if not (lag and early):
@@ -57,7 +60,7 @@ class Walker:
                 self._run.decide(vote, planned - lag)
 
     def act(self, step: Step) -> None:
-        """Apply, have a say in votes, and release."""
+        """Apply rules, cast votes and release messages of a step."""
         now, early = self._now, self._is_flushed(step)
         for lag, apply in step.apply:
             if not (lag and early):
@@ -68,8 +71,13 @@ class Walker:
             self._run.release(now, index)
 
     def flush(self, planned: int, *, begun: bool = False) -> None:
-        """Do what the forward of the next iteration waits for and applies of earlier ones, or the
-        rest of it if that has `begun`."""
+        """Execute the forward steps of the next iteration as far as they concern earlier
+        iterations.
+
+        Args:
+            planned: number of the next iteration in the plan.
+            begun: whether its forward has begun; then execute only the remaining steps.
+        """
         if self.flushed == planned:
             return
         for step in self._run.program.steps(planned)[self._next if begun else 0 :]:
@@ -100,4 +108,6 @@ class Walker:
         self._run.votes.send_ballots(votes, now.planned, says)
 
     def _is_flushed(self, step: Step) -> bool:
+        """Return whether `flush` has executed the parts of this step that concern earlier
+        iterations."""
         return self.flushed == self._now.planned and step.position < self._buckets

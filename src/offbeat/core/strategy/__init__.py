@@ -1,1 +1,1 @@
-"""Strategies as the core knows them: interface, registry, text."""
+"""Interface, registry and text form of strategies."""

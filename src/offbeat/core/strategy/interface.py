@@ -1,4 +1,4 @@
-"""What a strategy is: frozen settings, a pure planner, and a citation."""
+"""Interface of strategies: frozen settings, a pure planner and a citation."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ if TYPE_CHECKING:
     from offbeat.core.sim.prediction import Conditions, Prediction
     from offbeat.core.verify.equations import Equations
 
-PLAN_SESSION = "offbeat.core.runtime.plan_session"  # named as text: the runtime imports this file
+PLAN_SESSION = (
+    "offbeat.core.runtime.plan_session"  # named as text, because the runtime imports this file
+)
 PREDICTION = "offbeat.core.sim.prediction"
 StatePolicy = Literal["local", "averaged", "reset"]
-"""What becomes of optimizer state when parameters are averaged."""
+"""Treatment of optimizer state at an average of parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a strategy needs from a job, and what it allows.
+    """Requirements of a strategy on a job, and features that it supports.
 
     Attributes:
         profile: a profile is given or measured first, and the strategy makes a plan from it.
         servers: the last ranks of the job serve parameters.
         allows_joining: further processes may join the running job.
-        survives_ranks: the launcher lets the other ranks go on when a rank fails.
+        survives_ranks: the launcher lets the other ranks continue when a rank fails.
         one_optimizer: `prepare` refuses a list of optimizers.
-        no_checkpoint: why `offbeat.save` is refused, with the remedy; None if it is allowed.
+        no_checkpoint: reason why `offbeat.save` is refused, and the remedy; None if it is
+            supported.
     """
 
     profile: bool = True
@@ -57,8 +60,8 @@ class Strategy(ABC):
     Attributes:
         name: name of the method on the command line.
         citation: source of the method.
-        synchronous: whether the method computes what DDP computes.
-        needs: what the method needs from a job.
+        synchronous: whether the method computes the same as torch's DDP.
+        needs: requirements on a job.
     """
 
     name: ClassVar[str]
@@ -71,7 +74,11 @@ class Strategy(ABC):
             require_choice(name, getattr(self, name), allowed)
 
     def plan(self, profile: Profile) -> Plan:
-        """Plan of the whole job, with its bound; equal inputs give equal plans."""
+        """Return the plan of the whole job with its bound. Equal profiles give equal plans.
+
+        Args:
+            profile: compute times, links and message costs of the job.
+        """
         facts = self.costed(profile)
         plan = dataclasses.replace(self.schedule(facts), bound_s=self.bound_s(facts))
         plan = self.encoded(plan, profile)
@@ -80,60 +87,104 @@ class Strategy(ABC):
         return plan
 
     def costed(self, profile: Profile) -> Profile:
-        """The profile by which `schedule` and `bound_s` go: with what messages take."""
+        """Return the profile for `schedule` and `bound_s`, with the costs of the messages that the
+        strategy sends.
+
+        Args:
+            profile: profile of the job, with the costs of uncompressed messages.
+        """
         return profile
 
     def least_buckets(self, ranks: int) -> int:
-        """Buckets that a plan for so many ranks needs at least."""
+        """Return the smallest number of buckets from which the strategy can make a plan.
+
+        Args:
+            ranks: number of ranks.
+        """
         return 1
 
     def encoded(self, plan: Plan, profile: Profile) -> Plan:
-        """The plan with what its messages become on the link."""
+        """Return the plan with the wire formats of its messages.
+
+        Args:
+            plan: plan that `schedule` has returned.
+            profile: profile of the job.
+        """
         return plan
 
     @abstractmethod
     def schedule(self, profile: Profile) -> Plan:
-        """The plan without its bound."""
+        """Return the plan without its bound.
+
+        Args:
+            profile: profile of the job.
+        """
 
     @abstractmethod
     def bound_s(self, profile: Profile) -> float:
-        """Lower bound on seconds per iteration of every schedule of this method's family."""
+        """Return a lower bound on the seconds per iteration of all schedules of this method.
+
+        Args:
+            profile: profile of the job.
+        """
 
     def equations(self, plan: Plan) -> Equations:
-        """What this plan of the strategy must compute, for the conformance suite."""
+        """Return the equations that this strategy's plan must compute, for the conformance suite.
+
+        Args:
+            plan: plan of this strategy.
+
+        Raises:
+            NotImplementedError: the strategy defines no equations.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} has no equations: define `equations(plan)`, for instance with "
             "one of offbeat.testing.equations; comparing it with its own plan would prove nothing"
         )
 
     def at_step(self) -> Strategy | None:
-        """The same method with its updates in `optimizer.step()`, for scripts that clip or unscale
-        gradients before it; None if there is none, or none is needed."""
+        """Return the variant of the method whose updates run in `optimizer.step()`, for scripts
+        that clip or unscale gradients; None if there is none or none is needed."""
         return None
 
     def monitor(self) -> Monitor | None:
-        """What watches training under this method; None: nothing need be watched."""
+        """Return the monitor of training under this method; None if it needs none."""
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Settings as JSON-ready values."""
+        """Return the settings as JSON-ready values, by name."""
         return dataclasses.asdict(self)
 
     def open(self, job: TrainingJob) -> Session:
-        """Return the session that trains by this strategy; by default, by its plan. On a rank that
-        serves, serve until all workers have left, and raise SystemExit(0)."""
+        """Return the session that trains by this strategy; by default, by its plan.
+
+        Args:
+            job: objects of this rank.
+
+        Raises:
+            SystemExit: on a rank that serves, with status 0, after all workers have left.
+        """
         return import_module(PLAN_SESSION).open_plan_session(self, job)
 
     def predict(
         self, profile: Profile, conditions: Conditions, ran: Plan | None = None
     ) -> Prediction:
-        """Return the prediction of the timeline. `ran` is the plan that a run has executed, if it
-        differs from the strategy's own."""
+        """Return the prediction of the timeline.
+
+        Args:
+            profile: profile of the job.
+            conditions: conditions of the network and the hosts.
+            ran: plan that a run has executed; None: the strategy's own plan.
+        """
         plan = self.plan(profile) if ran is None else ran
         return import_module(PREDICTION).predict_under(plan, profile, conditions, str(self))
 
     def vote_names(self, profile: Profile) -> Sequence[str]:
-        """Return the names of the votes that ranks take while training."""
+        """Return the names of the votes during training.
+
+        Args:
+            profile: profile of the job.
+        """
         return [vote.name for vote in self.plan(profile).votes]
 
     def __str__(self) -> str:
@@ -147,22 +198,38 @@ class Strategy(ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Monitor:
-    """The loss and the noise of the gradients are watched. A new estimate of the noise makes the
-    plan anew; a loss that departs from going down brings the `fallback`."""
+    """Request to monitor the loss and the noise of the gradients during training.
+
+    A new estimate of the noise triggers a new plan. An increase of the loss triggers the change to
+    `fallback`.
+
+    Attributes:
+        fallback: strategy that replaces the monitored one.
+    """
 
     fallback: Strategy
 
 
 @cache
 def _choices(cls: type[Strategy]) -> dict[str, tuple[Any, ...]]:
-    """What settings with a fixed set of values may be."""
+    """Return by setting the allowed values, for settings with a fixed set of values."""
     hints = get_type_hints(cls)
     settings = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
     return {name: get_args(hint) for name, hint in settings.items() if get_origin(hint) is Literal}
 
 
 def require_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
-    """ValueError unless `value` is one of `allowed`; suggests the nearest."""
+    """Raise ValueError unless `value` is one of `allowed`. The error suggests the nearest allowed
+    value.
+
+    Args:
+        name: name of the setting, for the error.
+        value: value to check.
+        allowed: allowed values.
+
+    Raises:
+        ValueError: `value` is not allowed.
+    """
     allowed = tuple(allowed)
     if value in allowed:
         return
@@ -172,24 +239,34 @@ def require_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
 
 
 def require_count(name: str, value: Any, *, least: int = 1, remedy: str = "") -> None:
-    """ValueError unless `value` is an integer of at least `least`."""
+    """Raise ValueError unless `value` is an integer of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         more = f"; {remedy}" if remedy else ""
         raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}{more}")
 
 
 def synchronous_bound_s(profile: Profile, *, fused: bool, period: float = 1) -> float:
-    """`max(F + B, C)` with the update: no one-link schedule that averages every gradient in
-    every iteration is faster. F and B are the slowest rank's; C is one message of all gradients
-    if a plan may fuse, else one per bucket; it counts once per `period`."""
+    """Return `max(F + B, C)`, where B includes the update: a lower bound, in seconds per iteration,
+    of schedules on one link that average every gradient in every iteration.
+
+    F and B are the forward and backward of the slowest rank. C is the time of one message of all
+    gradients if plans may fuse buckets, otherwise of one message per bucket. C counts once per
+    `period`.
+    """
     profile = profile.slowest()
     compute = profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
     return max(compute, _everything_s(profile, "grad", fused) / period)
 
 
 def periodic_bound_s(profile: Profile, period: float, *, fused: bool) -> float:
-    """`F + max(B, C / H)` with the update: every parameter averaged once per period on one
-    link, never under a forward pass of the slowest rank (DreamDDP, Section 3.2). C as above."""
+    """Return `F + max(B, C / H)`, where B includes the update: a lower bound, in seconds per
+    iteration, of schedules that average every parameter once per period on one link.
+
+    No message overlaps a forward pass of the slowest rank. H is `period`; F, B and C are as in
+    `synchronous_bound_s`, with C for parameters.
+
+    Source: DreamDDP, section 3.2.
+    """
     profile = profile.slowest()
     hidden = profile.backward_s + profile.update_s
     share = _everything_s(profile, "param", fused) / period
@@ -197,6 +274,8 @@ def periodic_bound_s(profile: Profile, period: float, *, fused: bool) -> float:
 
 
 def _everything_s(profile: Profile, kind: Kind, fused: bool) -> float:
+    """Return the seconds of all buckets on the default link, as one message or as one message per
+    bucket."""
     link = profile.default_link.name
     if fused:
         return profile.message_s(Payload(kind, range(len(profile.buckets))), link)

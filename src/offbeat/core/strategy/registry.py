@@ -1,4 +1,4 @@
-"""The registry of strategies: by name, and by `module:Class` for strategies of other packages."""
+"""Registry of strategies: by name, and by `module:Class` for strategies of other packages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 from offbeat.core.strategy.interface import Strategy, require_choice
 
-ENTRY_POINTS = "offbeat.strategies"  # group in which packages name their strategies
+ENTRY_POINTS = "offbeat.strategies"  # entry point group of strategies in other packages
 
-# Strategies that compute what DDP computes come first. Nothing is imported to list the names.
+# Synchronous strategies come first. Paths are text, so that listing the names imports nothing.
 BUILT_IN = {
     "ddp": "offbeat.strategies.ddp:DDP",
     "asc-wfbp": "offbeat.strategies.asc_wfbp:ASCWFBP",
@@ -38,12 +38,13 @@ BUILT_IN = {
 }
 
 
-# Former names: functions that warn for one release and return a strategy.
+# Former names: functions that return a strategy, and warn for one release.
 FORMER = {"ps-selsync": "offbeat.strategies.former:PSSelSync"}
 
 
 def strategy_names() -> list[str]:
-    """Return the names of all strategies: built in, then of installed packages."""
+    """Return the names of all strategies: built-in strategies, then strategies of installed
+    packages."""
     return [*BUILT_IN, *sorted(set(_entry_points()) - set(BUILT_IN))]
 
 
@@ -74,7 +75,7 @@ def find(name: str) -> type[Strategy]:
 
 
 def is_registered(strategy: Strategy) -> bool:
-    """Return whether the strategy's class is the registered one of its name."""
+    """Return whether the registry returns the strategy's class for its name."""
     name = getattr(strategy, "name", "")
     return (name in BUILT_IN or name in _entry_points()) and find(name) is type(strategy)
 
@@ -82,8 +83,14 @@ def is_registered(strategy: Strategy) -> bool:
 def reference_of(strategy: Strategy) -> str:
     """Return the name under which another process finds the strategy's class.
 
+    Args:
+        strategy: a strategy.
+
+    Returns:
+        The registered name, or `module:Class`.
+
     Raises:
-        ValueError: the class is defined in the script itself, which other processes cannot import.
+        ValueError: the class is defined in the script, which other processes cannot import.
     """
     cls = type(strategy)
     if is_registered(strategy):
@@ -99,8 +106,12 @@ def reference_of(strategy: Strategy) -> str:
 def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
     """Return the strategy of a name with these settings.
 
+    Args:
+        name: name as for `find`, or a former name.
+        settings: settings by name; all others have their defaults.
+
     Raises:
-        ValueError: name or setting does not exist; suggests the nearest one.
+        ValueError: there is no such strategy or setting. The error suggests the nearest name.
     """
     make, settings = maker(name), settings or {}
     known = setting_names(name)
@@ -115,7 +126,8 @@ def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
 
 
 def maker(name: str) -> Callable[..., Strategy]:
-    """Return the class of a strategy, or the function of a former name; ValueError as of `find`."""
+    """Return the class of a strategy, or the function of a former name. Raise ValueError as `find`
+    does."""
     if name in FORMER:
         module, _, function = FORMER[name].partition(":")
         return getattr(import_module(module), function)
@@ -123,7 +135,14 @@ def maker(name: str) -> Callable[..., Strategy]:
 
 
 def setting_names(name: str) -> list[str]:
-    """Return the names of a strategy's settings; ValueError as of `find`."""
+    """Return the names of a strategy's settings.
+
+    Args:
+        name: name as for `find`, or a former name.
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
     return list(signature(maker(name)).parameters)
 
 

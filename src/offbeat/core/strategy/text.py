@@ -1,4 +1,4 @@
-"""Strategies from text: `dreamddp:period=8`."""
+"""Text form of strategies, as in `dreamddp:period=8`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offbeat.core.strategy.registry import create, maker, reference_of, setting_
 
 BITS = {"0": False, "1": True}
 
-# Types that a setting may have: how an error calls their values, and what makes one of text.
+# By type of a setting: the description of its values in errors, and the parser of its text.
 KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     NoneType: ("none", lambda text: {"none": None}[text.lower()]),
     bool: ("true or false", lambda text: {"true": True, "false": False}[text.lower()]),
@@ -37,14 +37,15 @@ UNIONS = (Union, UnionType)
 
 
 def parse(text: str) -> Strategy:
-    """A strategy of its name and settings, as in `dreamddp:period=8:average=before_update`;
-    ValueError if there is none."""
+    """Return a strategy from its text, as in `dreamddp:period=8:average=before_update`. Raise
+    ValueError for invalid text."""
     name, *settings = parts(text)
     return strategy(name, settings)
 
 
 def text_of(strategy: Strategy) -> str:
-    """Inverse of `parse`: the name, and the settings that are not the defaults."""
+    """Return the text of a strategy: its name, and the settings that differ from the defaults.
+    Inverse of `parse`."""
     changed = [
         f"{field.name}={getattr(strategy, field.name)}"
         for field in fields(strategy)
@@ -54,7 +55,8 @@ def text_of(strategy: Strategy) -> str:
 
 
 def parts(text: str) -> list[str]:
-    """Name and settings of such a text, also where a value has a colon, as in wire=topk:0.01."""
+    """Return the name and the settings of a strategy's text. Values may contain colons, as in
+    wire=topk:0.01."""
     name, *rest = text.strip().split(":")
     if rest and "=" not in rest[0]:
         name = f"{name}:{rest.pop(0)}"  # module:Class
@@ -74,8 +76,11 @@ def parts(text: str) -> list[str]:
 
 
 def parse_value(setting: str, text: str, hint: Any) -> Any:
-    """Value of a setting from its text and its type: a word of a Literal (first, as a word may be
-    "none"), none, true or false, int, float. ValueError if the type has no such value."""
+    """Return the value of a setting from its text and its type. Raise ValueError if the type has no
+    such value.
+
+    Literals take precedence, because "none" may be a literal.
+    """
     kinds = get_args(hint) if get_origin(hint) in UNIONS else (hint,)
     literal = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     words = {str(word).lower() if isinstance(word, bool) else str(word): word for word in literal}
@@ -94,7 +99,7 @@ def parse_value(setting: str, text: str, hint: Any) -> Any:
 
 
 def pairs(texts: Sequence[str] | None) -> dict[str, str]:
-    """NAME=VALUE, by name; ValueError of anything else."""
+    """Return NAME=VALUE texts as a dictionary by name. Raise ValueError for other texts."""
     for text in texts or []:
         if not text.partition("=")[0] or "=" not in text:
             raise ValueError(f"setting ({text!r}) must read NAME=VALUE, as in period=5")
@@ -102,20 +107,23 @@ def pairs(texts: Sequence[str] | None) -> dict[str, str]:
 
 
 def strategy(name: str, settings: Sequence[str] | None) -> Strategy:
-    """A strategy of settings as "period=5"; ValueError if there is none."""
+    """Return a strategy from its name and texts such as "period=5". Raise ValueError for invalid
+    text."""
     return create_from_texts(name, pairs(settings))
 
 
 def with_setting(strategy: Strategy, setting: str, text: str) -> Strategy:
-    """The strategy with one setting from its text; ValueError if it has no such value."""
+    """Return the strategy with one setting changed to the value of a text. Raise ValueError for
+    invalid text."""
     value = parse_value(setting, text.strip(), get_type_hints(type(strategy))[setting])
     return replace(strategy, **{setting: value})
 
 
 def create_from_texts(name: str, settings: Mapping[str, str]) -> Strategy:
-    """A strategy from its name and its settings' texts; ValueError if there is none."""
+    """Return a strategy from its name and the texts of its settings. Raise ValueError for invalid
+    text."""
     known = setting_names(name)
     hints = {k: hint for k, hint in get_type_hints(maker(name)).items() if k in known}
-    # `create` knows best what to say about settings that there are not.
+    # `create` raises the error for unknown settings.
     values = {k: parse_value(k, t, hints[k]) if k in hints else t for k, t in settings.items()}
     return create(name, values)
