@@ -1,1 +1,1 @@
-"""The runtime: plans on a real model, over torch.distributed."""
+"""Runtime that executes plans on a PyTorch model over torch.distributed."""

@@ -138,5 +138,5 @@ class Accumulation:
         everything = range(len(self._flat.buckets))
         args = tuple((dict(self._update.args) | {"age": age}).items())
         apply = Apply(self._update.rule, everything, Moment("step"), Phases(), args=args)
-        self._updates.reveal([apply])
+        self._updates.show_gradients([apply])
         RULES[apply.rule](context, apply)

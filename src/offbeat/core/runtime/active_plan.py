@@ -145,19 +145,19 @@ class ActivePlan:
             self.messages.pass_over(message)
             now.outstanding.discard(index)
 
-    def arrive(self, planned: int, index: int) -> None:
+    def wait_for_message(self, planned: int, index: int) -> None:
         """Wait for a message of an iteration, if that has not been done."""
         iteration = self.iterations[planned]
         if index in iteration.outstanding:
             iteration.outstanding.discard(index)
             message = iteration.messages[index]
-            self.messages.arrive(message)
+            self.messages.complete(message)
             if message.culprits and self._suspects is not None:
                 gradients = message.transfer.payload.buffer == "grad"
                 at_step = self.updates.remedy is None
                 self._suspects.note(message, later=gradients and at_step)
 
-    def decide(self, vote: Vote, planned: int) -> None:
+    def wait_for_vote(self, vote: Vote, planned: int) -> None:
         """Wait for the outcome of a vote of an iteration."""
         iteration = self.iterations[planned]
         if vote.name in iteration.undecided:
@@ -174,7 +174,7 @@ class ActivePlan:
         """Wait for all released messages of an iteration."""
         for index in sorted(iteration.outstanding):
             if iteration.messages[index].released is not None:
-                self.arrive(iteration.planned, index)
+                self.wait_for_message(iteration.planned, index)
 
     @property
     def averages_gradients(self) -> bool:
@@ -229,7 +229,7 @@ class ActivePlan:
         size = self.plan.buckets
         steps = self.program.steps(iteration.planned)
         done = [s for s in steps if size <= s.position < 2 * size]
-        awaited = iteration.at("step", self.plan)
+        awaited = iteration.step_at("step", self.plan)
         quiet = not (done or awaited.wait or awaited.decide or self.updates_at_end)
         return quiet and not self.windows.late and self.plan.source is None
 

@@ -425,14 +425,14 @@ class Engine:
         now.marks.backward_end = self.device.mark()
         self.compute.on_backward_end()
         self.metering.on_backward_end(now.planned)
-        update = now.at("step", self.plan)
+        update = now.step_at("step", self.plan)
         self.walker.wait(update)
         if self.run.updates_at_end:  # complete transfers due at the end before the step, too
             self.walker.act(update)
-            update = now.at("end", self.plan)
+            update = now.step_at("end", self.plan)
             self.walker.wait(update)
         self.metering.on_averages_arrived(now.planned)
-        self.run.updates.reveal(self.run.first_updates(update, now.planned))
+        self.run.updates.show_gradients(self.run.first_updates(update, now.planned))
         if self.watched is not None or self.run.updates.early:
             # Compute the checksum in the first iteration only: its times are not used.
             first = self.watched is not None and not self.planned_iteration
@@ -504,10 +504,10 @@ class Engine:
         self.run.updates.request_updates(now, abandoned=abandoned)
         self.run.updates.step_remaining(now)
         if not self.run.updates_at_end:
-            self.walker.act(now.at("step", self.plan))
+            self.walker.act(now.step_at("step", self.plan))
         now.marks.stepped = mark()
         self.compute.on_step_end()
-        end = now.at("end", self.plan)
+        end = now.step_at("end", self.plan)
         self.walker.wait(end)
         self.walker.act(end)
         if self.run.updates_at_end:

@@ -125,8 +125,8 @@ class Iteration:
         """Whether the iteration has ended and all its messages and votes have arrived."""
         return self.over and not self.outstanding and not self.undecided
 
-    def at(self, point: str, plan: Plan) -> Step:
-        """Return the step of the program at point `step` or `end`."""
+    def step_at(self, point: str, plan: Plan) -> Step:
+        """Return the program's step at point `step` or `end`."""
         position = 2 * plan.buckets + (point == "end")
         return next((s for s in self.steps[-2:] if s.position == position), Step(position))
 

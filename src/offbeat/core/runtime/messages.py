@@ -149,7 +149,7 @@ class Messages:
     def arrived_message(
         self, t: Transfer, number: int, tensors: Sequence[Tensor], age: int | None
     ) -> Message:
-        """Return a message from a checkpoint that has arrived and whose result is not yet stored.
+        """Return an arrived message that belongs to a checkpoint and has an unstored result.
 
         Args:
             t: transfer of the message.
@@ -187,7 +187,7 @@ class Messages:
         """Remove a message that a vote has excluded from its link."""
         self._links[message.transfer.link].pass_over(message)
 
-    def arrive(self, message: Message) -> None:
+    def complete(self, message: Message) -> None:
         """Wait for a message and store its result."""
         self._waiting.wait(message, self._flat)
         t = message.transfer

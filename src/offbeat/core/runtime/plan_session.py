@@ -162,7 +162,7 @@ class FlatSession(Session):
             trial = deferred(plan)
         self._trying = trial is not None
         self.engine.set_watched(Watched() if self._trying else None)
-        self._run(plan, observed, trial)
+        self._run_plan(plan, observed, trial)
         if habits is not None:
             self._set_held_passes(habits)
         elif trial is None and _allows_one_backward(plan):
@@ -170,7 +170,7 @@ class FlatSession(Session):
         for warning in said:
             self._report_decision(str(warning.message))
 
-    def _run(self, plan: Plan, observed: int, trial: Plan | None = None) -> None:
+    def _run_plan(self, plan: Plan, observed: int, trial: Plan | None = None) -> None:
         """Adopt the strategy's first plan, record it, and start the strategy's monitor."""
         self._adopt(self._strategy, plan, trial)
         self.engine.reports.listener = self._recorder.iteration if self._recorder else None
@@ -283,7 +283,7 @@ class FlatSession(Session):
         plan = self._suitable_plan(self.plan, habits)
         if plan is self.plan:
             tried = self.engine.planned_iteration
-            self._start(plan, tried)
+            self._start_plan(plan, tried)
             resume_at(self.engine, tried)
         else:
             self._adopt(self._strategy, plan)
@@ -305,7 +305,7 @@ class FlatSession(Session):
         self.plan = plan
         if self._recorder:
             self._recorder.plan = plan
-        self._start(plan if trial is None else trial, 0)
+        self._start_plan(plan if trial is None else trial, 0)
         if self._pace is None and self.profile.pace:
             self._pace = open_pace(self.profile, control.rank)
             assert self._pace is not None
@@ -330,7 +330,7 @@ class FlatSession(Session):
         transfers = self.engine.run.program.transfers(self.engine.planned_iteration)
         return any(t.payload.buffer != "grad" and t.ranks is None for t in transfers)
 
-    def _start(self, plan: Plan, planned: int) -> None:
+    def _start_plan(self, plan: Plan, planned: int) -> None:
         self.scaler_remedy = _scaler_remedy(plan)
         self.engine.adopt(plan, planned)
 
@@ -517,7 +517,7 @@ class FlatSession(Session):
             return
         self._trying = False
         self.engine.set_watched(None)
-        self._run(Plan.from_dict(state["plan"]), observed=0)
+        self._run_plan(Plan.from_dict(state["plan"]), observed=0)
         self.engine.hooks.held = state["held"]
         if state["guard"] is None:
             self._stop_guard()

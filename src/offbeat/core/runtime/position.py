@@ -96,7 +96,7 @@ def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
     """Return the state of a finished iteration: its settings and its outstanding messages."""
     run, messages = engine.run, {}
     for vote in engine.plan.votes:
-        run.decide(vote, iteration.planned)
+        run.wait_for_vote(vote, iteration.planned)
     for index in sorted(iteration.outstanding):
         message = iteration.messages[index]
         engine.waiting.wait(message, run.flat)

@@ -153,7 +153,7 @@ def prepare(
         _save_strategy(strategy, job, job.save_strategy)
     strategy, notice = _choose_strategy(strategy, job)
     servers = current_servers()
-    timeout_s = _positive("timeout_s", job.timeout_s or timeout_s)
+    timeout_s = _require_positive("timeout_s", job.timeout_s or timeout_s)
     min_bucket_bytes = job.min_bucket_bytes or min_bucket_bytes
     if not isinstance(observe, int) or observe < 1:
         raise ValueError(
@@ -198,13 +198,13 @@ def prepare(
     cluster = _connect(model, links, timeout_s)
     try:
         options = (
-            f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, profile={_kind(profile)}, "
-            f"compare_every={compare_every}, on_nonfinite={on_nonfinite}, "
-            f"broadcast_buffers={broadcast_buffers}, "
+            f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, "
+            f"profile={_profile_kind(profile)}, compare_every={compare_every}, "
+            f"on_nonfinite={on_nonfinite}, broadcast_buffers={broadcast_buffers}, "
             f"servers={servers}"
         )
         cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
-        fingerprint = _agree(model, optimizer, strategy, cluster.control)
+        fingerprint = _agree_on_model(model, optimizer, strategy, cluster.control)
         ranks = divide_ranks(servers, strategy, strategy.needs.servers, cluster.control)
         known, save_to = None, None
         if strategy.needs.profile:
@@ -236,7 +236,7 @@ def prepare(
             )
         samples = cluster.control.gather(metrics.divergence_every if metrics else None)
         broadcast_model(model, cluster)
-        recorder = _recorder(model, job, cluster, difference)
+        recorder = _create_recorder(model, job, cluster, difference)
         training = TrainingJob(model, optimizer, cluster, known, how, watch, job, ranks, recorder)
         session = strategy.open(training)
     except BaseException:
@@ -244,8 +244,8 @@ def prepare(
         raise
     session.strategy = str(strategy)
     _prepared[model], cluster.served = ref(cluster), strategy.needs.servers
-    cluster.leave = run_at_process_exit(partial(_leave, session, cluster))
-    meter = _meter(metrics, samples, session, model, cluster, ranks)
+    cluster.leave = run_at_process_exit(partial(_close_at_exit, session, cluster))
+    meter = _create_meter(metrics, samples, session, model, cluster, ranks)
     prepared = Model(model, session, meter), Optimizer(optimizer, session, meter)
     try:
         attend(job, *prepared)
@@ -273,7 +273,7 @@ def _join_optimizers(
 _sessions = count()  # number of sessions with metrics; the same on all ranks
 
 
-def _meter(
+def _create_meter(
     metrics: Metrics | None,
     samples: Sequence[int | None],
     session: Session,
@@ -296,7 +296,7 @@ def _meter(
     return Meter(metrics, session, cluster.device, board, often, trained)
 
 
-def _recorder(
+def _create_recorder(
     model: nn.Module, job: Job, cluster: Cluster, difference: str | None
 ) -> Recorder | None:
     """Return the recorder of this rank; None if the launcher requests no record."""
@@ -373,7 +373,7 @@ def _nodes_notice(environ: Mapping[str, str], ranks: int) -> str | None:
     )
 
 
-def _positive(name: str, value: float) -> float:
+def _require_positive(name: str, value: float) -> float:
     if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ValueError(f"{name} ({value!r}) must be a number of seconds above 0")
     return float(value)
@@ -383,7 +383,7 @@ def _positive(name: str, value: float) -> float:
 _prepared: WeakKeyDictionary[nn.Module, ref[Cluster]] = WeakKeyDictionary()
 
 
-def _still_open() -> list[Cluster]:
+def _open_clusters() -> list[Cluster]:
     """Return the clusters of prepared models that are not closed."""
     found = (known() for known in _prepared.values())
     return [cluster for cluster in found if cluster is not None and not cluster.closed]
@@ -430,7 +430,7 @@ def _require_whole_job(mesh: object, process_group: object) -> None:
 
 
 def _require_idle_servers() -> None:
-    if any(cluster.served for cluster in _still_open()):
+    if any(cluster.served for cluster in _open_clusters()):
         raise ValueError(
             "another model is prepared with servers, which serve that one alone; train both as one "
             "module with one optimizer, or use strategies without servers"
@@ -438,7 +438,7 @@ def _require_idle_servers() -> None:
 
 
 def _require_one_model(job: Job) -> None:
-    if _still_open() and (job.record_dir or job.stop_after_profile):
+    if _open_clusters() and (job.record_dir or job.stop_after_profile):
         raise ValueError(
             "a second model cannot be prepared in a process that `offbeat run`, `compare` or "
             "`profile` has started: profile and record are of one model. Train both as one module "
@@ -455,7 +455,7 @@ def _require_one_backward(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _kind(profile: Profile | str | Path | None) -> str:
+def _profile_kind(profile: Profile | str | Path | None) -> str:
     if profile is None:
         return "none"
     return "given" if isinstance(profile, Profile) else "a file"
@@ -481,8 +481,10 @@ def _connect(model: nn.Module, links: Sequence[str] | None, timeout_s: float) ->
     specs = _link_specs(links, where)
     joined_here = not dist.is_initialized()
     if joined_here:
-        _join("nccl" if any(spec.backend == "nccl" for spec in specs) else "gloo", timeout_s)
-    _leave_world_at_exit(joined_here)
+        _join_process_group(
+            "nccl" if any(spec.backend == "nccl" for spec in specs) else "gloo", timeout_s
+        )
+    _register_exit(joined_here)
     return connect(specs, where, device, timeout_s)
 
 
@@ -509,7 +511,7 @@ def _link_specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSp
     return specs
 
 
-def _join(backend: str, timeout_s: float) -> None:
+def _join_process_group(backend: str, timeout_s: float) -> None:
     """Join the default process group by torchrun's rendezvous; a process without RANK is a group of
     its own."""
     timeout = timedelta(seconds=timeout_s)
@@ -528,7 +530,7 @@ def _join(backend: str, timeout_s: float) -> None:
         ) from error
 
 
-def _agree(
+def _agree_on_model(
     model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, control: Control
 ) -> str:
     """Return the fingerprint of the model. Raise ValueError if strategy, model or optimizer differ
@@ -555,11 +557,11 @@ def _agree(
 def _first_difference(mine: list[Any], theirs: list[Any], rank: int) -> str:
     for a, b in zip(mine, theirs, strict=False):
         if a != b:
-            return f"rank 0 has {_describe(a)}, rank {rank} {_describe(b)}"
+            return f"rank 0 has {_describe_parameter(a)}, rank {rank} {_describe_parameter(b)}"
     return f"rank 0 has {len(mine)} parameters, rank {rank} {len(theirs)}"
 
 
-def _describe(tensor: tuple[Any, ...]) -> str:
+def _describe_parameter(tensor: tuple[Any, ...]) -> str:
     name, shape, dtype, trainable, strides = tensor
     kind = "trainable" if trainable else "frozen"
     return f"{name!r} {list(shape)} {dtype} {kind} with strides {list(strides)}"
@@ -585,7 +587,7 @@ def _known_profile(
     found, problem = None, None
     if cluster.control.rank == 0:
         try:
-            found = _read(given, job)
+            found = _read_profile(given, job)
         except (OSError, ValueError) as error:
             problem = error
     said = {"problem": problem and str(problem), "profile": found and found.to_dict()}
@@ -596,7 +598,7 @@ def _known_profile(
     cache = None if isinstance(given, Profile) else str(given) if given else None
     if found is None:
         return None, cache
-    mismatch = _mismatch(found, fingerprint, cluster, job)
+    mismatch = _find_mismatch(found, fingerprint, cluster, job)
     if mismatch and (strict or not found.model):
         raise ValueError(
             f"the profile does not match: {mismatch}; measure it again with `offbeat profile`"
@@ -604,7 +606,7 @@ def _known_profile(
     return (None, cache) if mismatch else (found, cache)
 
 
-def _read(given: Profile | str | Path | None, job: Job) -> Profile | None:
+def _read_profile(given: Profile | str | Path | None, job: Job) -> Profile | None:
     if job.profile is not None:
         return Profile.load(job.profile)
     if isinstance(given, Profile):
@@ -613,7 +615,7 @@ def _read(given: Profile | str | Path | None, job: Job) -> Profile | None:
     return Profile.load(given) if Path(given).exists() else None
 
 
-def _mismatch(profile: Profile, fingerprint: str, cluster: Cluster, job: Job) -> str | None:
+def _find_mismatch(profile: Profile, fingerprint: str, cluster: Cluster, job: Job) -> str | None:
     if profile.model and profile.model != fingerprint:
         return f"it was measured on another model ({profile.model}, here {fingerprint})"
     if profile.world_size != cluster.control.world_size:
@@ -632,7 +634,7 @@ def _mismatch(profile: Profile, fingerprint: str, cluster: Cluster, job: Job) ->
 # ---- leaving --------------------------------------------------------------------------------
 
 
-def _leave(session: Session, cluster: Cluster) -> None:
+def _close_at_exit(session: Session, cluster: Cluster) -> None:
     """At exit, close a session that is still open."""
     if not cluster.closed:
         publish_uncaught_exception()
@@ -640,13 +642,13 @@ def _leave(session: Session, cluster: Cluster) -> None:
 
 
 @cache
-def _leave_world_at_exit(joined_here: bool) -> None:
-    """Register `_leave_world` once, before any session, so that it runs after all sessions have
-    closed."""
-    atexit.register(_leave_world, joined_here, os.getpid())
+def _register_exit(joined_here: bool) -> None:
+    """Register `_destroy_process_group` once, before any session, so that it runs after all of them
+    have closed."""
+    atexit.register(_destroy_process_group, joined_here, os.getpid())
 
 
-def _leave_world(joined_here: bool, process_id: int) -> None:
+def _destroy_process_group(joined_here: bool, process_id: int) -> None:
     """Destroy the default process group, or end the process immediately after a failure.
 
     A link may be blocked in a collective. Exit with a living process group can then abort the

@@ -193,7 +193,7 @@ OF_DDP = {
 }
 
 
-class Watcher(Protocol):
+class StepListener(Protocol):
     """Receiver of the end of every step."""
 
     def on_step_end(self) -> None: ...
@@ -209,7 +209,7 @@ class Model(nn.Module):
 
     _is_accelerate_prepared = True  # prevents Accelerator.prepare from wrapping it in DDP
 
-    def __init__(self, module: nn.Module, session: Session, meter: Watcher | None = None):
+    def __init__(self, module: nn.Module, session: Session, meter: StepListener | None = None):
         super().__init__()
         self.module = module
         object.__setattr__(self, "_session", session)
@@ -453,7 +453,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, inner: torch.optim.Optimizer, session: Session, meter: Watcher | None = None
+        self, inner: torch.optim.Optimizer, session: Session, meter: StepListener | None = None
     ):
         self._sealed = False
         super().__init__(inner.param_groups, inner.defaults)
@@ -642,8 +642,11 @@ class Part(Optimizer):
         self._whole._alias()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero gradients: those of this optimizer's parameters between a backward and the
-        last step of its iteration, otherwise the gradients of all parameters."""
+        """Drop or zero gradients.
+
+        Between a backward and the last step of its iteration, only this optimizer's gradients are
+        affected, otherwise the gradients of all parameters.
+        """
         if self._session.awaits_step or self._stepped:
             self.inner.zero_grad(set_to_none)
         else:

@@ -85,7 +85,7 @@ class Updates:
 
     # ---- the rule ---------------------------------------------------------------------------
 
-    def reveal(self, locals_: Sequence[Apply]) -> None:
+    def show_gradients(self, locals_: Sequence[Apply]) -> None:
         """Show the gradients that the step applies to code between backward and step, such as
         clipping and unscaling."""
         if self._gradients.late:
@@ -93,7 +93,7 @@ class Updates:
         self._revealed = {id(apply) for apply in locals_}
         for apply in locals_:
             if self._has_gradients(apply):
-                copy = self._copy(apply)
+                copy = self._gradient_copy(apply)
                 self._scale(apply, copy)
                 if not self._gradients.shown(copy):
                     self._gradients.show(apply.buckets, copy)
@@ -103,7 +103,7 @@ class Updates:
 
     def local(self, apply: Apply, iteration: Iteration) -> None:
         """Step some buckets with the gradients of an iteration."""
-        run, copy, gradients = apply.buckets, self._copy(apply), self._gradients
+        run, copy, gradients = apply.buckets, self._gradient_copy(apply), self._gradients
         if not gradients.added(run.start, copy):
             return  # no gradients yet: the first window of a plan that applies gradients later
         in_backward = apply.at.point == "grad"
@@ -133,7 +133,7 @@ class Updates:
 
     def _has_gradients(self, apply: Apply) -> bool:
         """Return whether the rule has gradients to apply."""
-        return self._gradients.added(apply.buckets.start, self._copy(apply)) > 0
+        return self._gradients.added(apply.buckets.start, self._gradient_copy(apply)) > 0
 
     def step_remaining(self, iteration: Iteration) -> None:
         """Step all buckets that have no earlier update, in one call."""
@@ -145,7 +145,7 @@ class Updates:
             else:
                 self.stepper.step(iteration.rest, None, compare=self._is_first(REST))
 
-    def _copy(self, apply: Apply) -> int:
+    def _gradient_copy(self, apply: Apply) -> int:
         return self._flat.physical("grad", apply.arg("age", 0))
 
     def _own_step(self, run: Sequence[int]) -> AbstractContextManager[None]:
@@ -205,7 +205,11 @@ class Updates:
                 no version counter. Requires that no message writes weights between backward and
                 step.
         """
-        self._noted = self.stepper.settings(), self._all_versions(), self._contents(contents)
+        self._noted = (
+            self.stepper.settings(),
+            self._weight_versions(),
+            self._weight_checksum(contents),
+        )
 
     def alteration(self) -> str | None:
         """Return what the script has changed since the end of backward, a setting or weights; None
@@ -217,14 +221,16 @@ class Updates:
             for key, value in settings.get(id(group), {}).items():
                 if key in group and not _is_equal(group[key], value):
                     return f"{key!r} of a param group"
-        if versions != self._all_versions() or contents != self._contents(contents is not None):
+        if versions != self._weight_versions() or contents != self._weight_checksum(
+            contents is not None
+        ):
             return "weights"
         return None
 
-    def _all_versions(self) -> list[int]:
+    def _weight_versions(self) -> list[int]:
         return [p._version for p in self._parameters]
 
-    def _contents(self, wanted: bool) -> int | None:
+    def _weight_checksum(self, wanted: bool) -> int | None:
         return checksum(*self._parameters) if wanted else None
 
     def request_updates(self, iteration: Iteration, *, abandoned: bool = False) -> None:
@@ -258,7 +264,7 @@ class Updates:
             looks = self._asked < FIRST_LOOKS or self._asked % LOOK_EVERY == 0
             taken = looks and only_gradients(self._plan)
             self._asked += 1
-            self._weights = {b: self._state_of(b, taken) for run in later for b in run}
+            self._weights = {b: self._bucket_state(b, taken) for run in later for b in run}
             self._optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers check it
 
     def has_changed_gradients(self) -> bool:
@@ -286,7 +292,7 @@ class Updates:
         update."""
         for b in run:
             known = self._weights.pop(b, None)
-            if known is not None and known != self._state_of(b, known[1] is not None):
+            if known is not None and known != self._bucket_state(b, known[1] is not None):
                 raise ValueError(
                     f"parameters of {self._flat.buckets[b].name!r} were changed between "
                     "optimizer.step() and the next forward, while their update was still to come; "
@@ -294,7 +300,7 @@ class Updates:
                     f"offbeat.prepare returned, or {self.remedy}"
                 )
 
-    def _state_of(self, b: int, taken: bool) -> tuple[list[int], int | None]:
+    def _bucket_state(self, b: int, taken: bool) -> tuple[list[int], int | None]:
         """Return the versions of a bucket's parameters, and their checksum if `taken`, otherwise
         None."""
         parameters = self._flat.buckets[b].parameters

@@ -23,13 +23,13 @@ class Votes:
         self.outcomes: dict[tuple[str, int], list[int]] = {}
         """By name of the vote and number of the iteration in the plan: the ranks that voted yes."""
 
-    def send_ballots(self, votes: Sequence[Vote], planned: int, says: Sequence[bool]) -> None:
+    def send_ballots(self, votes: Sequence[Vote], planned: int, ballots: Sequence[bool]) -> None:
         """Send this rank's ballots in the votes of a moment.
 
         Args:
             votes: votes of the moment.
             planned: number of the iteration in the plan.
-            says: by vote, this rank's ballot.
+            ballots: by vote, this rank's ballot.
         """
         assert self._link is not None
         rule = Transfer(
@@ -37,7 +37,7 @@ class Votes:
         )
         where = self._flat.everything()[0].device
         table = torch.zeros(len(votes), self._world_size, device=where, dtype=torch.float32)
-        table[:, self._rank] = torch.tensor(says, dtype=table.dtype, device=where)
+        table[:, self._rank] = torch.tensor(ballots, dtype=table.dtype, device=where)
         message = self._link.enqueue(rule, planned)
         self._link.release(message, (table,))
         for row, vote in enumerate(votes):

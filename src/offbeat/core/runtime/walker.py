@@ -54,10 +54,10 @@ class Walker:
         planned, early = self._now.planned, self._is_flushed(step)
         for lag, index in step.wait:
             if not (lag and early):
-                self._run.arrive(planned - lag, index)
+                self._run.wait_for_message(planned - lag, index)
         for lag, vote in step.decide:
             if not (lag and early):
-                self._run.decide(vote, planned - lag)
+                self._run.wait_for_vote(vote, planned - lag)
 
     def act(self, step: Step) -> None:
         """Apply rules, cast votes and release messages of a step."""
@@ -85,10 +85,10 @@ class Walker:
                 break
             for lag, index in step.wait:
                 if lag:
-                    self._run.arrive(planned - lag, index)
+                    self._run.wait_for_message(planned - lag, index)
             for lag, vote in step.decide:
                 if lag:
-                    self._run.decide(vote, planned - lag)
+                    self._run.wait_for_vote(vote, planned - lag)
             for lag, apply in step.apply:
                 if lag:
                     self._apply(apply, planned - lag)
