@@ -167,8 +167,8 @@ class Coding:
         differ between ranks."""
         if ORIGIN not in self._memory:
             run = range(len(self._flat.buckets))
-            found = (x for name in self._anchors for x in self._flat.parameters_of(name, run))
-            self._memory[ORIGIN] = checksum(*found) >> 1
+            tensors = (x for name in self._anchors for x in self._flat.parameters_of(name, run))
+            self._memory[ORIGIN] = checksum(*tensors) >> 1
         return self._memory[ORIGIN]
 
 

@@ -216,13 +216,13 @@ class DDPSession(Session):
     def _take_split(self, clock: BackwardClock) -> None:
         """Add the times of the last backward to its iteration: the pending one, if this is the
         first synchronized forward since the step, otherwise the current one."""
-        found = clock.new_times()
-        if found is None:
+        times = clock.new_times()
+        if times is None:
             return
         split = self._split if self._pending is None else self._pending.split
         assert split is not None
-        split.sent_s += found[0]
-        split.waited_s += found[1]
+        split.sent_s += times[0]
+        split.waited_s += times[1]
         split.measured = True
         self._report()
 

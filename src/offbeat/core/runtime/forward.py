@@ -199,7 +199,7 @@ def _outside_compiled(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[st
 
     The graph of a compiled module leaves out hooks that were registered after its compilation.
     """
-    found: list[tuple[str, nn.Module]] = []
+    outside: list[tuple[str, nn.Module]] = []
     compiled: list[str] = []
     for name, module in modules:
         if any(name.startswith(prefix) for prefix in compiled):
@@ -208,5 +208,5 @@ def _outside_compiled(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[st
         if in_place or hasattr(module, "_orig_mod"):
             compiled.append(f"{name}." if name else "")
         if not in_place:  # the hooks of a module compiled in place are part of its graph
-            found.append((name, module))
-    return found
+            outside.append((name, module))
+    return outside

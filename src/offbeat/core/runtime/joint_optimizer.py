@@ -36,11 +36,11 @@ class JointOptimizer(torch.optim.Optimizer):
         """Load a state dict that `state_dict` has returned."""
         groups, first = list(state_dict["param_groups"]), 0
         for part in self.parts:
-            mine, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
-            count = sum(len(group["params"]) for group in mine)
+            own_groups, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
+            count = sum(len(group["params"]) for group in own_groups)
             numbers = range(first, first + count)
             state = {n: s for n, s in state_dict["state"].items() if n in numbers}
-            part.load_state_dict({"state": state, "param_groups": mine})
+            part.load_state_dict({"state": state, "param_groups": own_groups})
             first += count
         self.gather()
 

@@ -92,7 +92,7 @@ def _port(names: _Variables, environment: Mapping[str, str]) -> str:
 
 def first_host(hosts: str) -> str:
     """Return the first host of SLURM's host list: `node01` of `node[01-03,07],login`."""
-    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", hosts)
-    if found is None:
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", hosts)
+    if match is None:
         raise ValueError(f"SLURM's list of hosts ({hosts!r}) must begin with a host")
-    return "".join(part or "" for part in found.groups())
+    return "".join(part or "" for part in match.groups())

@@ -152,7 +152,9 @@ class FlatSession(Session):
         self.profile = profile
         if isinstance(self.engine.optimizer, JointOptimizer):
             habits = replace(habits or Habits(), drives=True)
-        with warnings.catch_warnings(record=True) as said:  # rank 0 reports warnings for all ranks
+        with warnings.catch_warnings(
+            record=True
+        ) as caught:  # rank 0 reports warnings for all ranks
             warnings.simplefilter("always")
             plan = self._checked_plan(self._strategy)
         trial = None
@@ -167,7 +169,7 @@ class FlatSession(Session):
             self._set_held_passes(habits)
         elif trial is None and _allows_one_backward(plan):
             self.engine.hooks.held = ALL
-        for warning in said:
+        for warning in caught:
             self._report_decision(str(warning.message))
 
     def _run_plan(self, plan: Plan, observed: int, trial: Plan | None = None) -> None:

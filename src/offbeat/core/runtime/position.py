@@ -121,18 +121,18 @@ def _restore_iteration(engine: Engine, saved: Mapping[str, Any], planned: int) -
     number = now - (planned - saved["planned"])
     rules, messages = run.program.transfers(saved["planned"]), saved["messages"]
     where = engine.flat.everything()[0].device
-    found = []
+    restored = []
     for index, transfer in enumerate(rules):
-        mine = messages.get(index, {"tensors": (), "age": None, "culprits": []})
-        tensors = [t.to(where) for t in mine["tensors"]]
-        message = run.messages.arrived_message(transfer, number, tensors, mine["age"])
-        message.culprits = mine["culprits"]
-        found.append(message)
+        state = messages.get(index, {"tensors": (), "age": None, "culprits": []})
+        tensors = [t.to(where) for t in state["tensors"]]
+        message = run.messages.arrived_message(transfer, number, tensors, state["age"])
+        message.culprits = state["culprits"]
+        restored.append(message)
     listed = saved["settings"]
     return Iteration(
         number,
         Timestamps(),
-        found,
+        restored,
         saved["planned"],
         run.program.steps(saved["planned"]),
         skipped=saved["skipped"],

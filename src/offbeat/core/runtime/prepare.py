@@ -316,11 +316,11 @@ def _choose_strategy(strategy: Strategy | str | None, job: Job) -> tuple[Strateg
             f"strategy ({script!r}) must be a strategy, or its name and settings as "
             "'dreamddp:period=8'"
         )
-    told = os.environ.get(STRATEGY_VARIABLE)
+    requested = os.environ.get(STRATEGY_VARIABLE)
     if job.strategy is not None:
         chosen, by = create(job.strategy, job.settings), "the launcher"
-    elif told:
-        chosen, by = parse(told), STRATEGY_VARIABLE
+    elif requested:
+        chosen, by = parse(requested), STRATEGY_VARIABLE
     else:
         return script if script is not None else create(DEFAULT_STRATEGY), None
     if script is None or script == chosen or job.stop_after_profile:
@@ -385,8 +385,8 @@ _prepared: WeakKeyDictionary[nn.Module, ref[Cluster]] = WeakKeyDictionary()
 
 def _open_clusters() -> list[Cluster]:
     """Return the clusters of prepared models that are not closed."""
-    found = (known() for known in _prepared.values())
-    return [cluster for cluster in found if cluster is not None and not cluster.closed]
+    clusters = (known() for known in _prepared.values())
+    return [cluster for cluster in clusters if cluster is not None and not cluster.closed]
 
 
 def _is_open(model: nn.Module) -> bool:
@@ -462,10 +462,10 @@ def _profile_kind(profile: Profile | str | Path | None) -> str:
 
 
 def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    mine = {id(p) for p in model.parameters()}
+    model_ids = {id(p) for p in model.parameters()}
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):
-            if id(p) not in mine:
+            if id(p) not in model_ids:
                 raise ValueError(
                     f"parameter {i} of the optimizer's group {g} must belong to the model; build "
                     "the optimizer from model.parameters() after the model is final"
@@ -542,11 +542,11 @@ def _agree_on_model(
         for name, p in model.named_parameters()
     ]
     everyone = control.gather(tensors)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
+    for rank, parameters in enumerate(everyone):
+        if parameters != everyone[0]:
             raise ValueError(
                 "the model must be the same on all ranks: "
-                f"{_first_difference(everyone[0], theirs, rank)}; {SAME_MODEL}"
+                f"{_first_difference(everyone[0], parameters, rank)}; {SAME_MODEL}"
             )
     buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
     control.agree("the model's buffers", buffers, SAME_MODEL)
@@ -584,26 +584,26 @@ def _known_profile(
     if job.stop_after_profile or (given is None and job.profile is None):
         return None, job.save_profile
     strict = job.profile is not None or isinstance(given, Profile)
-    found, problem = None, None
+    known, problem = None, None
     if cluster.control.rank == 0:
         try:
-            found = _read_profile(given, job)
+            known = _read_profile(given, job)
         except (OSError, ValueError) as error:
             problem = error
-    said = {"problem": problem and str(problem), "profile": found and found.to_dict()}
-    told = cluster.control.gather(said)[0]
-    if told["problem"] is not None:
-        raise problem or ValueError(told["problem"])
-    found = told["profile"] and Profile.from_dict(told["profile"])
+    own_result = {"problem": problem and str(problem), "profile": known and known.to_dict()}
+    result = cluster.control.gather(own_result)[0]
+    if result["problem"] is not None:
+        raise problem or ValueError(result["problem"])
+    known = result["profile"] and Profile.from_dict(result["profile"])
     cache = None if isinstance(given, Profile) else str(given) if given else None
-    if found is None:
+    if known is None:
         return None, cache
-    mismatch = _find_mismatch(found, fingerprint, cluster, job)
-    if mismatch and (strict or not found.model):
+    mismatch = _find_mismatch(known, fingerprint, cluster, job)
+    if mismatch and (strict or not known.model):
         raise ValueError(
             f"the profile does not match: {mismatch}; measure it again with `offbeat profile`"
         )
-    return (None, cache) if mismatch else (found, cache)
+    return (None, cache) if mismatch else (known, cache)
 
 
 def _read_profile(given: Profile | str | Path | None, job: Job) -> Profile | None:

@@ -95,13 +95,13 @@ class Sentinels:
         If the output has no tensors with a graph, every parameter gets a hook, until a forward
         returns such tensors.
         """
-        found = False
+        has_graph = False
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
-                found = True
+                has_graph = True
                 tensor.register_hook(self._on_output_gradient)
-        if found == bool(self._everywhere):
-            self._watch_parameters(not found)
+        if has_graph == bool(self._everywhere):
+            self._watch_parameters(not has_graph)
 
     def _watch_parameters(self, watching: bool) -> None:
         """Register a hook on every parameter, or remove these hooks."""
@@ -172,10 +172,10 @@ class Sentinels:
     def _has_any_gradient(self) -> bool:
         if self._has_gradient(self._usual):
             return True
-        found = next((i for i in range(len(self._parameters)) if self._has_gradient(i)), None)
-        if found is not None:
-            self._usual = found
-        return found is not None
+        index = next((i for i in range(len(self._parameters)) if self._has_gradient(i)), None)
+        if index is not None:
+            self._usual = index
+        return index is not None
 
     def finish(self) -> None:
         """Report the remaining buckets as ready: their missing gradients will not come."""

@@ -73,8 +73,8 @@ class BucketStepper:
         if not members:
             return
         narrowed = [
-            {**(group if settings is None else settings[id(group)]), "params": mine}
-            for group, mine in members
+            {**(group if settings is None else settings[id(group)]), "params": parameters}
+            for group, parameters in members
         ]
         before = [_settings(group) for group in narrowed] if compare else None
         whole = self._optimizer.param_groups
@@ -102,10 +102,10 @@ class BucketStepper:
             return self._members[run[0]]
         key = tuple(run)
         if key not in self._joined:
-            found: dict[int, tuple[Group, list[nn.Parameter]]] = {}
-            for group, mine in (member for b in run for member in self._members[b]):
-                found.setdefault(id(group), (group, []))[1].extend(mine)
-            self._joined[key] = list(found.values())
+            joined: dict[int, tuple[Group, list[nn.Parameter]]] = {}
+            for group, parameters in (member for b in run for member in self._members[b]):
+                joined.setdefault(id(group), (group, []))[1].extend(parameters)
+            self._joined[key] = list(joined.values())
         return self._joined[key]
 
 
@@ -136,12 +136,12 @@ def _members(
     group_of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
     members = []
     for parameters in buckets:
-        mine: dict[int, tuple[Group, list[nn.Parameter]]] = {}
+        parameters_of: dict[int, tuple[Group, list[nn.Parameter]]] = {}
         for p in parameters:
             group = group_of.get(id(p))
             if group is not None:  # a parameter without a group is averaged and never updated
-                mine.setdefault(id(group), (group, []))[1].append(p)
-        members.append(list(mine.values()))
+                parameters_of.setdefault(id(group), (group, []))[1].append(p)
+        members.append(list(parameters_of.values()))
     return members
 
 

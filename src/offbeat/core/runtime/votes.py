@@ -47,7 +47,7 @@ class Votes:
         """Wait for the ballots of all ranks. Return the ranks that voted yes."""
         message, row = self._pending.pop((vote.name, planned))
         self._waiting.wait(message, self._flat)
-        yes = [rank for rank, said in enumerate(message.tensors[0][row].tolist()) if said]
+        yes = [rank for rank, ballot in enumerate(message.tensors[0][row].tolist()) if ballot]
         self.outcomes[vote.name, planned] = yes
         return yes
 

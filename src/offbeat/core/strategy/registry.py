@@ -148,10 +148,10 @@ def setting_names(name: str) -> list[str]:
 
 @cache
 def _entry_points() -> dict[str, list[EntryPoint]]:
-    found: dict[str, list[EntryPoint]] = {}
+    points: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=ENTRY_POINTS):
-        found.setdefault(point.name, []).append(point)
-    return found
+        points.setdefault(point.name, []).append(point)
+    return points
 
 
 def _import(name: str, path: str) -> type[Strategy]:

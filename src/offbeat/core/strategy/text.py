@@ -60,7 +60,7 @@ def parts(text: str) -> list[str]:
     name, *rest = text.strip().split(":")
     if rest and "=" not in rest[0]:
         name = f"{name}:{rest.pop(0)}"  # module:Class
-    found: list[str] = []
+    settings: list[str] = []
     for part in rest:
         first, comma, second = part.partition(",")
         if comma and "=" in second:
@@ -68,11 +68,11 @@ def parts(text: str) -> list[str]:
                 f"settings of a strategy ({part!r}) must have ':' between them, as in "
                 f"{name}:{first}:{second}"
             )
-        if found and "=" not in part:
-            found[-1] += f":{part}"
+        if settings and "=" not in part:
+            settings[-1] += f":{part}"
         else:
-            found.append(part)
-    return [name, *found]
+            settings.append(part)
+    return [name, *settings]
 
 
 def parse_value(setting: str, text: str, hint: Any) -> Any:
