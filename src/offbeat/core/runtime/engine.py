@@ -116,8 +116,8 @@ class Engine:
 
         Args:
             plan: plan to run.
-            planned: number of the next iteration in the plan. Iterations before it must have no
-                effect on it.
+            planned: number of the next iteration in the plan. The next iteration must not depend on
+                earlier iterations of the plan.
         """
         self._adopted.close()
         self._place_gradients(sent=self.watched is not None or not self._keeps_gradients(plan))
@@ -579,8 +579,8 @@ class Engine:
         self.step(skip_update=True, abandoned=True)
 
     def _require_whole_backward(self) -> None:
-        """Raise if the last backward has ended with an exception that the script has caught: some
-        parameters have their gradients and others have not."""
+        """Raise if the last backward has ended with an exception that the script has caught, so
+        that only some parameters have gradients."""
         if self.now is not None and not self.backward_over and self.hooks.is_broken:
             raise RuntimeError(
                 "optimizer.step() follows a backward pass that ended with an exception, so only "

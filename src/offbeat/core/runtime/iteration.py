@@ -93,7 +93,7 @@ class Iteration:
         rest: buckets that are updated at the step in one call.
         skipped: whether the update is left out.
         abandoned: whether the script did not call `optimizer.step()`.
-        settings: optimizer settings at the step, for updates that run later.
+        settings: optimizer settings at the step, for later updates; None without any.
         outstanding: indices of the messages that are still to be awaited.
         over: whether the iteration has ended.
         shown: by vote, the values on which this rank has based its vote.

@@ -337,8 +337,8 @@ class FlatSession(Session):
         self.engine.adopt(plan, planned)
 
     def _apply_finding(self, finding: Finding) -> None:
-        """Change to the fallback strategy if the loss increases; plan again if the noise has
-        changed.
+        """Change to the fallback strategy if the loss is not finite, rises or stalls. Plan again if
+        the noise has changed.
 
         All ranks have the same finding and make the same change.
         """

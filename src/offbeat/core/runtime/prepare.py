@@ -125,7 +125,8 @@ def prepare(
             between a step and the next forward.
         on_nonfinite: treatment of an average to which a rank contributes NaN or infinity. "raise":
             RuntimeError on every rank, which names rank and bucket. "skip": the average excludes
-            that rank, and the rank receives it. "ignore": no check. DDP() ignores this argument.
+            that rank, and the rank receives it. "ignore": no check. DDP() ignores this argument and
+            `compare_every`.
         broadcast_buffers: whether all ranks receive the buffers that rank 0's forward has written,
             before the next forward, as under torch's DDP. Applies to synchronous strategies; under
             other strategies, every rank keeps its own buffers.

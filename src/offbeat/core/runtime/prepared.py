@@ -239,7 +239,7 @@ class Model(nn.Module):
         Under strategies that average gradients, all ranks must skip the same iterations, otherwise
         replicas differ and their next comparison raises. Base the decision on values that all ranks
         have, such as the norm of the averaged gradients. Under strategies that apply gradients
-        iterations later (DeFT), the gradients of this iteration count as zero.
+        several iterations later (DeFT), the gradients of this iteration count as zero.
 
         Raises:
             ValueError: backward has already sent or applied the gradients.
@@ -434,8 +434,8 @@ class Model(nn.Module):
 def _would_move(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     """Return whether `fn` would change the dtype, device or strides of a tensor.
 
-    A copy on the same device is no move: for `cpu:0`, as accelerate writes it, torch copies tensors
-    of `cpu`.
+    A copy on the same device is no move: torch copies a tensor on `cpu` if the target is `cpu:0`,
+    the name that accelerate uses.
     """
     moved = fn(tensor.detach())
     if moved.data_ptr() == tensor.data_ptr():

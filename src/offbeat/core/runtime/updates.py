@@ -308,7 +308,7 @@ class Updates:
 
     in_backward = False  # whether autograd is writing gradients
     compute = Compute()  # receives a callback for each update
-    stepping: Stepping | None = None  # guard of all other optimizer steps
+    stepping: Stepping | None = None  # detects optimizer steps of the script
     suspects: Suspects | None = None  # checks sums from other ranks before each update
 
 

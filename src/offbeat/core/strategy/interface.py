@@ -200,8 +200,8 @@ class Strategy(ABC):
 class Monitor:
     """Request to monitor the loss and the noise of the gradients during training.
 
-    A new estimate of the noise triggers a new plan. An increase of the loss triggers the change to
-    `fallback`.
+    A new estimate of the noise triggers a new plan. A loss that is not finite, rises or stalls
+    triggers the change to `fallback`.
 
     Attributes:
         fallback: strategy that replaces the monitored one.
