@@ -115,9 +115,9 @@ class ActivePlan:
     def _steps(self, planned: int) -> Lean:
         """Return the steps of an iteration.
 
-        Updates that no step of backward waits for are merged into one call at the step. They are
-        not merged if the compute is paced, because an emulated host must follow the plan's own
-        order.
+        If gradients stay in autograd's tensors, only buckets that are sent in backward are updated
+        there. All other buckets are updated at the step, in one call. A paced compute keeps the
+        plan's own steps, because an emulated host must follow the plan's order.
         """
         steps = self.program.steps(planned)
         if not self._lean or type(self.updates.compute) is not Compute:

@@ -1,5 +1,4 @@
-"""Engine of a rank: executes the program of a plan while autograd and the user's loop run the
-compute."""
+"""Engine of a rank: runs the program of a plan, driven by autograd and the user's loop."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Strategy that a script passes to `prepare`, in a file that the runtime writes and the launcher
-reads."""
+"""Strategy that a script passes to `prepare`, in a file for the launcher."""
 
 from __future__ import annotations
 

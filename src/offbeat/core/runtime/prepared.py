@@ -1,5 +1,4 @@
-"""Prepared model and optimizer, which `prepare` returns, and the interface of sessions behind
-them."""
+"""Prepared model and optimizer, and the interface of the sessions behind them."""
 
 from __future__ import annotations
 

@@ -246,12 +246,12 @@ def require_count(name: str, value: Any, *, least: int = 1, remedy: str = "") ->
 
 
 def synchronous_bound_s(profile: Profile, *, fused: bool, period: float = 1) -> float:
-    """Return `max(F + B, C)`, where B includes the update: a lower bound, in seconds per iteration,
-    of schedules on one link that average every gradient in every iteration.
+    """Return `max(F + B, C)`: a lower bound, in seconds per iteration, of schedules on one link
+    that average every gradient in every iteration.
 
-    F and B are the forward and backward of the slowest rank. C is the time of one message of all
-    gradients if plans may fuse buckets, otherwise of one message per bucket. C counts once per
-    `period`.
+    F and B are the forward and backward of the slowest rank. F includes compute outside of forward
+    and backward, B includes the update. C is the time of one message of all gradients if plans may
+    fuse buckets, otherwise of one message per bucket. C counts once per `period`.
     """
     profile = profile.slowest()
     compute = profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
@@ -259,8 +259,8 @@ def synchronous_bound_s(profile: Profile, *, fused: bool, period: float = 1) -> 
 
 
 def periodic_bound_s(profile: Profile, period: float, *, fused: bool) -> float:
-    """Return `F + max(B, C / H)`, where B includes the update: a lower bound, in seconds per
-    iteration, of schedules that average every parameter once per period on one link.
+    """Return `F + max(B, C / H)`: a lower bound, in seconds per iteration, of schedules that
+    average every parameter once per period on one link.
 
     No message overlaps a forward pass of the slowest rank. H is `period`; F, B and C are as in
     `synchronous_bound_s`, with C for parameters.
