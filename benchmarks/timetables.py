@@ -16,7 +16,7 @@ from typing import Any
 
 from timetable_page import Panel, page
 
-from offbeat.cli.sweep import aligned
+from offbeat.cli.sweep import align_columns
 from offbeat.core.files import write_text
 from offbeat.cyclic.simulation import StageFacts, costs, in_steps, simulate
 from offbeat.cyclic.timetable import PLACEMENTS, Timetable
@@ -57,7 +57,7 @@ def _text(rows: list[dict[str, Any]]) -> str:
     lines = [[*COLUMNS], *([_cell(row[name]) for name in COLUMNS] for row in rows)]
     return "\n".join(
         [
-            aligned(lines),
+            align_columns(lines),
             "",
             "activations   on one device at most, in those of one micro-batch",
             "parameters    on one device at most, in models",

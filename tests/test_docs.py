@@ -56,7 +56,7 @@ def test_commands_are_ones(page):
         if "strategies" in given:
             texts.contestants(given["strategies"], given.get("set_") or [])
         elif given.get("strategy"):
-            texts.several(given["strategy"], given.get("set_"))
+            texts.parse_strategies(given["strategy"], given.get("set_"))
 
 
 def test_links_of_the_readme():

@@ -8,7 +8,7 @@ from reference.adversary import MOMENTUM, RATE, momentum
 from offbeat.core.verify.check import check
 from offbeat.core.verify.equations import Task
 from offbeat.core.verify.interpreter import Interpreter, Model
-from offbeat.testing.conformance import interpreted
+from offbeat.testing.conformance import interpret_plan
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -75,5 +75,5 @@ def test_halves_of_any_size_on_any_number_of_ranks():
         ends = []
         for name in ("wfbp", "dear"):
             task = Task([4, 5, 1], seed=ranks)
-            ends.append(interpreted(FAMILIES[name].plan, task, ranks, 4))
+            ends.append(interpret_plan(FAMILIES[name].plan, task, ranks, 4))
         np.testing.assert_allclose(*ends, rtol=0, atol=1e-12)

@@ -13,7 +13,7 @@ from offbeat.core.verify.equations import Task, momentum
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import BSP, FedAvg, LocalSGD, create
-from offbeat.testing.conformance import equals_equations, interpreted
+from offbeat.testing.conformance import equals_equations, interpret_plan
 
 PROFILE = Profile(
     tuple(Bucket(f"b{b}", 0.01, 0.02, 1000 * (b + 1)) for b in range(3)),
@@ -24,7 +24,7 @@ TASK = Task([3, 1, 4])
 
 
 def weights(strategy, iterations=9):
-    return np.array(interpreted(strategy.plan(PROFILE), TASK, 4, iterations, momentum))
+    return np.array(interpret_plan(strategy.plan(PROFILE), TASK, 4, iterations, momentum))
 
 
 def test_all_workers_after_every_step_are_bsp():
@@ -67,7 +67,7 @@ def test_who_has_done_its_steps_waits_for_the_end_of_the_round():
     """Two workers, one and three steps per round: neither weights nor momentum move meanwhile."""
     two = replace(PROFILE, world_size=2)
     plan = FedAvg(local_steps=(1, 3), samples=(1, 4)).plan(two)
-    found = interpreted(plan, TASK, 2, 8, momentum)
+    found = interpret_plan(plan, TASK, 2, 8, momentum)
     w, m = np.array([TASK.start] * 2), np.zeros((2, len(TASK.start)))
     for t in range(8):
         np.testing.assert_allclose(found[t], w, rtol=0, atol=1e-12)
@@ -112,7 +112,7 @@ def test_a_worker_that_is_not_drawn_cannot_spoil_the_average():
             return super().gradient(rank, iteration, buckets, weights) * (np.inf if broken else 1)
 
     with np.errstate(invalid="ignore"):
-        found = interpreted(strategy.plan(PROFILE), Broken([3, 1, 4]), 4, 2, momentum)
+        found = interpret_plan(strategy.plan(PROFILE), Broken([3, 1, 4]), 4, 2, momentum)
     assert np.isfinite(found[1]).all()
 
 

@@ -14,7 +14,7 @@ from offbeat.core.verify.check import check
 from offbeat.core.verify.equations import Task
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import DiLoCo, DreamDDP, LocalSGD, OuterSGD, PartialSync
-from offbeat.testing.conformance import interpreted
+from offbeat.testing.conformance import interpret_plan
 
 PROFILE = Profile(
     tuple(Bucket(str(b), 0.01, 0.02, 100_000 * (1 + b % 3)) for b in range(5)),
@@ -71,7 +71,7 @@ def test_a_step_of_one_without_momentum_is_the_average(strategy):
     outer = type(strategy)(**settings)
     plans = strategy.plan(PROFILE), outer.plan(PROFILE)
     task = Task([3] * 5)
-    plain, stepped = (np.array(interpreted(plan, task, 2, 11)) for plan in plans)
+    plain, stepped = (np.array(interpret_plan(plan, task, 2, 11)) for plan in plans)
     assert abs(plain - stepped).max() < 1e-12
 
 

@@ -13,7 +13,7 @@ from offbeat.plan import Moment, Vote
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import BSP, DreamDDP, LocalSGD, SelSync
-from offbeat.testing.conformance import interpreted
+from offbeat.testing.conformance import interpret_plan
 
 PROFILE = Profile(
     tuple(Bucket(f"b{b}", 0.01, 0.02, 1000 * (b + 1)) for b in range(4)),
@@ -25,7 +25,7 @@ INF = float("inf")
 
 
 def weights(strategy, optimizer=momentum, iterations=12):
-    return np.array(interpreted(strategy.plan(PROFILE), TASK, 3, iterations, optimizer))
+    return np.array(interpret_plan(strategy.plan(PROFILE), TASK, 3, iterations, optimizer))
 
 
 # ---- identities -----------------------------------------------------------------------------

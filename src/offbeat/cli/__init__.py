@@ -1,4 +1,4 @@
-"""The command line."""
+"""Command line of offbeat."""
 
 from offbeat.cli import doctor, graph  # noqa: F401  # register their commands
 from offbeat.cli.commands import app, main

@@ -1,4 +1,4 @@
-"""Advice on the command line: its table, and what `compare --strategies advised` runs."""
+"""Output of `offbeat advise`, and the strategies of `offbeat compare --strategies advised`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.cli import texts
-from offbeat.cli.sweep import aligned
+from offbeat.cli.sweep import align_columns
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import elsewhere, network_rate_bps
 from offbeat.core.strategy.interface import require_choice
@@ -20,14 +20,14 @@ from offbeat.experiments.advice import Advice, Option, advise, describe_change
 if TYPE_CHECKING:
     from offbeat.experiments.compare import Contestant, Outcome, Setup
 
-SHOWN = 12  # options in the table; JSON has all
+SHOWN = 12  # options in the table; the JSON output has all options
 MEGA = 1e6
-DEFAULT_LINK = "net"  # of a cluster without a file
+DEFAULT_LINK = "net"  # name of the link of a cluster without a file
 COLUMNS = ("", "ms per update", "MB", "stale", "mathematics")
 
 
-def there(profile: Profile, rate: str | None, hosts: int | None) -> Profile:
-    """The profile on other links or another number of ranks; ValueError."""
+def adapt_profile(profile: Profile, rate: str | None, hosts: int | None) -> Profile:
+    """Return the profile for another rate or number of ranks; ValueError for a bad rate."""
     from offbeat.lab.units import parse_rate_bps
 
     rate_bps = None if rate is None else parse_rate_bps(rate, "--rate")
@@ -35,7 +35,7 @@ def there(profile: Profile, rate: str | None, hosts: int | None) -> Profile:
 
 
 def text(advice: Advice, command: str, compute: str | None = None) -> str:
-    """The fastest options, what each changes, and the command that compares some on the model."""
+    """Return the text of `offbeat advise`: table of options, advice, notes, compare command."""
     shown = list(advice.options[:SHOWN])
     shown += [option for option in advice.compared if option not in shown]
     left = len(advice.options) - len(shown)
@@ -50,8 +50,8 @@ def text(advice: Advice, command: str, compute: str | None = None) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned, the last column as it is."""
-    numbers = aligned([row[:-1] for row in rows]).splitlines()
+    """Return the rows with aligned columns, except for the last one."""
+    numbers = align_columns([row[:-1] for row in rows]).splitlines()
     return "\n".join(f"{a}  {row[-1]}" for a, row in zip(numbers, rows, strict=True))
 
 
@@ -63,8 +63,10 @@ def _row(option: Option, advice: Advice) -> list[str]:
 
 
 def command(advice: Advice, profile: Profile, file: Path, device_speed: str | None = None) -> str:
-    """The command that compares some options on the cluster of `profile`, with the profile of
-    `file`. `--hosts` and `--rate` describe one link without delay; anything else needs a file.
+    """Return the command that compares the advised options on the cluster of `profile`.
+
+    It reuses the profile in `file`. `--hosts` and `--rate` can describe one link without delay;
+    other clusters need a cluster file.
     """
     names = ",".join(text_of(option.strategy) for option in advice.compared)
     place = _place(profile) or ["--cluster", "cluster.toml"]
@@ -90,7 +92,7 @@ def _place(profile: Profile) -> list[str] | None:
 
 
 def to_dict(advice: Advice, command: str) -> dict[str, Any]:
-    """JSON-ready form."""
+    """Return the JSON output of `offbeat advise`."""
     return {
         "command": command,
         "advised": text_of(advice.chosen.strategy),
@@ -114,10 +116,13 @@ def to_dict(advice: Advice, command: str) -> dict[str, Any]:
 
 
 @contextmanager
-def measured(
+def open_profile(
     setup: Setup, given: Path | None, *, stderr: bool
 ) -> Iterator[tuple[Path | None, Outcome]]:
-    """A profile's file, the given one or one that is measured now; None if that failed."""
+    """Yield the path of the given or a newly measured profile, and the outcome of the measurement.
+
+    The path is None if the measurement has failed. A new profile is deleted on exit.
+    """
     from offbeat.experiments.compare import Outcome, Progress, measure_profile
 
     if given is not None:
@@ -130,8 +135,13 @@ def measured(
         yield (path if outcome.measured else None), outcome
 
 
-def contestants(profile: Profile, asked: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
-    """What is advised for a profile; `asked` is "advised" or "advised:max_staleness=19"."""
+def advised_contestants(
+    profile: Profile, asked: str, settings: Sequence[str]
+) -> tuple[Contestant, ...]:
+    """Return the advised contestants for a profile.
+
+    `asked` is "advised", possibly with a setting: "advised:max_staleness=19".
+    """
     limit = pairs(asked.split(":")[1:])
     for name in limit:
         require_choice("setting of advised", name, ("max_staleness",))

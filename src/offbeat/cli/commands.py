@@ -1,4 +1,4 @@
-"""The command line; with `texts` the only place that turns names and text into objects."""
+"""Commands, options and entry point of the command line."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from offbeat.core.profile import Profile
 from offbeat.experiments.advice import MAX_STALENESS
 from offbeat.strategies import find, strategy_names
 
-if TYPE_CHECKING:  # the lab, the report and rich are imported by the commands that need them
+if TYPE_CHECKING:  # lab, report and rich are imported only by the commands that need them
     from offbeat.core.sim import Prediction
     from offbeat.experiments.compare import Comparison, Outcome, Setup
     from offbeat.lab import Cluster
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 SCRIPT_COMMANDS = ("run", "profile", "compare", "join")
-MODULE = "-m"  # as of python; what follows is the script's, too
-ADVISED = "advised"  # in place of names of strategies
-PLAIN_WIDTH = 140  # columns of a table that goes into a file
+MODULE = "-m"  # as for python: the module's name and arguments follow
+ADVISED = "advised"  # value of --strategies that stands for the result of `offbeat advise`
+PLAIN_WIDTH = 140  # characters per line of a table if the output is no terminal
 
 app = App(
     name="offbeat",
@@ -44,13 +44,13 @@ app = App(
 
 
 def option(help_: str, *names: str) -> Parameter:
-    """A documented option; flags have no --no- form."""
-    # A value may begin with a hyphen, so that it is the value that is found wrong.
+    """Return the declaration of an option. Flags have no --no- form."""
+    # Accept values that begin with a hyphen, so that errors name a negative number as the value.
     return Parameter(name=names or None, help=help_, negative="", allow_leading_hyphen=True)
 
 
 def number(help_: str, *names: str) -> Parameter:
-    """A documented option that is a whole number."""
+    """Return the declaration of an option whose value is a whole number."""
     return Parameter.combine(option(help_, *names), Parameter(converter=limits.whole))
 
 
@@ -61,7 +61,7 @@ Settings = Annotated[
     list[str] | None, option("Setting of the strategy, as in --set period=5; repeatable.", "--set")
 ]
 ScriptArgs = Annotated[str, Parameter(help="Passed to the script as they are.")]
-Script = Annotated[str, Parameter(help="The training script, or -m and a module.")]
+Script = Annotated[str, Parameter(help="The training script, or -m and the name of a module.")]
 OutDir = Annotated[
     Path | None, option("New directory for the run.  [default: runs/TIME-SCRIPT]", "--out")
 ]
@@ -71,34 +71,36 @@ ReuseProfile = Annotated[
 ]
 DeviceSpeed = Annotated[
     str | None,
-    option("Predict for a device: 20x (of this machine), or 35ms."),
+    option("Predicted device: 20x (of this machine's speed), or 35ms."),
 ]
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Where:
-    """The options of everything that runs a script."""
+    """Options of all commands that run a script."""
 
     hosts: Annotated[int | None, number("Number of hosts.  [default: 4]")] = None
     rate: Annotated[str | None, option("Rate of every link.  [default: 100mbit]")] = None
     servers: Annotated[
-        int, number("So many more hosts, the last ones, that serve (ssp, ps-bsp).")
+        int, number("Number of additional hosts for parameter servers (ssp, ps-bsp).")
     ] = 0
-    cluster: Annotated[Path | None, option("Cluster file (TOML), instead of both.")] = None
+    cluster: Annotated[
+        Path | None, option("Cluster file (TOML), instead of --hosts and --rate.")
+    ] = None
     lab: Annotated[
         Literal["auto", "none"], option("none: loopback, unshaped, no privileges needed.")
     ] = "auto"
-    links: Annotated[
-        str | None, option("With --lab none: interfaces with commas between, as eth0,gloo:eth1.")
-    ] = None
-    seed: Annotated[int, number("OFFBEAT_SEED; one more per repetition.")] = 0
+    links: Annotated[str | None, option("With --lab none: interfaces, as in eth0,gloo:eth1.")] = (
+        None
+    )
+    seed: Annotated[int, number("OFFBEAT_SEED; each repetition adds 1.")] = 0
     secret: Annotated[
         Path | None,
         option("File with the job's secret, instead of OFFBEAT_SECRET; see docs/security.md."),
     ] = None
-    timeout: Annotated[float | None, option("Stop a launch after so many seconds.")] = None
-    wait: Annotated[float, option("Seconds a rank waits for another.")] = 120.0
+    timeout: Annotated[float | None, option("Longest time of a launch, in seconds.")] = None
+    wait: Annotated[float, option("Longest wait for a rank, in seconds.")] = 120.0
     pace: Annotated[
         str | None,
         option(
@@ -108,7 +110,7 @@ class Where:
     ] = None
     min_bucket_bytes: Annotated[
         int | None,
-        number("Least bytes of a bucket.", "--min-bucket"),
+        number("Smallest size of a bucket, in bytes.", "--min-bucket"),
     ] = None
 
 
@@ -130,9 +132,9 @@ def run(
     profile: ReuseProfile = None,
     where: Where = WHERE,
     checkpoint: Annotated[Path | None, option("Folder of checkpoints.")] = None,
-    every: Annotated[int | None, option("Save one after every so many iterations.")] = None,
+    every: Annotated[int | None, option("Iterations between two checkpoints.")] = None,
     resume: Annotated[
-        bool, option("Go on from the newest one; see offbeat.iteration for the script's loop.")
+        bool, option("Resume from the newest checkpoint; see offbeat.iteration for the loop.")
     ] = False,
     out: OutDir = None,
     json_: Json = False,
@@ -164,23 +166,23 @@ def join(
     /,
     *args: ScriptArgs,
     worker: Annotated[
-        int | None, number("Come back as this worker, which has died.", "--as")
+        int | None, number("Take the place of this worker, which has died.", "--as")
     ] = None,
     secret: Annotated[
         Path | None, option("File with the job's secret, instead of OFFBEAT_SECRET.")
     ] = None,
     strategy: Annotated[
-        str | None, option("The job's, if it is not in the script: a2cid2, ad-psgd.")
+        str | None, option("The job's strategy, if the script names none: a2cid2, ad-psgd.")
     ] = None,
     set_: Settings = None,
 ) -> int:
-    """Run a script as one more worker of a job of gossip, whose secret must be the job's.
+    """Run a script as an additional worker of a running gossip job, with the job's secret.
 
     Example: offbeat join --secret secret.txt 10.0.0.1:40123 train.py --steps 100
     """
     from offbeat.experiments.joining import run_joined
 
-    secrets.adopt(secret)
+    secrets.set_secret(secret)
     chosen = None if strategy is None else texts.strategy(strategy, set_)
     return run_joined(address, (script, *args), worker, chosen)
 
@@ -193,18 +195,21 @@ def compare(
     strategies: Annotated[
         str,
         option(
-            "Names with commas between, settings inline: ddp,dreamddp:period=8; or advised: what "
-            "`offbeat advise` names (advised:max_staleness=19)."
+            "Names, separated by commas, with settings: ddp,dreamddp:period=8; or advised: the "
+            "choice of `offbeat advise` (advised:max_staleness=19)."
         ),
     ] = "ddp,local-sgd,dreamddp",
     set_: Annotated[
         list[str] | None,
-        option("Setting of all that have it (period=5) or of one (dreamddp.period=5).", "--set"),
+        option(
+            "Setting of all strategies that have it (period=5), or of one (dreamddp.period=5).",
+            "--set",
+        ),
     ] = None,
-    repeat: Annotated[int, number("Repetitions of each, in turns.")] = 2,
+    repeat: Annotated[int, number("Runs of each strategy, in turns.")] = 2,
     target_loss: Annotated[float | None, option("Report the time to this training loss.")] = None,
     keep_disturbed: Annotated[
-        bool, option("Do not repeat what was disturbed by other programs or by late hosts.")
+        bool, option("Do not repeat runs that other programs or late hosts have disturbed.")
     ] = False,
     profile: ReuseProfile = None,
     device_speed: DeviceSpeed = None,
@@ -228,11 +233,11 @@ def compare(
         return _compare(comparison, out, json_)
     from offbeat.cli import advise as advising
 
-    with advising.measured(setup, profile, stderr=json_) as (path, outcome):
+    with advising.open_profile(setup, profile, stderr=json_) as (path, outcome):
         if path is None:
             return _exit_code(outcome, "no profile was written")
         facts = given_profile(setup, path).profile
-        chosen = advising.contestants(facts, strategies, set_ or [])
+        chosen = advising.advised_contestants(facts, strategies, set_ or [])
         comparison = compared(setup, chosen, repeat, target_loss, path, notes=notes)
         return _compare(comparison, out, json_)
 
@@ -269,10 +274,10 @@ def plan(
     profile: ProfileIn,
     strategy: Annotated[str, option("Name; see `offbeat strategies`.")],
     set_: Settings = None,
-    out: Annotated[Path | None, option("Also write it to this file.", "--output", "-o")] = None,
+    out: Annotated[Path | None, option("File for the plan (JSON).", "--output", "-o")] = None,
     json_: Json = False,
 ) -> int:
-    """Show what a strategy would send when.
+    """Show a strategy's plan: which transfers it sends at which moments.
 
     Example: offbeat plan --profile profile.json --strategy dreamddp --set period=5
     """
@@ -293,30 +298,30 @@ def plan(
 def simulate(
     *,
     profile: ProfileIn,
-    plan: Annotated[Path | None, option("A plan's file, instead of a strategy.")] = None,
+    plan: Annotated[Path | None, option("File with a plan, instead of a strategy.")] = None,
     strategy: Annotated[
-        str | None, option("Name, or several with commas between; see `offbeat strategies`.")
+        str | None, option("One or more names, separated by commas; see `offbeat strategies`.")
     ] = None,
     set_: Settings = None,
     rate: Annotated[
-        str | None, option("Rates of the links instead of those measured: 10mbit,100mbit.")
+        str | None, option("Rates of the links instead of the measured ones: 10mbit,100mbit.")
     ] = None,
-    hosts: Annotated[str | None, option("Numbers of ranks instead of the measured: 4,32.")] = None,
+    hosts: Annotated[str | None, option("Numbers of ranks instead of the profile's: 4,32.")] = None,
     jitter: Annotated[
-        str | None, option("Relative deviations of compute instead of the measured: 0,.1.")
+        str | None, option("Relative deviations of compute instead of the measured one: 0,.1.")
     ] = None,
-    period: Annotated[str | None, option("Periods of strategies that have one: 5,10.")] = None,
-    iterations: Annotated[int | None, option("Simulate so many, at least some periods.")] = None,
+    period: Annotated[str | None, option("Values of the setting `period`: 5,10.")] = None,
+    iterations: Annotated[int | None, option("Least number of iterations to simulate.")] = None,
     csv: Annotated[bool, Parameter("--csv", help="Print a table as CSV.", negative="")] = False,
-    servers: Annotated[int, option("Servers beside the profile's ranks.")] = 1,
+    servers: Annotated[int, option("Number of servers, in addition to the profile's ranks.")] = 1,
     votes: Annotated[
         str | None,
-        option("Share of yes where the plan votes, as .2, or the record of a run (rank0.jsonl)."),
+        option("Share of accepted votes of the plan, such as .2, or a run's record (rank0.jsonl)."),
     ] = None,
     device_speed: DeviceSpeed = None,
     json_: Json = False,
 ) -> int:
-    """Predict the seconds per iteration of a plan or of strategies; lists make a table.
+    """Predict the seconds per iteration of a plan or of strategies, as a table for lists.
 
     Example: offbeat simulate --profile profile.json --strategy dreamddp --period 5,10 --hosts 4,32
     """
@@ -335,39 +340,39 @@ def simulate(
     contestants: list[tuple[dict[str, Any], sweep.Predict]] = []
     if plan is not None:
         made = texts.load_plan(plan, facts)
-        told = {"strategy": made.strategy, "period": made.period}
+        columns = {"strategy": made.strategy, "period": made.period}
         predict = partial(
             sim.predict_plan,
             made,
             iterations=iterations,
             votes=texts.votes(votes, made, facts),
         )
-        contestants = [(told, predict)]
+        contestants = [(columns, predict)]
     else:
         assert strategy is not None
-        named = texts.several(strategy, set_)
+        named = texts.parse_strategies(strategy, set_)
         if servers != 1 and not any(chosen.needs.servers for chosen in named):
             raise ValueError(
                 f"servers ({servers}) must be left out with {strategy}, which trains without them; "
                 "choose one that has servers: ssp, ps-bsp"
             )
         for chosen in sweep.with_periods(named, period):
-            told = {"strategy": str(chosen), "period": getattr(chosen, "period", None)}
-            said = texts.votes(votes, chosen, facts) if votes else None
+            columns = {"strategy": str(chosen), "period": getattr(chosen, "period", None)}
+            outcomes = texts.votes(votes, chosen, facts) if votes else None
             predict = partial(
-                sim.predict, chosen, iterations=iterations, servers=servers, votes=said
+                sim.predict, chosen, iterations=iterations, servers=servers, votes=outcomes
             )
-            contestants.append((told, predict))
-    found = sweep.rows(sweep.Axes.of(rate, hosts, jitter), facts, contestants)
-    said = {"compute": compute.record()}
+            contestants.append((columns, predict))
+    results = sweep.rows(sweep.Axes.of(rate, hosts, jitter), facts, contestants)
+    added = {"compute": compute.record()}
     if csv:
-        print(sweep.csv_text(found))
-    elif len(found) > 1:
-        rows = [{**row, "prediction": row["prediction"].to_dict(), **said} for row in found]
-        _print(json_, rows, sweep.table(found))
+        print(sweep.csv_text(results))
+    elif len(results) > 1:
+        rows = [{**row, "prediction": row["prediction"].to_dict(), **added} for row in results]
+        _print(json_, rows, sweep.table(results))
     else:
-        one = found[0]["prediction"]
-        _print(json_, {**one.to_dict(), **said}, _prediction_text(one))
+        one = results[0]["prediction"]
+        _print(json_, {**one.to_dict(), **added}, _prediction_text(one))
     if compute.text and not json_:
         print(f"note: {compute.text}", file=sys.stderr if csv else sys.stdout)
     return 0
@@ -378,14 +383,14 @@ def advise(
     *,
     profile: ProfileIn,
     max_staleness: Annotated[
-        int, number("Iterations until what a worker has learnt must have reached all others.")
+        int, number("Largest number of iterations until an update has reached all workers.")
     ] = MAX_STALENESS,
-    rate: Annotated[str | None, option("Rate of the links instead of the measured.")] = None,
-    hosts: Annotated[int | None, number("Number of ranks instead of the measured.")] = None,
+    rate: Annotated[str | None, option("Rate of the links instead of the measured one.")] = None,
+    hosts: Annotated[int | None, number("Number of ranks instead of the profile's.")] = None,
     device_speed: DeviceSpeed = None,
     json_: Json = False,
 ) -> int:
-    """Rank strategies and their periods by predicted time; say which ones to compare.
+    """Rank strategies and their periods by predicted time, and recommend some to compare.
 
     Example: offbeat advise --profile profile.json --max-staleness 19 --hosts 8 --rate 50mbit
     """
@@ -395,11 +400,11 @@ def advise(
 
     measured, speed = texts.load_profile(profile), texts.device_speed(device_speed)
     compute = Compute.of(measured, speed)
-    facts = advising.there(measured, rate, hosts)
+    facts = advising.adapt_profile(measured, rate, hosts)
     advice = advised(facts if speed is None else speed.apply(facts), max_staleness=max_staleness)
     command = advising.command(advice, facts, profile, device_speed)
-    told = {**advising.to_dict(advice, command), "compute": compute.record()}
-    _print(json_, told, advising.text(advice, command, compute.text))
+    data = {**advising.to_dict(advice, command), "compute": compute.record()}
+    _print(json_, data, advising.text(advice, command, compute.text))
     return 0
 
 
@@ -452,7 +457,7 @@ def _setup(where: Where, script: str, args: Sequence[str]) -> Setup:
             limits.seconds(name, value, NO_LIMIT_S)
     if where.min_bucket_bytes is not None:
         limits.at_least("--min-bucket", where.min_bucket_bytes, 1, "leave it out")
-    secrets.adopt(where.secret)
+    secrets.set_secret(where.secret)
     return Setup(
         script=(script, *args),
         cluster=cluster,
@@ -468,7 +473,10 @@ def _setup(where: Where, script: str, args: Sequence[str]) -> Setup:
 
 
 def _options_of_script(command: str, args: Sequence[str]) -> tuple[str, ...]:
-    """A note for every option of the command that stands after the script, which gets it."""
+    """Return a note for each option of the command that stands after the script.
+
+    Such options are passed to the script.
+    """
     known = {n for a in app[command].assemble_argument_collection() for n in a.names}
     typed = dict.fromkeys(arg.partition("=")[0] for arg in args)
     return tuple(
@@ -498,7 +506,7 @@ def _workers(where: Where) -> Cluster:
         if hosts is not None:
             limits.at_least("--hosts", hosts, 1, "give the number of hosts", MAX_HOSTS)
         parse_rate_bps(rate, "--rate")
-        # As in a cluster file, so that a mistake reads the same.
+        # As text of a cluster file, so that errors are the same as there.
         short = f"hosts = {4 if hosts is None else hosts}\nrate = {json.dumps(rate or '100mbit')}"
         return Cluster.from_toml(short)
     if where.hosts is not None or where.rate is not None:
@@ -540,8 +548,10 @@ def _exit_code(outcome: Outcome, kept: str) -> int:
 
 
 def _show_run(run_dir: Path, page: Path, json_: bool, logs: str | None = None) -> None:
-    """The table, the winner, where the script's output is, and the report's path; as JSON the
-    contents of summary.json."""
+    """Print the results of a run: table, breakdown, notes, winner, and path of the report.
+
+    With `json_` print the contents of summary.json.
+    """
     from rich.console import Console
 
     from offbeat.experiments import report as reports
@@ -581,7 +591,10 @@ def _print(json_: bool, data: Any, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 failed script, 2 wrong use, 130 Ctrl-C."""
+    """Run one command and return the exit code.
+
+    0: success, 1: the script failed, 2: wrong use, 130: interrupted with Ctrl-C.
+    """
     typed = list(sys.argv[1:] if argv is None else argv)
     try:
         command, bound, *_ = app.parse_args(
@@ -589,33 +602,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return command(*bound.args, **bound.kwargs) or 0
     except KeyboardInterrupt:
-        return _say("interrupted", INTERRUPTED)
+        return _print_error("interrupted", INTERRUPTED)
     except CycloptsError as error:
         where = " ".join(["offbeat", *typed[:1]]) if typed[0] in app else "offbeat"
-        return _say(f"{' '.join(str(error).split())} See `{where} --help`.", WRONG_USE)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        return _print_error(f"{' '.join(str(error).split())} See `{where} --help`.", WRONG_USE)
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
         path = "" if error.filename is None else f"{error.filename}: "
-        return _say(f"{path}{error.strerror or error}; check the path", WRONG_USE)
+        return _print_error(f"{path}{error.strerror or error}; check the path", WRONG_USE)
     except ValueError as error:
-        return _say(str(error), WRONG_USE)
+        return _print_error(str(error), WRONG_USE)
     except RuntimeError as error:
         from offbeat.lab import LabError
 
         if not isinstance(error, LabError):
             raise
-        return _say(str(error), WRONG_USE)
+        return _print_error(str(error), WRONG_USE)
 
 
-def _say(text: str, code: int) -> int:
+def _print_error(text: str, code: int) -> int:
     print(f"offbeat: {text}", file=sys.stderr)
     return code
 
 
 def mark_script(argv: list[str]) -> list[str]:
-    """The arguments with "--" before the script: everything after it stays the script's."""
+    """Insert "--" before the script, so that all arguments after it are passed to the script."""
     if not argv or argv[0] not in SCRIPT_COMMANDS:
         return argv
     if argv[0] == "profile":
@@ -631,7 +644,7 @@ def mark_script(argv: list[str]) -> list[str]:
 
 
 def _output_first(argv: list[str]) -> list[str]:
-    """`profile train.py -o profile.json`: a last -o FILE.json is ours unless one came before."""
+    """Move a final `-o FILE.json` of `profile` before the script, unless one is there already."""
     names = {"-o", "--output"}
     if len(argv) < 4 or not argv[-1].endswith(".json") or argv[-2] not in names:
         return argv

@@ -1,4 +1,4 @@
-"""`offbeat graph`: the constants of gossip on a graph, and its exchanges."""
+"""Command `offbeat graph`: gossip constants and exchange rates of a graph."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def graph(
         str,
         option(
             "complete, ring, star, exponential, torus, random-regular, random-regular:DEGREE, or "
-            "edges as in 0-1,1-2,2-0; measured: what suits the links of --cluster best."
+            "edges as in 0-1,1-2,2-0; measured: the best graph for the links of --cluster."
         ),
     ] = "ring",
     workers: Annotated[int | None, option("Number of workers.  [default: 4]")] = None,
     rate: Annotated[
-        float, option("Exchanges of a worker per unit time, which is a gradient's mean time.")
+        float, option("Exchanges of a worker per unit of time (mean time of a gradient).")
     ] = 1.0,
-    seed: Annotated[int, option("Another seed, another random graph.")] = 0,
-    cluster: Annotated[Path | None, option("measured: cluster file (TOML) with the links.")] = None,
-    mb: Annotated[float, option("measured: megabytes of an exchange, each way.")] = 4.0,
+    seed: Annotated[int, option("Seed of a random graph.")] = 0,
+    cluster: Annotated[Path | None, option("Cluster file (TOML) of topology `measured`.")] = None,
+    mb: Annotated[float, option("Megabytes per exchange and direction, for `measured`.")] = 4.0,
     json_: Json = False,
 ) -> int:
-    """Show a graph of gossip: its constants for A2CiD2, and its exchanges.
+    """Show the exchanges of a gossip graph and its constants for A2CiD2.
 
     Example: offbeat graph --topology ring --workers 16
     """
     from offbeat.gossip import graphs
 
     if topology == "measured" and cluster is not None:
-        made = _suited(cluster, mb, seed)
+        made = _measured_graph(cluster, mb, seed)
         if workers not in (None, len(made)):
             raise ValueError(f"workers ({workers}) must be the hosts of --cluster ({len(made)})")
     elif cluster is not None:
@@ -60,16 +60,16 @@ def graph(
         made = graphs.topology(topology, 4 if workers is None else workers, seed=seed)
     workers = len(made)
     rates = graphs.edge_rates(made, rate)
-    found = graphs.constants(rates, workers)
+    gossip_constants = graphs.constants(rates, workers)
     if json_:
-        print(json.dumps(_data(topology, rate, rates, found, workers), indent=1))
+        print(json.dumps(_data(topology, rate, rates, gossip_constants, workers), indent=1))
     else:
-        print(_text(topology, rate, rates, found, made))
+        print(_text(topology, rate, rates, gossip_constants, made))
     return 0
 
 
-def _suited(cluster: Path, mb: float, seed: int) -> nx.Graph:
-    """The graph with which workers agree fastest if only links limit them."""
+def _measured_graph(cluster: Path, mb: float, seed: int) -> nx.Graph:
+    """Return the graph with the fastest consensus if only the cluster's links limit exchanges."""
     import numpy as np
 
     from offbeat.gossip.measured_graph import measured

@@ -1,4 +1,4 @@
-"""Options that are numbers: what they must be, said with the option, its value and a remedy."""
+"""Checks of numeric options. Errors name the option, its value, its limits and a remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def whole(_: Any, tokens: Sequence[Any]) -> int:
-    """A whole number of an option's text: never a rounded one."""
+    """Return an option's text as a whole number. Raise ValueError instead of rounding."""
     text = tokens[0].value
     try:
         return int(text)
@@ -16,7 +16,7 @@ def whole(_: Any, tokens: Sequence[Any]) -> int:
 
 
 def at_least(option: str, value: int, least: int, remedy: str, most: int | None = None) -> None:
-    """ValueError unless a number is within its limits."""
+    """Raise ValueError unless an option's value is from `least` to `most`."""
     if least <= value and (most is None or value <= most):
         return
     limits = f"at least {least}" if most is None else f"from {least} to {most}"
@@ -24,7 +24,7 @@ def at_least(option: str, value: int, least: int, remedy: str, most: int | None 
 
 
 def seconds(option: str, value: float, most_s: float) -> None:
-    """ValueError unless a duration is above 0 and finite."""
+    """Raise ValueError unless an option's duration is above 0 and at most `most_s` seconds."""
     if not 0 < value <= most_s:
         raise ValueError(
             f"{option} ({value:g}) must be above 0 and at most {most_s:.0f} s; leave it out for "

@@ -1,4 +1,4 @@
-"""The job's secret from a file, never from the command line, which every user can read."""
+"""Option --secret: the job's secret from a file, as every user can read a command line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 READABLE_BY_OTHERS = 0o077
 
 
-def adopt(path: Path | None) -> None:
-    """Let a file's text be the secret of the processes that are started here; nothing without one.
+def set_secret(path: Path | None) -> None:
+    """Set the secret of this process and its children to the text of a file. None: do nothing.
 
-    ValueError for a file that does not exist or says nothing, and for another secret in the
-    variable. A file that others may read is said on stderr.
+    Raises ValueError if the file is missing or empty, or if the environment variable holds another
+    secret. Prints a warning to stderr if other users can read the file.
     """
     if path is None:
         return

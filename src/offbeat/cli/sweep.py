@@ -1,4 +1,4 @@
-"""One simulation for every combination of hosts, rates, jitters, periods and strategies."""
+"""Sweep of `offbeat simulate` over hosts, rates, jitters, periods and strategies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Axes:
-    """What is varied; None alone is what was measured."""
+    """Values of rate, hosts and jitter. The value None stands for the profile's."""
 
     rates: Sequence[str | None]
     hosts: Sequence[int | None]
@@ -31,15 +31,15 @@ class Axes:
 
     @classmethod
     def of(cls, rate: str | None, hosts: str | None, jitter: str | None) -> Axes:
-        """From texts with commas between; ValueError naming the one that is wrong."""
+        """Parse the options, values separated by commas. ValueError names the wrong option."""
         return cls(
-            _listed("rate", rate, _rate),
-            _listed("hosts", hosts, _hosts),
-            _listed("jitter", jitter, _jitter),
+            _parse_list("rate", rate, _parse_rate),
+            _parse_list("hosts", hosts, _parse_hosts),
+            _parse_list("jitter", jitter, _parse_jitter),
         )
 
     def profiles(self, measured: Profile) -> Iterator[tuple[dict[str, Any], Profile]]:
-        """Every combination: its part of the table, and the profile there."""
+        """Yield for each combination its columns of the table, and the profile for it."""
         from offbeat.lab.units import parse_rate_bps
 
         for hosts, rate, jitter in product(self.hosts, self.rates, self.jitters):
@@ -54,15 +54,18 @@ Predict = Callable[[Profile], "Prediction"]
 def rows(
     axes: Axes, measured: Profile, contestants: Sequence[tuple[dict[str, Any], Predict]]
 ) -> list[dict[str, Any]]:
-    """One row for every combination, with the prediction under "prediction"."""
+    """Return one row per combination and contestant, with the prediction in "prediction"."""
     return [
-        {**told, **place, "prediction": predict(profile)}
-        for (place, profile), (told, predict) in product(axes.profiles(measured), contestants)
+        {**columns, **place, "prediction": predict(profile)}
+        for (place, profile), (columns, predict) in product(axes.profiles(measured), contestants)
     ]
 
 
 def with_periods(strategies: Sequence[Strategy], period: str | None) -> list[Strategy]:
-    """Every strategy with every period, those without one once; ValueError if none has one."""
+    """Return each strategy with each period. Strategies without a period occur once.
+
+    Raises ValueError if no strategy has a period.
+    """
     from offbeat.core.strategy.text import with_setting
 
     if period is None:
@@ -70,35 +73,35 @@ def with_periods(strategies: Sequence[Strategy], period: str | None) -> list[Str
     if not any(hasattr(strategy, "period") for strategy in strategies):
         names = ", ".join(strategy.name for strategy in strategies)
         raise ValueError(f"period ({period}) is no setting of {names}; leave it out")
-    found: list[Strategy] = []
+    combined: list[Strategy] = []
     for strategy in strategies:
         if hasattr(strategy, "period"):
-            found += [with_setting(strategy, "period", text) for text in period.split(",")]
+            combined += [with_setting(strategy, "period", text) for text in period.split(",")]
         else:
-            found.append(strategy)
-    return found
+            combined.append(strategy)
+    return combined
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """One row as texts, in the order of `COLUMNS`."""
+    """Return the cells of a row as text, in the order of `COLUMNS`."""
     prediction = row["prediction"]
     values = {**row, **{name: getattr(prediction, name) for name in COLUMNS[-3:]}}
     return [_cell(values[name]) for name in COLUMNS]
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Aligned columns; seconds per iteration."""
-    return aligned([list(COLUMNS), *map(cells, found)])
+    """Return a table of the rows with aligned columns."""
+    return align_columns([list(COLUMNS), *map(cells, found)])
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns of even width, the first one to the left."""
+def align_columns(lines: Sequence[Sequence[str]]) -> str:
+    """Return the lines with columns of equal width, the first column left-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(_aligned(line, widths) for line in lines)
+    return "\n".join(_align_line(line, widths) for line in lines)
 
 
 def csv_text(found: Iterable[dict[str, Any]]) -> str:
-    """The same with commas; unknown and unset fields are empty."""
+    """Return the rows as CSV. Unknown and unset cells are empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -106,7 +109,7 @@ def csv_text(found: Iterable[dict[str, Any]]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+def _align_line(line: Sequence[str], widths: Sequence[int]) -> str:
     first, *rest = zip(line, widths, strict=True)
     return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)])
 
@@ -117,14 +120,14 @@ def _cell(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-# --- texts to values -----------------------------------------------------------------------------
+# --- parsing of options --------------------------------------------------------------------------
 
 
-def _listed(name: str, text: str | None, parse: Callable[[str, str], Any]) -> list[Any]:
+def _parse_list(name: str, text: str | None, parse: Callable[[str, str], Any]) -> list[Any]:
     return [None] if text is None else [parse(name, item.strip()) for item in text.split(",")]
 
 
-def _rate(_name: str, text: str) -> str:
+def _parse_rate(_name: str, text: str) -> str:
     from offbeat.lab.units import format_rate, parse_rate_bps
 
     rate_bps = parse_rate_bps(text)
@@ -133,13 +136,13 @@ def _rate(_name: str, text: str) -> str:
     return format_rate(rate_bps)
 
 
-def _hosts(name: str, text: str) -> int:
+def _parse_hosts(name: str, text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 2:
         raise ValueError(f"{name} ({text!r}) must be integers of at least 2, as in 4,32")
     return int(text)
 
 
-def _jitter(name: str, text: str) -> float:
+def _parse_jitter(name: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Text of the command line to objects: strategies, settings, contestants, files."""
+"""Parsing of command-line text: strategies, settings, contestants, files."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:  # imported by the commands that need it
 
 
 def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
-    """Contestants of "ddp,dreamddp:period=8" and of --set texts; settings inline win.
+    """Return the contestants of names such as "ddp,dreamddp:period=8" and of --set texts.
 
-    ValueError for a strategy or setting that does not exist, with the nearest one.
+    Settings in `names` override those of --set. Raises ValueError for an unknown strategy or
+    setting and names the most similar one.
     """
     from offbeat.experiments.compare import Contestant
 
@@ -36,7 +37,7 @@ def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
     known = {name: setting_names(name) for name in chosen}
     shared: dict[str, dict[str, str]] = {name: {} for name in chosen}
     for key, text in pairs(settings).items():
-        for name, setting in _addressed(key, known):
+        for name, setting in _resolve_key(key, known):
             shared[name][setting] = text
     return tuple(
         Contestant("-".join([name, *inline]), create_from_texts(name, shared[name] | pairs(inline)))
@@ -44,8 +45,11 @@ def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
     )
 
 
-def _addressed(key: str, known: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """(strategy, setting) of `dreamddp.period`, or of `period` for all strategies that have it."""
+def _resolve_key(key: str, known: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """Return the (strategy, setting) pairs that the key of a --set text refers to.
+
+    `dreamddp.period` refers to one strategy, `period` to all strategies with this setting.
+    """
     scope, _, setting = key.rpartition(".")
     if scope:
         require_choice("strategy of --set", scope, known)
@@ -55,21 +59,24 @@ def _addressed(key: str, known: Mapping[str, Sequence[str]]) -> list[tuple[str, 
     return [(name, key) for name in known if key in known[name]]
 
 
-def several(names: str, settings: Sequence[str] | None) -> list[Strategy]:
-    """Strategies of "ddp,dreamddp:period=8"; a single name takes all settings."""
+def parse_strategies(names: str, settings: Sequence[str] | None) -> list[Strategy]:
+    """Return the strategies of names such as "ddp,dreamddp:period=8".
+
+    A single name gets all settings.
+    """
     if "," not in names and ":" not in names:
         return [strategy(names, settings)]
     return [contestant.strategy for contestant in contestants(names, settings or [])]
 
 
 def load_profile(path: Path) -> Profile:
-    """A profile's file; ValueError naming it."""
+    """Load a profile from a file. A ValueError names the file."""
     require_file(path, "measure one with `offbeat profile`")
     return Profile.load(path)
 
 
 def load_plan(path: Path, facts: Profile) -> Plan:
-    """A plan's file, checked against the profile; ValueError naming the file."""
+    """Load a plan from a file and check it against the profile. A ValueError names the file."""
     require_file(path, "write one with `offbeat plan -o`")
     try:
         plan = Plan.from_dict(json.loads(path.read_text()))
@@ -80,7 +87,7 @@ def load_plan(path: Path, facts: Profile) -> Plan:
 
 
 def pace(text: str | None) -> float | Literal["auto", "none"] | None:
-    """A number, "auto" or "none"; ValueError on anything else."""
+    """Parse the option --pace: a number, "auto" or "none"."""
     if text is None or text == "auto" or text == "none":
         return text
     try:
@@ -92,7 +99,7 @@ def pace(text: str | None) -> float | Literal["auto", "none"] | None:
 
 
 def device_speed(text: str | None) -> DeviceSpeed | None:
-    """ "20x" or "35ms"; ValueError on anything else."""
+    """Parse the option --device-speed, such as "20x" or "35ms"."""
     if text is None:
         return None
     help_ = "write 20x (of the measured machine) or 35ms (compute per iteration)"
@@ -106,8 +113,10 @@ def device_speed(text: str | None) -> DeviceSpeed | None:
 
 
 def votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Votes:
-    """What the votes of a strategy or plan say: a share of yes, or what a run's record holds;
-    ValueError."""
+    """Return the results of a strategy's or plan's votes from the option --votes.
+
+    The text is the share of accepted votes, or the path of a run's record with votes.
+    """
     if text is None:
         return {}
     names = _vote_names(chosen, facts)
@@ -132,6 +141,6 @@ def _vote_names(chosen: Strategy | Plan, facts: Profile) -> Sequence[str]:
 
 
 def require_file(path: Path, remedy: str) -> None:
-    """ValueError unless the file exists."""
+    """Raise ValueError unless the file exists."""
     if not path.is_file():
         raise ValueError(f"file ({path}) must exist; {remedy}")

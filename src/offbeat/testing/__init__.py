@@ -1,1 +1,1 @@
-"""For authors of strategies: equations, and the conformance suite of every strategy."""
+"""Tests for authors of strategies: equations and the conformance suite."""

@@ -1,4 +1,4 @@
-"""What every strategy must pass, also one that is not ours. Each function raises AssertionError.
+"""Conformance suite of strategies, for any package. Failed checks raise AssertionError.
 
 from offbeat.testing.conformance import conforms
 conforms(MyStrategy(), profile)
@@ -25,7 +25,16 @@ TOLERANCE = 1e-12
 
 
 def conforms(strategy: Strategy, profile: Profile, *, ranks: Sequence[int] = (2, 3)) -> None:
-    """Everything below."""
+    """Run all checks of this module.
+
+    Args:
+        strategy: the strategy.
+        profile: profile for which it plans.
+        ranks: numbers of ranks for which the plan is compared with the equations.
+
+    Raises:
+        AssertionError: a check has failed.
+    """
     plan_is_sound(strategy, profile)
     plan_is_pure(strategy, profile)
     moves_everything(strategy.plan(profile))
@@ -34,7 +43,16 @@ def conforms(strategy: Strategy, profile: Profile, *, ranks: Sequence[int] = (2,
 
 
 def plan_is_sound(strategy: Strategy, profile: Profile) -> None:
-    """`check` finds nothing, and the bound is a time."""
+    """Check that a plan is valid and that its bound is finite and the strategy's.
+
+    Args:
+        strategy: the strategy.
+        profile: profile for which it plans.
+
+    Raises:
+        AssertionError: `offbeat.plan.check` reports a problem, or name or bound of the plan
+            differ from those of the strategy.
+    """
     plan = strategy.plan(profile)
     problems = check(plan, profile)
     assert not problems, f"{strategy}: {problems[0]}"
@@ -45,7 +63,16 @@ def plan_is_sound(strategy: Strategy, profile: Profile) -> None:
 
 
 def plan_is_pure(strategy: Strategy, profile: Profile) -> None:
-    """Equal inputs give equal plans, also after a journey through JSON: so do equal ranks."""
+    """Check that equal inputs give equal plans, so that all ranks have the same plan.
+
+    Args:
+        strategy: the strategy.
+        profile: profile for which it plans.
+
+    Raises:
+        AssertionError: a plan differs the second time, after profile or plan have been converted to
+            JSON and back, or for a strategy that was created from the same settings.
+    """
     plan = strategy.plan(profile)
     assert strategy.plan(profile) == plan, f"{strategy} plans differently the second time"
     sent = Profile.from_dict(json.loads(json.dumps(profile.to_dict())))
@@ -59,8 +86,14 @@ def plan_is_pure(strategy: Strategy, profile: Profile) -> None:
 
 
 def moves_everything(plan: Plan) -> None:
-    """In every cycle each bucket's gradients or parameters are moved whole, as often as each
-    other; and an all-reduce in halves has both."""
+    """Check that a cycle of the plan moves each bucket's gradients or parameters completely.
+
+    Args:
+        plan: the plan.
+
+    Raises:
+        AssertionError: a bucket is moved less than once or a fractional number of times per cycle.
+    """
     moved = shares(plan)
     for bucket in range(plan.buckets):
         counts = [moved[buffer, bucket] for buffer in ("grad", "param")]
@@ -70,8 +103,15 @@ def moves_everything(plan: Plan) -> None:
 
 
 def shares(plan: Plan) -> Counter[tuple[str, int]]:
-    """(kind, bucket) -> how often it is moved in a cycle, slices as fractions, halves once; a copy
-    of the parameters counts as them."""
+    """Count how often a cycle of a plan moves each bucket.
+
+    Args:
+        plan: the plan.
+
+    Returns:
+        Number of moves by (kind of buffer, bucket). A slice counts as its fraction. The two halves
+        of an all-reduce count once. Copies of the parameters count as "param".
+    """
     moved: Counter[tuple[str, int]] = Counter()
     for t in plan.transfers:
         if t.verb == "reduce_scatter":
@@ -92,13 +132,23 @@ def equals_equations(
     optimizers: Sequence[Optimizer] = (momentum, rmsprop),
     seed: int = 0,
 ) -> None:
-    """The plan, interpreted, trains with the weights that the strategy's equations give, whatever
-    the order in which workers take turns."""
+    """Check that an interpreted plan computes the same weights as the strategy's equations.
+
+    Args:
+        strategy: the strategy.
+        profile: profile for which it plans.
+        ranks: number of ranks.
+        optimizers: update rules to compare.
+        seed: seed of the task and of the order in which workers are interpreted.
+
+    Raises:
+        AssertionError: weights differ by more than `TOLERANCE`.
+    """
     plan = strategy.plan(profile)
     iterations = plan.prologue + 2 * plan.period + Program(plan).lag + 1
     task = Task([1 + (5 * b + seed) % 7 for b in range(plan.buckets)], seed)
     for optimizer in optimizers:
-        trained = interpreted(plan, task, ranks, iterations, optimizer, seed=seed)
+        trained = interpret_plan(plan, task, ranks, iterations, optimizer, seed=seed)
         world, advance = NumpyWorld(task, ranks, optimizer), strategy.equations(plan)
         for iteration in range(iterations):
             apart = float(abs(trained[iteration] - world.weights).max())
@@ -110,7 +160,7 @@ def equals_equations(
             advance(world, iteration)
 
 
-def interpreted(
+def interpret_plan(
     plan: Plan,
     task: Task,
     ranks: int,
@@ -119,7 +169,19 @@ def interpreted(
     *,
     seed: int | None = None,
 ) -> list[Array]:
-    """Per iteration the weights (rank, element) that a plan's forwards use."""
+    """Interpret a plan in numpy and record the weights of each forward.
+
+    Args:
+        plan: the plan.
+        task: sizes, initial weights and gradients of the buckets.
+        ranks: number of ranks.
+        iterations: number of iterations.
+        optimizer: update rule.
+        seed: seed of the order in which workers are interpreted; None: a fixed order.
+
+    Returns:
+        Weights [ranks, elements] of each iteration's forwards.
+    """
     used = [np.full((ranks, task.offsets[-1]), np.nan) for _ in range(iterations)]
 
     def gradient(rank: int, iteration: int, buckets: range, weights: Array) -> Array:

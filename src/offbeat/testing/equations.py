@@ -1,4 +1,4 @@
-"""Equations that a strategy's plan must compute, for `Strategy.equations`."""
+"""Reference equations for `Strategy.equations`, which a strategy's plan must compute."""
 
 from offbeat.core.verify.equations import (
     Changes,
