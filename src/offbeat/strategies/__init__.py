@@ -1,4 +1,4 @@
-"""Strategies: one file per method. Names are imported when they are first used."""
+"""Strategies: one module per method, imported when its class is first used."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ for _path in (*BUILT_IN.values(), *FORMER.values()):
 
 
 def __getattr__(name: str) -> Any:
-    """Import a strategy when it is first used."""
+    """Import a strategy class on first access."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

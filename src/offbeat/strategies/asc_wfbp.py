@@ -1,4 +1,4 @@
-"""ASC-WFBP: gradients leave at once, beside messages that are still under way."""
+"""ASC-WFBP: gradients sent as soon as they exist, in simultaneous messages."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from offbeat.strategies.wfbp import gradients_when_ready, message_seconds
 
 @dataclass(frozen=True)
 class ASCWFBP(Wired):
-    """WFBP that sends a second message beside the first instead of after it.
+    """Send gradients as WFBP does, with several messages at the same time.
 
-    Messages take the channels of the default link in turn. A bucket joins the message before it
-    only if that one still waits for its channel; otherwise both are sent at the same time. What
-    channels lose to each other is the profile's `contention`.
+    Messages use the channels of the default link in turn. A bucket is fused with the previous
+    message only if that message still waits for its channel. Otherwise both messages are in flight
+    together. The profile's `contention` describes how much simultaneous channels slow each other
+    down.
     """
 
     groups: int = 2
-    """Channels of the default link that messages take in turn."""
+    """Number of channels of the default link. Messages use them in turn."""
 
     name: ClassVar[str] = "asc-wfbp"
     citation: ClassVar[str] = (
@@ -47,7 +48,8 @@ class ASCWFBP(Wired):
         return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
-        """`max(F + B, C / rate)`, rate: the most that any number of the channels carry."""
+        """Return `max(F + B, C / rate)`; `rate` is the highest total rate of any number of
+        channels."""
         slowest = profile.slowest()
         speeds = channel_speeds(slowest, self.groups)
         rate = max(count * speed for count, speed in enumerate(speeds, start=1))
@@ -57,6 +59,6 @@ class ASCWFBP(Wired):
 
 
 def channel_speeds(profile: Profile, channels: int) -> list[float]:
-    """Speed of each of 1, 2, ... channels of the default link while all of them carry messages."""
+    """Return the speed of each channel of the default link while 1, 2, ... channels are in use."""
     link = profile.default_link.name
     return [profile.speed(link, [link] * others) for others in range(channels)]

@@ -1,4 +1,4 @@
-"""BSP: every gradient is averaged after backward, then everyone steps."""
+"""BSP: one average of all gradients after backward, before the step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BSP(Wired):
 
 
 def all_gradients(profile: Profile, phases: list[int] | range) -> Transfer:
-    """The one transfer of BSP, active in some phases."""
+    """Return BSP's transfer of all gradients, active in `phases`."""
     size = len(profile.buckets)
     return transfer(
         "grad",

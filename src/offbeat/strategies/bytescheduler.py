@@ -1,4 +1,4 @@
-"""ByteScheduler: slices of gradients, the input side's first, as long as credit lasts."""
+"""ByteScheduler: slices of gradients in forward order, in flight up to a credit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from offbeat.strategies.slices import (
     ELEMENT_BYTES,
     Prioritized,
     Update,
-    by_priority,
     fastest,
     forward_plan,
     sizes_to_try,
+    slices_by_priority,
 )
 
 TUNED = "use None to have it tuned"
@@ -23,21 +23,22 @@ TUNED = "use None to have it tuned"
 
 @dataclass(frozen=True)
 class ByteScheduler(Prioritized):
-    """Slices of gradients, those first whose next forward comes first.
+    """Send slices of gradients by priority, first the bucket whose next forward comes first.
 
-    While less than a credit is in flight, the ready slice nearest the input side is sent. The next
-    forward of a bucket waits only for its own slices and comes right after its optimizer step.
-    Small buckets are never fused.
+    While the elements in flight are below a credit, the ready slice nearest the input side is sent.
+    The next forward of a bucket waits only for the slices of this bucket, and the optimizer updates
+    the bucket immediately before that forward. Small buckets are not fused.
     """
 
     partition_elements: int | None = None
-    """Most elements of 4 bytes in a slice; None: tuned by simulation. The paper has 4,000,000."""
+    """Largest number of 4-byte elements in a slice; None: tuned by simulation. The paper uses
+    4,000,000."""
     credit_elements: int | None = None
-    """Most elements in flight; 1 sends one slice at a time, None: tuned. The paper has
-    16,000,000."""
+    """Largest number of elements in flight; 1: one slice at a time; None: tuned by simulation. The
+    paper uses 16,000,000."""
     update: Update = "on_arrival"
-    """What the gradients' arrival does: the update at once (`on_arrival`), or nothing before
-    `optimizer.step()` (`at_step`), for scripts that clip or read gradients before it."""
+    """Time of the updates: before the next forward of each bucket (`on_arrival`), or in
+    `optimizer.step()` (`at_step`), for scripts that clip or read gradients before the step."""
 
     name: ClassVar[str] = "bytescheduler"
     citation: ClassVar[str] = (
@@ -54,7 +55,9 @@ class ByteScheduler(Prioritized):
     def schedule(self, profile: Profile) -> Plan:
         slowest = profile.slowest()
         tried = self._settings_to_try(slowest)
-        orders = [by_priority(slowest, size, ELEMENT_BYTES * credit) for size, credit in tried]
+        orders = [
+            slices_by_priority(slowest, size, ELEMENT_BYTES * credit) for size, credit in tried
+        ]
         best = fastest(orders, slowest)
         size, credit = tried[best]
         facts = (
@@ -64,7 +67,7 @@ class ByteScheduler(Prioritized):
         return forward_plan(self.name, profile, orders[best], facts, self.update)
 
     def _settings_to_try(self, profile: Profile) -> list[tuple[int, int]]:
-        """Pairs of partition and credit, in elements: one slice at a time, or more."""
+        """Return pairs of slice size and credit, in elements, that tuning compares."""
         partition, credit = self.partition_elements, self.credit_elements
         return [
             (size, in_flight)

@@ -1,4 +1,4 @@
-"""DDP: torch's own DistributedDataParallel, untouched, the yardstick of every comparison."""
+"""DDP: torch's own DistributedDataParallel, unchanged, as the reference of comparisons."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DDP(Strategy):
-    """torch's own `DistributedDataParallel`, with the bucket cap of your choice.
+    """torch's own `DistributedDataParallel`, with a configurable bucket cap.
 
-    The plan only describes what DDP does by itself, for prediction.
+    The plan describes the communication of DDP for predictions only.
     """
 
     bucket_cap_mb: float | Literal["tuned"] | None = None
-    """Cap of torch's buckets in MiB; None: torch's default (25, the first bucket 1), `tuned`: the
-    fastest by simulation."""
+    """Cap of torch's buckets in MiB; None: torch's default (25, the first bucket 1); `tuned`: the
+    cap with the shortest predicted iteration."""
 
     name: ClassVar[str] = "ddp"
     citation: ClassVar[str] = "Li et al., PyTorch Distributed, VLDB 2020"
@@ -59,8 +59,11 @@ class DDP(Strategy):
         return gradients_when_ready(self.name, profile, groups)
 
     def cap_mb(self, profile: Profile) -> float | None:
-        """The cap to give to torch, in MiB; "tuned" tries every run of buckets from the output
-        side as the size of the first message and keeps the one that ends earliest."""
+        """Return the bucket cap in MiB for torch; None for torch's default.
+
+        With "tuned", the size of each run of buckets from the output side is a candidate. The
+        candidate with the earliest end of all messages wins.
+        """
         if self.bucket_cap_mb != "tuned":
             return self.bucket_cap_mb
         slowest, message_s = profile.slowest(), message_seconds(profile)
@@ -73,7 +76,7 @@ class DDP(Strategy):
         return min(sorted(caps), key=end_s) / MIB
 
     def open(self, job: TrainingJob) -> Session:
-        if job.observation.then_stop:  # only a profile is measured
+        if job.observation.then_stop:  # the job only measures a profile
             return super().open(job)
         from offbeat.core.runtime.ddp_session import open_ddp_session
 

@@ -1,4 +1,4 @@
-"""DeAR: an all-reduce in two halves, one under backward, the other under the next forward."""
+"""DeAR: reduce-scatter under backward, all-gather under the next forward."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from offbeat.strategies.solvers import Fusion, cap_fusion
 
 @dataclass(frozen=True)
 class DeAR(Wired):
-    """Reduce-scatter under backward, all-gather under the next forward.
+    """Split each all-reduce: reduce-scatter under backward, all-gather under the next forward.
 
-    Groups of neighbouring buckets are reduce-scattered as soon as their gradients exist; the
-    step waits for that. Then they are all-gathered under the next forward, the input side first,
-    and each is stepped when it has landed.
+    Groups of neighbouring buckets are reduce-scattered as soon as their gradients exist. The step
+    waits for all reduce-scatters. The groups are then all-gathered under the next forward, input
+    side first, and each group is updated when its all-gather has completed.
 
-    The paper launches a group's all-gather when the forward reaches the group before; here all of
-    them are queued at the step. That is never later, and no rank's forward is needed for another
-    to finish its updates (to evaluate or to save, say). With `update="at_step"` groups are
-    all-reduced under backward instead; only those may travel as codes (`wire`).
+    The paper starts the all-gather of a group when the forward reaches the group before it. Here
+    the step queues all of them. They never start later than in the paper, and a rank can finish its
+    updates, for example to evaluate or to save, while other ranks are not in forward. With
+    `update="at_step"`, groups are all-reduced under backward instead; only this variant supports a
+    codec (`wire`).
     """
 
     fusion_bytes: int | None = None
-    """A group of buckets is closed as soon as it holds so many bytes; 1 fuses nothing, None: tuned
-    by simulation."""
+    """Size at which a group of buckets is closed; 1: no fusion; None: tuned by simulation."""
     update: Update = "on_arrival"
-    """What the gradients' arrival does: the update at once (`on_arrival`), or nothing before
-    `optimizer.step()` (`at_step`), for scripts that clip or read gradients before it."""
+    """Time of the updates: when the all-gather of a group has completed (`on_arrival`), or in
+    `optimizer.step()` (`at_step`), for scripts that clip or read gradients before the step."""
 
     name: ClassVar[str] = "dear"
     citation: ClassVar[str] = (
@@ -79,8 +79,12 @@ class DeAR(Wired):
         return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
-        """`max(B, C_1) + max(F, C_2)` with the update: the step parts the two halves, and each
-        has its own side of the compute to hide under. At the step there are no halves."""
+        """Return `max(B, C_1) + max(F, C_2)`, where the update is part of F.
+
+        The step separates the two halves, so each half overlaps only with backward or only with
+        forward. With `update="at_step"` messages have no halves, and the bound of synchronous
+        methods applies.
+        """
         if self.update == "at_step":
             return synchronous_bound_s(profile, fused=True)
         slowest, everything = profile.slowest(), range(len(profile.buckets))
@@ -91,8 +95,9 @@ class DeAR(Wired):
         )
 
 
-def decoupled_s(groups: Sequence[range], profile: Profile) -> float:
-    """Seconds of an iteration, from the start of backward to the end of the next forward."""
+def decoupled_iteration_s(groups: Sequence[range], profile: Profile) -> float:
+    """Return the seconds of an iteration, from the start of backward to the end of the next
+    forward."""
     compute = compute_of(profile)
     scattered_s = 0.0
     for group in groups:
@@ -107,11 +112,13 @@ def decoupled_s(groups: Sequence[range], profile: Profile) -> float:
 
 
 def _best_cap_bytes(profile: Profile) -> int:
-    """Of the sizes of the runs from the output side, the cap with the shortest iteration; ties
-    go to the largest."""
+    """Return the cap with the shortest iteration; ties go to the largest cap.
+
+    Candidates are the sizes of the runs of buckets from the output side.
+    """
     sizes = [bucket.size_bytes for bucket in profile.buckets]
     caps = sorted({max(total, 1) for total in (1, *accumulate(sizes))}, reverse=True)
-    return min(caps, key=lambda cap: decoupled_s(cap_fusion(sizes, cap), profile))
+    return min(caps, key=lambda cap: decoupled_iteration_s(cap_fusion(sizes, cap), profile))
 
 
 def _reduce_scatters(groups: Fusion, link: str) -> tuple[Transfer, ...]:
@@ -129,12 +136,12 @@ def _reduce_scatters(groups: Fusion, link: str) -> tuple[Transfer, ...]:
 
 
 def _all_reduces(groups: Fusion, link: str) -> tuple[Transfer, ...]:
-    """Both halves at once, where the step needs the whole."""
+    """Return one all-reduce per group in place of its two halves."""
     return tuple(replace(half, verb="all_reduce") for half in _reduce_scatters(groups, link))
 
 
 def _all_gathers(groups: Fusion, link: str) -> tuple[Transfer, ...]:
-    """In forward order: from the input side to the output side."""
+    """Return the all-gathers in forward order: from the input side to the output side."""
     return tuple(
         Transfer(
             Payload("grad", group),

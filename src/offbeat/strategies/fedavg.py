@@ -1,4 +1,4 @@
-"""FedAvg: rounds of local steps, after which some of the workers are averaged."""
+"""FedAvg: rounds of local steps, each followed by an average of some workers."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ STEP, END = Moment("step"), Moment("end")
 class FedAvg(Wired):
     """Average a fraction of the workers after every round of local steps; all receive the average.
 
-    The workers are drawn anew in each round, and weighted by their samples. Where their data differ
-    in size, the lengths may be a number per worker. All ranks iterate alike: a round is as long as
-    its longest worker takes, and a worker that has done its steps drops the gradients of the
-    iterations that are left. All take part in the all-reduce, drawn or not, so `fraction` changes
-    what is learnt and not what is sent.
+    Each round draws its workers at random and weights them by their samples. Steps can differ
+    between workers whose data differ in size. All ranks run the same number of iterations per
+    round, that of the worker with the most steps. A worker that has done its steps discards its
+    gradients for the rest of the round. Every worker takes part in the all-reduce, so `fraction`
+    changes the average but not the bytes sent.
     """
 
     fraction: float = 1.0
-    """C: the share of the workers that is drawn for each round."""
+    """C: share of the workers that is drawn for each round."""
     local_steps: int | tuple[int, ...] | None = None
-    """Steps of a round, or a number per worker (`2/5`); None: 5, unless `epoch_share` says it."""
+    """Steps of a round: one number, or one per worker (`2/5`); None: 5, or derived from
+    `epoch_share`."""
     epoch_share: float | None = None
-    """E: the length of a round as a share of an epoch, as .25."""
+    """E: length of a round as a share of an epoch, such as .25."""
     steps_per_epoch: int | tuple[int, ...] | None = None
-    """Iterations of an epoch, or a number per worker; needed with `epoch_share`."""
+    """Iterations of an epoch: one number, or one per worker; required with `epoch_share`."""
     samples: tuple[float, ...] | None = None
-    """Weight of every worker in the average (`100/250`); None: all the same."""
+    """Weight of each worker in the average (`100/250`); None: equal weights."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the random draws of workers."""
     state: StatePolicy = "local"
-    """What becomes of optimizer state at an average, as in `LocalSGD`; averaged, it is weighted
-    alike."""
+    """Treatment of optimizer state at an average, as in `LocalSGD`; `averaged` state has the same
+    weights as the parameters."""
 
     name: ClassVar[str] = "fedavg"
     synchronous: ClassVar[bool] = False
@@ -88,7 +89,7 @@ class FedAvg(Wired):
 
     @property
     def round_steps(self) -> int | tuple[int, ...]:
-        """Local steps in a round, of all workers or of each."""
+        """Local steps of a round: one number for all workers, or one per worker."""
         if self.epoch_share is None:
             return self.local_steps or LOCAL_STEPS
         assert self.steps_per_epoch is not None
@@ -103,7 +104,8 @@ class FedAvg(Wired):
         return steps if isinstance(steps, int) else max(steps)
 
     def counts(self, workers: int) -> tuple[float, ...]:
-        """Samples of every worker; ValueError unless there is one number for each."""
+        """Return the samples of every worker. Raise ValueError if `samples` has another number of
+        entries."""
         counts = self.samples or (1.0,) * workers
         _require_one_each("samples", counts, workers)
         return counts
@@ -145,7 +147,8 @@ class FedAvg(Wired):
         )
 
     def steps(self, workers: int) -> tuple[int, ...]:
-        """Of every worker; ValueError unless there is one number for each."""
+        """Return the local steps of every worker. Raise ValueError if the setting has another
+        number of entries."""
         steps = self.round_steps
         if isinstance(steps, int):
             return (steps,) * workers
@@ -168,7 +171,8 @@ class FedAvg(Wired):
 
 
 def _updates(everything: range, phases: range, steps: Sequence[int]) -> list[Apply]:
-    """The steps of those who have some left in these phases; the others drop their gradients."""
+    """Return the updates of the workers with steps left in `phases`; the others clear their
+    gradients."""
     update = local(len(everything), STEP, phases)
     left = tuple(rank for rank, count in enumerate(steps) if count >= phases.stop)
     done = tuple(rank for rank in range(len(steps)) if rank not in left)
@@ -186,7 +190,7 @@ def _require_one_each(name: str, numbers: Sequence[float], workers: int) -> None
 
 
 def _counts(name: str, given: Any) -> int | tuple[int, ...] | None:
-    """A count or one per worker, whatever JSON has made of it; ValueError unless at least 1."""
+    """Return a count, or a tuple of counts from a list; raise ValueError if a count is below 1."""
     each = given if isinstance(given, (list, tuple)) else (given,)
     for count in each if given is not None else ():
         require_count(name, count)
@@ -198,7 +202,7 @@ def _counts(name: str, given: Any) -> int | tuple[int, ...] | None:
 
 
 def _numbers(samples: Sequence[float] | None) -> tuple[float, ...] | None:
-    """Sample counts as a tuple, whatever JSON has made of it; ValueError unless above 0."""
+    """Return sample counts as a tuple; raise ValueError unless all are finite and above 0."""
     if samples is None:
         return None
     numbers = tuple(map(float, samples))

@@ -1,4 +1,4 @@
-"""Former names of strategies, which warn for one release."""
+"""Former names of strategies: they emit a FutureWarning for one release."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def PSSelSync(  # noqa: N802
     aggregate: Literal["parameters", "gradients"] = "parameters",
     silent_s: float | None = None,  # noqa: ARG001
 ) -> SelSync:
-    """Warn, and return `SelSync` with the same settings. Without servers `silent_s` has no use."""
+    """Emit a FutureWarning and return `SelSync` with the same settings. `silent_s` has no effect
+    without servers."""
     warnings.warn(
         "ps-selsync (PSSelSync) runs selsync, which computes the same without servers, and will be "
         "removed in the next release; use selsync (SelSync), and leave --servers and silent_s out",

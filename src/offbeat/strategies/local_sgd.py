@@ -1,4 +1,4 @@
-"""Local SGD: local steps, and an average of the whole model once per period."""
+"""Local SGD: local steps and one average of the whole model per period."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ class LocalSGD(Wired):
     """Average parameters after every `period` local steps (FLSGD)."""
 
     period: int = 5
-    """Local steps from one average to the next."""
+    """Local steps between two averages."""
     warmup: int = 0
-    """So many iterations of BSP come first (post-local SGD)."""
+    """Number of BSP iterations before the first period (post-local SGD)."""
     state: StatePolicy = "local"
-    """What becomes of optimizer state at an average: it stays `local`, is `averaged` too (more
-    bytes), or begins anew (`reset`)."""
+    """Treatment of optimizer state at an average: keep it (`local`), average it too (`averaged`,
+    more bytes), or clear it (`reset`)."""
     outer: OuterSGD | None = None
-    """An optimizer that steps on what every average has changed (DiLoCo), as OuterSGD(0.8, 0.3) or
-    `0.8/0.3`; two more copies of the parameters. None: the average itself."""
+    """Optimizer that applies the change of every average as a step (DiLoCo), such as OuterSGD(0.8,
+    0.3) or `0.8/0.3`; it needs two more copies of the parameters. None: parameters become the
+    average."""
 
     name: ClassVar[str] = "local-sgd"
     synchronous: ClassVar[bool] = False
@@ -73,8 +74,11 @@ class LocalSGD(Wired):
         return plan if self.outer is None else self._with_outer(plan, self.outer, profile)
 
     def _with_outer(self, plan: Plan, outer: OuterSGD, profile: Profile) -> Plan:
-        """The outer steps begin where the warm-up ends, from an average: momentum that is resumed
-        differs, and so do replicas then."""
+        """Add the outer optimizer, and an average of the parameters at the end of the warm-up.
+
+        Without this average, replicas whose resumed momentum differs would start the outer steps
+        from different parameters.
+        """
         plan = with_outer(plan, outer, profile)
         if not self.warmup:
             return plan

@@ -1,4 +1,4 @@
-"""P3: small slices of gradients, the input side's first, one in flight."""
+"""P3: small slices of gradients in forward order, one in flight."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import ClassVar
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import require_count
-from offbeat.strategies.slices import Prioritized, Update, by_priority, forward_plan
+from offbeat.strategies.slices import Prioritized, Update, forward_plan, slices_by_priority
 
 
 @dataclass(frozen=True)
 class P3(Prioritized):
-    """Small slices of gradients, one in flight, those first whose next forward comes first.
+    """Send small slices of gradients, one at a time, first the bucket whose next forward comes
+    first.
 
-    The next forward of a bucket waits only for its own slices and comes right after its optimizer
-    step.
+    The next forward of a bucket waits only for the slices of this bucket. The optimizer updates the
+    bucket immediately before that forward.
     """
 
     slice_elements: int = 40_000
-    """Most elements of 4 bytes in a slice."""
+    """Largest number of 4-byte elements in a slice."""
     update: Update = "on_arrival"
-    """What the gradients' arrival does: the update at once (`on_arrival`), or nothing before
-    `optimizer.step()` (`at_step`), for scripts that clip or read gradients before it."""
+    """Time of the updates: before the next forward of each bucket (`on_arrival`), or in
+    `optimizer.step()` (`at_step`), for scripts that clip or read gradients before the step."""
 
     name: ClassVar[str] = "p3"
     citation: ClassVar[str] = (
@@ -36,5 +37,5 @@ class P3(Prioritized):
         require_count("slice_elements", self.slice_elements)
 
     def schedule(self, profile: Profile) -> Plan:
-        order = by_priority(profile.slowest(), self.slice_elements, credit_bytes=1)
+        order = slices_by_priority(profile.slowest(), self.slice_elements, credit_bytes=1)
         return forward_plan(self.name, profile, order, update=self.update)

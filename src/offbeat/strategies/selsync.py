@@ -1,4 +1,5 @@
-"""SelSync: local steps, and an average wherever some worker's gradient has changed much."""
+"""SelSync: local steps, and an average when the gradient of any worker has changed by a
+threshold."""
 
 from __future__ import annotations
 
@@ -38,37 +39,36 @@ STEP, END = Moment("step"), Moment("end")
 
 @dataclass(frozen=True)
 class SelSync(Wired):
-    """Selective synchronization: all average if the gradient of any worker has changed by `delta`.
+    """Selective synchronization: average if the gradient of any worker has changed by `delta`.
 
-    The change is the relative one of the squared gradient norm from one iteration to the next,
-    smoothed. The first iteration synchronizes, and so does one with a norm that is zero or not
-    finite.
+    The change is the relative change of the squared gradient norm between two iterations, smoothed.
+    The first iteration synchronizes, as does any iteration whose norm is zero or not finite.
 
-    With delta=0 and gradients it is BSP; with parameters, too, up to rounding, for SGD with
-    momentum, but not for optimizers that are not linear in the gradients, such as Adam. With
-    delta=inf only the first iteration and `max_period` synchronize.
+    With delta=0 and aggregate="gradients" the method is BSP. With delta=0 and parameters it equals
+    BSP up to rounding for SGD with momentum, but not for optimizers that are not linear in the
+    gradients, such as Adam. With delta=inf only the first iteration and `max_period` synchronize.
     """
 
     delta: float = 0.3
-    """All average if the gradient of any worker has changed by so much; 0: in every iteration, inf:
-    never."""
+    """Threshold of the relative change at which all workers average; 0: average in every iteration;
+    inf: never."""
     window: int = 25
-    """Iterations over which is smoothed, the newest with weight min(1, workers / 100)."""
+    """Number of iterations of the smoothing window; the newest has weight min(1, workers / 100)."""
     smooth: Literal["norm", "change"] = "norm"
-    """Whether squared norms are smoothed, or their relative changes."""
+    """Quantity that is smoothed: squared norms (`norm`) or their relative changes (`change`)."""
     aggregate: Literal["parameters", "gradients"] = "parameters"
-    """Average what the local steps have led to, or gradients before the step, which then waits for
-    the vote."""
+    """Quantity that is averaged: `parameters` after the local step, or `gradients` before the step,
+    which then waits for the vote."""
     vote_lag: Literal[0, 1] = 0
-    """1 decides by the change of one iteration earlier, and hides the vote."""
+    """Iterations between the change and the decision; 1 hides the time of the vote."""
     scope: Literal["model", "layer"] = "model"
-    """One vote about the model, or one per layer (ours), about the iteration before, with averages
-    under backward."""
+    """One vote for the whole `model`, or one vote per `layer` (extension of offbeat). Per-layer
+    votes use the change of the previous iteration, and averages run under backward."""
     max_period: int | None = None
-    """Everything is averaged at least once in so many iterations, whatever the votes; None: no
-    bound."""
+    """Largest number of iterations between two averages of a parameter, regardless of votes; None:
+    no bound."""
     state: StatePolicy = "local"
-    """What becomes of optimizer state at an average, as in `LocalSGD`."""
+    """Treatment of optimizer state at an average, as in `LocalSGD`."""
 
     name: ClassVar[str] = "selsync"
     synchronous: ClassVar[bool] = False
@@ -91,7 +91,8 @@ class SelSync(Wired):
             self._require_votes_in_time()
 
     def _require_votes_in_time(self) -> None:
-        """Averaged gradients are applied in the iteration whose vote decides about them."""
+        """Raise ValueError for settings under which a vote would come after the step of averaged
+        gradients."""
         late = {"vote_lag": (self.vote_lag, 0), "scope": (self.scope, "model")}
         for name, (value, needed) in (late | {"state": (self.state, "local")}).items():
             if value != needed:
@@ -106,10 +107,10 @@ class SelSync(Wired):
         return 1 if self.scope == "layer" else self.vote_lag
 
     def schedule(self, profile: Profile) -> Plan:
-        everything, forced = range(len(profile.buckets)), self._forced(profile)
+        everything, forced = range(len(profile.buckets)), self._forced_runs(profile)
         always, by_layer = range(len(forced)), self.scope == "layer"
         runs = [range(b, b + 1) for b in everything] if by_layer else [everything]
-        if by_layer:  # the vote comes when the gradients are used up
+        if by_layer:  # the vote takes place after the gradients have been applied
             applies = [Apply("measure", everything, Moment("grad"), Phases(always))]
             applies.append(local(len(everything), Moment("grad"), always))
         else:
@@ -133,8 +134,9 @@ class SelSync(Wired):
             facts=tuple(facts if self.max_period else ()),
         )
 
-    def _forced(self, profile: Profile) -> solve.Sets:
-        """By iteration of the period: what is averaged whatever the votes, by its number."""
+    def _forced_runs(self, profile: Profile) -> solve.Sets:
+        """Return, for each iteration of the period, the indices of the runs that are averaged
+        regardless of votes."""
         if self.max_period is None:
             return ((),)
         if self.scope == "model":
@@ -144,10 +146,11 @@ class SelSync(Wired):
     def _conditions(
         self, run: range, always: range, whatever: list[int]
     ) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        """Phases of an average, with the vote that it depends on."""
+        """Yield the phases of an average with the vote on which it depends; no vote for forced
+        averages."""
         voted = [phase for phase in always if phase not in whatever]
         if voted:
-            yield voted, {"when": self._named(run), "ago": self._lag}
+            yield voted, {"when": self._vote_name(run), "ago": self._lag}
         if whatever:
             yield whatever, {}
 
@@ -170,7 +173,7 @@ class SelSync(Wired):
             for kind in kinds
         ]
 
-    def _named(self, run: range) -> str:
+    def _vote_name(self, run: range) -> str:
         return f"layer {run[0]}" if self.scope == "layer" else "sync"
 
     def _vote(self, run: range, always: range, profile: Profile) -> Vote:
@@ -185,7 +188,7 @@ class SelSync(Wired):
             "weight": min(1.0, profile.world_size / 100),
         }
         return Vote(
-            self._named(run),
+            self._vote_name(run),
             "changed",
             Moment("grad", last),
             due,

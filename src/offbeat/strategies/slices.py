@@ -1,4 +1,4 @@
-"""Slices of gradients that the next forward waits for, bucket by bucket."""
+"""Planning and plan of strategies that send slices of gradients by priority."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from offbeat.core.verify.equations import Equations, synchronous
 from offbeat.strategies.compressible import Wired
 from offbeat.strategies.solvers import Compute, Slice, iteration_s, priority_order
 
-ELEMENT_BYTES = 4  # papers count elements of 32 bits
-MOST_MESSAGES = 1024  # slices that tuning still considers; more is slow to plan and to send
-TIE = 1e-3  # predictions are no more precise: of two this close the one with fewer messages wins
+ELEMENT_BYTES = 4  # unit of the papers' element counts: 32 bits
+MOST_MESSAGES = 1024  # limit of tuning: more messages are slow to plan and to send
+TIE = 1e-3  # relative precision of predictions: within it the order with fewer messages wins
 
 Order = tuple[Payload, ...]
 Update = Literal["on_arrival", "at_step"]
-"""When a bucket is updated: before its next forward, or with all others in `optimizer.step()`."""
+"""Time of a bucket's update: before its next forward, or with all other buckets in
+`optimizer.step()`."""
 
 
 class Prioritized(Wired):
-    """A strategy that sends slices of gradients by priority, and has a setting `update`."""
+    """Base class of strategies that send slices of gradients by priority and have a setting
+    `update`."""
 
     update: Update
 
@@ -38,7 +40,7 @@ class Prioritized(Wired):
 
 
 def compute_of(profile: Profile) -> Compute:
-    """The compute that messages run beside; each bucket's update comes before its forward."""
+    """Return the compute that overlaps with messages. A bucket's forward includes its update."""
     forward_s = [
         bucket.forward_s + step_s
         for bucket, step_s in zip(profile.buckets, profile.bucket_step_s, strict=True)
@@ -47,19 +49,24 @@ def compute_of(profile: Profile) -> Compute:
 
 
 def slice_of(payload: Payload, profile: Profile) -> Slice:
-    """What the solvers know of a message on the default link; an empty one counts as a byte."""
+    """Return the message as a slice for the solvers, with its seconds on the default link and its
+    bytes.
+
+    An empty message counts as one byte.
+    """
     seconds = profile.message_s(payload, profile.default_link.name)
     return Slice(payload.buckets[-1], seconds, max(profile.bytes_of(payload), 1))
 
 
 def parts_of(profile: Profile, elements: int) -> list[int]:
-    """Into how many equal slices of at most so many elements each bucket falls."""
+    """Return, for each bucket, the number of equal slices of at most `elements` elements."""
     most_bytes = elements * ELEMENT_BYTES
     return [max(-(-bucket.size_bytes // most_bytes), 1) for bucket in profile.buckets]
 
 
 def sizes_to_try(profile: Profile) -> list[int]:
-    """Sizes of slices in elements: the largest bucket, halved while there are not too many."""
+    """Return slice sizes in elements: the largest bucket, halved repeatedly up to `MOST_MESSAGES`
+    slices."""
     largest_bytes = max(bucket.size_bytes for bucket in profile.buckets)
     sizes = [max(-(-largest_bytes // ELEMENT_BYTES), 1)]
     while sizes[-1] > 1 and sum(parts_of(profile, -(-sizes[-1] // 2))) <= MOST_MESSAGES:
@@ -67,27 +74,30 @@ def sizes_to_try(profile: Profile) -> list[int]:
     return sizes
 
 
-def by_priority(profile: Profile, elements: int, credit_bytes: int) -> Order:
-    """Slices of at most so many elements in the order of a priority queue with a credit; a credit
-    of 1 sends one at a time."""
+def slices_by_priority(profile: Profile, elements: int, credit_bytes: int) -> Order:
+    """Return slices of at most `elements` elements in the order of a priority queue with a credit.
+
+    A credit of 1 byte keeps one slice in flight at a time.
+    """
     payloads = [
         Payload("grad", range(bucket, bucket + 1), part, parts)
         for bucket, parts in enumerate(parts_of(profile, elements))
         for part in range(parts)
     ]
-    # All slices of a bucket take as long; they differ by at most one element.
+    # All slices of a bucket take the same time: they differ by at most one element.
     one = [slice_of(payload, profile) for payload in payloads if payload.part == 0]
     slices = [one[payload.buckets.start] for payload in payloads]
     return tuple(payloads[i] for i in priority_order(slices, profile.ready_s, credit_bytes))
 
 
 def order_s(order: Sequence[Payload], profile: Profile) -> float:
-    """Predicted seconds of an iteration that sends the messages in this order."""
+    """Return the predicted seconds of an iteration that sends the messages in this order."""
     return iteration_s([slice_of(payload, profile) for payload in order], compute_of(profile))
 
 
 def fastest(orders: Sequence[Order], profile: Profile) -> int:
-    """Index of the order with the shortest iteration; ties go to the fewest messages."""
+    """Return the index of the order with the shortest iteration; ties within `TIE` go to the fewest
+    messages."""
     seconds = [order_s(order, profile) for order in orders]
     limit_s = min(seconds) * (1 + TIE)
     good = [i for i, order_seconds in enumerate(seconds) if order_seconds <= limit_s]
@@ -101,8 +111,11 @@ def forward_plan(
     facts: Sequence[Fact] = (),
     update: Update = "on_arrival",
 ) -> Plan:
-    """Plan that sends gradients in this order; the next forward of each bucket waits for them, or
-    else the step for all."""
+    """Return the plan that sends gradients in this order.
+
+    With `update="on_arrival"` the next forward of a bucket waits for the bucket's messages.
+    Otherwise the step waits for all messages.
+    """
     arriving = update == "on_arrival"
     transfers = tuple(
         transfer(

@@ -1,4 +1,5 @@
-"""US-Byte: unequal messages of unit blocks, so that none delays a more urgent gradient."""
+"""US-Byte: messages of different numbers of unit blocks, sized so that none delays a more urgent
+gradient."""
 
 from __future__ import annotations
 
@@ -22,25 +23,26 @@ from offbeat.strategies.slices import (
 )
 from offbeat.strategies.solvers import improved, iteration_s, unit_runs
 
-MOST_EVALUATIONS = 5000  # of whole orders
+MOST_EVALUATIONS = 5000  # evaluated orders of all messages
 
 
 @dataclass(frozen=True)
 class USByte(Prioritized):
-    """Unequal messages, each to end when the next gradient is ready.
+    """Send messages of different sizes; each ends about when the next gradient is ready.
 
-    Buckets fall into unit blocks. During backward the bucket nearest the input sends as many of its
-    blocks in one message as end near the next gradient, during forward all that are left.
+    Buckets are divided into unit blocks. During backward, the bucket nearest the input side sends
+    in one message as many of its blocks as end near the next gradient. During forward it sends all
+    remaining blocks.
 
-    Messages then change places, or join a neighbour (blocks of one bucket, or whole buckets), as
-    long as the predicted iteration gets shorter.
+    A local search then swaps messages, or joins neighbouring ones (blocks of one bucket, or whole
+    buckets), while the predicted iteration becomes shorter.
     """
 
     unit_elements: int | None = None
-    """Most elements of 4 bytes in a unit block; None: tuned by simulation."""
+    """Largest number of 4-byte elements in a unit block; None: tuned by simulation."""
     update: Update = "on_arrival"
-    """What the gradients' arrival does: the update at once (`on_arrival`), or nothing before
-    `optimizer.step()` (`at_step`), for scripts that clip or read gradients before it."""
+    """Time of the updates: before the next forward of each bucket (`on_arrival`), or in
+    `optimizer.step()` (`at_step`), for scripts that clip or read gradients before the step."""
 
     name: ClassVar[str] = "us-byte"
     citation: ClassVar[str] = (
@@ -59,13 +61,13 @@ class USByte(Prioritized):
         sizes = sizes_to_try(slowest) if one is None else [one]
         orders = [_messages(slowest, size) for size in sizes]
         best = fastest(orders, slowest)
-        order = _improved(orders[best], slowest)
+        order = _improve_order(orders[best], slowest)
         facts = [Fact("unit_elements", sizes[best], "most elements of a unit block")]
         return forward_plan(self.name, profile, order, facts, self.update)
 
 
 def _messages(profile: Profile, unit_elements: int) -> Order:
-    """Unequal-sized fusion of the unit blocks of each bucket."""
+    """Return the messages of each bucket's unit blocks, fused to unequal sizes."""
     link, parts = profile.default_link.name, parts_of(profile, unit_elements)
 
     @cache
@@ -78,21 +80,22 @@ def _messages(profile: Profile, unit_elements: int) -> Order:
     )
 
 
-def _improved(order: Order, profile: Profile) -> Order:
+def _improve_order(order: Order, profile: Profile) -> Order:
+    """Return the order after a local search for a shorter predicted iteration."""
     compute = compute_of(profile)
     slice_ = cache(lambda payload: slice_of(payload, profile))
     return tuple(
         improved(
             order,
             lambda payloads: iteration_s([slice_(p) for p in payloads], compute),
-            _joined,
+            _join_messages,
             MOST_EVALUATIONS,
         )
     )
 
 
-def _joined(first: Payload, second: Payload) -> Payload | None:
-    """One message for two that are neighbours: blocks of one run, or whole runs."""
+def _join_messages(first: Payload, second: Payload) -> Payload | None:
+    """Return one message for two neighbours (blocks of one bucket, or whole buckets), or None."""
     if first.buckets == second.buckets and first.part + first.width == second.part:
         blocks = range(first.part, second.part + second.width)
         return _payload(first.buckets, blocks, first.parts)

@@ -1,4 +1,4 @@
-"""WFBP: wait-free backpropagation, with the fusions of buckets into messages."""
+"""WFBP: wait-free backpropagation, and fusion of buckets into messages."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ DDP_FIRST_CAP_BYTES = MIB
 
 @dataclass(frozen=True)
 class WFBP(Wired):
-    """Gradients leave as soon as they exist, first in first out; the step waits for all."""
+    """Send gradients as soon as they exist, first in first out; the step waits for all messages."""
 
     fusion: Literal["none", "ddp", "mg-wfbp", "optimal"] = "optimal"
-    """How neighbouring buckets share a message: not at all, as DDP (25 MB, the first 1 MB), greedy
-    (`mg-wfbp`) or exact (`optimal`)."""
+    """Fusion of neighbouring buckets into messages: `none`, by size as in DDP (`ddp`: 25 MB, the
+    first message 1 MB), greedy (`mg-wfbp`) or exact (`optimal`)."""
 
     name: ClassVar[str] = "wfbp"
     citation: ClassVar[str] = (
@@ -51,8 +51,11 @@ class WFBP(Wired):
 
 
 def gradients_when_ready(name: str, profile: Profile, groups: Fusion, channels: int = 1) -> Plan:
-    """Plan that sends each group of gradients when its last bucket's gradient exists, the groups
-    taking so many channels of the default link in turn."""
+    """Return the plan that sends each group of gradients as soon as the gradient of its last bucket
+    exists.
+
+    Groups use `channels` channels of the default link in turn.
+    """
     transfers = tuple(
         transfer(
             "grad",
@@ -69,7 +72,7 @@ def gradients_when_ready(name: str, profile: Profile, groups: Fusion, channels: 
 
 
 def gradients_when_ready_s(profile: Profile, plan: Plan) -> float:
-    """Seconds per iteration of such a plan on one link: messages first in, first out."""
+    """Return the seconds per iteration of a plan of `gradients_when_ready` on one link."""
     ready_s = profile.ready_s
     end_s = 0.0
     for t in plan.transfers:
@@ -79,33 +82,34 @@ def gradients_when_ready_s(profile: Profile, plan: Plan) -> float:
     return local_s + max(profile.backward_s, end_s)
 
 
-def _none(profile: Profile) -> Fusion:
+def _fuse_none(profile: Profile) -> Fusion:
     return no_fusion(len(profile.buckets))
 
 
-def _ddp(profile: Profile) -> Fusion:
+def _fuse_by_cap(profile: Profile) -> Fusion:
     sizes = [bucket.size_bytes for bucket in profile.buckets]
     return cap_fusion(sizes, DDP_CAP_BYTES, DDP_FIRST_CAP_BYTES)
 
 
-def _greedy(profile: Profile) -> Fusion:
+def _fuse_greedily(profile: Profile) -> Fusion:
     return greedy_fusion(profile.ready_s, message_seconds(profile))
 
 
-def _optimal(profile: Profile) -> Fusion:
+def _fuse_optimally(profile: Profile) -> Fusion:
     link = profile.default_link.name
     return optimal_fusion(profile.ready_s, partial(profile.messages_ending_s, link, "grad"))
 
 
 def message_seconds(profile: Profile) -> MessageSeconds:
-    """Seconds of a message with the gradients of some neighbouring buckets, on the default link."""
+    """Return a function of a group of neighbouring buckets: seconds of its gradient message on the
+    default link."""
     link = profile.default_link.name
     return lambda group: profile.message_s(Payload("grad", group), link)
 
 
 _FUSIONS: dict[str, Callable[[Profile], Fusion]] = {
-    "none": _none,
-    "ddp": _ddp,
-    "mg-wfbp": _greedy,
-    "optimal": _optimal,
+    "none": _fuse_none,
+    "ddp": _fuse_by_cap,
+    "mg-wfbp": _fuse_greedily,
+    "optimal": _fuse_optimally,
 }
