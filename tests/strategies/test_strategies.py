@@ -37,7 +37,7 @@ from offbeat.strategies import (
     create,
 )
 from offbeat.strategies import dreamddp_due as later
-from offbeat.strategies.partial_sync import Piece, whole
+from offbeat.strategies.partial_sync import Piece, whole_buckets
 from offbeat.strategies.solvers import cap_fusion
 from offbeat.testing.conformance import equals_equations, moves_everything, shares
 from offbeat.testing.conformance import plan_is_pure as is_pure
@@ -295,7 +295,7 @@ def test_neither_slices_nor_the_choice_are_ever_predicted_slower():
 @pytest.mark.parametrize("average", ["after_update", "before_update"])
 def test_with_jitter_the_choice_is_not_slower_than_local_sgd(average):
     """Filled or in sets, every iteration with a message is a barrier."""
-    whole = 0
+    whole_buckets = 0
     for profile in floored_profiles(6, 6, seed=3):
         uneven, how = replace(profile, jitter=0.3), {"ranks": Ranks(jitter=0.3), "iterations": 24}
         chosen = DreamDDP(3, average=average)
@@ -303,8 +303,8 @@ def test_with_jitter_the_choice_is_not_slower_than_local_sgd(average):
         for other in (LocalSGD(3), DreamDDP(3, "best", fill=True, split=False, average=average)):
             other_s = simulate(other.plan(uneven), uneven, record=0, **how).ends_s
             assert max(row[-1] for row in chosen_s) <= max(row[-1] for row in other_s) * (1 + 1e-9)
-        whole += chosen.plan(profile) != chosen.plan(uneven)
-    assert whole > 0
+        whole_buckets += chosen.plan(profile) != chosen.plan(uneven)
+    assert whole_buckets > 0
 
 
 def test_processor_time_per_message_favours_few_messages():
@@ -416,7 +416,7 @@ def test_due_at_forward_takes_what_the_solver_says():
         if any(len(t.payload.buckets) > 1 for t in plan.transfers):
             continue
         setting = later.Setting("", profile, strategy.period, strategy.average, strategy.state)
-        cycle = later.forward_cycle(setting, whole(plan.buckets))
+        cycle = later.forward_cycle(setting, whole_buckets(plan.buckets))
         order = [
             [t.payload.buckets[0] for t in at(plan, h) if t.payload.buffer == "param"]
             for h in range(plan.period)
@@ -435,7 +435,7 @@ def test_a_piece_of_several_buckets_is_due_when_the_first_of_them_is_needed():
 
 
 def test_what_is_filled_is_not_filled_again():
-    choice = later.Choice(whole(7), ((0, 1, 2, 3, 4), (5, 6, 0)), ((), (0,)), 0.0)
+    choice = later.Choice(whole_buckets(7), ((0, 1, 2, 3, 4), (5, 6, 0)), ((), (0,)), 0.0)
     assert later.with_fill(SETTING, choice) == choice
     assert any(later.with_fill(SETTING, choice._replace(fill=((), ()))).fill)
 
@@ -457,7 +457,7 @@ def test_what_is_due_at_the_next_forward_is_filled_where_that_costs_nothing():
 def test_slices_go_in_turn():
     pieces = later.cut_into(frozenset({0, 2}), SETTING)
     assert [(p.buckets[0], p.part) for p in pieces[:5]] == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
-    assert later._evenly(pieces, 2) == ((0, 3, 6, 8), (1, 2, 4, 5, 7))
+    assert later._spread_evenly(pieces, 2) == ((0, 3, 6, 8), (1, 2, 4, 5, 7))
 
 
 def test_a_later_choice_must_gain_enough():
@@ -479,7 +479,7 @@ def test_all_at_once_hides_behind_what_comes_before_the_next_forward(times):
     """And without a bucket's own update, whose bound counts one of all."""
     profile = replace(fast_link(SMALL, times), other_s=0.02, step_s=5e-3)
     setting = later.Setting("x", profile, 2, "after_update", "local")
-    choice = later._at_step(setting, [Piece(range(7))])
+    choice = later._local_sgd_choice(setting, [Piece(range(7))])
     plan = later.forward_plan(setting, choice)
     assert later.steady_s(plan, profile) * 2 == pytest.approx(choice.closed_s)
     assert later.forward_bound_s(setting) * 2 <= choice.closed_s * (1 + 1e-9)
@@ -650,8 +650,8 @@ def test_delayed_averages_travel_together_where_that_takes_no_longer(profile):
     """The plan of whole buckets with even loads is faster by half a per cent at most."""
     strategy = DreamDDP(period=3, due="delayed")
     setting = later.Setting("dreamddp", profile, 3, "after_update", "local")
-    message_s = [piece.seconds(profile, "local") for piece in whole(len(profile.buckets))]
-    even = later.Candidate(whole(len(profile.buckets)), later.even_loads(message_s, 3))
+    message_s = [piece.seconds(profile, "local") for piece in whole_buckets(len(profile.buckets))]
+    even = later.Candidate(whole_buckets(len(profile.buckets)), later.even_loads(message_s, 3))
     limit_s = later.steady_s(later.delayed_plan(setting, 1, even), profile)
     assert later.steady_s(strategy.schedule(profile), profile) <= limit_s * 1.006
 

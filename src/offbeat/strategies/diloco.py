@@ -15,7 +15,7 @@ from offbeat.strategies.compressible import Wired
 from offbeat.strategies.dreamddp import DreamDDP
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
 from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, number, outer_of, with_outer
-from offbeat.strategies.partial_sync import Average, layer_times, partial_plan, whole
+from offbeat.strategies.partial_sync import Average, layer_times, partial_plan, whole_buckets
 
 STEADY = OuterSGD()
 
@@ -120,7 +120,7 @@ class DiLoCo(Wired):
         spread: list[tuple[int, ...]] = [()] * self.period
         for n, members in enumerate(sets):
             spread[(n + 1) * self.period // self.fragments - 1] = members
-        return later.Candidate(whole(len(profile.buckets)), tuple(spread))
+        return later.Candidate(whole_buckets(len(profile.buckets)), tuple(spread))
 
     def at_step(self) -> Strategy | None:
         early = self.average == "after_update" and not self.delay and self.fragments != 1
@@ -138,5 +138,5 @@ class DiLoCo(Wired):
     def bound_s(self, profile: Profile) -> float:
         if self.delay:
             setting = later.Setting(self.name, profile, self.period, self.average, "local")
-            return later.delayed_bound_s(setting)
+            return later.delayed_plan_bound_s(setting)
         return periodic_bound_s(profile, self.period, fused=True)

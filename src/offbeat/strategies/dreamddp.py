@@ -1,4 +1,4 @@
-"""DreamDDP: partial synchronization with sets of layers chosen to hide under backward."""
+"""DreamDDP: partial synchronization with sets of layers whose averages fit under backward."""
 
 from __future__ import annotations
 
@@ -26,78 +26,81 @@ from offbeat.strategies.partial_sync import (
     Average,
     Piece,
     kinds_of,
+    layer_set_facts,
     layer_times,
     partial_plan,
     piece_times,
-    sets_facts,
-    whole,
+    whole_buckets,
 )
 
 Solver = Callable[[list[float], list[float], int], solve.Sets]
 
-SLICES_GAIN = 0.02  # what slices must save before they are chosen unasked: they are more messages
-MOST_STARTS = 600  # buckets that may begin a message where all are averaged at once
-MOST_CUT = 60_000  # pieces in all ways to cut buckets into slices that are looked at
-MOST_PIECES = 6_000  # of those that are looked at closely
-MOST_SLICES = 4000  # of all buckets: with more, slices save little and take long to plan
-SIMULATED_GAIN = 0.005  # what other sets must save where that is simulated with noise
-FEW_ENDS = 8  # so many buckets at either end are tried one by one, more of them by doubling
-LEAST_ITERATIONS = 24  # simulated per candidate, and at least four periods
-MOST_SIMULATED = 10_000  # buckets times iterations; with more the closed form has to do
+SLICES_GAIN = 0.02  # relative gain required of slices with `split="auto"`: slices are more messages
+MOST_STARTS = 600  # buckets that may begin a message if all are averaged in one iteration
+MOST_CUT = 60_000  # pieces of all cuts that are estimated; a cut is a set of buckets in slices
+MOST_PIECES = 6_000  # pieces of all cuts whose sets are solved
+MOST_SLICES = 4000  # slices of all buckets: more save little and take long to plan
+SIMULATED_GAIN = 0.005  # relative gain required of other sets in a simulation with noise
+# buckets at either end of which every number is tried; larger numbers are powers of two
+FEW_ENDS = 8
+LEAST_ITERATIONS = 24  # iterations simulated per candidate, or four periods if that is more
+MOST_SIMULATED = 10_000  # simulated buckets times iterations; beyond it the closed form is used
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class DreamDDP(Wired):
-    """Sets of layers are averaged under backward, one set per iteration, chosen to fit there.
+    """Average sets of layers under backward, one set per iteration, chosen to fit there.
 
-    By default the solver takes the better one of contiguous and of any sets, or all layers in one
-    iteration as in local SGD, whichever is predicted to be faster.
+    By default the solver compares contiguous sets, arbitrary sets, and all layers in one iteration
+    as in local SGD. It uses the candidate with the shortest predicted period.
 
-    `split` (ours) cuts buckets - the first and the last ready, or all - into slices: every
-    iteration then has something to send early and little to send late. By itself it does so with
-    the solver `auto` only.
+    `split` (extension of offbeat) cuts buckets into slices: the first and the last ready ones, or
+    all. Every iteration then has a message to send early and little to send late. `split="auto"`
+    cuts buckets only with the solver `auto`.
 
-    `due` (ours, beyond the paper): `forward` trains with the same equations; sets and order are
-    searched together (`solver="auto"`). `delayed` (`w += mean(snapshot) - snapshot`) is stale,
-    takes two more copies of the parameters, and sends whole buckets, without `fill` and `split`;
-    the optimizer steps once for all, so clipping and GradScaler work. Both take the plan with
-    `due="end"` where it is predicted to be faster.
+    `due` (extension of offbeat) sets the deadline of averages. `forward` has the same equations;
+    sets and order are searched together (`solver="auto"`). `delayed` (`w += mean(snapshot) -
+    snapshot`) trains with stale averages. It needs two more copies of the parameters and sends
+    whole buckets, without `fill` and `split`. The optimizer makes one step for all buckets, so
+    clipping and GradScaler work. If the plan with `due="end"` is predicted to be faster, both
+    settings use that plan.
 
     `clip` bounds the norm of a worker's own gradients, as `clip_grad_norm_` does. Updates in
-    backward come before that norm is known: they go by the one of the last iteration, the first by
-    that of the buckets so far. With `average="before_update"` it is this iteration's.
+    backward come before that norm is known. They use the norm of the previous iteration; the first
+    iteration uses the norm of the buckets so far. With `average="before_update"` the norm of the
+    current iteration is used.
     """
 
     period: int = 5
-    """Every layer is averaged at least once in so many iterations."""
+    """Every layer is averaged at least once in `period` iterations."""
     solver: Literal["auto", "best", "optimal", "balanced", "dfs", "brute-force"] = "auto"
-    """How layers are put into sets: the better one of `optimal` (contiguous) and `balanced` (any)
-    is `best`; `dfs` is the paper's Algorithm 2; `auto` also considers all layers in one
+    """Solver for the sets: `optimal` (contiguous sets), `balanced` (any sets), `best` (the better
+    of both), `dfs` (Algorithm 2 of the paper), `brute-force`; `auto`: `best`, or all layers in one
     iteration."""
     fill: Literal["auto", True, False] = "auto"
-    """Whether iterations average further layers of the output side where that costs no time;
-    `auto`: unless jitter makes it slower, or a codec (`wire`) is there to send less."""
+    """Whether iterations average further layers of the output side that add no time; `auto`: unless
+    jitter makes the plan slower, or a codec (`wire`) is set to reduce bytes."""
     split: Literal["auto", True, False] = "auto"
-    """Whether layers are cut into one slice per iteration; `auto`: where that saves at least 2
-    %."""
+    """Whether layers are cut into one slice per iteration; `auto`: if that saves at least 2 %."""
     average: Average = "after_update"
-    """Whether a layer is averaged after its own update in backward, or before it, which leaves the
-    update to `optimizer.step()`."""
+    """Time of a layer's average: after its own update in backward, or before the update, which then
+    takes place in `optimizer.step()`."""
     state: StatePolicy = "local"
-    """What becomes of optimizer state at an average: it stays `local`, is `averaged` too, or begins
-    anew (`reset`)."""
+    """Treatment of optimizer state at an average: keep it (`local`), average it too (`averaged`),
+    or clear it (`reset`)."""
     due: Literal["end", "forward", "delayed"] = "end"
-    """What hides a message: the rest of backward (`end`), also the next forward up to the bucket's
-    own (`forward`), or training that goes on for `delay` iterations more (`delayed`)."""
+    """Deadline of a message, and so the compute that hides it: the rest of backward (`end`), also
+    the next forward up to the bucket's own (`forward`), or `delay` further iterations
+    (`delayed`)."""
     delay: int = 1
-    """Iterations that training goes on while an average travels (`due="delayed"`)."""
+    """Number of iterations that train while an average is in flight (`due="delayed"`)."""
     clip: float | None = None
-    """Largest norm of a worker's gradients; None: any."""
+    """Bound on the norm of a worker's gradients; None: no clipping."""
     outer: OuterSGD | None = None
-    """An optimizer that steps on what every average has changed, as OuterSGD(0.8, 0.3) or
-    `0.8/0.3`; two more copies of the parameters, and whole layers once per period (no `fill`, no
-    `split`). None: the average itself."""
+    """Optimizer that applies the change of every average as a step, such as OuterSGD(0.8, 0.3) or
+    `0.8/0.3`. It needs two more copies of the parameters and averages whole layers once per period
+    (no `fill`, no `split`). None: parameters become the average."""
 
     name: ClassVar[str] = "dreamddp"
     synchronous: ClassVar[bool] = False
@@ -157,28 +160,30 @@ class DreamDDP(Wired):
             plain = replace(self, outer=None, fill=False, split=False)
             return with_outer(plain.schedule(profile), self.outer, profile)
         if self.due == "forward":
-            plan = self._due_at_forward(profile)
+            plan = self._forward_plan(profile)
         elif self.due == "delayed":
-            plan = self._delayed(profile)
+            plan = self._delayed_plan(profile)
         else:
-            plan = self._plan_of(self._chosen(profile), profile)
-        return plan if self.clip is None else _clipped(plan, self.clip)
+            plan = self._candidate_plan(self._best_candidate(profile), profile)
+        return plan if self.clip is None else _with_clipping(plan, self.clip)
 
-    def _chosen(self, profile: Profile) -> Candidate:
-        """What the paper's variant is predicted to do fastest."""
+    def _best_candidate(self, profile: Profile) -> Candidate:
+        """Return the candidate of the paper's variant with the shortest predicted period."""
         layers = self._layer_sets(profile, [frozenset()])
-        layers += self._at_once(profile, min(self._closed_s(one, profile) for one in layers))
-        chosen_s, chosen = self._fastest(layers, profile)
+        layers += self._one_iteration_candidates(
+            profile, min(self._closed_form_s(one, profile) for one in layers)
+        )
+        chosen_s, chosen = self._fastest_candidate(layers, profile)
         slices = self._layer_sets(profile, self._cuts(len(profile.buckets)))
         if slices:
-            sliced_s, sliced = self._fastest(slices, profile)
+            sliced_s, sliced = self._fastest_candidate(slices, profile)
             gain = SLICES_GAIN if self.split == "auto" else ROUNDING
             if sliced_s < chosen_s * (1 - gain):
                 return sliced
         return chosen
 
     def at_step(self) -> Strategy | None:
-        if self.due == "forward":  # both variants update a bucket at a time
+        if self.due == "forward":  # with either `average` each bucket is updated separately
             return replace(self, average="before_update", due="end")
         early = self.average == "after_update"
         return replace(self, average="before_update") if early else None
@@ -194,46 +199,48 @@ class DreamDDP(Wired):
 
     def bound_s(self, profile: Profile) -> float:
         if self.due == "forward":
-            return later.forward_bound_s(self._setting(profile))
+            return later.forward_plan_bound_s(self._setting(profile))
         if self.due == "delayed":
-            return later.delayed_bound_s(self._setting(profile))
+            return later.delayed_plan_bound_s(self._setting(profile))
         return periodic_bound_s(profile, self.period, fused=True)
 
     def _setting(self, profile: Profile) -> later.Setting:
         return later.Setting(self.name, profile, self.period, self.average, self.state)
 
-    def _due_at_forward(self, profile: Profile) -> Plan:
-        """Sets of whole buckets in any case; slices where they save enough, as above."""
+    def _forward_plan(self, profile: Profile) -> Plan:
+        """Return the plan with `due="forward"`: whole buckets, or slices if they save enough."""
         setting, size = self._setting(profile), len(profile.buckets)
-        chosen = self._chosen(profile)
-        cuts = self._input_side(size) if self._cuts(size) else []
-        found = [*later.forward_choices(setting, chosen, cuts, search=self.solver == "auto")]
+        chosen = self._best_candidate(profile)
+        cuts = self._input_side_cuts(size) if self._cuts(size) else []
+        choices = [*later.forward_choices(setting, chosen, cuts, search=self.solver == "auto")]
 
-        simulated = self._simulated(profile)
+        simulated = self._needs_simulation(profile)
         gain = SIMULATED_GAIN if simulated else ROUNDING
-        extended = self._plan_of(chosen, profile)
+        paper_plan = self._candidate_plan(chosen, profile)
         if simulated:
-            extended_s = later.steady_s(extended, profile) * self.period
+            paper_s = later.steady_s(paper_plan, profile) * self.period
         else:
-            extended_s = self._closed_s(chosen, profile)
-        known: dict[int, float] = {}  # by choice, all of which live as long
+            paper_s = self._closed_form_s(chosen, profile)
+        # simulated seconds by id of the choice; all choices outlive the dict
+        known: dict[int, float] = {}
 
         def seconds(choice: later.Choice) -> float:
-            """As the simulator has it, where it tells more than the closed form."""
+            """Return the seconds of a period: simulated if candidates are simulated, otherwise in
+            closed form."""
             if not simulated:
                 sent = chain(*choice.orders)
-                return choice.closed_s + self._sending_s(choice.pieces, sent, profile)
+                return choice.closed_s + self._period_cpu_s(choice.pieces, sent, profile)
             if id(choice) not in known:
                 plan = later.forward_plan(setting, choice)
                 known[id(choice)] = later.steady_s(plan, profile) * self.period
             return known[id(choice)]
 
-        best = later.fastest(found, seconds, gain)
-        plain = [c for c in found if all(piece.parts == 1 for piece in c.pieces)]
+        best = later.fastest(choices, seconds, gain)
+        plain = [c for c in choices if all(piece.parts == 1 for piece in c.pieces)]
         if plain and self.split == "auto":
             other = later.fastest(plain, seconds, gain)
             faster = seconds(best) < seconds(other) * (1 - SLICES_GAIN)
-            if not faster and seconds(other) <= extended_s * (1 + ROUNDING):
+            if not faster and seconds(other) <= paper_s * (1 + ROUNDING):
                 best = other
         if self.fill:
             filled = later.with_fill(setting, best)
@@ -241,39 +248,50 @@ class DreamDDP(Wired):
                 best = filled
         plan = later.forward_plan(setting, best)
         if simulated:
-            return later.no_slower(plan, extended, profile)
-        return plan if seconds(best) <= extended_s * (1 + ROUNDING) else later.extended(extended)
+            return later.faster_plan(plan, paper_plan, profile)
+        return (
+            plan if seconds(best) <= paper_s * (1 + ROUNDING) else later.with_cost_facts(paper_plan)
+        )
 
-    def _input_side(self, size: int) -> list[frozenset[int]]:
-        """Buckets to try in slices: the last ones, which the next forward needs first; all."""
+    def _input_side_cuts(self, size: int) -> list[frozenset[int]]:
+        """Return cuts to try: the last 1, 2, 4, ... buckets, which the next forward needs first, up
+        to all."""
         some = {2**n for n in range(size.bit_length())} | {size}
         most = max(MOST_SLICES - size, 0) // max(self.period - 1, 1)
         fitting = (last for last in sorted(some) if last <= min(size, most))
         return [frozenset(range(size - last, size)) for last in fitting]
 
-    def _delayed(self, profile: Profile) -> Plan:
-        """Runs of neighbours, or other sets of whole buckets where that is faster."""
+    def _delayed_plan(self, profile: Profile) -> Plan:
+        """Return the plan with `due="delayed"`: runs of neighbouring buckets, or other sets of
+        whole buckets if they are faster."""
         setting, size = self._setting(profile), len(profile.buckets)
         times = layer_times(profile, self.average, self.state)
-        choice = Candidate(whole(size), _SOLVERS[self.solver](*times, self.period))
+        choice = Candidate(whole_buckets(size), _SOLVERS[self.solver](*times, self.period))
         if self.solver == "auto":
-            at_once = self._at_once(profile, float("inf"))
+            at_once = self._one_iteration_candidates(profile, float("inf"))
             starts = [choice, *(c for c in at_once if not c.at_step)]
-            small = size * self._periods() * self.period <= MOST_SIMULATED
+            small = size * self._simulated_periods() * self.period <= MOST_SIMULATED
             choice = later.delayed_choice(setting, self.delay, starts, simulated=small)
         plan = later.delayed_plan(setting, self.delay, choice)
         plain = replace(self, due="end", delay=1)
-        return later.no_slower(plan, plain._plan_of(plain._chosen(profile), profile), profile)
+        return later.faster_plan(
+            plan, plain._candidate_plan(plain._best_candidate(profile), profile), profile
+        )
 
     def _layer_sets(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[Candidate]:
-        """The cheapest sets of all the ways to cut buckets into slices, filled or not."""
+        """Return the cheapest sets over all cuts, filled and as they are; no candidate without
+        cuts.
+
+        A cut is a set of buckets in slices; the other buckets are whole.
+        """
         best: Candidate | None = None
         best_s, best_n, best_times = float("inf"), 0, ([], [])
         backward_s, whole_s = layer_times(profile, self.average, self.state)
         slice_s = piece_times(profile, self.state, self.period) if any(cuts) else []
-        outside_s = [self._outside_s(profile) + s for s in self._sent_s(profile, cuts)]
+        outside_s = [self._outside_s(profile) + s for s in self._message_cpu_s(profile, cuts)]
         least_s = self._least_costs_s(cuts, backward_s, whole_s, slice_s)
-        # Contiguous sets, which are found fast, tell which ways to look at first.
+        # Contiguous sets are solved quickly, so their costs give the order in which cuts are
+        # solved.
         rough: list[tuple[float, int, tuple[list[float], list[float]]]] = []
         left = MOST_CUT
         for n in sorted(range(len(cuts)), key=lambda n: (outside_s[n] + least_s[n], n)):
@@ -312,10 +330,11 @@ class DreamDDP(Wired):
         whole_s: Sequence[float],
         slice_s: Sequence[float],
     ) -> list[float]:
-        """For each way to cut buckets into slices, a lower bound on the cost of all sets.
+        """Return, for each cut, a lower bound on the cost of all sets.
 
-        An iteration that sends `c` seconds of the buckets from k on ends `ready_s[k] + c` after its
-        backward has begun, or later. Over a period the c add up to all messages of these buckets.
+        An iteration that sends messages of `c` seconds from the buckets k, k+1, ... ends at
+        `ready_s[k] + c` or later, counted from the start of its backward. Over a period the values
+        of c add up to all messages of these buckets.
         """
         ready_s = np.cumsum(backward_s)
         least_s = []
@@ -329,9 +348,8 @@ class DreamDDP(Wired):
             least_s.append(self.period * float(max(ready_s[-1], latest_s)))
         return least_s
 
-    def _sent_s(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[float]:
-        """For each way to cut buckets into slices, the processor time of all messages, each sent
-        once."""
+    def _message_cpu_s(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[float]:
+        """Return, for each cut, the processor seconds of all messages, each sent once."""
         link = profile.default_link
         whole_s = more_s = np.zeros(len(profile.buckets))
         for kind in kinds_of(self.state):
@@ -342,10 +360,13 @@ class DreamDDP(Wired):
         total_s = float(whole_s.sum())
         return [total_s + float(more_s[list(sliced)].sum()) for sliced in cuts]
 
-    def _at_once(self, profile: Profile, layers_s: float) -> Iterator[Candidate]:
-        """All layers in the last iteration: in messages that end as early as possible, in one, or
-        exactly as local SGD does. None where even the least that they can take is more than
-        `layers_s`, what sets of layers take."""
+    def _one_iteration_candidates(self, profile: Profile, layers_s: float) -> Iterator[Candidate]:
+        """Yield candidates that average all layers in the last iteration.
+
+        The messages are fused to end as early as possible, are one message, or are sent as in local
+        SGD. The fused candidate is omitted if its lower bound is above `layers_s`, the seconds of
+        sets of layers.
+        """
         if self.solver != "auto":
             return
         times = layer_times(profile, self.average, self.state)
@@ -365,17 +386,20 @@ class DreamDDP(Wired):
         message_s = one.pieces[0].seconds(profile, self.state)
         ends_s = max(ready_s[-1] + times[1][-1], ready_s[0] + message_s)
         least_s = one._replace(cost_s=(self.period - 1) * ready_s[-1] + ends_s)
-        if self._simulated(profile) or self._closed_s(least_s, profile) < layers_s:
-            yield candidate(self._fused(profile, ready_s))
+        if self._needs_simulation(profile) or self._closed_form_s(least_s, profile) < layers_s:
+            yield candidate(self._fuse_for_early_end(profile, ready_s))
         yield one
         if self.average == "after_update":
             slowest = profile.slowest()
             local_s = self.period * (slowest.backward_s + slowest.update_s) + message_s
             yield one._replace(cost_s=local_s, at_step=True)
 
-    def _fused(self, profile: Profile, ready_s: Sequence[float]) -> solve.Fusion:
-        """Messages of neighbouring buckets that end as early as possible; of many buckets only some
-        may begin a message, which costs at most the time of as many as lie between two of them."""
+    def _fuse_for_early_end(self, profile: Profile, ready_s: Sequence[float]) -> solve.Fusion:
+        """Return the messages of neighbouring buckets that end as early as possible.
+
+        With more than `MOST_STARTS` buckets, only every n-th bucket may begin a message. This costs
+        at most the time of n buckets.
+        """
         link, size = profile.default_link.name, len(ready_s)
         starts = range(0, size, -(-size // MOST_STARTS))
         bounds = [*starts, size]
@@ -391,7 +415,7 @@ class DreamDDP(Wired):
         return tuple(range(bounds[group.start], bounds[group.stop]) for group in groups)
 
     def _cuts(self, size: int) -> list[frozenset[int]]:
-        """Sets of buckets to try in slices: some of the first and of the last; all."""
+        """Return the cuts to try: some of the first and of the last buckets; all buckets."""
         few = size * self.period <= MOST_SLICES
         unasked = self.solver == "auto" and self.state != "reset" and few
         if not (self.split is True or (self.split == "auto" and unasked)):
@@ -405,10 +429,10 @@ class DreamDDP(Wired):
         ]
         return list(dict.fromkeys([*some[1:], frozenset(range(size))]))
 
-    def _fastest(
+    def _fastest_candidate(
         self, candidates: Iterable[Candidate], profile: Profile
     ) -> tuple[float, Candidate]:
-        """The candidate with the shortest period, and its seconds; the first of those as fast."""
+        """Return the shortest period in seconds and its candidate; ties go to the first."""
         best_s, best = float("inf"), None
         for candidate in candidates:
             seconds = self._period_s(candidate, profile)
@@ -418,43 +442,50 @@ class DreamDDP(Wired):
         return best_s, best
 
     def _period_s(self, candidate: Candidate, profile: Profile) -> float:
-        """Predicted seconds of one period: simulated where that tells more than the cost of the
-        sets, always with the same noise, so that candidates can be compared."""
-        if not self._simulated(profile):
-            return self._closed_s(candidate, profile)
-        plan = self._plan_of(candidate, profile)
-        periods = self._periods()
+        """Return the predicted seconds of one period.
+
+        Simulations use the same noise for all candidates, so that their periods can be compared.
+        """
+        if not self._needs_simulation(profile):
+            return self._closed_form_s(candidate, profile)
+        plan = self._candidate_plan(candidate, profile)
+        periods = self._simulated_periods()
         trace = simulate(plan, profile, iterations=periods * self.period, record=0)
         return max(ends_s[-1] for ends_s in trace.ends_s) / periods
 
-    def _simulated(self, profile: Profile) -> bool:
-        """Whether candidates are simulated: where compute varies or messages take from it, unless
-        that would take too long."""
+    def _needs_simulation(self, profile: Profile) -> bool:
+        """Return whether candidates are simulated instead of computed in closed form.
+
+        They are simulated if compute varies or messages use processor time, up to `MOST_SIMULATED`.
+        """
         link = profile.default_link
         uneven = any(profile.jitters) or link.jitter
         uneven = uneven or link.cpu_s_per_message or link.cpu_s_per_byte
-        iterations = self._periods() * self.period
+        iterations = self._simulated_periods() * self.period
         return bool(uneven) and iterations * len(profile.buckets) <= MOST_SIMULATED
 
-    def _periods(self) -> int:
+    def _simulated_periods(self) -> int:
         return max(4, -(-LEAST_ITERATIONS // self.period))
 
-    def _closed_s(self, candidate: Candidate, profile: Profile) -> float:
-        """Seconds of one period of steady ranks that wait for the processor time of messages."""
+    def _closed_form_s(self, candidate: Candidate, profile: Profile) -> float:
+        """Return the seconds of one period without jitter, in which ranks wait for the processor
+        time of messages."""
         messages = chain(*candidate.sets, *candidate.fill)
-        sending_s = self._sending_s(candidate.pieces, messages, profile)
+        sending_s = self._period_cpu_s(candidate.pieces, messages, profile)
         return self._outside_s(profile) + candidate.cost_s + sending_s
 
     def _outside_s(self, profile: Profile) -> float:
-        """Seconds of a period outside of backward."""
+        """Return the seconds of a period outside of backward."""
         slowest = profile.slowest()
         outside_s = slowest.other_s + slowest.forward_s
         if self.average == "before_update":
             outside_s += slowest.update_s
         return self.period * outside_s
 
-    def _sending_s(self, pieces: Sequence[Piece], sent: Iterable[int], profile: Profile) -> float:
-        """Processor time of a period's messages."""
+    def _period_cpu_s(
+        self, pieces: Sequence[Piece], sent: Iterable[int], profile: Profile
+    ) -> float:
+        """Return the processor seconds of a period's messages."""
         link = profile.default_link
         if not (link.cpu_s_per_message or link.cpu_s_per_byte):
             return 0.0
@@ -464,10 +495,10 @@ class DreamDDP(Wired):
             for payload in pieces[i].payloads(self.state)
         )
 
-    def _plan_of(self, candidate: Candidate, profile: Profile) -> Plan:
+    def _candidate_plan(self, candidate: Candidate, profile: Profile) -> Plan:
         if candidate.at_step:
             local = LocalSGD(self.period, state=self.state).schedule(profile)
-            facts = sets_facts(candidate.sets, candidate.fill, candidate.pieces)
+            facts = layer_set_facts(candidate.sets, candidate.fill, candidate.pieces)
             return replace(local, strategy=self.name, facts=facts)
         return partial_plan(
             self.name,
@@ -480,9 +511,12 @@ class DreamDDP(Wired):
         )
 
 
-def _clipped(plan: Plan, norm: float) -> Plan:
-    """With the norm of a worker's own gradients bounded: before the step, or in backward by the
-    norm of the iteration before."""
+def _with_clipping(plan: Plan, norm: float) -> Plan:
+    """Return the plan with a bound on the norm of a worker's own gradients.
+
+    Updates at the step use the norm of the current iteration, updates in backward that of the
+    previous one.
+    """
     applies = []
     for apply in plan.applies:
         if effects.is_update(apply):
@@ -500,8 +534,11 @@ def cut_times(
     whole_s: Sequence[float],
     slice_s: Sequence[float],
 ) -> tuple[list[float], list[float]]:
-    """Backward and communication seconds of the pieces of all buckets: those in `sliced` in `parts`
-    slices of `slice_s` each, which are ready together, the others whole."""
+    """Return backward and communication seconds of the pieces of all buckets.
+
+    Buckets in `sliced` have `parts` slices of `slice_s` seconds each, which are ready together. The
+    other buckets are whole.
+    """
     if not sliced:
         return list(backward_s), list(whole_s)
     some, counts = list(sliced), np.ones(len(backward_s), dtype=np.intp)
@@ -509,7 +546,8 @@ def cut_times(
     message_s = np.array(whole_s)
     message_s[some] = np.array(slice_s)[some]
     pieces_s = np.zeros(counts.sum())
-    pieces_s[np.cumsum(counts) - counts] = backward_s  # the first slice has all of a bucket's
+    # the first slice has all backward seconds of its bucket
+    pieces_s[np.cumsum(counts) - counts] = backward_s
     return pieces_s.tolist(), np.repeat(message_s, counts).tolist()
 
 

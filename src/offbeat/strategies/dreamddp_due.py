@@ -1,8 +1,8 @@
-"""DreamDDP beyond the paper: averages that also hide behind the forward pass.
+"""Planning of DreamDDP's averages that also hide behind the forward pass (extension of the paper).
 
-`forward`: a piece's average is due at its own next forward. Nothing else changes: it trains what
-the paper's variant trains with the same sets. `delayed`: a snapshot is averaged while training
-goes on, and lands some iterations later as `w += mean(snapshot) - snapshot`.
+`forward`: the average of a piece is due at the piece's next forward. The equations are those of the
+paper's variant with the same sets. `delayed`: a snapshot is averaged while training continues, and
+is applied some iterations later as `w += mean(snapshot) - snapshot`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from offbeat.core.profile import Profile
 from offbeat.core.sim import predict_plan, simulate
 from offbeat.core.strategy.interface import StatePolicy
 from offbeat.strategies.local_sgd import LocalSGD
-from offbeat.strategies.partial_sync import Average, Piece, kinds_of, sets_facts, whole
+from offbeat.strategies.partial_sync import Average, Piece, kinds_of, layer_set_facts, whole_buckets
 from offbeat.strategies.solvers import Sets
 from offbeat.strategies.solvers.due import MOST_WORK, Cycle, Orders, Work, due_sets, filled, greedy
 from offbeat.strategies.solvers.stages import cut
 
-CLIMBED = 2  # of the ways to cut buckets into slices, so many are looked at closely
-MOST_CLIMBED = 400  # pieces; of more the greedy sets have to do
-SEARCHES_WORK = 1_000_000  # of all searches for sets together: see `due_sets`
-MOVES = 24  # sets of a delayed plan that are tried by simulation
-WORTH_MORE = 0.005  # what other sets, of more messages mostly, must save of a delayed plan
+CLIMBED = 2  # cuts (sets of buckets in slices) whose sets are searched
+MOST_CLIMBED = 400  # limit of pieces for a search; with more the greedy sets are used
+SEARCHES_WORK = 1_000_000  # work of all searches for sets together: see `due_sets`
+MOVES = 24  # sets of a delayed plan that are simulated
+# relative gain required of other sets in a delayed plan, as most have more messages
+WORTH_MORE = 0.005
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What both planners are told: whose plan it is, and how it averages."""
+    """Inputs of both planners: strategy name, profile and settings of the average."""
 
     name: str
     profile: Profile
@@ -46,10 +47,15 @@ class Setting:
 
 
 class Candidate(NamedTuple):
-    """Pieces, which of them each iteration averages, and which of those once more (`fill`).
+    """Pieces, the sets that iterations average, and additional averages (`fill`), as indices of
+    pieces.
 
-    `cost_s`: seconds of a period without its forward passes. `at_step`: update and average as local
-    SGD does, in one step of all and not bucket by bucket.
+    Attributes:
+        pieces: buckets, or slices of buckets, that are averaged as one.
+        sets: for each iteration of the period, the pieces that it averages.
+        fill: for each iteration, further pieces, which another iteration averages too.
+        cost_s: seconds of a period without its forward passes.
+        at_step: update and average all buckets at the step, as in local SGD, not bucket by bucket.
     """
 
     pieces: list[Piece]
@@ -60,9 +66,14 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Pieces, which of them each iteration sends in which order, and which of those once more.
+    """Pieces, the order in which iterations send them, and additional averages (`fill`).
 
-    `closed_s`: seconds of a period of steady ranks. `at_step`: as local SGD, in one step of all.
+    Attributes:
+        pieces: buckets, or slices of buckets, that are averaged as one.
+        orders: for each iteration of the period, the pieces that it sends, in order.
+        fill: for each iteration, the pieces of its order that another iteration sends too.
+        closed_s: seconds of a period without jitter.
+        at_step: average all buckets at the step, as in local SGD.
     """
 
     pieces: list[Piece]
@@ -76,12 +87,16 @@ class Choice(NamedTuple):
 
 
 def forward_cycle(setting: Setting, pieces: Sequence[Piece], *, single: bool = True) -> Cycle:
-    """One iteration as the slowest rank sees it, from bucket 0's forward to the next. `single`:
-    buckets are stepped one by one, and pay for it."""
+    """Return one iteration of the slowest rank, from the forward of bucket 0 to the next one.
+
+    With `single`, each bucket is updated separately, and its update includes the time of an
+    optimizer call.
+    """
     slowest, early = setting.profile.slowest(), setting.average == "after_update"
     update_s = slowest.bucket_step_s if single else slowest.bucket_update_s
     times = [(b.forward_s, b.backward_s) for b in slowest.buckets]
-    # The update belongs to the backward, or to the forward that it waits for an average with.
+    # An update follows the backward of its bucket, or precedes the forward that waits for the
+    # average.
     forward_s = [f + (0.0 if early else u) for (f, _), u in zip(times, update_s, strict=True)]
     backward_s = [b + (u if early else 0.0) for (_, b), u in zip(times, update_s, strict=True)]
     ready_s = [forward_s[0] + seconds for seconds in accumulate(backward_s)]
@@ -94,13 +109,16 @@ def forward_cycle(setting: Setting, pieces: Sequence[Piece], *, single: bool = T
     )
 
 
-def forward_bound_s(setting: Setting) -> float:
-    """No plan of this kind takes less per iteration: `solve.due.bound_s`, where the messages of
-    buckets k.. are one message of them all, and the optimizer one call."""
-    cycle = forward_cycle(setting, whole(setting.buckets), single=False)
+def forward_plan_bound_s(setting: Setting) -> float:
+    """Return a lower bound on the seconds per iteration of all plans with `due="forward"`.
+
+    It is `solve.due.bound_s` with one message for the buckets k, k+1, ... and one call of the
+    optimizer.
+    """
+    cycle = forward_cycle(setting, whole_buckets(setting.buckets), single=False)
     link = setting.profile.default_link.name
     later_s = setting.profile.messages_ending_s(link, "param", 0, setting.buckets)
-    # Without an update in backward it may also come at once at the step.
+    # If updates do not run in backward, an average may also start at the step.
     heads = zip(cycle.ready_s, later_s.tolist(), cycle.left_s, strict=True)
     return max(cycle.least_s, *(r + c / setting.period + q for r, c, q in heads))
 
@@ -108,63 +126,70 @@ def forward_bound_s(setting: Setting) -> float:
 def forward_choices(
     setting: Setting, start: Candidate, cuts: Iterable[frozenset[int]], *, search: bool
 ) -> Iterator[Choice]:
-    """What to choose from: the paper's variant (`start`) with later deadlines; its sets in their
-    best order; with `search` also better sets of the same pieces, of whole buckets, and of the
-    buckets in `cuts` in slices."""
+    """Yield choices: the variant `start` with later deadlines, and its sets in their best order.
+
+    With `search`, also yield better sets of the same pieces, of whole buckets, and of buckets cut
+    into slices by each of `cuts`.
+    """
     pieces, sets = start.pieces, start.sets
     if start.at_step:
-        yield _at_step(setting, pieces)
-        pieces = whole(setting.buckets)
+        yield _local_sgd_choice(setting, pieces)
+        pieces = whole_buckets(setting.buckets)
     else:
-        yield _as_it_is(setting, start)
-        yield _ordered(setting, pieces, sets)
+        yield _keep_sets(setting, start)
+        yield _order_sets(setting, pieces, sets)
     if not search:
         return
-    # Pieces and starts of each search; all of them share the work.
+    # Pieces and initial sets of each search. All searches share one budget of work.
     searches = [(pieces, [] if start.at_step else [sets])]
     if any(piece.parts > 1 or len(piece.buckets) > 1 for piece in pieces):
-        searches.append((whole(setting.buckets), []))
+        searches.append((whole_buckets(setting.buckets), []))
     rough: list[tuple[float, int, list[Piece]]] = []
     for n, sliced in enumerate(cuts):
         pieces = cut_into(sliced, setting)
         cycle = forward_cycle(setting, pieces)
-        tried = greedy(cycle, setting.period), _evenly(pieces, setting.period)
+        tried = greedy(cycle, setting.period), _spread_evenly(pieces, setting.period)
         seconds = min(sum(cycle.best(members)[0] for members in one) for one in tried)
         rough.append((seconds, n, pieces))
     for _, _, pieces in sorted(rough, key=lambda one: one[:2])[:CLIMBED]:
-        searches.append((pieces, [_evenly(pieces, setting.period)]))
+        searches.append((pieces, [_spread_evenly(pieces, setting.period)]))
     left = SEARCHES_WORK
     for n, (pieces, starts) in enumerate(searches):
         given = min(MOST_WORK, left // (len(searches) - n))
         work = Work(given)
-        yield _searched(setting, pieces, starts, work)
+        yield _search_sets(setting, pieces, starts, work)
         left -= given - max(work.left, 0)
 
 
-def _as_it_is(setting: Setting, start: Candidate) -> Choice:
+def _keep_sets(setting: Setting, start: Candidate) -> Choice:
+    """Return the sets and fill of the candidate, in ready order, with later deadlines."""
     cycle = forward_cycle(setting, start.pieces)
     both = zip(start.sets, start.fill, strict=True)
     orders = tuple(tuple(sorted(chain(*members))) for members in both)
     return Choice(start.pieces, orders, start.fill, sum(map(cycle.seconds, orders)))
 
 
-def _ordered(setting: Setting, pieces: list[Piece], sets: Sets) -> Choice:
+def _order_sets(setting: Setting, pieces: list[Piece], sets: Sets) -> Choice:
+    """Return the sets, each in its best order."""
     cycle = forward_cycle(setting, pieces)
     found = [cycle.best(members) for members in sets]
     orders = tuple(order for _, order in found)
     return Choice(pieces, orders, ((),) * setting.period, sum(seconds for seconds, _ in found))
 
 
-def _searched(setting: Setting, pieces: list[Piece], starts: list[Sets], work: Work) -> Choice:
+def _search_sets(setting: Setting, pieces: list[Piece], starts: list[Sets], work: Work) -> Choice:
+    """Return the best sets of a search; with more than `MOST_CLIMBED` pieces, of the initial and
+    greedy sets."""
     cycle = forward_cycle(setting, pieces)
     if len(pieces) <= MOST_CLIMBED:
-        return _ordered(setting, pieces, due_sets(cycle, setting.period, starts, work))
-    tried = [_ordered(setting, pieces, s) for s in (*starts, greedy(cycle, setting.period))]
+        return _order_sets(setting, pieces, due_sets(cycle, setting.period, starts, work))
+    tried = [_order_sets(setting, pieces, s) for s in (*starts, greedy(cycle, setting.period))]
     return min(tried, key=lambda choice: choice.closed_s)
 
 
-def _at_step(setting: Setting, pieces: list[Piece]) -> Choice:
-    """All at once as in local SGD: hidden behind what comes before the next forward."""
+def _local_sgd_choice(setting: Setting, pieces: list[Piece]) -> Choice:
+    """Return the choice of local SGD: all buckets at once, hidden behind the time before the next
+    forward."""
     other_s = setting.profile.slowest().other_s
     message_s = sum(piece.seconds(setting.profile, setting.state) for piece in pieces)
     closed_s = setting.period * _compute_s(setting) + max(message_s - other_s, 0.0)
@@ -173,16 +198,17 @@ def _at_step(setting: Setting, pieces: list[Piece]) -> Choice:
 
 
 def cut_into(sliced: frozenset[int], setting: Setting) -> list[Piece]:
-    """The buckets in `sliced` in one slice per iteration, the others whole."""
+    """Return the pieces: one slice per iteration of each bucket in `sliced`, the other buckets
+    whole."""
     pieces: list[Piece] = []
-    for one in whole(setting.buckets):
+    for one in whole_buckets(setting.buckets):
         parts = setting.period if one.buckets[0] in sliced else 1
         pieces += [Piece(one.buckets, part, parts) for part in range(parts)]
     return pieces
 
 
-def _evenly(pieces: Sequence[Piece], period: int) -> Sets:
-    """Each slice in an iteration of its own; whole buckets in turn."""
+def _spread_evenly(pieces: Sequence[Piece], period: int) -> Sets:
+    """Return sets with each slice in an iteration of its own, and whole buckets in rotation."""
     sets: list[list[int]] = [[] for _ in range(period)]
     for i, piece in enumerate(pieces):
         sets[(piece.part if piece.parts > 1 else piece.buckets[0]) % period].append(i)
@@ -190,7 +216,7 @@ def _evenly(pieces: Sequence[Piece], period: int) -> Sets:
 
 
 def with_fill(setting: Setting, choice: Choice) -> Choice:
-    """The same, and whatever more an iteration can send in the same time."""
+    """Return the choice with additional pieces that iterations can send in the same time."""
     if choice.at_step or any(choice.fill):
         return choice
     cycle = forward_cycle(setting, choice.pieces)
@@ -201,10 +227,11 @@ def with_fill(setting: Setting, choice: Choice) -> Choice:
 
 
 def forward_plan(setting: Setting, choice: Choice) -> Plan:
-    """Messages released as in the paper's variant, each due at its bucket's next forward."""
+    """Return the plan of a choice: releases as in the paper's variant, deadlines at the next
+    forward of each bucket."""
     pieces, size = choice.pieces, setting.buckets
     if choice.at_step:
-        return _later_local_sgd(setting, choice)
+        return _late_local_sgd_plan(setting, choice)
     early = setting.average == "after_update"
     transfers, applies = [], []
     for h, order in enumerate(choice.orders):
@@ -239,9 +266,9 @@ def forward_plan(setting: Setting, choice: Choice) -> Plan:
     )
 
 
-def _later_local_sgd(setting: Setting, choice: Choice) -> Plan:
+def _late_local_sgd_plan(setting: Setting, choice: Choice) -> Plan:
     plan = LocalSGD(setting.period, state=setting.state).schedule(setting.profile)
-    # The message is of all buckets, so it is due when the first of them is needed.
+    # The message holds all buckets, so it is due at the forward of the first of them.
     due = Moment("forward", setting.buckets - 1, 1)
     transfers = tuple(replace(t, before=due) for t in plan.transfers)
     return replace(plan, strategy=setting.name, transfers=transfers, facts=_forward_facts(choice))
@@ -250,11 +277,11 @@ def _later_local_sgd(setting: Setting, choice: Choice) -> Plan:
 def _forward_facts(choice: Choice) -> tuple[Fact, ...]:
     both = zip(choice.orders, choice.fill, strict=True)
     sets = tuple(tuple(sorted(set(order) - set(more))) for order, more in both)
-    return (*sets_facts(sets, choice.fill, choice.pieces), *_costs(0, 0))
+    return (*layer_set_facts(sets, choice.fill, choice.pieces), *_cost_facts(0, 0))
 
 
-def _costs(memory_bytes: int, staleness: int) -> tuple[Fact, ...]:
-    """What hiding costs beside the paper's variant."""
+def _cost_facts(memory_bytes: int, staleness: int) -> tuple[Fact, ...]:
+    """Return facts about the costs in memory and staleness, compared with the paper's variant."""
     return (
         Fact("memory_bytes", memory_bytes, "further buffers on every rank"),
         Fact("staleness", staleness, "iterations that train without an average that has begun"),
@@ -264,16 +291,19 @@ def _costs(memory_bytes: int, staleness: int) -> tuple[Fact, ...]:
 # ---- delayed --------------------------------------------------------------------------------
 
 
-def delayed_bound_s(setting: Setting) -> float:
-    """`max(F + B, C / H)` with the update: each rank computes all of it in every iteration, and
-    the link carries everything once per period. Delays hide the rest if they are long enough."""
+def delayed_plan_bound_s(setting: Setting) -> float:
+    """Return `max(F + B, C / H)`, where the update is part of F + B.
+
+    Each rank computes everything in every iteration, and the link carries all parameters once per
+    period of H iterations. A long enough delay hides all other time.
+    """
     everything = Payload("param", range(setting.buckets))
     message_s = setting.profile.message_s(everything, setting.profile.default_link.name)
     return max(_compute_s(setting), message_s / setting.period)
 
 
 def _compute_s(setting: Setting) -> float:
-    """What an iteration takes without any message, the optimizer called once."""
+    """Return the seconds of an iteration without messages and with one call of the optimizer."""
     slowest = setting.profile.slowest()
     return slowest.other_s + slowest.forward_s + slowest.backward_s + slowest.update_s
 
@@ -281,10 +311,14 @@ def _compute_s(setting: Setting) -> float:
 def delayed_choice(
     setting: Setting, delay: int, starts: Iterable[Candidate], *, simulated: bool
 ) -> Candidate:
-    """What leaves little to wait for, in few messages: neighbours that travel together, in as few
-    runs as take no longer; whole buckets, loads as even as they come; some `starts`, and what a
-    few moves from the heaviest set make of even loads; all compared by simulation."""
-    pieces = whole(setting.buckets)
+    """Return the candidate with the shortest simulated iteration; candidates with more messages
+    must gain `WORTH_MORE`.
+
+    Candidates are runs of neighbouring buckets, sets of whole buckets with even loads, `starts`,
+    and even loads with one bucket moved out of the heaviest set. Without `simulated`, return runs
+    of neighbouring buckets, one per iteration.
+    """
+    pieces = whole_buckets(setting.buckets)
     message_s = [piece.seconds(setting.profile, setting.state) for piece in pieces]
     most = min(setting.period, setting.buckets)
     if not simulated:
@@ -296,7 +330,7 @@ def delayed_choice(
     counts = sorted({2**n for n in range(most.bit_length()) if 2**n <= most} | {most})
     together = (neighbours(message_s, count, setting.period) for count in counts)
     even = Candidate(pieces, even_loads(message_s, setting.period))
-    moved = (Candidate(pieces, sets) for sets in _moves(even.sets, message_s))
+    moved = (Candidate(pieces, sets) for sets in _moved_sets(even.sets, message_s))
     best, best_s, least_s = even, float("inf"), _compute_s(setting)
     for choice in chain(together, [even], starts, moved):
         if best_s <= least_s * (1 + WORTH_MORE):
@@ -307,7 +341,7 @@ def delayed_choice(
 
 
 def neighbours(message_s: Sequence[float], count: int, period: int) -> Candidate:
-    """So many runs of neighbouring buckets, as even as can be, each one message, spread over the
+    """Return `count` runs of neighbouring buckets of even size, one message each, spread over the
     period."""
     runs = cut(message_s, count)
     sets: list[tuple[int, ...]] = [()] * period
@@ -317,7 +351,8 @@ def neighbours(message_s: Sequence[float], count: int, period: int) -> Candidate
 
 
 def even_loads(message_s: Sequence[float], period: int) -> Sets:
-    """The longest messages first, each to the set that has least to send."""
+    """Return sets of even load: the longest messages first, each to the set with the smallest
+    load."""
     sets: list[list[int]] = [[] for _ in range(period)]
     loads_s = [0.0] * period
     for i in sorted(range(len(message_s)), key=lambda i: (-message_s[i], i)):
@@ -327,9 +362,9 @@ def even_loads(message_s: Sequence[float], period: int) -> Sets:
     return tuple(tuple(sorted(members)) for members in sets)
 
 
-def _moves(sets: Sets, message_s: Sequence[float]) -> Iterator[Sets]:
-    """The sets in another order, so that light iterations follow heavy ones; then with one bucket
-    of the heaviest set in another one."""
+def _moved_sets(sets: Sets, message_s: Sequence[float]) -> Iterator[Sets]:
+    """Yield variants of the sets: first in an order that alternates heavy and light iterations,
+    then with one bucket of the heaviest set in another set."""
     period = len(sets)
     by_load = sorted(range(period), key=lambda h: (-sum(message_s[i] for i in sets[h]), h))
     half = (period + 1) // 2
@@ -350,9 +385,12 @@ def _moves(sets: Sets, message_s: Sequence[float]) -> Iterator[Sets]:
 
 
 def delayed_plan(setting: Setting, delay: int, choice: Candidate) -> Plan:
-    """Parameters are copied twice, after the step or, before it, at their gradients. One copy is
-    averaged, in place, and lands at the forward `delay` iterations after the next. As there is time
-    enough, the optimizer steps once for all: clipping works, no bucket pays for a call of its own.
+    """Return a plan whose averages are applied at the forward after `delay` further iterations.
+
+    Parameters are copied twice: after the step, or at their gradients with
+    `average="before_update"`. One copy is averaged in place. The difference of both copies is added
+    to the parameters. Deadlines are late enough for one optimizer step of all buckets, so clipping
+    works and no bucket needs an optimizer call of its own.
     """
     size, period = setting.buckets, setting.period
     after = setting.average == "after_update"
@@ -377,7 +415,7 @@ def delayed_plan(setting: Setting, delay: int, choice: Candidate) -> Plan:
                 applies.append(Apply("copy", piece.buckets, at, taken, args=args))
             applies.append(Apply("delta", piece.buckets, Moment("forward", lag=1), landing))
     everything = setting.profile.payload_bytes("param", range(size))
-    facts = sets_facts(choice.sets, ((),) * period, choice.pieces)
+    facts = layer_set_facts(choice.sets, ((),) * period, choice.pieces)
     return Plan(
         setting.name,
         size,
@@ -385,22 +423,23 @@ def delayed_plan(setting: Setting, delay: int, choice: Candidate) -> Plan:
         tuple(applies),
         buffers=(Buffer("snapshot"), Buffer("average")),
         period=period,
-        facts=(*facts, *_costs(2 * everything, delay)),
+        facts=(*facts, *_cost_facts(2 * everything, delay)),
     )
 
 
 # ---- what is extended ------------------------------------------------------------------------
 
 
-def extended(plan: Plan) -> Plan:
-    """The paper's variant in place of one that would be slower: nothing is late, nothing copied."""
-    return replace(plan, facts=(*plan.facts, *_costs(0, 0)))
+def with_cost_facts(plan: Plan) -> Plan:
+    """Return the paper's plan with facts of no staleness and no memory, to replace a slower
+    plan."""
+    return replace(plan, facts=(*plan.facts, *_cost_facts(0, 0)))
 
 
-def no_slower(plan: Plan, paper: Plan, profile: Profile) -> Plan:
-    """A plan, or the paper's variant that it extends where that is predicted to be faster."""
+def faster_plan(plan: Plan, paper: Plan, profile: Profile) -> Plan:
+    """Return `plan`, or the paper's plan with its facts if that is predicted to be faster."""
     seconds, paper_s = (predict_plan(one, profile).iteration_s for one in (plan, paper))
-    return plan if seconds <= paper_s * (1 + ROUNDING) else extended(paper)
+    return plan if seconds <= paper_s * (1 + ROUNDING) else with_cost_facts(paper)
 
 
 # ---- choosing -------------------------------------------------------------------------------
@@ -409,8 +448,11 @@ def no_slower(plan: Plan, paper: Plan, profile: Profile) -> Plan:
 def fastest(
     choices: Iterable[Choice], seconds: Callable[[Choice], float], gain: float = ROUNDING
 ) -> Choice:
-    """The one with the shortest period, the first of those as fast. A later one must save the
-    share `gain`: that much may be chance where periods are simulated."""
+    """Return the choice with the shortest period; ties go to the first.
+
+    A later choice must save the share `gain`, because smaller differences of simulated periods may
+    be noise.
+    """
     best_s, best = float("inf"), None
     for choice in choices:
         found_s = seconds(choice)
@@ -421,7 +463,8 @@ def fastest(
 
 
 def steady_s(plan: Plan, profile: Profile) -> float:
-    """Simulated seconds of one iteration once messages of all iterations are under way."""
+    """Return the simulated seconds of one iteration in steady state, after messages of all
+    iterations are in flight."""
     periods = max(4, -(-24 // plan.period))
     iterations = 2 * periods * plan.period
     trace = simulate(plan, profile, iterations=iterations, record=0)

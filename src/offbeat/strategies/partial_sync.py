@@ -1,4 +1,4 @@
-"""PartialSync: each iteration of a period averages its own set of layers, under backward."""
+"""PartialSync: one set of layers averaged per iteration of a period, under backward."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, outer_of,
 from offbeat.strategies.solvers import Sets, equal_number
 
 Average = Literal["after_update", "before_update"]
+"""Time of a layer's average relative to its update."""
 
 
 @dataclass(frozen=True)
 class PartialSync(Wired):
-    """Equal-number partition (PLSGD-ENP): ceil(L / period) layers per iteration, in order.
+    """Average ceil(L / period) of the L layers per iteration, in order (PLSGD-ENP).
 
-    `average="before_update"` averages the parameters in backward and applies the local step at
+    `average="before_update"` averages the parameters in backward and applies the local update in
     `optimizer.step()`, which allows gradient clipping and GradScaler.
     """
 
     period: int = 5
-    """Every layer is averaged once in so many iterations."""
+    """Every layer is averaged once in `period` iterations."""
     average: Average = "after_update"
-    """Whether a layer is averaged after its own update in backward, or before it, which leaves the
-    update to `optimizer.step()`."""
+    """Time of a layer's average: after its own update in backward, or before the update, which then
+    takes place in `optimizer.step()`."""
     state: StatePolicy = "local"
-    """What becomes of optimizer state at an average: it stays `local`, is `averaged` too, or begins
-    anew (`reset`)."""
+    """Treatment of optimizer state at an average: keep it (`local`), average it too (`averaged`),
+    or clear it (`reset`)."""
     outer: OuterSGD | None = None
-    """An optimizer that steps on what every average has changed, as OuterSGD(0.8, 0.3) or
-    `0.8/0.3`; two more copies of the parameters. None: the average itself."""
+    """Optimizer that applies the change of every average as a step, such as OuterSGD(0.8, 0.3) or
+    `0.8/0.3`; it needs two more copies of the parameters. None: parameters become the average."""
 
     name: ClassVar[str] = "partial-sync"
     synchronous: ClassVar[bool] = False
@@ -69,38 +70,47 @@ class PartialSync(Wired):
 
 @dataclass(frozen=True)
 class Piece:
-    """What a partial synchronization moves at once: neighbouring buckets, by default one, or one
-    of equal slices of them."""
+    """Unit that a partial synchronization averages: a run of buckets, or a slice of it.
+
+    Attributes:
+        buckets: neighbouring buckets, by default one.
+        part: index of the slice.
+        parts: number of equal slices of the run.
+    """
 
     buckets: range
     part: int = 0
     parts: int = 1
 
     def payloads(self, state: StatePolicy) -> list[Payload]:
-        """Its messages: the parameters, and an averaged state."""
+        """Return the payloads of its messages: parameters, and optimizer state if that is
+        averaged."""
         return [Payload(kind, self.buckets, self.part, self.parts) for kind in kinds_of(state)]
 
     def seconds(self, profile: Profile, state: StatePolicy) -> float:
-        """Time of its messages on the default link."""
+        """Return the seconds of its messages on the default link."""
         link = profile.default_link.name
         return sum(profile.message_s(payload, link) for payload in self.payloads(state))
 
 
 def kinds_of(state: StatePolicy) -> tuple[Kind, ...]:
-    """What an average moves."""
+    """Return the kinds of buffers that an average sends."""
     return ("param", "state") if state == "averaged" else ("param",)
 
 
-def whole(buckets: int) -> list[Piece]:
-    """Every bucket, each alone."""
+def whole_buckets(buckets: int) -> list[Piece]:
+    """Return one piece per bucket."""
     return [Piece(range(bucket, bucket + 1)) for bucket in range(buckets)]
 
 
 def layer_times(
     profile: Profile, average: Average, state: StatePolicy
 ) -> tuple[list[float], list[float]]:
-    """What the layer-set solvers take: backward and communication seconds per bucket, as the
-    slowest rank sees them; backward contains the update when that happens in backward."""
+    """Return the inputs of the layer-set solvers: backward and communication seconds per bucket.
+
+    Times are those of the slowest rank. Backward includes the update if that takes place in
+    backward.
+    """
     slowest = profile.slowest()
     backward_s = [bucket.backward_s for bucket in slowest.buckets]
     if average == "after_update":
@@ -109,8 +119,8 @@ def layer_times(
 
 
 def piece_times(profile: Profile, state: StatePolicy, parts: int = 1) -> list[float]:
-    """Seconds of every bucket's messages on the default link, each alone, or of one of so many
-    equal slices of it."""
+    """Return the seconds of each bucket's messages on the default link, each alone, or of one of
+    `parts` equal slices."""
     link = profile.default_link.name
     kinds = [profile.alone_s(link, kind, parts) for kind in kinds_of(state)]
     return [sum(seconds) for seconds in zip(*kinds, strict=True)]
@@ -125,12 +135,12 @@ def partial_plan(
     state: StatePolicy,
     pieces: Sequence[Piece] = (),
 ) -> Plan:
-    """Plan that averages piece i in the iterations h with i in sets[h] or fill[h].
+    """Return the plan that averages piece i in each iteration h with i in sets[h] or fill[h].
 
-    `pieces` says what the sets' indices stand for, by default the buckets.
+    Indices refer to `pieces`, by default to one piece per bucket.
     """
     size = len(profile.buckets)
-    pieces = pieces or whole(size)
+    pieces = pieces or whole_buckets(size)
     active: list[tuple[int, ...]] = [()] * len(pieces)
     for h, members in enumerate(zip(sets, fill, strict=True)):
         for i in chain(*members):
@@ -167,12 +177,12 @@ def partial_plan(
         tuple(transfers),
         tuple(applies),
         period=len(sets),
-        facts=sets_facts(sets, fill, pieces),
+        facts=layer_set_facts(sets, fill, pieces),
     )
 
 
-def sets_facts(sets: Sets, fill: Sets, pieces: Sequence[Piece]) -> tuple[Fact, ...]:
-    """What is worth knowing about the sets."""
+def layer_set_facts(sets: Sets, fill: Sets, pieces: Sequence[Piece]) -> tuple[Fact, ...]:
+    """Return facts about the sets: buckets by iteration."""
     return (
         Fact("sets", _buckets(sets, pieces), "buckets averaged in each iteration"),
         Fact("fill", _buckets(fill, pieces), "further ones, where they cost no time"),
