@@ -1,4 +1,4 @@
-"""Wired: strategies whose averages may travel as codes, and the one function that makes them so."""
+"""Codecs on the averages of strategies: the settings, and the plan whose messages are encoded."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ ANCHOR = "anchor"
 
 @dataclass(frozen=True)
 class Wired(Strategy):
-    """A strategy that averages gradients or parameters in collectives, or `sends` them from rank to
-    rank."""
+    """Base class of strategies that average gradients or parameters, with settings for a codec.
+
+    They use collectives; if `sends` is set, messages go from rank to rank.
+    """
 
     wire: str = field(default=NONE, kw_only=True)
-    """What travels in place of gradients, or of the change of parameters since their last average:
-    `none`, `bf16`, `fp16`, `int8`, `int4`, `sign`, `topk:0.01`, `randomk:0.01`, `powersgd:4`."""
+    """Codec of gradients, or of the change of parameters since their last average: `none`, `bf16`,
+    `fp16`, `int8`, `int4`, `sign`, `topk:0.01`, `randomk:0.01`, `powersgd:4`."""
     error_feedback: bool = field(default=True, kw_only=True)
-    """Whether what a codec has lost is kept and added to the next message."""
+    """Whether the encoding error is stored and added to the next message."""
 
     sends: ClassVar[bool] = False
 
@@ -60,11 +62,12 @@ class Wired(Strategy):
         return with_wire(plan, wire, profile, error_feedback=self.error_feedback)
 
     def _wire(self, profile: Profile) -> Wire | None:
-        """The codec, the faster way round for a bucket of usual size."""
+        """Return the codec with the collective that is faster for the largest bucket; None without
+        one."""
         used = codec_of(self.wire)
         if used is None or profile.world_size == 1:
             return None
-        wire = Wire(used.name, tuple(arguments(self.wire).items()))
+        wire = Wire(used.name, tuple(codec_arguments(self.wire).items()))
         if self.sends:
             return wire
         bucket = max(range(len(profile.buckets)), key=lambda b: profile.buckets[b].size_bytes)
@@ -73,15 +76,23 @@ class Wired(Strategy):
 
 
 def with_wire(plan: Plan, wire: Wire, profile: Profile, *, error_feedback: bool = True) -> Plan:
-    """The plan with every all-reduce and send of gradients or parameters over a wire.
+    """Return the plan with every all-reduce and send of gradients or parameters encoded.
 
-    Parameters travel as their change against an anchor. Optimizer state, halves of all-reduces and
-    parameters that a rank gets now from one, now from another stay as they are. ValueError for a
-    codec that no message is large enough for.
+    Parameters are sent as their change against an anchor. Optimizer state, halves of all-reduces,
+    and parameters that a rank receives from different ranks are not encoded.
+
+    Args:
+        plan: plan to change.
+        wire: codec and its settings.
+        profile: costs of messages.
+        error_feedback: whether encoding errors are stored and added to the next message.
+
+    Raises:
+        ValueError: no message is large enough for the codec.
     """
     buffers: dict[str, Buffer] = {}
     transfers = tuple(
-        _wired(t, wire, plan, profile, buffers, error_feedback) for t in plan.transfers
+        _encode_transfer(t, wire, plan, profile, buffers, error_feedback) for t in plan.transfers
     )
     if not buffers and error_feedback:
         return plan
@@ -89,13 +100,13 @@ def with_wire(plan: Plan, wire: Wire, profile: Profile, *, error_feedback: bool 
     return replace(
         plan,
         transfers=transfers,
-        applies=tuple(_followed(plan, transfers)),
+        applies=tuple(_move_anchor(plan, transfers)),
         buffers=(*plan.buffers, *buffers.values()),
-        facts=(*_larger(plan.facts, buffers, profile), *_facts(wire, transfers, profile)),
+        facts=(*_add_memory(plan.facts, buffers, profile), *_wire_facts(wire, transfers, profile)),
     )
 
 
-def _wired(
+def _encode_transfer(
     t: Transfer,
     wire: Wire,
     plan: Plan,
@@ -105,27 +116,30 @@ def _wired(
 ) -> Transfer:
     kind = plan.all_buffers[t.payload.buffer].kind
     if t.verb == "send":
-        return _sent(t, wire, plan, buffers, error_feedback)
+        return _encode_send(t, wire, plan, buffers, error_feedback)
     if t.verb != "all_reduce" or kind == "state":
         return t
-    found = fastest(kind_of(t.payload, kind), wire, profile, t.link)
+    encoded = fastest(kind_of(t.payload, kind), wire, profile, t.link)
     if error_feedback:
-        name = _residual(kind, t.link, plan)
+        name = _residual_name(kind, t.link, plan)
         buffers[name] = Buffer(name, kind)
-        found = replace(found, error=name)
+        encoded = replace(encoded, error=name)
     if kind == "param":
         name = f"{ANCHOR} of wire" if ANCHOR in plan.all_buffers else ANCHOR
         buffers[name] = Buffer(name, start="param")
-        found = replace(found, anchor=name)
-    return replace(t, wire=found)
+        encoded = replace(encoded, anchor=name)
+    return replace(t, wire=encoded)
 
 
-def _sent(
+def _encode_send(
     t: Transfer, wire: Wire, plan: Plan, buffers: dict[str, Buffer], error_feedback: bool
 ) -> Transfer:
-    """A send over a wire: its sender keeps what is lost of gradients, and knows which parameters
-    the receiver has."""
-    if t.payload.buffer == "param" and _one_to_one(t, plan):
+    """Return an encoded send.
+
+    For gradients, the sender stores the encoding error. For parameters, an anchor at the sender
+    holds the parameters that the receiver has.
+    """
+    if t.payload.buffer == "param" and _is_one_to_one(t, plan):
         buffers[ANCHOR] = Buffer(ANCHOR, start="param")
         return replace(t, wire=replace(wire, anchor=ANCHOR))
     if t.payload.buffer != "grad":
@@ -137,9 +151,9 @@ def _sent(
     return replace(t, wire=wire)
 
 
-def _one_to_one(t: Transfer, plan: Plan) -> bool:
-    """Whether its sender hands these parameters to nobody else, and its receiver gets them from
-    nobody else."""
+def _is_one_to_one(t: Transfer, plan: Plan) -> bool:
+    """Return whether the sender sends these parameters to one rank only, which receives them from
+    no other rank."""
     assert t.ranks is not None
     others = [
         o.ranks
@@ -152,9 +166,12 @@ def _one_to_one(t: Transfer, plan: Plan) -> bool:
     return not any(o[0] == t.ranks[0] or o[1] == t.ranks[1] for o in others)
 
 
-def _followed(plan: Plan, transfers: Iterable[Transfer]) -> Iterator[Apply]:
-    """An outer optimizer moves what was averaged, on all ranks alike, and so the anchor, too. What
-    has a weight in an average are changes against the anchor."""
+def _move_anchor(plan: Plan, transfers: Iterable[Transfer]) -> Iterator[Apply]:
+    """Yield the applies of the plan, with rules for the anchor.
+
+    An outer optimizer moves the averaged parameters equally on all ranks, so the anchor follows
+    them. Rules that weight ranks in an average use changes against the anchor.
+    """
     anchor = next((t.wire.anchor for t in transfers if t.wire is not None and t.wire.anchor), None)
     carried = {t.target for t in plan.transfers}
     for apply in plan.applies:
@@ -169,9 +186,12 @@ def _followed(plan: Plan, transfers: Iterable[Transfer]) -> Iterator[Apply]:
             yield replace(apply, rule="copy", args=args)  # type: ignore[arg-type]
 
 
-def _residual(kind: str, link: str, plan: Plan) -> str:
-    """Messages of two links have no order, so each has errors of its own where both carry the same
-    buckets."""
+def _residual_name(kind: str, link: str, plan: Plan) -> str:
+    """Return the name of the buffer of encoding errors.
+
+    Messages on two links have no order. If two links carry the same buckets, each link has its own
+    buffer.
+    """
     name = "residual" if kind == "param" else "residual_grad"
     carried: dict[str, set[int]] = {}
     for t in plan.transfers:
@@ -183,7 +203,7 @@ def _residual(kind: str, link: str, plan: Plan) -> str:
 
 
 def fastest(payload: Payload, wire: Wire, profile: Profile, link: str) -> Wire:
-    """The wire with the way round that is predicted to take less time; the first of equal ones."""
+    """Return the wire with the collective of the shortest predicted time; ties go to the first."""
     ways = [
         replace(wire, args={**dict(wire.args), "via": via})
         for via in SETTINGS[wire.name]["via"].words
@@ -206,17 +226,17 @@ def _require_smaller(wire: Wire, transfers: Iterable[Transfer], profile: Profile
         )
 
 
-def _larger(
+def _add_memory(
     facts: Iterable[Fact], buffers: Mapping[str, Buffer], profile: Profile
 ) -> Iterator[Fact]:
-    """What further buffers take, those of the wire included."""
+    """Yield the facts, with the memory of the wire's buffers added to `memory_bytes`."""
     everything = range(len(profile.buckets))
     more = sum(profile.payload_bytes(buffer.kind, everything) for buffer in buffers.values())
     for fact in facts:
         yield replace(fact, value=fact.value + more) if fact.name == "memory_bytes" else fact
 
 
-def _facts(wire: Wire, transfers: Iterable[Transfer], profile: Profile) -> list[Fact]:
+def _wire_facts(wire: Wire, transfers: Iterable[Transfer], profile: Profile) -> list[Fact]:
     ways = sorted({t.wire.arg("via", t.verb) for t in transfers if t.wire is not None})
     facts = [Fact("wire", f"{wire.name} by {' and '.join(ways)}", "codec, and how codes go round")]
     plain = []
@@ -232,15 +252,18 @@ def _facts(wire: Wire, transfers: Iterable[Transfer], profile: Profile) -> list[
 
 
 def codec_of(text: str) -> Codec | None:
-    """The codec of a setting as "int4" or "topk:0.01"; None for "none". ValueError if there is
-    none."""
+    """Return the codec of a setting such as "int4" or "topk:0.01"; None for "none".
+
+    Raises:
+        ValueError: `text` names no codec, or its value is out of range.
+    """
     name = str(text).partition(":")[0]
     require_choice("wire", name, (NONE, *WIRES))
-    return None if name == NONE else codec(name, arguments(text))
+    return None if name == NONE else codec(name, codec_arguments(text))
 
 
-def arguments(text: str) -> dict[str, Any]:
-    """The settings of a codec from its text; ValueError for those that cannot be."""
+def codec_arguments(text: str) -> dict[str, Any]:
+    """Return the settings of a codec from its text; raise ValueError if a value is invalid."""
     name, colon, value = text.partition(":")
     settings = WIRES[name].settings if name in WIRES else {}
     if not settings:

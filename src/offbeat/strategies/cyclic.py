@@ -1,4 +1,5 @@
-"""Cyclic data parallelism: workers one after the other, gradients from hand to hand."""
+"""Cyclic data parallelism: workers staggered in time that send sums of gradients from one to the
+next."""
 
 from __future__ import annotations
 
@@ -28,56 +29,59 @@ from offbeat.strategies.compressible import Wired
 from offbeat.strategies.solvers.stages import cut
 
 END = Moment("end")
-SETTLED = 2  # iterations from the first update on, after which every worker has received some
+SETTLED = 2  # iterations from the first update until every worker has received new parameters
 RANDOM_PERIOD = 16  # iterations after which random delays repeat
-SUMS, ENTRY, ROUND, OTHERS, TURNS = 0, 2, 3, 6, 7  # channels: two, one, three, one, two
-PARTS = 64  # of the smallest bucket: one is a word of whose turn it is
-STAGGER_GAIN = 0.01  # of an iteration: less is no reason to wait on purpose
-MOST_SIMULATED = 1024  # messages of an iteration; with more no stagger is tried out
+# first channel of each use: two, one, three, one, two channels
+SUMS, ENTRY, ROUND, OTHERS, TURNS = 0, 2, 3, 6, 7
+PARTS = 64  # slices of the smallest bucket; a turn message sends one of them
+STAGGER_GAIN = 0.01  # relative gain required of the stagger of 1/N of an iteration
+MOST_SIMULATED = 1024  # messages per iteration; with more, stagger "auto" uses "least"
 
-Table = tuple[tuple[bool, ...], ...]  # by worker (1, 2, ..) and stage (from the input)
+Table = tuple[tuple[bool, ...], ...]  # indexed by worker (1, 2, ...) and stage (from the input)
 
 
 @dataclass(frozen=True)
 class Cyclic(Wired):
-    """Workers one after the other; sums of gradients and parameters go from hand to hand.
+    """Stagger workers in time; sums of gradients and new parameters go from worker to worker.
 
-    The model is cut into N stages, and worker i lags behind worker i-1. Each adds its gradient
-    of a stage to the sum that it receives, and sends it on; the last worker updates the stage and
-    hands it round. Only messages between two workers, spread over the iteration.
+    The model is cut into N stages, and worker i lags behind worker i-1. Each worker adds its
+    gradient of a stage to the sum that it receives, and sends the result to the next worker. The
+    last worker updates the stage and sends the new parameters. All messages are between two workers
+    and spread over the iteration.
 
-    A forward uses the parameters w_t, or those of one iteration before: `v1` never w_t; `v2`
-    wherever it can be there, stages j >= N-i+1 of worker i (both count from 1, stages from the
-    input). With R times as many workers as stages R neighbours share a place. The norm of the whole
-    gradient is not known when the first stage is updated, so only that of a stage can be bounded.
+    A forward uses the parameters w_t, or those of the previous iteration. `v1` never uses w_t. `v2`
+    uses w_t wherever it can be available: in stages j >= N-i+1 of worker i (both count from 1,
+    stages from the input). With R times as many workers as stages, R neighbouring workers share a
+    position. The norm of the whole gradient is not known when the first stage is updated, so `clip`
+    bounds the norm of each stage.
 
-    Rank 0 is the last worker (N): it alone has the optimizer's state, and between iterations the
-    newest parameters of all stages. Other ranks have stages of two versions until `consolidate`.
+    Rank 0 is the last worker (N). Only rank 0 has the optimizer state and, between iterations, the
+    newest parameters of all stages. Other ranks hold stages of two versions until `consolidate`.
     """
 
     rule: Literal["v1", "v2", "random"] = "v2"
-    """Which forwards use the newest parameters: none (`v1`), all that can (`v2`), or each of those
-    with `chance`."""
+    """Forwards that use the newest parameters: none (`v1`), all that can (`v2`), or each with
+    probability `chance` (`random`)."""
     stages: int | None = None
-    """Stages of the model, a divisor of the number of workers; None: one per worker."""
+    """Number of stages of the model, a divisor of the number of workers; None: one per worker."""
     split: Literal["time", "bytes"] | tuple[int, ...] = "time"
-    """Stages of even compute (`time`) or `bytes`, or how many buckets each has, from the input
-    (`3/2/2`)."""
+    """Division of buckets into stages: even compute (`time`), even `bytes`, or numbers of buckets,
+    from the input (`3/2/2`)."""
     stagger: Literal["auto", "least", "paper"] = "auto"
-    """How far a worker stays behind the one before: what messages need (`least`), 1/N of an
-    iteration (`paper`), or what is predicted to be faster."""
+    """Lag of a worker behind the previous one: as long as messages need (`least`), 1/N of an
+    iteration (`paper`), or the one with the shorter predicted iteration (`auto`)."""
     start: Literal["repeat", "skip"] = "repeat"
-    """Whether the first gradients count twice (`repeat`) or the first update is left out (`skip`),
-    as in the authors' program."""
+    """First update: count the first gradients twice (`repeat`), or omit the first update (`skip`)
+    as the authors' program does."""
     clip: float | None = None
     """Bound on the norm of each stage's gradient; None: no clipping."""
     table: Table | None = None
-    """In place of a rule: for each worker and stage whether it uses the newest parameters, as
-    `001/011/111`."""
+    """Explicit table instead of a rule: for each worker and stage, whether it uses the newest
+    parameters, such as `001/011/111`."""
     chance: float = 0.5
-    """Of newest parameters under `random`."""
+    """Probability of newest parameters with the rule `random`."""
     seed: int = 0
-    """Of the draws under `random`, which repeat after 16 iterations."""
+    """Seed of the draws with the rule `random`, which repeat after 16 iterations."""
 
     name: ClassVar[str] = "cyclic"
     synchronous: ClassVar[bool] = False
@@ -98,23 +102,23 @@ class Cyclic(Wired):
 
     def schedule(self, profile: Profile) -> Plan:
         if self.stagger != "auto":
-            return self._staggered(self.stagger, profile)
-        least = self._staggered("least", profile)
+            return self._staggered_plan(self.stagger, profile)
+        least = self._staggered_plan("least", profile)
         if profile.world_size == 1 or len(least.transfers) > MOST_SIMULATED:
             return least
-        paper = self._staggered("paper", profile)
-        # Without jitter of compute a few iterations tell it.
+        paper = self._staggered_plan("paper", profile)
+        # Without jitter, a few iterations are enough for the comparison.
         links = tuple(replace(link, jitter=0.0) for link in profile.links)
         steady = replace(profile, jitter=0.0, rank_jitter=(), links=links)
         least_s, paper_s = (predict_plan(p, steady).iteration_s for p in (least, paper))
         return paper if paper_s < least_s * (1 - STAGGER_GAIN) else least
 
-    def _staggered(self, stagger: Literal["least", "paper"], profile: Profile) -> Plan:
+    def _staggered_plan(self, stagger: Literal["least", "paper"], profile: Profile) -> Plan:
         job = self._job(profile)
-        transfers = [*job.turns(profile)] if stagger == "paper" else []
-        transfers += [*job.sums(), *job.versions()]
+        transfers = [*job.turn_transfers(profile)] if stagger == "paper" else []
+        transfers += [*job.sum_transfers(), *job.version_transfers()]
         buffers = [Buffer("sum", "grad", kept=False)]
-        if job.late_owner:
+        if job.owner_needs_older:
             buffers.append(Buffer("older", start="param"))
         return Plan(
             self.name,
@@ -136,13 +140,17 @@ class Cyclic(Wired):
     def equations(self, plan: Plan) -> Equations:
         runs = [range(*edges) for edges in plan.fact("stages")]
         ranks = 1 + max(max(t.ranks or (0,)) for t in plan.transfers) if plan.transfers else 1
-        job = _Job(ranks, runs, self.rules(len(runs)), self._skipped, "")
-        return cyclic(runs, job.fresh, self._skipped)
+        job = _Job(ranks, runs, self.rules(len(runs)), self._skipped_updates, "")
+        return cyclic(runs, job.uses_newest, self._skipped_updates)
 
     def bound_s(self, profile: Profile) -> float:
-        """Compute of the slowest rank, or that of rank 0 with the update, or what a rank in the
-        middle sends by one link: gradients of all stages, and parameters of all but one, without a
-        latency and by as many channels as carry most."""
+        """Return a lower bound on the seconds per iteration: the largest of three times.
+
+        The first is the compute of the slowest rank. The second is the compute of rank 0 with the
+        update. The third is the time that a middle rank needs to send the gradients of all stages
+        and the parameters of all stages but one over one link, without latency, at the highest
+        total rate of its channels.
+        """
         slowest, workers = profile.slowest(), profile.world_size
         own = profile.rank_scale[0] if profile.rank_scale else 1.0
         owner_s = own * (profile.forward_s + profile.backward_s + profile.update_s)
@@ -161,11 +169,11 @@ class Cyclic(Wired):
         return max(compute_s, sent_s / rate)
 
     @property
-    def _skipped(self) -> int:
+    def _skipped_updates(self) -> int:
         return int(self.start == "skip")
 
     def least_buckets(self, ranks: int) -> int:
-        """One for each stage."""
+        """Return the number of stages: each stage has at least one bucket."""
         return self.stages or ranks
 
     def _job(self, profile: Profile) -> _Job:
@@ -176,15 +184,17 @@ class Cyclic(Wired):
                 f"stages ({stages}) must divide the number of workers ({ranks}), which then share "
                 "the places of the stages; start another number of workers"
             )
-        if ranks == 1 and self._skipped:
+        if ranks == 1 and self._skipped_updates:
             raise ValueError(
                 "start ('skip') needs at least two workers; leave it out, or start more of them"
             )
         link = profile.default_link.name
-        return _Job(ranks, self._cut(profile, stages), self.rules(stages), self._skipped, link)
+        return _Job(
+            ranks, self._cut(profile, stages), self.rules(stages), self._skipped_updates, link
+        )
 
     def _cut(self, profile: Profile, stages: int) -> list[range]:
-        """Runs of buckets, that of the output first."""
+        """Return runs of buckets, starting at the output side."""
         if isinstance(self.split, tuple):
             counts = self.split[::-1]
             if len(counts) != stages or sum(counts) != len(profile.buckets):
@@ -198,7 +208,8 @@ class Cyclic(Wired):
         return [*cut([b.forward_s + b.backward_s for b in profile.buckets], stages)]
 
     def rules(self, stages: int) -> list[Table]:
-        """By iteration, repeating: who is to use w_t where; stages from the output."""
+        """Return tables of the uses of w_t, one per iteration of the period; stages from the
+        output."""
         allowed = [[g < i for g in range(stages)] for i in range(1, stages + 1)]
         if self.table is not None:
             rows = [row[::-1] for row in self.table]
@@ -229,7 +240,8 @@ class Cyclic(Wired):
 
 @dataclass
 class _Job:
-    """Workers, stages (buckets, output first), and by iteration who uses w_t where."""
+    """Workers, stages (runs of buckets from the output), and tables of the uses of w_t by
+    iteration."""
 
     ranks: int
     runs: Sequence[range]
@@ -251,46 +263,51 @@ class _Job:
 
     @property
     def workers(self) -> list[int]:
-        """Ranks in the order in which sums pass them; rank 0 is the last one."""
+        """Ranks in the order in which sums pass through them; rank 0 is the last."""
         return [*range(1, self.ranks), 0]
 
     def place(self, rank: int) -> int:
-        """Its row in a table: with R times as many workers as stages R neighbours share one."""
+        """Return the row of a rank in a table; with R times as many workers as stages, R neighbours
+        share a row."""
         return ((rank or self.ranks) - 1) * len(self.runs) // self.ranks
 
-    def fresh(self, iteration: int, rank: int, stage: int) -> bool:
-        """Whether it uses the newest parameters of a stage."""
+    def uses_newest(self, iteration: int, rank: int, stage: int) -> bool:
+        """Return whether the rank uses the newest parameters of a stage in an iteration."""
         return self.rules[iteration % self.period][self.place(rank)][stage]
 
     def lag(self, t: int, rank: int, stage: int) -> int | None:
-        """So many iterations later it begins to use what iteration t has updated; None: never, as
-        it uses older parameters at first and then newer ones."""
-        if self.fresh(t + 1, rank, stage):
+        """Return the number of iterations until a rank first uses the parameters that iteration t
+        has updated.
+
+        Return None if the rank never uses them: it uses older parameters first and newer ones
+        afterwards.
+        """
+        if self.uses_newest(t + 1, rank, stage):
             return 1
-        return None if self.fresh(t + 2, rank, stage) else 2
+        return None if self.uses_newest(t + 2, rank, stage) else 2
 
     @property
-    def late_owner(self) -> bool:
-        """Whether rank 0 ever uses older parameters than it has."""
+    def owner_needs_older(self) -> bool:
+        """Whether rank 0 uses older parameters than its newest ones in any iteration."""
         return any(not all(rule[self.place(0)]) for rule in self.rules)
 
     @property
     def iterations(self) -> range:
-        """One of each phase."""
+        """One iteration of each phase."""
         return range(self.prologue + self.period)
 
     def phases(self, holds: Callable[[int], bool]) -> Phases:
-        """Those of the iterations for which it holds."""
+        """Return the phases of the iterations for which `holds` is true."""
         return Phases([i for i in self.iterations if holds(i)])
 
-    def updated(self, run: range) -> Moment:
-        """When its stage is updated: in backward, as soon as its sum is there."""
+    def update_moment(self, run: range) -> Moment:
+        """Return the moment of a stage's update: in backward, when its sum has arrived."""
         return Moment("grad", run[-1]) if self.ranks > 1 else Moment("step")
 
     # ---- sums ------------------------------------------------------------------------------
 
-    def sums(self) -> Iterator[Transfer]:
-        """Every stage's gradients, from worker to worker."""
+    def sum_transfers(self) -> Iterator[Transfer]:
+        """Yield the transfers of every stage's gradients from worker to worker."""
         active = self.phases(lambda i: i >= self.skipped)
         for run in self.runs:
             ready = Moment("grad", run[-1])
@@ -309,14 +326,14 @@ class _Job:
                 )
 
     def applies(self, clip: float | None) -> Iterator[Apply]:
-        """What each worker does with its sum, and rank 0 with the last one."""
+        """Yield the arithmetic of each worker on its sum, and that of rank 0 on the last sum."""
         active, last = self.phases(lambda i: i >= self.skipped), self.workers[-1]
         shares = (("buffer", "grad"), ("by", (1 / self.ranks,) * self.ranks))
         others = tuple(self.workers[:-1])
         owner = (last,) if others else None
         for g, run in enumerate(self.runs):
-            ready, begins = self.updated(run), Moment("forward", run[-1])
-            late = self.phases(lambda i, g=g: not self.fresh(i, last, g))
+            ready, begins = self.update_moment(run), Moment("forward", run[-1])
+            late = self.phases(lambda i, g=g: not self.uses_newest(i, last, g))
             older = (("a", "param"), ("b", "older"))
             kept = (("source", "param"), ("target", "older"))
             if late:
@@ -331,7 +348,7 @@ class _Job:
                 yield Apply("clip", run, ready, active, owner, args=bounded)
             if late:
                 yield Apply("swap", run, ready, late, owner, args=older)
-            if self.late_owner:
+            if self.owner_needs_older:
                 yield Apply("copy", run, ready, Phases(self.iterations), owner, args=kept)
             yield Apply("local", run, ready, active, owner)
         everything, dropped = range(self.buckets), (("buffer", "grad"),)
@@ -342,17 +359,20 @@ class _Job:
 
     # ---- versions --------------------------------------------------------------------------
 
-    def versions(self) -> Iterator[Transfer]:
-        """Every stage's new parameters, from rank 0 to whoever needs them first, and from each to
-        the next one when it begins to use them."""
+    def version_transfers(self) -> Iterator[Transfer]:
+        """Yield the transfers of every stage's new parameters.
+
+        Rank 0 sends them to the worker that uses them first. Each worker sends them to the next one
+        when it begins to use them.
+        """
         hops: dict[tuple[int, int, int, int], set[int]] = defaultdict(set)
         for i in self.iterations:
             for g in range(len(self.runs)):
                 for t in (i, i - 1, i - 2):
-                    for a, b, sent, due in self._ring(t, g) if t >= self.skipped else ():
+                    for a, b, sent, due in self._version_hops(t, g) if t >= self.skipped else ():
                         if i == t + sent:
                             hops[g, a, b, due - sent].add(i)
-        for (g, a, b, later), iterations in sorted(hops.items(), key=self._needed):
+        for (g, a, b, later), iterations in sorted(hops.items(), key=self._sort_key):
             run = self.runs[g]
             begins = Moment("forward", run[-1])
             after = Moment("grad", run[-1]) if a == 0 else begins
@@ -366,22 +386,25 @@ class _Job:
                 (a, b),
             )
 
-    def _ring(self, t: int, g: int) -> Iterator[tuple[int, int, int, int]]:
-        """(from, to, iterations after t in which it is sent, in which it is used) of what iteration
-        t has updated, in the order of need."""
+    def _version_hops(self, t: int, g: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (sender, receiver, send lag, use lag) for the parameters that iteration t has
+        updated.
+
+        Lags are iterations after t. The order is that of first use.
+        """
         lags = {rank: self.lag(t, rank, g) for rank in range(1, self.ranks)}
         users = sorted((lag, rank) for rank, lag in lags.items() if lag is not None)
         for (sent, a), (due, b) in pairwise([(0, 0), *users]):
             yield a, b, sent, due
 
-    def _needed(self, hop: tuple[tuple[int, int, int, int], set[int]]) -> tuple[int, ...]:
-        """Messages of a channel in the order of their moments."""
+    def _sort_key(self, hop: tuple[tuple[int, int, int, int], set[int]]) -> tuple[int, ...]:
+        """Return the key that sorts the messages of a channel by the moment of sending."""
         (g, a, b, later), _ = hop
-        # Those of rank 0 leave in backward, output first, the others in forward, input first.
+        # Rank 0 sends in backward, output first. Other ranks send in forward, input first.
         return (1, g, a, b) if a == 0 else (0, -g, a, b, later)
 
     def _channel(self, a: int, b: int) -> int:
-        """So that on each a rank only sends, or only receives."""
+        """Return a channel on which each rank only sends or only receives."""
         around = self.ranks - 1
         if a == 0:
             return ENTRY
@@ -391,8 +414,8 @@ class _Job:
 
     # ---- stagger ---------------------------------------------------------------------------
 
-    def turns(self, profile: Profile) -> Iterator[Transfer]:
-        """A word from each worker to the next one when it is 1/N of an iteration ahead."""
+    def turn_transfers(self, profile: Profile) -> Iterator[Transfer]:
+        """Yield a message from each worker to the next one when it is 1/N of an iteration ahead."""
         slowest, last = profile.slowest(), self.buckets - 1
         smallest = min(range(self.buckets), key=lambda b: slowest.buckets[b].size_bytes)
         step_s = (slowest.forward_s + slowest.backward_s) / self.ranks
@@ -414,7 +437,7 @@ class _Job:
 
 
 def _split(given: Any) -> Any:
-    """A word, or counts of buckets, whatever JSON or the command line have made of them."""
+    """Return "time", "bytes", or a tuple of bucket counts from JSON or the command line."""
     if isinstance(given, str) or not given:
         require_choice("split", given, ("time", "bytes"))
         return given
@@ -424,7 +447,7 @@ def _split(given: Any) -> Any:
 
 
 def _table(given: Any) -> Table | None:
-    """Rows of truth values, whatever JSON has made of them."""
+    """Return a table of booleans from JSON."""
     if given is None:
         return None
     try:

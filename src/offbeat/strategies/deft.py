@@ -1,4 +1,4 @@
-"""DeFT: late, merged updates, so that every gradient is sent while something is computed."""
+"""DeFT: delayed and merged updates, so that messages always overlap with compute."""
 
 from __future__ import annotations
 
@@ -25,40 +25,42 @@ RETRIES = 10
 
 @dataclass(frozen=True)
 class DeFT(Wired):
-    """Gradients are sent in whichever later forward or backward has room for them (knapsacks).
+    """Send each gradient in a later forward or backward that has room for it (knapsacks).
 
-    What has not been sent when an iteration ends is merged with the next gradients; an update is
-    applied when all of it has been averaged, one iteration late or more. The `preserver` plans
-    again with windows 10 % larger while what it estimates is beyond 1 +- `epsilon`.
+    Gradients that have not been sent at the end of an iteration are merged with the next ones. An
+    update is applied when all of its gradients have been averaged, at least one iteration late. The
+    `preserver` estimates the ratio of losses. While that ratio is outside 1 +- `epsilon`, it plans
+    again with 10 % larger windows.
 
-    Iterations without an update are no progress. An update that merges k iterations is worth at
-    best k single ones (it has seen k batches), and at worst one, as with Adam, whose steps are as
-    long whatever the gradients' size. So schedules are chosen by
-    seconds per update, then per iteration. If WFBP is predicted to need no more seconds per
-    update, it runs instead: none of its updates is late.
+    An iteration without an update makes no progress. An update that merges k iterations is worth at
+    most k single updates, because it uses k batches. It is worth at least one, as with Adam, whose
+    step length does not depend on the gradient's size. Therefore schedules are compared by seconds
+    per update, then by seconds per iteration. If WFBP is predicted to need no more seconds per
+    update, WFBP's plan is used, whose updates are never late.
     """
 
     scale: Merge = "sum"
-    """An update is the `sum` or the `mean` over the iterations that it merges."""
+    """Merged update: `sum` or `mean` of the gradients of its iterations."""
     solver: Literal["exact", "greedy"] = "exact"
-    """What chooses messages for a window: an `exact` knapsack or the paper's `greedy` one."""
+    """Solver that chooses the messages of a window: an `exact` knapsack or the paper's `greedy`
+    one."""
     links: Literal["auto", "all", "first"] = "auto"
-    """All of the profile's links, the `first`, or as many as give more updates (`auto`)."""
+    """Links of the profile: `all`, the `first`, or as many as increase the updates (`auto`)."""
     partition_elements: int = 6_500_000
-    """Most elements of 4 bytes in a message."""
+    """Largest number of 4-byte elements in a message."""
     most_merged: int = 4
-    """An update merges at most so many iterations; where communication takes longer, iterations
+    """Largest number of iterations that an update merges. If communication takes longer, iterations
     wait."""
     preserver: bool = True
-    """Whether to estimate what merging and lateness cost, and to plan again with larger windows
-    where that is too much."""
+    """Whether to estimate the effect of merging and lateness on the loss, and to plan again with
+    larger windows if the effect is too large."""
     epsilon: float = 0.01
-    """How far from 1 the estimated ratio of losses may be."""
+    """Accepted distance of the estimated ratio of losses from 1."""
     forward: int | None = None
-    """So many messages per forward, first in first out, instead of the knapsacks; together with
+    """Number of messages per forward, first in first out, instead of knapsacks; requires
     `backward`."""
     backward: int | None = None
-    """So many messages per backward, as `forward`."""
+    """Number of messages per backward, first in first out; requires `forward`."""
 
     name: ClassVar[str] = "deft"
     synchronous: ClassVar[bool] = False
@@ -101,39 +103,51 @@ class DeFT(Wired):
 
     @classmethod
     def fixed(cls, forward: int, backward: int) -> DeFT:
-        """So many messages per forward and per backward, first in, first out (an ablation)."""
+        """Return DeFT with fixed numbers of messages, first in first out (an ablation).
+
+        Args:
+            forward: messages per forward.
+            backward: messages per backward.
+        """
         return cls(forward=forward, backward=backward)
 
     def schedule(self, profile: Profile) -> Plan:
-        """Warns if WFBP's plan takes the place of DeFT's, because no window has room for a slice or
-        because being late is predicted to gain nothing; the plan's `strategy` is then "wfbp"."""
+        """Return DeFT's plan, or WFBP's plan with a warning if DeFT's is predicted to gain nothing.
+
+        DeFT gains nothing if no window has room for a slice, or if late updates save no time. The
+        `strategy` of WFBP's plan is "wfbp".
+        """
         view = profile.slowest()
         if self.forward is not None and self.backward is not None:
-            chosen = self._counted(view, self.forward, self.backward)
-            skipped = _skipped("it judges knapsacks, and here messages are counted")
-            return _encoded(self, chosen, _notes(chosen, skipped))
+            chosen = self._count_messages(view, self.forward, self.backward)
+            skipped = _skip_note("it judges knapsacks, and here messages are counted")
+            return _encode_schedule(self, chosen, _schedule_notes(chosen, skipped))
         synchronous_s = gradients_when_ready_s(view, WFBP().plan(view))
         try:
-            chosen, preserved = self._chosen(view, synchronous_s)
+            chosen, preserved = self._choose_schedule(view, synchronous_s)
         except NoWindowError as error:
-            return _synchronous(profile, str(error))
+            return _synchronous_plan(profile, str(error))
         per_update_s = chosen.seconds / chosen.schedule.updates_per_iteration
         if per_update_s >= synchronous_s:
-            return _synchronous(
+            return _synchronous_plan(
                 profile,
                 f"late updates save no time: {per_update_s:.4g} s per update (coverage rate "
                 f"{chosen.coverage_rate:.3g}, merges {list(chosen.schedule.merges)}), and WFBP "
                 f"{synchronous_s:.4g} s",
             )
-        return _encoded(self, chosen, _notes(chosen, preserved))
+        return _encode_schedule(self, chosen, _schedule_notes(chosen, preserved))
 
     def equations(self, plan: Plan) -> Equations:
         late = any(map(effects.is_window_end, plan.applies))
         return merged(closing(plan), self.scale) if late else synchronous()
 
     def bound_s(self, profile: Profile) -> float:
-        """The slowest rank's compute with one update per `most_merged` iterations, and an update's
-        bytes on all links together; counted messages may be merged without a limit."""
+        """Return a lower bound: the compute of the slowest rank with one update per `most_merged`
+        iterations, or the bytes of an update on all links together.
+
+        With fixed numbers of messages, merging has no limit, so the bound is forward and backward
+        only.
+        """
         profile = profile.slowest()
         local_s = profile.other_s + profile.forward_s + profile.backward_s
         if self.forward is not None:
@@ -148,7 +162,7 @@ class DeFT(Wired):
         fallback = WFBP(wire=self.wire, error_feedback=self.error_feedback)
         return Monitor(fallback) if self.preserver else None
 
-    def _counted(self, profile: Profile, forward: int, backward: int) -> Choice:
+    def _count_messages(self, profile: Profile, forward: int, backward: int) -> Choice:
         links = [profile.default_link.name]
         messages = Messages(profile, links, self.partition_elements)
         pieces = messages.cut(math.inf, 0.0, 1.0)
@@ -158,40 +172,47 @@ class DeFT(Wired):
         sized = Sized(pieces, ready_s_of(profile, pieces), messages.weights_s(pieces))
         return Choice(profile, links, sized, schedule, 1.0, why)
 
-    def _chosen(self, profile: Profile, synchronous_s: float) -> tuple[Choice, dict[str, Any]]:
+    def _choose_schedule(
+        self, profile: Profile, synchronous_s: float
+    ) -> tuple[Choice, dict[str, Any]]:
         search = Search(self, profile, synchronous_s)
         if self.preserver and profile.noise is not None:
-            return self._preserved(search, profile.noise)
+            return self._accepted_schedule(search, profile.noise)
         why = "the profile holds no gradient noise" if self.preserver else "it is switched off"
-        return search.best(), _skipped(why)
+        return search.best(), _skip_note(why)
 
-    def _preserved(self, search: Search, noise: GradientNoise) -> tuple[Choice, dict[str, Any]]:
-        """The schedule that the Preserver lets pass, and all that it tried.
+    def _accepted_schedule(
+        self, search: Search, noise: GradientNoise
+    ) -> tuple[Choice, dict[str, Any]]:
+        """Return the schedule that the Preserver accepts, and a record of all tries.
 
-        Each try goes on from the one before with larger windows, until nothing is merged. Links and
-        messages stay.
+        Each try enlarges the windows of the previous one, until nothing is merged. Links and
+        messages are the same in all tries. If no try is accepted, the one with the ratio nearest to
+        1 is used.
         """
         chosen = search.best()
         tries: list[tuple[float, Choice]] = []
         while len(tries) <= RETRIES:
             if tries:
-                chosen = search.grown(chosen)
+                chosen = search.enlarge_windows(chosen)
             tries.append((self._ratio(noise, chosen.schedule.merges), chosen))
-            if self._accepts(tries[-1][0]) or max(chosen.schedule.merges) == 1:
+            if self._is_accepted(tries[-1][0]) or max(chosen.schedule.merges) == 1:
                 break
         ratio, chosen = min(tries, key=lambda t: abs(t[0] - 1))
-        verdict = "within" if self._accepts(ratio) else f"the nearest to 1 of {len(tries)}, outside"
-        told = [
+        verdict = (
+            "within" if self._is_accepted(ratio) else f"the nearest to 1 of {len(tries)}, outside"
+        )
+        records = [
             {
                 "capacity": choice.capacity,
                 "ratio": value if math.isfinite(value) else None,
                 "merges": list(choice.schedule.merges),
-                "accepted": self._accepts(value),
+                "accepted": self._is_accepted(value),
             }
             for value, choice in tries
         ]
         return chosen, {
-            "tries": told,
+            "tries": records,
             "decision": f"capacity {chosen.capacity:.2f}, ratio {ratio:.4f}: {verdict} 1 +- "
             f"{self.epsilon:g} (an upper bound of the noise: all of it along the gradient)",
         }
@@ -203,7 +224,7 @@ class DeFT(Wired):
         walk = preserver.LossWalk(noise.loss, noise.step_size, sigma, scale=scale)
         return walk.worst_ratio(merges, noise.gradient_sq)
 
-    def _accepts(self, ratio: float) -> bool:
+    def _is_accepted(self, ratio: float) -> bool:
         return abs(ratio - 1) <= self.epsilon
 
 
@@ -214,7 +235,7 @@ MEANINGS = {
 }
 
 
-def _notes(chosen: Choice, preserved: dict[str, Any]) -> dict[str, Any]:
+def _schedule_notes(chosen: Choice, preserved: dict[str, Any]) -> dict[str, Any]:
     return {
         "links": chosen.why,
         "merges": list(chosen.schedule.merges),
@@ -224,21 +245,24 @@ def _notes(chosen: Choice, preserved: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _skipped(why: str) -> dict[str, Any]:
+def _skip_note(why: str) -> dict[str, Any]:
     return {"tries": [], "decision": f"skipped: {why}"}
 
 
-def _synchronous(profile: Profile, why: str) -> Plan:
-    """WFBP's plan, with a warning why not DeFT's."""
-    said = f"{why}; WFBP runs instead of DeFT"
-    warnings.warn(said, stacklevel=3)
-    facts = (Fact("instead_of", "deft", "the strategy that was asked for"), Fact("why", said))
+def _synchronous_plan(profile: Profile, why: str) -> Plan:
+    """Return WFBP's plan, and warn with the reason to use it instead of DeFT's."""
+    reason = f"{why}; WFBP runs instead of DeFT"
+    warnings.warn(reason, stacklevel=3)
+    facts = (Fact("instead_of", "deft", "the strategy that was asked for"), Fact("why", reason))
     return replace(WFBP().plan(profile), facts=facts)
 
 
-def _encoded(strategy: DeFT, choice: Choice, notes: dict[str, Any]) -> Plan:
-    """The plan of a schedule: what is sent of the closed generation has age 1, of the one that
-    closes age 0; both are due when the next one closes."""
+def _encode_schedule(strategy: DeFT, choice: Choice, notes: dict[str, Any]) -> Plan:
+    """Return the plan of a schedule.
+
+    Messages of the closed accumulation window have age 1. Messages of the window that closes at the
+    end of the iteration have age 0. Both are due when the next window closes.
+    """
     prologue, cycle = choice.schedule.prologue, choice.schedule.cycle
     iterations = prologue + cycle
     due = _iterations_to_close(iterations, len(prologue))
@@ -283,7 +307,8 @@ def _encoded(strategy: DeFT, choice: Choice, notes: dict[str, Any]) -> Plan:
 
 
 def _iterations_to_close(iterations: Sequence[deft.Iteration], start: int) -> list[int]:
-    """For each iteration, and the one that comes after the last: how many until one closes."""
+    """Return, for each iteration and the one after the last, the number of iterations until a
+    window closes."""
     result = [next(n for n, iteration in enumerate(iterations[start:]) if iteration.closes)]
     for iteration in reversed(iterations):
         result.append(0 if iteration.closes else result[-1] + 1)

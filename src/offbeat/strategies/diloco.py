@@ -1,4 +1,5 @@
-"""DiLoCo: local steps, and an outer optimizer on what the average has changed; also streaming."""
+"""DiLoCo and Streaming DiLoCo: local steps, and an outer optimizer that steps on averaged
+changes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from offbeat.strategies import solvers as solve
 from offbeat.strategies.compressible import Wired
 from offbeat.strategies.dreamddp import DreamDDP
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
-from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, number, outer_of, with_outer
+from offbeat.strategies.outer_optimizer import (
+    OuterSGD,
+    equations_of,
+    is_number,
+    outer_of,
+    with_outer,
+)
 from offbeat.strategies.partial_sync import Average, layer_times, partial_plan, whole_buckets
 
 STEADY = OuterSGD()
@@ -22,29 +29,31 @@ STEADY = OuterSGD()
 
 @dataclass(frozen=True)
 class DiLoCo(Wired):
-    """Every worker trains alone; an outer optimizer steps on what the average of `period` steps
-    has changed, and all go on from there.
+    """Train locally for `period` steps, average, and apply the average with an outer optimizer.
 
-    `fragments` and `delay` make it Streaming DiLoCo: fragments of the model are averaged in
-    different iterations, while training goes on. Which buckets they hold is DreamDDP's choice.
+    All workers continue from the result of the outer step. `fragments` and `delay` select Streaming
+    DiLoCo: fragments of the model are averaged in different iterations, while training continues.
+    The planner of DreamDDP assigns buckets to fragments.
     """
 
     period: int = 50
-    """Local steps from one average of a parameter to the next."""
+    """Local steps between two averages of a parameter."""
     outer: OuterSGD = STEADY
-    """The optimizer of the averages: OuterSGD(lr, momentum, nesterov), or text as `0.7/0.9`,
-    which is as published and loses where periods or training are short."""
+    """Outer optimizer: OuterSGD(lr, momentum, nesterov), or text. `0.7/0.9` is the published
+    setting; its results are worse if periods or training are short."""
     fragments: int | None = None
-    """Parts of the model that are averaged at different times, evenly spread over the period. 1:
-    all at once, after the step (DiLoCo); None: as DreamDDP's planner has it."""
+    """Number of parts of the model that are averaged at different times, evenly spread over the
+    period. 1: all at once, after the step (DiLoCo); None: chosen by DreamDDP's planner."""
     delay: int = 0
-    """Iterations that training goes on while a fragment travels (tau)."""
+    """Number of iterations that train while a fragment is in flight (tau)."""
     alpha: float | None = None
-    """How much a worker keeps of its own parameters when those of a fragment land: 0 nothing, 0.5
-    as published; None: all that it has learnt since they left (`w += new - sent`)."""
+    """Share of a worker's own parameters that is kept when the average of a fragment arrives: 0:
+    nothing; 0.5: the published setting; None: all changes since the fragment was sent (`w += new -
+    sent`)."""
     average: Average = "after_update"
-    """Whether a layer is averaged after its own update in backward, or before it, which leaves the
-    update to `optimizer.step()`. With a delay or one fragment all is done at the step."""
+    """Time of a layer's average: after its own update in backward, or before the update, which then
+    takes place in `optimizer.step()`. With a delay or one fragment, updates and averages take place
+    at the step."""
 
     name: ClassVar[str] = "diloco"
     synchronous: ClassVar[bool] = False
@@ -72,7 +81,7 @@ class DiLoCo(Wired):
                     f"fragments ({self.fragments}) must be at most the period ({self.period}), as "
                     "each has an iteration of its own; use fewer, or None"
                 )
-        if self.alpha is not None and not (number(self.alpha) and 0 <= self.alpha < 1):
+        if self.alpha is not None and not (is_number(self.alpha) and 0 <= self.alpha < 1):
             raise ValueError(
                 f"alpha ({self.alpha!r}) must be at least 0 and below 1: with 1 nothing would land"
             )
@@ -88,11 +97,11 @@ class DiLoCo(Wired):
                 f"fragments ({self.fragments}) must be at most the model's buckets ({buckets}): a "
                 "bucket is averaged whole; use fewer, or None"
             )
-        plan = with_outer(self._averages(profile), self.outer, profile, share=self.alpha)
+        plan = with_outer(self._average_plan(profile), self.outer, profile, share=self.alpha)
         return replace(plan, strategy=self.name)
 
-    def _averages(self, profile: Profile) -> Plan:
-        """When what is averaged."""
+    def _average_plan(self, profile: Profile) -> Plan:
+        """Return the plan of the averages, without outer optimizer."""
         if self.fragments is None:
             late = {"due": "delayed", "delay": self.delay} if self.delay else {}
             sets = DreamDDP(self.period, average=self.average, fill=False, split=False, **late)
@@ -108,14 +117,17 @@ class DiLoCo(Wired):
         return partial_plan(self.name, profile, chosen.sets, none, average, "local", pieces)
 
     def _fragments(self, profile: Profile) -> later.Candidate:
-        """DreamDDP's sets for so many iterations, spread over the period; with a delay, neighbours
-        that travel together."""
+        """Return the fragments, spread over the period.
+
+        Without delay they are DreamDDP's sets for `fragments` iterations; with a delay, runs of
+        neighbouring buckets.
+        """
         assert self.fragments is not None
         times = layer_times(profile, self.average, "local")
         if self.delay:
             return later.neighbours(times[1], self.fragments, self.period)
         sets = solve.best(*times, self.fragments)
-        if not all(sets):  # less than it takes to hide: as even as can be
+        if not all(sets):  # DreamDDP fills fewer sets if they suffice to hide all messages
             sets = later.even_loads(times[1], self.fragments)
         spread: list[tuple[int, ...]] = [()] * self.period
         for n, members in enumerate(sets):

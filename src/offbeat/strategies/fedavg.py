@@ -63,10 +63,10 @@ class FedAvg(Wired):
                 "workers"
             )
         for name in ("local_steps", "steps_per_epoch"):
-            object.__setattr__(self, name, _counts(name, getattr(self, name)))
+            object.__setattr__(self, name, _validate_counts(name, getattr(self, name)))
         self._require_one_length()
         require_count("seed", self.seed, least=0)
-        object.__setattr__(self, "samples", _numbers(self.samples))
+        object.__setattr__(self, "samples", _validate_samples(self.samples))
 
     def _require_one_length(self) -> None:
         if self.epoch_share is None:
@@ -98,7 +98,7 @@ class FedAvg(Wired):
         return tuple(max(1, round(self.epoch_share * steps)) for steps in self.steps_per_epoch)
 
     @property
-    def _length(self) -> int:
+    def _round_iterations(self) -> int:
         """Iterations of a round."""
         steps = self.round_steps
         return steps if isinstance(steps, int) else max(steps)
@@ -112,7 +112,7 @@ class FedAvg(Wired):
 
     def schedule(self, profile: Profile) -> Plan:
         everything, workers = range(len(profile.buckets)), profile.world_size
-        samples, last = self.counts(workers), Phases([self._length - 1])
+        samples, last = self.counts(workers), Phases([self._round_iterations - 1])
         kinds, steps = kinds_of(self.state), self.steps(workers)
         uneven = len(set(steps)) > 1
         applies: list[Apply] = []
@@ -142,7 +142,7 @@ class FedAvg(Wired):
             len(everything),
             tuple(transfers),
             tuple(applies),
-            period=self._length,
+            period=self._round_iterations,
             facts=tuple(facts if uneven else ()),
         )
 
@@ -167,7 +167,7 @@ class FedAvg(Wired):
         )
 
     def bound_s(self, profile: Profile) -> float:
-        return periodic_bound_s(profile, self._length, fused=True)
+        return periodic_bound_s(profile, self._round_iterations, fused=True)
 
 
 def _updates(everything: range, phases: range, steps: Sequence[int]) -> list[Apply]:
@@ -189,7 +189,7 @@ def _require_one_each(name: str, numbers: Sequence[float], workers: int) -> None
         )
 
 
-def _counts(name: str, given: Any) -> int | tuple[int, ...] | None:
+def _validate_counts(name: str, given: Any) -> int | tuple[int, ...] | None:
     """Return a count, or a tuple of counts from a list; raise ValueError if a count is below 1."""
     each = given if isinstance(given, (list, tuple)) else (given,)
     for count in each if given is not None else ():
@@ -201,7 +201,7 @@ def _counts(name: str, given: Any) -> int | tuple[int, ...] | None:
     return given
 
 
-def _numbers(samples: Sequence[float] | None) -> tuple[float, ...] | None:
+def _validate_samples(samples: Sequence[float] | None) -> tuple[float, ...] | None:
     """Return sample counts as a tuple; raise ValueError unless all are finite and above 0."""
     if samples is None:
         return None

@@ -1,4 +1,4 @@
-"""Outer optimizers: what becomes of an average before workers go on from it."""
+"""Outer optimizers: the update that turns an average into new parameters of all workers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from offbeat.core.profile import Profile
 from offbeat.core.verify.equations import Outer
 
 PLAIN = "plain"
-COMMON = "common"  # the parameters that the outer optimizer steps: wires have anchors of their own
+COMMON = "common"  # parameters of the outer optimizer; anchors of codecs are separate buffers
 Rule = TypeVar("Rule", Transfer, Apply)
 
 
 @dataclass(frozen=True)
 class OuterSGD:
-    """SGD with momentum on what the average has changed since the last one.
+    """SGD with momentum whose gradient is the change of the average since the previous one.
 
-    `lr=1, momentum=0` is the average itself. The defaults lost nothing against it where they were
-    measured; those published, 0.7 and 0.9, want long periods and long training. Text: `0.8/0.3`,
-    without Nesterov `0.8/0.3/plain`.
+    `lr=1, momentum=0` uses the average itself. The defaults were not worse than that in all
+    measured cases; the published values, 0.7 and 0.9, require long periods and long training. As
+    text: `0.8/0.3`, or without Nesterov momentum `0.8/0.3/plain`.
+
+    Attributes:
+        lr: learning rate, above 0.
+        momentum: momentum, at least 0 and below 1.
+        nesterov: whether the momentum is Nesterov's.
     """
 
     lr: float = 0.8
@@ -31,11 +36,11 @@ class OuterSGD:
     nesterov: bool = True
 
     def __post_init__(self) -> None:
-        if not number(self.lr) or not 0 < self.lr < float("inf"):
+        if not is_number(self.lr) or not 0 < self.lr < float("inf"):
             raise ValueError(
                 f"lr ({self.lr!r}) of outer must be a number above 0; 1 goes on from the average"
             )
-        if not number(self.momentum) or not 0 <= self.momentum < 1:
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise ValueError(
                 f"momentum ({self.momentum!r}) of outer must be at least 0 and below 1: with 1 "
                 "or more its steps never become smaller"
@@ -47,7 +52,14 @@ class OuterSGD:
 
     @classmethod
     def parse(cls, text: str) -> OuterSGD:
-        """Of `LR/MOMENTUM` or `LR/MOMENTUM/plain`; ValueError of anything else."""
+        """Return the optimizer of a text.
+
+        Args:
+            text: `LR/MOMENTUM` or `LR/MOMENTUM/plain`.
+
+        Raises:
+            ValueError: `text` has another form, or a value is out of range.
+        """
         numbers, plain = text.removesuffix(f"/{PLAIN}"), text.endswith(f"/{PLAIN}")
         rate, _, momentum = numbers.partition("/")
         try:
@@ -63,7 +75,8 @@ class OuterSGD:
 
 
 def outer_of(given: Any) -> OuterSGD | None:
-    """What a setting `outer` stands for: an OuterSGD, its text, its settings by name, or None."""
+    """Return the optimizer of a setting `outer`: an OuterSGD, its text, its fields as a mapping, or
+    None."""
     if given is None or isinstance(given, OuterSGD):
         return given
     if isinstance(given, Mapping) and set(given) <= {field.name for field in fields(OuterSGD)}:
@@ -76,20 +89,21 @@ def outer_of(given: Any) -> OuterSGD | None:
 
 
 def equations_of(outer: OuterSGD | None) -> Outer | None:
-    """What it computes."""
+    """Return the equations of the optimizer for verification; None without one."""
     return None if outer is None else Outer(outer.lr, outer.momentum, nesterov=outer.nesterov)
 
 
 def with_outer(
     plan: Plan, outer: OuterSGD, profile: Profile, *, share: float | None = None
 ) -> Plan:
-    """A plan that averages parameters, or snapshots of them, with an outer step on every average.
+    """Return the plan with an outer step on every average of parameters or snapshots.
 
-    Snapshots land as `w += new - snapshot`, or with a `share` as `w = share w + (1 - share) new`.
+    An average of snapshots is applied as `w += new - snapshot`, or with `share` as `w = share w +
+    (1 - share) new`.
     """
     landing = effects.landings(plan)
     if landing:
-        plan = _behind_prologue(plan)
+        plan = _with_prologue(plan)
         landing = effects.landings(plan)
     settings = {"rate": outer.lr, "momentum": outer.momentum, "nesterov": int(outer.nesterov)}
     args = tuple({**settings, "anchor": COMMON}.items())
@@ -99,7 +113,7 @@ def with_outer(
         if t.payload.buffer == "param"
     ]
     steps += [
-        replace(apply, rule="outer", args=(*args, ("buffer", _average(apply, plan))))
+        replace(apply, rule="outer", args=(*args, ("buffer", _average_buffer(apply, plan))))
         for apply in landing
     ]
     sent = {t.target for t in plan.transfers}
@@ -109,42 +123,45 @@ def with_outer(
     memory = Fact("memory_bytes", copies * size, "further buffers on every rank")
     return replace(
         plan,
-        applies=(*steps, *_landed(plan, share)),
+        applies=(*steps, *_blended_applies(plan, share)),
         buffers=(*buffers, Buffer(COMMON, start="param"), Buffer("velocity")),
         facts=(*(fact for fact in plan.facts if fact.name != memory.name), memory),
     )
 
 
-def _landed(plan: Plan, share: float | None) -> list[Apply]:
-    """The rest of a plan's rules; with a share, averages are blended in and nobody needs to know
-    what was sent."""
+def _blended_applies(plan: Plan, share: float | None) -> list[Apply]:
+    """Return the applies of the plan, with averages of snapshots blended into the parameters if
+    `share` is given.
+
+    A blend does not read the sent snapshot, so its copy is omitted.
+    """
     if share is None:
         return list(plan.applies)
-    found, landing, waiting = [], effects.landings(plan), effects.landing_buffers(plan)
+    applies, landing, waiting = [], effects.landings(plan), effects.landing_buffers(plan)
     unsent = set(waiting) - {t.target for t in plan.transfers}
     for apply in plan.applies:
         if apply in landing:
-            source = _average(apply, plan)
+            source = _average_buffer(apply, plan)
             args = {"share": float(share)} | ({} if source == "average" else {"source": source})
-            found.append(replace(apply, rule="blend", args=tuple(args.items())))
+            applies.append(replace(apply, rule="blend", args=tuple(args.items())))
         elif not effects.writes_only(apply, unsent):
-            found.append(apply)
-    return found
+            applies.append(apply)
+    return applies
 
 
-def _average(landing: Apply, plan: Plan) -> str:
-    """The buffer in which the average arrives that an apply lands."""
+def _average_buffer(landing: Apply, plan: Plan) -> str:
+    """Return the buffer that holds the average which `landing` applies."""
     [average] = effects.reads(landing) & {t.target for t in plan.transfers} - {"param"}
     return average
 
 
-def _behind_prologue(plan: Plan) -> Plan:
-    """As many iterations before the period as a message takes: in them nothing lands, as nothing
-    was sent before."""
+def _with_prologue(plan: Plan) -> Plan:
+    """Return the plan with a prologue as long as a message takes, in which no average is
+    applied."""
     delay, landings = plan.fact("staleness"), effects.landings(plan)
     begins = Phases(range(delay))
 
-    def moved(rule: Rule) -> Rule:
+    def shift_phases(rule: Rule) -> Rule:
         cycle = {delay + (phase - delay) % plan.period for phase in rule.phases}
         landing = isinstance(rule, Apply) and rule in landings
         early = set() if landing else set(rule.phases) & set(begins)
@@ -152,12 +169,12 @@ def _behind_prologue(plan: Plan) -> Plan:
 
     return replace(
         plan,
-        transfers=tuple(map(moved, plan.transfers)),
-        applies=tuple(map(moved, plan.applies)),
+        transfers=tuple(map(shift_phases, plan.transfers)),
+        applies=tuple(map(shift_phases, plan.applies)),
         prologue=delay,
     )
 
 
-def number(value: Any) -> bool:
-    """Whether it is one; True and False are none."""
+def is_number(value: Any) -> bool:
+    """Return whether the value is an int or a float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
