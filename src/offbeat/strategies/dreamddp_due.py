@@ -427,7 +427,7 @@ def delayed_plan(setting: Setting, delay: int, choice: Candidate) -> Plan:
     )
 
 
-# ---- what is extended ------------------------------------------------------------------------
+# ---- comparison with the paper --------------------------------------------------------------
 
 
 def with_cost_facts(plan: Plan) -> Plan:
@@ -442,7 +442,7 @@ def faster_plan(plan: Plan, paper: Plan, profile: Profile) -> Plan:
     return plan if seconds <= paper_s * (1 + ROUNDING) else with_cost_facts(paper)
 
 
-# ---- choosing -------------------------------------------------------------------------------
+# ---- selection -------------------------------------------------------------------------------
 
 
 def fastest(
