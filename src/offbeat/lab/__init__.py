@@ -1,4 +1,4 @@
-"""A cluster in a box: real processes on shaped links between network namespaces of one machine."""
+"""Lab: real processes on shaped links between network namespaces of one machine."""
 
 from offbeat.lab.description import Cluster
 from offbeat.lab.errors import LabError

@@ -1,4 +1,5 @@
-"""Messages between the lab's own process and its owner: JSON lines that may carry open files."""
+"""Channel between the lab's supervisor process and its owner: JSON lines with attached file
+descriptors."""
 
 import array
 import json
@@ -8,7 +9,7 @@ from typing import Any
 
 
 class Channel:
-    """One end of a stream socket; a message is a JSON object and a list of open files."""
+    """One end of a stream socket. A message is a JSON object and a list of open files."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -16,24 +17,25 @@ class Channel:
         self._fds: list[int] = []
 
     def fileno(self) -> int:
-        """The descriptor to wait on; first `take` what has already been read."""
+        """Return the descriptor to wait on. Messages that have already been read need `take`
+        first."""
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send one message; BrokenPipeError if the other side is gone."""
+        """Send one message; raise BrokenPipeError if the peer has closed the socket."""
         data = json.dumps(message | {"fds": len(fds)}).encode() + b"\n"
         sent = socket.send_fds(self._socket, [data], fds) if fds else self._socket.send(data)
         self._socket.sendall(data[sent:])
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Wait for one message; None if the other side is gone."""
+        """Wait for one message; return None if the peer has closed the socket."""
         while b"\n" not in self._buffer:
             if not self._read():
                 return None
         return self.take()
 
     def take(self) -> tuple[dict[str, Any], list[int]] | None:
-        """A message that has already been read, or None."""
+        """Return the next message that has already been read, or None."""
         line, newline, rest = self._buffer.partition(b"\n")
         if not newline:
             return None
@@ -44,7 +46,8 @@ class Channel:
         return message, fds
 
     def receive_ready(self) -> list[dict[str, Any]] | None:
-        """All messages without files that can be had without waiting; None at the end."""
+        """Return all messages that are available without waiting, without their files; None at the
+        end of the stream."""
         messages = []
         open_ = True
         while open_:

@@ -1,4 +1,4 @@
-"""The description of a cluster: hosts, links, rates, changes; in Python, TOML and JSON."""
+"""Description of a cluster: hosts, links, rates and changes, in Python, TOML and JSON."""
 
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,17 +14,20 @@ from offbeat.lab.parts import Change, HostOverride, Link, Pair, Part
 from offbeat.lab.toml_text import toml_text
 from offbeat.lab.units import parse_loss, parse_rate_bps, parse_time_s
 
-MAX_HOSTS = 250  # the last byte of an address inside the lab
+MAX_HOSTS = 250  # limited by the last byte of an address in the lab
 MAX_LINKS = 16
 
-_SHORT_FORM = ("rate", "latency", "loss")  # keys at the top that describe the only link
+_SHORT_FORM = ("rate", "latency", "loss")  # top-level keys that describe the only link
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What is asked of one host's attachment to a link, or of the way between two hosts.
+    """Configured values of one host's attachment to a link, or of the way between two hosts.
 
-    `rate_bps` None is unshaped; `latency_s` is one way; `loss` a share of the packets.
+    Attributes:
+        rate_bps: bits per second; None if unshaped.
+        latency_s: one-way delay in seconds.
+        loss: share of packets that are lost.
     """
 
     rate_bps: int | None
@@ -33,13 +36,23 @@ class Way:
 
 
 class Cluster(Part):
-    """A cluster in a box: `hosts` hosts on shared `links`, some of them different.
+    """Cluster of `hosts` hosts on shared `links`.
 
-    `Cluster(hosts=4, links=(Link(rate="100mbit"),))`, or shorter `Cluster.simple(4, "100mbit")`;
-    in a file the two lines `hosts = 4` and `rate = "100mbit"` say the same. `overrides` say what is
-    different on a host, `pairs` what is between two, `changes` what becomes different while ranks
-    run. `threads` becomes each rank's OMP_NUM_THREADS; `congestion_control = "default"` keeps the
-    kernel's. Raises ValidationError (a ValueError) with the relation that fails.
+    `Cluster(hosts=4, links=(Link(rate="100mbit"),))` is the same as `Cluster.simple(4, "100mbit")`,
+    and as a file with the two lines `hosts = 4` and `rate = "100mbit"`.
+
+    Attributes:
+        hosts: number of hosts.
+        processes_per_host: number of ranks on each host.
+        threads: OMP_NUM_THREADS of each rank.
+        congestion_control: TCP congestion control; "default" keeps that of the kernel.
+        links: networks that connect all hosts.
+        overrides: settings of hosts that differ from the others.
+        pairs: settings between two hosts that differ.
+        changes: values that change while ranks run.
+
+    Raises:
+        ValidationError: a relation between values is violated; the message names it (a ValueError).
     """
 
     hosts: int = Field(ge=1, le=MAX_HOSTS)
@@ -61,13 +74,21 @@ class Cluster(Part):
         loss: str | float = 0.0,
         processes_per_host: int = 1,
     ) -> Self:
-        """A cluster with one link, called "net"; `rate` in bit/s or text, None is unshaped."""
+        """Return a cluster with one link, named "net".
+
+        Args:
+            hosts: number of hosts.
+            rate: text such as "100mbit", or bit/s; None is unshaped.
+            latency: one-way delay between two hosts.
+            loss: share of packets that are lost.
+            processes_per_host: number of ranks on each host.
+        """
         link = Link(rate=rate, latency=latency, loss=loss)
         return cls(hosts=hosts, links=(link,), processes_per_host=processes_per_host)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a TOML file; ValueError names the file and every key that is wrong."""
+        """Read a TOML file; the message of a ValueError names the file and every invalid key."""
         try:
             return cls.from_toml(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -75,7 +96,7 @@ class Cluster(Part):
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
-        """Read TOML text; ValueError names every key that is wrong."""
+        """Read TOML text; the message of a ValueError names every invalid key."""
         try:
             return cls.model_validate(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
@@ -84,7 +105,7 @@ class Cluster(Part):
             raise ValueError(mistakes.in_words(error, _known_keys())) from None
 
     def to_toml(self) -> str:
-        """TOML text that `from_toml` reads back as an equal cluster."""
+        """Return TOML text from which `from_toml` reads an equal cluster."""
         return toml_text(self.record())
 
     def save(self, path: str | Path) -> None:
@@ -92,7 +113,8 @@ class Cluster(Part):
         write_text(path, self.to_toml())
 
     def record(self) -> dict[str, Any]:
-        """Plain data for a run's JSON record; `Cluster(**record)` is equal to this one."""
+        """Return plain data for the JSON record of a run; `Cluster(**record)` is equal to this
+        cluster."""
         return self.model_dump(mode="json")
 
     @property
@@ -101,22 +123,23 @@ class Cluster(Part):
         return self.hosts * self.processes_per_host
 
     def host_of(self, rank: int) -> int:
-        """The host that runs this rank (ranks are numbered host by host)."""
+        """Return the host that runs this rank. Ranks are numbered host by host."""
         return rank // self.processes_per_host
 
     def link_index(self, name: str) -> int:
-        """Position of the link in `links`; ValueError names the links that exist."""
+        """Return the index of the link in `links`; the message of a ValueError names the existing
+        links."""
         names = [link.name for link in self.links]
         if name not in names:
             raise ValueError(f"link ({name!r}) must be one of {names}")
         return names.index(name)
 
     def rate_bps(self, host: int, link: str) -> int | None:
-        """Bits per second of one host's attachment to one link, None if unshaped."""
+        """Return the bits per second of a host's attachment to a link; None if unshaped."""
         return self.attachment(host, link).rate_bps
 
     def attachment(self, host: int, link: str) -> Way:
-        """What is asked of every way from and to this host on one link."""
+        """Return the configured values of all ways from and to this host on one link."""
         shared, own = self.links[self.link_index(link)], self._override(host)
         latency = own.latencies.get(link, shared.latency_s)
         return Way(
@@ -126,8 +149,11 @@ class Cluster(Part):
         )
 
     def way(self, one: int, other: int, link: str) -> Way:
-        """What is asked between two hosts: the smaller rate, the larger delay and loss, and what
-        their pair says."""
+        """Return the configured values between two hosts.
+
+        The smaller rate, the larger delay and the larger loss of both hosts apply. A pair's rate is
+        a further limit; its delay and loss replace those of the hosts.
+        """
         ends = [self.attachment(host, link) for host in (one, other)]
         pair = next((p for p in self.pairs if set(p.hosts) == {one, other}), None)
         rates = [way.rate_bps for way in ends]
@@ -140,15 +166,15 @@ class Cluster(Part):
         return Way(min((r for r in rates if r is not None), default=None), latency_s, loss)
 
     def threads_of(self, host: int) -> int:
-        """OMP_NUM_THREADS of this host's ranks."""
+        """Return OMP_NUM_THREADS of this host's ranks."""
         return self._override(host).threads or self.threads
 
     def speed_of(self, host: int) -> float:
-        """How fast this host computes; 1 is the others' pace."""
+        """Return the compute speed of this host relative to the other hosts."""
         return self._override(host).speed
 
     def jitter_of(self, host: int) -> float:
-        """Sigma of the lognormal factor on this host's compute."""
+        """Return the sigma of the lognormal factor on this host's compute."""
         return self._override(host).jitter
 
     def _override(self, host: int) -> HostOverride:
@@ -157,7 +183,7 @@ class Cluster(Part):
     @model_validator(mode="before")
     @classmethod
     def _expand_short_form(cls, data: Any) -> Any:
-        """`rate`, `latency` and `loss` at the top describe the only link."""
+        """Replace top-level `rate`, `latency` and `loss` by a list of one link."""
         if not isinstance(data, dict):
             return data
         given = [key for key in _SHORT_FORM if key in data]
@@ -191,7 +217,7 @@ class Cluster(Part):
         return self
 
     def _mentions(self) -> Iterator[tuple[str, Iterable[int], Iterable[str]]]:
-        """Where, and which hosts and links are named there."""
+        """Yield each place with the hosts and links that it names."""
         for item in self.overrides:
             yield "overrides", [item.host], ()
         for item in self.pairs:

@@ -1,4 +1,4 @@
-"""Emulated accelerators: real parameters and gradients, compute that only takes time."""
+"""Emulated accelerators: real parameters and gradients, and compute that only takes time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,28 @@ from torch import Tensor, nn
 from offbeat.core.profile import Bucket, Link, Profile
 
 _ELEMENT_BYTES = 4  # float32
-_SAMPLE = 1024  # elements of a layer that its loss is computed on
-_OVERHEAD_S = 2e-4  # most of the framework's own time that counts as a layer's
-_MOST_LATE_S = 0.02  # a machine that was stalled for longer is not made up for
+_SAMPLE = 1024  # number of elements of a layer in its loss
+_OVERHEAD_S = 2e-4  # upper bound of the framework's time that counts as a layer's time
+_MOST_LATE_S = 0.02  # longer delays, as of a stalled machine, are not made up for
 
 
 class EmulatedModel(nn.Module):
-    """A chain of layers that sleep for their forward and backward times, as a GPU leaves the CPU.
+    """Chain of layers that sleep for their forward and backward times, as a GPU leaves the CPU
+    idle.
 
-    One layer per bucket of a profile (or per Bucket of a sequence), given in backward order and
-    called after it, with `size_bytes` of float32 parameters; its times are multiplied by
-    `slowdown`. `model(inputs)` is the mean squared distance of the parameters to the mean of
-    `inputs`, so gradients are real, cheap and as different between ranks as their inputs.
-    ValueError for a layer that cannot be.
+    `model(inputs)` is the mean squared distance of the parameters to the mean of `inputs`. So
+    gradients are real and cheap, and differ between ranks as much as the inputs.
+
+    Args:
+        layers: profile, or buckets in backward order. Each bucket becomes a layer of its name with
+            `size_bytes` of float32 parameters.
+        slowdown: factor on all times of the profile.
+
+    Raises:
+        ValueError: a layer or the slowdown is invalid.
     """
 
-    emulated = True  # recorded by the runtime; the report says "emulated compute"
+    emulated = True  # recorded by the runtime; the report shows "emulated compute"
 
     def __init__(self, layers: Profile | Sequence[Bucket], *, slowdown: float = 1.0):
         super().__init__()
@@ -42,10 +48,10 @@ class EmulatedModel(nn.Module):
         named = [(b.name, layer) for b, layer in zip(reversed(buckets), chain, strict=True)]
         for name, layer in sorted(named, key=lambda item: item[0].count(".")):
             _place(self, name, layer)
-        self._chain = tuple(chain)  # of a tuple nothing is registered a second time
+        self._chain = tuple(chain)  # a tuple does not register the layers a second time
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The loss, a scalar."""
+        """Return the loss, a scalar."""
         target = inputs.detach().mean()
         loss = torch.zeros_like(target)
         for layer in self._chain:
@@ -63,7 +69,17 @@ def uniform_profile(
     latency_s: float = 0.0,
     bytes_per_s: float = 8e6,
 ) -> Profile:
-    """Profile of `layers` equal layers of `size_bytes` each, F and B seconds in total, one link."""
+    """Return a profile of equal layers and one link.
+
+    Args:
+        layers: number of layers.
+        forward_s: forward seconds of all layers.
+        backward_s: backward seconds of all layers.
+        size_bytes: bytes of each layer.
+        world_size: number of ranks.
+        latency_s: latency of the link in seconds.
+        bytes_per_s: rate of the link.
+    """
     buckets = tuple(
         Bucket(f"layers.{i}", forward_s / layers, backward_s / layers, size_bytes)
         for i in reversed(range(layers))
@@ -72,12 +88,12 @@ def uniform_profile(
 
 
 class _Clock:
-    """Sleeps whose errors do not add up: what one oversleeps, the next one sleeps less.
+    """Sleeps without accumulated errors: a sleep that is too long shortens the next one.
 
-    The host's time before a layer counts as the layer's, as an accelerator works while its host
-    prepares what is next: between two layers of backward (hooks, updates) up to the layer's own
-    time, elsewhere little, because there the host may be waiting for messages, which no
-    accelerator makes up for.
+    The host's time before a layer counts as the layer's time, because an accelerator works while
+    its host prepares the next layer. Between two layers of backward (hooks, updates) up to the
+    layer's own time counts. Elsewhere at most `_OVERHEAD_S` counts, because the host may be waiting
+    for messages, during which an accelerator is idle.
     """
 
     def __init__(self) -> None:
@@ -86,7 +102,7 @@ class _Clock:
         self._in_backward = False
 
     def end_of(self, seconds: float, *, backward: bool) -> float:
-        """When something ends that begins now and takes `seconds`."""
+        """Return the end of a layer that begins now and takes `seconds`."""
         now_s = time.perf_counter()
         hidden_s = seconds if backward and self._in_backward else _OVERHEAD_S
         self._in_backward = backward
@@ -101,7 +117,7 @@ class _Clock:
 
 
 class _Layer(nn.Module):
-    """The parameters of one bucket and the time that it takes."""
+    """Parameters of one bucket and its times."""
 
     def __init__(self, bucket: Bucket, layers: int, slowdown: float, clock: _Clock):
         super().__init__()
@@ -122,7 +138,8 @@ class _Layer(nn.Module):
 
 
 class _Compute(torch.autograd.Function):
-    """One layer's forward and backward; the little that is computed is part of their time."""
+    """Forward and backward of one layer. The time of the small real computation is part of the
+    layer's time."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, weight: Tensor, target: Tensor, layer: _Layer) -> Tensor:
@@ -138,14 +155,15 @@ class _Compute(torch.autograd.Function):
         layer: _Layer = ctx.layer
         end_s = layer.clock.end_of(layer.backward_s, backward=True)
         weight, target = ctx.saved_tensors
-        # Not divided by the number of elements: a learning rate means the same at any size.
+        # Do not divide by the number of elements, so that a learning rate has the same effect at
+        # any size.
         gradient = (weight - target).mul_(grads[0])
         layer.clock.sleep_until(end_s)
         return grads[0], gradient, None, None
 
 
 def _place(model: nn.Module, name: str, layer: nn.Module) -> None:
-    """Register a layer under a dotted name; what it is nested in is made on the way."""
+    """Register a layer under a dotted name and create its parent modules."""
     *path, last = name.split(".")
     for part in path:
         if part not in model._modules:

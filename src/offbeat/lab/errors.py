@@ -1,5 +1,6 @@
-"""The error that the lab raises when it cannot do what was asked."""
+"""Error of the lab."""
 
 
 class LabError(RuntimeError):
-    """The lab cannot be built or used; the text says why and what else is possible."""
+    """Error if the lab cannot be built or used. The message contains the reason and
+    alternatives."""

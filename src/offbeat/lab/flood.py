@@ -1,4 +1,5 @@
-"""How much several ways carry when all send at once, over TCP. Runs in the lab's own process."""
+"""Measurement of the throughput of several ways that send at once over TCP, in the supervisor
+process."""
 
 import selectors
 import socket
@@ -10,11 +11,12 @@ from typing import Any
 from offbeat.lab.probe import WIRE, Enter, connected, reset_at_close
 
 _CHUNK = bytes(1 << 20)
-_SETTLING_SHARE = 1 / 3  # of the time, in which windows open and bursts leave
+# share of the time before the measurement, in which TCP windows open and bursts end
+_SETTLING_SHARE = 1 / 3
 
 
 def measure_at_once(enter: Enter, ways: Sequence[Mapping[str, Any]], limit_s: float) -> list[float]:
-    """Bits per second on the wire of every way while all of them are full."""
+    """Return the bits per second on the wire of every way while all ways are saturated."""
     with ExitStack() as sockets, selectors.DefaultSelector() as selector:
         for number, way in enumerate(ways):
             here, there = connected(enter, way["hosts"], way["address"])
@@ -35,7 +37,7 @@ def measure_at_once(enter: Enter, ways: Sequence[Mapping[str, Any]], limit_s: fl
 
 
 def _received(selector: selectors.BaseSelector, count: int, end_s: float) -> list[int]:
-    """Keep all ways full until then; bytes that arrived."""
+    """Keep all ways saturated until `end_s` and return the bytes received by each."""
     totals, nowhere = [0] * count, bytearray(len(_CHUNK))
     while (left_s := end_s - time.monotonic()) > 0:
         for key, event in selector.select(left_s):
@@ -43,6 +45,7 @@ def _received(selector: selectors.BaseSelector, count: int, end_s: float) -> lis
             assert isinstance(end, socket.socket)
             if event & selectors.EVENT_WRITE:
                 end.send(_CHUNK)
-            else:  # dropped where it arrived: copies are the ranks' business
+            # MSG_TRUNC discards the data without a copy, as copies are not part of the link's cost
+            else:
                 totals[key.data] += end.recv_into(nowhere, 0, socket.MSG_TRUNC)
     return totals

@@ -1,4 +1,4 @@
-"""A lab to run ranks in: `Lab` (network namespaces, shaped links) or `NoLab` (loopback)."""
+"""Labs that run ranks: `Lab` (network namespaces, shaped links) and `NoLab` (loopback)."""
 
 import os
 import platform
@@ -22,9 +22,13 @@ _PORTS = 10_000
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one host sent to and received from one link, headers included.
+    """Bytes that one host has sent to and received from one link, headers included.
 
-    What TCP hands over at once (on an unshaped link up to 64 KB) counts with one header only.
+    A TCP segment (on an unshaped link up to 64 KB) counts with one header only.
+
+    Attributes:
+        sent_bytes: bytes sent by the host.
+        received_bytes: bytes received by the host.
     """
 
     sent_bytes: int
@@ -32,11 +36,23 @@ class Traffic:
 
 
 class Lab:
-    """A cluster of network namespaces with shaped links, as long as the `with` block lasts.
+    """Cluster of network namespaces with shaped links that exists during the `with` block.
 
-    Nothing of it is visible outside: labs side by side cannot collide, and when this process ends,
-    however it ends, the kernel removes namespaces and processes. Entering raises LabError, with
-    words and alternatives, if the machine refuses namespaces, shaping or latency.
+    It is not visible outside, so labs side by side do not collide. When this process ends for any
+    reason, the kernel removes namespaces and processes.
+
+    Args:
+        cluster: description of hosts and links.
+        name: name of the lab in records and interface aliases.
+
+    Attributes:
+        note: warning for reports; None for a lab.
+        congestion_control: TCP congestion control in use.
+        setup_s: seconds to build the lab.
+        switched: names of the links that use the switch in user space.
+
+    Raises:
+        LabError: on entering, the machine refuses namespaces, shaping or latency.
     """
 
     note: str | None = None
@@ -46,7 +62,7 @@ class Lab:
         self.name = name
         self.congestion_control = cluster.congestion_control
         self.setup_s = 0.0
-        self.switched: tuple[str, ...] = ()  # links with a switch of our own
+        self.switched: tuple[str, ...] = ()  # links that use the switch in user space
         self._process: LabProcess | None = None
         self._inodes: list[int] = []
         self._launches = 0
@@ -71,38 +87,49 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """End all processes in the lab and remove it; may be repeated."""
+        """End all processes in the lab and remove it. Further calls have no effect."""
         if self._process is not None:
             self._process.close()
             self._process = None
 
     @property
     def process(self) -> LabProcess:
-        """The process that holds the lab; LabError outside of the `with` block."""
+        """Supervisor process of the lab; raises LabError outside of the `with` block."""
         return _entered(self._process)
 
     def interface(self, link: int) -> str:
-        """Name of the interface to a link, the same in every host."""
+        """Return the name of the interface to a link, which is the same in every host."""
         _check_index("link", link, len(self.cluster.links))
         return interface_name(link)
 
     def address(self, host: int, link: int = 0) -> str:
-        """IPv4 address of a host on a link, reachable from inside the lab only."""
+        """Return the IPv4 address of a host on a link, reachable only from inside the lab."""
         _check_index("host", host, self.cluster.hosts)
         _check_index("link", link, len(self.cluster.links))
         return address(host, link)
 
     def host_key(self, host: int) -> int | None:
-        """Where the process has to start a rank of this host (None: outside of any namespace)."""
+        """Return the namespace in which the supervisor starts ranks of this host; None: no
+        namespace."""
         return host
 
     def next_port(self) -> int:
-        """A port that no earlier launch of this lab used."""
+        """Return a port that no earlier launch of this lab has used."""
         self._launches += 1
         return _FIRST_PORT + self._launches % _PORTS
 
     def set_rate(self, host: int, link: str, rate: str | float | None) -> None:
-        """Change a live rate, both directions; `rate` as in `Link`. ValueError, LabError."""
+        """Change the rate of a host on a link while ranks run, in both directions.
+
+        Args:
+            host: number of the host.
+            link: name of the link.
+            rate: new rate as in `Link`.
+
+        Raises:
+            ValueError: host, link or rate is invalid.
+            LabError: the kernel refuses the rate, or the lab is not running.
+        """
         _check_index("host", host, self.cluster.hosts)
         index, rate_bps = self.cluster.link_index(link), parse_rate_bps(rate)
         values = {"rate_bps": rate_bps}
@@ -110,20 +137,32 @@ class Lab:
         self.process.request("change", change=change)
 
     def changes(self) -> list[dict[str, Any]]:
-        """What is to change during a launch, as the lab's own process is told."""
+        """Return the changes of a launch as messages for the supervisor."""
         return change_messages(self.cluster)
 
     def probe(self, budget_s: float = 2.0) -> list[Measured]:
-        """Rates and delays between some hosts, measured in about so many seconds: one pair for each
-        that is asked for, and every host as far as the time goes."""
+        """Return measured rates and delays between some hosts, within about `budget_s` seconds.
+
+        One pair is measured for each configured rate and delay, and then every host as far as time
+        permits.
+        """
         asked = asked_ways(self.cluster)
         ways = [way.message() for way in asked]
         found = self.process.request("probe", ways=ways, budget_s=budget_s)
         return [Measured(way, **values) for way, values in zip(asked, found, strict=True)]
 
     def verify(self, limit_s: float = 0.6) -> Carried | None:
-        """What is carried while every host sends to the next one, best of three tries; None where
-        so little is asked that it is not measured. LabError below 90 % of what is asked."""
+        """Return the throughput while every host sends to the next one, the best of three tries.
+
+        Args:
+            limit_s: seconds of each try.
+
+        Returns:
+            Throughput, or None if the configured rates are too low to require a measurement.
+
+        Raises:
+            LabError: the throughput is below 90 % of the configured rates.
+        """
         ways = ring_ways(self.cluster)
         if not much(ways):
             return None
@@ -139,7 +178,7 @@ class Lab:
         return best
 
     def counters(self) -> dict[int, dict[str, Traffic]]:
-        """Bytes so far, by host and link name."""
+        """Return the traffic so far, by host and link name."""
         names = [link.name for link in self.cluster.links]
         rows = self.process.request("counters")
         return {
@@ -148,16 +187,27 @@ class Lab:
         }
 
     def inodes(self) -> list[int]:
-        """Identities of the lab's namespaces, as in /proc/PID/ns/net."""
+        """Return the identities of the lab's namespaces, as in /proc/PID/ns/net."""
         return list(self._inodes)
 
     def record(self) -> dict[str, Any]:
-        """What a run's JSON record says about its lab; times in seconds."""
+        """Return plain data on the lab for the JSON record of a run; times in seconds."""
         return _record(self, "namespaces")
 
 
 class NoLab:
-    """The same interface on the loopback, unshaped; `note` says so and belongs in every report."""
+    """Replacement for `Lab` on the unshaped loopback. Every report contains its `note`.
+
+    Args:
+        cluster: description of hosts and links; rates and latencies have no effect.
+        name: name in records.
+
+    Attributes:
+        note: warning for reports that links are not shaped.
+        congestion_control: always "default".
+        setup_s: seconds to start the supervisor.
+        switched: always empty.
+    """
 
     note: str | None = (
         "no lab: all ranks share this machine's loopback, UNSHAPED; the cluster's rates and "
@@ -183,67 +233,68 @@ class NoLab:
         self.close()
 
     def close(self) -> None:
-        """End all processes that were started; may be repeated."""
+        """End all started processes. Further calls have no effect."""
         if self._process is not None:
             self._process.close()
             self._process = None
 
     @property
     def process(self) -> LabProcess:
-        """The process that starts ranks; LabError outside of the `with` block."""
+        """Supervisor process that starts ranks; raises LabError outside of the `with` block."""
         return _entered(self._process)
 
     def interface(self, link: int) -> str:
-        """The loopback, for every link."""
+        """Return the loopback for every link."""
         _check_index("link", link, len(self.cluster.links))
         return "lo"
 
     def address(self, host: int, link: int = 0) -> str:
-        """The loopback's address, for every host and link."""
+        """Return the address of the loopback for every host and link."""
         _check_index("host", host, self.cluster.hosts)
         _check_index("link", link, len(self.cluster.links))
         return "127.0.0.1"
 
     def host_key(self, host: int) -> int | None:
-        """None: no namespace."""
+        """Return None: there is no namespace."""
         _check_index("host", host, self.cluster.hosts)
         return None
 
     def next_port(self) -> int:
-        """A port that is free on the loopback now."""
+        """Return a port that is free on the loopback at present."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return probe.getsockname()[1]
 
     def set_rate(self, host: int, link: str, rate: str | float | None) -> None:
-        """Always a LabError: the loopback is not shaped."""
+        """Raise LabError: the loopback is not shaped."""
         raise LabError(
             f"the rate of link {link!r} on host {host} cannot become {rate!r}: --lab none is "
             "unshaped; use a Lab"
         )
 
     def changes(self) -> list[dict[str, Any]]:
-        """None: nothing is shaped."""
+        """Return an empty list: there is no shaping to change."""
         return []
 
     def probe(self, budget_s: float = 2.0) -> list[Measured]:
-        """None: nothing is asked of the loopback."""
+        """Return an empty list: the loopback has no configured rates."""
         return []
 
     def verify(self) -> None:
-        """Nothing is asked of the loopback."""
+        """Return None: the loopback has no configured rates."""
 
     def counters(self) -> dict[int, dict[str, Traffic]]:
-        """Empty: on the loopback nobody can tell the hosts' bytes apart."""
+        """Return an empty dict: the loopback does not count bytes per host."""
         return {}
 
     def record(self) -> dict[str, Any]:
-        """What a run's JSON record says about its lab; times in seconds."""
+        """Return plain data on the run's environment for its JSON record; times in seconds."""
         return _record(self, "none")
 
 
 def check_support(cluster: Cluster) -> None:
-    """Build one host with the cluster's links and remove it again; LabError if that is refused."""
+    """Build and remove one host with the cluster's links; raise LabError if the machine refuses
+    it."""
     alone = {"hosts": 1, "overrides": (), "pairs": (), "changes": ()}
     with Lab(cluster.model_copy(update=alone), "support check"):
         return

@@ -1,4 +1,4 @@
-"""Start one process per rank in a lab, watch them, and end all of them together."""
+"""Launch of one process per rank in a lab, monitored until all processes have ended."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from offbeat.lab.lab import Lab, NoLab
 from offbeat.lab.process import exit_in_words
 
 TAIL_LINES = 15
-_TERMINATE_S = 2.0  # from SIGTERM to SIGKILL
+_TERMINATE_S = 2.0  # seconds from SIGTERM to SIGKILL
 _LONGEST_LINE_BYTES = 64 * 1024
 
 OnLine = Callable[[int, str], None]
@@ -26,11 +26,15 @@ OnLine = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Result:
-    """How a launch ended.
+    """Result of a launch.
 
-    `exit_codes` is per rank as subprocess gives them (negative: signal); `problem` is None if all
-    ranks ended with 0 in time, else a sentence with the end of the log of the rank at fault.
-    `changes` are (seconds after the start of the ranks, number in the cluster's `changes`).
+    Attributes:
+        exit_codes: exit code of each rank as in `subprocess` (negative: number of the signal).
+        wall_s: seconds from the start of the launch to the end of the last rank.
+        log_files: log file of each rank.
+        problem: None if all ranks ended with 0 in time; otherwise a sentence with the end of the
+            log of the failed rank.
+        changes: pairs (seconds after the start of the ranks, index in the cluster's `changes`).
     """
 
     exit_codes: tuple[int, ...]
@@ -54,18 +58,34 @@ def launch(
     servers: int = 0,
     survive: bool = False,
 ) -> Result:
-    """Run `argv` (complete, e.g. [sys.executable, "script.py"]) once per rank until all have ended.
+    """Run a command once per rank and wait until all ranks have ended.
 
-    `env` is added to this process's environment and to the variables of `rank_environment`, and
-    wins. Output goes to `log_dir/rank{r}.log` and line by line to `on_line(rank, line)`. When a
-    rank fails the others have `grace_s` to say what they see, then SIGTERM, then SIGKILL; when
-    `timeout_s` is over they get SIGTERM at once. `changes` lets the cluster's changes happen;
-    afterwards the links are as before. No process outlives the call, whatever ends it.
-    Only the first `workers` ranks are started (default: all that do not serve) and, after them, so
-    many `servers`; with servers, or if the others are to `survive` it, a worker that gets killed
-    leaves them running.
-    ValueError for an empty argv or a timeout that is not positive; LabError if the lab has ended
-    or is running another launch.
+    If a rank fails, the other ranks may report for `grace_s` seconds. They then receive SIGTERM,
+    and SIGKILL 2 seconds later. After `timeout_s` seconds they receive SIGTERM at once. No process
+    outlives the call, even if an exception ends it.
+
+    Args:
+        lab: running lab.
+        argv: complete command, such as [sys.executable, "script.py"].
+        env: additional environment variables. They override this process's environment and
+            `rank_environment`.
+        log_dir: folder of the logs `rank{r}.log`.
+        timeout_s: longest duration in seconds.
+        on_line: called with rank and text of each line of output.
+        grace_s: seconds between a failure and SIGTERM to the other ranks.
+        changes: whether the cluster's changes take effect. After the launch, links have their
+            initial values.
+        workers: number of ranks that train; by default all ranks that are not servers.
+        servers: number of ranks after the workers that serve parameters.
+        survive: whether other ranks continue after a worker is killed by a signal. With servers
+            they always continue.
+
+    Returns:
+        Exit codes, logs and the problem, if any.
+
+    Raises:
+        ValueError: `argv` is empty, or `timeout_s` is not positive.
+        LabError: the lab has ended or is running another launch.
     """
     if not argv:
         raise ValueError("argv is empty; pass the complete command, [sys.executable, 'script.py']")
@@ -85,10 +105,11 @@ def launch(
 def rank_environment(
     lab: Lab | NoLab, rank: int, port: int, workers: int | None = None, servers: int = 0
 ) -> dict[str, str]:
-    """The variables of torchrun for one rank, and the lab's own (threads, pace, interfaces).
+    """Return the environment variables of one rank: those of torchrun, and threads, pace and
+    interfaces of the lab.
 
-    With servers RANK and WORLD_SIZE count workers only, as scripts split their data by them; a
-    server, which never trains, is told the rank of some worker.
+    With servers, RANK and WORLD_SIZE count only workers, because scripts split their data by them.
+    A server, which does not train, has the RANK of a worker.
     """
     workers = lab.cluster.world_size - servers if workers is None else workers
     own = {}
@@ -119,11 +140,12 @@ def rank_environment(
         "TORCHELASTIC_RUN_ID": lab.name,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store, there is no agent
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 hosts the store, as there is no agent
         "OMP_NUM_THREADS": str(cluster.threads_of(host)),
-        "OFFBEAT_SPEED": repr(cluster.speed_of(host)),  # of a paced host
+        # relative to other hosts; used if ranks are paced
+        "OFFBEAT_SPEED": repr(cluster.speed_of(host)),
         "OFFBEAT_JITTER": repr(cluster.jitter_of(host)),
-        "PYTHONUNBUFFERED": "1",  # else the last words of a killed rank are lost
+        "PYTHONUNBUFFERED": "1",  # otherwise the last output of a killed rank is lost
         "GLOO_SOCKET_IFNAME": lab.interface(0),
         "OFFBEAT_LINKS": json.dumps(interfaces),
         **own,
@@ -132,7 +154,7 @@ def rank_environment(
 
 @dataclass
 class _Rank:
-    """Mutable state of one rank while it is watched."""
+    """State of one rank during the launch."""
 
     number: int
     host: int
@@ -140,7 +162,7 @@ class _Rank:
     log_file: Path
     log: IO[bytes]
     pipe: int
-    has_log: bool = True  # False after a write to the log has failed
+    has_log: bool = True  # False after a failed write to the log
     started: bool = False
     exit_code: int | None = None
     partial: bytes = b""
@@ -161,7 +183,7 @@ class _Rank:
 
 
 class _Watch:
-    """All ranks of one launch, from start to the end of the last process."""
+    """Monitor of all ranks of one launch."""
 
     def __init__(
         self,
@@ -182,12 +204,13 @@ class _Watch:
         self._wall_s = 0.0
         self._problem: str | None = None
         self._failed: tuple[_Rank, float] | None = None
-        self._actions: list[tuple[float, int]] = []  # (when, signal), soonest first
+        self._actions: list[tuple[float, int]] = []  # (time, signal), earliest first
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._process.events, selectors.EVENT_READ)
         self._log_dir = log_dir
         self._ranks: list[_Rank] = []
-        self._changes: dict[int, float] = {}  # when, by number; of several links the last one
+        # time by index of the change; with several links that of the last one
+        self._changes: dict[int, float] = {}
 
     def start(self, argv: list[str], env: Mapping[str, str], *, changes: bool) -> None:
         self._process.request("begin", changes=self._lab.changes() if changes else [])
@@ -196,7 +219,7 @@ class _Watch:
             self._start_rank(number, argv, {**os.environ, **own, **env})
 
     def run(self, timeout_s: float, grace_s: float) -> None:
-        """Until every rank has ended, by itself or by us."""
+        """Wait until every rank has ended by itself or by a signal."""
         while any(rank.running for rank in self._ranks):
             now_s = self._elapsed_s()
             if not self._actions and now_s >= timeout_s:
@@ -209,8 +232,8 @@ class _Watch:
         self._wall_s = self._elapsed_s()
 
     def finish(self) -> None:
-        """End whatever is left, read the rest of the output, close everything."""
-        with suppress(LabError):  # the lab is gone, and with it all processes
+        """Kill remaining processes, read the remaining output, and close all files."""
+        with suppress(LabError):  # the lab has ended, and all processes with it
             self._process.request("kill_all")
         try:
             with suppress(LabError):
@@ -269,7 +292,7 @@ class _Watch:
     def _collect_exits(self) -> None:
         messages = self._process.events.receive_ready()
         if messages is None:
-            self._process.request("kill_all")  # raises the error that says how it ended
+            self._process.request("kill_all")  # raises an error with the exit code of the process
             raise LabError("the lab's own process closed its events")
         ranks = {rank.key: rank for rank in self._ranks}
         for message in messages:
@@ -277,7 +300,7 @@ class _Watch:
                 self._changes[message["change"]] = message["at_s"]
                 continue
             rank = ranks.get(message["key"])
-            if rank is not None:  # else of an earlier launch that was interrupted
+            if rank is not None:  # unknown keys belong to an earlier launch that was interrupted
                 self._end(rank, message["exit_code"])
 
     def _end(self, rank: _Rank, exit_code: int) -> None:
@@ -288,13 +311,14 @@ class _Watch:
             self._failed = (rank, self._elapsed_s())
 
     def _expendable(self, rank: _Rank) -> bool:
-        """A worker that was killed, while others go on without it."""
+        """Return whether a killed worker does not end the launch, because other workers
+        continue."""
         killed = rank.exit_code is not None and rank.exit_code < 0
         others = any(other.running for other in self._ranks[: self._workers])
         return self._survive and killed and rank.number < self._workers and others
 
     def _read(self, rank: _Rank) -> bool:
-        """Pass on what can be read without waiting; False at the end or if there is nothing."""
+        """Read available output of a rank; return False at its end or if nothing is available."""
         if rank.pipe < 0:
             return False
         try:
@@ -321,7 +345,7 @@ class _Watch:
 
     def _split(self, rank: _Rank, data: bytes) -> None:
         *lines, rest = (rank.partial + data).split(b"\n")
-        if len(rest) > _LONGEST_LINE_BYTES:  # a progress bar that never ends its line
+        if len(rest) > _LONGEST_LINE_BYTES:  # for example a progress bar without line ends
             lines, rest = [*lines, rest], b""
         rank.partial = rest
         for line in lines:
@@ -362,7 +386,7 @@ class _Watch:
             keys = [rank.key for rank in self._ranks if rank.running]
             self._process.request("signal", keys=keys, signal=int(number))
             if not self._actions:
-                self._actions = [(now_s + _TERMINATE_S, number)]  # again, should one be left
+                self._actions = [(now_s + _TERMINATE_S, number)]  # repeat while a rank is running
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._start_s

@@ -1,4 +1,4 @@
-"""Load of this machine while a launch runs: how much of it is not the launch's own."""
+"""Load of this machine during a launch, with the share of processes that are not part of it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-EVERY_S = 0.5  # between samples
-COST = 0.01  # of a processor at most, for the samples themselves
-FOREIGN, IDLE = 0.1, 0.25  # shares of the processors: most and least of an undisturbed sample
+EVERY_S = 0.5  # seconds between samples
+COST = 0.01  # largest share of a processor's time for taking samples
+# bounds of an undisturbed sample: largest foreign share, smallest idle share
+FOREIGN, IDLE = 0.1, 0.25
 
 _PROC = Path("/proc")
 
 
 class Sample(NamedTuple):
-    """Cumulative seconds: of the clock, of processors that computed in user or kernel mode or were
-    given to other machines (`busy_s`), that were idle, and of the launch's own processes."""
+    """Cumulative times in seconds.
+
+    Attributes:
+        at_s: time of the clock.
+        busy_s: processor time in user or kernel mode, or taken by other virtual machines.
+        idle_s: processor time in idle state.
+        own_s: processor time of the launch's own processes.
+    """
 
     at_s: float
     busy_s: float
@@ -30,11 +37,16 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """Load of the processors during one launch, as shares of their time.
+    """Load of the processors during one launch.
 
-    `foreign`: computed for processes of others. `idle`: not used at all. `disturbed`: share of the
-    samples in which others took more than `FOREIGN` and less than `IDLE` was left. `pressure`:
-    share of the time in which some process waited for a processor (PSI), None if unknown.
+    Attributes:
+        seconds: duration.
+        foreign: share of the processor time used by processes outside the launch.
+        idle: share of the processor time in idle state.
+        disturbed: share of the samples with more than `FOREIGN` foreign and less than `IDLE` idle
+            time.
+        pressure: share of the time in which a process waited for a processor (PSI); None if
+            unknown.
     """
 
     seconds: float
@@ -44,12 +56,12 @@ class Load:
     pressure: float | None = None
 
     def record(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return the load as JSON-ready data."""
         return asdict(self)
 
 
 class Tally:
-    """Adds up samples; its size does not grow with their number."""
+    """Sum of samples in constant memory."""
 
     def __init__(self, processors: int) -> None:
         self._processors = processors
@@ -75,17 +87,17 @@ class Tally:
 
 
 def _shares(a: Sample, b: Sample, processors: int) -> tuple[float, float]:
-    """(foreign, idle) shares of the processors' time between two samples."""
+    """Return the (foreign, idle) shares of the processor time between two samples."""
     whole_s = (b.at_s - a.at_s) * processors
     foreign_s = (b.busy_s - a.busy_s) - (b.own_s - a.own_s)
     return max(0.0, foreign_s / whole_s), min(1.0, max(0.0, (b.idle_s - a.idle_s) / whole_s))
 
 
 class LoadSampler:
-    """Samples the machine's load in a thread, while a block runs.
+    """Thread that samples the machine's load during a `with` block.
 
-    Own are this process, the process `root` and all its descendants. Interrupts are left out, as
-    most of them are packets of the launch.
+    This process, the process `root` and all its descendants count as own. Interrupts are not
+    counted, because most of them are packets of the launch.
     """
 
     def __init__(self, root: int) -> None:
@@ -106,14 +118,14 @@ class LoadSampler:
         self._thread.join()
 
     def load(self) -> Load | None:
-        """Return the load so far; None if /proc does not give it."""
+        """Return the load so far; None if /proc does not provide it."""
         seconds, now_s = time.monotonic() - self._begin_s, _stalled_s()
         if self._waited_s is None or now_s is None:
             return self._tally.load()
         return self._tally.load((now_s - self._waited_s) / seconds)
 
     def _run(self) -> None:
-        with suppress(OSError, ValueError, IndexError):  # /proc is missing or of another form
+        with suppress(OSError, ValueError, IndexError):  # /proc is missing or has another format
             rest_s = 0.0
             while not self._over.wait(rest_s):
                 begin_s = time.thread_time()
@@ -127,7 +139,7 @@ class LoadSampler:
 
 
 def _processors_s(numbers: Iterable[int]) -> tuple[float, float]:
-    """(busy, idle) seconds of some processors since the machine started."""
+    """Return the (busy, idle) seconds of some processors since the machine started."""
     names, busy, idle = {f"cpu{n}" for n in numbers}, 0, 0
     for line in (_PROC / "stat").read_text().splitlines():
         name, *fields = line.split()
@@ -139,12 +151,14 @@ def _processors_s(numbers: Iterable[int]) -> tuple[float, float]:
 
 
 def _descendants_s(root: int) -> float:
-    """Return the processor seconds of a process and its descendants. Those of an ended process are
-    in its parent's, which has waited for it."""
+    """Return the processor seconds of a process and its descendants.
+
+    The time of an ended process is included in that of the parent that has waited for it.
+    """
     parents, ticks = {}, {}
     for folder in _PROC.iterdir():
         if folder.name.isdigit():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 parents[int(folder.name)] = int(fields[1])
                 ticks[int(folder.name)] = sum(map(int, fields[11:15]))
@@ -160,7 +174,8 @@ def _descendants_s(root: int) -> float:
 
 
 def _stalled_s() -> float | None:
-    """Seconds in which some process has waited for a processor; None without PSI."""
+    """Return the seconds in which at least one process has waited for a processor; None without
+    PSI."""
     try:
         some = (_PROC / "pressure" / "cpu").read_text().split("\n", 1)[0]
         return int(some.rpartition("total=")[2]) / 1e6

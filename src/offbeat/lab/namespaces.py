@@ -1,4 +1,4 @@
-"""Network namespaces of this process, and what the kernel refuses, in words."""
+"""Network namespaces of this process, and error messages for refusals of the kernel."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ NO_LAB = "without any of this: --lab none (loopback, unshaped)"
 
 
 class Namespace:
-    """One anonymous network namespace: a descriptor and a netlink socket inside it."""
+    """Anonymous network namespace: a descriptor and a netlink socket inside it."""
 
     def __init__(self) -> None:
         with _refusal_in_words():
@@ -42,9 +42,9 @@ class Namespace:
 
 
 def allow_namespaces() -> None:
-    """Without the right to make network namespaces, enter an own user namespace first.
+    """Enter an own user namespace if this process may not create network namespaces.
 
-    Not the other way round: in a user namespace root could no longer read other users' files.
+    Do not enter it otherwise: in a user namespace, root cannot read files of other users.
     """
     try:
         syscalls.unshare(syscalls.CLONE_NEWNET)
@@ -56,43 +56,43 @@ def allow_namespaces() -> None:
     with _refusal_in_words():
         syscalls.unshare(syscalls.CLONE_NEWUSER)
         _write("/proc/self/setgroups", "deny")
-        # Every rank keeps its own user and group, so that it gains no rights.
+        # Ranks keep their user and group, so that they gain no rights.
         _write("/proc/self/uid_map", f"{user} {user} 1")
         _write("/proc/self/gid_map", f"{group} {group} 1")
 
 
 def _quiet_ipv6() -> None:
-    """No IPv6: its neighbour discovery would be traffic that nobody asked for."""
+    """Disable IPv6, whose neighbour discovery would add traffic."""
     for which in ("all", "default"):
         _try_write(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6", "1")
 
 
 def configure_tcp() -> None:
-    """Messages of one size cost the same, whatever came before them."""
-    # Training sends in bursts. After a pause as long as a retransmission timeout (200 ms and up)
-    # TCP would fall back to its first window, so the cost of a message would depend on the length
-    # of the compute before it. Without latency the window reopens at once (1 MB after 0.6 s of
-    # silence at 100 Mbit/s: 136 ms with and without); with latency it takes many round trips.
+    """Make the cost of a message independent of earlier messages."""
+    # Training sends in bursts. After a pause as long as a retransmission timeout (200 ms or more),
+    # TCP returns to its initial window, so the cost of a message would depend on the length of the
+    # compute before it. Without latency the window reopens immediately (1 MB after 0.6 s of silence
+    # at 100 Mbit/s: 136 ms with and without). With latency it takes many round trips.
     _try_write("/proc/sys/net/ipv4/tcp_slow_start_after_idle", "0")
-    # A later connection must not inherit what an earlier one learned: runs would not be alike.
+    # Do not reuse metrics of earlier connections, because runs would differ.
     _try_write("/proc/sys/net/ipv4/tcp_no_metrics_save", "1")
 
 
 def default_congestion_control(chosen: str) -> str:
-    """The kernel's choice in place of "default"."""
+    """Return the kernel's congestion control in place of "default"."""
     if chosen != "default":
         return chosen
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 def available_congestion_control() -> str:
-    """Names of those that are loaded."""
+    """Return the names of the loaded congestion controls."""
     path = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
     return ", ".join(path.read_text().split()) if path.exists() else "unknown"
 
 
 def _try_write(path: str, text: str) -> None:
-    """Best effort: a container may mount /proc/sys read-only, a kernel may lack IPv6."""
+    """Write if possible: a container may mount /proc/sys read-only, and a kernel may lack IPv6."""
     try:
         _write(path, text)
     except OSError:
@@ -131,7 +131,8 @@ def _refusal(error: OSError) -> str:
 
 @contextmanager
 def step(what: str, module: str, alternative: str | None = None) -> Iterator[None]:
-    """Name the kernel module that a refused netlink request needs."""
+    """Raise a LabError that names the required kernel module if a netlink request in the block
+    fails."""
     try:
         yield
     except NetlinkError as error:
@@ -143,5 +144,5 @@ def step(what: str, module: str, alternative: str | None = None) -> Iterator[Non
 
 
 def reason(error: NetlinkError) -> str:
-    """The error's number in words."""
+    """Return the error number as text."""
     return os.strerror(abs(error.code))

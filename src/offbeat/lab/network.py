@@ -1,9 +1,9 @@
-"""The lab's network: anonymous namespaces, bridges, veth pairs and shapers, over netlink.
+"""Network of the lab: anonymous namespaces, bridges, veth pairs and shapers, over netlink.
 
-A link whose delays or losses the kernel cannot make has a switch of our own in place of a bridge
-(`switch`). Runs inside the lab's own process (see `supervisor`). No namespace has a name: each
-lives as long as a descriptor or a process in it, so the kernel removes everything when the lab's
-process ends.
+If the kernel cannot provide the delays or losses of a link, the link has a switch in user space
+(`switch`) in place of a bridge. This module runs in the supervisor process. No namespace has a
+name: each exists while it has a descriptor or a process, so the kernel removes everything when the
+supervisor ends.
 """
 
 import errno
@@ -42,7 +42,7 @@ _NETEM_QUEUE_PACKETS = 100_000
 
 _ROOT_HANDLE = 0x10000  # 1:
 _SHAPER_HANDLE = 0x100000  # 10:
-_DELAYED = 0x10001  # 1:1, the queue behind a delay
+_DELAYED = 0x10001  # 1:1, the inner queue of netem
 _TC_ROOT = 0xFFFFFFFF
 _LOOPBACK = 1
 _SCOPE_LINK = 253
@@ -51,7 +51,14 @@ _IFA_F_NOPREFIXROUTE = 0x200
 
 @dataclass(frozen=True)
 class NetworkPlan:
-    """What to build; `congestion_control` "default" keeps the kernel's."""
+    """Network to build.
+
+    Attributes:
+        name: name of the lab.
+        hosts: number of hosts.
+        congestion_control: TCP congestion control; "default" keeps that of the kernel.
+        links: initial values of each link.
+    """
 
     name: str
     hosts: int
@@ -60,18 +67,18 @@ class NetworkPlan:
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> "NetworkPlan":
-        """The plan out of plain data."""
+        """Return the plan of a message (plain data)."""
         links = [LinkPlan.from_message(link) for link in message["links"]]
         return cls(**{**message, "links": links})
 
 
 class Network:
-    """A built network; LabError in words if the kernel refuses any part of it."""
+    """Built network. A LabError with the reason is raised if the kernel refuses a part of it."""
 
     def __init__(self, plan: NetworkPlan) -> None:
         allow_namespaces()
         self._plan = plan
-        self._now = list(plan.links)  # what is in force
+        self._now = list(plan.links)  # plans in force, by link
         self._center = Namespace()
         self._hosts: list[Namespace] = []
         for _ in range(plan.hosts):
@@ -86,7 +93,7 @@ class Network:
         self.switch = Switch(taps, {link: plan.links[link] for link in taps}) if taps else None
 
     def host_fd(self, host: int) -> int:
-        """Descriptor of the host's namespace."""
+        """Return the descriptor of the host's namespace."""
         return self._hosts[host].fd
 
     def enter(self, host: int) -> None:
@@ -94,24 +101,26 @@ class Network:
         syscalls.setns(self.host_fd(host), syscalls.CLONE_NEWNET)
 
     def inodes(self) -> list[int]:
-        """Identities of all namespaces as in /proc/PID/ns/net: the center, then the hosts."""
+        """Return the identities of all namespaces as in /proc/PID/ns/net: the center, then the
+        hosts."""
         return [namespace.inode for namespace in (self._center, *self._hosts)]
 
     def change(self, change: ChangePlan) -> None:
-        """Let new values be in force on one link."""
+        """Apply new values on one link."""
         self._enforce(change.link, change.applied(self._now[change.link]))
 
     def in_force(self) -> list[LinkPlan]:
-        """What holds now, by link."""
+        """Return the plans in force, by link."""
         return list(self._now)
 
     def enforce(self, plans: Sequence[LinkPlan]) -> None:
-        """Let this hold, by link."""
+        """Apply the plans, by link."""
         for link, plan in enumerate(plans):
             self._enforce(link, plan)
 
     def counters(self) -> list[list[tuple[int, int]]]:
-        """Per host and link: bytes sent and received by the host's interface, headers included."""
+        """Return the bytes sent and received by each interface, by host and link, headers
+        included."""
         return [
             [_bytes_of(host, interface_name(link)) for link in range(len(self._plan.links))]
             for host in self._hosts
@@ -129,7 +138,7 @@ class Network:
             self.switch.change(link, plan)
 
     def _set_rate(self, link: int, host: int, rate_bps: int | None) -> None:
-        """What the host sends and, on a bridge, what it receives."""
+        """Set the rate at which the host sends and, on a bridge, at which it receives."""
         ends = [(self._hosts[host], interface_name(link))]
         if link not in self.switched:
             ends.append((self._center, port_name(link, host)))
@@ -139,7 +148,8 @@ class Network:
             _shape(namespace.netlink, index, rate_bps, delayed)
             _limit_segments(namespace.netlink, index, rate_bps, link in self.switched)
 
-    # --- links with a bridge, and links with a switch of our own --------------------------------
+    # --- links with a bridge, and links with a switch in user space
+    # --------------------------------
 
     def _switched(self) -> tuple[int, ...]:
         links = range(len(self._plan.links))
@@ -175,7 +185,7 @@ class Network:
             (self._center.netlink, port_index),
             (namespace.netlink, inner_index),
         ):
-            # A packet passes both ends, and so both delays; it gets lost at one.
+            # A packet passes both ends, so each has half of the delay. Only one end drops packets.
             loss = plan.losses[host] if netlink is namespace.netlink else 0.0
             _add_shapers(
                 netlink, index, plan, plan.latencies_s[host] / 2, loss, plan.rates_bps[host]
@@ -185,7 +195,7 @@ class Network:
         self._add_address(namespace.netlink, inner_index, host, link)
 
     def _build_taps(self, link: int) -> list[int]:
-        """A TAP device in every host; their other ends, by host."""
+        """Create a TAP device in every host; return their other ends, by host."""
         plan, name, taps = self._plan.links[link], interface_name(link), []
         for host, namespace in enumerate(self._hosts):
             try:
@@ -222,8 +232,8 @@ class Network:
         }
         chosen = self._plan.congestion_control
         if chosen != "default":
-            # The sysctl refuses, in a namespace, what the machine does not list as allowed for
-            # everyone (cubic where the default is bbr); a route's own choice has no such limit.
+            # In a namespace, the sysctl refuses a congestion control that is not allowed for all
+            # users (cubic if the default is bbr). A route's congestion control has no such limit.
             route["metrics"] = {"cc_algo": chosen}
         try:
             netlink.route("add", **route)
@@ -240,7 +250,7 @@ class Network:
 
 
 def _asks(plan: LinkPlan) -> str:
-    """What only netem or a switch can do, in words."""
+    """Describe the values that require netem or the switch in user space."""
     if not plan.delayed:
         return "differences between pairs of hosts or over time"
     values = {"latency": max(plan.latencies_s), "loss": max(plan.losses)}
@@ -250,7 +260,7 @@ def _asks(plan: LinkPlan) -> str:
 
 
 def _has_netem(netlink: IPRoute) -> bool:
-    """Whether this kernel can delay."""
+    """Return whether this kernel has netem."""
     try:
         netlink.tc("add", "netem", index=_LOOPBACK, handle=_ROOT_HANDLE, delay=1)
     except NetlinkError:
@@ -280,13 +290,13 @@ def _add_shapers(
 
 
 def _shape(netlink: IPRoute, index: int, rate_bps: int | None, delayed: bool) -> None:
-    """Set or remove the token bucket; behind a delay it is the delay's inner queue."""
+    """Set or remove the token bucket. With netem, the token bucket is the inner queue of netem."""
     parent = _DELAYED if delayed else _TC_ROOT
     if rate_bps is None:
         try:
             netlink.tc("del", index=index, parent=parent)
         except NetlinkError as error:
-            if error.code not in (errno.ENOENT, errno.EINVAL):  # it was not shaped
+            if error.code not in (errno.ENOENT, errno.EINVAL):  # the interface was not shaped
                 raise
         return
     with step("a rate needs the token bucket filter", "sch_tbf"):
@@ -303,7 +313,7 @@ def _shape(netlink: IPRoute, index: int, rate_bps: int | None, delayed: bool) ->
 
 
 def _limit_segments(netlink: IPRoute, index: int, rate_bps: int | None, switched: bool) -> None:
-    """What TCP may hand over at once."""
+    """Limit the size of TCP segments."""
     most = segments_bytes(rate_bps) if switched else bridged_segments_bytes(rate_bps)
     netlink.link("set", index=index, gso_max_size=most)
 

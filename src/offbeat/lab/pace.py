@@ -1,4 +1,4 @@
-"""Pace: a host computes as slowly as the machine that it emulates, with real numbers."""
+"""Pace: delays that make a host compute as slowly as the machine that it emulates."""
 
 from __future__ import annotations
 
@@ -17,30 +17,35 @@ from offbeat.core.runtime.compute import Compute
 from offbeat.core.sim.costs import applied_s
 from offbeat.core.sim.ranks import lognormal
 
-LATE = 0.03  # share of an iteration's compute by which a host may miss its pace unsaid
+LATE = 0.03  # a larger delay, as a share of an iteration's compute, counts as missed pace
 SPEED, JITTER, SEED = "OFFBEAT_SPEED", "OFFBEAT_JITTER", "OFFBEAT_SEED"
 
 
 @dataclass(frozen=True)
 class Host:
-    """How the launcher wants this host to differ: its speed relative to the others', the relative
-    standard deviation of its compute."""
+    """Settings of this host from the launcher.
+
+    Attributes:
+        speed: speed of compute relative to the other hosts.
+        jitter: relative standard deviation of compute.
+    """
 
     speed: float = 1.0
     jitter: float = 0.0
 
     @classmethod
     def here(cls) -> Host:
-        """Of this process, by its environment."""
+        """Return the settings in the environment of this process."""
         return cls(float(os.environ.get(SPEED, 1)), float(os.environ.get(JITTER, 0)))
 
 
 class Pace(Compute):
-    """Ends every piece of compute when the profile says that it ends.
+    """Delay every piece of compute until its end in the profile.
 
-    There is one schedule per iteration. It begins with the iteration, grows by the profile's
-    seconds of every piece of compute, and waits where the host waits for a message. The host
-    sleeps up to it. So sleeping too long does not add up, and a host that was late catches up.
+    Each iteration has one schedule, which begins with the iteration. It advances by the profile's
+    seconds of each piece of compute, and is moved forward if the host waits for a message. The host
+    sleeps until the scheduled time. Therefore oversleeping does not accumulate, and a late host
+    catches up.
     """
 
     def __init__(self, profile: Profile, rank: int) -> None:
@@ -49,24 +54,27 @@ class Pace(Compute):
         self._jitter = profile.jitters[rank]
         scale = profile.rank_scale[rank] if profile.rank_scale else 1.0
         buckets = len(profile.buckets)
-        # Seconds up to the end of a bucket's forward, by bucket; forward goes from the last one.
+        # Seconds from the start of forward to the end of each bucket's forward. The last bucket is
+        # first.
         forward = accumulate(b.forward_s * scale for b in reversed(profile.buckets))
         self._forward_s = [*forward][::-1]
         self._backward_s = [*accumulate(b.backward_s * scale for b in profile.buckets)]
         self._bucket_update_s = np.array(profile.bucket_update_s)
-        self._update_s: dict[int, tuple[Apply, float]] = {}  # by id of the apply, kept alive
+        # by id of the apply; storing the apply keeps its id unique
+        self._update_s: dict[int, tuple[Apply, float]] = {}
         self._scale, self._buckets = scale, buckets
         self._iteration: int | None = None
         self._clock_s = self._late_s = self._computed_s = 0.0
-        self._seen = [0] * buckets  # gradients so far, by bucket (`follow`)
-        self._late: list[float] = []  # by iteration, as a share of its compute
+        # number of gradients so far, by bucket (`attach_backward_hooks`)
+        self._seen = [0] * buckets
+        self._late: list[float] = []  # largest delay of each iteration as a share of its compute
         self._begin_s = self._busy_s = self._kernel_s = 0.0
 
-    # ---- what the engine says ---------------------------------------------------------------
+    # ---- callbacks of the engine --------------------------------------------------------------
 
     def on_iteration_begin(self, iteration: int, begin_s: float) -> float:
         if iteration == self._iteration:
-            return 0.0  # another forward of the same iteration
+            return 0.0  # a further forward of the same iteration
         if self._iteration is None:
             self._begin_s, self._busy_s, self._kernel_s = begin_s, time.process_time(), kernel_s()
         self._close()
@@ -96,7 +104,7 @@ class Pace(Compute):
         self._spend(self._update_s[id(apply)][1] * self._factor)
 
     def updated_whole(self) -> None:
-        """The optimizer has stepped the whole model."""
+        """Delay the end of an optimizer step of the whole model."""
         self._spend(self._profile.update_s * self._scale * self._factor)
 
     def on_wait_end(self) -> None:
@@ -105,7 +113,7 @@ class Pace(Compute):
     # ---- the schedule -----------------------------------------------------------------------
 
     def _spend(self, seconds: float) -> None:
-        """Compute that takes so long has been done: sleep until it would be."""
+        """Advance the schedule by `seconds` of compute and sleep until then."""
         self._clock_s += seconds
         self._computed_s += seconds
         left_s = self._clock_s - time.perf_counter()
@@ -115,7 +123,7 @@ class Pace(Compute):
             self._late_s = max(self._late_s, -left_s)
 
     def _scale_of_iteration(self) -> float:
-        """A lognormal factor with mean 1 and the profile's jitter."""
+        """Return a lognormal factor with mean 1 and the profile's jitter."""
         if not self._jitter:
             return 1.0
         return float(lognormal(self._random.standard_normal(1), self._jitter)[0])
@@ -128,9 +136,12 @@ class Pace(Compute):
     # ---- the report -------------------------------------------------------------------------
 
     def record(self) -> dict[str, float]:
-        """The pace; iterations, and those in which this host was late by more than 3 % of its
-        compute; the longest and the mean delay as such a share; of the machine's processors: the
-        share that this process took, and that interrupts took."""
+        """Return the pace and its statistics for the JSON record of a run.
+
+        "iterations" and "missed" count iterations, and those later than `LATE`. "worst" and "mean"
+        are delays as shares of compute. "busy" and "interrupts" are shares of the machine's
+        processor time used by this process and by interrupts.
+        """
         self._close()
         whole_s = max(time.perf_counter() - self._begin_s, 1e-9) * processors()
         return {
@@ -146,7 +157,8 @@ class Pace(Compute):
     # ---- torch's own DDP --------------------------------------------------------------------
 
     def follow(self, model: nn.Module) -> None:
-        """Be told of backward by the model itself: before a gradient is handed to anybody else."""
+        """Register hooks that report backward. They run before other hooks receive the
+        gradients."""
         parameters = dict(model.named_parameters())
         for b, bucket in enumerate(self._profile.buckets):
             mine = [parameters[name] for name in bucket.tensors if name in parameters]

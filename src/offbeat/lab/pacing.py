@@ -1,4 +1,4 @@
-"""Pacing: how slowly hosts must compute so that this machine can be all of them at once."""
+"""Pacing: the slowdown of compute at which one machine can emulate all hosts at once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from offbeat.core.profile.device_speed import compute_s
 from offbeat.core.transport.cluster import Cluster
 from offbeat.lab.pace import Host
 
-BUSY = 0.45  # of the processors at most: beyond, messages and hosts wait for one
-LOOK_S = 0.5  # messages are watched for about so long
+BUSY = 0.45  # largest load of the processors: above it, messages and hosts wait for processors
+LOOK_S = 0.5  # approximate seconds of the measurement of messages
 MOST_MESSAGES = 8
 
 
 class Messages(NamedTuple):
-    """What averaging the whole model once takes: seconds, and seconds of processors, in all
-    processes and in the kernel."""
+    """Cost of one average of the whole model.
+
+    Attributes:
+        seconds: duration.
+        busy_s: processor seconds, in all processes and in the kernel.
+    """
 
     seconds: float
     busy_s: float
@@ -31,11 +35,17 @@ class Messages(NamedTuple):
 def least_pace(
     compute_s: float, messages: Messages, hosts: int, processors: int, busy: float = BUSY
 ) -> float:
-    """The smallest pace at which the processors are busy for at most that share of the time.
+    """Return the smallest pace at which the load of the processors is at most `busy`.
 
-    `compute_s` is one host's compute per iteration at full speed. The busiest schedule computes
-    all the time and sends as much as the link carries meanwhile, at most the whole model once an
-    iteration.
+    The busiest schedule computes all the time. Meanwhile it sends as much as the link carries, at
+    most the whole model once per iteration.
+
+    Args:
+        compute_s: compute seconds of one host per iteration at full speed.
+        messages: cost of one average of the whole model.
+        hosts: number of emulated hosts.
+        processors: number of processors of this machine.
+        busy: largest share of processor time.
     """
     link = messages.busy_s / (processors * messages.seconds) if messages.seconds else 0.0
     if link < busy:
@@ -46,15 +56,16 @@ def least_pace(
 
 
 def affordable(profile: Profile, cluster: Cluster) -> float:
-    """The least pace for this profile's model on this machine, rounded up to tenths. Every rank
-    must call it."""
+    """Return the smallest pace for this model on this machine, rounded up to tenths. Every rank
+    must call this function."""
     messages = watch_messages(cluster, profile)
     pace = least_pace(compute_s(profile), messages, profile.world_size, processors())
     return math.ceil(pace * 10) / 10
 
 
 def paced_profile(profile: Profile, pace: float | Literal["auto"], cluster: Cluster) -> Profile:
-    """Return the profile of the hosts that this machine emulates. Every rank must call it."""
+    """Return the profile of the hosts that this machine emulates. Every rank must call this
+    function."""
     hosts = [Host(**host) for host in cluster.control.gather(asdict(Host.here()))]
     if pace == "auto":
         pace = max(affordable(profile, cluster), *(host.speed for host in hosts))
@@ -62,14 +73,15 @@ def paced_profile(profile: Profile, pace: float | Literal["auto"], cluster: Clus
 
 
 def watch_messages(cluster: Cluster, profile: Profile) -> Messages:
-    """Average the whole model a few times on the default link, and look at the processors."""
+    """Return the cost of averaging the whole model on the default link, as a mean over a few
+    averages."""
     link = profile.default_link
     size = sum(bucket.size_bytes for bucket in profile.buckets)
     alone_s = link.latency_s + size / link.bytes_per_s
     count = min(MOST_MESSAGES, max(1, round(LOOK_S / alone_s)))
     collective = cluster.links[link.name].collectives.by_verb["all_reduce"]
     load = torch.zeros(max(1, size // 4), device=cluster.where, dtype=torch.float32)
-    cluster.control.gather(None)  # begin together
+    cluster.control.gather(None)  # all ranks begin at the same time
     begin_s, own_s, kernel = time.perf_counter(), time.process_time(), kernel_s()
     for _ in range(count):
         collective(load)

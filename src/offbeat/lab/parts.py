@@ -1,4 +1,4 @@
-"""What a cluster is made of: links, hosts and pairs that differ, changes over time."""
+"""Parts of a cluster description: links, differing hosts and pairs, changes over time."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
@@ -35,7 +35,7 @@ def _latency(value: Any) -> str:
 
 
 def _of_links(what: str, example: str, one: Callable[[Any], Any]) -> BeforeValidator:
-    """Validates a table of values by link name."""
+    """Return a validator of tables that map link names to values."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -51,18 +51,22 @@ Losses = Annotated[Mapping[str, str | float], _of_links("losses", "{net = 0.01}"
 
 
 class Part(BaseModel):
-    """A frozen table of a cluster file; unknown keys are refused."""
+    """Frozen table of a cluster file. Unknown keys raise a ValidationError."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Link(Part):
-    """One network that every host is attached to, with its rate per host and direction.
+    """Network that connects all hosts, with a rate per host and direction.
 
-    `rate` is text such as "100mbit", a number of bit/s, or None for an unshaped link; `latency` is
-    the one-way delay between two hosts ("20ms", or seconds); `loss` the share of packets that get
-    lost on the way between two hosts (0.01 or "1%"). Raises ValidationError (a ValueError) for a
-    value or a name that cannot be.
+    Attributes:
+        name: name of the link.
+        rate: text such as "100mbit", a number of bit/s, or None for an unshaped link.
+        latency: one-way delay between two hosts, such as "20ms", or a number of seconds.
+        loss: share of packets that are lost between two hosts, such as 0.01 or "1%".
+
+    Raises:
+        ValidationError: a value or the name is invalid (a ValueError).
     """
 
     name: str = Field(default="net", pattern=_NAME)
@@ -88,7 +92,7 @@ class Link(Part):
 
     @property
     def rate_bps(self) -> int | None:
-        """Bits per second, None if unshaped."""
+        """Bits per second; None if unshaped."""
         return parse_rate_bps(self.rate)
 
     @property
@@ -98,18 +102,24 @@ class Link(Part):
 
     @property
     def loss_share(self) -> float:
-        """Share of packets that get lost."""
+        """Share of packets that are lost."""
         return parse_loss(self.loss)
 
 
 class HostOverride(Part):
-    """What is different on one host.
+    """Settings of one host that differ from the other hosts.
 
-    `rates`, `latencies` and `losses` by link name take the place of the link's on every way from
-    and to this host; between two hosts the smaller rate, the larger delay and loss count.
-    `threads` as of the cluster. `speed` is how fast the host computes (0.5: half as fast), `jitter`
-    the sigma of a lognormal factor on its compute, drawn per iteration; both count where ranks are
-    paced.
+    Between two hosts the smaller rate, the larger delay and the larger loss apply.
+
+    Attributes:
+        host: number of the host, from 0.
+        rates: rates of this host by link name, in both directions, in place of the link's rate.
+        latencies: one-way delays by link name, in place of the link's delay.
+        losses: shares of lost packets by link name, in place of the link's loss.
+        threads: OMP_NUM_THREADS of the host's ranks, in place of the cluster's value.
+        speed: relative speed of compute (0.5: half as fast); used if ranks are paced.
+        jitter: sigma of a lognormal factor on compute, drawn per iteration; used if ranks are
+            paced.
     """
 
     host: int = Field(ge=0)
@@ -140,9 +150,13 @@ class HostOverride(Part):
 
 
 class Pair(Part):
-    """What is different between two hosts, in both directions, by link name.
+    """Settings between two hosts that differ, in both directions.
 
-    A rate is a further limit on this way; a latency or loss takes the place of the hosts'.
+    Attributes:
+        hosts: numbers of the two hosts.
+        rates: additional rate limits between the hosts, by link name.
+        latencies: one-way delays by link name, in place of those of the hosts.
+        losses: shares of lost packets by link name, in place of those of the hosts.
     """
 
     hosts: tuple[int, int]
@@ -157,10 +171,18 @@ class Pair(Part):
 
 
 class Change(Part):
-    """What becomes different `at` a time after the start of a run's ranks ("30s").
+    """New values of a link at a time after the start of a run's ranks.
 
-    `rate`, `latency` and `loss` become those of `link` (None: of every link) for some `hosts`
-    (None: for all of them), or between the two hosts of `pair`. What is not named stays.
+    Values that are None do not change.
+
+    Attributes:
+        at: time after the start of the ranks, such as "30s".
+        rate: new rate.
+        latency: new one-way delay.
+        loss: new share of lost packets.
+        link: name of the link; None: every link.
+        hosts: hosts whose values change; None: all hosts.
+        pair: the two hosts between which values change; excludes `hosts`.
     """
 
     at: str | float
@@ -216,7 +238,7 @@ class Change(Part):
 
     @property
     def text(self) -> str:
-        """In words: 'rate 20mbit, latency 5ms for hosts 1, 2 on net'."""
+        """Description such as 'rate 20mbit, latency 5ms for hosts 1, 2 on net'."""
         values = {"rate": self.rate, "latency": self.latency, "loss": self.loss}
         what = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
         where = "" if self.link is None else f" on {self.link}"

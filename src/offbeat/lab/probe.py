@@ -1,6 +1,7 @@
-"""Probing a built network: ping-pong and a bulk transfer between hosts, over TCP.
+"""Measurement of the ways of a built network: round trips and a bulk transfer between hosts, over
+TCP.
 
-Runs in the lab's own process. A socket belongs to the namespace in which it was made, so that one
+It runs in the supervisor process. A socket belongs to the namespace in which it was created, so one
 process can hold both ends.
 """
 
@@ -11,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-LEAST_S, LEAST_TRIPS = 0.25, 20  # that a way takes: queues have to fill, windows to open
+# minimum time of a way in seconds and round trips, in which queues fill and windows open
+LEAST_S, LEAST_TRIPS = 0.25, 20
 _CONNECT_S = 3.0
 _PINGS = 9
-_PING_SHARE = 0.25  # of the time of a way
+_PING_SHARE = 0.25  # share of the time of a way
 _CHUNK = bytes(65536)
-_LEAST_BYTES = 32 * 1024  # that a rate is read off
+_LEAST_BYTES = 32 * 1024  # minimum number of bytes from which a rate is computed
 WIRE = 1514 / 1448  # Ethernet, IP and TCP headers of a full packet
 NOTHING: dict[str, float | None] = {"rate_bps": None, "latency_s": None}
 
@@ -26,8 +28,13 @@ Enter = Callable[[int], None]
 def measure(
     enter: Enter, ways: Sequence[Mapping[str, Any]], budget_s: float
 ) -> list[dict[str, float | None]]:
-    """Rate and one-way delay of every way, as far as the time goes; `enter(host)` moves the process
-    into a host."""
+    """Return the rate and one-way delay of every way, as far as the time budget permits.
+
+    Args:
+        enter: moves the process into a host.
+        ways: requests as of `message` in `probe_report`.
+        budget_s: seconds for all ways together.
+    """
     found: list[dict[str, float | None]] = []
     left_s = budget_s
     for way in ways:
@@ -44,7 +51,7 @@ def measure(
 def _measure(enter: Enter, way: Mapping[str, Any], limit_s: float) -> dict[str, float | None]:
     try:
         here, there = connected(enter, way["hosts"], way["address"])
-    except OSError:  # not within seconds, as with heavy loss
+    except OSError:  # no connection within 3 seconds, for example with heavy loss
         return NOTHING
     with here, there:
         end_s = time.monotonic() + limit_s
@@ -57,8 +64,16 @@ def _measure(enter: Enter, way: Mapping[str, Any], limit_s: float) -> dict[str, 
 
 
 def rate_bps(points: Sequence[tuple[float, int]]) -> float | None:
-    """Bits per second on the wire, from (seconds, bytes so far): of the last third of the time,
-    when queues are full and windows open. None if that is too little to tell."""
+    """Return the bits per second on the wire in the last third of the time.
+
+    In this third, queues are full and TCP windows open.
+
+    Args:
+        points: pairs (seconds, bytes so far).
+
+    Returns:
+        Rate, or None if fewer than 32 KiB arrived in this third.
+    """
     if len(points) < 3:
         return None
     late_s = (points[0][0] + 2 * points[-1][0]) / 3
@@ -70,7 +85,8 @@ def rate_bps(points: Sequence[tuple[float, int]]) -> float | None:
 
 
 def connected(enter: Enter, hosts: Sequence[int], to: str) -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection from one host to the other's address; OSError after 3 s."""
+    """Return both ends of a connection from one host to the other's address; raise OSError after 3
+    s."""
     one, other = hosts
     enter(other)
     with socket.create_server((to, 0)) as server:
@@ -89,7 +105,7 @@ def connected(enter: Enter, hosts: Sequence[int], to: str) -> tuple[socket.socke
 
 
 def _trips_s(here: socket.socket, there: socket.socket, end_s: float) -> list[float]:
-    """Seconds there and back, of single bytes; at least one, after one that does not count."""
+    """Return the round-trip seconds of single bytes, without the first round trip."""
     trips_s: list[float] = []
     while len(trips_s) < 2 or (len(trips_s) <= _PINGS and time.monotonic() < end_s):
         start_s = time.perf_counter()
@@ -97,14 +113,14 @@ def _trips_s(here: socket.socket, there: socket.socket, end_s: float) -> list[fl
             for end, to in ((here, there), (there, here)):
                 end.sendall(b"?")
                 to.recv(1)
-        except OSError:  # lost for too long
+        except OSError:  # the byte was lost repeatedly
             break
         trips_s.append(time.perf_counter() - start_s)
     return trips_s[1:]
 
 
 def _flood(here: socket.socket, there: socket.socket, end_s: float) -> list[tuple[float, int]]:
-    """Send as fast as it goes; (seconds, bytes) as they arrive."""
+    """Send at the highest rate; return pairs (seconds, bytes so far) of the arrivals."""
     points, total = [(time.monotonic(), 0)], 0
     here.setblocking(False)
     there.setblocking(False)
@@ -120,5 +136,5 @@ def _flood(here: socket.socket, there: socket.socket, end_s: float) -> list[tupl
 
 
 def reset_at_close(sending: socket.socket) -> None:
-    """What is still under way is of no interest: a reset instead of a long good-bye."""
+    """Close with a reset: data still in flight is discarded without waiting."""
     sending.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

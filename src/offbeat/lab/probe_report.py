@@ -1,4 +1,4 @@
-"""What is asked of a cluster's links, what is measured, and how far the two are apart."""
+"""Configured and measured values of a cluster's links, and the deviations between them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,19 @@ from offbeat.lab.description import Cluster, Way
 from offbeat.lab.units import format_rate, format_time
 
 MOST_WAYS = 8
-TOLERANCE = 0.1  # of what is asked
+TOLERANCE = 0.1  # accepted deviation as a share of the configured value
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One way between two hosts on a link that is to be measured."""
+    """Way between two hosts on a link that is to be measured.
+
+    Attributes:
+        link: name of the link.
+        hosts: sending and receiving host.
+        to_address: address of the receiving host.
+        way: configured values.
+    """
 
     link: str
     hosts: tuple[int, int]
@@ -22,7 +29,7 @@ class Asked:
     way: Way
 
     def message(self) -> dict[str, Any]:
-        """What the lab's own process is told. An unshaped way has no rate to measure."""
+        """Return the request for the supervisor. An unshaped way has no rate to measure."""
         return {
             "hosts": list(self.hosts),
             "address": self.to_address,
@@ -33,8 +40,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on a way: bits per second with all headers, seconds one way; None where
-    there was not enough time, or nothing to measure."""
+    """Measured values of a way; None if there was not enough time or nothing to measure.
+
+    Attributes:
+        asked: measured way.
+        rate_bps: bits per second with all headers.
+        latency_s: one-way delay in seconds.
+    """
 
     asked: Asked
     rate_bps: float | None
@@ -42,11 +54,11 @@ class Measured:
 
     @property
     def known(self) -> bool:
-        """Whether there was time for it."""
+        """Whether at least one value has been measured."""
         return self.rate_bps is not None or self.latency_s is not None
 
     def deviations(self) -> list[str]:
-        """Every quantity that is more than 10 % off, in words."""
+        """Return a description of every value that deviates by more than 10 %."""
         way, said = self.asked.way, []
         if way.rate_bps is not None and self.rate_bps is not None:
             said += _deviation("rate", self.rate_bps / way.rate_bps)
@@ -56,7 +68,7 @@ class Measured:
 
     @property
     def asked_text(self) -> str:
-        """ "100mbit, 20ms"."""
+        """Configured values, such as "100mbit, 20ms"."""
         way = self.asked.way
         words = [format_rate(way.rate_bps)]
         words += [format_time(way.latency_s)] if way.latency_s else []
@@ -64,7 +76,8 @@ class Measured:
 
     @property
     def measured_text(self) -> str:
-        """ "98.7mbit, 20.3ms one way"; "-" where there was not enough time."""
+        """Measured values, such as "98.7mbit, 20.3ms one way"; "-" for a value without
+        measurement."""
         words = []
         if self.asked.way.rate_bps is not None:
             words.append("-" if self.rate_bps is None else _rate(self.rate_bps))
@@ -73,13 +86,13 @@ class Measured:
 
     @property
     def text(self) -> str:
-        """One line: asked and measured."""
+        """Configured and measured values in one line."""
         one, other = self.asked.hosts
         where = f"{self.asked.link}, hosts {one} and {other}"
         return f"{where}: asked {self.asked_text}, measured {self.measured_text}"
 
     def record(self) -> dict[str, Any]:
-        """Plain data for a run's JSON record."""
+        """Return plain data for the JSON record of a run."""
         way = self.asked.way
         return {
             "link": self.asked.link,
@@ -95,8 +108,11 @@ class Measured:
 
 
 def asked_ways(cluster: Cluster, most: int = MOST_WAYS) -> list[Asked]:
-    """Ways that tell most: one for every rate and delay that is asked for, then such that reach
-    hosts that are not yet part of one."""
+    """Return the most informative ways, at most `most`.
+
+    The first ways cover each configured rate and delay. Further ways reach hosts that are not part
+    of an earlier way.
+    """
     chosen: list[Asked] = []
     for index, link in enumerate(cluster.links):
         seen: set[Way] = set()
@@ -116,7 +132,8 @@ def asked_ways(cluster: Cluster, most: int = MOST_WAYS) -> list[Asked]:
 
 
 def lines(found: Sequence[Measured]) -> list[str]:
-    """What is said before a run: asked and measured, then a warning for each deviation."""
+    """Return the lines to print before a run: all measured ways, then a warning for each
+    deviation."""
     said = [measured.text for measured in found if measured.known]
     for measured in found:
         one, other = measured.asked.hosts

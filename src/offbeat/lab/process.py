@@ -1,4 +1,4 @@
-"""The owner's side of the lab's own process: start it, ask it, end it."""
+"""Client of the supervisor process of a lab: start, requests and end."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from offbeat.lab.errors import LabError
 
 _CLOSE_LIMIT_S = 15.0
 
-# The packages are entered without their __init__, which may import torch (seconds) or pydantic.
+# Create the packages without their __init__, which may import torch (seconds) or pydantic.
 _BOOT = """
 import json, sys, types
 boot = json.loads(sys.argv[1])
@@ -31,7 +31,7 @@ supervisor.main(*boot["arguments"])
 
 
 class LabProcess:
-    """A running supervisor process; its end, or this object's, ends everything below it."""
+    """Running supervisor process. When it or this object's process ends, all ranks end."""
 
     def __init__(self) -> None:
         if sys.platform != "linux":
@@ -59,11 +59,12 @@ class LabProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the supervisor."""
         return self._process.pid
 
     def request(self, do: str, fds: Sequence[int] = (), **arguments: Any) -> Any:
-        """Ask for one thing and wait for the result; LabError as the process words it."""
+        """Send one request and wait for its result; raise LabError with the supervisor's message if
+        it fails."""
         with self._lock:
             self._requests += 1
             number = self._requests
@@ -80,7 +81,11 @@ class LabProcess:
 
     @contextmanager
     def one_launch(self) -> Iterator[None]:
-        """Keep a second launch out (its end would end all ranks); LabError for the second."""
+        """Exclude other launches during the block, because the end of a launch kills all ranks.
+
+        Raises:
+            LabError: another launch is running.
+        """
         if not self._launching.acquire(blocking=False):
             raise LabError("this lab is running a launch already; wait, or make a second Lab")
         try:
@@ -89,8 +94,8 @@ class LabProcess:
             self._launching.release()
 
     def close(self) -> None:
-        """End every process below it, then it; may be repeated."""
-        with suppress(OSError):  # it is gone already
+        """End all ranks and then the supervisor. Further calls have no effect."""
+        with suppress(OSError):  # the supervisor has already ended
             self._control.send({"do": "close", "id": 0})
         self._control.close()
         try:
@@ -101,7 +106,8 @@ class LabProcess:
         self.events.close()
 
     def _answer(self, number: int) -> dict[str, Any] | None:
-        """The answer to this request; one to a request that Ctrl-C interrupted is dropped."""
+        """Return the answer to request `number`; discard answers to requests interrupted by
+        Ctrl-C."""
         while (item := self._control.receive()) is not None:
             if item[0]["id"] == number:
                 return item[0]
@@ -116,7 +122,7 @@ class LabProcess:
 
 
 def exit_in_words(code: int) -> str:
-    """ "exited with code 3" or "was killed by SIGKILL", from a code as subprocess gives it."""
+    """Return "exited with code 3" or "was killed by SIGKILL" for an exit code of `subprocess`."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -130,7 +136,7 @@ def _start(control: socket.socket, events: socket.socket) -> subprocess.Popen[by
         [sys.executable, "-I", "-S", "-c", _BOOT, _boot(control, events)],
         stdin=subprocess.DEVNULL,
         pass_fds=(control.fileno(), events.fileno()),
-        start_new_session=True,  # a Ctrl-C in the terminal is the owner's business
+        start_new_session=True,  # only the owner reacts to Ctrl-C in the terminal
     )
 
 

@@ -1,7 +1,7 @@
-"""What a lab carries while all hosts send at once, against what is asked of it.
+"""Check of the total throughput of a lab while all hosts send at once.
 
-The hosts' links share the processors of one machine: each alone may reach its rate, and all
-together not.
+The hosts' links share the processors of one machine. Each link alone may reach its rate while all
+links together do not.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,17 @@ from offbeat.lab.errors import LabError
 from offbeat.lab.probe_report import Asked
 from offbeat.lab.units import format_rate
 
-LEAST_SHARE = 0.9  # of what is asked
-UNCHECKED_BPS = 800_000_000  # of all hosts together: two cores carry it
-TRIES = 3  # what else runs on the machine comes and goes
+LEAST_SHARE = 0.9  # required share of the configured total rate
+# total rate in bit/s up to which no check is needed: two cores can forward it
+UNCHECKED_BPS = 800_000_000
+TRIES = 3  # other load of the machine varies, so use the best of several tries
 
 
 def ring_ways(cluster: Cluster) -> list[Asked]:
-    """From every host to the next one on every link, where a rate is asked for and nothing delays
-    or loses packets: TCP alone need not reach the rate there."""
+    """Return the ways from every host to the next one on every link with a configured rate.
+
+    A link with delay or loss is omitted, because TCP may not reach the rate on it.
+    """
     ways: list[Asked] = []
     for index, link in enumerate(cluster.links):
         ring = [
@@ -36,29 +39,34 @@ def ring_ways(cluster: Cluster) -> list[Asked]:
 
 
 def much(ways: Sequence[Asked]) -> bool:
-    """Whether so much is asked that it has to be measured."""
+    """Return whether the total configured rate is high enough to require a measurement."""
     return _sum_bps(ways) > UNCHECKED_BPS
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What was measured on `ways`, all at once: bits per second with all headers, of each."""
+    """Throughput of ways that were all in use at once.
+
+    Attributes:
+        ways: measured ways.
+        rates_bps: measured bits per second of each way, with all headers.
+    """
 
     ways: Sequence[Asked]
     rates_bps: Sequence[float]
 
     @property
     def share(self) -> float:
-        """Of what is asked of all ways together."""
+        """Measured share of the total configured rate."""
         return sum(self.rates_bps) / _sum_bps(self.ways)
 
     @property
     def text(self) -> str:
-        """One line: asked and measured."""
+        """Configured and measured total rate in one line."""
         return f"all hosts at once: asked {self._asked}, measured {self._measured}"
 
     def check(self) -> None:
-        """LabError where the machine carries less than 90 % of what is asked."""
+        """Raise LabError if the machine reaches less than 90 % of the total configured rate."""
         if self.share >= LEAST_SHARE:
             return
         fastest = max(asked.way.rate_bps or 0 for asked in self.ways)
@@ -71,7 +79,7 @@ class Carried:
         )
 
     def record(self) -> dict[str, Any]:
-        """Plain data for a run's JSON record."""
+        """Return plain data for the JSON record of a run."""
         return {
             "link": ", ".join(dict.fromkeys(asked.link for asked in self.ways)),
             "hosts": "all at once",

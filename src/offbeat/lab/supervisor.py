@@ -1,11 +1,12 @@
-"""The lab's own process: holds the namespaces, starts ranks in them, and ends all of them.
+"""Supervisor process of a lab: holds the namespaces, starts ranks in them, and ends all of them.
 
-A fresh single-threaded interpreter, so that it may enter user namespaces and fork, which the
-owner (threads, torch, a notebook) may not. It imports only the standard library and, for a network,
-pyroute2. It ends with its owner, however the owner ends, and everything below it ends first:
+The process is a new single-threaded interpreter, so that it may enter user namespaces and fork. The
+owner (threads, torch, a notebook) may not do so. The supervisor imports only the standard library
+and, for a network, pyroute2. It ends with its owner for any reason, and all processes below it end
+first:
 
-* it adopts orphans, so no descendant can escape by forking or by a session of its own;
-* each rank dies by SIGKILL when this process dies, even by SIGKILL itself.
+* The supervisor adopts orphans, so no descendant can escape by a fork or a new session.
+* Each rank receives SIGKILL when the supervisor dies, even if SIGKILL ends the supervisor.
 """
 
 import os
@@ -50,15 +51,15 @@ class _Supervisor:
         self._owner = owner
         self._network: Network | None = None
         self._schedule = Schedule(0.0, ())
-        self._before: list[LinkPlan] | None = None  # in force before the first change of a launch
+        self._before: list[LinkPlan] | None = None  # plans before the first change of a launch
         self._ending = False
-        self._keys: dict[int, str] = {}  # process id of each rank -> the owner's key for it
+        self._keys: dict[int, str] = {}  # key of the owner by process id of the rank
         self._wakeup = _catch_signals()
         syscalls.adopt_orphans()
         self._arm()
 
     def serve(self) -> None:
-        """Answer requests and report ended ranks until the owner is gone."""
+        """Answer requests and report ended ranks until the owner has ended."""
         selector = selectors.DefaultSelector()
         selector.register(self._control, selectors.EVENT_READ)
         selector.register(self._wakeup, selectors.EVENT_READ)
@@ -73,17 +74,18 @@ class _Supervisor:
                 return
 
     def end(self) -> None:
-        """End everything below this process."""
+        """End all processes below this one."""
         self._ending = True
         self.kill_all()
 
     def kill_all(self, spared: int | None = None) -> None:
-        """End every descendant but one by SIGKILL, whatever its process group or session."""
+        """Kill every descendant except `spared` by SIGKILL, in any process group or session."""
         limit_s = time.monotonic() + _KILL_LIMIT_S
         while time.monotonic() < limit_s:
             left = [child for child in _children() if child != spared]
             for child in left:
-                with suppress(PermissionError):  # a set-user-id program: it may end by itself
+                # a set-user-id program cannot be killed, but may end by itself
+                with suppress(PermissionError):
                     os.kill(child, signal.SIGKILL)
             if not self._reap() or not left:
                 return
@@ -105,7 +107,7 @@ class _Supervisor:
             return {"id": message["id"], "result": self._do(message, fds)}
         except LabError as error:
             return {"id": message["id"], "error": str(error)}
-        except Exception as error:  # the owner reports it; this process must go on
+        except Exception as error:  # the owner reports the error, and this process continues
             return {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
         finally:
             for fd in fds:
@@ -134,10 +136,10 @@ class _Supervisor:
         raise AssertionError(f"unknown request {message['do']!r}")
 
     def _build(self, message: dict[str, Any]) -> dict[str, Any]:
-        from offbeat.lab.network import Network, NetworkPlan  # pyroute2: only if needed
+        from offbeat.lab.network import Network, NetworkPlan  # import pyroute2 only if needed
 
         self._network = Network(NetworkPlan.from_message(message))
-        self._arm()  # entering a user namespace disarms it
+        self._arm()  # entering a user namespace clears the death signal
         return {
             "congestion_control": self._network.congestion_control,
             "inodes": self._network.inodes(),
@@ -145,11 +147,11 @@ class _Supervisor:
         }
 
     def _begin(self, changes: list[dict[str, Any]]) -> None:
-        """A launch begins: from now on changes are due."""
+        """Start the schedule of changes at the beginning of a launch."""
         self._schedule = Schedule(time.monotonic(), [ChangePlan(**change) for change in changes])
 
     def _kill_ranks(self) -> None:
-        """A launch ends: the links are as before, and of all processes only the switch lives on."""
+        """Kill all processes except the switch and restore the links at the end of a launch."""
         self._schedule = Schedule(0.0, ())
         self.kill_all(spared=self._switch_pid)
         if self._before is not None:
@@ -157,13 +159,13 @@ class _Supervisor:
             self._before = None
 
     def _change(self) -> None:
-        """Carry out the changes whose time has come, and report them."""
+        """Apply the changes that are due and report them."""
         for change in self._schedule.due(time.monotonic()):
             network = self._built()
             self._before = self._before or network.in_force()
             network.change(change)
             at_s = self._schedule.since_start_s(time.monotonic())
-            with suppress(OSError):  # the owner is gone
+            with suppress(OSError):  # the owner has ended
                 self._events.send({"change": change.number, "at_s": at_s})
 
     def _probe(self, message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -196,12 +198,12 @@ class _Supervisor:
         return process
 
     def _signal(self, keys: list[str], number: int) -> None:
-        for process, key in self._keys.items():  # only ranks that are not reaped yet
+        for process, key in self._keys.items():  # contains only ranks that have not been reaped
             if key in keys:
                 _signal_group(process, number)
 
     def _reap(self) -> bool:
-        """Collect ended children, report ranks among them; False if no child is left."""
+        """Collect ended children and report ranks among them; return False if no child is left."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -209,7 +211,7 @@ class _Supervisor:
                 return False
             if ended is None:
                 return True
-            # While it is not reaped its number cannot be another process's group.
+            # Until the child is reaped, no other process group can have its number.
             if ended.si_pid in self._keys:
                 _signal_group(ended.si_pid, signal.SIGKILL)
             _, status = os.waitpid(ended.si_pid, 0)
@@ -224,15 +226,15 @@ class _Supervisor:
         try:
             self._events.send({"key": key, "exit_code": exit_code})
         except OSError:
-            return  # the owner is gone
+            return  # the owner has ended
 
     def _arm(self) -> None:
-        # The signal also comes when only the owner's thread ends: `serve` looks which it was.
+        # The signal also arrives if only a thread of the owner ends, so `serve` checks the owner.
         syscalls.set_parent_death_signal(_OWNER_CHANGED)
 
 
 def _catch_signals() -> socket.socket:
-    """A socket that becomes readable with the numbers of the signals that came."""
+    """Return a socket that becomes readable with the numbers of the received signals."""
     wakeup, inner = socket.socketpair()
     inner.setblocking(False)
     signal.set_wakeup_fd(inner.detach(), warn_on_full_buffer=False)
@@ -243,7 +245,7 @@ def _catch_signals() -> socket.socket:
 
 
 def _become(message: dict[str, Any], output: int, namespace: int | None, supervisor: int) -> None:
-    """In the forked child: enter the host and become the rank; never returns."""
+    """Enter the namespace and execute the rank's command in the forked child. Never returns."""
     try:
         if namespace is not None:
             syscalls.setns(namespace, syscalls.CLONE_NEWNET)
@@ -253,7 +255,8 @@ def _become(message: dict[str, Any], output: int, namespace: int | None, supervi
         os.dup2(output, 2)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)  # what is ignored stays so in the new program
+            # the executed program would inherit ignored signals
+            signal.signal(number, signal.SIG_DFL)
         syscalls.set_parent_death_signal(signal.SIGKILL)
         if os.getppid() != supervisor:
             os._exit(1)
@@ -273,7 +276,7 @@ def _signal_group(process: int, number: int) -> None:
 
 
 def _signal_early(process: int, number: int) -> None:
-    """The rank has no group of its own yet: it is about to start."""
+    """Signal a rank that has just been forked and has no process group yet."""
     try:
         os.kill(process, number)
     except ProcessLookupError:
@@ -281,7 +284,7 @@ def _signal_early(process: int, number: int) -> None:
 
 
 def _children() -> list[int]:
-    """Process ids of the direct children (adopted ones included)."""
+    """Return the process ids of the direct children, including adopted ones."""
     own = os.getpid()
     listed = Path(f"/proc/{own}/task/{own}/children")
     if listed.exists():

@@ -1,4 +1,4 @@
-"""System calls that Python 3.11 lacks: namespaces, death signals (Linux only)."""
+"""System calls missing in Python 3.11: namespaces and death signals (Linux only)."""
 
 import ctypes
 import os
@@ -14,22 +14,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unshare(flags: int) -> None:
-    """Move this thread into new namespaces; OSError if the kernel refuses."""
+    """Move this thread into new namespaces; raise OSError if the kernel refuses."""
     _call(_libc.unshare, flags)
 
 
 def setns(fd: int, kind: int) -> None:
-    """Move this thread into the namespace behind `fd`; OSError if the kernel refuses."""
+    """Move this thread into the namespace of descriptor `fd`; raise OSError if the kernel
+    refuses."""
     _call(_libc.setns, fd, kind)
 
 
 def set_parent_death_signal(number: int) -> None:
-    """Ask for a signal when the *thread* that started this process ends."""
+    """Request a signal at the end of the *thread* that started this process."""
     _call(_libc.prctl, _PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parent ends."""
+    """Make this process the parent of all descendants whose own parent ends."""
     _call(_libc.prctl, _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

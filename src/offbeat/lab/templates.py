@@ -1,4 +1,4 @@
-"""A cluster's description as what the lab's own process is told: plain data."""
+"""Conversion of a cluster's description to messages for the supervisor."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from offbeat.lab.units import parse_loss, parse_rate_bps, parse_time_s
 
 
 def network_message(cluster: Cluster, name: str) -> dict[str, Any]:
-    """What to build."""
+    """Return the network to build."""
     return {
         "name": name,
         "hosts": cluster.hosts,
@@ -21,12 +21,12 @@ def network_message(cluster: Cluster, name: str) -> dict[str, Any]:
 
 
 def change_messages(cluster: Cluster) -> list[dict[str, Any]]:
-    """What is to change while ranks run: one for each link that a change names."""
+    """Return the changes of a launch: one message for each link that a change names."""
     return [asdict(change) for change in _changes(cluster)]
 
 
 def link_plan(cluster: Cluster, link: str) -> LinkPlan:
-    """What holds on one link at first."""
+    """Return the initial values of one link."""
     ways = [cluster.attachment(host, link) for host in range(cluster.hosts)]
     pairs = tuple(_pair_plan(pair, link) for pair in cluster.pairs if _concerns(pair, link))
     uniform = len({(way.latency_s, way.loss) for way in ways}) == 1

@@ -1,11 +1,11 @@
-"""TOML text of flat tables and lists of flat tables (tomllib only reads)."""
+"""TOML text of flat tables and lists of flat tables, because tomllib only reads TOML."""
 
 import json
 from typing import Any
 
 
 def toml_text(record: dict[str, Any]) -> str:
-    """Plain data as TOML; None and empty tables are left out."""
+    """Return plain data as TOML without None and empty tables."""
     tables = {k: v for k, v in record.items() if isinstance(v, list)}
     lines = _pairs({k: v for k, v in record.items() if k not in tables})
     for name, items in tables.items():
@@ -22,4 +22,4 @@ def _value(value: Any) -> str:
     if isinstance(value, dict):
         pairs = (f"{json.dumps(key)} = {_value(item)}" for key, item in value.items())
         return "{ " + ", ".join(pairs) + " }"
-    return json.dumps(value)  # names, rates, numbers and lists of them read the same in JSON
+    return json.dumps(value)  # JSON and TOML have the same syntax for strings, numbers and lists

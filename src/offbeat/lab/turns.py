@@ -1,4 +1,4 @@
-"""Turns: the ranks of one machine compute one after the other while they are measured."""
+"""Turns: mutual exclusion of the computing ranks of one machine during a measurement."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pathlib import Path
 
 from offbeat.core.runtime.compute import Compute
 
-LONGEST_S = 60.0  # then a rank goes on without turns: another one may wait for it elsewhere
+# after this time a rank continues without turns, as the lock's holder may wait for it
+LONGEST_S = 60.0
 POLL_S = 0.0005
 
 
 class Turns(Compute):
-    """Forward and backward of one rank at a time, and one update at a time.
+    """Exclusive forward and backward of one rank at a time, and one update at a time.
 
-    The lock is a file's, so that a rank that dies gives its turn away.
+    The lock is on a file, so the kernel releases it if the rank dies.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._file = Path(path).open("a")  # noqa: SIM115 - for as long as the process lives
+        self._file = Path(path).open("a")  # noqa: SIM115 - open until the process ends
         self.holds = self._given_up = False
 
     def on_iteration_begin(self, iteration: int, begin_s: float) -> float:
@@ -36,7 +37,7 @@ class Turns(Compute):
         self._give()
 
     def close(self) -> None:
-        """No more turns."""
+        """Release the lock permanently."""
         self._file.close()
         self.holds = False
 

@@ -1,4 +1,4 @@
-"""Rates, times and shares as people write them ("100mbit", "20ms", "1%"), to and from numbers."""
+"""Conversion of rates, times and shares between text ("100mbit", "20ms", "1%") and numbers."""
 
 import math
 import re
@@ -11,7 +11,7 @@ UNLIMITED = "unlimited"
 MIN_RATE_BPS = 1_000
 MAX_RATE_BPS = 32_000_000_000
 MAX_LATENCY_S = 10
-MAX_MOMENT_S = 7 * 24 * 3600  # as long as a launch may take
+MAX_MOMENT_S = 7 * 24 * 3600  # upper bound of the duration of a launch
 
 _NUMBER = r"\s*([+-]?[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z%]*)(/s)?\s*"
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -25,10 +25,15 @@ _SHARE_HELP = 'write 0.01 or "1%"'
 
 
 def parse_rate_bps(value: str | float | None, name: str = "rate") -> int | None:
-    """Bits per second of "100mbit", "1.5gbit" or a plain number of bit/s; None is unshaped.
+    """Return the bits per second of a rate.
 
-    Raises ValueError for another unit (tc's "mbps" means bytes: refused as ambiguous) or a rate
-    outside of 1 kbit/s to 32 Gbit/s; it calls the rate by `name`.
+    Args:
+        value: text such as "100mbit" or "1.5gbit", or a number of bit/s; None is unshaped.
+        name: name of the rate in error messages.
+
+    Raises:
+        ValueError: the unit is unknown, or the rate is outside of 1 kbit/s to 32 Gbit/s. The unit
+            "mbps", bytes per second for tc, is refused as ambiguous.
     """
     if value is None or (isinstance(value, str) and value.strip().lower() == UNLIMITED):
         return None
@@ -42,7 +47,8 @@ def parse_rate_bps(value: str | float | None, name: str = "rate") -> int | None:
 
 
 def format_rate(rate_bps: int | None) -> str:
-    """The shortest exact text of a rate in bit/s: 100000000 is "100mbit", None "unlimited"."""
+    """Return the shortest exact text of a rate in bit/s: 100000000 is "100mbit", None is
+    "unlimited"."""
     if rate_bps is None:
         return UNLIMITED
     for unit in ("gbit", "mbit", "kbit"):
@@ -52,7 +58,8 @@ def format_rate(rate_bps: int | None) -> str:
 
 
 def parse_time_s(value: str | float) -> float:
-    """Seconds of "20ms", "300us", "1s" or a plain number of seconds; ValueError otherwise."""
+    """Return the seconds of "20ms", "300us", "1s" or a number of seconds; otherwise raise
+    ValueError."""
     time_s = _number(value, "latency", _TIME_UNITS, "s", _TIME_HELP)
     if not 0 <= time_s <= MAX_LATENCY_S:
         raise ValueError(f"latency ({value!r}) must be from 0 to {MAX_LATENCY_S} s; {_TIME_HELP}")
@@ -60,7 +67,7 @@ def parse_time_s(value: str | float) -> float:
 
 
 def parse_moment_s(value: str | float) -> float:
-    """Seconds of "30s", "2 min" or a plain number of seconds; ValueError otherwise."""
+    """Return the seconds of "30s", "2 min" or a number of seconds; otherwise raise ValueError."""
     time_s = _number(value, "at", _MOMENT_UNITS, "s", _MOMENT_HELP)
     if not 0 <= time_s <= MAX_MOMENT_S:
         raise ValueError(f"at ({value!r}) must be from 0 to {MAX_MOMENT_S} s; {_MOMENT_HELP}")
@@ -68,7 +75,7 @@ def parse_moment_s(value: str | float) -> float:
 
 
 def parse_loss(value: str | float) -> float:
-    """The share that gets lost, of 0.01 or "1%"; ValueError unless it is below 1."""
+    """Return the share of lost packets of 0.01 or "1%"; raise ValueError unless it is in [0, 1)."""
     share = _number(value, "loss", _SHARE_UNITS, "", _SHARE_HELP)
     if not 0 <= share < 1:
         raise ValueError(f"loss ({value!r}) must be at least 0 and below 1; {_SHARE_HELP}")
@@ -76,14 +83,14 @@ def parse_loss(value: str | float) -> float:
 
 
 def parse_number(value: Any, name: str, help_: str) -> float:
-    """A finite number; ValueError for anything else."""
+    """Return a finite number; raise ValueError for any other value."""
     if isinstance(value, str):
         raise ValueError(f"{name} ({value!r}) must be a number; {help_}")
     return _number(value, name, _SHARE_UNITS, "", help_)
 
 
 def format_time(time_s: float) -> str:
-    """Text of a time in seconds: 0.02 is "20ms"."""
+    """Return the text of a time in seconds: 0.02 is "20ms"."""
     for unit in ("s", "ms"):
         if time_s >= _TIME_UNITS[unit]:
             return f"{time_s / _TIME_UNITS[unit]:.12g}{unit}"

@@ -1,4 +1,4 @@
-"""Mistakes in a cluster file, in words: where, the value, what it should be."""
+"""Messages for errors in a cluster file: location, value and expected value."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,12 @@ from pydantic import ValidationError
 
 
 def in_words(error: ValidationError, known: Mapping[str, Sequence[str]]) -> str:
-    """One line per mistake; `known` are the keys of every table, of the file itself under ""."""
+    """Return one line per error.
+
+    Args:
+        error: errors of pydantic.
+        known: known keys by table; the top level has the name "".
+    """
     return "\n".join(_one(dict(item), known) for item in error.errors())
 
 

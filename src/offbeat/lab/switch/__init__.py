@@ -1,1 +1,1 @@
-"""A switch in user space, for delays and losses that the kernel cannot make."""
+"""Switch in user space for delays and losses that the kernel cannot provide."""

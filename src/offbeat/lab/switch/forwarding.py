@@ -1,4 +1,5 @@
-"""Frames between hosts in time: loss, rates, delays. Pure logic with the clock of the caller."""
+"""Forwarding of frames between hosts, with loss, rates and delays; a pure simulation on the
+caller's clock."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ Deliver = Callable[[int, bytes], None]  # (host, frame)
 
 
 class Gate:
-    """A token bucket with a queue in front: frames leave in order, at `rate_bps` on average.
+    """Token bucket with a queue: frames leave in order, at an average rate of `rate_bps`.
 
-    A frame may leave as long as there are tokens at all, and may overdraw them: an arriving frame
-    has been sent already, so that a second link of the same rate adds no time to it.
+    A frame may leave while the number of tokens is positive and may overdraw them. Its sender has
+    already shaped it, so a second gate of the same rate adds no time.
     """
 
     __slots__ = (
@@ -35,14 +36,14 @@ class Gate:
 
     def __init__(self, rate_bps: int | None, then: Callable[[float, bytes, int], None]) -> None:
         self._keep(rate_bps)
-        self.then = then  # what takes a frame that leaves: (when, frame, bytes)
+        self.then = then  # callback for a frame that leaves: (time, frame, bytes)
         self.queue: deque[tuple[bytes, int]] = deque()
         self.queued_bytes = 0
-        self.next_s = -1.0  # when it will be looked at again; of several wake-ups this one counts
-        self._free_s = -math.inf  # when the tokens are back at zero or above
+        self.next_s = -1.0  # time of the valid wake-up; earlier wake-ups are ignored
+        self._free_s = -math.inf  # time at which the number of tokens is no longer negative
 
     def pass_at_once(self, now_s: float, size: int) -> bool:
-        """Take the tokens of a frame that need not wait; False if it has to."""
+        """Take the tokens of a frame that need not wait; return False if the frame must wait."""
         if self.rate_bps is None:
             return not self.queue
         if self.queue or self._free_s > now_s:
@@ -51,7 +52,7 @@ class Gate:
         return True
 
     def wait(self, frame: bytes, size: int) -> bool:
-        """Queue a frame; False if the queue is full and the frame is dropped."""
+        """Queue a frame; return False if the queue is full, so that the frame is dropped."""
         if self.queued_bytes + size > self._most_bytes:
             return False
         self.queue.append((frame, size))
@@ -59,11 +60,11 @@ class Gate:
         return True
 
     def ready_s(self, now_s: float) -> float:
-        """When the first frame may leave."""
+        """Return the time at which the first frame may leave."""
         return now_s if self.rate_bps is None else max(now_s, self._free_s)
 
     def leave(self, now_s: float) -> tuple[bytes, int]:
-        """Take out the first frame."""
+        """Remove and return the first frame."""
         frame, size = self.queue.popleft()
         self.queued_bytes -= size
         if self.rate_bps is not None:
@@ -71,7 +72,7 @@ class Gate:
         return frame, size
 
     def set_rate(self, now_s: float, rate_bps: int | None) -> None:
-        """Change the rate; debts of tokens stay as many bytes."""
+        """Change the rate. Overdrawn tokens keep their number of bytes."""
         if self.rate_bps is not None and rate_bps is not None and self._free_s > now_s:
             self._free_s = now_s + (self._free_s - now_s) * self.rate_bps / rate_bps
         self._keep(rate_bps)
@@ -89,7 +90,7 @@ class Gate:
 
 
 class _Way:
-    """From one host to another: loss, the pair's own gate, delay."""
+    """Way from one host to another: loss, the pair's gate, delay."""
 
     __slots__ = ("gate", "last_s", "latency_s", "loss")
 
@@ -99,11 +100,16 @@ class _Way:
 
 
 class Crossbar:
-    """The way of frames between the hosts of one link.
+    """Forwarding of frames between the hosts of one link.
 
-    Each frame may get lost, passes the gate of its pair, takes the delay, and passes the gate of
-    the host that it goes to; `deliver(host, frame)` is called when it has arrived. Frames of a pair
-    never overtake each other. The sending host's own rate is not in force here: it shapes itself.
+    Each frame may be lost, passes the gate of its pair, is delayed, and passes the gate of its
+    destination host. `deliver(host, frame)` is called on arrival. Frames of a pair keep their
+    order. The sending host's rate is not applied here, because the host shapes its own traffic.
+
+    Args:
+        plan: initial rates, delays and losses.
+        deliver: called with destination host and frame.
+        seed: seed of the random losses.
     """
 
     def __init__(self, plan: LinkPlan, deliver: Deliver, seed: int = 0) -> None:
@@ -117,7 +123,7 @@ class Crossbar:
         self.change(0.0, plan)
 
     def change(self, now_s: float, plan: LinkPlan) -> None:
-        """From now on these rates, delays and losses."""
+        """Apply new rates, delays and losses."""
         for host, port in enumerate(self._ports):
             self._set_rate(now_s, port, plan.rates_bps[host])
         for (a, b), way in self._ways.items():
@@ -125,7 +131,7 @@ class Crossbar:
             self._set_rate(now_s, way.gate, plan.pair(a, b).rate_bps)
 
     def take(self, now_s: float, source: int, to: int, frame: bytes, size: int) -> None:
-        """A host has sent a frame of so many bytes on the wire."""
+        """Forward a frame that a host has sent; `size` is its number of bytes on the wire."""
         way = self._ways[source, to]
         if way.loss and self._random() < way.loss:
             self.dropped += 1
@@ -133,11 +139,12 @@ class Crossbar:
             self._enter(now_s, way.gate, frame, size)
 
     def next_s(self) -> float | None:
-        """When `advance` has something to do; None: not before the next frame."""
+        """Return the time at which `advance` must be called; None if no event is pending."""
         return self._events[0][0] if self._events else None
 
     def advance(self, now_s: float) -> None:
-        """Everything up to now: frames that have crossed, and gates that are free again."""
+        """Process all events up to now: arrivals of delayed frames, and gates that may release a
+        frame."""
         events = self._events
         while events and events[0][0] <= now_s:
             at_s, _, gate, frame, size = heappop(events)
@@ -150,7 +157,7 @@ class Crossbar:
         port = self._ports[to]
 
         def cross(now_s: float, frame: bytes, size: int) -> None:
-            # Not before the one ahead, whatever the delay was then.
+            # A frame never overtakes the previous one, even if the delay has become shorter.
             at_s = now_s + way.latency_s
             if at_s < way.last_s:
                 at_s = way.last_s
@@ -175,7 +182,7 @@ class Crossbar:
             self._wake(gate, gate.ready_s(now_s))
 
     def _open(self, now_s: float, gate: Gate) -> None:
-        """Let out what may leave."""
+        """Release the frames that may leave now."""
         while gate.queue and gate.ready_s(now_s) <= now_s:
             gate.then(now_s, *gate.leave(now_s))
         if gate.queue:

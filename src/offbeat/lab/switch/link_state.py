@@ -1,6 +1,6 @@
-"""What is in force on one link: rates, delays and losses of its hosts and pairs of hosts.
+"""Values of one link: rates, delays and losses of its hosts and pairs of hosts.
 
-Only the standard library, as the lab's own process reads it.
+It uses only the standard library, because the supervisor imports it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PairPlan:
-    """What is different between two hosts, in both directions; None: what the hosts say."""
+    """Values between two hosts, in both directions; None: those of the hosts.
+
+    Attributes:
+        hosts: numbers of the two hosts.
+        rate_bps: additional rate limit in bit/s.
+        latency_s: one-way delay in seconds.
+        loss: share of packets that are lost.
+    """
 
     hosts: tuple[int, int]
     rate_bps: int | None = None
@@ -20,10 +27,18 @@ class PairPlan:
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """One link: rate in bit/s (None: unshaped), one-way latency and loss of each host, and pairs.
+    """Values of one link.
 
-    Between two hosts the larger latency and loss count, unless their pair says otherwise.
-    `switched`: hosts or pairs differ, or will, in what only a switch of our own can do.
+    Between two hosts the larger latency and loss apply, unless the pair has its own values.
+
+    Attributes:
+        name: name of the link.
+        rates_bps: rate of each host in bit/s; None: unshaped.
+        latencies_s: one-way delay of each host in seconds.
+        losses: share of lost packets of each host.
+        pairs: values between two hosts that differ.
+        switched: whether hosts or pairs differ, or will differ, in a value that requires the switch
+            in user space.
     """
 
     name: str
@@ -35,57 +50,65 @@ class LinkPlan:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "LinkPlan":
-        """The plan out of plain data (JSON)."""
+        """Return the plan of a message (plain data from JSON)."""
         pairs = [PairPlan(**{**pair, "hosts": tuple(pair["hosts"])}) for pair in message["pairs"]]
         rows = {name: tuple(message[name]) for name in ("rates_bps", "latencies_s", "losses")}
         return cls(**{**message, **rows, "pairs": tuple(pairs)})
 
     def to_message(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the plan as plain data."""
         return asdict(self)
 
     @property
     def delayed(self) -> bool:
-        """Whether anything is delayed or lost."""
+        """Whether any packet is delayed or lost."""
         values = [value for pair in self.pairs for value in (pair.latency_s, pair.loss)]
         return any((*self.latencies_s, *self.losses, *values))
 
     @property
     def lossy(self) -> bool:
-        """Whether anything gets lost."""
+        """Whether any packet is lost."""
         return any((*self.losses, *(pair.loss for pair in self.pairs)))
 
     def pair(self, one: int, other: int) -> PairPlan:
-        """What is different between two hosts."""
+        """Return the values of a pair of hosts."""
         return next(
             (pair for pair in self.pairs if set(pair.hosts) == {one, other}), PairPlan((one, other))
         )
 
     def latency_s(self, one: int, other: int) -> float:
-        """One-way delay between two hosts."""
+        """Return the one-way delay between two hosts in seconds."""
         own = self.pair(one, other).latency_s
         return max(self.latencies_s[one], self.latencies_s[other]) if own is None else own
 
     def loss(self, one: int, other: int) -> float:
-        """Share of packets that get lost between two hosts."""
+        """Return the share of packets that are lost between two hosts."""
         own = self.pair(one, other).loss
         return max(self.losses[one], self.losses[other]) if own is None else own
 
 
 @dataclass(frozen=True)
 class ChangePlan:
-    """New values (`rate_bps`, `latency_s`, `loss`, those that change) of one link, for some hosts
-    (None: all) or a pair, `at_s` seconds after the start of the ranks."""
+    """New values of one link at a time.
+
+    Attributes:
+        at_s: seconds after the start of the ranks.
+        link: index of the link.
+        values: the changed ones of `rate_bps`, `latency_s` and `loss`.
+        hosts: hosts whose values change; None: all hosts.
+        pair: the two hosts between which values change.
+        number: index of the cluster's change to which this belongs.
+    """
 
     at_s: float
     link: int
     values: Mapping[str, Any] = field(default_factory=dict)
     hosts: Sequence[int] | None = None
     pair: tuple[int, int] | None = None
-    number: int = 0  # of the change that this is part of
+    number: int = 0
 
     def applied(self, plan: LinkPlan) -> LinkPlan:
-        """The plan of its link afterwards."""
+        """Return the plan of the link after this change."""
         if self.pair is not None:
             old = plan.pair(*self.pair)
             others = tuple(pair for pair in plan.pairs if pair != old)

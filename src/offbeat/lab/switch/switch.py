@@ -1,7 +1,7 @@
-"""A switch of our own, for what the kernel's cannot do: delays and losses, also of single pairs.
+"""Switch in user space for delays and losses that the kernel cannot provide, also of single pairs.
 
-A process that joins the hosts' TAP devices and forwards their frames. It ends with the lab's own
-process, and its devices with it.
+It is a process that connects the hosts' TAP devices and forwards their frames. It ends with the
+supervisor, and its devices with it.
 """
 
 import gc
@@ -22,15 +22,16 @@ from offbeat.lab.switch.link_state import LinkPlan
 from offbeat.lab.switch.tap import HEADER_BYTES, hand_over, wire_bytes
 
 _FRAME_BYTES = HEADER_BYTES + 14 + 65536
-_BATCH = 16  # frames that are read from one host before others have their turn
+_BATCH = 16  # largest number of frames read from one host before the others
 _TO = slice(HEADER_BYTES, HEADER_BYTES + 6)
 
 
 class Switch:
-    """The running switch, as the lab's own process sees it."""
+    """Running switch process, as the supervisor sees it."""
 
     def __init__(self, taps: Mapping[int, Sequence[int]], plans: Mapping[int, LinkPlan]) -> None:
-        """Forward between the TAP descriptors of each link's hosts, which it takes over."""
+        """Start forwarding between the TAP descriptors of each link's hosts, and close them
+        here."""
         here, there = socket.socketpair()
         owner = os.getpid()
         self.pid = os.fork()
@@ -43,12 +44,12 @@ class Switch:
         self._control = Channel(here)
 
     def change(self, link: int, plan: LinkPlan) -> None:
-        """From now on this plan; BrokenPipeError if the switch is gone."""
+        """Apply a new plan of a link; raise BrokenPipeError if the switch has ended."""
         self._control.send({"link": link, "plan": plan.to_message()})
 
 
 class _Forwarder:
-    """Frames from descriptors to descriptors, by the clock."""
+    """Forwarding of frames between descriptors in real time."""
 
     def __init__(
         self, control: Channel, taps: Mapping[int, Sequence[int]], plans: Mapping[int, LinkPlan]
@@ -68,7 +69,7 @@ class _Forwarder:
         self._ready.register(control.fileno(), select.EPOLLIN)
 
     def serve(self) -> None:
-        """Until the other side of the control channel is gone."""
+        """Forward frames until the peer has closed the control channel."""
         while True:
             ready = self._wait()
             now_s = time.monotonic()
@@ -81,10 +82,12 @@ class _Forwarder:
                     return
 
     def _wait(self) -> list[int]:
-        """Descriptors with something to read, at the latest when a frame has crossed."""
+        """Wait for readable descriptors, at most until the next event of a crossbar, and return
+        them."""
         due = [at for c in self._crossbars.values() if (at := c.next_s()) is not None]
         limit_s = max(0.0, min(due) - time.monotonic()) if due else None
-        # An epoll counts in milliseconds, too coarse for short delays; select in microseconds.
+        # The timeout of epoll is in milliseconds, too coarse for short delays. That of select is in
+        # microseconds.
         select.select([self._ready], [], [], limit_s)
         return [fd for fd, _ in self._ready.poll(0)]
 
@@ -98,7 +101,7 @@ class _Forwarder:
             except BlockingIOError:
                 return
             size, to = wire_bytes(frame), frame[_TO]
-            if to[0] & 1:  # to everybody
+            if to[0] & 1:  # multicast or broadcast address
                 for host in range(hosts):
                     if host != source:
                         crossbar.take(now_s, source, host, frame, size)
@@ -121,7 +124,7 @@ class _Forwarder:
         def write(host: int, frame: bytes) -> None:
             try:
                 os.write(fds[host], frame)
-            except OSError:  # the interface is down: nobody is there
+            except OSError:  # the interface is down
                 return
 
         return write
@@ -133,16 +136,16 @@ def _run(
     plans: Mapping[int, LinkPlan],
     owner: int,
 ) -> NoReturn:
-    """In the forked child; never returns."""
+    """Run the switch in the forked child. Never returns."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
-        # What is open here of the lab's process closes with it, as neither outlives the other.
+        # Inherited descriptors need not be closed, as this process never outlives the supervisor.
         syscalls.set_parent_death_signal(signal.SIGKILL)
         if os.getppid() == owner:
-            gc.disable()  # frames make no cycles
+            gc.disable()  # frames create no reference cycles
             _hurry()
             _Forwarder(Channel(control), taps, plans).serve()
         code = 0
@@ -153,7 +156,7 @@ def _run(
 
 
 def _hurry() -> None:
-    """Be ahead of what computes, as the kernel's own shapers are; without the right to it, not."""
+    """Raise the priority above that of compute, as the kernel's shapers have it, if permitted."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     except OSError:

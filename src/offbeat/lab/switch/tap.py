@@ -1,4 +1,4 @@
-"""TAP devices: a host's interface whose other end is a file descriptor (Linux only)."""
+"""TAP devices: interfaces of hosts whose other end is a file descriptor (Linux only)."""
 
 import fcntl
 import os
@@ -7,8 +7,8 @@ import sys
 
 from offbeat.lab import syscalls
 
-HEADER_BYTES = 10  # of virtio_net_hdr, ahead of every frame
-MAC_PREFIX = b"\x02\x4f\x42\x00"  # locally administered; then link and host
+HEADER_BYTES = 10  # size of virtio_net_hdr, which precedes every frame
+MAC_PREFIX = b"\x02\x4f\x42\x00"  # locally administered; followed by link and host
 
 _TUNSETIFF = 0x400454CA
 _TUNSETOFFLOAD = 0x400454D0
@@ -18,12 +18,22 @@ _NAME_BYTES = 16
 
 
 def open_tap(name: str, namespace: int, *, segments: bool) -> int:
-    """Make a device in a network namespace (a descriptor) and return its other end, not blocking.
+    """Create a TAP device in a network namespace and return its other end, a non-blocking
+    descriptor.
 
-    With `segments` the kernel may hand over what TCP sends at once as one frame; else every frame
-    is a packet. The device lives as long as the returned descriptor. OSError if that is refused.
+    The device exists until the returned descriptor is closed.
+
+    Args:
+        name: name of the interface.
+        namespace: descriptor of the network namespace.
+        segments: whether the kernel may pass a TCP segment as one frame; otherwise every frame is a
+            packet.
+
+    Raises:
+        OSError: the kernel refuses the device.
     """
-    syscalls.setns(namespace, syscalls.CLONE_NEWNET)  # a device belongs to where it is opened
+    # a device belongs to the namespace in which it is opened
+    syscalls.setns(namespace, syscalls.CLONE_NEWNET)
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
@@ -37,7 +47,7 @@ def open_tap(name: str, namespace: int, *, segments: bool) -> int:
 
 
 def hand_over(fd: int, *, segments: bool) -> None:
-    """Whether what TCP sends at once may be one frame, from now on."""
+    """Set whether the kernel may pass a TCP segment as one frame."""
     fcntl.ioctl(fd, _TUNSETOFFLOAD, _OFFLOADS if segments else 0)
 
 
@@ -47,10 +57,13 @@ def mac(link: int, host: int) -> bytes:
 
 
 def wire_bytes(frame: bytes) -> int:
-    """Bytes that a frame (with its header) takes on the wire: one Ethernet, IP and TCP header for
-    each of the packets that it will be cut into."""
+    """Return the bytes of a frame (with its virtio header) on the wire.
+
+    A TCP segment counts with one Ethernet, IP and TCP header for each packet into which it will be
+    cut.
+    """
     size = len(frame) - HEADER_BYTES
-    if not frame[1]:  # one packet already
+    if not frame[1]:  # the frame is a single packet
         return size
     segment = int.from_bytes(frame[4:6], sys.byteorder)
     transport = int.from_bytes(frame[6:8], sys.byteorder)
