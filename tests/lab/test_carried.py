@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 
 from offbeat.lab import Cluster, HostOverride, Lab, LabError, Link, Pair
-from offbeat.lab.saturation import Carried, much, ring_ways
+from offbeat.lab.saturation import Throughput, needs_check, ring_ways
 
 MBIT = 10**6
 
 
-def carried(cluster: Cluster, share: float) -> Carried:
+def carried(cluster: Cluster, share: float) -> Throughput:
     """As if this share of every rate had been measured."""
     ways = ring_ways(cluster)
-    return Carried(ways, [share * (way.way.rate_bps or 0) for way in ways])
+    return Throughput(ways, [share * (way.way.rate_bps or 0) for way in ways])
 
 
 def test_every_host_sends_to_the_next_one_as_fast_as_both_may():
@@ -34,9 +34,9 @@ def test_every_host_sends_to_the_next_one_as_fast_as_both_may():
 
 
 def test_only_much_is_measured():
-    assert not much(ring_ways(Cluster.simple(4, "200mbit")))
-    assert much(ring_ways(Cluster.simple(5, "200mbit")))
-    assert not much(ring_ways(Cluster.simple(9, "unlimited")))
+    assert not needs_check(ring_ways(Cluster.simple(4, "200mbit")))
+    assert needs_check(ring_ways(Cluster.simple(5, "200mbit")))
+    assert not needs_check(ring_ways(Cluster.simple(9, "unlimited")))
 
 
 def test_less_than_nine_tenths_is_refused_with_rate_hosts_and_remedy():

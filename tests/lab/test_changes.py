@@ -6,7 +6,7 @@ from offbeat.lab import Change, Cluster, HostOverride, Link, Pair
 from offbeat.lab.changes import Schedule
 from offbeat.lab.description import Way
 from offbeat.lab.probe import rate_bps
-from offbeat.lab.probe_report import MOST_WAYS, Asked, Measured, asked_ways, lines
+from offbeat.lab.probe_report import MOST_WAYS, ProbeResult, ProbeTarget, lines, probe_targets
 from offbeat.lab.switch.link_state import ChangePlan, LinkPlan, PairPlan
 from offbeat.lab.templates import change_messages, link_plan
 
@@ -62,7 +62,7 @@ def test_changes_of_all_hosts_of_some_and_of_a_pair():
     )
     steps = []
     for message in change_messages(Cluster(hosts=3, changes=changes)):
-        plan = ChangePlan(**message).applied(plan)
+        plan = ChangePlan(**message).apply_to(plan)
         steps.append(plan)
     assert steps[0].rates_bps == (5 * MBIT,) * 3
     assert steps[1].rates_bps == (None, 5 * MBIT, None)
@@ -87,11 +87,11 @@ def test_changes_are_due_once_in_order_of_time():
         ChangePlan(at_s, 0, number=n) for n, at_s in enumerate((1.0, 5.0, 5.0))
     )
     schedule = Schedule(100.0, [late, also_late, early])
-    assert (schedule.wait_s(100.0), schedule.due(100.9)) == (1.0, [])
-    assert schedule.due(101.0) == [early]
+    assert (schedule.wait_s(100.0), schedule.pop_due(100.9)) == (1.0, [])
+    assert schedule.pop_due(101.0) == [early]
     assert schedule.wait_s(103.0) == 2.0
-    assert schedule.due(107.0) == [late, also_late]
-    assert (schedule.wait_s(107.0), schedule.due(200.0)) == (None, [])
+    assert schedule.pop_due(107.0) == [late, also_late]
+    assert (schedule.wait_s(107.0), schedule.pop_due(200.0)) == (None, [])
     assert schedule.since_start_s(107.0) == 7.0
 
 
@@ -112,19 +112,19 @@ def test_everything_that_is_asked_is_probed_and_every_host():
         overrides=(HostOverride(host=2, rates={"net": "4mbit"}),),
         pairs=(Pair(hosts=(3, 5), latencies={"net": "9ms"}),),
     )
-    asked = asked_ways(cluster)
+    asked = probe_targets(cluster)
     assert [a.hosts for a in asked] == [(0, 1), (0, 2), (3, 5)]
     assert [a.way.rate_bps for a in asked] == [10 * MBIT, 4 * MBIT, 10 * MBIT]
     assert [a.to_address for a in asked] == ["10.77.0.2", "10.77.0.3", "10.77.0.6"]
-    assert {h for a in asked_ways(Cluster.simple(8)) for h in a.hosts} == set(range(8))
-    assert len(asked_ways(Cluster.simple(250))) == MOST_WAYS
-    assert asked_ways(Cluster.simple(1)) == []
+    assert {h for a in probe_targets(Cluster.simple(8)) for h in a.hosts} == set(range(8))
+    assert len(probe_targets(Cluster.simple(250))) == MOST_WAYS
+    assert probe_targets(Cluster.simple(1)) == []
 
 
 def test_more_than_ten_percent_off_is_a_warning():
-    asked = Asked("net", (0, 1), "10.77.0.2", Way(10 * MBIT, 0.02, 0.0))
+    asked = ProbeTarget("net", (0, 1), "10.77.0.2", Way(10 * MBIT, 0.02, 0.0))
     fine, slow, late = (
-        Measured(asked, rate, latency)
+        ProbeResult(asked, rate, latency)
         for rate, latency in ((9.5e6, 0.0209), (8.9e6, 0.02), (None, 0.025))
     )
     assert fine.deviations() == []
@@ -136,7 +136,7 @@ def test_more_than_ten_percent_off_is_a_warning():
         "warning: net between hosts 0 and 1: the measured rate is 11 % below what is asked",
         "warning: net between hosts 0 and 1: the measured latency is 25 % above what is asked",
     ]
-    nothing = Measured(Asked("net", (0, 1), "", Way(None, 0.0, 0.0)), None, 0.0001)
+    nothing = ProbeResult(ProbeTarget("net", (0, 1), "", Way(None, 0.0, 0.0)), None, 0.0001)
     assert nothing.deviations() == []
     assert fine.record()["asked"] == "10mbit, 20ms"
 

@@ -27,7 +27,7 @@ class World:
 
     def send(self, source: int, to: int, *frames: bytes, size: int = 1000) -> None:
         for frame in frames:
-            self.crossbar.take(self.now_s, source, to, frame, size)
+            self.crossbar.forward(self.now_s, source, to, frame, size)
 
     def run(self, until_s: float = float("inf")) -> None:
         while (at_s := self.crossbar.next_s()) is not None and at_s <= until_s:

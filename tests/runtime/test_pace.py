@@ -12,7 +12,7 @@ from offbeat import Profile
 from offbeat.lab import pace as pacing
 from offbeat.lab import turns as turning
 from offbeat.lab.pace import Pace
-from offbeat.lab.pacing import BUSY, Messages, least_pace
+from offbeat.lab.pacing import BUSY, MessageCost, least_pace
 from offbeat.lab.turns import Turns
 from offbeat.plan import Moment, local
 
@@ -175,7 +175,9 @@ def test_a_paced_profile_has_the_emulated_hosts_times() -> None:
         PROFILE.paced(0.5)
 
 
-def busy(pace: float, compute_s: float, messages: Messages, hosts: int, processors: int) -> float:
+def busy(
+    pace: float, compute_s: float, messages: MessageCost, hosts: int, processors: int
+) -> float:
     """The busiest of many schedules, by brute force over the share of the model that is sent."""
     shares = [i / 1000 for i in range(1001)]
     return max(
@@ -190,7 +192,7 @@ def test_the_least_pace_keeps_processors_as_busy_as_they_may_be(seed: int) -> No
     rng = random.Random(seed)
     hosts, processors = rng.randint(1, 16), rng.randint(1, 8)
     compute_s, seconds = rng.uniform(0.01, 1.0), rng.uniform(0.01, 2.0)
-    messages = Messages(seconds, rng.uniform(0, 0.4) * seconds * processors)
+    messages = MessageCost(seconds, rng.uniform(0, 0.4) * seconds * processors)
     pace = least_pace(compute_s, messages, hosts, processors)
     assert pace >= 1
     there = busy(pace, compute_s, messages, hosts, processors)

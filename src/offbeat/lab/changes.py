@@ -17,7 +17,7 @@ class Schedule:
         """Return the seconds until the next change; None without one."""
         return max(0.0, self._start_s + self._left[0].at_s - now_s) if self._left else None
 
-    def due(self, now_s: float) -> list[ChangePlan]:
+    def pop_due(self, now_s: float) -> list[ChangePlan]:
         """Remove and return the changes that are due."""
         count = sum(self._start_s + change.at_s <= now_s for change in self._left)
         due, self._left = self._left[:count], self._left[count:]

@@ -32,9 +32,9 @@ class Channel:
         while b"\n" not in self._buffer:
             if not self._read():
                 return None
-        return self.take()
+        return self.next_message()
 
-    def take(self) -> tuple[dict[str, Any], list[int]] | None:
+    def next_message(self) -> tuple[dict[str, Any], list[int]] | None:
         """Return the next message that has already been read, or None."""
         line, newline, rest = self._buffer.partition(b"\n")
         if not newline:
@@ -55,7 +55,7 @@ class Channel:
                 open_ = self._read(socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
-        while (item := self.take()) is not None:
+        while (item := self.next_message()) is not None:
             messages.append(item[0])
         return messages if messages or open_ else None
 

@@ -9,10 +9,10 @@ from typing import Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from offbeat.core.files import write_text
-from offbeat.lab import validation_errors as mistakes
 from offbeat.lab.parts import Change, HostOverride, Link, Pair, Part
 from offbeat.lab.toml_text import toml_text
 from offbeat.lab.units import parse_loss, parse_rate_bps, parse_time_s
+from offbeat.lab.validation_errors import describe_errors
 
 MAX_HOSTS = 250  # limited by the last byte of an address in the lab
 MAX_LINKS = 16
@@ -102,7 +102,7 @@ class Cluster(Part):
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"not valid TOML: {error}") from None
         except ValidationError as error:
-            raise ValueError(mistakes.in_words(error, _known_keys())) from None
+            raise ValueError(describe_errors(error, _known_keys())) from None
 
     def to_toml(self) -> str:
         """Return TOML text from which `from_toml` reads an equal cluster."""

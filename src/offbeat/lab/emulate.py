@@ -47,7 +47,7 @@ class EmulatedModel(nn.Module):
         chain = [_Layer(b, len(buckets), slowdown, clock) for b in reversed(buckets)]
         named = [(b.name, layer) for b, layer in zip(reversed(buckets), chain, strict=True)]
         for name, layer in sorted(named, key=lambda item: item[0].count(".")):
-            _place(self, name, layer)
+            _add_layer(self, name, layer)
         self._chain = tuple(chain)  # a tuple does not register the layers a second time
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class _Clock:
         self._woken_s = 0.0
         self._in_backward = False
 
-    def end_of(self, seconds: float, *, backward: bool) -> float:
+    def end_s_of(self, seconds: float, *, backward: bool) -> float:
         """Return the end of a layer that begins now and takes `seconds`."""
         now_s = time.perf_counter()
         hidden_s = seconds if backward and self._in_backward else _OVERHEAD_S
@@ -143,7 +143,7 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, weight: Tensor, target: Tensor, layer: _Layer) -> Tensor:
-        end_s = layer.clock.end_of(layer.forward_s, backward=False)
+        end_s = layer.clock.end_s_of(layer.forward_s, backward=False)
         ctx.save_for_backward(weight, target)
         ctx.layer = layer
         loss = loss + layer.share * (weight[:_SAMPLE] - target).square().mean()
@@ -153,7 +153,7 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layer: _Layer = ctx.layer
-        end_s = layer.clock.end_of(layer.backward_s, backward=True)
+        end_s = layer.clock.end_s_of(layer.backward_s, backward=True)
         weight, target = ctx.saved_tensors
         # Do not divide by the number of elements, so that a learning rate has the same effect at
         # any size.
@@ -162,7 +162,7 @@ class _Compute(torch.autograd.Function):
         return grads[0], gradient, None, None
 
 
-def _place(model: nn.Module, name: str, layer: nn.Module) -> None:
+def _add_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
     """Register a layer under a dotted name and create its parent modules."""
     *path, last = name.split(".")
     for part in path:

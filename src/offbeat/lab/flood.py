@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from offbeat.lab.probe import WIRE, Enter, connected, reset_at_close
+from offbeat.lab.probe import WIRE, Enter, connect_hosts, reset_at_close
 
 _CHUNK = bytes(1 << 20)
 # share of the time before the measurement, in which TCP windows open and bursts end
@@ -19,7 +19,7 @@ def measure_at_once(enter: Enter, ways: Sequence[Mapping[str, Any]], limit_s: fl
     """Return the bits per second on the wire of every way while all ways are saturated."""
     with ExitStack() as sockets, selectors.DefaultSelector() as selector:
         for number, way in enumerate(ways):
-            here, there = connected(enter, way["hosts"], way["address"])
+            here, there = connect_hosts(enter, way["hosts"], way["address"])
             for end, event in (
                 (here, selectors.EVENT_WRITE),
                 (there, selectors.EVENT_READ),
@@ -29,14 +29,14 @@ def measure_at_once(enter: Enter, ways: Sequence[Mapping[str, Any]], limit_s: fl
                 selector.register(end, event, number)
             reset_at_close(here)
         start_s = time.monotonic()
-        _received(selector, len(ways), start_s + limit_s * _SETTLING_SHARE)
+        _receive_bytes(selector, len(ways), start_s + limit_s * _SETTLING_SHARE)
         settled_s = time.monotonic()
-        received = _received(selector, len(ways), start_s + limit_s)
+        received = _receive_bytes(selector, len(ways), start_s + limit_s)
         took_s = time.monotonic() - settled_s
     return [total * 8 * WIRE / took_s for total in received]
 
 
-def _received(selector: selectors.BaseSelector, count: int, end_s: float) -> list[int]:
+def _receive_bytes(selector: selectors.BaseSelector, count: int, end_s: float) -> list[int]:
     """Keep all ways saturated until `end_s` and return the bytes received by each."""
     totals, nowhere = [0] * count, bytearray(len(_CHUNK))
     while (left_s := end_s - time.monotonic()) > 0:

@@ -10,9 +10,9 @@ from typing import Any, Self
 from offbeat.lab.addressing import address, interface_name
 from offbeat.lab.description import Cluster
 from offbeat.lab.errors import LabError
-from offbeat.lab.probe_report import Measured, asked_ways
+from offbeat.lab.probe_report import ProbeResult, probe_targets
 from offbeat.lab.process import LabProcess
-from offbeat.lab.saturation import LEAST_SHARE, TRIES, Carried, much, ring_ways
+from offbeat.lab.saturation import LEAST_SHARE, TRIES, Throughput, needs_check, ring_ways
 from offbeat.lab.templates import change_messages, network_message
 from offbeat.lab.units import parse_rate_bps
 
@@ -95,7 +95,7 @@ class Lab:
     @property
     def process(self) -> LabProcess:
         """Supervisor process of the lab; raises LabError outside of the `with` block."""
-        return _entered(self._process)
+        return _require_entered(self._process)
 
     def interface(self, link: int) -> str:
         """Return the name of the interface to a link, which is the same in every host."""
@@ -140,18 +140,18 @@ class Lab:
         """Return the changes of a launch as messages for the supervisor."""
         return change_messages(self.cluster)
 
-    def probe(self, budget_s: float = 2.0) -> list[Measured]:
+    def probe(self, budget_s: float = 2.0) -> list[ProbeResult]:
         """Return measured rates and delays between some hosts, within about `budget_s` seconds.
 
         One pair is measured for each configured rate and delay, and then every host as far as time
         permits.
         """
-        asked = asked_ways(self.cluster)
+        asked = probe_targets(self.cluster)
         ways = [way.message() for way in asked]
         found = self.process.request("probe", ways=ways, budget_s=budget_s)
-        return [Measured(way, **values) for way, values in zip(asked, found, strict=True)]
+        return [ProbeResult(way, **values) for way, values in zip(asked, found, strict=True)]
 
-    def verify(self, limit_s: float = 0.6) -> Carried | None:
+    def verify(self, limit_s: float = 0.6) -> Throughput | None:
         """Return the throughput while every host sends to the next one, the best of three tries.
 
         Args:
@@ -164,13 +164,17 @@ class Lab:
             LabError: the throughput is below 90 % of the configured rates.
         """
         ways = ring_ways(self.cluster)
-        if not much(ways):
+        if not needs_check(ways):
             return None
         messages = [way.message() for way in ways]
-        best: Carried | None = None
+        best: Throughput | None = None
         for _ in range(TRIES):
-            found = Carried(ways, self.process.request("flood", ways=messages, limit_s=limit_s))
-            best = found if best is None else max(best, found, key=lambda each: each.share)
+            throughput = Throughput(
+                ways, self.process.request("flood", ways=messages, limit_s=limit_s)
+            )
+            best = (
+                throughput if best is None else max(best, throughput, key=lambda each: each.share)
+            )
             if best.share >= LEAST_SHARE:
                 break
         assert best is not None
@@ -241,7 +245,7 @@ class NoLab:
     @property
     def process(self) -> LabProcess:
         """Supervisor process that starts ranks; raises LabError outside of the `with` block."""
-        return _entered(self._process)
+        return _require_entered(self._process)
 
     def interface(self, link: int) -> str:
         """Return the loopback for every link."""
@@ -276,7 +280,7 @@ class NoLab:
         """Return an empty list: there is no shaping to change."""
         return []
 
-    def probe(self, budget_s: float = 2.0) -> list[Measured]:
+    def probe(self, budget_s: float = 2.0) -> list[ProbeResult]:
         """Return an empty list: the loopback has no configured rates."""
         return []
 
@@ -318,7 +322,7 @@ def _record(lab: Lab | NoLab, kind: str) -> dict[str, Any]:
     }
 
 
-def _entered(process: LabProcess | None) -> LabProcess:
+def _require_entered(process: LabProcess | None) -> LabProcess:
     if process is None:
         raise LabError("the lab is not running; use it as a context manager: with Lab(cluster):")
     return process

@@ -15,7 +15,7 @@ from typing import IO
 
 from offbeat.lab.errors import LabError
 from offbeat.lab.lab import Lab, NoLab
-from offbeat.lab.process import exit_in_words
+from offbeat.lab.process import describe_exit
 
 TAIL_LINES = 15
 _TERMINATE_S = 2.0  # seconds from SIGTERM to SIGKILL
@@ -92,7 +92,7 @@ def launch(
     if not timeout_s > 0:
         raise ValueError(f"timeout_s ({timeout_s}) must be positive")
     Path(log_dir).mkdir(parents=True, exist_ok=True)
-    with lab.process.one_launch():
+    with lab.process.exclusive_launch():
         watch = _Watch(lab, Path(log_dir), on_line, workers, servers, survive or servers > 0)
         try:
             watch.start([str(part) for part in argv], env or {}, changes=changes)
@@ -169,7 +169,7 @@ class _Rank:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return self.started and self.exit_code is None
 
     def close_pipe(self) -> None:
@@ -220,16 +220,16 @@ class _Watch:
 
     def run(self, timeout_s: float, grace_s: float) -> None:
         """Wait until every rank has ended by itself or by a signal."""
-        while any(rank.running for rank in self._ranks):
-            now_s = self._elapsed_s()
+        while any(rank.is_running for rank in self._ranks):
+            now_s = self._time_s()
             if not self._actions and now_s >= timeout_s:
-                self._time_out(now_s)
-            self._act(now_s)
+                self._stop_after_timeout(now_s)
+            self._send_due_signals(now_s)
             limit_s = self._actions[0][0] if self._actions else timeout_s
-            self._wait(max(0.0, limit_s - self._elapsed_s()))
+            self._wait_for_events(max(0.0, limit_s - self._time_s()))
             if self._failed is not None and self._problem is None:
-                self._fail(grace_s)
-        self._wall_s = self._elapsed_s()
+                self._stop_after_failure(grace_s)
+        self._wall_s = self._time_s()
 
     def finish(self) -> None:
         """Kill remaining processes, read the remaining output, and close all files."""
@@ -248,12 +248,12 @@ class _Watch:
     def result(self) -> Result:
         problem = self._problem
         if self._failed is not None and not problem:
-            problem = self._failure_in_words()
+            problem = self._describe_failure()
         return Result(
-            exit_codes=tuple(_known(rank.exit_code) for rank in self._ranks),
+            exit_codes=tuple(_require_exit_code(rank.exit_code) for rank in self._ranks),
             wall_s=self._wall_s,
             log_files=tuple(rank.log_file for rank in self._ranks),
-            problem=problem and f"{problem}{self._tail_in_words()}",
+            problem=problem and f"{problem}{self._log_tail_text()}",
             changes=tuple((at_s, number) for number, at_s in self._changes.items()),
         )
 
@@ -282,12 +282,12 @@ class _Watch:
             os.close(output)
         rank.started = True
 
-    def _wait(self, limit_s: float) -> None:
+    def _wait_for_events(self, limit_s: float) -> None:
         for key, _ in self._selector.select(limit_s):
             if key.data is None:
                 self._collect_exits()
             else:
-                self._read(key.data)
+                self._read_output(key.data)
 
     def _collect_exits(self) -> None:
         messages = self._process.events.receive_ready()
@@ -301,23 +301,23 @@ class _Watch:
                 continue
             rank = ranks.get(message["key"])
             if rank is not None:  # unknown keys belong to an earlier launch that was interrupted
-                self._end(rank, message["exit_code"])
+                self._record_exit(rank, message["exit_code"])
 
-    def _end(self, rank: _Rank, exit_code: int) -> None:
+    def _record_exit(self, rank: _Rank, exit_code: int) -> None:
         rank.exit_code = exit_code
-        if self._expendable(rank):
+        if self._is_expendable(rank):
             return
         if exit_code != 0 and self._failed is None and self._problem is None:
-            self._failed = (rank, self._elapsed_s())
+            self._failed = (rank, self._time_s())
 
-    def _expendable(self, rank: _Rank) -> bool:
+    def _is_expendable(self, rank: _Rank) -> bool:
         """Return whether a killed worker does not end the launch, because other workers
         continue."""
         killed = rank.exit_code is not None and rank.exit_code < 0
-        others = any(other.running for other in self._ranks[: self._workers])
+        others = any(other.is_running for other in self._ranks[: self._workers])
         return self._survive and killed and rank.number < self._workers and others
 
-    def _read(self, rank: _Rank) -> bool:
+    def _read_output(self, rank: _Rank) -> bool:
         """Read available output of a rank; return False at its end or if nothing is available."""
         if rank.pipe < 0:
             return False
@@ -340,64 +340,64 @@ class _Watch:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        self._split(rank, data)
+        self._split_lines(rank, data)
         return True
 
-    def _split(self, rank: _Rank, data: bytes) -> None:
+    def _split_lines(self, rank: _Rank, data: bytes) -> None:
         *lines, rest = (rank.partial + data).split(b"\n")
         if len(rest) > _LONGEST_LINE_BYTES:  # for example a progress bar without line ends
             lines, rest = [*lines, rest], b""
         rank.partial = rest
         for line in lines:
-            self._pass_on(rank, line)
+            self._emit_line(rank, line)
 
-    def _pass_on(self, rank: _Rank, line: bytes) -> None:
+    def _emit_line(self, rank: _Rank, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")
         rank.tail.append(text)
         if self._on_line is not None:
             self._on_line(rank.number, text)
 
     def _read_rest(self, rank: _Rank) -> None:
-        while self._read(rank):
+        while self._read_output(rank):
             pass
         if rank.partial:
             last, rank.partial = rank.partial, b""
-            self._pass_on(rank, last)
+            self._emit_line(rank, last)
 
     # --- ending ------------------------------------------------------------------------------
 
-    def _fail(self, grace_s: float) -> None:
-        self._problem = self._failure_in_words()
-        at_s = self._elapsed_s() + grace_s
+    def _stop_after_failure(self, grace_s: float) -> None:
+        self._problem = self._describe_failure()
+        at_s = self._time_s() + grace_s
         self._actions = [(at_s, signal.SIGTERM), (at_s + _TERMINATE_S, signal.SIGKILL)]
 
-    def _time_out(self, now_s: float) -> None:
-        running = [rank for rank in self._ranks if rank.running]
+    def _stop_after_timeout(self, now_s: float) -> None:
+        running = [rank for rank in self._ranks if rank.is_running]
         self._failed = (running[0], now_s)
         self._problem = (
-            f"timeout: after {now_s:.1f} s {_ranks_in_words(running)} still running, of "
+            f"timeout: after {now_s:.1f} s {_describe_ranks(running)} still running, of "
             f"{len(self._ranks)}, and got stopped"
         )
         self._actions = [(now_s, signal.SIGTERM), (now_s + _TERMINATE_S, signal.SIGKILL)]
 
-    def _act(self, now_s: float) -> None:
+    def _send_due_signals(self, now_s: float) -> None:
         while self._actions and self._actions[0][0] <= now_s:
             _, number = self._actions.pop(0)
-            keys = [rank.key for rank in self._ranks if rank.running]
+            keys = [rank.key for rank in self._ranks if rank.is_running]
             self._process.request("signal", keys=keys, signal=int(number))
             if not self._actions:
                 self._actions = [(now_s + _TERMINATE_S, number)]  # repeat while a rank is running
 
-    def _elapsed_s(self) -> float:
+    def _time_s(self) -> float:
         return time.monotonic() - self._start_s
 
-    def _failure_in_words(self) -> str:
+    def _describe_failure(self) -> str:
         assert self._failed is not None
         rank, at_s = self._failed
-        how = exit_in_words(_known(rank.exit_code))
+        how = describe_exit(_require_exit_code(rank.exit_code))
         return f"rank {rank.number} (host {rank.host}) {how} after {at_s:.1f} s"
 
-    def _tail_in_words(self) -> str:
+    def _log_tail_text(self) -> str:
         assert self._failed is not None
         rank, _ = self._failed
         if not rank.tail:
@@ -406,11 +406,11 @@ class _Watch:
         return f"; the end of rank {rank.number}'s log ({rank.log_file}):{lines}"
 
 
-def _known(exit_code: int | None) -> int:
+def _require_exit_code(exit_code: int | None) -> int:
     assert exit_code is not None, "every rank has ended when this is asked"
     return exit_code
 
 
-def _ranks_in_words(ranks: list[_Rank]) -> str:
+def _describe_ranks(ranks: list[_Rank]) -> str:
     numbers = ", ".join(str(rank.number) for rank in ranks)
     return f"rank {numbers} was" if len(ranks) == 1 else f"ranks {numbers} were"

@@ -104,22 +104,22 @@ class LoadSampler:
         self._root = root
         self._processors = sorted(os.sched_getaffinity(0))
         self._tally = Tally(len(self._processors))
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="offbeat-load", daemon=True)
-        self._begin_s, self._waited_s = 0.0, _stalled_s()
+        self._begin_s, self._waited_s = 0.0, _cpu_pressure_s()
 
     def __enter__(self) -> Self:
-        self._begin_s, self._waited_s = time.monotonic(), _stalled_s()
+        self._begin_s, self._waited_s = time.monotonic(), _cpu_pressure_s()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
 
     def load(self) -> Load | None:
         """Return the load so far; None if /proc does not provide it."""
-        seconds, now_s = time.monotonic() - self._begin_s, _stalled_s()
+        seconds, now_s = time.monotonic() - self._begin_s, _cpu_pressure_s()
         if self._waited_s is None or now_s is None:
             return self._tally.load()
         return self._tally.load((now_s - self._waited_s) / seconds)
@@ -127,7 +127,7 @@ class LoadSampler:
     def _run(self) -> None:
         with suppress(OSError, ValueError, IndexError):  # /proc is missing or has another format
             rest_s = 0.0
-            while not self._over.wait(rest_s):
+            while not self._stopped.wait(rest_s):
                 begin_s = time.thread_time()
                 self._tally.add(self._sample())
                 rest_s = max(EVERY_S, (time.thread_time() - begin_s) / COST)
@@ -173,7 +173,7 @@ def _descendants_s(root: int) -> float:
     return total / _HZ
 
 
-def _stalled_s() -> float | None:
+def _cpu_pressure_s() -> float | None:
     """Return the seconds in which at least one process has waited for a processor; None without
     PSI."""
     try:

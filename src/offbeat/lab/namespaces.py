@@ -19,10 +19,10 @@ class Namespace:
     """Anonymous network namespace: a descriptor and a netlink socket inside it."""
 
     def __init__(self) -> None:
-        with _refusal_in_words():
+        with _explain_refusal():
             syscalls.unshare(syscalls.CLONE_NEWNET)
         self.fd = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        _quiet_ipv6()
+        _disable_ipv6()
         self.netlink = IPRoute()
         self.netlink.link("set", index=1, state="up")
 
@@ -51,9 +51,9 @@ def allow_namespaces() -> None:
         return
     except OSError as error:
         if error.errno != errno.EPERM:
-            raise LabError(_refusal(error)) from error
+            raise LabError(_refusal_text(error)) from error
     user, group = os.geteuid(), os.getegid()
-    with _refusal_in_words():
+    with _explain_refusal():
         syscalls.unshare(syscalls.CLONE_NEWUSER)
         _write("/proc/self/setgroups", "deny")
         # Ranks keep their user and group, so that they gain no rights.
@@ -61,7 +61,7 @@ def allow_namespaces() -> None:
         _write("/proc/self/gid_map", f"{group} {group} 1")
 
 
-def _quiet_ipv6() -> None:
+def _disable_ipv6() -> None:
     """Disable IPv6, whose neighbour discovery would add traffic."""
     for which in ("all", "default"):
         _try_write(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6", "1")
@@ -107,14 +107,14 @@ def _write(path: str, text: str) -> None:
 
 
 @contextmanager
-def _refusal_in_words() -> Iterator[None]:
+def _explain_refusal() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise LabError(_refusal(error)) from error
+        raise LabError(_refusal_text(error)) from error
 
 
-def _refusal(error: OSError) -> str:
+def _refusal_text(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EUSERS):
         remedy = (
             "the limit is reached or 0: raise the sysctls user.max_net_namespaces and "
@@ -130,7 +130,7 @@ def _refusal(error: OSError) -> str:
 
 
 @contextmanager
-def step(what: str, module: str, alternative: str | None = None) -> Iterator[None]:
+def kernel_request(what: str, module: str, alternative: str | None = None) -> Iterator[None]:
     """Raise a LabError that names the required kernel module if a netlink request in the block
     fails."""
     try:
@@ -138,11 +138,11 @@ def step(what: str, module: str, alternative: str | None = None) -> Iterator[Non
     except NetlinkError as error:
         other = f"{alternative}; " if alternative else ""
         raise LabError(
-            f"{what}: the kernel refuses ({reason(error)}); it may lack the module {module} "
+            f"{what}: the kernel refuses ({error_text(error)}); it may lack the module {module} "
             f"(modprobe {module}); {other}{NO_LAB}"
         ) from error
 
 
-def reason(error: NetlinkError) -> str:
+def error_text(error: NetlinkError) -> str:
     """Return the error number as text."""
     return os.strerror(abs(error.code))

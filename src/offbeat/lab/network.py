@@ -24,8 +24,8 @@ from offbeat.lab.namespaces import (
     available_congestion_control,
     configure_tcp,
     default_congestion_control,
-    reason,
-    step,
+    error_text,
+    kernel_request,
 )
 from offbeat.lab.shaping import (
     bridged_segments_bytes,
@@ -78,14 +78,14 @@ class Network:
     def __init__(self, plan: NetworkPlan) -> None:
         allow_namespaces()
         self._plan = plan
-        self._now = list(plan.links)  # plans in force, by link
+        self._plans = list(plan.links)  # plans in force, by link
         self._center = Namespace()
         self._hosts: list[Namespace] = []
         for _ in range(plan.hosts):
             self._hosts.append(Namespace())
             configure_tcp()
         self.congestion_control = default_congestion_control(plan.congestion_control)
-        self.switched = self._switched()
+        self.switched = self._switched_links()
         for link in range(len(plan.links)):
             if link not in self.switched:
                 self._build_bridge(link)
@@ -107,16 +107,16 @@ class Network:
 
     def change(self, change: ChangePlan) -> None:
         """Apply new values on one link."""
-        self._enforce(change.link, change.applied(self._now[change.link]))
+        self._apply_plan(change.link, change.apply_to(self._plans[change.link]))
 
-    def in_force(self) -> list[LinkPlan]:
+    def plans_in_force(self) -> list[LinkPlan]:
         """Return the plans in force, by link."""
-        return list(self._now)
+        return list(self._plans)
 
-    def enforce(self, plans: Sequence[LinkPlan]) -> None:
+    def apply_plans(self, plans: Sequence[LinkPlan]) -> None:
         """Apply the plans, by link."""
         for link, plan in enumerate(plans):
-            self._enforce(link, plan)
+            self._apply_plan(link, plan)
 
     def counters(self) -> list[list[tuple[int, int]]]:
         """Return the bytes sent and received by each interface, by host and link, headers
@@ -126,8 +126,8 @@ class Network:
             for host in self._hosts
         ]
 
-    def _enforce(self, link: int, plan: LinkPlan) -> None:
-        before, self._now[link] = self._now[link], plan
+    def _apply_plan(self, link: int, plan: LinkPlan) -> None:
+        before, self._plans[link] = self._plans[link], plan
         if plan == before:
             return
         for host, rate_bps in enumerate(plan.rates_bps):
@@ -142,7 +142,7 @@ class Network:
         ends = [(self._hosts[host], interface_name(link))]
         if link not in self.switched:
             ends.append((self._center, port_name(link, host)))
-        delayed = link not in self.switched and self._plan.links[link].delayed
+        delayed = link not in self.switched and self._plan.links[link].has_delay_or_loss
         for namespace, interface in ends:
             index = namespace.index(interface)
             _shape(namespace.netlink, index, rate_bps, delayed)
@@ -151,9 +151,9 @@ class Network:
     # --- links with a bridge, and links with a switch in user space
     # --------------------------------
 
-    def _switched(self) -> tuple[int, ...]:
+    def _switched_links(self) -> tuple[int, ...]:
         links = range(len(self._plan.links))
-        delayed = [link for link in links if self._plan.links[link].delayed]
+        delayed = [link for link in links if self._plan.links[link].has_delay_or_loss]
         netem = not delayed or _has_netem(self._center.netlink)
         return tuple(
             link
@@ -165,7 +165,7 @@ class Network:
         plan = self._plan.links[link]
         netlink = self._center.netlink
         bridge = f"br{link}"
-        with step(f"cannot make the bridge of link {plan.name!r}", "bridge"):
+        with kernel_request(f"cannot make the bridge of link {plan.name!r}", "bridge"):
             netlink.link("add", ifname=bridge, kind="bridge", br_stp_state=0, br_mcast_snooping=0)
             index = self._center.index(bridge)
             netlink.link("set", index=index, state="up", ifalias=self._alias(plan.name))
@@ -176,7 +176,7 @@ class Network:
         plan = self._plan.links[link]
         namespace = self._hosts[host]
         inner, port = interface_name(link), port_name(link, host)
-        with step(f"cannot connect host {host} to link {plan.name!r}", "veth"):
+        with kernel_request(f"cannot connect host {host} to link {plan.name!r}", "veth"):
             peer = {"ifname": inner, "net_ns_fd": namespace.fd}
             self._center.netlink.link("add", ifname=port, kind="veth", peer=peer)
         alias = self._alias(plan.name, host)
@@ -199,12 +199,12 @@ class Network:
         plan, name, taps = self._plan.links[link], interface_name(link), []
         for host, namespace in enumerate(self._hosts):
             try:
-                taps.append(open_tap(name, namespace.fd, segments=not plan.lossy))
+                taps.append(open_tap(name, namespace.fd, segments=not plan.has_loss))
             except OSError as error:
                 raise LabError(
-                    f"link {plan.name!r} asks for {_asks(plan)}, which needs the module sch_netem "
-                    "(for a whole link) or TAP devices, and the kernel refuses these "
-                    f"({error.strerror}): load the module tun and run as root, so that "
+                    f"link {plan.name!r} asks for {_describe_request(plan)}, which needs the "
+                    "module sch_netem (for a whole link) or TAP devices, and the kernel refuses "
+                    f"these ({error.strerror}): load the module tun and run as root, so that "
                     f"/dev/net/tun can be opened (in Docker --device /dev/net/tun); {NO_LAB}"
                 ) from error
             index = namespace.index(name)
@@ -239,7 +239,7 @@ class Network:
             netlink.route("add", **route)
         except NetlinkError as error:
             raise LabError(
-                f"congestion_control ({chosen!r}) is refused by this kernel ({reason(error)}); "
+                f"congestion_control ({chosen!r}) is refused by this kernel ({error_text(error)}); "
                 f"it has: {available_congestion_control()}, and modules that root can load "
                 f'(modprobe tcp_{chosen}); or "default"'
             ) from error
@@ -249,9 +249,9 @@ class Network:
         return f"offbeat {self._plan.name}: {link}{where}"[:255]
 
 
-def _asks(plan: LinkPlan) -> str:
+def _describe_request(plan: LinkPlan) -> str:
     """Describe the values that require netem or the switch in user space."""
-    if not plan.delayed:
+    if not plan.has_delay_or_loss:
         return "differences between pairs of hosts or over time"
     values = {"latency": max(plan.latencies_s), "loss": max(plan.losses)}
     words = {"latency": format_time(values["latency"]), "loss": f"{values['loss']:g}"}
@@ -272,9 +272,9 @@ def _has_netem(netlink: IPRoute) -> bool:
 def _add_shapers(
     netlink: IPRoute, index: int, plan: LinkPlan, delay_s: float, loss: float, rate_bps: int | None
 ) -> None:
-    if plan.delayed:
-        what = f"{_asks(plan)} of link {plan.name!r} needs netem"
-        with step(what, "sch_netem", "leave it out"):
+    if plan.has_delay_or_loss:
+        what = f"{_describe_request(plan)} of link {plan.name!r} needs netem"
+        with kernel_request(what, "sch_netem", "leave it out"):
             netlink.tc(
                 "add",
                 "netem",
@@ -285,7 +285,7 @@ def _add_shapers(
                 limit=_NETEM_QUEUE_PACKETS,
             )
     if rate_bps is not None:
-        _shape(netlink, index, rate_bps, plan.delayed)
+        _shape(netlink, index, rate_bps, plan.has_delay_or_loss)
         _limit_segments(netlink, index, rate_bps, switched=False)
 
 
@@ -299,7 +299,7 @@ def _shape(netlink: IPRoute, index: int, rate_bps: int | None, delayed: bool) ->
             if error.code not in (errno.ENOENT, errno.EINVAL):  # the interface was not shaped
                 raise
         return
-    with step("a rate needs the token bucket filter", "sch_tbf"):
+    with kernel_request("a rate needs the token bucket filter", "sch_tbf"):
         netlink.tc(
             "replace",
             "tbf",

@@ -34,7 +34,7 @@ class Host:
     jitter: float = 0.0
 
     @classmethod
-    def here(cls) -> Host:
+    def from_environment(cls) -> Host:
         """Return the settings in the environment of this process."""
         return cls(float(os.environ.get(SPEED, 1)), float(os.environ.get(JITTER, 0)))
 
@@ -77,23 +77,23 @@ class Pace(Compute):
             return 0.0  # a further forward of the same iteration
         if self._iteration is None:
             self._begin_s, self._busy_s, self._kernel_s = begin_s, time.process_time(), kernel_s()
-        self._close()
+        self._close_iteration()
         self._iteration, self._clock_s = iteration, begin_s
-        self._factor = self._scale_of_iteration()
+        self._factor = self._jitter_factor()
         self._forward_done_s = self._backward_done_s = 0.0
-        self._spend(self._profile.other_s)
+        self._advance(self._profile.other_s)
         return 0.0
 
     def forward(self, bucket: int) -> None:
         done_s = self._forward_s[bucket + 1] if bucket + 1 < self._buckets else 0.0
         if done_s > self._forward_done_s:
-            self._spend((done_s - self._forward_done_s) * self._factor)
+            self._advance((done_s - self._forward_done_s) * self._factor)
             self._forward_done_s = done_s
 
     def backward(self, bucket: int) -> None:
         done_s = self._backward_s[bucket]
         if done_s > self._backward_done_s:
-            self._spend((done_s - self._backward_done_s) * self._factor)
+            self._advance((done_s - self._backward_done_s) * self._factor)
             self._backward_done_s = done_s
 
     def on_update(self, apply: Apply) -> None:
@@ -101,18 +101,18 @@ class Pace(Compute):
             each_s = applied_s(self._profile, apply, self._bucket_update_s)
             seconds = 0.0 if each_s is None else float(each_s.sum()) * self._scale
             self._update_s[id(apply)] = apply, seconds
-        self._spend(self._update_s[id(apply)][1] * self._factor)
+        self._advance(self._update_s[id(apply)][1] * self._factor)
 
     def updated_whole(self) -> None:
         """Delay the end of an optimizer step of the whole model."""
-        self._spend(self._profile.update_s * self._scale * self._factor)
+        self._advance(self._profile.update_s * self._scale * self._factor)
 
     def on_wait_end(self) -> None:
         self._clock_s = max(self._clock_s, time.perf_counter())
 
     # ---- the schedule -----------------------------------------------------------------------
 
-    def _spend(self, seconds: float) -> None:
+    def _advance(self, seconds: float) -> None:
         """Advance the schedule by `seconds` of compute and sleep until then."""
         self._clock_s += seconds
         self._computed_s += seconds
@@ -122,13 +122,13 @@ class Pace(Compute):
         else:
             self._late_s = max(self._late_s, -left_s)
 
-    def _scale_of_iteration(self) -> float:
+    def _jitter_factor(self) -> float:
         """Return a lognormal factor with mean 1 and the profile's jitter."""
         if not self._jitter:
             return 1.0
         return float(lognormal(self._random.standard_normal(1), self._jitter)[0])
 
-    def _close(self) -> None:
+    def _close_iteration(self) -> None:
         if self._computed_s:
             self._late.append(self._late_s / self._computed_s)
         self._late_s = self._computed_s = 0.0
@@ -142,7 +142,7 @@ class Pace(Compute):
         are delays as shares of compute. "busy" and "interrupts" are shares of the machine's
         processor time used by this process and by interrupts.
         """
-        self._close()
+        self._close_iteration()
         whole_s = max(time.perf_counter() - self._begin_s, 1e-9) * processors()
         return {
             "pace": self._profile.pace,
@@ -161,14 +161,14 @@ class Pace(Compute):
         gradients."""
         parameters = dict(model.named_parameters())
         for b, bucket in enumerate(self._profile.buckets):
-            mine = [parameters[name] for name in bucket.tensors if name in parameters]
-            for p in mine:
-                p.register_post_accumulate_grad_hook(self._counting(b, len(mine)))
+            tensors = [parameters[name] for name in bucket.tensors if name in parameters]
+            for p in tensors:
+                p.register_post_accumulate_grad_hook(self._gradient_hook(b, len(tensors)))
 
-    def _counting(self, bucket: int, size: int):
-        def ready(_: Tensor) -> None:
+    def _gradient_hook(self, bucket: int, size: int):
+        def on_gradient(_: Tensor) -> None:
             self._seen[bucket] += 1
             if self._seen[bucket] % size == 0:
                 self.backward(bucket)
 
-        return ready
+        return on_gradient

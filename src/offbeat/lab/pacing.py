@@ -20,7 +20,7 @@ LOOK_S = 0.5  # approximate seconds of the measurement of messages
 MOST_MESSAGES = 8
 
 
-class Messages(NamedTuple):
+class MessageCost(NamedTuple):
     """Cost of one average of the whole model.
 
     Attributes:
@@ -33,7 +33,7 @@ class Messages(NamedTuple):
 
 
 def least_pace(
-    compute_s: float, messages: Messages, hosts: int, processors: int, busy: float = BUSY
+    compute_s: float, messages: MessageCost, hosts: int, processors: int, busy: float = BUSY
 ) -> float:
     """Return the smallest pace at which the load of the processors is at most `busy`.
 
@@ -55,10 +55,10 @@ def least_pace(
     return max(1.0, (hosts * compute_s + messages.busy_s) / (busy * processors * compute_s))
 
 
-def affordable(profile: Profile, cluster: Cluster) -> float:
+def affordable_pace(profile: Profile, cluster: Cluster) -> float:
     """Return the smallest pace for this model on this machine, rounded up to tenths. Every rank
     must call this function."""
-    messages = watch_messages(cluster, profile)
+    messages = measure_messages(cluster, profile)
     pace = least_pace(compute_s(profile), messages, profile.world_size, processors())
     return math.ceil(pace * 10) / 10
 
@@ -66,13 +66,13 @@ def affordable(profile: Profile, cluster: Cluster) -> float:
 def paced_profile(profile: Profile, pace: float | Literal["auto"], cluster: Cluster) -> Profile:
     """Return the profile of the hosts that this machine emulates. Every rank must call this
     function."""
-    hosts = [Host(**host) for host in cluster.control.gather(asdict(Host.here()))]
+    hosts = [Host(**host) for host in cluster.control.gather(asdict(Host.from_environment()))]
     if pace == "auto":
-        pace = max(affordable(profile, cluster), *(host.speed for host in hosts))
+        pace = max(affordable_pace(profile, cluster), *(host.speed for host in hosts))
     return profile.paced(pace, [host.speed for host in hosts], [host.jitter for host in hosts])
 
 
-def watch_messages(cluster: Cluster, profile: Profile) -> Messages:
+def measure_messages(cluster: Cluster, profile: Profile) -> MessageCost:
     """Return the cost of averaging the whole model on the default link, as a mean over a few
     averages."""
     link = profile.default_link
@@ -89,4 +89,4 @@ def watch_messages(cluster: Cluster, profile: Profile) -> Messages:
     own_s = time.process_time() - own_s
     everyone = cluster.control.gather((seconds, own_s, kernel_s() - kernel))
     busy_s = sum(own for _, own, _ in everyone) + everyone[0][2]
-    return Messages(max(s for s, _, _ in everyone) / count, busy_s / count)
+    return MessageCost(max(s for s, _, _ in everyone) / count, busy_s / count)

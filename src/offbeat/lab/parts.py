@@ -34,7 +34,7 @@ def _latency(value: Any) -> str:
     return format_time(parse_time_s(value))
 
 
-def _of_links(what: str, example: str, one: Callable[[Any], Any]) -> BeforeValidator:
+def _link_table_validator(what: str, example: str, one: Callable[[Any], Any]) -> BeforeValidator:
     """Return a validator of tables that map link names to values."""
 
     def check(value: Any) -> Any:
@@ -45,9 +45,15 @@ def _of_links(what: str, example: str, one: Callable[[Any], Any]) -> BeforeValid
     return BeforeValidator(check)
 
 
-Rates = Annotated[Mapping[str, str | float | None], _of_links("rates", '{net = "20mbit"}', _rate)]
-Latencies = Annotated[Mapping[str, str | float], _of_links("latencies", '{net = "20ms"}', _latency)]
-Losses = Annotated[Mapping[str, str | float], _of_links("losses", "{net = 0.01}", parse_loss)]
+Rates = Annotated[
+    Mapping[str, str | float | None], _link_table_validator("rates", '{net = "20mbit"}', _rate)
+]
+Latencies = Annotated[
+    Mapping[str, str | float], _link_table_validator("latencies", '{net = "20ms"}', _latency)
+]
+Losses = Annotated[
+    Mapping[str, str | float], _link_table_validator("losses", "{net = 0.01}", parse_loss)
+]
 
 
 class Part(BaseModel):
@@ -132,7 +138,7 @@ class HostOverride(Part):
 
     @field_validator("speed", mode="before")
     @classmethod
-    def _possible_speed(cls, value: Any) -> float:
+    def _validate_speed(cls, value: Any) -> float:
         help_ = "1 is this machine's pace, 0.5 half as fast"
         speed = parse_number(value, "speed", help_)
         if not 0.01 <= speed <= 100:
@@ -141,7 +147,7 @@ class HostOverride(Part):
 
     @field_validator("jitter", mode="before")
     @classmethod
-    def _possible_jitter(cls, value: Any) -> float:
+    def _validate_jitter(cls, value: Any) -> float:
         help_ = "0.1 makes compute vary by about 10 %"
         jitter = parse_number(value, "jitter", help_)
         if not 0 <= jitter <= 2:
@@ -166,8 +172,8 @@ class Pair(Part):
 
     @field_validator("hosts", mode="before")
     @classmethod
-    def _two(cls, value: Any) -> Any:
-        return _two_hosts("hosts", value)
+    def _validate_host_pair(cls, value: Any) -> Any:
+        return _require_two_hosts("hosts", value)
 
 
 class Change(Part):
@@ -215,11 +221,11 @@ class Change(Part):
 
     @field_validator("pair", mode="before")
     @classmethod
-    def _two(cls, value: Any) -> Any:
-        return None if value is None else _two_hosts("pair", value)
+    def _validate_host_pair(cls, value: Any) -> Any:
+        return None if value is None else _require_two_hosts("pair", value)
 
     @model_validator(mode="after")
-    def _says_something(self) -> Self:
+    def _check_content(self) -> Self:
         if self.rate is self.latency is self.loss is None:
             raise ValueError(f"the change at {self.at} changes nothing; give rate, latency or loss")
         if self.hosts is not None and self.pair is not None:
@@ -250,7 +256,7 @@ class Change(Part):
         return f"{what} for host{'s' * (len(self.hosts) > 1)} {hosts}{where}"
 
 
-def _two_hosts(what: str, value: Any) -> Any:
+def _require_two_hosts(what: str, value: Any) -> Any:
     if not isinstance(value, list | tuple) or len(value) != 2 or value[0] == value[1]:
         raise ValueError(f"{what} ({value!r}) must be two different hosts, as in [0, 3]")
     return value

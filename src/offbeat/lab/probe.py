@@ -35,28 +35,28 @@ def measure(
         ways: requests as of `message` in `probe_report`.
         budget_s: seconds for all ways together.
     """
-    found: list[dict[str, float | None]] = []
+    results: list[dict[str, float | None]] = []
     left_s = budget_s
     for way in ways:
         needed_s = LEAST_S + LEAST_TRIPS * 2 * way["latency_s"]
-        if found and needed_s > left_s:
-            found.append(NOTHING)
+        if results and needed_s > left_s:
+            results.append(NOTHING)
             continue
         start_s = time.monotonic()
-        found.append(_measure(enter, way, min(needed_s, budget_s)))
+        results.append(_measure_way(enter, way, min(needed_s, budget_s)))
         left_s -= time.monotonic() - start_s
-    return found
+    return results
 
 
-def _measure(enter: Enter, way: Mapping[str, Any], limit_s: float) -> dict[str, float | None]:
+def _measure_way(enter: Enter, way: Mapping[str, Any], limit_s: float) -> dict[str, float | None]:
     try:
-        here, there = connected(enter, way["hosts"], way["address"])
+        here, there = connect_hosts(enter, way["hosts"], way["address"])
     except OSError:  # no connection within 3 seconds, for example with heavy loss
         return NOTHING
     with here, there:
         end_s = time.monotonic() + limit_s
-        trips_s = _trips_s(here, there, time.monotonic() + limit_s * _PING_SHARE)
-        points = _flood(here, there, end_s) if way["rate"] else []
+        trips_s = _round_trips_s(here, there, time.monotonic() + limit_s * _PING_SHARE)
+        points = _send_bulk(here, there, end_s) if way["rate"] else []
     return {
         "rate_bps": rate_bps(points),
         "latency_s": median(trips_s) / 2 if trips_s else None,
@@ -84,7 +84,9 @@ def rate_bps(points: Sequence[tuple[float, int]]) -> float | None:
     return (end - begin) * 8 * WIRE / (end_s - begin_s)
 
 
-def connected(enter: Enter, hosts: Sequence[int], to: str) -> tuple[socket.socket, socket.socket]:
+def connect_hosts(
+    enter: Enter, hosts: Sequence[int], to: str
+) -> tuple[socket.socket, socket.socket]:
     """Return both ends of a connection from one host to the other's address; raise OSError after 3
     s."""
     one, other = hosts
@@ -104,7 +106,7 @@ def connected(enter: Enter, hosts: Sequence[int], to: str) -> tuple[socket.socke
     return here, there
 
 
-def _trips_s(here: socket.socket, there: socket.socket, end_s: float) -> list[float]:
+def _round_trips_s(here: socket.socket, there: socket.socket, end_s: float) -> list[float]:
     """Return the round-trip seconds of single bytes, without the first round trip."""
     trips_s: list[float] = []
     while len(trips_s) < 2 or (len(trips_s) <= _PINGS and time.monotonic() < end_s):
@@ -119,7 +121,7 @@ def _trips_s(here: socket.socket, there: socket.socket, end_s: float) -> list[fl
     return trips_s[1:]
 
 
-def _flood(here: socket.socket, there: socket.socket, end_s: float) -> list[tuple[float, int]]:
+def _send_bulk(here: socket.socket, there: socket.socket, end_s: float) -> list[tuple[float, int]]:
     """Send at the highest rate; return pairs (seconds, bytes so far) of the arrivals."""
     points, total = [(time.monotonic(), 0)], 0
     here.setblocking(False)

@@ -13,7 +13,7 @@ TOLERANCE = 0.1  # accepted deviation as a share of the configured value
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProbeTarget:
     """Way between two hosts on a link that is to be measured.
 
     Attributes:
@@ -39,7 +39,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ProbeResult:
     """Measured values of a way; None if there was not enough time or nothing to measure.
 
     Attributes:
@@ -48,23 +48,23 @@ class Measured:
         latency_s: one-way delay in seconds.
     """
 
-    asked: Asked
+    asked: ProbeTarget
     rate_bps: float | None
     latency_s: float | None
 
     @property
-    def known(self) -> bool:
+    def has_values(self) -> bool:
         """Whether at least one value has been measured."""
         return self.rate_bps is not None or self.latency_s is not None
 
     def deviations(self) -> list[str]:
         """Return a description of every value that deviates by more than 10 %."""
-        way, said = self.asked.way, []
+        way, texts = self.asked.way, []
         if way.rate_bps is not None and self.rate_bps is not None:
-            said += _deviation("rate", self.rate_bps / way.rate_bps)
+            texts += _deviation("rate", self.rate_bps / way.rate_bps)
         if way.latency_s and self.latency_s is not None:
-            said += _deviation("latency", self.latency_s / way.latency_s)
-        return said
+            texts += _deviation("latency", self.latency_s / way.latency_s)
+        return texts
 
     @property
     def asked_text(self) -> str:
@@ -107,41 +107,41 @@ class Measured:
         }
 
 
-def asked_ways(cluster: Cluster, most: int = MOST_WAYS) -> list[Asked]:
+def probe_targets(cluster: Cluster, most: int = MOST_WAYS) -> list[ProbeTarget]:
     """Return the most informative ways, at most `most`.
 
     The first ways cover each configured rate and delay. Further ways reach hosts that are not part
     of an earlier way.
     """
-    chosen: list[Asked] = []
+    chosen: list[ProbeTarget] = []
     for index, link in enumerate(cluster.links):
         seen: set[Way] = set()
         for one, other in _pairs(cluster.hosts):
             way = cluster.way(one, other, link.name)
             if way not in seen:
                 seen.add(way)
-                chosen.append(Asked(link.name, (one, other), address(other, index), way))
+                chosen.append(ProbeTarget(link.name, (one, other), address(other, index), way))
     reached = {(asked.link, host) for asked in chosen for host in asked.hosts}
     for index, link in enumerate(cluster.links):
         for one, other in _pairs(cluster.hosts):
             if (link.name, one) not in reached and (link.name, other) not in reached:
                 way = cluster.way(one, other, link.name)
-                chosen.append(Asked(link.name, (one, other), address(other, index), way))
+                chosen.append(ProbeTarget(link.name, (one, other), address(other, index), way))
                 reached |= {(link.name, one), (link.name, other)}
     return chosen[:most]
 
 
-def lines(found: Sequence[Measured]) -> list[str]:
+def lines(results: Sequence[ProbeResult]) -> list[str]:
     """Return the lines to print before a run: all measured ways, then a warning for each
     deviation."""
-    said = [measured.text for measured in found if measured.known]
-    for measured in found:
+    texts = [measured.text for measured in results if measured.has_values]
+    for measured in results:
         one, other = measured.asked.hosts
-        said += [
+        texts += [
             f"warning: {measured.asked.link} between hosts {one} and {other}: {words}"
             for words in measured.deviations()
         ]
-    return said
+    return texts
 
 
 def _pairs(hosts: int) -> Iterator[tuple[int, int]]:

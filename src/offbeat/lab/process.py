@@ -45,7 +45,7 @@ class LabProcess:
         self.events = Channel(events)
         with control_there, events_there:
             try:
-                self._process = _start(control_there, events_there)
+                self._process = _start_supervisor(control_there, events_there)
             except OSError as error:
                 self._control.close()
                 self.events.close()
@@ -70,17 +70,17 @@ class LabProcess:
             number = self._requests
             try:
                 self._control.send({"do": do, "id": number, **arguments}, fds)
-                answer = self._answer(number)
+                answer = self._receive_answer(number)
             except (BrokenPipeError, ConnectionResetError):
                 answer = None
         if answer is None:
-            raise LabError(f"the lab's own process ended unexpectedly ({self._end_in_words()})")
+            raise LabError(f"the lab's own process ended unexpectedly ({self._describe_end()})")
         if "error" in answer:
             raise LabError(answer["error"])
         return answer["result"]
 
     @contextmanager
-    def one_launch(self) -> Iterator[None]:
+    def exclusive_launch(self) -> Iterator[None]:
         """Exclude other launches during the block, because the end of a launch kills all ranks.
 
         Raises:
@@ -105,7 +105,7 @@ class LabProcess:
             self._process.wait()
         self.events.close()
 
-    def _answer(self, number: int) -> dict[str, Any] | None:
+    def _receive_answer(self, number: int) -> dict[str, Any] | None:
         """Return the answer to request `number`; discard answers to requests interrupted by
         Ctrl-C."""
         while (item := self._control.receive()) is not None:
@@ -113,15 +113,15 @@ class LabProcess:
                 return item[0]
         return None
 
-    def _end_in_words(self) -> str:
+    def _describe_end(self) -> str:
         try:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             return "it closed its socket"
-        return exit_in_words(code)
+        return describe_exit(code)
 
 
-def exit_in_words(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return "exited with code 3" or "was killed by SIGKILL" for an exit code of `subprocess`."""
     if code >= 0:
         return f"exited with code {code}"
@@ -131,16 +131,16 @@ def exit_in_words(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def _start(control: socket.socket, events: socket.socket) -> subprocess.Popen[bytes]:
+def _start_supervisor(control: socket.socket, events: socket.socket) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _BOOT, _boot(control, events)],
+        [sys.executable, "-I", "-S", "-c", _BOOT, _boot_arguments(control, events)],
         stdin=subprocess.DEVNULL,
         pass_fds=(control.fileno(), events.fileno()),
         start_new_session=True,  # only the owner reacts to Ctrl-C in the terminal
     )
 
 
-def _boot(control: socket.socket, events: socket.socket) -> str:
+def _boot_arguments(control: socket.socket, events: socket.socket) -> str:
     here = Path(__file__).resolve().parent
     return json.dumps(
         {

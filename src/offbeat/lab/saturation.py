@@ -11,7 +11,7 @@ from typing import Any
 from offbeat.lab.addressing import address
 from offbeat.lab.description import Cluster
 from offbeat.lab.errors import LabError
-from offbeat.lab.probe_report import Asked
+from offbeat.lab.probe_report import ProbeTarget
 from offbeat.lab.units import format_rate
 
 LEAST_SHARE = 0.9  # required share of the configured total rate
@@ -20,15 +20,15 @@ UNCHECKED_BPS = 800_000_000
 TRIES = 3  # other load of the machine varies, so use the best of several tries
 
 
-def ring_ways(cluster: Cluster) -> list[Asked]:
+def ring_ways(cluster: Cluster) -> list[ProbeTarget]:
     """Return the ways from every host to the next one on every link with a configured rate.
 
     A link with delay or loss is omitted, because TCP may not reach the rate on it.
     """
-    ways: list[Asked] = []
+    ways: list[ProbeTarget] = []
     for index, link in enumerate(cluster.links):
         ring = [
-            Asked(
+            ProbeTarget(
                 link.name, (one, other), address(other, index), cluster.way(one, other, link.name)
             )
             for one, other in _ring(cluster.hosts)
@@ -38,13 +38,13 @@ def ring_ways(cluster: Cluster) -> list[Asked]:
     return ways
 
 
-def much(ways: Sequence[Asked]) -> bool:
+def needs_check(ways: Sequence[ProbeTarget]) -> bool:
     """Return whether the total configured rate is high enough to require a measurement."""
     return _sum_bps(ways) > UNCHECKED_BPS
 
 
 @dataclass(frozen=True)
-class Carried:
+class Throughput:
     """Throughput of ways that were all in use at once.
 
     Attributes:
@@ -52,7 +52,7 @@ class Carried:
         rates_bps: measured bits per second of each way, with all headers.
     """
 
-    ways: Sequence[Asked]
+    ways: Sequence[ProbeTarget]
     rates_bps: Sequence[float]
 
     @property
@@ -63,7 +63,7 @@ class Carried:
     @property
     def text(self) -> str:
         """Configured and measured total rate in one line."""
-        return f"all hosts at once: asked {self._asked}, measured {self._measured}"
+        return f"all hosts at once: asked {self._configured_text}, measured {self._measured_text}"
 
     def check(self) -> None:
         """Raise LabError if the machine reaches less than 90 % of the total configured rate."""
@@ -71,11 +71,12 @@ class Carried:
             return
         fastest = max(asked.way.rate_bps or 0 for asked in self.ways)
         raise LabError(
-            f"a rate of {format_rate(fastest)} for {self._hosts} hosts ({self._asked} when all "
-            f"send at once) is more than this machine's processors carry: {self._measured} "
-            f"({self.share:.0%}, at least {LEAST_SHARE:.0%} is needed); ask for at most "
-            f"{_rounded(fastest * self.share * LEAST_SHARE)} or for fewer hosts, or stop what else "
-            "runs on this machine"
+            f"a rate of {format_rate(fastest)} for {self._host_count} hosts "
+            f"({self._configured_text} when all send at once) is more than this "
+            f"machine's processors carry: {self._measured_text} ({self.share:.0%}, at "
+            f"least {LEAST_SHARE:.0%} is needed); ask for at most "
+            f"{_format_rounded(fastest * self.share * LEAST_SHARE)} or for fewer hosts, or stop "
+            "what else runs on this machine"
         )
 
     def record(self) -> dict[str, Any]:
@@ -83,32 +84,32 @@ class Carried:
         return {
             "link": ", ".join(dict.fromkeys(asked.link for asked in self.ways)),
             "hosts": "all at once",
-            "asked": self._asked,
-            "measured": self._measured,
+            "asked": self._configured_text,
+            "measured": self._measured_text,
             "asked_rate_bps": _sum_bps(self.ways),
             "rate_bps": sum(self.rates_bps),
         }
 
     @property
-    def _hosts(self) -> int:
+    def _host_count(self) -> int:
         return len({host for asked in self.ways for host in asked.hosts})
 
     @property
-    def _asked(self) -> str:
-        return f"{_rounded(_sum_bps(self.ways))} in all"
+    def _configured_text(self) -> str:
+        return f"{_format_rounded(_sum_bps(self.ways))} in all"
 
     @property
-    def _measured(self) -> str:
-        return f"{_rounded(sum(self.rates_bps))} in all"
+    def _measured_text(self) -> str:
+        return f"{_format_rounded(sum(self.rates_bps))} in all"
 
 
 def _ring(hosts: int) -> list[tuple[int, int]]:
     return [(host, (host + 1) % hosts) for host in range(hosts)] if hosts > 1 else []
 
 
-def _sum_bps(ways: Sequence[Asked]) -> int:
+def _sum_bps(ways: Sequence[ProbeTarget]) -> int:
     return sum(asked.way.rate_bps or 0 for asked in ways)
 
 
-def _rounded(rate_bps: float) -> str:
+def _format_rounded(rate_bps: float) -> str:
     return format_rate(round(float(f"{rate_bps:.2g}")))

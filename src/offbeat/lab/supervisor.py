@@ -51,12 +51,14 @@ class _Supervisor:
         self._owner = owner
         self._network: Network | None = None
         self._schedule = Schedule(0.0, ())
-        self._before: list[LinkPlan] | None = None  # plans before the first change of a launch
+        self._initial_plans: list[LinkPlan] | None = (
+            None  # plans before the first change of a launch
+        )
         self._ending = False
         self._keys: dict[int, str] = {}  # key of the owner by process id of the rank
         self._wakeup = _catch_signals()
         syscalls.adopt_orphans()
-        self._arm()
+        self._watch_owner()
 
     def serve(self) -> None:
         """Answer requests and report ended ranks until the owner has ended."""
@@ -69,7 +71,7 @@ class _Supervisor:
             if self._wakeup in ready and signal.SIGTERM in self._wakeup.recv(4096):
                 return
             self._reap()
-            self._change()
+            self._apply_due_changes()
             if self._control in ready and not self._serve_ready():
                 return
 
@@ -96,15 +98,15 @@ class _Supervisor:
         while item is not None:
             if item[0]["do"] == "close":
                 return False
-            self._control.send(self._answer(*item))
-            item = self._control.take()
+            self._control.send(self._execute_request(*item))
+            item = self._control.next_message()
             if item is None:
                 return True
         return False
 
-    def _answer(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+    def _execute_request(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         try:
-            return {"id": message["id"], "result": self._do(message, fds)}
+            return {"id": message["id"], "result": self._dispatch(message, fds)}
         except LabError as error:
             return {"id": message["id"], "error": str(error)}
         except Exception as error:  # the owner reports the error, and this process continues
@@ -113,40 +115,40 @@ class _Supervisor:
             for fd in fds:
                 os.close(fd)
 
-    def _do(self, message: dict[str, Any], fds: list[int]) -> Any:
+    def _dispatch(self, message: dict[str, Any], fds: list[int]) -> Any:
         match message["do"]:
             case "build":
                 return self._build(message["plan"])
             case "start":
-                return self._start(message, fds[0])
+                return self._start_rank(message, fds[0])
             case "signal":
-                return self._signal(message["keys"], message["signal"])
+                return self._signal_ranks(message["keys"], message["signal"])
             case "kill_all":
                 return self._kill_ranks()
             case "change":
-                return self._built().change(ChangePlan(**message["change"]))
+                return self._require_network().change(ChangePlan(**message["change"]))
             case "begin":
-                return self._begin(message["changes"])
+                return self._begin_launch(message["changes"])
             case "probe":
                 return self._probe(message)
             case "flood":
                 return self._flood(message)
             case "counters":
-                return self._built().counters()
+                return self._require_network().counters()
         raise AssertionError(f"unknown request {message['do']!r}")
 
     def _build(self, message: dict[str, Any]) -> dict[str, Any]:
         from offbeat.lab.network import Network, NetworkPlan  # import pyroute2 only if needed
 
         self._network = Network(NetworkPlan.from_message(message))
-        self._arm()  # entering a user namespace clears the death signal
+        self._watch_owner()  # entering a user namespace clears the death signal
         return {
             "congestion_control": self._network.congestion_control,
             "inodes": self._network.inodes(),
             "switched": self._network.switched,
         }
 
-    def _begin(self, changes: list[dict[str, Any]]) -> None:
+    def _begin_launch(self, changes: list[dict[str, Any]]) -> None:
         """Start the schedule of changes at the beginning of a launch."""
         self._schedule = Schedule(time.monotonic(), [ChangePlan(**change) for change in changes])
 
@@ -154,15 +156,15 @@ class _Supervisor:
         """Kill all processes except the switch and restore the links at the end of a launch."""
         self._schedule = Schedule(0.0, ())
         self.kill_all(spared=self._switch_pid)
-        if self._before is not None:
-            self._built().enforce(self._before)
-            self._before = None
+        if self._initial_plans is not None:
+            self._require_network().apply_plans(self._initial_plans)
+            self._initial_plans = None
 
-    def _change(self) -> None:
+    def _apply_due_changes(self) -> None:
         """Apply the changes that are due and report them."""
-        for change in self._schedule.due(time.monotonic()):
-            network = self._built()
-            self._before = self._before or network.in_force()
+        for change in self._schedule.pop_due(time.monotonic()):
+            network = self._require_network()
+            self._initial_plans = self._initial_plans or network.plans_in_force()
             network.change(change)
             at_s = self._schedule.since_start_s(time.monotonic())
             with suppress(OSError):  # the owner has ended
@@ -171,33 +173,33 @@ class _Supervisor:
     def _probe(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         from offbeat.lab.probe import measure
 
-        return measure(self._built().enter, message["ways"], message["budget_s"])
+        return measure(self._require_network().enter, message["ways"], message["budget_s"])
 
     def _flood(self, message: dict[str, Any]) -> list[float]:
         from offbeat.lab.flood import measure_at_once
 
-        return measure_at_once(self._built().enter, message["ways"], message["limit_s"])
+        return measure_at_once(self._require_network().enter, message["ways"], message["limit_s"])
 
     @property
     def _switch_pid(self) -> int | None:
         switch = None if self._network is None else self._network.switch
         return None if switch is None else switch.pid
 
-    def _built(self) -> "Network":
+    def _require_network(self) -> "Network":
         assert self._network is not None, "no network was built"
         return self._network
 
-    def _start(self, message: dict[str, Any], output: int) -> int:
+    def _start_rank(self, message: dict[str, Any], output: int) -> int:
         host = message["host"]
-        namespace = None if host is None else self._built().host_fd(host)
+        namespace = None if host is None else self._require_network().host_fd(host)
         supervisor = os.getpid()
         process = os.fork()
         if process == 0:
-            _become(message, output, namespace, supervisor)
+            _exec_rank(message, output, namespace, supervisor)
         self._keys[process] = message["key"]
         return process
 
-    def _signal(self, keys: list[str], number: int) -> None:
+    def _signal_ranks(self, keys: list[str], number: int) -> None:
         for process, key in self._keys.items():  # contains only ranks that have not been reaped
             if key in keys:
                 _signal_group(process, number)
@@ -228,7 +230,7 @@ class _Supervisor:
         except OSError:
             return  # the owner has ended
 
-    def _arm(self) -> None:
+    def _watch_owner(self) -> None:
         # The signal also arrives if only a thread of the owner ends, so `serve` checks the owner.
         syscalls.set_parent_death_signal(_OWNER_CHANGED)
 
@@ -244,7 +246,9 @@ def _catch_signals() -> socket.socket:
     return wakeup
 
 
-def _become(message: dict[str, Any], output: int, namespace: int | None, supervisor: int) -> None:
+def _exec_rank(
+    message: dict[str, Any], output: int, namespace: int | None, supervisor: int
+) -> None:
     """Enter the namespace and execute the rank's command in the forked child. Never returns."""
     try:
         if namespace is not None:
@@ -272,10 +276,10 @@ def _signal_group(process: int, number: int) -> None:
     try:
         os.killpg(process, number)
     except ProcessLookupError:
-        _signal_early(process, number)
+        _signal_process(process, number)
 
 
-def _signal_early(process: int, number: int) -> None:
+def _signal_process(process: int, number: int) -> None:
     """Signal a rank that has just been forked and has no process group yet."""
     try:
         os.kill(process, number)

@@ -25,23 +25,23 @@ class Turns(Compute):
         self.holds = self._given_up = False
 
     def on_iteration_begin(self, iteration: int, begin_s: float) -> float:
-        return self._take()
+        return self._acquire()
 
     def on_backward_end(self) -> None:
-        self._give()
+        self._release()
 
     def on_step_begin(self) -> None:
-        self._take()
+        self._acquire()
 
     def on_step_end(self) -> None:
-        self._give()
+        self._release()
 
     def close(self) -> None:
         """Release the lock permanently."""
         self._file.close()
         self.holds = False
 
-    def _take(self) -> float:
+    def _acquire(self) -> float:
         if self.holds or self._given_up:
             return 0.0
         begin_s = time.perf_counter()
@@ -62,7 +62,7 @@ class Turns(Compute):
         )
         return waited_s
 
-    def _give(self) -> None:
+    def _release(self) -> None:
         if self.holds:
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self.holds = False

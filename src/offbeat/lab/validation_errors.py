@@ -7,17 +7,17 @@ from typing import Any
 from pydantic import ValidationError
 
 
-def in_words(error: ValidationError, known: Mapping[str, Sequence[str]]) -> str:
+def describe_errors(error: ValidationError, known: Mapping[str, Sequence[str]]) -> str:
     """Return one line per error.
 
     Args:
         error: errors of pydantic.
         known: known keys by table; the top level has the name "".
     """
-    return "\n".join(_one(dict(item), known) for item in error.errors())
+    return "\n".join(_describe_error(dict(item), known) for item in error.errors())
 
 
-def _one(item: dict[str, Any], known: Mapping[str, Sequence[str]]) -> str:
+def _describe_error(item: dict[str, Any], known: Mapping[str, Sequence[str]]) -> str:
     where = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         *table, key = map(str, item["loc"])

@@ -28,15 +28,15 @@ class Gate:
         "_free_s",
         "_most_bytes",
         "next_s",
+        "on_leave",
         "queue",
         "queued_bytes",
         "rate_bps",
-        "then",
     )
 
-    def __init__(self, rate_bps: int | None, then: Callable[[float, bytes, int], None]) -> None:
-        self._keep(rate_bps)
-        self.then = then  # callback for a frame that leaves: (time, frame, bytes)
+    def __init__(self, rate_bps: int | None, on_leave: Callable[[float, bytes, int], None]) -> None:
+        self._set_limits(rate_bps)
+        self.on_leave = on_leave  # callback for a frame that leaves: (time, frame, bytes)
         self.queue: deque[tuple[bytes, int]] = deque()
         self.queued_bytes = 0
         self.next_s = -1.0  # time of the valid wake-up; earlier wake-ups are ignored
@@ -48,10 +48,10 @@ class Gate:
             return not self.queue
         if self.queue or self._free_s > now_s:
             return False
-        self._pay(now_s, size)
+        self._spend_tokens(now_s, size)
         return True
 
-    def wait(self, frame: bytes, size: int) -> bool:
+    def queue_frame(self, frame: bytes, size: int) -> bool:
         """Queue a frame; return False if the queue is full, so that the frame is dropped."""
         if self.queued_bytes + size > self._most_bytes:
             return False
@@ -63,26 +63,26 @@ class Gate:
         """Return the time at which the first frame may leave."""
         return now_s if self.rate_bps is None else max(now_s, self._free_s)
 
-    def leave(self, now_s: float) -> tuple[bytes, int]:
+    def pop_frame(self, now_s: float) -> tuple[bytes, int]:
         """Remove and return the first frame."""
         frame, size = self.queue.popleft()
         self.queued_bytes -= size
         if self.rate_bps is not None:
-            self._pay(now_s, size)
+            self._spend_tokens(now_s, size)
         return frame, size
 
     def set_rate(self, now_s: float, rate_bps: int | None) -> None:
         """Change the rate. Overdrawn tokens keep their number of bytes."""
         if self.rate_bps is not None and rate_bps is not None and self._free_s > now_s:
             self._free_s = now_s + (self._free_s - now_s) * self.rate_bps / rate_bps
-        self._keep(rate_bps)
+        self._set_limits(rate_bps)
 
-    def _keep(self, rate_bps: int | None) -> None:
+    def _set_limits(self, rate_bps: int | None) -> None:
         self.rate_bps = rate_bps
         self._burst_s = 0.0 if rate_bps is None else burst_bytes(rate_bps) * 8 / rate_bps
         self._most_bytes = math.inf if rate_bps is None else queue_bytes(rate_bps)
 
-    def _pay(self, now_s: float, size: int) -> None:
+    def _spend_tokens(self, now_s: float, size: int) -> None:
         assert self.rate_bps is not None
         full_s = now_s - self._burst_s
         free_s = self._free_s if self._free_s > full_s else full_s
@@ -130,13 +130,13 @@ class Crossbar:
             way.latency_s, way.loss = plan.latency_s(a, b), plan.loss(a, b)
             self._set_rate(now_s, way.gate, plan.pair(a, b).rate_bps)
 
-    def take(self, now_s: float, source: int, to: int, frame: bytes, size: int) -> None:
+    def forward(self, now_s: float, source: int, to: int, frame: bytes, size: int) -> None:
         """Forward a frame that a host has sent; `size` is its number of bytes on the wire."""
         way = self._ways[source, to]
         if way.loss and self._random() < way.loss:
             self.dropped += 1
         else:
-            self._enter(now_s, way.gate, frame, size)
+            self._enqueue(now_s, way.gate, frame, size)
 
     def next_s(self) -> float | None:
         """Return the time at which `advance` must be called; None if no event is pending."""
@@ -149,9 +149,9 @@ class Crossbar:
         while events and events[0][0] <= now_s:
             at_s, _, gate, frame, size = heappop(events)
             if frame is not None:
-                self._enter(at_s, gate, frame, size)
+                self._enqueue(at_s, gate, frame, size)
             elif at_s == gate.next_s:
-                self._open(at_s, gate)
+                self._release_frames(at_s, gate)
 
     def _way(self, to: int) -> _Way:
         port = self._ports[to]
@@ -163,7 +163,7 @@ class Crossbar:
                 at_s = way.last_s
             way.last_s = at_s
             if at_s <= now_s:
-                self._enter(now_s, port, frame, size)
+                self._enqueue(now_s, port, frame, size)
             else:
                 heappush(self._events, (at_s, next(self._numbers), port, frame, size))
 
@@ -173,22 +173,22 @@ class Crossbar:
     def _delivery(self, deliver: Deliver, host: int) -> Callable[[float, bytes, int], None]:
         return lambda _now_s, frame, _size: deliver(host, frame)
 
-    def _enter(self, now_s: float, gate: Gate, frame: bytes, size: int) -> None:
+    def _enqueue(self, now_s: float, gate: Gate, frame: bytes, size: int) -> None:
         if gate.pass_at_once(now_s, size):
-            gate.then(now_s, frame, size)
-        elif not gate.wait(frame, size):
+            gate.on_leave(now_s, frame, size)
+        elif not gate.queue_frame(frame, size):
             self.dropped += 1
         elif len(gate.queue) == 1:
-            self._wake(gate, gate.ready_s(now_s))
+            self._schedule_wakeup(gate, gate.ready_s(now_s))
 
-    def _open(self, now_s: float, gate: Gate) -> None:
+    def _release_frames(self, now_s: float, gate: Gate) -> None:
         """Release the frames that may leave now."""
         while gate.queue and gate.ready_s(now_s) <= now_s:
-            gate.then(now_s, *gate.leave(now_s))
+            gate.on_leave(now_s, *gate.pop_frame(now_s))
         if gate.queue:
-            self._wake(gate, gate.ready_s(now_s))
+            self._schedule_wakeup(gate, gate.ready_s(now_s))
 
-    def _wake(self, gate: Gate, at_s: float) -> None:
+    def _schedule_wakeup(self, gate: Gate, at_s: float) -> None:
         gate.next_s = at_s
         heappush(self._events, (at_s, next(self._numbers), gate, None, 0))
 
@@ -196,4 +196,4 @@ class Crossbar:
         if rate_bps != gate.rate_bps:
             gate.set_rate(now_s, rate_bps)
             if gate.queue:
-                self._wake(gate, gate.ready_s(now_s))
+                self._schedule_wakeup(gate, gate.ready_s(now_s))

@@ -60,13 +60,13 @@ class LinkPlan:
         return asdict(self)
 
     @property
-    def delayed(self) -> bool:
+    def has_delay_or_loss(self) -> bool:
         """Whether any packet is delayed or lost."""
         values = [value for pair in self.pairs for value in (pair.latency_s, pair.loss)]
         return any((*self.latencies_s, *self.losses, *values))
 
     @property
-    def lossy(self) -> bool:
+    def has_loss(self) -> bool:
         """Whether any packet is lost."""
         return any((*self.losses, *(pair.loss for pair in self.pairs)))
 
@@ -107,7 +107,7 @@ class ChangePlan:
     pair: tuple[int, int] | None = None
     number: int = 0
 
-    def applied(self, plan: LinkPlan) -> LinkPlan:
+    def apply_to(self, plan: LinkPlan) -> LinkPlan:
         """Return the plan of the link after this change."""
         if self.pair is not None:
             old = plan.pair(*self.pair)

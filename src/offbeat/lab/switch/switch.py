@@ -19,7 +19,7 @@ from offbeat.lab import syscalls
 from offbeat.lab.control_channel import Channel
 from offbeat.lab.switch.forwarding import Crossbar
 from offbeat.lab.switch.link_state import LinkPlan
-from offbeat.lab.switch.tap import HEADER_BYTES, hand_over, wire_bytes
+from offbeat.lab.switch.tap import HEADER_BYTES, set_segment_offload, wire_bytes
 
 _FRAME_BYTES = HEADER_BYTES + 14 + 65536
 _BATCH = 16  # largest number of frames read from one host before the others
@@ -71,17 +71,17 @@ class _Forwarder:
     def serve(self) -> None:
         """Forward frames until the peer has closed the control channel."""
         while True:
-            ready = self._wait()
+            ready = self._wait_for_frames()
             now_s = time.monotonic()
             for crossbar in self._crossbars.values():
                 crossbar.advance(now_s)
             for fd in ready:
                 if fd in self._sources:
-                    self._read(fd, now_s)
-                elif not self._obey(now_s):
+                    self._read_frames(fd, now_s)
+                elif not self._apply_plans(now_s):
                     return
 
-    def _wait(self) -> list[int]:
+    def _wait_for_frames(self) -> list[int]:
         """Wait for readable descriptors, at most until the next event of a crossbar, and return
         them."""
         due = [at for c in self._crossbars.values() if (at := c.next_s()) is not None]
@@ -91,7 +91,7 @@ class _Forwarder:
         select.select([self._ready], [], [], limit_s)
         return [fd for fd, _ in self._ready.poll(0)]
 
-    def _read(self, fd: int, now_s: float) -> None:
+    def _read_frames(self, fd: int, now_s: float) -> None:
         link, source = self._sources[fd]
         crossbar = self._crossbars[link]
         hosts = len(self._taps[link])
@@ -104,11 +104,11 @@ class _Forwarder:
             if to[0] & 1:  # multicast or broadcast address
                 for host in range(hosts):
                     if host != source:
-                        crossbar.take(now_s, source, host, frame, size)
+                        crossbar.forward(now_s, source, host, frame, size)
             elif to[5] < hosts and to[5] != source:
-                crossbar.take(now_s, source, to[5], frame, size)
+                crossbar.forward(now_s, source, to[5], frame, size)
 
-    def _obey(self, now_s: float) -> bool:
+    def _apply_plans(self, now_s: float) -> bool:
         messages = self._control.receive_ready()
         if messages is None:
             return False
@@ -116,7 +116,7 @@ class _Forwarder:
             plan = LinkPlan.from_message(message["plan"])
             self._crossbars[message["link"]].change(now_s, plan)
             for fd in self._taps[message["link"]]:
-                hand_over(fd, segments=not plan.lossy)
+                set_segment_offload(fd, segments=not plan.has_loss)
         return True
 
     @staticmethod
@@ -146,7 +146,7 @@ def _run(
         syscalls.set_parent_death_signal(signal.SIGKILL)
         if os.getppid() == owner:
             gc.disable()  # frames create no reference cycles
-            _hurry()
+            _raise_priority()
             _Forwarder(Channel(control), taps, plans).serve()
         code = 0
     except BaseException:
@@ -155,7 +155,7 @@ def _run(
         os._exit(code)
 
 
-def _hurry() -> None:
+def _raise_priority() -> None:
     """Raise the priority above that of compute, as the kernel's shapers have it, if permitted."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))

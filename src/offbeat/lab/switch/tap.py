@@ -39,14 +39,14 @@ def open_tap(name: str, namespace: int, *, segments: bool) -> int:
         flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
         request = struct.pack(f"{_NAME_BYTES}sH22x", name.encode(), flags)
         fcntl.ioctl(fd, _TUNSETIFF, request)
-        hand_over(fd, segments=segments)
+        set_segment_offload(fd, segments=segments)
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
-def hand_over(fd: int, *, segments: bool) -> None:
+def set_segment_offload(fd: int, *, segments: bool) -> None:
     """Set whether the kernel may pass a TCP segment as one frame."""
     fcntl.ioctl(fd, _TUNSETOFFLOAD, _OFFLOADS if segments else 0)
 
