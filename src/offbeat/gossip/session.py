@@ -55,7 +55,7 @@ class GossipSession(Session):
     ):
         self._pace = pace
         if pace is not None:
-            pace.follow(model)
+            pace.attach_backward_hooks(model)
         self._model, self._optimizer = model, optimizer
         self._flats, self._state = joined.flats, joined.state
         self._clock, self._gossip = joined.clock, joined.gossip
@@ -121,7 +121,7 @@ class GossipSession(Session):
             self._state.step(self._clock.now(), self._optimizer.step)
             self._untouched.note()
             if self._pace is not None:
-                self._pace.updated_whole()
+                self._pace.on_model_update()
         marks.stepped = marks.end = mark()
         self._open = False
         self._record_gradient_time()

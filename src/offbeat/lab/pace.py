@@ -103,7 +103,7 @@ class Pace(Compute):
             self._update_s[id(apply)] = apply, seconds
         self._advance(self._update_s[id(apply)][1] * self._factor)
 
-    def updated_whole(self) -> None:
+    def on_model_update(self) -> None:
         """Delay the end of an optimizer step of the whole model."""
         self._advance(self._profile.update_s * self._scale * self._factor)
 
@@ -156,7 +156,7 @@ class Pace(Compute):
 
     # ---- torch's own DDP --------------------------------------------------------------------
 
-    def follow(self, model: nn.Module) -> None:
+    def attach_backward_hooks(self, model: nn.Module) -> None:
         """Register hooks that report backward. They run before other hooks receive the
         gradients."""
         parameters = dict(model.named_parameters())

@@ -51,7 +51,7 @@ class ServedSession(Session):
     def __init__(self, worker: Worker):
         self._pace = worker.pace
         if self._pace is not None:
-            self._pace.follow(worker.model)
+            self._pace.attach_backward_hooks(worker.model)
         self._model, self._optimizer = worker.model, worker.optimizer
         self._cluster, self._client = worker.cluster, worker.client
         self._recorder = worker.recorder

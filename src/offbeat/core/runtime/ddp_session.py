@@ -88,7 +88,7 @@ class DDPSession(Session):
         ]
         self._pace = pace
         if pace is not None:
-            pace.follow(model)
+            pace.attach_backward_hooks(model)
         self._iteration = self._before = 0
         self._forward_seen = False  # whether DDP has seen a forward in this iteration
         self._marks = Timestamps(begin=cluster.device.mark())
@@ -199,7 +199,7 @@ class DDPSession(Session):
             self._require_forward()
             self._optimizer.step()
             if self._pace is not None:
-                self._pace.updated_whole()
+                self._pace.on_model_update()
         marks.stepped = marks.end = mark()
         self._cluster.control.set_iteration(self._iteration + 1)
         if self._recorder:
