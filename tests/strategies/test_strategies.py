@@ -468,7 +468,7 @@ def test_a_later_choice_must_gain_enough():
 
 
 def test_moves_keep_every_bucket():
-    tried = [*later._moves(((0, 1, 2), (3,), (4, 5)), [3.0, 1.0, 1.0, 1.0, 1.0, 1.0])]
+    tried = [*later._moved_sets(((0, 1, 2), (3,), (4, 5)), [3.0, 1.0, 1.0, 1.0, 1.0, 1.0])]
     assert len({*tried}) == 7
     for sets in tried:
         assert sorted(i for members in sets for i in members) == [*range(6)]
