@@ -482,7 +482,7 @@ def test_all_at_once_hides_behind_what_comes_before_the_next_forward(times):
     choice = later._local_sgd_choice(setting, [Piece(range(7))])
     plan = later.forward_plan(setting, choice)
     assert later.steady_s(plan, profile) * 2 == pytest.approx(choice.closed_s)
-    assert later.forward_bound_s(setting) * 2 <= choice.closed_s * (1 + 1e-9)
+    assert later.forward_plan_bound_s(setting) * 2 <= choice.closed_s * (1 + 1e-9)
 
 
 def test_what_hiding_costs():
