@@ -15,7 +15,8 @@ from offbeat.core.profile import Bucket, Link, Profile
 _ELEMENT_BYTES = 4  # float32
 _SAMPLE = 1024  # number of elements of a layer in its loss
 _OVERHEAD_S = 2e-4  # upper bound of the framework's time that counts as a layer's time
-_MOST_LATE_S = 0.02  # longer delays, as of a stalled machine, are not made up for
+# limit of the delay that later sleeps make up for; a stalled machine exceeds it
+_MOST_LATE_S = 0.02
 
 
 class EmulatedModel(nn.Module):

@@ -29,14 +29,14 @@ class DeFT(Wired):
 
     Gradients that have not been sent at the end of an iteration are merged with the next ones. An
     update is applied when all of its gradients have been averaged, at least one iteration late. The
-    `preserver` estimates the ratio of losses. While that ratio is outside 1 +- `epsilon`, it plans
-    again with 10 % larger windows.
+    `preserver` estimates the ratio of losses. While that ratio is outside 1 +- `epsilon`, the
+    preserver plans again with 10 % larger windows.
 
     An iteration without an update makes no progress. An update that merges k iterations is worth at
-    most k single updates, because it uses k batches. It is worth at least one, as with Adam, whose
-    step length does not depend on the gradient's size. Therefore schedules are compared by seconds
-    per update, then by seconds per iteration. If WFBP is predicted to need no more seconds per
-    update, WFBP's plan is used, whose updates are never late.
+    most k single updates, because it uses k batches. The lower limit is one single update, as with
+    Adam, whose step length does not depend on the gradient's size. Therefore schedules are compared
+    by seconds per update, then by seconds per iteration. If WFBP is predicted to need no more
+    seconds per update, WFBP's plan is used, whose updates are never late.
     """
 
     scale: Merge = "sum"

@@ -37,14 +37,16 @@ Solver = Callable[[list[float], list[float], int], solve.Sets]
 
 SLICES_GAIN = 0.02  # relative gain required of slices with `split="auto"`: slices are more messages
 MOST_STARTS = 600  # buckets that may begin a message if all are averaged in one iteration
-MOST_CUT = 60_000  # pieces of all cuts that are estimated; a cut is a set of buckets in slices
-MOST_PIECES = 6_000  # pieces of all cuts whose sets are solved
+# limit of the pieces of all cuts that are estimated; a cut is a set of buckets in slices
+MOST_CUT = 60_000
+MOST_PIECES = 6_000  # limit of the pieces of all cuts whose sets are solved
 MOST_SLICES = 4000  # slices of all buckets: more save little and take long to plan
 SIMULATED_GAIN = 0.005  # relative gain required of other sets in a simulation with noise
 # buckets at either end of which every number is tried; larger numbers are powers of two
 FEW_ENDS = 8
 LEAST_ITERATIONS = 24  # iterations simulated per candidate, or four periods if that is more
-MOST_SIMULATED = 10_000  # simulated buckets times iterations; beyond it the closed form is used
+# limit of simulated buckets times iterations; above it, the closed form is used
+MOST_SIMULATED = 10_000
 ROUNDING = 1e-9
 
 
@@ -67,7 +69,7 @@ class DreamDDP(Wired):
     settings use that plan.
 
     `clip` bounds the norm of a worker's own gradients, as `clip_grad_norm_` does. Updates in
-    backward come before that norm is known. They use the norm of the previous iteration; the first
+    backward come before that norm is known. Such updates use the norm of the previous iteration; the first
     iteration uses the norm of the buckets so far. With `average="before_update"` the norm of the
     current iteration is used.
     """
@@ -415,7 +417,8 @@ class DreamDDP(Wired):
         return tuple(range(bounds[group.start], bounds[group.stop]) for group in groups)
 
     def _cuts(self, size: int) -> list[frozenset[int]]:
-        """Return the cuts to try: some of the first and of the last buckets; all buckets."""
+        """Return the cuts to try: combinations of some first and some last buckets, and all
+        buckets."""
         few = size * self.period <= MOST_SLICES
         unasked = self.solver == "auto" and self.state != "reset" and few
         if not (self.split is True or (self.split == "auto" and unasked)):
@@ -456,7 +459,7 @@ class DreamDDP(Wired):
     def _needs_simulation(self, profile: Profile) -> bool:
         """Return whether candidates are simulated instead of computed in closed form.
 
-        They are simulated if compute varies or messages use processor time, up to `MOST_SIMULATED`.
+        Simulation is used if compute varies or messages use processor time, up to `MOST_SIMULATED`.
         """
         link = profile.default_link
         uneven = any(profile.jitters) or link.jitter
