@@ -23,11 +23,11 @@ TUNED = "use None to have it tuned"
 
 @dataclass(frozen=True)
 class ByteScheduler(Prioritized):
-    """Send slices of gradients by priority, first the bucket whose next forward comes first.
+    """Send slices of gradients in the order of the next forward, in flight up to a credit.
 
-    While the elements in flight are below a credit, the ready slice nearest the input side is sent.
-    The next forward of a bucket waits only for the slices of this bucket, and the optimizer updates
-    the bucket immediately before that forward. Small buckets are not fused.
+    While the elements in flight are below the credit, the ready slice nearest the input side is
+    sent. The next forward of a bucket waits only for the slices of this bucket, and the optimizer
+    updates the bucket immediately before that forward. Small buckets are not fused.
     """
 
     partition_elements: int | None = None

@@ -69,9 +69,9 @@ class DreamDDP(Wired):
     settings use that plan.
 
     `clip` bounds the norm of a worker's own gradients, as `clip_grad_norm_` does. Updates in
-    backward come before that norm is known. Such updates use the norm of the previous iteration; the first
-    iteration uses the norm of the buckets so far. With `average="before_update"` the norm of the
-    current iteration is used.
+    backward come before that norm is known. Such updates use the norm of the previous iteration;
+    the first iteration uses the norm of the buckets so far. With `average="before_update"` the norm
+    of the current iteration is used.
     """
 
     period: int = 5

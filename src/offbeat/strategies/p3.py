@@ -13,8 +13,7 @@ from offbeat.strategies.slices import Prioritized, Update, forward_plan, slices_
 
 @dataclass(frozen=True)
 class P3(Prioritized):
-    """Send small slices of gradients, one at a time, first the bucket whose next forward comes
-    first.
+    """Send small slices of gradients, one at a time, in the order of the next forward.
 
     The next forward of a bucket waits only for the slices of this bucket. The optimizer updates the
     bucket immediately before that forward.
