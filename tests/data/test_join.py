@@ -90,7 +90,7 @@ def test_one_ahead(asked: list[Any]) -> None:
     """The others are asked for the next batch before this one is trained on, and waited for in
     words."""
     stream, control = Stream(2), MagicMock()
-    batches = offbeat.join(stream)._together(control)
+    batches = offbeat.join(stream)._iterate_unsized(control)
     assert next(batches) == 0
     assert stream.drawn == 2
     assert [has for has, _ in asked] == [1, 1]
