@@ -34,7 +34,7 @@ SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.core.runtime.named_strategy import Named
+from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.strategies import create
 from offbeat.core.strategy.text import parse
 from offbeat.core.sim.trace import Trace
@@ -63,7 +63,7 @@ if f"idle={what}" in words:
     sys.exit(0)
 if rank == 0:
     text = named and str(named)
-    Named(text, default.name, default.settings()).save(job["save_strategy"])
+    NamedStrategy(text, default.name, default.settings()).save(job["save_strategy"])
 if asking:
     sys.exit(0)
 if job["stop_after_profile"]:
