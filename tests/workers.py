@@ -294,7 +294,7 @@ class Spy:
                 parts = [x[payload.slice_of(x.numel())] for x in tensors]
             else:
                 copies = range(flat.copies(payload.buffer))
-                parts = [x for c in copies for x in flat.carried(payload, c)]
+                parts = [x for c in copies for x in flat.message_tensors(payload, c)]
             for part in parts:
                 key = part.data_ptr(), part.numel()
                 places.setdefault(key, set()).add(place_of(t))

@@ -26,10 +26,10 @@ from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.checkpoints import _frozen, _load_extra, _of_extra
 from offbeat.core.checkpoint.folder import Folder
 from offbeat.core.checkpoint.frozen import freeze
-from offbeat.core.checkpoint.saving import Company, Saver, Saving
+from offbeat.core.checkpoint.saving import CheckpointGroup, Saver, Saving
 from offbeat.core.rules.changed import Course
 
-ALONE = Company(None)
+ALONE = CheckpointGroup(None)
 
 # ---- one shard ------------------------------------------------------------------------------
 
@@ -90,8 +90,8 @@ def test_frozen_is_frozen() -> None:
     frozen = freeze(value, {})
     value["list"].append(2)
     value["tensor"].zero_()
-    assert frozen.thawed()["list"] == [1]
-    assert frozen.thawed()["tensor"].sum() == 2
+    assert frozen.thaw()["list"] == [1]
+    assert frozen.thaw()["tensor"].sum() == 2
     tied = value["tensor"]
     assert [*freeze([tied, tied], {"first": tied, "second": tied}).tensors] == ["first"]
     with pytest.raises(ValueError, match="extra holds something that cannot be saved"):
@@ -129,7 +129,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "rename", renamed)
     folder, name = Folder(tmp_path), "000001-iteration-3"
-    written(folder.unfinished(name, 0), {"w": torch.ones(3)})
+    written(folder.unfinished_path(name, 0), {"w": torch.ones(3)})
     folder.finish(name, 0)
     part, at = folder.shard(name, 0), done.index(name)
     manifest_, *directories = (p.stat().st_ino for p in (part / shard.MANIFEST, part, part.parent))
@@ -174,7 +174,7 @@ def test_folder(tmp_path: Path) -> None:
     assert folder.next_number() == 1
     for number in (1, 2, 12):
         written(folder.shard(f"{number:06d}-iteration-5", 0), number)
-    written(folder.unfinished("000013-iteration-9", 0), 0)
+    written(folder.unfinished_path("000013-iteration-9", 0), 0)
     (tmp_path / "notes").mkdir()
     (folder.shard("000012-iteration-5", 0) / shard.MANIFEST).unlink()
     assert [int(name[:6]) for name in folder.names()] == [12, 2, 1]
@@ -187,9 +187,9 @@ def test_folder(tmp_path: Path) -> None:
         folder.finish("000014-iteration-9", 0)
     assert next(iter(folder.whole(0))) == "000013-iteration-9"
     for worker in range(2):
-        written(folder.unfinished("000015-iteration-9", worker), 0)
+        written(folder.unfinished_path("000015-iteration-9", worker), 0)
     folder.drop("000015-iteration-9", 1)
-    assert folder.unfinished("000015-iteration-9", 0).is_dir()  # another rank of this host
+    assert folder.unfinished_path("000015-iteration-9", 0).is_dir()  # another rank of this host
     folder.prune(2)
     left = ["000012-iteration-5", "000013-iteration-9", "notes"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
@@ -252,7 +252,7 @@ def test_older_ones_go_only_when_all_have_the_new_one(tmp_path: Path, others: li
 
 
 def test_what_rank_0_cannot_give_is_an_error_on_the_others() -> None:
-    company = Company(None)
+    company = CheckpointGroup(None)
     company._control, company.size = Mock(rank=1, gather=lambda mine: ["a Path", mine]), 2
     with pytest.raises(RuntimeError, match=r"rank 0 cannot give the others .*: a Path"):
         company.share(None)
@@ -289,7 +289,7 @@ def test_when_a_launcher_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     job: Any = SimpleNamespace(checkpoint="a", checkpoint_every=2, resume=False)
     model: Any = SimpleNamespace(_session=session)
     optimizer: Any = SimpleNamespace(after_step=acts.append)
-    automatic.attend(job, model, optimizer)
+    automatic.enable_checkpoints(job, model, optimizer)
     for session.iteration in range(1, 7):
         session.observing = session.iteration < 3
         acts[0]()
@@ -300,7 +300,7 @@ def test_buffers_that_state_dict_leaves_out_are_saved() -> None:
     model = torch.nn.Linear(2, 2)
     model.register_buffer("hidden", torch.ones(3), persistent=False)
     frozen = _frozen(model, torch.optim.SGD(model.parameters()), {}, {})
-    assert frozen.thawed()["buffers"]["hidden"].tolist() == [1, 1, 1]
+    assert frozen.thaw()["buffers"]["hidden"].tolist() == [1, 1, 1]
 
 
 # ---- several ranks --------------------------------------------------------------------------

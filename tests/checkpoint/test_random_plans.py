@@ -60,7 +60,7 @@ class Worker:
         return freeze(state, {})
 
     def load(self, saved: Frozen) -> None:
-        weights, state, position = saved.thawed()
+        weights, state, position = saved.thaw()
         self.net.load_state_dict(weights)
         self.optimizer.load_state_dict(state)
         self.engine.refresh_groups()
@@ -115,7 +115,7 @@ def in_two(plan: Plan, task: Quadratic, at: int) -> tuple[np.ndarray, np.ndarray
         return [worker.iterate(i) for i in range(at, worker.task.iterations)]
 
     resumed = lives(plan, task, rest)
-    return np.array(seen), np.array(resumed), [frozen.thawed()[2] for frozen in saved]
+    return np.array(seen), np.array(resumed), [frozen.thaw()[2] for frozen in saved]
 
 
 def test_resumed_at_any_iteration() -> None:

@@ -66,7 +66,7 @@ def test_copies_have_memory_of_their_own(case: Case) -> None:
     for twin in (copy.deepcopy(model), torch.load(pickled(model), weights_only=False)):
         held = [*twin.parameters(), *twin.buffers()]
         assert storages(held) == storages([*plain.parameters(), *plain.buffers()])
-        for tensor in flat.everything():
+        for tensor in flat.parameter_tensors():
             tensor.zero_()
         assert all(torch.equal(t, before[name]) for name, t in twin.state_dict().items())
         model.load_state_dict(before)
@@ -97,7 +97,7 @@ def test_safetensors(case: Case, tmp_path) -> None:
 
 def test_memory_is_one_and_stays() -> None:
     model, _, flat = flat_and_plain(Case("mlp"))
-    [everything] = flat.everything()
+    [everything] = flat.parameter_tensors()
     everything.fill_(2.0)
     assert all((p == 2.0).all() for p in flat.parameters)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_saved_for_backward_as_before() -> None:
     model, _, flat = flat_and_plain(Case("mlp"))
     x = torch.ones(2, 5, dtype=torch.float64)
     output = model(x).sum()
-    flat.everything()[0].mul_(1.0)
+    flat.parameter_tensors()[0].mul_(1.0)
     output.backward()
     output = model(x).sum()
     with torch.no_grad():

@@ -96,7 +96,7 @@ def test_one_ahead(asked: list[Any]) -> None:
     assert [has for has, _ in asked] == [1, 1]
     assert [*batches] == [1]
     assert [has for has, _ in asked] == [1, 1, 0]
-    assert control.together.call_count == 3
+    assert control.collective.call_count == 3
 
 
 def test_alone() -> None:

@@ -644,10 +644,12 @@ def test_ranks_tell_what_their_changes_are_counted_from():
         flat.adopt(plan.all_buffers)
         coding = Coding(plan, flat, {})
         coding.restart_if_outdated()
-        first = coding.encode_message(plan.transfers[0], flat.physical("param"), 0).settings.origin
+        first = coding.encode_message(
+            plan.transfers[0], flat.copy_index("param"), 0
+        ).settings.origin
         flat.contents("anchor")[0][0].add_(1.0)  # where training has led to since
         assert (
-            coding.encode_message(plan.transfers[0], flat.physical("param"), 0).settings.origin
+            coding.encode_message(plan.transfers[0], flat.copy_index("param"), 0).settings.origin
             == first
         )
         return first
@@ -661,7 +663,7 @@ def test_numbers_of_16_bits_are_encoded_as_float32():
     flat = Flat(model, [BucketSpec("b", ("weight",))])
     flat.adopt(plan.all_buffers)
     coding = Coding(plan, flat, {})
-    [part] = coding.encode_message(plan.transfers[0], flat.physical("grad"), 0).parts
+    [part] = coding.encode_message(plan.transfers[0], flat.copy_index("grad"), 0).parts
     assert part.numbers.dtype == torch.float32
 
 
@@ -683,7 +685,7 @@ def test_what_a_message_would_take_is_known_before_it_is_sent(via):
         coding = Coding(plan, flat, {})
         coding.restart_if_outdated()
         try:
-            coded = coding.encode_message(sent, flat.physical("param"), 0)
+            coded = coding.encode_message(sent, flat.copy_index("param"), 0)
             assert sum(part.plain.nbytes for part in coded.parts) == 2 * 5 * 4
             return coded(link.collectives, leaves_out=False)[2], coding.bytes_of(sent, 2)
         finally:
@@ -1109,7 +1111,7 @@ def test_averages_need_no_new_memory(name):
     for i in range(12):
         held = []
         for t in plan.transfers:
-            copy = flat.physical("param")
+            copy = flat.copy_index("param")
             tensors, bad, _ = coding.encode_message(t, copy, i)(act, leaves_out=False)
             assert not bad
             held.append((t, copy, tensors))

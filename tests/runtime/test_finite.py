@@ -61,14 +61,14 @@ def test_nobody_left_to_average() -> None:
     for culprits, result in average("skip", [[NAN, 1.0]] * 3):
         assert culprits == [0, 1, 2]
         with pytest.raises(RuntimeError, match="ranks 0, 1, 2"):
-            FiniteGuard("skip", 0, 3, str).heed(MESSAGE, 7, culprits, [result])
+            FiniteGuard("skip", 0, 3, str).check_message(MESSAGE, 7, culprits, [result])
 
 
 def test_what_the_user_has_mended_is_used() -> None:
     guard = FiniteGuard("raise", 0, 2, str)
-    guard.heed(MESSAGE, 7, [1], [torch.zeros(3)])
+    guard.check_message(MESSAGE, 7, [1], [torch.zeros(3)])
     with pytest.raises(RuntimeError, match=r"rank 1 .* parameters of bucket .* in iteration 7"):
-        guard.heed(MESSAGE, 7, [1], [torch.zeros(3), torch.tensor([1.0, NAN])])
+        guard.check_message(MESSAGE, 7, [1], [torch.zeros(3), torch.tensor([1.0, NAN])])
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
@@ -79,7 +79,7 @@ def test_a_sum_that_is_handed_on_is_laid_to_whoever_sent_it(policy: Any) -> None
         assert guard.run(HANDED, tensor, {"send": sent.append}) == culprits
         assert sent.pop() is tensor
     with pytest.raises(RuntimeError, match=r"rank 1 .* gradient of bucket .* in iteration 7"):
-        guard.heed(HANDED, 7, [1], [tensor])
+        guard.check_message(HANDED, 7, [1], [tensor])
     guard.require_finite_sum(range(2), 7, [torch.zeros(3)])
     with pytest.raises(RuntimeError, match=r"rank 0 .* gradient of bucket .* in iteration 7"):
         guard.require_finite_sum(range(2), 7, [torch.tensor([INF])])

@@ -76,7 +76,7 @@ def test_autograd_writes_into_the_buckets() -> None:
     gradients = Gradients(flat, 1)
     before = flat.grad_version()
     model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
-    assert gradients.attached()
+    assert gradients.is_intact()
     assert flat.grad_version() != before, "autograd's writing is seen"
     [grads] = flat.tensors("grad", range(len(flat.buckets)))
     assert grads.abs().sum() > 0
@@ -113,8 +113,8 @@ def test_nothing_of_the_model_is_left_twice() -> None:
     }
     count = sum(len(bucket.parameters) for bucket in second.buckets)
     assert sum(storages.values()) == 2 * trainable + 8 * count  # who has none, a number each
-    assert all(inside(p, second.everything()[0]) for p in second.parameters)
-    assert len(second.everything()) == 1
+    assert all(inside(p, second.parameter_tensors()[0]) for p in second.parameters)
+    assert len(second.parameter_tensors()) == 1
 
 
 def test_what_was_before_is_let_go_as_soon_as_it_is_empty(monkeypatch) -> None:
@@ -157,13 +157,15 @@ def test_tied_weights_are_stored_once() -> None:
     model = build_model(Case("tied"))
     flat = Flat(model, specs(model))
     assert model.head.weight is model.embedding.weight
-    assert sum(t.numel() for t in flat.everything()) == sum(p.numel() for p in model.parameters())
+    assert sum(t.numel() for t in flat.parameter_tensors()) == sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 def test_every_dtype_has_its_own_storage() -> None:
     model = build_model(Case("mixed", dtype=torch.float32))
     flat = Flat(model, specs(model))
-    assert {t.dtype for t in flat.everything()} == {torch.float32, torch.bfloat16}
+    assert {t.dtype for t in flat.parameter_tensors()} == {torch.float32, torch.bfloat16}
     run = flat.tensors("param", range(len(flat.buckets)))
     assert sum(t.nbytes for t in run) == sum(p.nbytes for p in model.parameters())
     assert all(p.dtype == torch.bfloat16 for p in model.middle.parameters())

@@ -166,10 +166,10 @@ def test_noise_meter_is_unbiased(ranks: int, merge: int) -> None:
         noise = torch.randn(merge, ranks, 7, generator=generator, dtype=torch.float64)
         grads = (mean + deviation * noise).sum(dim=0)
         for meter, grad in zip(meters, grads, strict=True):
-            meter.own([grad[:3]])
-            meter.own([grad[3:]])
+            meter.add_own([grad[:3]])
+            meter.add_own([grad[3:]])
             meter.complete()
-            meter.averaged([grads.mean(dim=0)], merge)
+            meter.add_average([grads.mean(dim=0)], merge)
         values = [meter.take() for meter in meters]
         found.append([sum(v[i] for v in values if v) / ranks for i in (0, 1)])
     estimates = torch.tensor(found, dtype=torch.float64)
@@ -184,11 +184,11 @@ def test_noise_meter_keeps_generations_apart() -> None:
     meter = NoiseMeter(2)
     assert meter.take() is None
     for size in (3.0, 5.0):
-        meter.own([torch.tensor([size])])
+        meter.add_own([torch.tensor([size])])
         meter.complete()
-    meter.averaged([torch.tensor([2.0])], 1)
+    meter.add_average([torch.tensor([2.0])], 1)
     assert meter.take() == (4.0 - 5.0, 5.0)
-    meter.averaged([torch.tensor([4.0])], 2)
+    meter.add_average([torch.tensor([4.0])], 2)
     assert meter.take() == ((16.0 - 9.0) / 4, 9.0 / 2)
     assert meter.take() is None
 

@@ -15,7 +15,7 @@ from metrics_workers import EVERY, LR, SIZES, STEPS, log_all, log_alone
 from worlds import run_world
 
 from offbeat import ADPSGD, DDP, WFBP, LocalSGD
-from offbeat.core.measuring.replica_sample import Chosen
+from offbeat.core.measuring.replica_sample import SampledElements
 from offbeat.core.runtime.iteration import MomentTimes, Timestamps
 from offbeat.core.runtime.meter import Meter, exposed_communication_s, gamma
 from offbeat.core.runtime.metrics import Metrics, Prometheus, TensorBoard, WandB
@@ -73,7 +73,7 @@ def test_gamma_of_a_sample() -> None:
     replicas = rng.normal(size=(3, 2, 400))
     rows = []
     for replica in replicas:
-        chosen = Chosen([torch.from_numpy(part) for part in replica])
+        chosen = SampledElements([torch.from_numpy(part) for part in replica])
         rows.append(chosen.numbers().numpy())
     centre = replicas.mean(0)
     exact = np.mean([np.sum((replica - centre) ** 2) for replica in replicas])

@@ -32,8 +32,8 @@ from offbeat import (
     Strategy,
 )
 from offbeat.core.derive.deferred import deferred
-from offbeat.core.guards.gradients_read import Looks
-from offbeat.core.guards.script_usage import Habits, Watched
+from offbeat.core.guards.gradients_read import ReadHook
+from offbeat.core.guards.script_usage import ScriptUsage, UsageRecorder
 from offbeat.core.verify.check import check as problems
 from offbeat.plan import Apply, Buffer, Moment, Phases, Vote, local
 from offbeat.sim import predict_plan
@@ -414,74 +414,78 @@ def test_what_cannot_be_put_off(strategy: Strategy, more: dict[str, Any]) -> Non
 @pytest.mark.parametrize("strategy", [P3(), USByte(), DeAR(), PartialSync()], **names)
 def test_variants_at_the_step(strategy: Strategy) -> None:
     """They suit every habit, and nobody asks them for another variant."""
-    everything = Habits(True, True, True, True, backwards=2, alters=True, hooks=True)
+    everything = ScriptUsage(True, True, True, True, backwards=2, alters=True, hooks=True)
     variant = strategy.at_step()
     assert variant is not None
     assert variant.at_step() is None
     profile = profile_of(CASE, 2)
-    assert everything.against(strategy.plan(profile)) is not None
-    assert everything.against(variant.plan(profile)) is None
+    assert everything.conflict_with(strategy.plan(profile)) is not None
+    assert everything.conflict_with(variant.plan(profile)) is None
     assert variant.bound_s(profile) <= predict_plan(variant.plan(profile), profile).iteration_s
 
 
 def test_what_one_rank_does_counts_for_all() -> None:
-    def both(world: World, rank: int) -> Habits:
+    def both(world: World, rank: int) -> ScriptUsage:
         mine = [
-            Habits(True, scales=True, alters=True),
-            Habits(reads=True, skips=True, backwards=3, hooks=True),
+            ScriptUsage(True, scales=True, alters=True),
+            ScriptUsage(reads=True, skips=True, backwards=3, hooks=True),
         ][rank]
-        return Habits.of_all(mine, MemoryControl(world, rank))  # type: ignore[arg-type]
+        return ScriptUsage.combine(mine, MemoryControl(world, rank))  # type: ignore[arg-type]
 
-    assert run_ranks(2, both) == [Habits(True, True, True, True, 3, alters=True, hooks=True)] * 2
+    assert (
+        run_ranks(2, both) == [ScriptUsage(True, True, True, True, 3, alters=True, hooks=True)] * 2
+    )
 
 
 def test_habits_of_a_loop() -> None:
-    watched = Watched()
-    watched.dropped()  # zero_grad before the first backward
-    watched.stepped(changed=False, skipped=True)  # in place of a backward
-    assert watched.habits == Habits()
+    watched = UsageRecorder()
+    watched.record_dropped_gradients()  # zero_grad before the first backward
+    watched.record_step(changed=False, skipped=True)  # in place of a backward
+    assert watched.usage == ScriptUsage()
     for changed in (True, False):
-        watched.backward()
-        watched.backward()
-        watched.stepped(changed=changed, skipped=False)
-    watched.backward()
-    watched.stepped(changed=False, skipped=False)
-    assert watched.habits == Habits(changes=True, backwards=2)
-    watched.backward()
-    watched.dropped()
+        watched.record_backward()
+        watched.record_backward()
+        watched.record_step(changed=changed, skipped=False)
+    watched.record_backward()
+    watched.record_step(changed=False, skipped=False)
+    assert watched.usage == ScriptUsage(changes=True, backwards=2)
+    watched.record_backward()
+    watched.record_dropped_gradients()
     for skipped in (False, True):
-        watched.backward()
-        watched.backward()
-        watched.stepped(changed=False, skipped=skipped)
-        assert watched.habits == Habits(changes=True, skips=True, backwards=2)
+        watched.record_backward()
+        watched.record_backward()
+        watched.record_step(changed=False, skipped=skipped)
+        assert watched.usage == ScriptUsage(changes=True, skips=True, backwards=2)
 
 
 @pytest.mark.parametrize(
     ("habits", "backward", "forward"),
     [
-        (Habits(), True, True),
-        (Habits(changes=True), False, False),
-        (Habits(scales=True), False, False),
-        (Habits(reads=True), True, False),
-        (Habits(skips=True), False, True),
-        (Habits(backwards=2), True, False),
-        (Habits(alters=True), False, True),
-        (Habits(hooks=True), False, False),
+        (ScriptUsage(), True, True),
+        (ScriptUsage(changes=True), False, False),
+        (ScriptUsage(scales=True), False, False),
+        (ScriptUsage(reads=True), True, False),
+        (ScriptUsage(skips=True), False, True),
+        (ScriptUsage(backwards=2), True, False),
+        (ScriptUsage(alters=True), False, True),
+        (ScriptUsage(hooks=True), False, False),
     ],
     ids=str,
 )
-def test_which_habits_suit_which_updates(habits: Habits, backward: bool, forward: bool) -> None:
+def test_which_habits_suit_which_updates(
+    habits: ScriptUsage, backward: bool, forward: bool
+) -> None:
     """Those in backward have not been put off, and happen before the script has its say."""
     profile = profile_of(CASE, 2)
-    suits = [habits.against(s.plan(profile)) is None for s in (BSP(), AFTER, P3())]
+    suits = [habits.conflict_with(s.plan(profile)) is None for s in (BSP(), AFTER, P3())]
     assert suits == [True, backward, forward]
 
 
 def test_reads_of_gradients_are_heard_only_meanwhile_and_only_of_these() -> None:
     watched, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     calls: list[int] = []
-    looks = Looks(watched.parameters(), lambda: calls.append(1))
-    others = Looks(other.parameters(), lambda: None)
+    looks = ReadHook(watched.parameters(), lambda: calls.append(1))
+    others = ReadHook(other.parameters(), lambda: None)
     looks.open()
     other(watched(torch.ones(2))).sum().backward()
     assert other.weight.grad is not None
@@ -499,5 +503,5 @@ def test_reads_of_gradients_are_heard_only_meanwhile_and_only_of_these() -> None
     assert watched.weight.grad is not None
     assert not calls
     assert "grad" not in vars(torch.nn.Parameter)
-    Looks([], lambda: None).open()
+    ReadHook([], lambda: None).open()
     assert "grad" not in vars(torch.nn.Parameter)  # every read would take longer, for nothing

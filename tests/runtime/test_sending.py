@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from worlds import run_world
 
-from offbeat.core.measuring.jitter import jitter_of, of_ranks, spread_of
+from offbeat.core.measuring.jitter import cluster_jitter, jitter_of, spread_of
 from offbeat.core.measuring.optimizer_calls import call_s
 from offbeat.core.measuring.sending import crowding, measure_sending, split
 from offbeat.core.measuring.timing import Budget
@@ -29,7 +29,7 @@ def measured(threads: int, seconds: float) -> tuple[Link, int, float]:
     torch.set_num_threads(threads)
     dist.init_process_group("gloo")
     cluster = connect([LinkSpec("a", None, "gloo")], torch.device("cpu"), CPU(), 30.0)
-    like = build_flat(nn.Linear(2, 2), None).everything()[0]
+    like = build_flat(nn.Linear(2, 2), None).parameter_tensors()[0]
     budget = Budget(seconds, 20 * TOTAL)
     [link] = measure_sending(cluster, [Link("a", 1e-3, 1e8)], like, TOTAL, budget)
     sent = cluster.links["a"].bytes_sent
@@ -82,9 +82,9 @@ def test_spread_of_a_few_messages_of_each_size() -> None:
 
 
 def test_a_rank_far_above_the_others_keeps_its_own_jitter() -> None:
-    assert of_ranks([0.01, 0.02, 0.02, 0.03]) == (0.0, ())
-    assert of_ranks([0.05, 0.1, 0.15, 0.1]) == (pytest.approx(0.1), ())
-    assert of_ranks([0.0, 0.01, 0.2, 0.01]) == (pytest.approx(0.055), (0.0, 0.0, 0.2, 0.0))
+    assert cluster_jitter([0.01, 0.02, 0.02, 0.03]) == (0.0, ())
+    assert cluster_jitter([0.05, 0.1, 0.15, 0.1]) == (pytest.approx(0.1), ())
+    assert cluster_jitter([0.0, 0.01, 0.2, 0.01]) == (pytest.approx(0.055), (0.0, 0.0, 0.2, 0.0))
 
 
 class Wrapper(torch.optim.SGD):

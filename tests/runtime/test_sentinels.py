@@ -10,7 +10,7 @@ from models import Case, build_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offbeat.core.buckets.autograd_gradients import HandedOver
+from offbeat.core.buckets.autograd_gradients import AutogradGradients
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.layout import BucketSpec
@@ -72,9 +72,9 @@ def prepared(seed: int, *, few: bool) -> tuple[Chain, Listener, Sentinels | Back
     model = Chain()
     flat, listener = Flat(model, buckets(model, seed)), Listener(model)
     if few:
-        flat.let_go("grad")
-        hooks = Sentinels(HandedOver(flat), listener)
-        HandedOver(flat).zero_grad()
+        flat.free("grad")
+        hooks = Sentinels(AutogradGradients(flat), listener)
+        AutogradGradients(flat).zero_grad()
     else:
         hooks = BackwardHooks(Gradients(flat, 1), listener)
     listener.end = hooks.finish
@@ -256,8 +256,8 @@ def test_gradients_are_dropped_or_zeroed() -> None:
     flat = Flat(
         model, [BucketSpec(n, (n,)) for n, p in model.named_parameters() if p.requires_grad]
     )
-    flat.let_go("grad")
-    gradients = HandedOver(flat)
+    flat.free("grad")
+    gradients = AutogradGradients(flat)
     gradients.zero_grad(set_to_none=False)
     assert all(not p.grad.any() for p in gradients.parameters)
     gradients.zero_grad()
@@ -275,13 +275,13 @@ def test_what_was_applied_in_backward_may_not_be_changed() -> None:
     flat = Flat(
         model, [BucketSpec(n, (n,)) for n, p in model.named_parameters() if p.requires_grad]
     )
-    gradients = HandedOver(flat)
-    gradients.used_early(range(1))
+    gradients = AutogradGradients(flat)
+    gradients.mark_applied_in_backward(range(1))
     gradients.parameters[1].grad.add_(1)
-    assert gradients.attached()
+    assert gradients.is_intact()
     gradients.parameters[0].grad.add_(1)
-    assert not gradients.attached()
-    gradients.iteration_begins()
-    gradients.used_early(range(1))
+    assert not gradients.is_intact()
+    gradients.on_iteration_begin()
+    gradients.mark_applied_in_backward(range(1))
     gradients.parameters[0].grad = None
-    assert not gradients.attached()
+    assert not gradients.is_intact()

@@ -100,48 +100,50 @@ def test_the_watch_is_silent_while_the_loss_goes_down_or_is_noisy():
     rng = np.random.default_rng(1)
     for window in range(200):
         level = 1.0 + math.exp(-window / 20)
-        assert watch.see(list(rng.normal(level, 0.5, 50))) is None
+        assert watch.add_window(list(rng.normal(level, 0.5, 50))) is None
 
 
 def test_the_watch_wants_two_windows_in_a_row():
     watch = loss_watch.LossWatch()
     means = [1.0, 1.05, 1.2, 1.0, 1.2]
-    assert [watch.see([mean] * 4) for mean in means] == [None] * 5
-    said = watch.see([1.3] * 4)
+    assert [watch.add_window([mean] * 4) for mean in means] == [None] * 5
+    said = watch.add_window([1.3] * 4)
     assert said == (
         "the loss rose to 1.3 (mean of 4 iterations), above 1.1 in 2 windows in a row; "
         "the lowest mean so far was 1"
     )
-    assert watch.see([1.0] * 4) is None
+    assert watch.add_window([1.0] * 4) is None
 
 
 def test_the_watch_allows_for_the_windows_own_noise():
     watch = loss_watch.LossWatch()
-    watch.see([1.0, 1.0])
-    assert [watch.see([0.2, 2.4]) for _ in range(3)] == [None] * 3  # mean 1.3, error 1.1
+    watch.add_window([1.0, 1.0])
+    assert [watch.add_window([0.2, 2.4]) for _ in range(3)] == [None] * 3  # mean 1.3, error 1.1
 
 
 def test_the_watch_measures_a_rise_by_the_fall_before():
     """So the noise of a loss near 0 says nothing, and a tenth of what was gained a lot."""
     watch = loss_watch.LossWatch()
     rng = np.random.default_rng(2)
-    watch.see([2.0] * 10)
+    watch.add_window([2.0] * 10)
     for _ in range(1000):
-        assert watch.see(list(rng.exponential(0.02, 10))) is None
-    rises = [watch.see([0.19] * 10), watch.see([0.19] * 10)]
+        assert watch.add_window(list(rng.exponential(0.02, 10))) is None
+    rises = [watch.add_window([0.19] * 10), watch.add_window([0.19] * 10)]
     assert rises == [None, None]
-    rises = [watch.see([0.3] * 10), watch.see([0.3] * 10)]
+    rises = [watch.add_window([0.3] * 10), watch.add_window([0.3] * 10)]
     assert rises[0] is None
     assert rises[1] is not None
 
 
 def test_the_watch_sees_losses_that_are_not_finite_at_once():
     watch = loss_watch.LossWatch()
-    assert watch.see([1.0, math.nan]) == "the loss is not finite (in a window of 2 iterations)"
-    assert watch.see([math.inf]) == "the loss is not finite (in a window of 1 iterations)"
-    assert watch.see([5.0]) is None  # the first that counts
+    assert (
+        watch.add_window([1.0, math.nan]) == "the loss is not finite (in a window of 2 iterations)"
+    )
+    assert watch.add_window([math.inf]) == "the loss is not finite (in a window of 1 iterations)"
+    assert watch.add_window([5.0]) is None  # the first that counts
     with pytest.raises(ValueError, match=r"losses \(\[\]\) must hold at least one"):
-        watch.see([])
+        watch.add_window([])
 
 
 def noise(gradient_sq, noise_sq=0.0, step_size=0.1):
@@ -154,8 +156,8 @@ def watched(levels, estimate, deviation=0.0, seed=0):
     said = []
     for start, end in pairwise(levels):
         for level in np.linspace(start, end, 6, endpoint=False):
-            assert watch.see(list(rng.normal(level, deviation, 10))) is None
-        said.append(watch.estimated(estimate))
+            assert watch.add_window(list(rng.normal(level, deviation, 10))) is None
+        said.append(watch.add_estimate(estimate))
     return said
 
 
@@ -188,14 +190,14 @@ def test_the_watch_is_silent_on_a_plateau():
                 losses.append(0.5 * float(curvature @ w**2))
                 squares += float(((curvature * w) ** 2).sum()) / 60
                 w = w - eta * (curvature * w + rng.normal(0.0, deviation, 3))
-            assert watch.see(losses) is None
-        assert watch.estimated(noise(squares, 3 * deviation**2, eta)) is None
+            assert watch.add_window(losses) is None
+        assert watch.add_estimate(noise(squares, 3 * deviation**2, eta)) is None
     assert squares > 0.1  # a fall of 3 in 60 iterations, if noise were nothing
 
 
 def test_the_watch_waits_for_losses_and_for_an_estimate():
     watch = loss_watch.LossWatch()
-    assert watch.estimated(noise(1.0)) is None  # before any loss
+    assert watch.add_estimate(noise(1.0)) is None  # before any loss
     for _ in range(2):
-        watch.see([1.0] * 9)
-        assert watch.estimated(noise(1.0)) is None
+        watch.add_window([1.0] * 9)
+        assert watch.add_estimate(noise(1.0)) is None

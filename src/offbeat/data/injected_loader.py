@@ -111,7 +111,7 @@ class Injected:
         """
         said = ENDED if own is None else (samples_of(leaves(own)), kind(leaves(own)))
         try:
-            if control.same([self._iteration, said[0], zlib.crc32(said[1].encode())]):
+            if control.is_same([self._iteration, said[0], zlib.crc32(said[1].encode())]):
                 return True
             if ENDED in control.gather(said):
                 return False

@@ -58,7 +58,7 @@ class Joined(Generic[Batch]):
         batch, answer = _request_next(batches, control)
         while True:
             work, all_have = answer
-            with control.together("waiting for the others' next batch"):
+            with control.collective("waiting for the others' next batch"):
                 work.wait()
             if not all_have.item():
                 return

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from offbeat.core.guards.finite import OnNonfinite, all_finite
 from offbeat.core.guards.parameters import ParameterWatch
-from offbeat.core.guards.unwritten_weights import Untouched
+from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.iteration import Iteration, Timestamps
@@ -66,7 +66,9 @@ class GossipSession(Session):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._watch = ParameterWatch(model)
         self._watch.attach(self._parameters, placed=False)
-        self._untouched = Untouched((n, p) for n, p in model.named_parameters() if p.requires_grad)
+        self._untouched = WeightChanges(
+            (n, p) for n, p in model.named_parameters() if p.requires_grad
+        )
         self._open = False  # whether an iteration is in progress
         self._before = 0  # iterations of the run before this process
         self._listener: Callable[[Iteration], None] | None = None
@@ -254,7 +256,7 @@ class GossipSession(Session):
         )
 
     def _require_untouched(self) -> None:
-        name = self._untouched.changed()
+        name = self._untouched.changed_name()
         if name is not None:
             raise RuntimeError(
                 f"parameter {name!r} was changed outside of optimizer.step(): gossip would lose "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from offbeat.core.buckets.flat import Flat
 
 
-class HandedOver:
+class AutogradGradients:
     """The gradients of a model where only the user's optimizer uses them.
 
     `zero_grad` sets them to None, and autograd then gives its own tensors away, without zeroing or
@@ -31,15 +31,15 @@ class HandedOver:
                 p.grad = p.grad.data
         self._used: list[tuple[nn.Parameter, Tensor | None, int]] = []  # by updates in backward
 
-    def begin_anew(self) -> None:
+    def begin_plan(self) -> None:
         """A plan begins. What there is of gradients stays until it is zeroed."""
 
-    open = begin_anew
+    open = begin_plan
 
     def drop_unused(self) -> None:
         """Who has none shows none."""
 
-    def let_go(self) -> None:
+    def drop_views(self) -> None:
         """The storage is about to be left; it holds no gradients."""
 
     def flags(self) -> dict[str, Any]:
@@ -51,28 +51,28 @@ class HandedOver:
 
     # ---- backward ---------------------------------------------------------------------------
 
-    def set_by_hand(self, seen: bytearray) -> None:
+    def take_manual_gradients(self, seen: bytearray) -> None:
         """The optimizer finds what the script has put there."""
 
-    def iteration_begins(self) -> None:
+    def on_iteration_begin(self) -> None:
         """What was applied in the backward of an earlier one is history."""
         self._used = []
 
-    def backward_ends(self, seen: bytearray) -> None:
+    def on_backward_end(self, seen: bytearray) -> None:
         """Who had no gradient shows none."""
 
-    backward_again = backward_ends
+    undo_backward_end = on_backward_end
 
-    def fresh(self, b: int) -> None:
+    def mark_fresh(self, b: int) -> None:
         """Bucket b holds this iteration's gradients."""
 
     # ---- the update -------------------------------------------------------------------------
 
-    def added(self, b: int, copy: int) -> int:
+    def added_iterations(self, b: int, copy: int) -> int:
         """One iteration's, or what the script itself has added up."""
         return 1
 
-    def shown(self, copy: int) -> bool:
+    def is_shown(self, copy: int) -> bool:
         """They are never anywhere else."""
         return True
 
@@ -88,23 +88,23 @@ class HandedOver:
     def apply_later(self, runs: Iterable[range]) -> None:
         """No update is put off to another iteration."""
 
-    def applied(self, run: Iterable[int], copy: int) -> None:
+    def mark_applied(self, run: Iterable[int], copy: int) -> None:
         """Nothing is to be zeroed."""
 
-    def used_early(self, run: range) -> None:
+    def mark_applied_in_backward(self, run: range) -> None:
         """These were applied in backward: who changes them now is too late."""
         for index in self.of(run):
             p = self.parameters[index]
             self._used.append((p, p.grad, -1 if p.grad is None else p.grad._version))
 
-    def attached(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether nobody has changed, replaced or taken away what was applied in backward."""
         return all(
             p.grad is grad and (grad is None or grad._version == version)
             for p, grad, version in self._used
         )
 
-    def missing(self, run: range) -> list[Tensor]:
+    def removed_gradients(self, run: range) -> list[Tensor]:
         """None that an update still needs."""
         return []
 
@@ -125,6 +125,6 @@ class HandedOver:
         stop = self.starts[run.stop] if run.stop < len(self.starts) else len(self.parameters)
         return range(self.starts[run.start], stop)
 
-    def own(self, run: range, copy: int) -> Iterator[Tensor]:
+    def gradient_tensors(self, run: range, copy: int) -> Iterator[Tensor]:
         """Every gradient of some buckets."""
         return (g for i in self.of(run) if (g := self.parameters[i].grad) is not None)

@@ -70,7 +70,7 @@ class Flat:
             for key, span, own, more in zip(self.keys, self._spans, mine, carried, strict=True):
                 _rehome_all(params[key], [*own, *more], span[0])
             if before is not None:
-                before.let_go("param")
+                before.free("param")
         self._stores = {"param": [params], "grad": []}
         self.buckets = [
             FlatBucket(spec.name, own, params[key][start:stop])
@@ -80,7 +80,7 @@ class Flat:
         ]
         self.take_gradients()
         if before is not None:
-            before.let_go("grad")
+            before.free("grad")
         self.former.note()
 
     def take_gradients(self) -> None:
@@ -98,7 +98,7 @@ class Flat:
                 bucket.grad_views = _own_gradients(grads[key], bucket.parameters, start)
                 bucket.grad, bucket.absent = grads[key][start:behind], grads[key][behind:stop]
 
-    def let_go(self, buffer: str) -> None:
+    def free(self, buffer: str) -> None:
         """Its tensors are elsewhere now, or not needed any more: free what nobody else holds."""
         self._stores[buffer] = []
         for bucket in self.buckets:
@@ -124,11 +124,11 @@ class Flat:
             ):  # what is there stays, the newest copy first
                 first = self._newest[name]
                 kept = (self._stores[name][first:] + self._stores[name][:first])[: buffer.copies]
-            made = [self._made(buffer) for _ in range(buffer.copies - len(kept))]
+            made = [self._create_store(buffer) for _ in range(buffer.copies - len(kept))]
             self._stores[name], self._newest[name] = kept + made, 0
             self._kinds[name] = buffer.kind
 
-    def _made(self, buffer: Buffer) -> Store:
+    def _create_store(self, buffer: Buffer) -> Store:
         like = self._stores["grad" if buffer.kind == "grad" else "param"][0]
         make = torch.clone if buffer.start == "param" else torch.zeros_like
         with torch.no_grad():
@@ -148,7 +148,7 @@ class Flat:
         """Copies of a buffer."""
         return len(self._stores[buffer])
 
-    def physical(self, buffer: str, age: int = 0) -> int:
+    def copy_index(self, buffer: str, age: int = 0) -> int:
         """Which copy is the one of this age."""
         return (self._newest[buffer] + age) % max(len(self._stores[buffer]), 1)  # 0: not kept here
 
@@ -173,7 +173,7 @@ class Flat:
 
     def parameters_of(self, buffer: str, run: range) -> list[Tensor]:
         """A buffer of the parameters' shape, bucket by bucket, without running statistics."""
-        found, copy = [], self.physical(buffer)
+        found, copy = [], self.copy_index(buffer)
         for b in run:
             count = sum(p.numel() for p in self.buckets[b].parameters)
             found.append(self._bucket(buffer, b, copy)[:count])
@@ -185,7 +185,9 @@ class Flat:
         start, stop = self._spans[b][column : column + 2]
         return self._stores[buffer][copy][self.keys[b]].data[start:stop]
 
-    def carried(self, payload: Payload, copy: int, into: str | None = None) -> tuple[Tensor, ...]:
+    def message_tensors(
+        self, payload: Payload, copy: int, into: str | None = None
+    ) -> tuple[Tensor, ...]:
         """What a message carries of one copy of its buffer (or of another buffer, alike). What
         stands behind the gradients of a bucket goes with its last slice."""
         buffer = into or payload.buffer
@@ -195,7 +197,7 @@ class Flat:
         behind = self._behind(buffer, payload.buckets.start)
         return tuple(t[self._slice(payload, t.numel() - behind, behind)] for t in whole)
 
-    def apart(
+    def split_payload(
         self, payload: Payload, copy: int, buffer: str
     ) -> list[tuple[list[Tensor], list[Tensor]]]:
         """The same by dtype and device, as views of numbers, and of what stands behind them:
@@ -225,11 +227,11 @@ class Flat:
         """All of them, bucket by bucket."""
         return [p for bucket in self.buckets for p in bucket.parameters]
 
-    def everything(self) -> list[Tensor]:
+    def parameter_tensors(self) -> list[Tensor]:
         """All flat parameter tensors."""
         return list(self._stores["param"][0].values())
 
-    def take_back(self) -> None:
+    def restore_parameters(self) -> None:
         """Have every parameter in its place again, with the values that it has elsewhere."""
         store = self._stores["param"][0]
         for key, (at, *_), bucket in zip(self.keys, self._spans, self.buckets, strict=True):
@@ -245,7 +247,7 @@ class Flat:
     def contents(self, buffer: str) -> list[list[Tensor]]:
         """All copies of a buffer, the newest first: one tensor per dtype and device."""
         stores = self._stores[buffer]
-        return [list(stores[self.physical(buffer, age)].values()) for age in range(len(stores))]
+        return [list(stores[self.copy_index(buffer, age)].values()) for age in range(len(stores))]
 
     def fill(self, buffer: str, contents: Sequence[Sequence[Tensor]]) -> None:
         """The inverse of `contents`."""
@@ -273,7 +275,7 @@ class Flat:
         count = len(self.buckets[bucket].parameters)
         return self._stores["grad"][copy][self.keys[bucket]].data[start : stop - count]
 
-    def absent(self, bucket: int, copy: int = 0) -> Tensor:
+    def absence_counts(self, bucket: int, copy: int = 0) -> Tensor:
         """One number per parameter of a bucket: how often this rank had no gradient for it."""
         _, _, _, stop = self._spans[bucket]
         count = len(self.buckets[bucket].parameters)

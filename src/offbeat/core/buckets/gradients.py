@@ -31,9 +31,9 @@ class Gradients:
         self._awaited = bytearray(len(flat.buckets))  # will be applied later
         self._zero_then = bytearray(len(flat.buckets))
         self._hidden: set[int] = set()  # parameters whose gradient we do not show
-        self.begin_anew()
+        self.begin_plan()
 
-    def begin_anew(self) -> None:
+    def begin_plan(self) -> None:
         """A plan begins: as many copies as the storage has by now, none of them used."""
         copies = self.flat.copies("grad")
         self.late = copies > 1
@@ -45,12 +45,12 @@ class Gradients:
 
     def open(self) -> None:
         """Gradients go to the newest copy from now on."""
-        newest = self.flat.physical("grad")
+        newest = self.flat.copy_index("grad")
         self.views, self._added_now = self._views[newest], self._added[newest]
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
 
-    def let_go(self) -> None:
+    def drop_views(self) -> None:
         """The storage is about to be left: hold none of its tensors but what parameters show."""
         self._views, self.views = [], []
 
@@ -65,7 +65,7 @@ class Gradients:
 
     def flags(self) -> dict[str, Any]:
         """What is known of the gradients between two iterations, the newest copy first."""
-        ages = [self.flat.physical("grad", age) for age in range(self.flat.copies("grad"))]
+        ages = [self.flat.copy_index("grad", age) for age in range(self.flat.copies("grad"))]
         return {
             "stale": bytes(self._stale),
             "awaited": bytes(self._awaited),
@@ -79,7 +79,7 @@ class Gradients:
 
     def restore(self, flags: Mapping[str, Any]) -> None:
         """The inverse of `flags`, of a storage whose newest copy is its first."""
-        assert self.flat.physical("grad") == 0
+        assert self.flat.copy_index("grad") == 0
         for mine, name in (
             (self._stale, "stale"),
             (self._awaited, "awaited"),
@@ -116,7 +116,7 @@ class Gradients:
         p.grad = view
         self._hidden.discard(index)
 
-    def set_by_hand(self, seen: bytearray) -> None:
+    def take_manual_gradients(self, seen: bytearray) -> None:
         """A step without a backward pass: gradients that the script has put there itself count."""
         for index, (p, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if seen[index] or p.grad is None:
@@ -127,12 +127,12 @@ class Gradients:
                 continue
             seen[index] = 1
 
-    def iteration_begins(self) -> None:
+    def on_iteration_begin(self) -> None:
         """What was applied in backward is told by version counters."""
 
-    def backward_ends(self, seen: bytearray) -> None:
+    def on_backward_end(self, seen: bytearray) -> None:
         """Note who had no gradient in this iteration; it counts as zero in averages."""
-        copy = self.flat.physical("grad")
+        copy = self.flat.copy_index("grad")
         if not all(seen):
             for index, was_seen in enumerate(seen):
                 if not was_seen:
@@ -141,7 +141,7 @@ class Gradients:
     def _note_absent(self, index: int, copy: int) -> None:
         b = self.bucket_of[index]
         p, view = self.parameters[index], self.views[index]
-        place, absent = index - self.starts[b], self.flat.absent(b, copy)
+        place, absent = index - self.starts[b], self.flat.absence_counts(b, copy)
         if p.grad is not view:
             if self._stale[b] or not self.late:  # what was applied, or taken away, is forgotten
                 view.zero_()
@@ -152,30 +152,30 @@ class Gradients:
         absent[place] += 1
         self._absentees[copy][b].add(place)
 
-    def backward_again(self, seen: bytearray) -> None:
+    def undo_backward_end(self, seen: bytearray) -> None:
         """Another backward adds to the gradients of the same iteration: take back what the last
         one noted."""
-        copy = self.flat.physical("grad")
+        copy = self.flat.copy_index("grad")
         for b in range(len(self._added_now)):
             self._added_now[b] -= 1
         for index, was_seen in enumerate(seen):
             if not was_seen:
                 b = self.bucket_of[index]
-                place, absent = index - self.starts[b], self.flat.absent(b, copy)
+                place, absent = index - self.starts[b], self.flat.absence_counts(b, copy)
                 absent[place] -= 1
                 if absent[place] <= 0:
                     self._absentees[copy][b].discard(place)
                 if not self._absentees[copy][b]:
                     del self._absentees[copy][b]
 
-    def fresh(self, b: int) -> None:
+    def mark_fresh(self, b: int) -> None:
         """Bucket b holds this iteration's gradients."""
         self._stale[b] = 0
         self._added_now[b] += 1
 
     # ---- the update -------------------------------------------------------------------------
 
-    def added(self, b: int, copy: int) -> int:
+    def added_iterations(self, b: int, copy: int) -> int:
         """Iterations whose gradients are added up in a bucket of a copy."""
         return self._added[copy][b]
 
@@ -190,7 +190,7 @@ class Gradients:
         smallest = min(self.parameters, key=Tensor.numel)
         smallest.grad = torch.zeros_like(smallest)
 
-    def shown(self, copy: int) -> bool:
+    def is_shown(self, copy: int) -> bool:
         """Whether backward itself has left every gradient of a copy where it is shown."""
         return not self.late and not self._absentees[copy]
 
@@ -203,9 +203,9 @@ class Gradients:
             self.parameters[index].grad = views[index]
         self._hidden.difference_update(self._of(run))
         for b in [b for b in self._absentees[copy] if b in run]:
-            absent = self.flat.absent(b, copy).tolist()
+            absent = self.flat.absence_counts(b, copy).tolist()
             # A mean over ranks: whoever had a gradient makes it less by one K-th.
-            nobody = self.added(b, copy) - 0.5 / self._world_size
+            nobody = self.added_iterations(b, copy) - 0.5 / self._world_size
             for place in self._absentees[copy][b]:
                 if absent[place] > nobody:
                     index = self.starts[b] + place
@@ -217,7 +217,7 @@ class Gradients:
         for run in runs:
             self._awaited[run.start : run.stop] = b"\x01" * len(run)
 
-    def applied(self, run: range, copy: int) -> None:
+    def mark_applied(self, run: range, copy: int) -> None:
         """Buckets have been applied: zero them if that was asked for meanwhile."""
         for b in run:
             self._stale[b], self._awaited[b] = 1, 0
@@ -233,7 +233,7 @@ class Gradients:
         """Zero the gradients in place, each as soon as nothing needs it any more."""
         if self.late:
             return  # added to; what was applied has been zeroed
-        copy = self.flat.physical("grad")
+        copy = self.flat.copy_index("grad")
         if not any(self._awaited):
             self._zero(copy, range(len(self._stale)))
             return
@@ -262,20 +262,20 @@ class Gradients:
         stop = self.starts[run.stop] if run.stop < len(self.starts) else len(self.parameters)
         return range(self.starts[run.start], stop)
 
-    def attached(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether the user has put no gradient in the place of another one, nor taken one away."""
         return all(
             p.grad is view or (p.grad is None and index in self._hidden)
             for index, (p, view) in enumerate(zip(self.parameters, self.views, strict=True))
         )
 
-    def used_early(self, run: range) -> None:
+    def mark_applied_in_backward(self, run: range) -> None:
         """These were applied in backward; their version counter tells who changes them now."""
 
-    def missing(self, run: range) -> list[Tensor]:
+    def removed_gradients(self, run: range) -> list[Tensor]:
         """Views of gradients that the user has taken away (`p.grad = None`) in some buckets."""
         return [self.views[i] for i in self._of(run) if self.parameters[i].grad is None]
 
-    def own(self, run: range, copy: int) -> Iterator[Tensor]:
+    def gradient_tensors(self, run: range, copy: int) -> Iterator[Tensor]:
         """Every bucket's gradients alone, flat."""
         return (self.flat.gradients(b, copy) for b in run)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 CPU = torch.device("cpu")
 
 
-def captured(device: torch.device) -> dict[str, Any]:
+def capture(device: torch.device) -> dict[str, Any]:
     """Return the random states of the process, and of one device if it is a GPU."""
     return {
         "python": random.getstate(),
@@ -26,7 +26,7 @@ def captured(device: torch.device) -> dict[str, Any]:
 
 
 def restore(states: Mapping[str, Any], device: torch.device) -> None:
-    """Set the random states that `captured` has returned."""
+    """Set the random states that `capture` has returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -56,7 +56,7 @@ def preserve_random_states(devices: Iterable[torch.device] = ()) -> Iterator[Non
     The user's optimizer may draw random numbers when a copy of it is tried. The training script
     must draw the same numbers with and without the trial.
     """
-    states = [(device, captured(device)) for device in {CPU, *devices}]
+    states = [(device, capture(device)) for device in {CPU, *devices}]
     try:
         yield
     finally:

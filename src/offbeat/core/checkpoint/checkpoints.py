@@ -16,7 +16,7 @@ from offbeat.core.buckets import random_states as randomness
 from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.folder import NAME, Folder
 from offbeat.core.checkpoint.frozen import Frozen, freeze
-from offbeat.core.checkpoint.saving import Company, Saver, Saving
+from offbeat.core.checkpoint.saving import CheckpointGroup, Saver, Saving
 from offbeat.core.checkpoint.shard import Manifest
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _frozen(
         "buffers": {n: b for n, b in model.named_buffers() if n not in weights},
         "optimizer": kept,
         "state": state,
-        "random": randomness.captured(device),
+        "random": randomness.capture(device),
         "extra": {name: _of_extra(thing) for name, thing in extra.items()},
     }
     names = {f"model.{name}": t for name, t in weights.items() if isinstance(t, Tensor)}
@@ -180,7 +180,7 @@ def _stateful(thing: Any) -> bool:
 # ---- which is loaded ------------------------------------------------------------------------
 
 
-def _chosen(folder: Folder, session: Session, company: Company) -> tuple[str, Manifest]:
+def _chosen(folder: Folder, session: Session, company: CheckpointGroup) -> tuple[str, Manifest]:
     """The newest checkpoint that all ranks have, or that rank 0 has of a job of another size."""
     mine = {name: asdict(manifest) for name, manifest in folder.whole(session.worker).items()}
     everyone = [
@@ -214,11 +214,13 @@ def _nothing(folder: Folder, everyone: Sequence[Mapping[str, Manifest]]) -> str:
     )
 
 
-def _same_job(manifest: Manifest, session: Session, company: Company) -> bool:
+def _same_job(manifest: Manifest, session: Session, company: CheckpointGroup) -> bool:
     return manifest.world_size == company.size and manifest.strategy == session.strategy
 
 
-def _require_usable(path: Path, manifest: Manifest, session: Session, company: Company) -> None:
+def _require_usable(
+    path: Path, manifest: Manifest, session: Session, company: CheckpointGroup
+) -> None:
     if not manifest.alike and not _same_job(manifest, session, company):
         raise ValueError(
             f"the checkpoint {path} is of {manifest.world_size} ranks under {manifest.strategy}, "
@@ -236,7 +238,7 @@ def _read(directory: Path) -> Any:
         return error
 
 
-def _agreed(found: Any, company: Company, worker: int) -> Any:
+def _agreed(found: Any, company: CheckpointGroup, worker: int) -> Any:
     """RuntimeError on every rank if one could not read."""
     mine = f"rank {worker}: {found}" if isinstance(found, Exception) else None
     failed = [words for words in company.gather(mine) if words is not None]

@@ -53,13 +53,13 @@ class Folder:
         """Where a worker's part of a checkpoint is."""
         return self.path / name / f"rank-{worker}"
 
-    def unfinished(self, name: str, worker: int) -> Path:
+    def unfinished_path(self, name: str, worker: int) -> Path:
         """Where it is while it is written."""
         return self.path / f"{UNFINISHED}{name}" / f"rank-{worker}"
 
     def drop(self, name: str, worker: int) -> None:
         """It will not be finished."""
-        part = self.unfinished(name, worker)
+        part = self.unfinished_path(name, worker)
         shutil.rmtree(part, ignore_errors=True)
         with suppress(OSError):  # others have theirs in it
             part.parent.rmdir()

@@ -33,7 +33,7 @@ class Frozen:
     def looks(self) -> dict[str, Look]:
         return {name: (t.size(), t.stride(), t.dtype) for name, t in self.tensors.items()}
 
-    def thawed(self) -> Any:
+    def thaw(self) -> Any:
         """The value, with these tensors."""
         return _Unpickler(self.pickle, self.tensors).load()
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from offbeat.core.runtime.prepared import Model, Optimizer
 
 
-def attend(job: Job, model: Model, optimizer: Optimizer) -> None:
+def enable_checkpoints(job: Job, model: Model, optimizer: Optimizer) -> None:
     """Go on from the newest checkpoint if the job says so, and save after every so many
     iterations. Every rank must call it."""
     path, every, session = job.checkpoint, job.checkpoint_every, model._session

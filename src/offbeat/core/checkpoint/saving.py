@@ -18,7 +18,7 @@ from offbeat.core.transport import packed
 from offbeat.core.transport.control import Control, new_group
 
 
-class Company:
+class CheckpointGroup:
     """The ranks that save and load together. Who does it alone has no `control`.
 
     A thread that saves has a process group of its own: it is in nobody's way.
@@ -47,7 +47,7 @@ class Company:
         mine = None if self._control.rank else packed.unreadable(value)
         if (why := self.gather(mine)[0]) is not None:
             raise RuntimeError(f"rank 0 cannot give the others what it has read: {why}")
-        with self._control.together("sharing a checkpoint"):
+        with self._control.collective("sharing a checkpoint"):
             return packed.broadcast_state(value, 0, self._control.group)
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Saving:
         name: str,
         frozen: Frozen,
         manifest: Manifest,
-        company: Company,
+        company: CheckpointGroup,
         keep: int,
     ):
         self.path: Path = folder.path / name
@@ -107,7 +107,7 @@ class Saving:
 
     def _save(self, frozen: Frozen, manifest: Manifest) -> None:
         folder, name = self._folder, self._name
-        part = folder.unfinished(name, self._worker)
+        part = folder.unfinished_path(name, self._worker)
         try:
             written = self._together(lambda: shard.write(part, frozen, manifest))
             if written and self._together(lambda: folder.finish(name, self._worker)):
@@ -143,7 +143,7 @@ class Saver:
     """One session's way to its checkpoints: one is saved at a time."""
 
     def __init__(self, control: Control | None):
-        self.company = Company(control)
+        self.company = CheckpointGroup(control)
         self._last: Saving | None = None
 
     def save(

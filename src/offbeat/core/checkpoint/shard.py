@@ -66,7 +66,7 @@ def read(directory: Path) -> Any:
     tensors = {name: empty(look) for name, look in looks.items()}
     if tensors:
         _fill(directory, tensors)
-    return Frozen(data, tensors).thawed()
+    return Frozen(data, tensors).thaw()
 
 
 def look_up(directory: Path) -> Manifest:

@@ -104,7 +104,7 @@ class ReplicaGuard(Comparison):
             (checksum(*state.values()) ^ hash_text("\n".join(state))) >> 2,
             self.skipped,
         )
-        if not self._control.same(digests):
+        if not self._control.is_same(digests):
             self._explain(settings, state)
 
     def _explain(self, settings: Settings, state: dict[str, Tensor]) -> None:
@@ -187,7 +187,7 @@ class SettingsGuard(Comparison):
 
     def _compare(self) -> None:
         settings, edited = settings_of(self._optimizer, self._model), self._edits.take()
-        if self._control.same([hash_text(repr(settings)) >> 2, bool(edited)]):
+        if self._control.is_same([hash_text(repr(settings)) >> 2, bool(edited)]):
             return
         everyone = self._control.gather((settings, edited))
         found = _difference_of([theirs for theirs, _ in everyone])

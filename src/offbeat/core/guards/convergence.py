@@ -48,7 +48,7 @@ class ConvergenceGuard:
         looks, rest = divmod(self._iterations, WINDOW * WINDOWS_PER_LOOK)
         return self._look(looks % LOOKS_PER_ESTIMATE == 0) if rest == 0 else None
 
-    def captured(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         """What it has seen so far."""
         return {
             "meter": self.meter,
@@ -73,8 +73,8 @@ class ConvergenceGuard:
         everyone = [Seen(**theirs) for theirs in self._control.gather(asdict(seen))]
         means = [fmean(losses) for losses in zip(*(s.losses for s in everyone), strict=False)]
         windows = [means[i : i + WINDOW] for i in range(0, len(means), WINDOW)]
-        words = [self._watch.see(window) for window in windows]
+        words = [self._watch.add_window(window) for window in windows]
         noise = noise_of(everyone)
         if noise is not None:
-            words.append(self._watch.estimated(noise))
+            words.append(self._watch.add_estimate(noise))
         return Finding(next(filter(None, words), None), noise)

@@ -102,7 +102,7 @@ class FiniteGuard:
         collectives["all_reduce"](said)
         return [rank for rank, share in enumerate(said.tolist()) if share > 0]
 
-    def heed(
+    def check_message(
         self, transfer: Transfer, iteration: int, culprits: Sequence[int], tensors: Sequence[Tensor]
     ) -> None:
         """Before what a message brought is used. RuntimeError under `raise` unless the user has
@@ -172,7 +172,7 @@ def _who(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-class Suspects:
+class NonfiniteMessages:
     """Messages whose values were not finite, until what they brought is used.
 
     What a step will use is looked at there: a gradient scaler may skip it, and the user's code
@@ -187,7 +187,7 @@ class Suspects:
         """A message has culprits; what it brought is used at once, or `later`."""
         self._messages.append(message)
         if not later:
-            self.heed()
+            self.check()
 
     def require_finite_sum(self, run: range, iteration: int, tensors: Iterable[Tensor]) -> None:
         """A sum that was handed from worker to worker is used now."""
@@ -196,11 +196,11 @@ class Suspects:
         except RuntimeError as error:
             self._refuse(error)
 
-    def heed(self, *, unused: bool = False) -> None:
+    def check(self, *, unused: bool = False) -> None:
         """What has arrived is used now, or will not be used at all."""
         messages, self._messages = self._messages, []
         for m in () if unused else messages:
             try:
-                self._guard.heed(m.transfer, m.iteration, m.culprits, m.tensors)
+                self._guard.check_message(m.transfer, m.iteration, m.culprits, m.tensors)
             except RuntimeError as error:
                 self._refuse(error)

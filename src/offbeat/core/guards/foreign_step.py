@@ -15,7 +15,7 @@ GIVEN = (
 )
 
 
-class Stepping:
+class ForeignStepGuard:
     """Sees the steps of every optimizer of this process, from its making to `close`.
 
     `shared`: whether others may step the same parameters now, as where gradients alone are
@@ -30,13 +30,13 @@ class Stepping:
         self._optimizer, self._shared = optimizer, shared
         self._own = False
         self._before: Callable[[], None] | None = None  # steps that the script drives
-        self.seen = False  # such a step
+        self.has_script_step = False  # such a step
         self._harmless: WeakSet[Optimizer] = WeakSet()
         self._handle: Any = register_optimizer_step_pre_hook(self._stepped)
-        Stepping.hooks += 1
+        ForeignStepGuard.hooks += 1
 
     @contextmanager
-    def own(self) -> Iterator[None]:
+    def session_steps(self) -> Iterator[None]:
         """Whatever steps within does so on behalf of the session."""
         before, self._own = self._own, True
         try:
@@ -45,10 +45,10 @@ class Stepping:
             self._own = before
 
     @contextmanager
-    def lent(self, before: Callable[[], None], *, inner: bool) -> Iterator[None]:
+    def script_steps(self, before: Callable[[], None], *, inner: bool) -> Iterator[None]:
         """Allow steps of the prepared parameters within, each after a call of `before`: by other
         optimizers, and if `inner` also by the prepared one."""
-        self._before, self._inner, self.seen = before, inner, False
+        self._before, self._inner, self.has_script_step = before, inner, False
         try:
             yield
         finally:
@@ -59,7 +59,7 @@ class Stepping:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-            Stepping.hooks -= 1
+            ForeignStepGuard.hooks -= 1
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if self._own:
@@ -67,7 +67,7 @@ class Stepping:
         if self._before is not None and self._meets(optimizer):
             if self._inner or optimizer is not self._optimizer:
                 self._before()
-                self.seen = True
+                self.has_script_step = True
             return
         if optimizer in self._harmless:
             return

@@ -1,4 +1,4 @@
-"""Looks at parameters: reads of their gradients and weights while an update is still to come."""
+"""ReadHook at parameters: reads of their gradients and weights while an update is still to come."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WEIGHTS = ("data", "detach", "clone", "view")
 """Attributes through which scripts read weights, or write them unseen."""
 
 
-class Looks:
+class ReadHook:
     """Calls `act` whenever Python code reads one of these attributes of one of these parameters,
     between `open` and `close`.
 
@@ -20,7 +20,7 @@ class Looks:
     other parameters pass through them.
     """
 
-    _open: ClassVar[dict[str, list[Looks]]] = {}
+    _open: ClassVar[dict[str, list[ReadHook]]] = {}
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ def _property(name: str) -> property:
     plain: Any = getattr(Tensor, name)  # torch's own descriptor
 
     def read(p: nn.Parameter) -> Any:
-        Looks.note(name, p)
+        ReadHook.note(name, p)
         return plain.__get__(p)
 
     if not hasattr(plain, "__set__"):  # a method

@@ -53,7 +53,7 @@ class LossWatch:
     _stretch: list[float] = field(default_factory=list, init=False)  # since the last estimate
     _flat: int = field(default=0, init=False)
 
-    def see(self, losses: Sequence[float]) -> str | None:
+    def add_window(self, losses: Sequence[float]) -> str | None:
         """Take one window's losses, one per iteration; what is wrong in words, or None."""
         if not losses:
             raise ValueError("losses ([]) must hold at least one; give those of a whole window")
@@ -77,7 +77,7 @@ class LossWatch:
             f"{lowest.mean:.4g}"
         )
 
-    def estimated(self, noise: GradientNoise) -> str | None:
+    def add_estimate(self, noise: GradientNoise) -> str | None:
         """Take an estimate of the gradient over the windows since the last one; as `see`."""
         losses, self._stretch = self._stretch, []
         if len(losses) < FEWEST:

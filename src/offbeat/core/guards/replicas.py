@@ -77,7 +77,7 @@ def difference(named: Named, control: Control) -> Difference | None:
     sketches of all tensors are gathered: processors of different kinds round differently, so
     what differs by less than half the digits counts as the same.
     """
-    return None if control.same([digest_of(named)]) else find_difference(named, control)
+    return None if control.is_same([digest_of(named)]) else find_difference(named, control)
 
 
 def find_difference(named: Named, control: Control) -> Difference | None:
@@ -160,9 +160,9 @@ def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
     """Rank 0's parameters and buffers on every rank; nothing is sent if all agree already, as
     equal seeds make them do."""
     tensors = _state(model)
-    if cluster.control.same([checksum(*tensors) >> 2]):
+    if cluster.control.is_same([checksum(*tensors) >> 2]):
         return
-    with cluster.control.together("taking rank 0's weights"):
+    with cluster.control.collective("taking rank 0's weights"):
         for tensor in tensors:
             _from_rank(0, tensor, cluster)
 
@@ -171,8 +171,8 @@ def unite(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> No
     """Average the floating-point state of all replicas unless they are identical already, take
     rank 0's integers, and compare checksums. `more`: tensors to treat alike."""
     tensors = [*_state(model), *more]
-    if not cluster.control.same([checksum(*tensors) >> 2]):
-        with cluster.control.together("averaging replicas"):
+    if not cluster.control.is_same([checksum(*tensors) >> 2]):
+        with cluster.control.collective("averaging replicas"):
             for tensor in tensors:
                 if tensor.is_floating_point():
                     _in_place(tensor, cluster.where, averaging(cluster.everyone))
@@ -184,7 +184,7 @@ def unite(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> No
 def take(source: int, model: nn.Module, cluster: Cluster) -> None:
     """Make all replicas like that of one rank, and compare checksums."""
     tensors = _state(model)
-    with cluster.control.together(f"taking the weights of rank {source}"):
+    with cluster.control.collective(f"taking the weights of rank {source}"):
         for tensor in tensors:
             _from_rank(source, tensor, cluster)
     _require_same(tensors, cluster)
@@ -217,7 +217,7 @@ def repair(model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster)
     """
     state = optimizer_state(optimizer, model)
     layout = [(name, tuple(t.shape), str(t.dtype)) for name, t in state.items()]
-    if not cluster.control.same([hash_text(repr(layout)) >> 2]):
+    if not cluster.control.is_same([hash_text(repr(layout)) >> 2]):
         found = find_difference(state, cluster.control)
         raise RuntimeError(
             f"optimizer states cannot be averaged: {found}; load the same checkpoint on all ranks"

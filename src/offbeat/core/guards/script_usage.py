@@ -1,6 +1,6 @@
-"""Habits: what a script does to gradients between backward and step, seen in its first iterations.
+"""Use of gradients and weights by a script between backward and step, from its first iterations.
 
-A strategy that applies gradients at other times than in `optimizer.step()` asks for them.
+A strategy that applies gradients at other times than in `optimizer.step()` depends on it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from offbeat.core.transport.control import Control
 
 
 @dataclass
-class Habits:
+class ScriptUsage:
     """`changes`: gradients were changed or replaced before a step, as clipping does; `reads`: they
     were looked at; `scales`: a gradient scaler stepped; `skips`: an update was left out after its
     backward; `backwards`: most backward passes before one step; `alters`: weights or settings of
@@ -31,7 +31,7 @@ class Habits:
     hooks: bool = False
 
     @classmethod
-    def of_all(cls, mine: Habits, control: Control) -> Habits:
+    def combine(cls, mine: ScriptUsage, control: Control) -> ScriptUsage:
         """What some rank does. Every rank must call it."""
         seen = [cls(**habits) for habits in control.gather(asdict(mine))]
         return cls(
@@ -45,7 +45,7 @@ class Habits:
             any(one.hooks for one in seen),
         )
 
-    def against(self, plan: Plan) -> str | None:
+    def conflict_with(self, plan: Plan) -> str | None:
         """Why the script cannot run under a plan, in words; None if it can."""
         points = {apply.at.point for apply in plan.applies if effects.is_update(apply)}
         if not points & {"grad", "forward"}:
@@ -68,42 +68,42 @@ class Habits:
         return " and ".join(words) or None
 
 
-class Watched:
+class UsageRecorder:
     """Counts what becomes of iterations until their habits are known."""
 
     def __init__(self) -> None:
-        self.habits = Habits()
+        self.usage = ScriptUsage()
         self._backwards = 0
 
-    def backward(self) -> None:
+    def record_backward(self) -> None:
         """A backward pass has begun."""
         self._backwards += 1
 
-    def stepped(
+    def record_step(
         self, *, changed: bool, skipped: bool, altered: bool = False, hooked: bool = False
     ) -> None:
         """`optimizer.step()`, with gradients that were changed since backward, its update
         skipped by the script, weights or settings `altered` since backward, or step hooks."""
-        self.habits.changes |= changed
-        self.habits.hooks |= hooked
-        self.habits.alters |= altered
-        self.habits.skips |= skipped and self._backwards > 0
-        self.habits.backwards = max(self.habits.backwards, self._backwards)
+        self.usage.changes |= changed
+        self.usage.hooks |= hooked
+        self.usage.alters |= altered
+        self.usage.skips |= skipped and self._backwards > 0
+        self.usage.backwards = max(self.usage.backwards, self._backwards)
         self._backwards = 0
 
-    def dropped(self) -> None:
+    def record_dropped_gradients(self) -> None:
         """Gradients were zeroed without a step."""
-        self.habits.skips |= self._backwards > 0
+        self.usage.skips |= self._backwards > 0
         self._backwards = 0
 
-    def read(self) -> None:
+    def record_read(self) -> None:
         """A gradient was looked at between backward and step."""
-        self.habits.reads = True
+        self.usage.reads = True
 
-    def drove(self) -> None:
+    def record_own_step(self) -> None:
         """An optimizer steps by itself."""
-        self.habits.drives = True
+        self.usage.drives = True
 
-    def scaled(self) -> None:
+    def record_scaler(self) -> None:
         """A gradient scaler steps."""
-        self.habits.scales = True
+        self.usage.scales = True

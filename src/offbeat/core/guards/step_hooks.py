@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from offbeat.core.guards.foreign_step import Stepping
-from offbeat.core.guards.gradients_read import GRADIENTS, WEIGHTS, Looks
+from offbeat.core.guards.foreign_step import ForeignStepGuard
+from offbeat.core.guards.gradients_read import GRADIENTS, WEIGHTS, ReadHook
 
 
 def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether hooks of the script run at the beginning of the optimizer's step."""
     own = optimizer._optimizer_step_pre_hooks
-    return bool(own) or len(_global_optimizer_pre_hooks) > Stepping.hooks
+    return bool(own) or len(_global_optimizer_pre_hooks) > ForeignStepGuard.hooks
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -35,7 +35,7 @@ class StepHooks:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]):
         self._optimizer, self._parameters = optimizer, parameters
-        self._looks = Looks(parameters, self._note_read, (*GRADIENTS, *WEIGHTS))
+        self._looks = ReadHook(parameters, self._note_read, (*GRADIENTS, *WEIGHTS))
 
     @contextmanager
     def watch(self, settings: Callable[[], Any], remedy: str) -> Iterator[None]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 
-class Untouched:
+class WeightChanges:
     """Sees parameters that somebody else has written to, or put elsewhere, since `note`.
 
     What is written through `parameter.data` is not seen: torch does not count it.
@@ -26,7 +26,7 @@ class Untouched:
         """Until the next `note` they may change."""
         self._known = []
 
-    def changed(self) -> str | None:
+    def changed_name(self) -> str | None:
         """The name of the first parameter that is not as it was noted."""
         for (name, p), known in zip(self._named if self._known else (), self._known, strict=True):
             if (p._version, p.data_ptr()) != known:

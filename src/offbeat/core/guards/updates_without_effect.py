@@ -14,10 +14,10 @@ ATTEMPTS = 3  # updates; SOAP, for one, only sets up its state in the first
 LEAST_RATE = 1e-6  # a smaller learning rate may change no digit
 
 
-class Moves:
+class UpdateCheck:
     """Compares weights before and after the first updates of an optimizer, until one changes them.
 
-    Looks at updates whose gradients are not zero, of groups whose learning rate is not.
+    ReadHook at updates whose gradients are not zero, of groups whose learning rate is not.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):

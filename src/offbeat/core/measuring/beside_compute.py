@@ -70,7 +70,7 @@ class Computing:
 def measure_beside(cluster: Cluster, flat: Flat, profile: Profile) -> Profile:
     """Return the profile of emulated hosts with messages as long as they are beside compute. Every
     rank must call it with equal profiles."""
-    like = flat.everything()[0]
+    like = flat.parameter_tensors()[0]
     if cluster.control.world_size == 1 or not profile.pace or like.device.type != "cpu":
         return profile
     total = sum(bucket.grad.nbytes for bucket in flat.buckets)

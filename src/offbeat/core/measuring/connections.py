@@ -22,7 +22,7 @@ def open_connections(cluster: Cluster, profile: Profile) -> None:
     ranks in both directions. Every rank must call it while its links are idle."""
     if cluster.control.world_size == 1:
         return
-    with cluster.control.together("opening connections"):
+    with cluster.control.collective("opening connections"):
         for name, link in cluster.links.items():
             load = torch.zeros(
                 _bytes(profile, name) // 4, device=cluster.where, dtype=torch.float32

@@ -33,12 +33,12 @@ class ForwardMemory:
         self.place = ""
 
     @property
-    def kept(self) -> Mapping[str, int] | None:
+    def kept_bytes(self) -> Mapping[str, int] | None:
         """Bytes per place, or None."""
         return self._kept if self._known else None
 
     @property
-    def measured(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether a forward was measured, or cannot be."""
         return self._meter is not None or not self._known
 

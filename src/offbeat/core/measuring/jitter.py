@@ -33,7 +33,7 @@ def spread_of(series: Sequence[Sequence[float]]) -> float:
     return spread if spread > STEADY else 0.0
 
 
-def of_ranks(jitters: Sequence[float]) -> tuple[float, tuple[float, ...]]:
+def cluster_jitter(jitters: Sequence[float]) -> tuple[float, tuple[float, ...]]:
     """The mean, 0 if it counts as steady; and every rank's own if some are far above the others: a
     few iterations tell jitters apart only by factors."""
     mean = sum(jitters) / len(jitters)

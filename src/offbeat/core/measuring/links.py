@@ -72,7 +72,7 @@ def measure_cluster(
     left out where that is too little. Every rank must call it, and opens a second channel of the
     first link.
     """
-    like = flat.everything()[0]
+    like = flat.parameter_tensors()[0]
     smallest, total = min(_sizes(flat)), sum(_sizes(flat))
     budget = _budget(total)
     found: list[Link] = []
@@ -98,7 +98,7 @@ def worthwhile_bytes(group: dist.ProcessGroup, flat: Flat, device: Device) -> in
     below 64 KiB.
     """
     total = sum(_sizes(flat))
-    probe = Probe(group, flat.everything()[0], device)
+    probe = Probe(group, flat.parameter_tensors()[0], device)
     points = explore(
         probe, averaging(group), max(total // 4, SMALL_BYTES), _budget(total).share(LAYOUT)
     )

@@ -31,7 +31,7 @@ class NoiseMeter:
         self._waiting: deque[Tensor | float] = deque()
         self._found: list[tuple[Tensor | float, Tensor | float]] = []
 
-    def own(self, grads: Sequence[Tensor]) -> None:
+    def add_own(self, grads: Sequence[Tensor]) -> None:
         """Some of this rank's gradients, complete and not yet averaged."""
         self._own = self._own + _squared_norm(grads)
 
@@ -40,7 +40,7 @@ class NoiseMeter:
         self._waiting.append(self._own)
         self._own = 0.0
 
-    def averaged(self, grads: Sequence[Tensor], merged: int) -> None:
+    def add_average(self, grads: Sequence[Tensor], merged: int) -> None:
         """The average over ranks of the gradients completed first: a sum of so many iterations."""
         own, average = self._waiting.popleft(), _squared_norm(grads)
         noise = (own - average) / self._others

@@ -17,7 +17,7 @@ from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec, group_parameters
 from offbeat.core.derive.broadcast import with_broadcast
 from offbeat.core.measuring.forward_memory import ForwardMemory
-from offbeat.core.measuring.jitter import are_alike, jitter_of, of_ranks
+from offbeat.core.measuring.jitter import are_alike, cluster_jitter, jitter_of
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.noise import NoiseMeter, Seen, noise_of
 from offbeat.core.measuring.optimizer_calls import call_s
@@ -100,7 +100,7 @@ class Observer:
 
     def iteration(self, done: Iteration) -> None:
         """Take in one finished iteration."""
-        if self.memory.measured:
+        if self.memory.is_complete:
             self.memory.close()
         partly, self._partly = self._partly, done.abandoned
         again = partly and done.marks.forward is None  # another backward of the same forward
@@ -195,7 +195,7 @@ class Observer:
         step_s = call_s(self._engine.optimizer, self._device)
         self._turns.on_step_end()
         jitters, steps_s = zip(*control.gather((jitter, step_s)), strict=True)
-        jitter, rank_jitter = of_ranks(jitters)
+        jitter, rank_jitter = cluster_jitter(jitters)
         kept = self._kept(specs, control)
         count = len(specs)
         compute = everyone[:, : 2 * count].sum(axis=1)
@@ -241,9 +241,9 @@ class Observer:
     def _kept(self, specs: Sequence[BucketSpec], control: Control) -> list[int]:
         """Bytes that each bucket's forward keeps for backward, the mean over ranks that know."""
         mine, modules = None, _homes(specs)[1]
-        if self.memory.kept is not None:
+        if self.memory.kept_bytes is not None:
             mine = [0] * len(specs)
-            for module, size_bytes in self.memory.kept.items():
+            for module, size_bytes in self.memory.kept_bytes.items():
                 mine[modules.get(module, len(specs) - 1)] += size_bytes
         known = [kept for kept in control.gather(mine) if kept is not None]
         return [round(fmean(sizes)) for sizes in zip(*known, strict=True)] or [0] * len(specs)

@@ -17,7 +17,7 @@ NUMBERS = 256  # parameters in the sample, the same on every rank
 MOST = 256  # iterations kept; then every other one is dropped
 
 
-class Chosen:
+class SampledElements:
     """A few elements of some tensors, the same wherever the tensors have the same sizes; `weight`
     is how many elements each of them stands for."""
 
@@ -53,7 +53,7 @@ class Sample:
 
     def __init__(self, storages: Sequence[Tensor]) -> None:
         """Of parameters that live in these flat tensors."""
-        self._chosen = Chosen(storages)
+        self._chosen = SampledElements(storages)
         self._every = 1
         self._seen: list[tuple[int, list[Tensor]]] = []
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from offbeat.core.buckets.autograd_gradients import HandedOver
+from offbeat.core.buckets.autograd_gradients import AutogradGradients
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.derive import effects
@@ -33,7 +33,7 @@ class Accumulation:
         plan: Plan,
         optimizer: torch.optim.Optimizer,
         flat: Flat,
-        gradients: Gradients | HandedOver,
+        gradients: Gradients | AutogradGradients,
         updates: Updates,
         links: Mapping[str, Link],
         waiting: Waiting,
@@ -128,8 +128,8 @@ class Accumulation:
         """Average the payload on the link now, and wait for the result."""
         end = Moment("end")
         message = self._links[link].enqueue(Transfer(payload, end, end, Phases(), link), iteration)
-        copy = self._flat.physical("grad", payload.age)
-        self._links[link].release(message, self._flat.carried(payload, copy))
+        copy = self._flat.copy_index("grad", payload.age)
+        self._links[link].release(message, self._flat.message_tensors(payload, copy))
         self._waiting.wait(message, self._flat)
 
     def _apply(self, context: StorageContext, age: int) -> None:

@@ -36,7 +36,7 @@ class ActivePlan:
         self.iterations: dict[int, Iteration] = {}  # by number in the plan
         self.reloaded = False  # whether weights were loaded since the buffers were computed
         self.flat.adopt(plan.all_buffers)
-        self.gradients.begin_anew()
+        self.gradients.begin_plan()
         self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat)
         self.context = StorageContext(rank, self.flat, self.gradients, engine.state, self.updates)
         self.messages = Messages(

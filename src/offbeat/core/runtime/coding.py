@@ -92,7 +92,9 @@ class Coding:
         parts = []
         anchors = None if t.wire.anchor is None else self._views(t, t.wire.anchor)
         memory = self._memory.setdefault(memory_of(t), {})
-        for i, (numbers, behind) in enumerate(self._flat.apart(t.payload, copy, t.payload.buffer)):
+        for i, (numbers, behind) in enumerate(
+            self._flat.split_payload(t.payload, copy, t.payload.buffer)
+        ):
             whole = self._take_spare(numbers)
             if anchors is None or t.tracked:
                 _for_each_piece(whole, numbers, Tensor.copy_)
@@ -108,7 +110,7 @@ class Coding:
     def receiving_message(self, t: Transfer, copy: int) -> CodedMessage:
         """Return a message without contents that receives another rank's message."""
         assert t.wire is not None
-        views = self._flat.apart(t.payload, copy, t.target)
+        views = self._flat.split_payload(t.payload, copy, t.target)
         parts = [
             Part(self._take_spare(numbers), torch.cat([numbers[0][:0], *behind]), {})
             for numbers, behind in views
@@ -131,7 +133,7 @@ class Coding:
     def store_result(self, t: Transfer, copy: int, buffer: str, tensors: Sequence[Tensor]) -> None:
         """Store an arrived result in a buffer, and in the anchor if the transfer has one."""
         assert t.wire is not None
-        targets = self._flat.apart(t.payload, copy, buffer)
+        targets = self._flat.split_payload(t.payload, copy, buffer)
         anchors = None if t.wire.anchor is None else self._views(t, t.wire.anchor)
         for i, (numbers, behind) in enumerate(targets):
             mean, plain = tensors[2 * i : 2 * i + 2]
@@ -149,8 +151,8 @@ class Coding:
         """Return the bytes of a message between `ranks` ranks."""
         assert t.wire is not None
         used, via, total = codec(t.wire.name, dict(t.wire.args)), _settings(t.wire).via, 0
-        copy = self._flat.physical(t.payload.buffer)
-        for numbers, behind in self._flat.apart(t.payload, copy, t.payload.buffer):
+        copy = self._flat.copy_index(t.payload.buffer)
+        for numbers, behind in self._flat.split_payload(t.payload, copy, t.payload.buffer):
             size, itemsize = sum(x.numel() for x in numbers), max(numbers[0].itemsize, 4)
             plain = sum(x.nbytes for x in behind)
             if t.verb == "send":
@@ -160,7 +162,7 @@ class Coding:
         return total
 
     def _views(self, t: Transfer, buffer: str) -> Views:
-        return self._flat.apart(t.payload, self._flat.physical(buffer), buffer)
+        return self._flat.split_payload(t.payload, self._flat.copy_index(buffer), buffer)
 
     def _origin(self) -> int:
         """Return a fingerprint of the first anchors; it excludes running statistics, which may

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.core.buckets.autograd_gradients import HandedOver
+from offbeat.core.buckets.autograd_gradients import AutogradGradients
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.optimizer_state import StateStore
@@ -24,7 +24,7 @@ class StorageContext:
         self,
         rank: int,
         flat: Flat,
-        gradients: Gradients | HandedOver,
+        gradients: Gradients | AutogradGradients,
         state: StateStore,
         updates: Updates,
     ):
@@ -36,7 +36,7 @@ class StorageContext:
     def read(self, buffer: str, buckets: range, age: int = 0) -> tuple[Tensor, ...]:
         if buffer == "state":
             return self._state.tensors(buckets)
-        return self._flat.tensors(buffer, buckets, self._flat.physical(buffer, age))
+        return self._flat.tensors(buffer, buckets, self._flat.copy_index(buffer, age))
 
     write = read
 
@@ -47,7 +47,7 @@ class StorageContext:
         if buffer != "grad":
             tensors = self.read(buffer, buckets)
         else:  # exclude values that are appended to the gradients
-            copy = self._flat.physical(buffer)
+            copy = self._flat.copy_index(buffer)
             tensors = tuple(self._flat.gradients(b, copy) for b in buckets)
         return float(sum(torch.linalg.vector_norm(t).double().square() for t in tensors))
 
@@ -55,7 +55,7 @@ class StorageContext:
         if buffer != "grad":
             tensors = self.write(buffer, buckets)
         else:
-            copy = self._flat.physical(buffer)
+            copy = self._flat.copy_index(buffer)
             tensors = tuple(self._flat.gradients(b, copy) for b in buckets)
         for tensor in tensors:
             tensor *= factor

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.core.buckets.autograd_gradients import HandedOver
+from offbeat.core.buckets.autograd_gradients import AutogradGradients
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.layout import BucketSpec
@@ -18,10 +18,10 @@ from offbeat.core.buckets.memory import give_back
 from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
 from offbeat.core.derive.lean import keeps_gradients
-from offbeat.core.guards.finite import Suspects
-from offbeat.core.guards.foreign_step import Stepping
-from offbeat.core.guards.gradients_read import WEIGHTS, Looks
-from offbeat.core.guards.script_usage import Watched
+from offbeat.core.guards.finite import NonfiniteMessages
+from offbeat.core.guards.foreign_step import ForeignStepGuard
+from offbeat.core.guards.gradients_read import WEIGHTS, ReadHook
+from offbeat.core.guards.script_usage import UsageRecorder
 from offbeat.core.guards.step_hooks import has_hooks
 from offbeat.core.measuring.noise import NoiseMeter
 from offbeat.core.plan import Plan
@@ -66,9 +66,9 @@ class Engine:
         self.control, self.device = control, device
         self.waiting = Waiting(device, control, timeout_s)
         self.compute, self.iteration = Compute(), 0
-        self.suspects: Suspects | None = None
-        self.stepping: Stepping | None = None
-        self.watched: Watched | None = None
+        self.suspects: NonfiniteMessages | None = None
+        self.stepping: ForeignStepGuard | None = None
+        self.watched: UsageRecorder | None = None
         self.reports, self.pauses = Reports(), Pauses(self)
         self._thread = get_ident()  # thread of the training loop
         self._stepped_by_script = False  # whether the script's optimizer has stepped itself
@@ -77,7 +77,7 @@ class Engine:
         # Whether this iteration has, and whether any backward had, a forward in evaluation mode.
         self._evaluated = self._trains_in_eval = False
         self._attached, self._adopted = ExitStack(), ExitStack()  # undo `attach` and `adopt`
-        self.module_buffers = ModuleBuffers(model, control.rank, flat.everything()[0].device)
+        self.module_buffers = ModuleBuffers(model, control.rank, flat.parameter_tensors()[0].device)
         self.attach(flat)
 
     # ---- set-up -----------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class Engine:
         """Use a flat storage: register hooks on its parameters and create the tables per bucket."""
         self.detach()
         self.flat = flat
-        self.gradients: Gradients | HandedOver = Gradients(flat, self.control.world_size)
+        self.gradients: Gradients | AutogradGradients = Gradients(flat, self.control.world_size)
         self.state = StateStore(self.optimizer, flat)
         self.hooks: BackwardHooks | Sentinels = BackwardHooks(self.gradients, self)
         self._attached.callback(lambda: self.hooks.remove())  # `hooks` may be replaced later
@@ -100,7 +100,7 @@ class Engine:
         before = self.flat
         self.detach()
         self.run.release_views()
-        self.gradients.let_go()
+        self.gradients.drop_views()
         give_back()  # return the memory of the last iteration's activations
         self.attach(Flat(self.model, specs, before))
         give_back()
@@ -153,30 +153,30 @@ class Engine:
             self.hooks = BackwardHooks(self.gradients, self)
         else:
             self.gradients.drop_unused()
-            self.gradients.let_go()
-            self.flat.let_go("grad")
-            self.gradients = HandedOver(self.flat)
+            self.gradients.drop_views()
+            self.flat.free("grad")
+            self.gradients = AutogradGradients(self.flat)
             self.hooks = Sentinels(self.gradients, self)
         self.hooks.accumulating, self.hooks.held = before.accumulating, before.held
 
-    def set_watched(self, watched: Watched | None) -> None:
+    def set_watched(self, watched: UsageRecorder | None) -> None:
         """Set the observer of the script's actions between backward and step. It takes effect with
         the next adopted plan."""
         self.watched = watched
 
-    def _create_looks(self) -> Looks:
+    def _create_looks(self) -> ReadHook:
         """Return the hooks that run when code reads gradients before the step."""
         if self.watched is not None:
-            return Looks(self.gradients.parameters, self.watched.read)
+            return ReadHook(self.gradients.parameters, self.watched.record_read)
         if self.run.updates.on_arrival or self.plan.source is not None:
-            return Looks(self.gradients.parameters, self.run.updates.refuse_read)
-        return Looks([], self.run.updates.refuse_read)
+            return ReadHook(self.gradients.parameters, self.run.updates.refuse_read)
+        return ReadHook([], self.run.updates.refuse_read)
 
     def _watch_weights(self) -> None:
         """If updates run after the step, complete them before user code reads weights through the
         bare module or through stored references."""
         late, act = self.run.updates.on_arrival, self._complete_updates
-        self.weight_looks = Looks(self.flat.parameters if late else [], act, WEIGHTS)
+        self.weight_looks = ReadHook(self.flat.parameters if late else [], act, WEIGHTS)
         self._adopted.callback(self.weight_looks.close)
         for module in self.model.modules() if late else ():
             self._adopted.callback(NamedParameters(module, act).remove)
@@ -219,7 +219,7 @@ class Engine:
             self.waiting.require_alive()
             self.weight_looks.close()
             self.now = self.run.start_iteration(self.planned_iteration, self.iteration, self._marks)
-            self.gradients.iteration_begins()
+            self.gradients.on_iteration_begin()
             self.hooks.begin()
             self.hooks.expect(self._expected_buckets(self.now))
             self.walker.begin(self.now)
@@ -398,7 +398,7 @@ class Engine:
         self.ensure_iteration()
         self.control.set_activity("in backward")
         if self.watched is not None:
-            self.watched.backward()
+            self.watched.record_backward()
         self.run.updates.in_backward = True
         self.walker.walk(self.plan.buckets - 1)
         self.run.updates.in_backward = False
@@ -419,7 +419,7 @@ class Engine:
         now = self.now
         assert now is not None
         self.backward_over = True
-        self.gradients.backward_ends(self.hooks.seen)
+        self.gradients.on_backward_end(self.hooks.seen)
         self.hooks.finish()
         now.marks.backward_end = self.device.mark()
         self.compute.on_backward_end()
@@ -444,7 +444,7 @@ class Engine:
     def _continue_accumulation(self) -> None:
         """Reset the hooks for another backward pass that adds to gradients of which none was
         sent."""
-        self.gradients.backward_again(self.hooks.seen)
+        self.gradients.undo_backward_end(self.hooks.seen)
         self.hooks.reset_pass()
         self.backward_over = False
 
@@ -460,7 +460,7 @@ class Engine:
         if not self.backward_over:
             self._require_no_change()
             if not skip_update:
-                self.gradients.set_by_hand(self.hooks.seen)
+                self.gradients.take_manual_gradients(self.hooks.seen)
             self.on_backward_end()
         return now
 
@@ -494,12 +494,12 @@ class Engine:
             altered = updates.alteration() is not None
             changed = updates.has_changed_gradients()
             hooked = has_hooks(self.optimizer)
-            self.watched.stepped(
+            self.watched.record_step(
                 changed=changed, skipped=skip_update, altered=altered, hooked=hooked
             )
         now.marks.step = mark()
         if self.suspects is not None:
-            self.suspects.heed(unused=skip_update)
+            self.suspects.check(unused=skip_update)
         self.run.updates.request_updates(now, abandoned=abandoned)
         self.run.updates.step_remaining(now)
         if not self.run.updates_at_end:
@@ -539,9 +539,9 @@ class Engine:
         self.end_backward(skip_update=False)
         self._looks.close()
         if self.suspects is not None:
-            self.suspects.heed()
+            self.suspects.check()
         if self.watched is not None:
-            self.watched.drove()
+            self.watched.record_own_step()
         self._stepped_by_script = True
 
     @property
@@ -608,7 +608,7 @@ class Engine:
         if self.now is not None:
             self.hooks.forget()
         if self.watched is not None:
-            self.watched.dropped()
+            self.watched.record_dropped_gradients()
         self.gradients.zero_grad(set_to_none)
 
     def abandon_unless_stepped(self) -> None:

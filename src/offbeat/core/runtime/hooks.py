@@ -157,7 +157,7 @@ class BackwardHooks:
         missing = self._missing
         while (b := self._next) < len(missing) and not missing[b]:
             self._next = b + 1
-            self._gradients.fresh(b)
+            self._gradients.mark_fresh(b)
             self._listener.on_bucket_ready(b)
 
 

@@ -62,12 +62,12 @@ class Messages:
             message = self._links[t.link].enqueue(t, number)
             messages.append(message)
             if t.ranks is not None and t.ranks[1] == self._program.rank:
-                payload, copy = t.payload, self._flat.physical(t.target)
+                payload, copy = t.payload, self._flat.copy_index(t.target)
                 if t.wire is not None:
                     coded = self.coding.receiving_message(t, copy)
                     self._links[t.link].release(message, (), coded)
                     continue
-                like = self._flat.carried(payload, copy, into=t.target)
+                like = self._flat.message_tensors(payload, copy, into=t.target)
                 landing = [torch.empty_like(x) for x in like]
                 self._links[t.link].release(message, landing)
         return messages
@@ -90,7 +90,7 @@ class Messages:
         elif payload.buffer == BUFFERS:
             given = self._module_buffers.pack()
         else:
-            copy = self._flat.physical(payload.buffer, payload.age)
+            copy = self._flat.copy_index(payload.buffer, payload.age)
             if t.wire is not None:
                 if t.verb == "send":
                     self._sent = [*(m for m in self._sent if not m.done), message]
@@ -102,7 +102,7 @@ class Messages:
                 return
             key = (id(t), copy)
             if key not in self._views:
-                self._views[key] = self._flat.carried(payload, copy)
+                self._views[key] = self._flat.message_tensors(payload, copy)
             given = self._views[key]
             if t.in_place and self._flat.copies(payload.buffer) == 1:
                 self._fixed[id(t)] = self._links[t.link], given
@@ -143,7 +143,7 @@ class Messages:
         return next(
             age
             for age in range(self._flat.copies(buffer))
-            if self._flat.physical(buffer, age) == copy
+            if self._flat.copy_index(buffer, age) == copy
         )
 
     def arrived_message(
@@ -161,7 +161,7 @@ class Messages:
         message.tensors = tensors
         message.released = message.start = message.end = self._waiting.mark()
         if age is not None:
-            self._copies[id(message)] = self._flat.physical(t.payload.buffer, age)
+            self._copies[id(message)] = self._flat.copy_index(t.payload.buffer, age)
         message.arrive()
         return message
 
@@ -179,7 +179,9 @@ class Messages:
                 ranks = self._links[t.link].collectives.size
                 self._sizes[id(t)] = self.coding.bytes_of(t, ranks)
             else:
-                carried = self._flat.carried(t.payload, self._flat.physical(t.payload.buffer))
+                carried = self._flat.message_tensors(
+                    t.payload, self._flat.copy_index(t.payload.buffer)
+                )
                 self._sizes[id(t)] = sum(x.nbytes for x in carried)
         return self._sizes[id(t)]
 
@@ -197,7 +199,7 @@ class Messages:
             return
         buffer, copy = self._target(t, message)
         if t.wire is None:
-            targets = self._flat.carried(t.payload, copy, into=buffer)
+            targets = self._flat.message_tensors(t.payload, copy, into=buffer)
             for target, result in zip(targets, message.tensors, strict=True):
                 target.copy_(result)
         else:
@@ -210,5 +212,5 @@ class Messages:
         which it was taken."""
         taken = self._copies.pop(id(message), None)
         if t.into or taken is None:
-            return t.target, self._flat.physical(t.target)
+            return t.target, self._flat.copy_index(t.target)
         return t.target, taken

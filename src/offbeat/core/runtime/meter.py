@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.replica_sample import Chosen
+from offbeat.core.measuring.replica_sample import SampledElements
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.metrics import BYTES, DIVERGENCE, EXPOSED, LOSS, SECONDS, Log, Metrics
 from offbeat.core.runtime.prepared import Session
@@ -91,7 +91,7 @@ class Meter:
     ):
         self._metrics, self._session, self._device = metrics, session, device
         self._board, self._sample_every = board, sample_every
-        self._chosen = Chosen(parameters) if board is not None else None
+        self._chosen = SampledElements(parameters) if board is not None else None
         self._steps, self._warned = 0, False
         self._samples: deque[int] = deque(maxlen=SLOTS)  # samples that no log contains
         self._tap: LossTap | None = None

@@ -39,9 +39,9 @@ class Metering:
         """Pass the averages that the step applies to the meter."""
         applied = self._run.windows.applied_iterations(planned)
         if self._meter is not None and applied:
-            copy = self._run.flat.physical("grad", self._age)
-            gradients = list(self._run.gradients.own(self._everything, copy))
-            self._meter.averaged(gradients, len(applied))
+            copy = self._run.flat.copy_index("grad", self._age)
+            gradients = list(self._run.gradients.gradient_tensors(self._everything, copy))
+            self._meter.add_average(gradients, len(applied))
 
     def reset(self) -> None:
         """Discard the gradients of the current window, because they will not be averaged."""
@@ -50,5 +50,5 @@ class Metering:
 
     def _record_own_gradients(self, run: range) -> None:
         assert self._meter is not None
-        copy = self._run.flat.physical("grad")
-        self._meter.own(list(self._run.gradients.own(run, copy)))
+        copy = self._run.flat.copy_index("grad")
+        self._meter.add_own(list(self._run.gradients.gradient_tensors(run, copy)))

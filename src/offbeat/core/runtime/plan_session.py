@@ -22,12 +22,12 @@ from offbeat.core.derive.deferred import deferred
 from offbeat.core.files import write_or_warn
 from offbeat.core.guards.comparison import Comparison, ReplicaGuard, SettingsGuard
 from offbeat.core.guards.convergence import ConvergenceGuard, Finding
-from offbeat.core.guards.finite import FiniteGuard, Suspects
-from offbeat.core.guards.foreign_step import Stepping
+from offbeat.core.guards.finite import FiniteGuard, NonfiniteMessages
+from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.guards.replicas import only_gradients, repair, require_equal, take, unite
-from offbeat.core.guards.script_usage import Habits, Watched
-from offbeat.core.guards.unwritten_weights import Untouched
+from offbeat.core.guards.script_usage import ScriptUsage, UsageRecorder
+from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.measuring.beside_compute import Computing, measure_beside
 from offbeat.core.measuring.codec_speed import measure_codecs
 from offbeat.core.measuring.links import measure_cluster, worthwhile_bytes
@@ -102,7 +102,9 @@ class FlatSession(Session):
             cluster.timeout_s,
         )
         # Guard from a step to the next forward, for plans whose ranks pass parameters on.
-        self._untouched = Untouched((n, p) for n, p in model.named_parameters() if p.requires_grad)
+        self._untouched = WeightChanges(
+            (n, p) for n, p in model.named_parameters() if p.requires_grad
+        )
         self._untouched.forget()
         self._shared = cluster.control.world_size > 1 and has_buffers(model)
         self._agreed_on_buffers = 0  # calls of `_agree_on_buffers`
@@ -114,8 +116,10 @@ class FlatSession(Session):
         self._finite = FiniteGuard(
             watch.on_nonfinite, control.rank, control.world_size, self._describe_buckets
         )
-        self.engine.suspects = Suspects(self._finite, self.engine.waiting.fail_with)
-        self._stepping = self.engine.stepping = Stepping(optimizer, self._allows_any_optimizer)
+        self.engine.suspects = NonfiniteMessages(self._finite, self.engine.waiting.fail_with)
+        self._stepping = self.engine.stepping = ForeignStepGuard(
+            optimizer, self._allows_any_optimizer
+        )
         self._guard_links()
         # Hooks on the bare modules, so that reads and loads of their weights see all updates, too.
         flush, discard = UncopiedHook(self.flush), UncopiedHook(self._discard)
@@ -139,7 +143,9 @@ class FlatSession(Session):
             link.guard = self._finite.run if self._finite.active else None
             link.leaves_out = self._finite.leaves_out
 
-    def run_from(self, profile: Profile, observed: int = 0, habits: Habits | None = None) -> None:
+    def run_from(
+        self, profile: Profile, observed: int = 0, habits: ScriptUsage | None = None
+    ) -> None:
         """Plan from a profile, check the plan, agree on it with all ranks and adopt it.
 
         Args:
@@ -151,7 +157,7 @@ class FlatSession(Session):
         """
         self.profile = profile
         if isinstance(self.engine.optimizer, JointOptimizer):
-            habits = replace(habits or Habits(), drives=True)
+            habits = replace(habits or ScriptUsage(), drives=True)
         with warnings.catch_warnings(
             record=True
         ) as caught:  # rank 0 reports warnings for all ranks
@@ -163,7 +169,7 @@ class FlatSession(Session):
         else:
             trial = deferred(plan)
         self._trying = trial is not None
-        self.engine.set_watched(Watched() if self._trying else None)
+        self.engine.set_watched(UsageRecorder() if self._trying else None)
         self._run_plan(plan, observed, trial)
         if habits is not None:
             self._set_held_passes(habits)
@@ -221,15 +227,15 @@ class FlatSession(Session):
                 f"forward has begun to write buffer {new[0]!r}, so rank 0's is broadcast"
             )
 
-    def _suitable_plan(self, plan: Plan, habits: Habits) -> Plan:
+    def _suitable_plan(self, plan: Plan, habits: ScriptUsage) -> Plan:
         """Return the plan, or the plan of the strategy's variant if the script's habits
         require it."""
-        why = habits.against(plan)
+        why = habits.conflict_with(plan)
         if why is None:
             return plan
         asked, variant = self._strategy, self._strategy.at_step()
         if variant is None:
-            why = replace(habits, hooks=False).against(plan)
+            why = replace(habits, hooks=False).conflict_with(plan)
             if why is None:  # `StepHooks` allows hooks that only count, for example
                 return plan
             raise ValueError(
@@ -240,7 +246,7 @@ class FlatSession(Session):
         self._report_line(f"the script {why}, so {variant} runs instead of {asked}")
         return self._checked_plan(variant)
 
-    def _set_held_passes(self, habits: Habits) -> None:
+    def _set_held_passes(self, habits: ScriptUsage) -> None:
         """Set the number of backward passes per step that only accumulate.
 
         If each iteration averages its own gradients, no pass is held. Otherwise only the last
@@ -267,7 +273,7 @@ class FlatSession(Session):
         self.engine.repeats = False
         if self._strategy.at_step() is None:
             return
-        plan = self._suitable_plan(self.plan, Habits(backwards=2))
+        plan = self._suitable_plan(self.plan, ScriptUsage(backwards=2))
         if plan is not self.plan:
             self.engine.pauses.drain()
             self._adopt(self._strategy, plan)
@@ -280,7 +286,7 @@ class FlatSession(Session):
         """
         watched, self._trying = self.engine.watched, False
         assert watched is not None
-        habits = Habits.of_all(watched.habits, self._cluster.control)
+        habits = ScriptUsage.combine(watched.usage, self._cluster.control)
         self.engine.set_watched(None)
         plan = self._suitable_plan(self.plan, habits)
         if plan is self.plan:
@@ -318,7 +324,7 @@ class FlatSession(Session):
         compared = control, self._model, self.engine.optimizer, every
         if every and only_gradients(plan):
             self._replicas = ReplicaGuard(*compared, self.engine.pauses.flush)
-            self._replicas.look()
+            self._replicas.compare()
         elif every:
             self._replicas = SettingsGuard(
                 *compared, self._averages_parameters_now, self._report_decision
@@ -391,7 +397,7 @@ class FlatSession(Session):
     def observe(self, how: Observation) -> None:
         """Run BSP, measure a profile and plan from it."""
         first = next(iter(self._cluster.links))
-        self.engine.set_watched(Watched())
+        self.engine.set_watched(UsageRecorder())
         plan = observing_plan(
             len(self.engine.flat.buckets), first, broadcasts=self._broadcasts(self._strategy)
         )
@@ -407,7 +413,7 @@ class FlatSession(Session):
             if self._recorder:
                 self._recorder.iteration(done)
             observer.iteration(done)
-            if observer.memory.measured:
+            if observer.memory.is_complete:
                 self._around_forward = nullcontext
             if done.number + 1 >= how.iterations and not done.abandoned:
                 self._plan_from(observer, how, observed=done.number + 1)
@@ -448,7 +454,7 @@ class FlatSession(Session):
         if how.then_stop:
             raise SystemExit(0)
         assert self.engine.watched is not None
-        habits = Habits.of_all(self.engine.watched.habits, control)
+        habits = ScriptUsage.combine(self.engine.watched.usage, control)
         self.run_from(profile, observed, habits)
 
     @property
@@ -472,7 +478,7 @@ class FlatSession(Session):
         state = {
             "profile": self.profile.to_dict(),
             "plan": self.plan.to_dict(),
-            "guard": self._guard.captured() if self._guard is not None else None,
+            "guard": self._guard.capture() if self._guard is not None else None,
             "engine": capture(self.engine),
             "trying": self._trying,
             "varied": self._varied,
@@ -537,7 +543,9 @@ class FlatSession(Session):
             if self._shared:
                 self.engine.module_buffers.note()
             shared = self._allows_any_optimizer()  # otherwise messages may refer to the storage
-            self._parameters.require_unchanged(self.engine.flat.take_back if shared else None)
+            self._parameters.require_unchanged(
+                self.engine.flat.restore_parameters if shared else None
+            )
             self._require_untouched()
             if self._replicas is not None and self.engine.now is None and self.engine.trains:
                 self._replicas.forward_begins()
@@ -570,11 +578,11 @@ class FlatSession(Session):
                 return loss
 
             args = (torch.enable_grad()(evaluate), *args)
-        with self._stepping.lent(begin_update, inner=closure is None):
+        with self._stepping.script_steps(begin_update, inner=closure is None):
             result = call(*args, **kwargs)
-        stepped = self._stepping.seen or closure is not None
+        stepped = self._stepping.has_script_step or closure is not None
         if stepped:
-            self.engine.flat.take_back()
+            self.engine.flat.restore_parameters()
         return result, stepped
 
     @property
@@ -611,7 +619,7 @@ class FlatSession(Session):
             self._apply_finding(finding)
 
     def _require_untouched(self) -> None:
-        if self.engine.now is None and (name := self._untouched.changed()) is not None:
+        if self.engine.now is None and (name := self._untouched.changed_name()) is not None:
             raise RuntimeError(
                 f"parameter {name!r} was changed outside of optimizer.step(): where workers hand "
                 "parameters on, others have got the earlier ones already, or replace the changed "
@@ -621,7 +629,7 @@ class FlatSession(Session):
 
     def on_scaler_step(self) -> None:
         if self.engine.watched is not None:
-            self.engine.watched.scaled()
+            self.engine.watched.record_scaler()
 
     def skip_step(self) -> None:
         skipping = self.engine.require_skippable()

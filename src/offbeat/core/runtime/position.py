@@ -120,7 +120,7 @@ def _restore_iteration(engine: Engine, saved: Mapping[str, Any], planned: int) -
     run, now = engine.run, engine.iteration
     number = now - (planned - saved["planned"])
     rules, messages = run.program.transfers(saved["planned"]), saved["messages"]
-    where = engine.flat.everything()[0].device
+    where = engine.flat.parameter_tensors()[0].device
     restored = []
     for index, transfer in enumerate(rules):
         state = messages.get(index, {"tensors": (), "age": None, "culprits": []})

@@ -13,7 +13,7 @@ from torch._C import _current_graph_task_id as current_graph_task_id
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.core.buckets.autograd_gradients import HandedOver
+from offbeat.core.buckets.autograd_gradients import AutogradGradients
 from offbeat.core.runtime.hooks import NESTED, BackwardListener, is_nested_backward
 from offbeat.core.runtime.outputs import tensors_of
 
@@ -31,7 +31,7 @@ class Sentinels:
     The interface is that of `BackwardHooks`.
     """
 
-    def __init__(self, gradients: HandedOver, listener: BackwardListener):
+    def __init__(self, gradients: AutogradGradients, listener: BackwardListener):
         self._gradients, self._listener = gradients, listener
         self._parameters = gradients.parameters
         stops = [*gradients.starts[1:], len(self._parameters)]

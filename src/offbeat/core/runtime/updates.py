@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from offbeat.core.buckets.autograd_gradients import HandedOver
+from offbeat.core.buckets.autograd_gradients import AutogradGradients
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.derive import effects
-from offbeat.core.guards.finite import Suspects
-from offbeat.core.guards.foreign_step import Stepping
+from offbeat.core.guards.finite import NonfiniteMessages
+from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.replicas import only_gradients
-from offbeat.core.guards.updates_without_effect import Moves
+from offbeat.core.guards.updates_without_effect import UpdateCheck
 from offbeat.core.plan import Apply, Plan
 from offbeat.core.runtime.compute import Compute
 from offbeat.core.runtime.iteration import Iteration
@@ -52,7 +52,7 @@ class Updates:
         self,
         plan: Plan,
         optimizer: torch.optim.Optimizer,
-        gradients: Gradients | HandedOver,
+        gradients: Gradients | AutogradGradients,
         flat: Flat,
     ):
         self._optimizer, self._gradients, self._flat = optimizer, gradients, flat
@@ -72,7 +72,7 @@ class Updates:
         self._weights: dict[int, tuple[list[int], int | None]] = {}
         self._asked = 0  # steps with later updates
         self._revealed: set[int] = set()  # ids of applies with gradients shown in `p.grad`
-        self._moves: Moves | None = Moves(optimizer)
+        self._moves: UpdateCheck | None = UpdateCheck(optimizer)
         self.refresh()
         if self.remedy is not None:
             self.stepper.require_independent()
@@ -95,7 +95,7 @@ class Updates:
             if self._has_gradients(apply):
                 copy = self._gradient_copy(apply)
                 self._scale(apply, copy)
-                if not self._gradients.shown(copy):
+                if not self._gradients.is_shown(copy):
                     self._gradients.show(apply.buckets, copy)
         if self._gradients.late and not any(map(self._has_gradients, locals_)):
             self._gradients.show_zero()
@@ -104,17 +104,17 @@ class Updates:
     def local(self, apply: Apply, iteration: Iteration) -> None:
         """Step some buckets with the gradients of an iteration."""
         run, copy, gradients = apply.buckets, self._gradient_copy(apply), self._gradients
-        if not gradients.added(run.start, copy):
+        if not gradients.added_iterations(run.start, copy):
             return  # no gradients yet: the first window of a plan that applies gradients later
         in_backward = apply.at.point == "grad"
         cleared = []
         if apply.at.lag:
             self._require_unchanged_gradients()
             self._require_unchanged_parameters(run)
-            cleared = gradients.missing(run)
+            cleared = gradients.removed_gradients(run)
         if id(apply) not in self._revealed:
             self._scale(apply, copy)
-            if not (in_backward and gradients.shown(copy)):
+            if not (in_backward and gradients.is_shown(copy)):
                 gradients.show(run, copy)
         if not iteration.skipped:
             if self.suspects is not None and self._plan.source is not None:
@@ -123,9 +123,9 @@ class Updates:
             whole = apply.at.point in ("step", "end") and len(run) == len(self._everything)
             self._step(apply, iteration, whole=whole)
             self.compute.on_update(apply)
-        gradients.applied(run, copy)
+        gradients.mark_applied(run, copy)
         if in_backward:
-            gradients.used_early(run)
+            gradients.mark_applied_in_backward(run)
         for view in cleared:
             view.zero_()
         if not in_backward:  # during backward, autograd writes gradients
@@ -133,7 +133,7 @@ class Updates:
 
     def _has_gradients(self, apply: Apply) -> bool:
         """Return whether the rule has gradients to apply."""
-        return self._gradients.added(apply.buckets.start, self._gradient_copy(apply)) > 0
+        return self._gradients.added_iterations(apply.buckets.start, self._gradient_copy(apply)) > 0
 
     def step_remaining(self, iteration: Iteration) -> None:
         """Step all buckets that have no earlier update, in one call."""
@@ -146,17 +146,17 @@ class Updates:
                 self.stepper.step(iteration.rest, None, compare=self._is_first(REST))
 
     def _gradient_copy(self, apply: Apply) -> int:
-        return self._flat.physical("grad", apply.arg("age", 0))
+        return self._flat.copy_index("grad", apply.arg("age", 0))
 
     def _own_step(self, run: Sequence[int]) -> AbstractContextManager[None]:
         """Return a context whose optimizer steps count as the runtime's own and not as the
         script's."""
         if self._moves is not None:
             return self._require_effect(run, self._moves)
-        return self.stepping.own() if self.stepping is not None else nullcontext()
+        return self.stepping.session_steps() if self.stepping is not None else nullcontext()
 
     @contextmanager
-    def _require_effect(self, run: Sequence[int], moves: Moves) -> Iterator[None]:
+    def _require_effect(self, run: Sequence[int], moves: UpdateCheck) -> Iterator[None]:
         """Return the context of `_own_step` that also requires that the updates change weights."""
         self._moves = None
         moves.begin(run[0], (p for b in run for p in self._flat.buckets[b].parameters))
@@ -190,7 +190,7 @@ class Updates:
         """Multiply gradients by the factor in the rule's settings, before other code reads them."""
         factor = apply.arg("scale", 1.0)
         if apply.arg("merge") == "mean":
-            factor /= max(self._gradients.added(apply.buckets.start, copy), 1)
+            factor /= max(self._gradients.added_iterations(apply.buckets.start, copy), 1)
         if factor != 1.0:
             for b in apply.buckets:
                 self._flat.gradients(b, copy).mul_(factor)
@@ -269,7 +269,7 @@ class Updates:
 
     def has_changed_gradients(self) -> bool:
         """Return whether gradients were changed or replaced since backward."""
-        return self._flat.grad_version() != self._version or not self._gradients.attached()
+        return self._flat.grad_version() != self._version or not self._gradients.is_intact()
 
     def refuse_read(self) -> None:
         """Raise ValueError after a read of a gradient that is in flight or part of a sum."""
@@ -308,8 +308,8 @@ class Updates:
 
     in_backward = False  # whether autograd is writing gradients
     compute = Compute()  # receives a callback for each update
-    stepping: Stepping | None = None  # detects optimizer steps of the script
-    suspects: Suspects | None = None  # checks sums from other ranks before each update
+    stepping: ForeignStepGuard | None = None  # detects optimizer steps of the script
+    suspects: NonfiniteMessages | None = None  # checks sums from other ranks before each update
 
 
 def _is_equal(a: Any, b: Any) -> bool:

@@ -35,7 +35,7 @@ class Votes:
         rule = Transfer(
             Payload("vote", range(1)), votes[0].at, Moment("end"), Phases(), self._link.name
         )
-        where = self._flat.everything()[0].device
+        where = self._flat.parameter_tensors()[0].device
         table = torch.zeros(len(votes), self._world_size, device=where, dtype=torch.float32)
         table[:, self._rank] = torch.tensor(ballots, dtype=table.dtype, device=where)
         message = self._link.enqueue(rule, planned)

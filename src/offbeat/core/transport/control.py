@@ -106,14 +106,14 @@ class Control:
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, by rank: what JSON can hold, and tuples. RuntimeError naming who is
         missing on timeout, ValueError on every rank for what cannot be said."""
-        with self.together("exchanging values"):
+        with self.collective("exchanging values"):
             return packed.gather(value, self.group)
 
-    def same(self, numbers: Sequence[int]) -> bool:
+    def is_same(self, numbers: Sequence[int]) -> bool:
         """Whether every rank has these numbers (of at most 62 bits): one small collective."""
         mine = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64, device="cpu")
         largest = mine.clone()
-        with self.together("comparing values"):
+        with self.collective("comparing values"):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         # Equal on every rank or on none: largest and smallest coincide, or they do not.
         return all(int(a) == -int(b) for a, b in zip(*largest.chunk(2), strict=True))
@@ -172,7 +172,7 @@ class Control:
             raise
 
     @contextmanager
-    def together(self, words: str) -> Iterator[None]:
+    def collective(self, words: str) -> Iterator[None]:
         """Run a collective of all ranks in the body. An error of the backend names the suspects."""
         begun_s = time.monotonic()
         with self.waiting(words):
