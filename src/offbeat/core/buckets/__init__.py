@@ -1,1 +1,1 @@
-"""Storage: a model's tensors in flat buckets, named buffers beside them, optimizer state."""
+"""Flat buckets for a model's tensors, named buffers of the same layout, and optimizer state."""

@@ -1,4 +1,4 @@
-"""Gradients as autograd hands them over: for plans that send none and change none."""
+"""Gradients in autograd's own tensors, for plans that neither send nor change gradients."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from offbeat.core.buckets.flat import Flat
 
 
 class AutogradGradients:
-    """The gradients of a model where only the user's optimizer uses them.
+    """The gradients of a model, where only the user's optimizer uses them.
 
-    `zero_grad` sets them to None, and autograd then gives its own tensors away, without zeroing or
-    adding. A parameter without a gradient has none, as in a plain loop. The interface is that of
-    `Gradients`; there is one copy, and nothing travels with it.
+    `zero_grad` sets the gradients to None. Autograd then assigns its own tensors to `p.grad`, so
+    that nothing is zeroed or added. `p.grad` of an unused parameter is None, as in a loop without
+    offbeat. The interface is that of `Gradients`, with one copy and no absence counts.
     """
 
     late = sent = False
@@ -25,106 +25,106 @@ class AutogradGradients:
         self.parameters = flat.parameters
         self.bucket_of = [b for b, bucket in enumerate(flat.buckets) for _ in bucket.parameters]
         self.starts = [self.bucket_of.index(b) for b in range(len(flat.buckets))]
-        self.empty = False  # nobody has a gradient, as far as we know
+        self.empty = False  # whether `zero_grad` has set all gradients to None
         for p in self.parameters:
-            if p.grad is not None:  # with a version counter of its own from now on
+            if p.grad is not None:  # `data` has a version counter of its own
                 p.grad = p.grad.data
         self._used: list[tuple[nn.Parameter, Tensor | None, int]] = []  # by updates in backward
 
     def begin_plan(self) -> None:
-        """A plan begins. What there is of gradients stays until it is zeroed."""
+        """Do nothing at the start of a plan: gradients stay until they are zeroed."""
 
     open = begin_plan
 
     def drop_unused(self) -> None:
-        """Who has none shows none."""
+        """Do nothing: `p.grad` of an unused parameter is None already."""
 
     def drop_views(self) -> None:
-        """The storage is about to be left; it holds no gradients."""
+        """Do nothing: the storage holds no gradients."""
 
     def flags(self) -> dict[str, Any]:
-        """Nothing of them outlives an iteration."""
+        """Return an empty dict: no state is kept between iterations."""
         return {}
 
     def restore(self, flags: Mapping[str, Any]) -> None:
-        """The inverse of `flags`."""
+        """Do nothing, as the inverse of `flags`."""
 
     # ---- backward ---------------------------------------------------------------------------
 
     def take_manual_gradients(self, seen: bytearray) -> None:
-        """The optimizer finds what the script has put there."""
+        """Do nothing: the optimizer reads the gradients that the script has assigned."""
 
     def on_iteration_begin(self) -> None:
-        """What was applied in the backward of an earlier one is history."""
+        """Forget the gradients that were applied in an earlier backward."""
         self._used = []
 
     def on_backward_end(self, seen: bytearray) -> None:
-        """Who had no gradient shows none."""
+        """Do nothing: `p.grad` of an unused parameter is None already."""
 
     undo_backward_end = on_backward_end
 
     def mark_fresh(self, b: int) -> None:
-        """Bucket b holds this iteration's gradients."""
+        """Do nothing when bucket `b` is ready."""
 
     # ---- the update -------------------------------------------------------------------------
 
     def added_iterations(self, b: int, copy: int) -> int:
-        """One iteration's, or what the script itself has added up."""
+        """Return 1. Sums over iterations exist only if the script itself adds gradients up."""
         return 1
 
     def is_shown(self, copy: int) -> bool:
-        """They are never anywhere else."""
+        """Return True: `p.grad` is the only place of a gradient."""
         return True
 
     def show(self, run: range, copy: int) -> None:
-        """They are shown already."""
+        """Do nothing: `p.grad` holds the gradients already."""
 
     def show_zero(self) -> None:
-        """There are always some to show."""
+        """Do nothing: gradients are visible in every iteration."""
 
     def conceal(self) -> None:
-        """There is nothing to hide: all of them are this iteration's."""
+        """Do nothing: all gradients are of this iteration, so none needs to be hidden."""
 
     def apply_later(self, runs: Iterable[range]) -> None:
-        """No update is put off to another iteration."""
+        """Do nothing: updates are never delayed to another iteration."""
 
     def mark_applied(self, run: Iterable[int], copy: int) -> None:
-        """Nothing is to be zeroed."""
+        """Do nothing: gradients are not zeroed after an update."""
 
     def mark_applied_in_backward(self, run: range) -> None:
-        """These were applied in backward: who changes them now is too late."""
+        """Record gradients that were applied in backward: later changes have no effect."""
         for index in self.of(run):
             p = self.parameters[index]
             self._used.append((p, p.grad, -1 if p.grad is None else p.grad._version))
 
     def is_intact(self) -> bool:
-        """Whether nobody has changed, replaced or taken away what was applied in backward."""
+        """Whether the gradients applied in backward are unchanged and still assigned."""
         return all(
             p.grad is grad and (grad is None or grad._version == version)
             for p, grad, version in self._used
         )
 
     def removed_gradients(self, run: range) -> list[Tensor]:
-        """None that an update still needs."""
+        """Return an empty list: an update does not need gradients that were removed."""
         return []
 
     # ---- between iterations -----------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or zero them where they are."""
+        """Set gradients to None, or zero them in place."""
         self._used, self.empty = [], set_to_none
         for p in self.parameters:
             p.grad = None if set_to_none or p.grad is None else p.grad.detach().zero_()
 
     def zero(self) -> None:
-        """Forget every gradient."""
+        """Set every gradient to None."""
         self.zero_grad()
 
     def of(self, run: range) -> range:
-        """Indices of the parameters of some buckets."""
+        """Return the indices of the parameters of a run of buckets."""
         stop = self.starts[run.stop] if run.stop < len(self.starts) else len(self.parameters)
         return range(self.starts[run.start], stop)
 
     def gradient_tensors(self, run: range, copy: int) -> Iterator[Tensor]:
-        """Every gradient of some buckets."""
+        """Return the gradients of a run of buckets, one tensor per parameter."""
         return (g for i in self.of(run) if (g := self.parameters[i].grad) is not None)

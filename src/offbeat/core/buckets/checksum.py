@@ -1,4 +1,4 @@
-"""Checksums of tensors: whether two are the same bit for bit, without having both."""
+"""Checksums of tensors, to compare tensors of different ranks bit by bit."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 20  # bytes; bounds the memory that a checksum takes, and stays in the cache
+_CHUNK = 1 << 20  # bytes; bounds the memory of a checksum, and fits into the cache
 _COLUMNS = 512  # words of 8 bytes
-_GROWTH = 6364136223846793005  # odd, so that no chunk's change can cancel out by itself
+_GROWTH = 6364136223846793005  # odd, so that a change of a single chunk changes the sum
 _WORD = 2**64
 
 
 def checksum(*tensors: Tensor) -> int:
-    """Of all bits of all tensors, one after another: equal for equal ones, on any device.
+    """Return a 64-bit checksum of the bits of all tensors, the same on every device.
 
-    Words of 8 bytes are added up modulo 2^64. Odd weights by column and by chunk make places count.
+    Words of 8 bytes are added up modulo 2^64. Odd weights by column and by chunk make the sum
+    depend on the position of a word.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
@@ -24,11 +25,11 @@ def checksum(*tensors: Tensor) -> int:
             by_device.setdefault(tensor.device, []).append(_bytes(tensor))
     total = 0
     for pieces in by_device.values():
-        total = (total * _GROWTH + _folded(pieces)) % _WORD
+        total = (total * _GROWTH + _fold_chunks(pieces)) % _WORD
     return total
 
 
-def _folded(pieces: list[Tensor]) -> int:
+def _fold_chunks(pieces: list[Tensor]) -> int:
     columns = torch.zeros(_COLUMNS, dtype=torch.int64, device=pieces[0].device)
     for words in _chunks(pieces):
         columns = columns * _GROWTH_AS_INT64 + words.view(-1, _COLUMNS).sum(0)
@@ -40,7 +41,7 @@ _GROWTH_AS_INT64 = (_GROWTH + _WORD // 2) % _WORD - _WORD // 2
 
 
 def _chunks(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The bytes of all pieces as chunks of words, the last one filled up with zeros."""
+    """Yield the bytes of all pieces as chunks of int64 words. The last chunk is zero-padded."""
     waiting: list[Tensor] = []
     room = _CHUNK
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Coupling: whether an optimizer's step of one parameter depends on other parameters."""
+"""Test whether an optimizer's step of one parameter depends on other parameters (coupling)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from offbeat.core.buckets.random_states import (
 Group = dict[str, Any]
 
 _SCALES = (1.0, 1e4)  # of gradients: clipping shows only above its threshold
-_RATE = 0.1  # instead of the present one, which a warm-up may have at 0
+_RATE = 0.1  # learning rate of trials: the current rate may be 0 in a warm-up
 _LARGEST = 3  # elements along one dimension of a stand-in
 
 
 def couples(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why one parameter's step depends on what is stepped with it, for instance through a norm of
-    all gradients; None if it does not.
+    """Return why the step of one parameter depends on other parameters; None if it does not.
 
-    A copy of the optimizer steps small stand-ins, one alone and the same with all others. The
-    user's tensors and state are not touched, and the answer is the same on all ranks.
+    An example is a norm of all gradients. A copy of the optimizer steps a small stand-in parameter
+    alone, and again together with stand-ins of all groups. The user's tensors and state are not
+    changed. The result is the same on all ranks.
     """
     name = type(optimizer).__name__
     if delegates(optimizer):
@@ -59,8 +59,8 @@ def couples(optimizer: torch.optim.Optimizer) -> str | None:
 def trial_copy(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> torch.optim.Optimizer:
     """Return a copy of the optimizer with other groups and without state.
 
-    Tensors that the optimizer keeps in attributes of its own are copied too; parameters are not.
-    Step a copy within `shield_parameters`.
+    Tensors in other attributes of the optimizer are copied too; parameters are not. Call `step` of
+    the copy only within `shield_parameters`.
     """
     trial = object.__new__(type(optimizer))
     own = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups")}
@@ -74,7 +74,10 @@ def trial_copy(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> tor
 
 
 def _copy_tensors(value: Any) -> Any:
-    """Return a copy of tensors, and of containers of them; parameters and other objects stay."""
+    """Return `value` with all tensors copied, also those in dicts, lists and tuples.
+
+    Parameters and other objects are not copied.
+    """
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -91,8 +94,8 @@ def _copy_tensors(value: Any) -> Any:
 def shield_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Protect the parameters and gradients of an optimizer from steps of its trial copies.
 
-    A copy may reach the real parameters through attributes of its own. Meanwhile they have no
-    gradient, and all their elements share one memory location, which torch refuses to write.
+    A copy may reach the real parameters through other attributes. Within the block their gradients
+    are None, and all their elements share one memory location, to which torch refuses to write.
     """
     kept = [(p, p.data, p.grad) for group in optimizer.param_groups for p in group["params"]]
     try:
@@ -106,14 +109,14 @@ def shield_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A copy of the optimizer that steps one small stand-in per group."""
+    """Return a copy of the optimizer with one small stand-in parameter per group."""
     random = generator()
-    groups = [_with(g, _stand_ins(g, 1, 1.0, random)) for g in optimizer.param_groups]
+    groups = [_trial_group(g, _stand_ins(g, 1, 1.0, random)) for g in optimizer.param_groups]
     return trial_copy(optimizer, [group for group in groups if group["params"]])
 
 
 def delegates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer steps others, which it holds."""
+    """Whether an optimizer holds other optimizers, as a wrapper does."""
     held = [value for value in vars(optimizer).values() if not isinstance(value, list)]
     held += [one for value in vars(optimizer).values() if isinstance(value, list) for one in value]
     return any(isinstance(value, torch.optim.Optimizer) for value in held)
@@ -127,20 +130,20 @@ def devices_of(optimizer: torch.optim.Optimizer) -> set[torch.device]:
 def _step_stand_in(
     optimizer: torch.optim.Optimizer, g: int, scale: float, *, alone: bool
 ) -> Tensor | None:
-    """Return a stand-in of group g after two steps, by itself or with stand-ins of all groups.
+    """Return a stand-in of group `g` after two steps, alone or with stand-ins of all groups.
 
-    None if the steps leave it as it is and keep no state for it.
+    Return None if the steps neither change the stand-in nor create optimizer state for it.
     """
     random = generator()
     first = _stand_ins(optimizer.param_groups[g], 1, scale, random)
     if not first:
         return torch.zeros(0, device=CPU, dtype=torch.float32)
     begin = first[0].detach().clone()
-    groups = [_with(optimizer.param_groups[g], first)]
+    groups = [_trial_group(optimizer.param_groups[g], first)]
     if not alone:
         groups[0]["params"] = first + _stand_ins(optimizer.param_groups[g], 2, scale, random)
         groups += [
-            _with(group, _stand_ins(group, 1, scale, random))
+            _trial_group(group, _stand_ins(group, 1, scale, random))
             for other, group in enumerate(optimizer.param_groups)
             if other != g
         ]
@@ -148,7 +151,7 @@ def _step_stand_in(
     devices = devices_of(trial)
     with preserve_random_states(devices), shield_parameters(optimizer):
         for seed in range(2):
-            seed_all(seed, devices)  # of optimizers that round at random
+            seed_all(seed, devices)  # some optimizers round stochastically
             trial.step()
     end = first[0].detach()
     if end.numel() and torch.equal(begin, end) and not trial.state.get(first[0]):
@@ -159,7 +162,7 @@ def _step_stand_in(
 def _stand_ins(
     group: Group, count: int, scale: float, random: torch.Generator
 ) -> list[nn.Parameter]:
-    """Small parameters like the group's first one, with gradients."""
+    """Return `count` small parameters with gradients, of the dtype of the group's first one."""
     made: list[nn.Parameter] = []
     for like in group["params"][:1] * count:
         shape = [min(size, _LARGEST) for size in like.shape]
@@ -169,7 +172,7 @@ def _stand_ins(
     return made
 
 
-def _with(group: Group, params: list[nn.Parameter]) -> Group:
+def _trial_group(group: Group, params: list[nn.Parameter]) -> Group:
     made = {**group, "params": params}
     rate = group.get("lr")
     if isinstance(rate, Tensor):

@@ -1,8 +1,8 @@
 """Flat storage: parameters, buffers and gradients in contiguous tensors.
 
-Neighbouring buckets are neighbours in memory, so any run of buckets is one slice and one
-collective, without a copy. Gradients are views, as their common version counter tells who has
-changed them; parameters and buffers have storages of their own over the same memory.
+Adjacent buckets are adjacent in memory, so any run of buckets is one slice and one collective,
+without a copy. Gradients are views of the flat tensor, so that its version counter shows whether
+user code has changed one. Parameters and buffers have their own storages over the same memory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from offbeat.core.buckets.layout import BucketSpec, Key, key_of
 from offbeat.core.plan import BUILT_IN, Buffer, Payload
 
 Store = dict[Key, Tensor]
-ALIGNED_BYTES = 16  # what vectorized loads of a GPU need
+ALIGNED_BYTES = 16  # alignment of vectorized loads of a GPU
 
 
 class FlatBucket:
     """One bucket: its parameters, and its slices of the flat tensors.
 
-    `grad` are its gradients, `absent` one number per parameter behind them: how often this rank
-    had no gradient for it. They travel with the gradients, so that all ranks learn which
-    parameters nobody has used.
+    `grad` holds the gradients. `absent` follows it in memory: for each parameter, the number of
+    iterations in which this rank had no gradient for it. Both are averaged in one message. The
+    averages show on every rank which parameters no rank has used.
     """
 
     __slots__ = ("absent", "grad", "grad_views", "name", "param", "parameters")
@@ -40,26 +40,32 @@ class FlatBucket:
 
 
 class Flat:
-    """A model's trainable tensors re-homed into one flat tensor per dtype and device, and further
-    buffers of the same layout.
+    """A model's trainable tensors, moved into one flat tensor per dtype and device, and buffers of
+    the same layout.
 
-    Peak memory while moving: one more copy of the parameters, then of the gradients; none
-    afterwards, except the gradients, which exist from now on. Of a storage `before`, in which they
-    have been so far, each is let go as soon as it is empty: nobody else may use it any more.
+    Args:
+        model: the model, whose parameters and buffers become views of the flat tensors.
+        specs: the buckets.
+        before: storage that holds the tensors so far. Its parameters and gradients are freed as
+            soon as they have moved, so it must not be used afterwards.
+
+    Peak memory: one additional copy of the parameters, then one of the gradients. Afterwards only
+    the gradients remain allocated in addition.
     """
 
     def __init__(self, model: nn.Module, specs: Sequence[BucketSpec], before: Flat | None = None):
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        mine = [[parameters[n] for n in spec.parameters] for spec in specs]
-        carried = [[buffers[n] for n in spec.buffers] for spec in specs]
+        trained = [[parameters[n] for n in spec.parameters] for spec in specs]
+        statistics = [[buffers[n] for n in spec.buffers] for spec in specs]
         self.former = FormerMemory({n: parameters[n] for spec in specs for n in spec.parameters})
-        self.keys = [key_of(own[0]) for own in mine]
+        self.keys = [key_of(own[0]) for own in trained]
         self._kinds = {name: buffer.kind for name, buffer in BUILT_IN.items()}
         self._newest = {"param": 0, "grad": 0}
         self._stores: dict[str, list[Store]] = {}
-        self._spans: list[tuple[int, int, int, int]] = []  # of parameters, of gradients
+        # (start, stop) of a bucket in parameters, (start, stop) in gradients, in elements.
+        self._spans: list[tuple[int, int, int, int]] = []
         ends: dict[Key, tuple[int, int]] = {}
-        for key, own, more in zip(self.keys, mine, carried, strict=True):
+        for key, own, more in zip(self.keys, trained, statistics, strict=True):
             at, grad_at = ends.get(key, (0, 0))
             count = sum(p.numel() for p in own)
             stop = at + count + sum(b.numel() for b in more)
@@ -67,15 +73,17 @@ class Flat:
             self._spans.append((at, stop, grad_at, ends[key][1]))
         with torch.no_grad():
             params = {key: _empty(key, size) for key, (size, _) in ends.items()}
-            for key, span, own, more in zip(self.keys, self._spans, mine, carried, strict=True):
-                _rehome_all(params[key], [*own, *more], span[0])
+            for key, span, own, more in zip(
+                self.keys, self._spans, trained, statistics, strict=True
+            ):
+                _move_tensors(params[key], [*own, *more], span[0])
             if before is not None:
                 before.free("param")
         self._stores = {"param": [params], "grad": []}
         self.buckets = [
             FlatBucket(spec.name, own, params[key][start:stop])
             for spec, key, own, (start, stop, *_) in zip(
-                specs, self.keys, mine, self._spans, strict=True
+                specs, self.keys, trained, self._spans, strict=True
             )
         ]
         self.take_gradients()
@@ -84,7 +92,7 @@ class Flat:
         self.former.note()
 
     def take_gradients(self) -> None:
-        """Have the gradients in a flat tensor of their own; those that there are keep."""
+        """Move the gradients into a new flat tensor. Existing values are kept, others are zero."""
         sizes: dict[Key, int] = {}
         for key, span in zip(self.keys, self._spans, strict=True):
             sizes[key] = span[3]
@@ -95,11 +103,11 @@ class Flat:
                 self.keys, self._spans, self.buckets, strict=True
             ):
                 behind = stop - len(bucket.parameters)
-                bucket.grad_views = _own_gradients(grads[key], bucket.parameters, start)
+                bucket.grad_views = _move_gradients(grads[key], bucket.parameters, start)
                 bucket.grad, bucket.absent = grads[key][start:behind], grads[key][behind:stop]
 
     def free(self, buffer: str) -> None:
-        """Its tensors are elsewhere now, or not needed any more: free what nobody else holds."""
+        """Drop the references to a buffer's tensors, which have moved or are not needed."""
         self._stores[buffer] = []
         for bucket in self.buckets:
             if buffer == "param":
@@ -111,8 +119,12 @@ class Flat:
     # ---- named buffers ----------------------------------------------------------------------
 
     def adopt(self, buffers: Mapping[str, Buffer]) -> None:
-        """Have these buffers, new ones at their start, and no others. Gradients stay, and what once
-        was a copy of the parameters, as replicas may differ by now."""
+        """Allocate the buffers of a plan and delete all other buffers.
+
+        Existing parameters, gradients, and buffers that start as a copy of the parameters keep
+        their contents. Such copies may differ between ranks by now. All other buffers begin at
+        their start value.
+        """
         for name in set(self._stores) - set(buffers):
             del self._stores[name], self._newest[name]
         for name, buffer in buffers.items():
@@ -121,7 +133,7 @@ class Flat:
             kept: list[Store] = []
             if name in self._stores and (
                 name in BUILT_IN or buffer.start == "param"
-            ):  # what is there stays, the newest copy first
+            ):  # keep existing copies, the newest first
                 first = self._newest[name]
                 kept = (self._stores[name][first:] + self._stores[name][:first])[: buffer.copies]
             made = [self._create_store(buffer) for _ in range(buffer.copies - len(kept))]
@@ -135,7 +147,7 @@ class Flat:
             return {key: make(tensor).detach() for key, tensor in like.items()}
 
     def restart(self, buffer: Buffer) -> None:
-        """A plan's buffer is again as it starts."""
+        """Reset a plan's buffer to its start value: the parameters, or zero."""
         like = self._stores["grad" if buffer.kind == "grad" else "param"][0]
         for copy in self._stores[buffer.name]:
             for key, tensor in copy.items():
@@ -145,22 +157,22 @@ class Flat:
                     tensor.zero_()
 
     def copies(self, buffer: str) -> int:
-        """Copies of a buffer."""
+        """Return the number of copies of a buffer."""
         return len(self._stores[buffer])
 
     def copy_index(self, buffer: str, age: int = 0) -> int:
-        """Which copy is the one of this age."""
-        return (self._newest[buffer] + age) % max(len(self._stores[buffer]), 1)  # 0: not kept here
+        """Return the index of the copy of this age; age 0 is the newest copy."""
+        return (self._newest[buffer] + age) % max(len(self._stores[buffer]), 1)  # 0 without copies
 
     def rotate(self, buffer: str) -> None:
-        """Every copy becomes one older; the oldest becomes the newest."""
+        """Increase the age of every copy by one. The oldest copy becomes the newest."""
         self._newest[buffer] = (self._newest[buffer] - 1) % len(self._stores[buffer])
 
     def tensors(self, buffer: str, run: range, copy: int = 0) -> tuple[Tensor, ...]:
-        """One copy of a buffer of a run of buckets: one slice per dtype and device.
+        """Return one copy of a buffer of a run of buckets: one slice per dtype and device.
 
-        With a version counter of their own, so that what is done to them does not look like the
-        user's doing.
+        The slices have their own version counters, so that writes to them are not taken for writes
+        of user code.
         """
         column = 2 if self._kinds[buffer] == "grad" else 0
         bounds: dict[Key, tuple[int, int]] = {}
@@ -172,15 +184,15 @@ class Flat:
         return tuple(store[key].data[a:z] for key, (a, z) in bounds.items() if z > a)
 
     def parameters_of(self, buffer: str, run: range) -> list[Tensor]:
-        """A buffer of the parameters' shape, bucket by bucket, without running statistics."""
-        found, copy = [], self.copy_index(buffer)
+        """Return the newest copy of a buffer for each bucket, without module buffers."""
+        slices, copy = [], self.copy_index(buffer)
         for b in run:
             count = sum(p.numel() for p in self.buckets[b].parameters)
-            found.append(self._bucket(buffer, b, copy)[:count])
-        return found
+            slices.append(self._bucket(buffer, b, copy)[:count])
+        return slices
 
     def _bucket(self, buffer: str, b: int, copy: int) -> Tensor:
-        """One copy of a buffer of one bucket, also of one without elements."""
+        """Return one copy of a buffer of one bucket, also of a bucket without elements."""
         column = 2 if self._kinds[buffer] == "grad" else 0
         start, stop = self._spans[b][column : column + 2]
         return self._stores[buffer][copy][self.keys[b]].data[start:stop]
@@ -188,32 +200,43 @@ class Flat:
     def message_tensors(
         self, payload: Payload, copy: int, into: str | None = None
     ) -> tuple[Tensor, ...]:
-        """What a message carries of one copy of its buffer (or of another buffer, alike). What
-        stands behind the gradients of a bucket goes with its last slice."""
+        """Return the tensors that a message sends from one copy of its buffer.
+
+        Args:
+            payload: buffer, buckets and slice of the message.
+            copy: index of the copy.
+            into: buffer to use in place of `payload.buffer`, of the same layout.
+
+        The absence counts of a bucket are part of its last slice.
+        """
         buffer = into or payload.buffer
         whole = self.tensors(buffer, payload.buckets, copy)
         if payload.parts == 1:
             return whole
-        behind = self._behind(buffer, payload.buckets.start)
+        behind = self._trailing_elements(buffer, payload.buckets.start)
         return tuple(t[self._slice(payload, t.numel() - behind, behind)] for t in whole)
 
     def split_payload(
         self, payload: Payload, copy: int, buffer: str
     ) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """The same by dtype and device, as views of numbers, and of what stands behind them:
-        running statistics behind parameters."""
-        found: dict[Key, tuple[list[Tensor], list[Tensor]]] = {}
+        """Return the tensors of a message as (numbers, trailing elements) per dtype and device.
+
+        Both are lists with one view per bucket. Trailing elements are the module buffers that
+        follow parameters, or the absence counts that follow gradients. They are part of the last
+        slice.
+        """
+        by_key: dict[Key, tuple[list[Tensor], list[Tensor]]] = {}
         last = payload.part + payload.width == payload.parts
         for b in payload.buckets:
             whole = self._bucket(buffer, b, copy)
             numbers = sum(p.numel() for p in self.buckets[b].parameters)
-            pieces = found.setdefault(self.keys[b], ([], []))
+            pieces = by_key.setdefault(self.keys[b], ([], []))
             pieces[0].append(whole[payload.slice_of(numbers)])
             if last:
                 pieces[1].append(whole[numbers:])
-        return list(found.values())
+        return list(by_key.values())
 
-    def _behind(self, buffer: str, b: int) -> int:
+    def _trailing_elements(self, buffer: str, b: int) -> int:
         return len(self.buckets[b].parameters) if self._kinds[buffer] == "grad" else 0
 
     @staticmethod
@@ -224,41 +247,41 @@ class Flat:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All of them, bucket by bucket."""
+        """All parameters, bucket by bucket."""
         return [p for bucket in self.buckets for p in bucket.parameters]
 
     def parameter_tensors(self) -> list[Tensor]:
-        """All flat parameter tensors."""
+        """Return all flat parameter tensors, one per dtype and device."""
         return list(self._stores["param"][0].values())
 
     def restore_parameters(self) -> None:
-        """Have every parameter in its place again, with the values that it has elsewhere."""
+        """Copy parameters whose `p.data` was replaced back into the flat tensors."""
         store = self._stores["param"][0]
         for key, (at, *_), bucket in zip(self.keys, self._spans, self.buckets, strict=True):
             for p in bucket.parameters:
                 place = store[key].data_ptr() + at * store[key].element_size()
                 if p.data_ptr() != place and key_of(p) == key:
                     with torch.no_grad():
-                        _rehome_all(store[key], [p], at)
+                        _move_tensors(store[key], [p], at)
                 at += p.numel()
 
     # ---- checkpoints ------------------------------------------------------------------------
 
     def contents(self, buffer: str) -> list[list[Tensor]]:
-        """All copies of a buffer, the newest first: one tensor per dtype and device."""
+        """Return all copies of a buffer, the newest first: one tensor per dtype and device."""
         stores = self._stores[buffer]
         return [list(stores[self.copy_index(buffer, age)].values()) for age in range(len(stores))]
 
     def fill(self, buffer: str, contents: Sequence[Sequence[Tensor]]) -> None:
-        """The inverse of `contents`."""
-        for mine, saved in zip(self.contents(buffer), contents, strict=True):
-            for tensor, value in zip(mine, saved, strict=True):
+        """Copy the result of `contents` into the copies of a buffer, the newest first."""
+        for copy, saved in zip(self.contents(buffer), contents, strict=True):
+            for tensor, value in zip(copy, saved, strict=True):
                 tensor.data.copy_(value)
 
     # ---- gradients --------------------------------------------------------------------------
 
     def views(self, copy: int = 0) -> list[Tensor]:
-        """The gradient of every parameter, bucket by bucket, as a view of a copy of them."""
+        """Return one view of a copy of the gradients per parameter, bucket by bucket."""
         first = self.buckets[0].grad_views if self.buckets else []
         if first and first[0]._base is self._stores["grad"][copy][self.keys[0]]:
             return [view for bucket in self.buckets for view in bucket.grad_views]
@@ -270,31 +293,34 @@ class Flat:
         return views
 
     def gradients(self, bucket: int, copy: int = 0) -> Tensor:
-        """One bucket's gradients alone, flat."""
+        """Return one bucket's flat gradients, without absence counts."""
         _, _, start, stop = self._spans[bucket]
         count = len(self.buckets[bucket].parameters)
         return self._stores["grad"][copy][self.keys[bucket]].data[start : stop - count]
 
     def absence_counts(self, bucket: int, copy: int = 0) -> Tensor:
-        """One number per parameter of a bucket: how often this rank had no gradient for it."""
+        """Return, per parameter of a bucket, in how many iterations it had no gradient.
+
+        The counts are of this rank before a message of the bucket, and averages over ranks after.
+        """
         _, _, _, stop = self._spans[bucket]
         count = len(self.buckets[bucket].parameters)
         return self._stores["grad"][copy][self.keys[bucket]].data[stop - count : stop]
 
     def zero_grads(self, copy: int, run: range | None = None) -> None:
-        """Zero a copy of the gradients, of all buckets or a run of them, in place."""
-        everything = run is None or len(run) == len(self.buckets)
+        """Zero a copy of the gradients in place, for all buckets or for `run`."""
+        is_all = run is None or len(run) == len(self.buckets)
         whole = self._stores["grad"][copy].values()
-        for grads in whole if everything else self.tensors("grad", run, copy):  # type: ignore[arg-type]
+        for grads in whole if is_all else self.tensors("grad", run, copy):  # type: ignore[arg-type]
             grads.data.zero_()
 
     def grad_version(self) -> int:
-        """Changes whenever the user writes a gradient in place."""
+        """Return a number that changes with every in-place write to a gradient by user code."""
         return sum(grads._version for copy in self._stores["grad"] for grads in copy.values())
 
 
 def require_supported(model: nn.Module) -> None:
-    """ValueError for a model that cannot be re-homed into flat storage."""
+    """Raise ValueError for a model that cannot be moved into flat storage."""
     trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("the model has no parameter that requires a gradient; nothing to train")
@@ -306,7 +332,7 @@ def require_supported(model: nn.Module) -> None:
             raise ValueError(
                 f"parameter {name!r} has dtype {p.dtype}; only real floats are supported"
             )
-        if hasattr(p, "placements"):  # a DTensor; importing its class takes .8 s
+        if hasattr(p, "placements"):  # only DTensors have it; importing their class takes .8 s
             raise ValueError(
                 f"parameter {name!r} is a DTensor (fully_shard or tensor parallelism), of which "
                 "each rank holds a part; offbeat needs the whole parameter on every rank, so "
@@ -322,16 +348,16 @@ def require_supported(model: nn.Module) -> None:
 
 
 def flatten(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Re-home these tensors into flat ones, one per dtype and device, in their order."""
+    """Move tensors into new flat tensors, one per dtype and device, in the given order."""
     by_key: dict[Key, list[Tensor]] = {}
     for tensor in tensors:
         by_key.setdefault(key_of(tensor), []).append(tensor)
     flats: list[Tensor] = []
     with torch.no_grad():
-        for key, mine in by_key.items():
-            size = sum(tensor.numel() for tensor in mine)
+        for key, group in by_key.items():
+            size = sum(tensor.numel() for tensor in group)
             flat = _empty(key, size)
-            _rehome_all(flat, mine, 0)
+            _move_tensors(flat, group, 0)
             flats.append(flat)
     return flats
 
@@ -340,7 +366,7 @@ def _empty(key: Key, size: int) -> Tensor:
     return torch.empty(size, dtype=key[0], device=key[1])
 
 
-def _rehome_all(flat: Tensor, tensors: Iterable[Tensor], offset: int) -> None:
+def _move_tensors(flat: Tensor, tensors: Iterable[Tensor], offset: int) -> None:
     for tensor in tensors:
         place = place_like(flat, tensor, offset)
         place.copy_(tensor.detach())
@@ -348,8 +374,8 @@ def _rehome_all(flat: Tensor, tensors: Iterable[Tensor], offset: int) -> None:
         offset += tensor.numel()
 
 
-def _own_gradients(flat: Tensor, parameters: Iterable[nn.Parameter], offset: int) -> list[Tensor]:
-    """Have the gradients of these parameters in a flat tensor, next to each other."""
+def _move_gradients(flat: Tensor, parameters: Iterable[nn.Parameter], offset: int) -> list[Tensor]:
+    """Move the gradients of these parameters into a flat tensor, and return their views."""
     views = []
     for p in parameters:
         view = view_like(flat, p, offset)
@@ -362,31 +388,32 @@ def _own_gradients(flat: Tensor, parameters: Iterable[nn.Parameter], offset: int
 
 
 def place_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
-    """As `view_like`, but with a storage of its own over the same memory, which it keeps alive.
+    """Return a view as `view_like` does, with its own storage and version counter.
 
-    Whoever saves or copies it - pickles, `deepcopy`, safetensors - takes a storage whole, and so
-    takes this tensor alone. It has a version counter of its own, too. On a GPU the storage begins
-    at an aligned address, up to 15 bytes before the tensor: compiled kernels conclude from the
-    offset within a storage that an address is aligned.
+    The storage refers to the memory of `flat` and keeps it alive. `pickle`, `deepcopy` and
+    safetensors save whole storages, so with its own storage this tensor is saved without the rest
+    of `flat`. On a GPU the storage begins at an aligned address, up to 15 bytes before the tensor,
+    because compiled kernels assume that a storage begins at an aligned address.
     """
     before = 0
     if flat.is_cuda:
         size = flat.element_size()
         before = (flat.data_ptr() + offset * size) % ALIGNED_BYTES // size
     whole = flat[offset - before : offset + like.numel()].detach()
-    alone = from_dlpack(whole.view(torch.uint8)).view(flat.dtype)  # it knows not every dtype
+    # DLPack does not support every dtype, so exchange bytes.
+    alone = from_dlpack(whole.view(torch.uint8)).view(flat.dtype)
     return view_like(alone, like, before)
 
 
 def view_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
-    """View of `flat` with the shape of `like`, and its memory format where that is dense."""
+    """Return a view of `flat` with the shape of `like`, and with its strides if they are dense."""
     if _is_dense(like):
         return flat.as_strided(like.size(), like.stride(), offset)
     return flat[offset : offset + like.numel()].view(like.size())
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host; without elements none."""
+    """Return a memoryview of the bytes of a contiguous tensor on the host."""
     return tensor.detach().view(torch.uint8).numpy().data
 
 

@@ -1,4 +1,4 @@
-"""Former memory of parameters: finds code that still writes where parameters were before."""
+"""Detection of writes to the memory that parameters have left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offbeat.core.buckets.checksum import checksum
 
-LOOKS = 20  # steps; a plan may apply its first gradients some iterations late
+LOOKS = 20  # steps to check; a plan may apply its first gradients some iterations late
 
 
 class _Place(NamedTuple):
@@ -31,7 +31,7 @@ class _Place(NamedTuple):
 
 
 class FormerMemory:
-    """Memory that held parameters before they moved, as far as references to it still exist.
+    """Memory from which parameters have moved, as long as references to it exist.
 
     An optimizer that keeps views of parameters (`p.data`) writes there after the parameters have
     moved, so the weights that the model uses never change.
@@ -54,15 +54,15 @@ class FormerMemory:
         ]
 
     def note(self) -> None:
-        """Record the contents: call it when the parameters have moved, before the next step."""
+        """Record checksums of the memory. Call it after the parameters have moved."""
         held = [(place, place.tensor()) for place in self._places]
         self._known = [(place, checksum(t)) for place, t in held if t is not None]
         self._places = []
 
     def require_unwritten(self) -> None:
-        """After a step: raise ValueError if a parameter's former memory was written since `note`.
+        """Raise ValueError if a parameter's former memory was written since `note`.
 
-        Look only after the first `LOOKS` steps.
+        Call it after each step. The memory is checked in the first `LOOKS` calls only.
         """
         if not self._known:
             return

@@ -1,4 +1,4 @@
-"""Gradients: what `p.grad` shows, whether it has been applied, and who has none."""
+"""Gradients in flat storage: contents of `p.grad`, state of each bucket, unused parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from offbeat.core.buckets.flat import Flat
 class Gradients:
     """The gradients of a model in its flat storage.
 
-    Backward adds to the newest copy. A bucket whose gradients have been applied is stale: what
-    comes next replaces them, unless the user keeps adding on purpose. With several copies
-    (`late`) they are added up over iterations, and applied from an older copy.
+    Backward adds to the newest copy. A bucket is stale after its gradients have been applied: the
+    next gradients replace the stale ones. With several copies (`late`), gradients are added up
+    over iterations and applied from an older copy.
     """
 
-    sent = True  # or measured, or changed: they have a place that others know
+    sent = True  # gradients are in the flat tensors, for messages, measurements and changes
 
     def __init__(self, flat: Flat, world_size: int):
         self.flat, self._world_size = flat, world_size
@@ -28,34 +28,35 @@ class Gradients:
         self.bucket_of = [b for b, bucket in enumerate(flat.buckets) for _ in bucket.parameters]
         self.starts = [self.bucket_of.index(b) for b in range(len(flat.buckets))]
         self._stale = bytearray(len(flat.buckets))
-        self._awaited = bytearray(len(flat.buckets))  # will be applied later
-        self._zero_then = bytearray(len(flat.buckets))
-        self._hidden: set[int] = set()  # parameters whose gradient we do not show
+        self._awaited = bytearray(len(flat.buckets))  # buckets with a delayed update
+        self._zero_then = bytearray(len(flat.buckets))  # buckets to zero after a delayed update
+        self._hidden: set[int] = set()  # parameters whose `p.grad` is None on purpose
         self.begin_plan()
 
     def begin_plan(self) -> None:
-        """A plan begins: as many copies as the storage has by now, none of them used."""
+        """Begin a plan: use all copies of the storage, with no gradients added to any of them."""
         copies = self.flat.copies("grad")
         self.late = copies > 1
         self._views = [self.flat.views(copy) for copy in range(copies)]
         self._added = [[0] * len(self.flat.buckets) for _ in range(copies)]
-        # By copy and bucket: places of parameters that this rank did not use at some time.
+        # By copy and bucket: parameters that had no gradient on this rank in some iteration.
         self._absentees: list[dict[int, set[int]]] = [defaultdict(set) for _ in range(copies)]
         self.open()
 
     def open(self) -> None:
-        """Gradients go to the newest copy from now on."""
+        """Assign the views of the newest copy to `p.grad`, so that backward adds to it."""
         newest = self.flat.copy_index("grad")
         self.views, self._added_now = self._views[newest], self._added[newest]
         for p, view in zip(self.parameters, self.views, strict=True):
             p.grad = view
 
     def drop_views(self) -> None:
-        """The storage is about to be left: hold none of its tensors but what parameters show."""
+        """Drop references to the storage, except those in `p.grad`, before it is replaced."""
         self._views, self.views = [], []
 
     def drop_unused(self) -> None:
-        """Gradients to which nothing was added since they were zeroed are None in a plain loop."""
+        """Set gradients that received nothing since the last `zero_grad` to None, as a loop
+        without offbeat does."""
         for b, count in enumerate(self._added_now):
             for p in () if count else self.flat.buckets[b].parameters:
                 if p.grad is not None and not p.grad.any():
@@ -64,7 +65,7 @@ class Gradients:
     # ---- checkpoints ------------------------------------------------------------------------
 
     def flags(self) -> dict[str, Any]:
-        """What is known of the gradients between two iterations, the newest copy first."""
+        """Return the state between two iterations for a checkpoint, the newest copy first."""
         ages = [self.flat.copy_index("grad", age) for age in range(self.flat.copies("grad"))]
         return {
             "stale": bytes(self._stale),
@@ -78,26 +79,30 @@ class Gradients:
         }
 
     def restore(self, flags: Mapping[str, Any]) -> None:
-        """The inverse of `flags`, of a storage whose newest copy is its first."""
+        """Restore the result of `flags`. The newest copy of the storage must be copy 0."""
         assert self.flat.copy_index("grad") == 0
-        for mine, name in (
+        for flag, name in (
             (self._stale, "stale"),
             (self._awaited, "awaited"),
             (self._zero_then, "zero_then"),
         ):
-            mine[:] = flags[name]
+            flag[:] = flags[name]
         self._hidden = set(flags["hidden"])
         self._added = [list(counts) for counts in flags["added"]]
         self._absentees = [
-            defaultdict(set, {b: set(places) for b, places in found.items()})
-            for found in flags["absentees"]
+            defaultdict(set, {b: set(places) for b, places in by_bucket.items()})
+            for by_bucket in flags["absentees"]
         ]
         self.open()
 
     # ---- backward ---------------------------------------------------------------------------
 
     def take(self, index: int, p: nn.Parameter) -> None:
-        """A gradient that autograd has put elsewhere, as `p.grad` was None: into the bucket."""
+        """Copy a gradient that autograd has allocated, because `p.grad` was None, into the bucket.
+
+        Raises:
+            ValueError: the gradient is sparse, or is part of a graph.
+        """
         gradient, view = p.grad, self.views[index]
         assert gradient is not None
         if gradient.is_sparse:
@@ -110,14 +115,14 @@ class Gradients:
                 "inner derivative with torch.autograd.grad(..., create_graph=True)"
             )
         if self.late and not self._stale[self.bucket_of[index]]:
-            view.add_(gradient)  # to those of earlier iterations
+            view.add_(gradient)  # the view holds gradients of earlier iterations
         else:
-            view.copy_(gradient)  # what was there was taken away
+            view.copy_(gradient)  # the view holds a gradient that was set to None or applied
         p.grad = view
         self._hidden.discard(index)
 
     def take_manual_gradients(self, seen: bytearray) -> None:
-        """A step without a backward pass: gradients that the script has put there itself count."""
+        """Use gradients that the script has assigned or written, in a step without a backward."""
         for index, (p, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if seen[index] or p.grad is None:
                 continue
@@ -128,10 +133,10 @@ class Gradients:
             seen[index] = 1
 
     def on_iteration_begin(self) -> None:
-        """What was applied in backward is told by version counters."""
+        """Do nothing: version counters detect changes of gradients applied in backward."""
 
     def on_backward_end(self, seen: bytearray) -> None:
-        """Note who had no gradient in this iteration; it counts as zero in averages."""
+        """Record parameters without a gradient in this iteration. Averages use zero for them."""
         copy = self.flat.copy_index("grad")
         if not all(seen):
             for index, was_seen in enumerate(seen):
@@ -143,7 +148,7 @@ class Gradients:
         p, view = self.parameters[index], self.views[index]
         place, absent = index - self.starts[b], self.flat.absence_counts(b, copy)
         if p.grad is not view:
-            if self._stale[b] or not self.late:  # what was applied, or taken away, is forgotten
+            if self._stale[b] or not self.late:  # the view holds an applied or removed gradient
                 view.zero_()
             if self._stale[b]:
                 absent[place] = self._added[copy][b]
@@ -153,8 +158,7 @@ class Gradients:
         self._absentees[copy][b].add(place)
 
     def undo_backward_end(self, seen: bytearray) -> None:
-        """Another backward adds to the gradients of the same iteration: take back what the last
-        one noted."""
+        """Undo `on_backward_end` when another backward adds to gradients of the same iteration."""
         copy = self.flat.copy_index("grad")
         for b in range(len(self._added_now)):
             self._added_now[b] -= 1
@@ -169,56 +173,60 @@ class Gradients:
                     del self._absentees[copy][b]
 
     def mark_fresh(self, b: int) -> None:
-        """Bucket b holds this iteration's gradients."""
+        """Record that bucket `b` holds this iteration's gradients."""
         self._stale[b] = 0
         self._added_now[b] += 1
 
     # ---- the update -------------------------------------------------------------------------
 
     def added_iterations(self, b: int, copy: int) -> int:
-        """Iterations whose gradients are added up in a bucket of a copy."""
+        """Return the number of iterations whose gradients are added up in a bucket of a copy."""
         return self._added[copy][b]
 
     def conceal(self) -> None:
-        """Show code between backward and step no gradient at all."""
+        """Set every `p.grad` to None for user code between backward and step."""
         for p in self.parameters:
             p.grad = None
 
     def show_zero(self) -> None:
-        """Show a zero on the smallest parameter, where nothing is applied: torch's
-        `clip_grad_value_` fails on a model without any gradient. Nobody uses it."""
+        """Assign a zero gradient to the smallest parameter, in a step that applies nothing.
+
+        torch's `clip_grad_value_` fails on a model without gradients. The zero is not applied.
+        """
         smallest = min(self.parameters, key=Tensor.numel)
         smallest.grad = torch.zeros_like(smallest)
 
     def is_shown(self, copy: int) -> bool:
-        """Whether backward itself has left every gradient of a copy where it is shown."""
+        """Whether `p.grad` holds every gradient of a copy after backward, without `show`."""
         return not self.late and not self._absentees[copy]
 
     def show(self, run: range, copy: int) -> None:
-        """Show one copy of the gradients of some buckets, but none on parameters that no rank has
-        used, as in torch's own DDP: weight decay and momentum leave them alone. What other ranks
-        have used keeps their average."""
+        """Assign one copy of the gradients of a run of buckets to `p.grad`.
+
+        A parameter that no rank has used gets None, as in torch's DDP, so that weight decay and
+        momentum do not change it. A parameter that other ranks have used gets their average.
+        """
         views = self._views[copy]
         for index in self._of(run):
             self.parameters[index].grad = views[index]
         self._hidden.difference_update(self._of(run))
         for b in [b for b in self._absentees[copy] if b in run]:
             absent = self.flat.absence_counts(b, copy).tolist()
-            # A mean over ranks: whoever had a gradient makes it less by one K-th.
-            nobody = self.added_iterations(b, copy) - 0.5 / self._world_size
+            # Counts are averages over ranks. One gradient on one rank lowers a count by 1 / K.
+            limit = self.added_iterations(b, copy) - 0.5 / self._world_size
             for place in self._absentees[copy][b]:
-                if absent[place] > nobody:
+                if absent[place] > limit:
                     index = self.starts[b] + place
                     self.parameters[index].grad = None
                     self._hidden.add(index)
 
     def apply_later(self, runs: Iterable[range]) -> None:
-        """The update of these buckets was asked for, and will be done later."""
+        """Mark buckets whose update is delayed until after `optimizer.step()`."""
         for run in runs:
             self._awaited[run.start : run.stop] = b"\x01" * len(run)
 
     def mark_applied(self, run: range, copy: int) -> None:
-        """Buckets have been applied: zero them if that was asked for meanwhile."""
+        """Mark buckets as stale. Zero those for which `zero_grad` was called before the update."""
         for b in run:
             self._stale[b], self._awaited[b] = 1, 0
             if self._zero_then[b]:
@@ -230,9 +238,9 @@ class Gradients:
     # ---- between iterations -----------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients in place, each as soon as nothing needs it any more."""
+        """Zero the gradients in place. Buckets with a delayed update are zeroed after it."""
         if self.late:
-            return  # added to; what was applied has been zeroed
+            return  # gradients are summed over iterations; `mark_applied` zeroes applied ones
         copy = self.flat.copy_index("grad")
         if not any(self._awaited):
             self._zero(copy, range(len(self._stale)))
@@ -244,7 +252,7 @@ class Gradients:
                 self._zero(copy, range(b, b + 1))
 
     def zero(self) -> None:
-        """Forget every gradient."""
+        """Zero every gradient in all copies."""
         for copy in range(self.flat.copies("grad")):
             self._zero(copy, range(len(self._stale)))
 
@@ -263,19 +271,19 @@ class Gradients:
         return range(self.starts[run.start], stop)
 
     def is_intact(self) -> bool:
-        """Whether the user has put no gradient in the place of another one, nor taken one away."""
+        """Whether user code has neither replaced nor removed a gradient."""
         return all(
             p.grad is view or (p.grad is None and index in self._hidden)
             for index, (p, view) in enumerate(zip(self.parameters, self.views, strict=True))
         )
 
     def mark_applied_in_backward(self, run: range) -> None:
-        """These were applied in backward; their version counter tells who changes them now."""
+        """Do nothing: version counters detect changes of gradients applied in backward."""
 
     def removed_gradients(self, run: range) -> list[Tensor]:
-        """Views of gradients that the user has taken away (`p.grad = None`) in some buckets."""
+        """Return the views of gradients in `run` that user code has removed (`p.grad = None`)."""
         return [self.views[i] for i in self._of(run) if self.parameters[i].grad is None]
 
     def gradient_tensors(self, run: range, copy: int) -> Iterator[Tensor]:
-        """Every bucket's gradients alone, flat."""
+        """Return the flat gradients of each bucket, without absence counts."""
         return (self.flat.gradients(b, copy) for b in run)

@@ -1,4 +1,4 @@
-"""Layout: which parameters and buffers make a bucket."""
+"""Assignment of parameters and buffers to buckets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Key = tuple[torch.dtype, torch.device]
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Names of a bucket's parameters (ready order) and of the buffers that travel with them."""
+    """Names of a bucket's parameters, in ready order, and of the module buffers averaged with
+    them."""
 
     name: str
     parameters: tuple[str, ...]
@@ -25,10 +26,18 @@ class BucketSpec:
 def group_parameters(
     model: nn.Module, order: Sequence[str], min_bytes: int, buffers: Sequence[str] = ()
 ) -> list[BucketSpec]:
-    """Buckets of whole modules in ready order, joined until they hold `min_bytes`.
+    """Return buckets of whole modules in ready order, each of at least `min_bytes`.
 
-    A module's parameters stay together where they are ready together; a bucket has one dtype and
-    one device. `buffers` join the bucket of their module, or the last one.
+    Parameters of one module that follow each other in `order` stay in one bucket. A bucket has one
+    dtype and one device.
+
+    Args:
+        model: the model.
+        order: names of the parameters in ready order.
+        min_bytes: bytes up to which a bucket is filled. A bucket before a change of dtype or
+            device, and the last bucket, may be smaller.
+        buffers: names of module buffers. Each is added to the bucket of its module, or to the last
+            bucket if the module has none.
     """
     tensors = dict(model.named_parameters())
     groups: list[list[str]] = []
@@ -44,7 +53,7 @@ def group_parameters(
     for name in buffers:
         home = homes.get(_owner(name), len(groups) - 1)
         if key_of(tensors[groups[home][0]]) == key_of(every_buffer[name]):
-            carried[home].append(name)  # of another dtype: each rank's own until consolidate()
+            carried[home].append(name)  # buffers of another dtype differ until consolidate()
     specs = [
         BucketSpec(_title(tensors, names), tuple(names), tuple(more))
         for names, more in zip(groups, carried, strict=True)
@@ -53,8 +62,14 @@ def group_parameters(
 
 
 def specs_of_profile(model: nn.Module, profile: Profile) -> list[BucketSpec]:
-    """Buckets as a profile names them: its `tensors`, else all parameters of the module of that
-    name. ValueError if they do not cover the model exactly or sizes differ."""
+    """Return the buckets of a profile.
+
+    A bucket holds the tensors that the profile lists, otherwise all parameters of the module whose
+    name the bucket has.
+
+    Raises:
+        ValueError: the buckets do not cover the model exactly, or sizes differ.
+    """
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     buffers = dict(model.named_buffers())
     remedy = "measure the model again with `offbeat profile`"
@@ -111,7 +126,7 @@ def _belongs(tensors: dict[str, nn.Parameter], group: list[str], name: str, min_
 
 
 def _title(tensors: dict[str, nn.Parameter], names: Iterable[str]) -> str:
-    """A bucket is called after the module of its largest parameter."""
+    """Return the name of a bucket: the module of its largest parameter."""
     largest = max(names, key=lambda n: tensors[n].numel())
     return _owner(largest) or largest
 

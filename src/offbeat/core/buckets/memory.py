@@ -1,4 +1,4 @@
-"""Memory that was freed goes back to the system."""
+"""Return of freed memory from the C library to the operating system."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 
 def give_back() -> None:
-    """Have the C library (glibc) return what it keeps of freed memory: what comes next is of other
-    sizes, and would lie beside it."""
+    """Return memory that glibc keeps after it was freed to the operating system.
+
+    Later allocations have other sizes and would not reuse that memory.
+    """
     trim = _trim()
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Module buffers: which of them training writes, and rank 0's of those for all ranks."""
+"""Module buffers that training writes, and the broadcast of rank 0's values of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from offbeat.core.buckets.checksum import checksum
 
 @dataclass(frozen=True)
 class _Place:
-    """A buffer by its module, as a script may assign another tensor to it."""
+    """Module, attribute and byte range of a buffer.
+
+    The tensor is looked up on each use, because a script may assign another tensor.
+    """
 
     name: str
     owner: nn.Module
@@ -39,8 +42,8 @@ class _Place:
 class ModuleBuffers:
     """Packs the buffers that training writes into one tensor of bytes, and unpacks rank 0's.
 
-    Version counters do not show every write: batch normalization and `.data` bypass them.
-    Checksums do. They are compared in the first iteration and whenever replicas are compared.
+    Written buffers are found by checksums, because batch normalization and `.data` bypass version
+    counters. Checksums are compared in the first iteration and with every comparison of replicas.
     """
 
     def __init__(self, model: nn.Module, rank: int, where: torch.device):
@@ -56,17 +59,17 @@ class ModuleBuffers:
         return [place.name for place in self._places]
 
     def forget(self) -> None:
-        """Drop the checksums: other values are about to be loaded."""
+        """Drop the checksums before other values are loaded."""
         self._checksums = None
 
     def note(self) -> None:
-        """Record checksums before a forward, unless there are some."""
+        """Record checksums before a forward, unless they are recorded already."""
         if self._checksums is None:
             self._checksums = _checksums(self._model)
 
     def changed_names(self) -> list[str] | None:
-        """Return the names of buffers whose bits differ from the last checksums, and record new
-        checksums. None if there were none."""
+        """Return the names of buffers that have changed since the last checksums, and record new
+        ones. Return None if no checksums were recorded."""
         before, self._checksums = self._checksums, _checksums(self._model)
         if before is None:
             return None
@@ -74,7 +77,7 @@ class ModuleBuffers:
         return [name for name in now if now[name] != before.get(name, now[name])]
 
     def share(self, names: Iterable[str]) -> list[str]:
-        """Broadcast these buffers from now on, beside those of before. Return the new names."""
+        """Broadcast these buffers too from now on. Return the names that are new."""
         found = {name: (owner, key) for name, owner, key, _ in _buffers(self._model)}
         new = sorted(name for name in names if name in found and name not in self.names)
         if new:
@@ -87,7 +90,7 @@ class ModuleBuffers:
 
     def _place(self, found: dict[str, tuple[nn.Module, str]]) -> None:
         tensors = {name: owner._buffers[key] for name, (owner, key) in found.items()}
-        # Large elements first, so that every part begins at a multiple of its element size.
+        # Sort by element size, so that every part begins at a multiple of its element size.
         order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # type: ignore[union-attr]
         self._places, at = [], 0
         for name in order:
@@ -99,14 +102,14 @@ class ModuleBuffers:
         self.size_bytes = at
 
     def pack(self) -> tuple[Tensor, ...]:
-        """Return the bytes of this rank's buffers if it is rank 0, otherwise room for them."""
+        """Return the bytes of the buffers on rank 0, and memory of their size on other ranks."""
         if self.before_packing is not None:
             self.before_packing()
         if not self._places:
             return ()
         if self._rank:
             for place in self._places:
-                _ = place.tensor  # of the same shape as rank 0's
+                _ = place.tensor  # raises if the shape differs from rank 0's
             return (torch.empty(self.size_bytes, dtype=torch.uint8, device=self._where),)
         parts = [_bytes(place.tensor).to(self._where) for place in self._places]
         return (torch.cat(parts),)
@@ -127,7 +130,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Name, module, attribute and value of every dense buffer with elements, each once."""
+    """Yield name, module, attribute and value of every dense, non-empty buffer, each once."""
     known: set[int] = set()
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
@@ -139,7 +142,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
 
 
 def has_buffers(model: nn.Module) -> bool:
-    """Whether a model has a buffer that a forward might write."""
+    """Whether a model has a dense, non-empty buffer, which a forward might write."""
     return next(_buffers(model), None) is not None
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state as the links see it: flat where it is averaged, dropped where it is reset."""
+"""Optimizer state in flat tensors, for plans that average or reset it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Names = dict[str, torch.dtype]
 
 @dataclass(frozen=True)
 class _Home:
-    """Flat state of a run of buckets, and the place of every parameter's tensors in it."""
+    """Flat state tensors of a run of buckets, and (parameter, state name, view) of each entry."""
 
     tensors: tuple[Tensor, ...]
     places: tuple[tuple[nn.Parameter, str, Tensor], ...]
@@ -27,9 +27,9 @@ class _Home:
 class StateStore:
     """Floating-point optimizer state with its parameter's shape (momentum, Adam's moments).
 
-    A run of buckets has one flat tensor per dtype with a place for all state of all its
-    parameters, so that every rank sends the same layout; what a rank does not have, since it never
-    used the parameter, counts as zero. The optimizer's tensors become views of these places.
+    A run of buckets has one flat tensor per dtype with a slice for each state tensor of each
+    parameter, so that all ranks send the same layout. State of a parameter that a rank has never
+    used is zero. The optimizer's state tensors become views of these slices.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, flat: Flat):
@@ -39,12 +39,12 @@ class StateStore:
         self._homes: dict[range, _Home] = {}
 
     def forget(self) -> None:
-        """The optimizer's groups or state were replaced."""
+        """Drop the flat tensors after the optimizer's groups or state were replaced."""
         self._names.clear()
         self._homes.clear()
 
     def tensors(self, run: range) -> tuple[Tensor, ...]:
-        """Flat state of a run of buckets, up to date; empty if the optimizer keeps none."""
+        """Return the current flat state of a run of buckets; empty for a stateless optimizer."""
         if run not in self._homes:
             self._homes[run] = self._build(run)
         home = self._homes[run]
@@ -58,12 +58,12 @@ class StateStore:
         return home.tensors
 
     def bytes_of(self, bucket: int) -> int:
-        """Bytes of one bucket's state."""
+        """Return the bytes of one bucket's state."""
         entries = self._entries(range(bucket, bucket + 1))
         return sum(p.numel() * dtype.itemsize for p, _, dtype in entries)
 
     def reset(self, run: range) -> None:
-        """Forget the state of these buckets; the optimizer begins it anew."""
+        """Delete the state of these buckets. The optimizer creates it again in its next step."""
         for b in run:
             for p in self._flat.buckets[b].parameters:
                 self._optimizer.state.pop(p, None)
@@ -79,7 +79,7 @@ class StateStore:
     def _names_of(self, group: dict[str, Any], p: nn.Parameter) -> Names:
         key = (id(group), p.dtype)
         if key not in self._names:
-            self._names[key] = _tried_out(self._optimizer, group, p)
+            self._names[key] = _trial_state_names(self._optimizer, group, p)
         return self._names[key]
 
     def _build(self, run: range) -> _Home:
@@ -97,23 +97,28 @@ class StateStore:
         return _Home(tuple(tensors), tuple(places))
 
 
-def _tried_out(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter) -> Names:
-    """State that an optimizer keeps for a parameter of a group, from one step of a copy of it on
-    a made-up parameter: the same answer on all ranks, whatever they have used so far."""
-    if delegates(optimizer):  # the copy would step what is inside the original
-        return _kept(optimizer.state.get(p, {}), p)
+def _trial_state_names(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter
+) -> Names:
+    """Return names and dtypes of the state that an optimizer keeps for a parameter of a group.
+
+    A copy of the optimizer steps a trial parameter once. So the result is the same on all ranks,
+    although ranks may have used different parameters so far.
+    """
+    if delegates(optimizer):  # a copy would step the parameters of the inner optimizer
+        return _state_names(optimizer.state.get(p, {}), p)
     trial = nn.Parameter(torch.zeros(2, 3, dtype=p.dtype, device=p.device))
     trial.grad = torch.zeros_like(trial)
     copy = trial_copy(optimizer, [{**group, "params": [trial]}])
     with preserve_random_states({p.device}), shield_parameters(optimizer):
         copy.step()
-    return _kept(copy.state[trial], trial)
+    return _state_names(copy.state[trial], trial)
 
 
-def _kept(state: dict[str, Any], p: Tensor) -> Names:
+def _state_names(state: dict[str, Any], p: Tensor) -> Names:
     return {
         name: value.dtype
         for name, value in sorted(state.items())
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape
-        if value.dim() or name != "step"  # Adam's counter looks like a scalar's moment
+        if value.dim() or name != "step"  # Adam's counter has the shape of a scalar parameter
     }

@@ -1,4 +1,4 @@
-"""Random states: of Python, NumPy and torch, on the host and on the model's device."""
+"""Random states of Python, NumPy and torch, on the host and on the model's device."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ def restore(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 def normal(size: int | Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """Return standard normal numbers in single precision on the host, from a generator of ours.
+    """Return standard normal float32 numbers on the host, drawn from `generator`.
 
-    The result does not depend on the default dtype and device of the script, and the generators
-    of the script are not used.
+    The result does not depend on the default dtype and device of the script.
     """
     shape = (size,) if isinstance(size, int) else size
     return torch.randn(shape, generator=generator, dtype=torch.float32, device=CPU)
@@ -53,8 +52,8 @@ def generator() -> torch.Generator:
 def preserve_random_states(devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Restore the random states of the process and of these devices at the end of the block.
 
-    The user's optimizer may draw random numbers when a copy of it is tried. The training script
-    must draw the same numbers with and without the trial.
+    A trial step of a copy of the user's optimizer may draw random numbers. The training script must
+    draw the same numbers with and without the trial.
     """
     states = [(device, capture(device)) for device in {CPU, *devices}]
     try:
@@ -65,9 +64,9 @@ def preserve_random_states(devices: Iterable[torch.device] = ()) -> Iterator[Non
 
 
 def seed_all(seed: int, devices: Iterable[torch.device] = ()) -> None:
-    """Seed Python, NumPy, torch's generator of the host and those of these devices.
+    """Seed Python, NumPy, and torch's generators of the host and of `devices`.
 
-    `torch.manual_seed` would also seed the GPUs that the script has not used yet.
+    `torch.manual_seed` would also seed GPUs that the script has not used yet.
     """
     random.seed(seed)
     np.random.seed(seed)
@@ -81,9 +80,9 @@ def seed_all(seed: int, devices: Iterable[torch.device] = ()) -> None:
 def count_unseeded_loaders() -> int:
     """Return how many DataLoaders of this process draw from torch's global generator.
 
-    Each of their iterators draws a seed when it is created, so an iterator that a resumed script
-    creates in the middle of a pass takes numbers that the uninterrupted run used elsewhere. Loaders
-    with a `state_dict` of their own restore their iterators themselves.
+    Each new iterator of such a loader draws a seed. A resumed script creates an iterator in the
+    middle of a pass, so it draws a number that the uninterrupted run used elsewhere. Loaders with a
+    `state_dict` restore their iterators themselves and are not counted.
     """
     return sum(
         issubclass(type(thing), DataLoader)
