@@ -16,7 +16,7 @@ from worlds import run_world
 from offbeat.core.measuring.beside_compute import (
     MESSAGES,
     ROUNDS,
-    Computing,
+    ComputeLoad,
     measure_beside,
     measure_extra,
     with_extra,
@@ -42,7 +42,7 @@ class Arithmetic:
     def __init__(self) -> None:
         self.clock_s, self.sizes = 0.0, list[int]()
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         return self.clock_s
 
     def send(self, _: Any, size_bytes: int) -> float:
@@ -122,12 +122,12 @@ def test_messages_of_all_sizes_and_halves_take_longer() -> None:
 def test_a_host_computes_its_share_of_a_processor() -> None:
     """Never more than one of `pace`, however busy the machine."""
     begin_s, busy_s = time.perf_counter(), time.process_time()
-    with Computing(PROFILE):
+    with ComputeLoad(PROFILE):
         time.sleep(0.6)
     share = (time.process_time() - busy_s) / (time.perf_counter() - begin_s)
     assert 0 < share < 2 / PROFILE.pace
     idle = Profile((Bucket("a", 0.0, 0.0, 1 << 20),), (LINK,), 2, pace=8.0)
-    with Computing(idle):
+    with ComputeLoad(idle):
         pass
 
 

@@ -57,7 +57,7 @@ def measured(
     y.sum().backward()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert memory._meter is None or memory._meter.live_bytes == 0
-    return memory.kept_bytes, [p.grad for p in model.parameters() if p.grad is not None]
+    return memory.activation_bytes, [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -85,13 +85,13 @@ def test_the_most_that_was_kept_at_once_counts() -> None:
         with memory.forward():
             y = model(rows(t))
         y.sum().backward()
-    assert memory.kept_bytes == {"0": 2 * ONE, "2": ONE}
+    assert memory.activation_bytes == {"0": 2 * ONE, "2": ONE}
     with memory.forward():
         one = model(rows(3))
     with memory.forward():
         other = model(rows(4))
     (one + other).sum().backward()
-    assert memory.kept_bytes == {"0": 4 * ONE, "2": 2 * ONE}
+    assert memory.activation_bytes == {"0": 4 * ONE, "2": 2 * ONE}
 
 
 def test_only_training_counts_and_only_until_it_is_closed() -> None:
@@ -105,11 +105,11 @@ def test_only_training_counts_and_only_until_it_is_closed() -> None:
     with memory.forward():
         y = model(rows())
     model.train()
-    assert memory.kept_bytes == {}
+    assert memory.activation_bytes == {}
     memory.close()
     with memory.forward():
         y = model(rows())
-    assert memory.kept_bytes == {}
+    assert memory.activation_bytes == {}
     assert y.requires_grad
 
 
@@ -190,7 +190,7 @@ def test_users_hooks_around_the_model_stay_in_effect() -> None:
     with hooks, memory.forward():
         y = model(rows())
     assert packed
-    assert memory.kept_bytes is None
+    assert memory.activation_bytes is None
     y.sum().backward()
     with save_on_cpu():
         again = model(rows())
@@ -253,7 +253,7 @@ def test_hooks_that_a_model_leaves_behind_stay() -> None:
     finally:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert memory.kept_bytes is None
+    assert memory.activation_bytes is None
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it

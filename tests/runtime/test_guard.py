@@ -19,7 +19,7 @@ from worlds import run_world
 from offbeat import DeFT
 from offbeat.core.guards.convergence import ConvergenceGuard
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.noise import NoiseMeter, scale_free, step_size
+from offbeat.core.measuring.noise import NoiseMeter, is_scale_free, step_size
 from offbeat.strategies import Strategy
 
 WINDOW = 3
@@ -210,7 +210,7 @@ def test_step_size_is_what_a_constant_gradient_moves(settings: dict[str, float])
         parameter.grad = torch.ones(1, dtype=torch.float64)
         optimizer.step()
     assert step_size(optimizer) == pytest.approx(before - parameter.item())
-    assert not scale_free(optimizer)
+    assert not is_scale_free(optimizer)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
@@ -219,12 +219,12 @@ def test_step_size_of_adam_is_what_it_moves(kind: Any, size: float) -> None:
     """The rate, however large the gradient: so a sum of two moves no further than one."""
     parameter = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     optimizer = kind([parameter], lr=0.1, weight_decay=0.0)
-    assert not scale_free(optimizer)  # not known before its first step
+    assert not is_scale_free(optimizer)  # not known before its first step
     for _ in range(5):
         before = parameter.detach().clone()
         parameter.grad = torch.full((3,), size, dtype=torch.float64)
         optimizer.step()
-    assert scale_free(optimizer)
+    assert is_scale_free(optimizer)
     moved = (before - parameter.detach()) / size
     assert moved.tolist() == pytest.approx([step_size(optimizer)] * 3)
 

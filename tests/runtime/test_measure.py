@@ -181,7 +181,7 @@ class Arithmetic:
         self.clock = 0.0
         self.sent: list[int] = []
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         return self.clock
 
     def seconds(self, size: float) -> float:

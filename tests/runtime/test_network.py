@@ -28,7 +28,7 @@ class Network:
     sent: list[int] = field(default_factory=list)
     clock_s: float = 0.0
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         return self.clock_s
 
     def send(self, _: object, size_bytes: int) -> float:

@@ -13,7 +13,7 @@ from worlds import run_world
 
 from offbeat.core.measuring.jitter import cluster_jitter, jitter_of, spread_of
 from offbeat.core.measuring.optimizer_calls import call_s
-from offbeat.core.measuring.sending import crowding, measure_sending, split
+from offbeat.core.measuring.sending import crowding, fit_message_costs, measure_sending
 from offbeat.core.measuring.timing import Budget
 from offbeat.core.runtime.plan_session import build_flat
 from offbeat.core.transport.cluster import connect
@@ -61,9 +61,12 @@ def test_a_link_takes_processors_that_compute_would_use() -> None:
 
 
 def test_two_sizes_tell_the_message_from_its_bytes() -> None:
-    assert split((100, 3.0), (300, 7.0)) == pytest.approx((1.0, 0.02))
-    assert split((100, 3.0), (300, 2.0)) == (3.0, 0.0)  # noise: larger ones are no cheaper
-    assert split((100, 1.0), (300, 7.0)) == (0.0, 0.03)
+    assert fit_message_costs((100, 3.0), (300, 7.0)) == pytest.approx((1.0, 0.02))
+    assert fit_message_costs((100, 3.0), (300, 2.0)) == (
+        3.0,
+        0.0,
+    )  # noise: larger ones are no cheaper
+    assert fit_message_costs((100, 1.0), (300, 7.0)) == (0.0, 0.03)
 
 
 def test_jitter_is_the_deviation_without_hiccups() -> None:

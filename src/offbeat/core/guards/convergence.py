@@ -11,7 +11,7 @@ import torch
 
 from offbeat.core.guards.loss_watch import LossWatch
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.noise import NoiseMeter, Seen, noise_of
+from offbeat.core.measuring.noise import NoiseMeter, RankStatistics, noise_of
 from offbeat.core.profile import GradientNoise
 from offbeat.core.transport.control import Control
 
@@ -69,8 +69,8 @@ class ConvergenceGuard:
         mine = [float(loss) for loss in self._losses]
         self._losses = []
         gradients = self.meter.take() if estimate else None
-        seen = Seen.of(mine, gradients, self._optimizer)
-        everyone = [Seen(**theirs) for theirs in self._control.gather(asdict(seen))]
+        seen = RankStatistics.of(mine, gradients, self._optimizer)
+        everyone = [RankStatistics(**theirs) for theirs in self._control.gather(asdict(seen))]
         means = [fmean(losses) for losses in zip(*(s.losses for s in everyone), strict=False)]
         windows = [means[i : i + WINDOW] for i in range(0, len(means), WINDOW)]
         words = [self._watch.add_window(window) for window in windows]

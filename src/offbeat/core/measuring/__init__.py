@@ -1,1 +1,1 @@
-"""Measuring: ready order and times of a model, rates of links, loss and noise of gradients."""
+"""Measurement of ready order and times of a model, link rates, loss and gradient noise."""

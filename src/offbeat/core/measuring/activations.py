@@ -1,4 +1,4 @@
-"""Activations: bytes that autograd keeps for backward, while they are kept."""
+"""Meter of the bytes that autograd saves for backward (activations)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Activations:
-    """Counts bytes of storages that are saved for backward while it is entered; a storage that is
-    saved several times counts once. Storages of the parameters do not count.
+    """Counts bytes of storages that are saved for backward, as a context manager.
 
-    `live_bytes` is what is kept now, `peak_bytes` the most so far. What is saved inside must also
-    be used, or freed, before it is counted as gone. `missed` tensors had no storage to count
-    (sparse ones, for example).
+    A storage that is saved several times counts once. Storages of parameters do not count. A
+    storage counts until backward has freed it.
+
+    Attributes:
+        live_bytes: bytes that are saved now.
+        peak_bytes: maximum of `live_bytes` so far.
+        missed: number of saved tensors without a storage, such as sparse tensors.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
@@ -38,13 +41,17 @@ class Activations:
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
 
-    def pack(self, tensor: Tensor) -> Kept:
-        """What autograd keeps instead of the tensor."""
-        return Kept(self, tensor)
+    def pack(self, tensor: Tensor) -> SavedTensor:
+        """Return the object that autograd saves instead of the tensor."""
+        return SavedTensor(self, tensor)
 
-    def unpack(self, kept: Kept) -> Tensor:
-        """The tensor; RuntimeError if it was changed meanwhile, as autograd itself cannot tell
-        under hooks."""
+    def unpack(self, kept: SavedTensor) -> Tensor:
+        """Return the saved tensor.
+
+        Raises:
+            RuntimeError: the tensor was changed in place since it was saved. Autograd itself does
+                not check this for tensors that hooks have packed.
+        """
         if kept.tensor._version != kept.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -54,50 +61,51 @@ class Activations:
         return kept.tensor
 
     def add(self, tensor: Tensor) -> int | None:
-        """One more holder of a tensor's storage; its key, or None if it does not count."""
+        """Count one more saved tensor of a storage. Return the storage's key, or None if it does
+        not count."""
         try:
             storage = tensor.untyped_storage()
             key, size_bytes = storage.data_ptr(), storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # sparse, or a wrapper of other tensors
+        except (RuntimeError, NotImplementedError):  # sparse tensors and wrapper subclasses
             self.missed += 1
             return None
-        # Asked each time: an update may put parameters elsewhere.
+        # Compare with the current addresses: an update may move parameters.
         if not size_bytes or any(key == p.untyped_storage().data_ptr() for p in self._parameters()):
             return None
-        if not key:  # bytes that are nowhere
+        if not key:  # a storage without memory
             self.missed += 1
             return None
         if not self._holders[key]:
-            self.begins(key, size_bytes)
+            self.on_storage_saved(key, size_bytes)
         self._holders[key] += 1
         return key
 
-    def begins(self, key: int, size_bytes: int) -> None:
-        """A storage has its first holder."""
+    def on_storage_saved(self, key: int, size_bytes: int) -> None:
+        """Add the bytes of a storage when its first tensor is saved."""
         self._bytes[key] = size_bytes
         self.live_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def drop(self, key: int) -> None:
-        """One holder less."""
+        """Count one saved tensor of a storage less."""
         self._holders[key] -= 1
         if not self._holders[key]:
             del self._holders[key]
-            self.ends(key)
+            self.on_storage_freed(key)
 
-    def ends(self, key: int) -> None:
-        """A storage has lost its last holder."""
+    def on_storage_freed(self, key: int) -> None:
+        """Subtract the bytes of a storage when its last saved tensor is freed."""
         self.live_bytes -= self._bytes.pop(key)
 
 
-class Kept:
-    """A tensor in autograd's hands."""
+class SavedTensor:
+    """A tensor saved by autograd. Its destructor subtracts the tensor from the meter."""
 
     __slots__ = ("key", "meter", "tensor", "version")
 
     def __init__(self, meter: Activations, tensor: Tensor) -> None:
         self.key: int | None = None
-        # Detached: an output that is saved would keep its own graph alive for ever.
+        # A saved output that is not detached would keep its own graph alive.
         self.meter, self.tensor = meter, tensor.detach()
         self.version = self.tensor._version
         self.key = meter.add(tensor)

@@ -1,8 +1,8 @@
-"""Messages beside compute: the time of a message while emulated hosts compute, over its time alone.
+"""Additional time of messages while emulated hosts compute.
 
 Emulated hosts share the processors of one machine. A message wakes a thread on every rank several
-times, and each of them waits for a processor on which another host computes. Predictions are of
-messages in training, so they count that time.
+times, and each thread waits for a processor on which another host computes. Predictions of
+messages in training include this time.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ import torch
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.measuring.links import SMALL_SIZES
-from offbeat.core.measuring.timing import Budget, Probe, Prober, timed
+from offbeat.core.measuring.timing import Budget, Probe, Prober, measure_messages
 from offbeat.core.profile import Link, Profile
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.collectives import Collective
 
-BESIDE_S = 3.5  # of messages, on all links together
-LARGEST = 2 / 3  # of it at most, for the largest size
-SIZES, ROUNDS, MESSAGES = 3, 3, 4  # different sizes; alone and beside in turns; messages of each
-WORK = 1 << 16  # numbers that are summed up, which one thread does, in place of a model's compute
+BESIDE_S = 3.5  # seconds of messages, on all links together
+LARGEST = 2 / 3  # largest share of these seconds for the largest size
+SIZES = 3  # sizes to measure
+ROUNDS = 3  # rounds of each size, each with and without compute
+MESSAGES = 4  # messages in each half of a round
+WORK = 1 << 16  # numbers in the sum that replaces a model's compute; one thread computes it
 
 Extra = list[tuple[int, float]]  # (bytes, seconds), ascending
 
 
-class Computing:
-    """Computes in a thread as one emulated host does, while a block runs: pieces of the profile's
-    forward, backward and update, each at full speed and then asleep for the rest of its time."""
+class ComputeLoad:
+    """Computes in a thread as one emulated host does, as a context manager.
+
+    The thread repeats the profile's forward, backward and update piece by piece. For each piece it
+    computes at full speed and then sleeps for the rest of the piece's time.
+    """
 
     def __init__(self, profile: Profile) -> None:
         backward = [bucket.backward_s for bucket in profile.buckets]
@@ -68,8 +73,10 @@ class Computing:
 
 
 def measure_beside(cluster: Cluster, flat: Flat, profile: Profile) -> Profile:
-    """Return the profile of emulated hosts with messages as long as they are beside compute. Every
-    rank must call it with equal profiles."""
+    """Return the profile of emulated hosts with the time that messages take beside compute.
+
+    Every rank must call it with equal profiles.
+    """
     like = flat.parameter_tensors()[0]
     if cluster.control.world_size == 1 or not profile.pace or like.device.type != "cpu":
         return profile
@@ -87,24 +94,30 @@ def measure_beside(cluster: Cluster, flat: Flat, profile: Profile) -> Profile:
 def measure_extra(
     probe: Prober, mean: Collective, link: Link, total: int, profile: Profile, budget: Budget
 ) -> Extra:
-    """Return by size the seconds of an all-reduce beside compute minus its seconds alone, at least
-    0, for the sizes of `sizes_of`: medians of messages, and of rounds, one of which may be
-    disturbed."""
-    found: Extra = []
+    """Return (size, additional seconds) of an all-reduce beside compute, for the sizes of
+    `sizes_of`.
+
+    Additional seconds are the median over rounds of the difference of medians over messages, at
+    least 0.
+    """
+    extra: Extra = []
     for size in sizes_of(link, total, budget):
         differences_s = []
         for _ in range(ROUNDS):
-            alone = timed(probe, mean, [size] * (MESSAGES + 1), budget)[1:]
-            with Computing(profile):
-                beside = timed(probe, mean, [size] * (MESSAGES + 1), budget)[1:]
+            alone = measure_messages(probe, mean, [size] * (MESSAGES + 1), budget)[1:]
+            with ComputeLoad(profile):
+                beside = measure_messages(probe, mean, [size] * (MESSAGES + 1), budget)[1:]
             differences_s.append(median(beside) - median(alone))
-        found.append((size, max(0.0, median(differences_s))))
-    return found
+        extra.append((size, max(0.0, median(differences_s))))
+    return extra
 
 
 def sizes_of(link: Link, total: int, budget: Budget) -> list[int]:
-    """Return the sizes to measure, ascending: the largest of `SMALL_SIZES` that leaves a third of
-    the budget, and others each a quarter as large."""
+    """Return the sizes to measure, ascending.
+
+    The largest is the largest of `SMALL_SIZES` that uses at most the share `LARGEST` of the
+    budget. Each other size is at most a quarter of the next larger one.
+    """
     sizes: list[int] = []
     left_s = budget.seconds
     for size in reversed([size for size in SMALL_SIZES if size <= total]):
@@ -118,8 +131,11 @@ def sizes_of(link: Link, total: int, budget: Budget) -> list[int]:
 
 
 def with_extra(link: Link, extra: Extra) -> Link:
-    """Return the link with `extra` added to all messages: interpolated for small sizes, that of the
-    largest measured size for larger messages, half for half an all-reduce."""
+    """Return the link with the additional seconds added to its messages.
+
+    Additional seconds are interpolated for small sizes, and are those of the largest measured size
+    for all larger messages. Halves of an all-reduce get half of them.
+    """
     if not extra:
         return link
     sizes, seconds = zip(*extra, strict=True)

@@ -1,4 +1,4 @@
-"""Speeds of codecs: what encoding and decoding take, per byte of the numbers and per message."""
+"""Speeds of codecs: seconds of encoding and decoding, per byte of the numbers and per message."""
 
 from __future__ import annotations
 
@@ -20,30 +20,37 @@ from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.collectives import Collectives
 from offbeat.core.transport.device import CPU, Device
 
-FEW, MANY = 1 << 10, 1 << 18  # numbers
+FEW, MANY = 1 << 10, 1 << 18  # numbers in a small and in a large message
 REPEATS = {FEW: 25, MANY: 5}
-MESSAGES, REST_S = 9, 0.004
+MESSAGES, REST_S = 9, 0.004  # measured messages, and the pause before each in seconds
 SETTINGS = {"topk": {"fraction": 0.01}, "randomk": {"fraction": 0.01}, "powersgd": {"rank": 4}}
-"""What codecs that need settings are measured with; their speed hardly depends on them."""
+"""Settings with which codecs are measured. The speed hardly depends on them."""
 ALONE = Collectives({"all_reduce": lambda _: None, "all_gather": lambda _: None}, lambda *_: None)
 
 
 def measure_codecs(cluster: Cluster, profile: Profile) -> Profile:
-    """The profile with the speeds of all codecs, rank 0's; less than a second. All ranks must call
-    it at once: if they share processors, all of them encode at once in training, too."""
+    """Return the profile with rank 0's speeds of all codecs. Takes less than a second.
+
+    All ranks must call it at the same time. Ranks that share processors also encode at the same
+    time in training.
+    """
     control = cluster.control
-    mine = codec_speeds(cluster.where, cluster.device)
-    speeds = [CodecSpeed(**speed) for speed in control.gather([asdict(s) for s in mine])[0]]
+    measured = codec_speeds(cluster.where, cluster.device)
+    speeds = [CodecSpeed(**speed) for speed in control.gather([asdict(s) for s in measured])[0]]
     if control.world_size > 1:
-        more_s = _more_s(cluster, replace(profile, codecs=tuple(speeds)))
+        more_s = _overhead_s(cluster, replace(profile, codecs=tuple(speeds)))
         speeds = [replace(s, s_per_message=s.s_per_message + more_s) for s in speeds]
     return replace(profile, codecs=tuple(speeds))
 
 
-def _more_s(cluster: Cluster, profile: Profile) -> float:
-    """What a small message takes beyond all its parts: caches are cold after a rest, and each part
-    waits for the slowest rank. Of both ways to go round; the longest of some does not count."""
-    name, found = profile.default_link.name, []
+def _overhead_s(cluster: Cluster, profile: Profile) -> float:
+    """Return the seconds of a small message beyond the predicted seconds of its parts.
+
+    They are due to cold caches after a pause, and to waits for the slowest rank in each round of
+    collectives. The result is per round, averaged over both kinds of average ("gather" and
+    "scatter"). The longest message is left out.
+    """
+    name, extra_s = profile.default_link.name, []
     small = replace(profile, buckets=(Bucket("numbers", 0.0, 0.0, 4 * FEW),))
     used, x = codec("int4", {}), normal(FEW, generator()).to(cluster.where)
     for via, rounds in (("gather", 1), ("scatter", 2)):
@@ -54,16 +61,16 @@ def _more_s(cluster: Cluster, profile: Profile) -> float:
             average(Part(x.clone(), x[:0], {}), how, cluster.links[name].collectives)
             cluster.device.finish()
             times.append(time.perf_counter() - start)
-        # The last rank to come has not waited for others.
+        # The rank that began last has not waited for others, so take the minimum over ranks.
         least = sorted(map(min, zip(*cluster.control.gather(times), strict=True)))
         wire = Wire("int4", (("via", via),))
         expected_s = Encoded(small, Payload("grad", range(1)), wire, "all_reduce").seconds(name)
-        found.append((fmean(least[:-1]) - expected_s) / rounds)
-    return max(0.0, fmean(found))
+        extra_s.append((fmean(least[:-1]) - expected_s) / rounds)
+    return max(0.0, fmean(extra_s))
 
 
 def codec_speeds(where: torch.device, device: Device) -> tuple[CodecSpeed, ...]:
-    """Of every codec, without what a message takes in a group."""
+    """Return the speed of every codec on this rank alone, without any collective."""
     clock = Clock(device)
     found = [_speed(codec(name, SETTINGS.get(name, {})), where, clock) for name in WIRES]
     slower = clock.slower()
@@ -74,21 +81,25 @@ def codec_speeds(where: torch.device, device: Device) -> tuple[CodecSpeed, ...]:
 
 
 def _speed(used: Codec, where: torch.device, clock: Clock) -> tuple[float, ...]:
-    """The seconds of a `CodecSpeed`, from a small and a large message of a rank alone."""
+    """Return the fields of a `CodecSpeed` in seconds, from a small and a large message of a rank
+    alone."""
     small, large = (
-        (4 * n, *_taken(used, normal(n, generator()).to(where), clock)) for n in (FEW, MANY)
+        (4 * n, *_codec_seconds(used, normal(n, generator()).to(where), clock)) for n in (FEW, MANY)
     )
     (few, encode_s, decode_s, all_s), (many, _, large_decode_s, large_all_s) = small, large
     per_byte_s = (large_decode_s - decode_s) / (many - few)
-    # What else is done with the numbers counts with encoding.
+    # Other work per byte is attributed to encoding.
     other_s = (large_all_s - all_s) / (many - few) - per_byte_s
     passes_s = max(encode_s - few * other_s, 0.0), max(decode_s - few * per_byte_s, 0.0)
     rest_s = all_s - few * (other_s + per_byte_s) - sum(passes_s)
     return other_s, per_byte_s, *passes_s, rest_s
 
 
-def _taken(used: Codec, x: torch.Tensor, clock: Clock) -> tuple[float, float, float]:
-    """Seconds to encode, to decode, and of a whole message. What is linear does it in one."""
+def _codec_seconds(used: Codec, x: torch.Tensor, clock: Clock) -> tuple[float, float, float]:
+    """Return seconds to encode, to decode, and of a whole message.
+
+    For a linear codec, seconds to encode and to decode are 0: the message sums encoded values.
+    """
     given, found, memory = x.clone(), torch.zeros_like(x), dict[str, object]()
     how = Settings(used, "reduce" if used.linear else "gather", 0, keeps=True)
 
@@ -105,8 +116,11 @@ def _taken(used: Codec, x: torch.Tensor, clock: Clock) -> tuple[float, float, fl
 
 
 class Clock:
-    """Medians of some calls. On the host the thread's own time, which others do not disturb, and
-    besides how much longer it really took."""
+    """Measures the median seconds of a call.
+
+    On the host it measures the processor time of the thread, which other processes do not disturb,
+    and records the ratio of elapsed time to processor time.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -127,5 +141,5 @@ class Clock:
         return median(times)
 
     def slower(self) -> float:
-        """Time that passed, over the thread's own; at least 1."""
+        """Return the median ratio of elapsed time to processor time, at least 1."""
         return max(1.0, median(self._ratios))

@@ -1,8 +1,8 @@
-"""Opening connections: traffic on all links before the first iteration that a record counts.
+"""Warm-up traffic on all links before the first recorded iteration.
 
-TCP sends little at first and more with every acknowledgement, so the first averages over a new
-connection take longer than all later ones (measured: 3 % with 4 hosts at 25 Mbit/s, 40 % with 8
-hosts).
+TCP begins with a small window and enlarges it with every acknowledgement. So the first averages
+over a new connection take longer than later ones (measured: 3 % with 4 hosts at 25 Mbit/s, 40 %
+with 8 hosts).
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from offbeat.core.plan import base_link
 from offbeat.core.profile import Profile
 from offbeat.core.transport.cluster import Cluster
 
-LARGE_MESSAGES = 4  # of the whole model, on each link
-MESSAGE_S = 2.5  # that each of them takes at most; then it is of a part of the model
+LARGE_MESSAGES = 4  # all-reduces on each link
+MESSAGE_S = 2.5  # upper bound of the seconds of a message; its size is reduced to meet it
 
 
 def open_connections(cluster: Cluster, profile: Profile) -> None:
-    """Send messages of the model's size on every link: around the ring, and between all pairs of
-    ranks in both directions. Every rank must call it while its links are idle."""
+    """Send messages of the model's size on every link, by all-reduces and by an exchange between
+    all pairs of ranks.
+
+    Every rank must call it while its links are idle.
+    """
     if cluster.control.world_size == 1:
         return
     with cluster.control.collective("opening connections"):
@@ -35,7 +38,7 @@ def open_connections(cluster: Cluster, profile: Profile) -> None:
 
 
 def _bytes(profile: Profile, name: str) -> int:
-    """Bytes of the model, or of as much of it as `MESSAGE_S` seconds allow."""
+    """Return the bytes of the model, or fewer if the link sends fewer in `MESSAGE_S` seconds."""
     facts = profile.link(base_link(name))
     whole = sum(bucket.size_bytes for bucket in profile.buckets)
     return max(1 << 12, min(whole, int(MESSAGE_S * facts.bytes_per_s)))

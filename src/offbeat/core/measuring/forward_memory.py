@@ -1,4 +1,4 @@
-"""What a model's forwards keep for backward, module by module."""
+"""Measurement of the bytes that a model's forwards save for backward, by module."""
 
 from __future__ import annotations
 
@@ -16,81 +16,86 @@ _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 
 
 class ForwardMemory:
-    """Measures forwards within `forward()` until `close`; `place` is the module that runs now.
+    """Measures forwards within `forward()` until `close`.
 
-    `kept` are the bytes per place at the end of the forward after which the most was kept; None if
-    that cannot be known. It cannot where the caller, or a part of the model, uses saved-tensor
-    hooks in a way that leaves no room for others: then training goes on without them.
+    `place` is the name of the module that runs now. The result is `activation_bytes`, of the
+    forward after which most bytes were saved. It is None if the caller, or a part of the model,
+    uses saved-tensor hooks that exclude other hooks. In that case training continues without a
+    result.
 
-    Bytes are those of tensors that autograd saves, each storage once, where it was saved first.
-    What somebody saves through hooks of his own within the model (checkpointing does) is his.
+    Bytes are those of tensors that autograd saves. Each storage counts once, for the module that
+    saved it first. Tensors that other hooks within the model save, as in activation checkpointing,
+    do not count.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._open, self._known = model, True, True
-        self._meter: _ByPlace | None = None
+        self._meter: _BytesByModule | None = None
         self._kept: Mapping[str, int] = {}
         self.place = ""
 
     @property
-    def kept_bytes(self) -> Mapping[str, int] | None:
-        """Bytes per place, or None."""
+    def activation_bytes(self) -> Mapping[str, int] | None:
+        """Bytes per module name, or None."""
         return self._kept if self._known else None
 
     @property
     def is_complete(self) -> bool:
-        """Whether a forward was measured, or cannot be."""
+        """Whether a forward was measured, or cannot be measured."""
         return self._meter is not None or not self._known
 
     def close(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         self._open, self._meter = False, None
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around one forward of the model."""
+        """Measure one forward of the model, which runs in the block."""
         if not (self._open and self._known and self._model.training and torch.is_grad_enabled()):
             yield
             return
-        if not _room():
+        if not _can_push_hooks():
             self._known = False
             yield
             return
-        self._meter = self._meter or _ByPlace(_one_of_each_storage(self._model), self)
+        self._meter = self._meter or _BytesByModule(_tensors_by_storage(self._model), self)
         self.place = ""
-        with self._unless_in_the_way(self._meter):
+        with self._push_hooks(self._meter):
             yield
         self._known = self._known and not self._meter.missed
         if self._meter.live_bytes > sum(self._kept.values()):
             self._kept = self._meter.by_place()
 
     @contextmanager
-    def _unless_in_the_way(self, meter: Activations) -> Iterator[None]:
-        """The meter's hooks; gone as soon as somebody asks for none at all, as `torch.func` does,
-        which fails if there are some."""
+    def _push_hooks(self, meter: Activations) -> Iterator[None]:
+        """Push the meter's hooks for the block.
+
+        The hooks are popped early if code in the block disables saved-tensor hooks. `torch.func`
+        does so, and fails while there are hooks.
+        """
         pushed, disable = True, _autograd._saved_tensors_hooks_disable
 
-        def give_way(*args: Any, **kwargs: Any) -> None:
+        def pop_and_disable(*args: Any, **kwargs: Any) -> None:
             nonlocal pushed
-            if pushed and _top() == hooks:
+            if pushed and _current_hooks() == hooks:
                 _autograd._pop_saved_tensors_default_hooks()
                 pushed = self._known = False
             disable(*args, **kwargs)
 
-        # A compiler that sees the model run must not compile these.
+        # torch.compile must not trace the hooks.
         hooks = torch.compiler.disable(meter.pack), torch.compiler.disable(meter.unpack)
         _autograd._push_saved_tensors_default_hooks(*hooks)
-        _autograd._saved_tensors_hooks_disable = give_way
+        _autograd._saved_tensors_hooks_disable = pop_and_disable
         try:
             yield
         finally:
             _autograd._saved_tensors_hooks_disable = disable
             if pushed:
-                self._known = _remove(hooks) and self._known
+                self._known = _remove_hooks(hooks) and self._known
 
 
-class _ByPlace(Activations):
-    """Knows for every storage where it was saved first."""
+class _BytesByModule(Activations):
+    """Activations with the module that saved each storage first."""
 
     def __init__(self, held: Iterable[Tensor], memory: ForwardMemory) -> None:
         super().__init__(lambda: held)
@@ -98,30 +103,30 @@ class _ByPlace(Activations):
         self._places: dict[int, str] = {}
 
     def by_place(self) -> Mapping[str, int]:
-        """What is kept now."""
-        found: Counter[str] = Counter()
+        """Return the saved bytes by module name."""
+        saved: Counter[str] = Counter()
         for key, place in self._places.items():
-            found[place] += self._bytes[key]
-        return found
+            saved[place] += self._bytes[key]
+        return saved
 
-    def begins(self, key: int, size_bytes: int) -> None:
-        super().begins(key, size_bytes)
+    def on_storage_saved(self, key: int, size_bytes: int) -> None:
+        super().on_storage_saved(key, size_bytes)
         self._places[key] = self._memory.place
 
-    def ends(self, key: int) -> None:
-        super().ends(key)
+    def on_storage_freed(self, key: int) -> None:
+        super().on_storage_freed(key)
         del self._places[key]
 
 
-def _top() -> Any:
-    """The hooks in effect, or None."""
+def _current_hooks() -> Any:
+    """Return the saved-tensor hooks in effect, or None."""
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
-def _remove(hooks: tuple[Any, Any]) -> bool:
-    """Take hooks away from under any that were left over them; whether there were none."""
+def _remove_hooks(hooks: tuple[Any, Any]) -> bool:
+    """Remove hooks, also from below other hooks. Return whether they were the topmost hooks."""
     above = []
-    while (top := _top()) is not None and top != hooks:
+    while (top := _current_hooks()) is not None and top != hooks:
         above.append(top)
         _autograd._pop_saved_tensors_default_hooks()
     _autograd._pop_saved_tensors_default_hooks()
@@ -130,15 +135,18 @@ def _remove(hooks: tuple[Any, Any]) -> bool:
     return not above
 
 
-def _room() -> bool:
-    """Whether hooks may be used, and nobody's would be hidden by ours."""
-    return _autograd._saved_tensors_hooks_get_disabled_error_message() is None and _top() is None
+def _can_push_hooks() -> bool:
+    """Whether hooks are enabled, and new hooks would not hide existing ones."""
+    return (
+        _autograd._saved_tensors_hooks_get_disabled_error_message() is None
+        and _current_hooks() is None
+    )
 
 
-def _one_of_each_storage(model: nn.Module) -> list[Tensor]:
-    """Of parameters and buffers, which exist anyway; most share one storage."""
-    found: dict[int, Tensor] = {}
+def _tensors_by_storage(model: nn.Module) -> list[Tensor]:
+    """Return one parameter or buffer per storage. These storages exist without a forward, too."""
+    by_storage: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        with suppress(RuntimeError, NotImplementedError):  # sparse: has none
-            found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-    return [*found.values()]
+        with suppress(RuntimeError, NotImplementedError):  # sparse tensors have no storage
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+    return [*by_storage.values()]

@@ -1,4 +1,4 @@
-"""Jitter: how much compute and messages differ from one time to the next."""
+"""Jitter: relative standard deviations of compute and message times, and tests on them."""
 
 from __future__ import annotations
 
@@ -6,36 +6,44 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, median
 
-SIGMA = 1.4826  # standard deviations in a median absolute deviation, of a normal distribution
-RANGE = {2: 1.128, 3: 1.693}  # expected range of so few draws of it, in standard deviations
-STEADY = 0.03  # what differs by less counts as steady
-APART = 3.0  # a rank whose jitter is so many times the typical one has its own
+SIGMA = 1.4826  # standard deviation / median absolute deviation, of a normal distribution
+RANGE = {2: 1.128, 3: 1.693}  # expected range of 2 or 3 normal draws, in standard deviations
+STEADY = 0.03  # a smaller jitter counts as 0
+APART = 3.0  # jitters are per rank if the largest exceeds `APART` times the median
 
-ALIKE = 1.02  # ranks whose compute times differ by less count as alike
-BY_CHANCE = 0.05  # of clusters of like ranks so many may seem to have one that differs
+ALIKE = 1.02  # ratio of compute times up to which ranks count as equally fast
+BY_CHANCE = 0.05  # false-positive rate of the test whether ranks differ
 
 
 def jitter_of(seconds: Sequence[float]) -> float:
-    """Relative standard deviation of a few durations, by medians: one hiccup does not count."""
+    """Return the relative standard deviation of durations, from the median absolute deviation.
+
+    One outlier does not change the result much.
+    """
     typical = median(seconds) if seconds else 0.0
     return SIGMA * median(abs(s - typical) for s in seconds) / typical if typical else 0.0
 
 
 def spread_of(series: Sequence[Sequence[float]]) -> float:
-    """Relative standard deviation within groups of two or three durations, that of the middle
-    group: one hiccup does not count. 0 if it counts as steady."""
-    found = [
+    """Return the median over groups of the relative standard deviation within a group.
+
+    Groups have two or three durations; other groups are left out. Return 0 below `STEADY`.
+    """
+    spreads = [
         (max(seconds) - min(seconds)) / RANGE[len(seconds)] / median(seconds)
         for seconds in series
         if len(seconds) in RANGE and median(seconds)
     ]
-    spread = median(found) if found else 0.0
+    spread = median(spreads) if spreads else 0.0
     return spread if spread > STEADY else 0.0
 
 
 def cluster_jitter(jitters: Sequence[float]) -> tuple[float, tuple[float, ...]]:
-    """The mean, 0 if it counts as steady; and every rank's own if some are far above the others: a
-    few iterations tell jitters apart only by factors."""
+    """Return (mean jitter, jitter of each rank).
+
+    The second is empty unless one rank's jitter exceeds `APART` times the median: a few iterations
+    do not determine smaller differences. Jitters below `STEADY` are 0.
+    """
     mean = sum(jitters) / len(jitters)
     if max(jitters) > APART * max(median(jitters), STEADY):
         return mean, tuple(j if j > STEADY else 0.0 for j in jitters)
@@ -43,8 +51,13 @@ def cluster_jitter(jitters: Sequence[float]) -> tuple[float, tuple[float, ...]]:
 
 
 def are_alike(scale: Sequence[float], spreads: Sequence[float], iterations: int) -> bool:
-    """Whether ranks' compute times, relative to the mean, differ by no more than `ALIKE`, or than
-    what iterations of one rank differ by explains: `spreads` are relative standard deviations."""
+    """Whether ranks are equally fast, within `ALIKE` or within the variation of iterations.
+
+    Args:
+        scale: compute time of each rank relative to the mean.
+        spreads: relative standard deviation of the iterations of each rank.
+        iterations: number of measured iterations.
+    """
     if max(scale) / min(scale) < ALIKE:
         return True
     ranks = len(scale)

@@ -1,4 +1,4 @@
-"""Measuring links: what messages of the sizes that a model sends take, within a budget."""
+"""Measurement of links: seconds of messages of the sizes that a model sends, within a budget."""
 
 from __future__ import annotations
 
@@ -15,45 +15,46 @@ from offbeat.core.buckets.flat import Flat
 from offbeat.core.measuring.contention import measure_contention
 from offbeat.core.measuring.jitter import spread_of
 from offbeat.core.measuring.sending import measure_sending
-from offbeat.core.measuring.timing import Budget, Probe, Prober, timed
+from offbeat.core.measuring.timing import Budget, Probe, Prober, measure_messages
 from offbeat.core.plan import Verb
 from offbeat.core.profile import Contention, Link
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.collectives import Collective, averaging
 from offbeat.core.transport.device import Device
 
-# What all measuring before a plan may take: seconds, and model sizes of payload per rank. Where the
-# model itself takes long, so many times as long as it does, up to a limit: small messages hardly
-# tell what large ones take.
+# Budget of all measurements before a plan: seconds, and payload per rank in model sizes. If an
+# all-reduce of the model takes long, the budget is `BUDGET_MODELS` times its seconds, up to
+# `MOST_S`, because small messages hardly determine the time of large ones.
 BUDGET_S, BUDGET_SIZES = 4.0, 20.0
 BUDGET_MODELS, MOST_S = 4, 10.0
-# At most these parts of it; those of links are shared by all of them.
+# Shares of the budget. Those of links are divided by the number of links.
 LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.05, 0.08, 0.27, 0.22, 0.1
 SMALL_HALVES, SENDING, VOTE = 0.15, 0.04, 0.07
 
 MIN_BUCKET_BYTES = 64 * 1024
 SMALL_BYTES = 4096
-NUMBER_BYTES = 4  # of one rank's say in a vote
-LEAST_BYTES = 64  # of the largest size of a line
-SMALL_SIZES = tuple(SMALL_BYTES << i for i in range(6))  # to 128 KiB: slices that P3 would send
-MOST_REPEATS, LEAST_REPEATS = 9, 3  # of one size
+NUMBER_BYTES = 4  # bytes of one rank's number in a vote
+LEAST_BYTES = 64  # lower bound of the largest size of a line
+SMALL_SIZES = tuple(SMALL_BYTES << i for i in range(6))  # 4 KiB to 128 KiB: slices of P3
+MOST_REPEATS, LEAST_REPEATS = 9, 3  # messages of one size
 SERIES = 3  # messages of each size of a line
-LARGE = 5  # so many times the least message's time tell the rate alone
-TELLING = 2  # so many times it tell the rate with others
-COMPARABLE = 4  # so many times smaller, messages of halves tell no rate: all-reduces tell it better
-LARGER = 16  # so many times the bytes of what does not tell it
+# Times below are multiples of the seconds of the smallest message.
+LARGE = 5  # a message of this time determines the rate alone
+TELLING = 2  # messages of this time determine the rate together
+COMPARABLE = 4  # halves are fitted if their largest message is at most this factor smaller
+LARGER = 16  # factor in bytes from a message that does not determine the rate to the next one
 HALF_VERBS: tuple[Verb, ...] = ("reduce_scatter", "all_gather")
 Points = list[tuple[int, float]]  # (bytes, seconds), ascending
 Series = list[tuple[int, list[float]]]  # (bytes, seconds of several messages)
 
 
 def fit_link(name: str, points: Sequence[tuple[int, float]]) -> Link:
-    """Least squares of latency + bytes / rate, weighted so that relative errors count alike."""
+    """Return the link whose latency + bytes / rate fits the points by least relative squares."""
     sizes = np.array([size for size, _ in points], dtype=float)
     seconds = np.array([time for _, time in points])
     columns = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
     (latency, slope), *_ = np.linalg.lstsq(columns, np.ones_like(seconds), rcond=None)
-    if latency < 0 or slope <= 0:  # noise: fall back to what the extremes alone say
+    if latency < 0 or slope <= 0:  # noise: use the smallest time as the bound of the latency
         latency = max(0.0, min(float(latency), float(seconds.min())))
         slope = max(float(((seconds - latency) / sizes).mean()), 1e-15)
     error = float(np.mean(np.abs(latency + slope * sizes - seconds) / seconds))
@@ -63,39 +64,41 @@ def fit_link(name: str, points: Sequence[tuple[int, float]]) -> Link:
 def measure_cluster(
     cluster: Cluster, flat: Flat, *, emulated: bool = False
 ) -> tuple[tuple[Link, ...], tuple[Contention, ...]]:
-    """Every link's alpha and beta, of all-reduces over the sizes of messages that this model sends
-    and of their halves; what small messages take, and what all take from compute, unless that is
-    emulated; and what links lose while both carry messages.
+    """Return the measured links of the cluster, and their contention.
 
-    With `worthwhile_bytes` it takes `BUDGET_S` seconds, or `BUDGET_MODELS` times what an all-reduce
-    of the model takes up to `MOST_S`, and `BUDGET_SIZES` model sizes; halves and contention are
-    left out where that is too little. Every rank must call it, and opens a second channel of the
-    first link.
+    A link has latency and rate of all-reduces of the sizes that this model sends, and of their
+    halves, seconds of small messages, and the processor time that messages take from compute. The
+    processor time is not measured for emulated hosts.
+
+    Together with `worthwhile_bytes` it takes `BUDGET_S` seconds, or `BUDGET_MODELS` times the
+    seconds of an all-reduce of the model up to `MOST_S`, and sends `BUDGET_SIZES` model sizes.
+    Halves and contention are left out if the budget is too small. Every rank must call it. It opens
+    a second channel of the first link.
     """
     like = flat.parameter_tensors()[0]
     smallest, total = min(_sizes(flat)), sum(_sizes(flat))
     budget = _budget(total)
-    found: list[Link] = []
+    measured: list[Link] = []
     for name in cluster.specs:
         probe = Probe(cluster.groups[name], like, cluster.device)
         verbs = cluster.links[name].collectives.by_verb
         part = 1 / len(cluster.specs)
-        found.append(measure_link(name, probe, verbs, smallest, total, budget, part))
+        measured.append(measure_link(name, probe, verbs, smallest, total, budget, part))
     if cluster.control.world_size == 1:
-        return tuple(replace(link, halves={}) for link in found), ()
-    # Fits may differ between machines in the last bit: rank 0's count.
-    links = [Link(**link) for link in cluster.control.gather([asdict(x) for x in found])[0]]
+        return tuple(replace(link, halves={}) for link in measured), ()
+    # Fits may differ between machines in the last bit, so use those of rank 0.
+    links = [Link(**link) for link in cluster.control.gather([asdict(x) for x in measured])[0]]
     if not emulated:
         links = measure_sending(cluster, links, like, total, budget.share(SENDING))
     return tuple(links), measure_contention(cluster, links, like, budget.share(TOGETHER))
 
 
 def worthwhile_bytes(group: dist.ProcessGroup, flat: Flat, device: Device) -> int:
-    """Bytes that a bucket should hold at least.
+    """Return the smallest size in bytes that a bucket should have.
 
     A bucket's message should take ten times as long as the smallest message, so that at most a
-    tenth of its time is latency. But at least twenty buckets should be left to schedule. Never
-    below 64 KiB.
+    tenth of its time is latency. The size is at most a twentieth of the model, so that at least
+    twenty buckets remain to schedule, and at least 64 KiB.
     """
     total = sum(_sizes(flat))
     probe = Probe(group, flat.parameter_tensors()[0], device)
@@ -126,13 +129,20 @@ def measure_link(
     budget: Budget,
     part: float = 1.0,
 ) -> Link:
-    """Alpha and beta of an all-reduce and of its halves, and what small messages take.
+    """Return latency and rate of all-reduces and their halves on a link, and small messages' times.
 
-    `smallest` bucket and `total` in bytes; `part` of the budget is this link's.
+    Args:
+        name: name of the link.
+        probe: sends and times messages on the link.
+        verbs: collectives by verb.
+        smallest: bytes of the smallest bucket.
+        total: bytes of all buckets.
+        budget: budget of the whole measurement.
+        part: share of the budget for this link.
     """
     mean = verbs["all_reduce"]
     curve = explore(probe, mean, total, budget.share(EXPLORING * part))
-    budget.allow(min(MOST_S, BUDGET_MODELS * expected_s(curve, total)))
+    budget.allow(min(MOST_S, BUDGET_MODELS * message_s(curve, total)))
     small = measure_small(probe, mean, total, curve, budget.share(SMALL * part))
     vote_s = measure_vote(probe, mean, curve, budget.share(VOTE * part))
     small_halves = {
@@ -140,7 +150,7 @@ def measure_link(
             probe,
             verbs[verb],
             total,
-            halved(curve),
+            half_times(curve),
             budget.share(SMALL_HALVES / len(HALF_VERBS) * part),
         )
         for verb in HALF_VERBS
@@ -148,21 +158,23 @@ def measure_link(
     lines = budget.share((LINE + HALVES) * part)
     share = lines.share(LINE / (LINE + HALVES))
     series = measure_series(probe, mean, smallest, total, curve, share)
-    line = typical(series) or curve
+    line = median_points(series) or curve
     if larger := measure_larger(probe, mean, curve[0][1], line, total, lines):
-        # The others hardly tell the rate: they are what a message takes at least.
+        # All other points hardly determine the rate. They count as times of small messages.
         small = least_times(sorted((dict(line) | dict(small)).items()))
         line = least_times([line[-1], *larger])
     halves: dict[str, tuple[float, float]] = {}
     for verb in HALF_VERBS:
         share = lines.share(HALVES / (LINE + HALVES) / len(HALF_VERBS))
-        points = typical(measure_series(probe, verbs[verb], smallest, total, halved(line), share))
+        points = median_points(
+            measure_series(probe, verbs[verb], smallest, total, half_times(line), share)
+        )
         if points and points[-1][0] * COMPARABLE >= line[-1][0]:
-            fit = fit_link(name, telling(points, small_halves[verb]))
+            fit = fit_link(name, rate_points(points, small_halves[verb]))
             halves[verb] = (fit.latency_s, fit.bytes_per_s)
     jitter = spread_of([seconds for _, seconds in series])
     return replace(
-        fit_link(name, telling(line, small)),
+        fit_link(name, rate_points(line, small)),
         small=tuple(small),
         halves=halves,
         small_halves={verb: tuple(points) for verb, points in small_halves.items() if points},
@@ -172,30 +184,34 @@ def measure_link(
 
 
 def explore(probe: Prober, collective: Collective, most: int, budget: Budget) -> Points:
-    """Roughly, seconds of messages from 4 KiB up to `most` bytes, each four times as large.
+    """Return approximate seconds of messages of 4 KiB, 16 KiB, and so on, up to `most` bytes.
 
-    Two are sent whatever they cost, as nothing is known of the link. Afterwards a message may take
-    a quarter of the budget, or twice what the smallest one takes: on a link of long latency
-    nothing smaller tells the rate.
+    Two sizes are sent regardless of the budget, because nothing is known of the link. A further
+    size is sent if it is expected to take at most a quarter of the budget, or at most twice the
+    seconds of the smallest size: on a link of long latency smaller messages do not determine the
+    rate.
     """
-    probe.agree([0.0])  # nobody pays for waiting until all are here
+    probe.agree([0.0])  # wait for all ranks before the time of the budget begins
     points: Points = []
     size = min(SMALL_BYTES, most)
     limit_s = budget.seconds / 4
     while size <= most:
-        if len(points) >= 2 and expected_s(points, size) > max(limit_s, 2 * points[0][1]):
+        if len(points) >= 2 and message_s(points, size) > max(limit_s, 2 * points[0][1]):
             break
-        times = timed(probe, collective, [size], budget)
+        times = measure_messages(probe, collective, [size], budget)
         if LEAST_REPEATS * times[0] < limit_s:
-            times += timed(probe, collective, [size] * (LEAST_REPEATS - 1), budget)
+            times += measure_messages(probe, collective, [size] * (LEAST_REPEATS - 1), budget)
         points.append((size, median(times)))
         size *= 4
     return least_times(points)
 
 
-def expected_s(points: Points, size: int) -> float:
-    """Seconds of a message of any size: interpolated, below the first the same, beyond the last
-    two on the line through them."""
+def message_s(points: Points, size: int) -> float:
+    """Return the seconds of a message of any size, interpolated between the points.
+
+    Below the first point they are constant. Beyond the last point they continue the line through
+    the last two.
+    """
     (low, low_s), (high, high_s) = ([(0, 0.0), *points])[-2:]
     if size > high:
         return high_s + (high_s - low_s) / (high - low) * (size - high)
@@ -204,7 +220,10 @@ def expected_s(points: Points, size: int) -> float:
 
 
 def least_times(points: Points) -> Points:
-    """The same, except that no message takes longer than a larger one: disturbances only delay."""
+    """Return the points with each time reduced to the least time of the same or a larger size.
+
+    A disturbance can only delay a message.
+    """
     seconds = [*accumulate((seconds for _, seconds in reversed(points)), min)]
     return [(size, least_s) for (size, _), least_s in zip(points, reversed(seconds), strict=True)]
 
@@ -212,28 +231,28 @@ def least_times(points: Points) -> Points:
 def measure_small(
     probe: Prober, collective: Collective, total: int, curve: Points, budget: Budget
 ) -> Points:
-    """Mean seconds of `SMALL_SIZES`, never falling, as far as the budget goes.
+    """Return the mean seconds of `SMALL_SIZES` in non-decreasing order, within the budget.
 
-    Each gets an equal part of the seconds and bytes, within 3 to 9 repetitions. The longest of them
-    does not count. The others do: of small messages some take several times as long as most, as
-    processes have to be woken, and in training as many will.
+    Each size gets an equal share of the budget and 3 to 9 repetitions. The mean leaves out the
+    longest one only. Some small messages take several times as long as most, because processes are
+    woken, and the same share of messages will do so in training.
     """
     sizes = [size for size in SMALL_SIZES if size <= total]
     points: Points = []
     for size in sizes:
-        seconds = expected_s(curve, size)
+        seconds = message_s(curve, size)
         repeats = min(MOST_REPEATS, budget.share(1 / len(sizes)).times(seconds, size) - 1)
         repeats = max(LEAST_REPEATS, repeats)
         if budget.times(seconds, size) < repeats + 1:
             break
-        _, *times = timed(probe, collective, [size] * (repeats + 1), budget)
+        _, *times = measure_messages(probe, collective, [size] * (repeats + 1), budget)
         points.append((size, fmean(sorted(times)[:-1])))
     return never_falling(points)
 
 
 def never_falling(points: Points) -> Points:
-    """The same, except that neighbours that fall have their mean (isotonic regression)."""
-    runs: list[list[Any]] = []  # sizes, and their seconds
+    """Return the points with non-decreasing seconds, by isotonic regression."""
+    runs: list[list[Any]] = []  # [sizes, mean seconds]
     for size, seconds in points:
         runs.append([[size], seconds])
         while len(runs) > 1 and runs[-2][1] > runs[-1][1]:
@@ -246,15 +265,16 @@ def never_falling(points: Points) -> Points:
 def measure_vote(
     probe: Prober, collective: Collective, curve: Points, budget: Budget
 ) -> float | None:
-    """Seconds of one number per rank, the median of up to `LEAST_REPEATS`; None if one is too dear.
+    """Return the median seconds of an all-reduce of one number per rank, as in a vote.
 
-    It may take less than what is called the latency: gloo cuts larger messages into more pieces.
+    Return None if the budget does not allow one message. The result may be less than the latency
+    of the fit, because gloo splits larger messages into more pieces.
     """
     size = NUMBER_BYTES * probe.ranks
     repeats = min(LEAST_REPEATS, budget.times(curve[0][1], size))
     if repeats < 1:
         return None
-    return median(timed(probe, collective, [size] * repeats, budget))
+    return median(measure_messages(probe, collective, [size] * repeats, budget))
 
 
 def measure_series(
@@ -265,21 +285,22 @@ def measure_series(
     curve: Points,
     budget: Budget,
 ) -> Series:
-    """Seconds of the sizes of `line_sizes`, of `SERIES` messages each or as many as can be paid;
-    nothing if that is not one of each.
+    """Return the seconds of messages of the sizes of `line_sizes`.
 
-    All messages follow each other at once, after one that does not count: a link that has rested
-    is faster for its first bytes (the token bucket of a shaper).
+    Each size has `SERIES` messages, or fewer if the budget does not allow them. The result is empty
+    if the budget does not allow one message of each size. Messages are sent back to back, after one
+    message that does not count, because an idle link is faster for its first bytes (the token
+    bucket of a shaper).
     """
     sizes = line_sizes(smallest, total, curve, budget)
     each = SERIES
-    while each and not payable(curve, in_series(sizes, each), budget):
+    while each and not is_payable(curve, series_sizes(sizes, each), budget):
         each -= 1
-    if each < SERIES and expected_s(curve, sizes[-1]) < 2 * curve[0][1]:
-        return []  # all latency; `measure_larger` needs the time
+    if each < SERIES and message_s(curve, sizes[-1]) < 2 * curve[0][1]:
+        return []  # times are mostly latency; leave the budget to `measure_larger`
     if each == 0:
         return []
-    _, *times = timed(probe, collective, in_series(sizes, each), budget)
+    _, *times = measure_messages(probe, collective, series_sizes(sizes, each), budget)
     return [(size, times[i * each :][:each]) for i, size in enumerate(sizes)]
 
 
@@ -291,65 +312,72 @@ def measure_larger(
     total: int,
     budget: Budget,
 ) -> Points:
-    """Seconds of larger messages, one each, while even the largest one so far takes less than
-    `LARGE` times the least: on a link of long latency only these tell the rate."""
-    found: Points = []
-    agreements = [line[0][0]] * 2  # before and after
-    while (last := [*line, *found][-1])[1] < LARGE * least_s and last[0] < total:
+    """Return the seconds of larger messages, one of each size.
+
+    Sizes grow until a message takes `LARGE` times `least_s`, the seconds of the smallest message:
+    on a link of long latency smaller messages do not determine the rate.
+    """
+    larger: Points = []
+    agreements = [line[0][0]] * 2  # cost of the agreements before and after a message
+    while (last := [*line, *larger][-1])[1] < LARGE * least_s and last[0] < total:
         size = min(LARGER * last[0], total)
-        while size > last[0] and not payable([*line, *found], [size, *agreements], budget):
+        while size > last[0] and not is_payable([*line, *larger], [size, *agreements], budget):
             size = size * 9 // 10
         if size < 2 * last[0]:
             break
-        (seconds,) = timed(probe, collective, [size], budget)
-        found.append((size, seconds))
-    return found
+        (seconds,) = measure_messages(probe, collective, [size], budget)
+        larger.append((size, seconds))
+    return larger
 
 
-def halved(points: Points) -> Points:
-    """What half an all-reduce takes, roughly."""
+def half_times(points: Points) -> Points:
+    """Return half of each time, as an estimate for one half of an all-reduce."""
     return [(size, seconds / 2) for size, seconds in points]
 
 
-def telling(line: Points, small: Points) -> Points:
-    """Of both the points that tell the rate, as they take longer than the smallest by far; or the
-    two largest of the line, if these are too few. In a fit by relative errors the many small ones
-    would tip it."""
+def rate_points(line: Points, small: Points) -> Points:
+    """Return the points of both lists that determine the rate.
+
+    These take at least `TELLING` times the seconds of the smallest message. If there are fewer than
+    two, return the two largest points of the line. The many small messages would dominate a fit by
+    relative errors.
+    """
     both = sorted((dict(small) | dict(line)).items())
     least_s = max((s for size, s in both if size <= SMALL_BYTES), default=both[0][1])
-    found = [point for point in both if point[1] >= TELLING * least_s]
-    return found if len(found) > 1 else line[-2:]
+    points = [point for point in both if point[1] >= TELLING * least_s]
+    return points if len(points) > 1 else line[-2:]
 
 
-def typical(series: Series) -> Points:
-    """The median seconds of every size."""
+def median_points(series: Series) -> Points:
+    """Return the median seconds of every size."""
     return [(size, median(seconds)) for size, seconds in series]
 
 
-def in_series(sizes: Sequence[int], each: int) -> list[int]:
-    """So many messages of each size, and one ahead of all."""
+def series_sizes(sizes: Sequence[int], each: int) -> list[int]:
+    """Return the sizes of a series: one message that does not count, then `each` of every size."""
     return [sizes[0], *(size for size in sizes for _ in range(each))]
 
 
-def payable(curve: Points, messages: Sequence[int], budget: Budget) -> bool:
+def is_payable(curve: Points, messages: Sequence[int], budget: Budget) -> bool:
     """Whether the budget allows all these messages."""
-    return budget.times(sum(expected_s(curve, size) for size in messages), sum(messages)) > 0
+    return budget.times(sum(message_s(curve, size) for size in messages), sum(messages)) > 0
 
 
 def line_sizes(smallest: int, total: int, curve: Points, budget: Budget) -> list[int]:
-    """Three sizes by equal factors: down to the smallest bucket, or to a quarter of the largest.
+    """Return three sizes in geometric progression.
 
-    The largest is the whole model, or what allows `SERIES` of each, or sixteen times what was
-    explored. It may take twice the time of the smallest message however few of it can be paid
-    then, as nothing smaller tells the rate. Messages smaller than a bucket take a nearly constant
-    time, which no line through larger ones meets.
+    The first is the smallest bucket, but at most a quarter of the last. The last is the whole
+    model, at most sixteen times the largest explored size, and small enough for a series within the
+    budget. It is not reduced to fit into the seconds of the budget if it takes less than twice the
+    seconds of the smallest message: smaller messages do not determine the rate. Messages smaller
+    than a bucket are left out, because their time is nearly constant.
     """
     largest = min(total, 16 * curve[-1][0])
     while True:
         lowest = max(1, min(smallest, largest // 4))
         sizes = [lowest, round((lowest * largest) ** 0.5), largest]
-        series = in_series(sizes, SERIES)
-        needed = sum(series) <= budget.size_bytes and expected_s(curve, largest) < 2 * curve[0][1]
-        if needed or payable(curve, series, budget) or largest < LEAST_BYTES:
+        series = series_sizes(sizes, SERIES)
+        needed = sum(series) <= budget.size_bytes and message_s(curve, largest) < 2 * curve[0][1]
+        if needed or is_payable(curve, series, budget) or largest < LEAST_BYTES:
             return sizes
         largest = largest * 9 // 10

@@ -1,4 +1,4 @@
-"""The training loss, seen where the user computes it: in `loss.backward()`."""
+"""Recording of the training loss in `loss.backward()`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from offbeat.core.transport.device import Mark
 
 
 class LossTap:
-    """Notes the value of the last scalar that backward was called on, until `close`.
+    """Records the last scalar on which `backward` was called, until `close`.
 
-    Scripts need not report their loss. One attribute look-up per iteration; taps may be nested
-    and closed in any order. With a function `mark` it also marks when the last backward `began`,
-    and when the one before `ended`.
+    So scripts need not report their loss. The cost is one attribute look-up per iteration. Taps may
+    be nested and closed in any order.
+
+    Attributes:
+        began: mark of the begin of the last backward, by the function `mark`.
+        ended: mark of the end of the backward before the last one.
     """
 
     def __init__(self, mark: Callable[[], Mark] = lambda: None) -> None:
@@ -39,7 +42,7 @@ class LossTap:
         torch.Tensor.backward = backward  # type: ignore[method-assign,assignment]
 
     def take(self) -> Tensor | None:
-        """The loss since it was last taken; None if there was none."""
+        """Return the last loss since the last call; None if there was none."""
         loss, self._loss = self._loss, None
         return loss
 

@@ -1,27 +1,27 @@
-"""A given profile against the network of the job: a few messages per link, before training."""
+"""Comparison of a given profile with the network of the job, by a few messages per link."""
 
 from __future__ import annotations
 
 import torch
 
-from offbeat.core.measuring.timing import Budget, Probe, Prober, timed
+from offbeat.core.measuring.timing import Budget, Probe, Prober, measure_messages
 from offbeat.core.profile import Link, Profile
 from offbeat.core.profile.device_speed import compute_s
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.collectives import Collective
 
 FIRST_BYTES = 64 * 1024
-LONG_S = 0.05  # a message that takes so long, measured or predicted, is large enough
-TRIES = 3  # messages of one size, of which the fastest counts: disturbances only delay
-RATIO = 2.0  # of measured and predicted seconds, up to which they may differ
-SHARE = 0.25  # of an iteration's compute, up to which all gradients together may differ
-LEAST_S = 0.005  # up to which they may differ: a busy machine delays messages by as much
+LONG_S = 0.05  # sizes grow until a message takes this time, measured or predicted
+TRIES = 3  # messages of one size; the fastest counts, because disturbances only delay
+RATIO = 2.0  # accepted ratio of measured and predicted seconds
+SHARE = 0.25  # accepted difference for all gradients, as a share of an iteration's compute
+LEAST_S = 0.005  # accepted difference for all gradients; a busy machine causes such delays
 
 
 def compare_network(cluster: Cluster, profile: Profile) -> str | None:
-    """Return how messages differ from the profile's, None if they do not.
+    """Return a description of the first link that differs from the profile; None if none does.
 
-    Every rank must call it, and all get the same result.
+    Every rank must call it. The result is the same on all ranks.
     """
     if profile.world_size < 2:
         return None
@@ -37,13 +37,15 @@ def compare_network(cluster: Cluster, profile: Profile) -> str | None:
 
 
 def compare_link(probe: Prober, collective: Collective, link: Link, profile: Profile) -> str | None:
-    """The same for one link, with messages that grow until they take `LONG_S` seconds or are as
-    large as all gradients."""
+    """Return a description of the difference on one link, or None.
+
+    Message sizes grow until a message takes `LONG_S` seconds or is as large as all gradients.
+    """
     total = sum(bucket.size_bytes for bucket in profile.buckets)
     size, budget = min(FIRST_BYTES, total), Budget(float("inf"), float("inf"))
     while True:
         predicted_s = link.seconds(link.latency_s, size / link.bytes_per_s, size)
-        _, *times = timed(probe, collective, [size] * (TRIES + 1), budget)
+        _, *times = measure_messages(probe, collective, [size] * (TRIES + 1), budget)
         measured_s = min(times)
         if size >= total or max(measured_s, predicted_s) >= LONG_S:
             break

@@ -1,4 +1,4 @@
-"""The scale of gradient noise, from norms of gradients before and after averaging."""
+"""Gradient noise scale, from norms of gradients before and after averaging."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from torch import Tensor
 
 from offbeat.core.profile import GradientNoise
 
-SECOND_MOMENT = "exp_avg_sq"  # what Adam, AdamW, NAdam, RAdam keep per parameter
+SECOND_MOMENT = "exp_avg_sq"  # name of the state in Adam, AdamW, NAdam and RAdam
 
 
 class NoiseMeter:
     """Squared norms of this rank's gradients before and after they are averaged over K ranks.
 
-    Of a sum over k iterations `own = k^2 |G|^2 + k S` and `avg = k^2 |G|^2 + k S / K` in
-    expectation, with the true gradient G and S the noise of one rank's gradient: so
-    `|G|^2 = (K avg - own) / (K - 1) / k^2`, and `S / K = (own - avg) / (K - 1) / k`
-    (McCandlish et al., An empirical model of large-batch training, 2018, appendix A.1).
+    Let G be the true gradient and S the noise of one rank's gradient. The sum of gradients over k
+    iterations has the expected squared norms `own = k^2 |G|^2 + k S` before averaging and
+    `avg = k^2 |G|^2 + k S / K` after it. Therefore `|G|^2 = (K avg - own) / (K - 1) / k^2`, and
+    `S / K = (own - avg) / (K - 1) / k`.
+
+    Source: McCandlish et al., An empirical model of large-batch training, 2018, appendix A.1.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -32,40 +34,48 @@ class NoiseMeter:
         self._found: list[tuple[Tensor | float, Tensor | float]] = []
 
     def add_own(self, grads: Sequence[Tensor]) -> None:
-        """Some of this rank's gradients, complete and not yet averaged."""
+        """Add gradients of this rank that are complete and not averaged yet."""
         self._own = self._own + _squared_norm(grads)
 
     def complete(self) -> None:
-        """All of this rank's gradients were shown."""
+        """Record that all gradients of this rank were added for one average."""
         self._waiting.append(self._own)
         self._own = 0.0
 
     def add_average(self, grads: Sequence[Tensor], merged: int) -> None:
-        """The average over ranks of the gradients completed first: a sum of so many iterations."""
+        """Add the average over ranks of the gradients that were completed first.
+
+        `merged` is the number of iterations in their sum.
+        """
         own, average = self._waiting.popleft(), _squared_norm(grads)
         noise = (own - average) / self._others
         self._found.append(((average - noise) / merged**2, noise / merged))
 
     def reset(self) -> None:
-        """Forget gradients whose average will not be shown."""
+        """Forget gradients whose average will not be added."""
         self._own = 0.0
         self._waiting.clear()
 
     def take(self) -> tuple[float, float] | None:
-        """(|G|^2, S / K), means since last taken, None without any. Unbiased once averaged over
-        ranks, so single values may be negative."""
-        found, self._found = self._found, []
-        if not found:
+        """Return the means of (|G|^2, S / K) since the last call; None without any average.
+
+        Averages over ranks are unbiased. Values of a single rank may be negative.
+        """
+        estimates, self._found = self._found, []
+        if not estimates:
             return None
         signal, noise = (
-            sum(float(value) for value in values) for values in zip(*found, strict=True)
+            sum(float(value) for value in values) for values in zip(*estimates, strict=True)
         )
-        return signal / len(found), noise / len(found)
+        return signal / len(estimates), noise / len(estimates)
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one rank has seen of its training; `gradients` as of `NoiseMeter.take`."""
+class RankStatistics:
+    """Losses, gradient norms and step size of one rank.
+
+    `gradients` is the result of `NoiseMeter.take`.
+    """
 
     losses: list[float]
     gradients: tuple[float, float] | None
@@ -78,22 +88,25 @@ class Seen:
         losses: list[float],
         gradients: tuple[float, float] | None,
         optimizer: torch.optim.Optimizer,
-    ) -> Seen:
-        return cls(losses, gradients, step_size(optimizer), scale_free(optimizer))
+    ) -> RankStatistics:
+        return cls(losses, gradients, step_size(optimizer), is_scale_free(optimizer))
 
 
-def scale_free(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it divides gradients by their size, as Adam's kind does."""
+def is_scale_free(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer divides gradients by their size, as Adam does."""
     return any(SECOND_MOMENT in state for state in optimizer.state.values())
 
 
 def step_size(optimizer: torch.optim.Optimizer) -> float:
-    """How far a constant gradient of 1 moves a parameter per iteration in the end: the learning
-    rate of the first group, and what momentum makes of it. Adam's kind moves parameters by the
-    rate times gradients over their size, which its second moments say."""
+    """Return how far a constant gradient of 1 moves a parameter per iteration in the limit.
+
+    For SGD it is the learning rate of the first group, multiplied by the effect of momentum. For
+    Adam and its variants it is the learning rate divided by the size of gradients, which is
+    estimated from second moments.
+    """
     group = optimizer.param_groups[0]
     rate, momentum = float(group.get("lr", 0.0)), float(group.get("momentum", 0.0))
-    if scale_free(optimizer):
+    if is_scale_free(optimizer):
         return rate * _over_size(optimizer)
     if not 0 < momentum < 1:
         return rate
@@ -101,7 +114,7 @@ def step_size(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _over_size(optimizer: torch.optim.Optimizer) -> float:
-    """1 over the size of an entry of the gradient, mean over entries weighted by their squares."""
+    """Return the mean of 1 / |gradient entry| over entries, weighted by their squares."""
     sizes = squares = 0.0
     for group in optimizer.param_groups:
         decay = float(group.get("betas", (0.0, 0.0))[1])
@@ -109,16 +122,18 @@ def _over_size(optimizer: torch.optim.Optimizer) -> float:
             state = optimizer.state.get(p, {})
             if SECOND_MOMENT not in state or not float(state.get("step", 0)):
                 continue
-            grown = 1 - decay ** float(state["step"])  # moments start at 0
+            grown = 1 - decay ** float(state["step"])  # bias correction: moments start at 0
             moment = state[SECOND_MOMENT].double()
             sizes += float(moment.sqrt().sum()) / math.sqrt(grown)
             squares += float(moment.sum()) / grown
     return sizes / squares if squares else 0.0
 
 
-def noise_of(everyone: Sequence[Seen]) -> GradientNoise | None:
-    """The average over ranks, with rank 0's optimizer; None if some rank has no losses or no
-    gradients to tell, or there is only one."""
+def noise_of(everyone: Sequence[RankStatistics]) -> GradientNoise | None:
+    """Return the gradient noise averaged over ranks, with the step size of rank 0.
+
+    Return None if a rank has no losses or no gradient norms, or if there is one rank only.
+    """
     gradients = [seen.gradients for seen in everyone if seen.losses and seen.gradients is not None]
     if len(everyone) < 2 or len(gradients) < len(everyone):
         return None

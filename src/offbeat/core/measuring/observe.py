@@ -1,4 +1,4 @@
-"""Observing: plain BSP iterations that measure ready order and times, then links, then agree."""
+"""Observation: measurement of ready order and compute times in BSP iterations, for a profile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offbeat.core.derive.broadcast import with_broadcast
 from offbeat.core.measuring.forward_memory import ForwardMemory
 from offbeat.core.measuring.jitter import are_alike, cluster_jitter, jitter_of
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.noise import NoiseMeter, Seen, noise_of
+from offbeat.core.measuring.noise import NoiseMeter, RankStatistics, noise_of
 from offbeat.core.measuring.optimizer_calls import call_s
 from offbeat.core.plan import Moment, Plan, local, transfer
 from offbeat.core.profile import Bucket, Contention, GradientNoise, Link, Profile
@@ -35,8 +35,11 @@ OTHER, UPDATE = "other", "update"
 
 
 def observing_plan(buckets: int, link: str, *, broadcasts: bool = False) -> Plan:
-    """All gradients in one message once all are there: right whatever order autograd takes.
-    With `broadcasts` rank 0's buffers follow."""
+    """Return a plan with one message of all gradients, sent when all of them are ready.
+
+    The plan is valid for any order of gradients. With `broadcasts`, a broadcast of rank 0's module
+    buffers follows.
+    """
     message = transfer(
         "grad",
         range(buckets),
@@ -64,7 +67,7 @@ class _Times:
 
 
 class Observer:
-    """Watches an engine for some iterations through hooks that it removes afterwards."""
+    """Measures iterations of an engine through hooks, which `finish` removes."""
 
     def __init__(self, model: nn.Module, engine: Engine, device: Device, turns: Compute):
         self._model, self._engine, self._device, self._turns = model, engine, device, turns
@@ -73,10 +76,10 @@ class Observer:
         self._entered: list[tuple[str, Mark]] = []
         self._times: list[_Times] = []
         self.order: list[str] = []
-        self.memory = ForwardMemory(model)  # of the first iteration only: hooks take time
+        self.memory = ForwardMemory(model)  # only in the first iteration, because hooks take time
         self._tap = LossTap(device.mark)
         self._losses: list[Tensor] = []
-        self._partly = False  # backward ran already, and no step followed
+        self._partly = False  # whether the last iteration had a backward and no step
         self._meter = NoiseMeter(dist.get_world_size())
         engine.set_noise_meter(self._meter)
         engine.hooks.on_parameter = self._parameter_ready
@@ -90,37 +93,37 @@ class Observer:
         self._ready.append((self._names[id(p)], self._device.mark()))
 
     def _enter(self, name: str):
-        def entered(_module: nn.Module, _inputs: object) -> None:
+        def record_entry(_module: nn.Module, _inputs: object) -> None:
             if not torch.is_grad_enabled():
                 return
             self.memory.place = name
             self._entered.append((name, self._device.mark()))
 
-        return entered
+        return record_entry
 
     def iteration(self, done: Iteration) -> None:
-        """Take in one finished iteration."""
+        """Record one finished iteration."""
         if self.memory.is_complete:
             self.memory.close()
         partly, self._partly = self._partly, done.abandoned
-        again = partly and done.marks.forward is None  # another backward of the same forward
+        again = partly and done.marks.forward is None  # second backward of the same forward
         if any(self._engine.hooks.seen) and not (again or (done.skipped and not self._ready)):
-            self._time(done.marks)
+            self._record_times(done.marks)
         self._ready, self._entered = [], []
 
-    def _time(self, marks: Timestamps) -> None:
+    def _record_times(self, marks: Timestamps) -> None:
         seconds, times = self._device.seconds, _Times()
-        first, end = self._forward_of(marks)
+        first, end = self._forward_marks(marks)
         self.order = [name for name, _ in self._ready] or self.order
         at = start = seconds(first)
         current = None
         for name, mark in [*self._entered, (None, end)]:
             now = seconds(mark)
-            if now >= start:  # earlier ones belong to an evaluation or a micro-batch
+            if now >= start:  # earlier marks belong to an evaluation or a micro-batch
                 times.forward[current or name or ""] += now - at
                 current, at = name, now
-        # Gradients of torch.autograd.grad reach the parameters together, when the step begins.
-        for name, mark in self._ready or [(self._ordered()[0], marks.backward_end)]:
+        # Gradients from torch.autograd.grad are assigned together, when the step begins.
+        for name, mark in self._ready or [(self._ready_order()[0], marks.backward_end)]:
             times.backward[name] = seconds(mark) - at
             at = seconds(mark)
         times.update = seconds(marks.stepped) - seconds(marks.step)
@@ -130,9 +133,11 @@ class Observer:
         if loss is not None:
             self._losses.append(loss)
 
-    def _forward_of(self, marks: Timestamps) -> tuple[Mark, Mark]:
-        """When the last forward began and ended. If the script called only parts of the model, it
-        begins with the first one of these after the backward before, and ends as backward begins.
+    def _forward_marks(self, marks: Timestamps) -> tuple[Mark, Mark]:
+        """Return marks of begin and end of the last forward.
+
+        If the script has called only parts of the model, the forward begins with the first part
+        called after the previous backward, and ends when backward begins.
         """
         began, ended, seconds = self._tap.began, self._tap.ended, self._device.seconds
         if marks.forward is not None:
@@ -142,12 +147,14 @@ class Observer:
         ready = self._ready[0][1] if self._ready else marks.backward_end
         return next(entered, marks.begin), ready if began is None else began
 
-    def _ordered(self) -> list[str]:
-        """The trained parameters as their gradients were ready; against the order of the model if
-        that was never seen."""
-        silent = [n for n, p in self._model.named_parameters() if p.requires_grad]
+    def _ready_order(self) -> list[str]:
+        """Return the trained parameters in ready order, those without a gradient last.
+
+        If no ready order was observed, return the reverse order of the model.
+        """
+        trained = [n for n, p in self._model.named_parameters() if p.requires_grad]
         known = set(self.order)
-        return self.order + [n for n in silent if n not in known] if known else silent[::-1]
+        return self.order + [n for n in trained if n not in known] if known else trained[::-1]
 
     def finish(self) -> None:
         """Remove every hook."""
@@ -159,9 +166,13 @@ class Observer:
             handle.remove()
 
     def layout(self, control: Control, min_bytes: int, least_buckets: int = 1) -> list[BucketSpec]:
-        """Buckets in rank 0's ready order, parameters without a gradient last; same everywhere.
+        """Return buckets in rank 0's ready order, the same on all ranks.
 
-        Buckets are smaller than `min_bytes` where there would be fewer than `least_buckets`.
+        Parameters without a gradient come last. `min_bytes` is halved until there are at least
+        `least_buckets` buckets.
+
+        Raises:
+            RuntimeError: no measured iteration had a gradient.
         """
         if not self._times:
             raise RuntimeError(
@@ -170,7 +181,7 @@ class Observer:
                 "returned, or give offbeat.prepare a profile"
             )
         buffers = self._engine.module_buffers.names
-        order = control.gather(self._ordered())[0]
+        order = control.gather(self._ready_order())[0]
         specs = group_parameters(self._model, order, min_bytes, buffers)
         while len(specs) < least_buckets and min_bytes > 1:
             min_bytes //= 2
@@ -186,9 +197,9 @@ class Observer:
         control: Control,
         model: str,
     ) -> Profile:
-        """The agreed profile: means over ranks of this rank's typical iteration."""
-        mine = self._per_bucket(specs)
-        everyone = np.array(control.gather(mine))  # rank x (forward per bucket, backward.., 2)
+        """Return the profile: means over ranks of each rank's typical iteration."""
+        # [ranks, 2 * buckets + 2]: forward and backward per bucket, update, other; in seconds.
+        everyone = np.array(control.gather(self._per_bucket(specs)))
         mean = everyone.mean(axis=0)
         jitter = jitter_of([times.compute + times.update for times in self._times[1:]])
         self._turns.on_step_begin()
@@ -196,7 +207,7 @@ class Observer:
         self._turns.on_step_end()
         jitters, steps_s = zip(*control.gather((jitter, step_s)), strict=True)
         jitter, rank_jitter = cluster_jitter(jitters)
-        kept = self._kept(specs, control)
+        kept = self._activation_bytes(specs, control)
         count = len(specs)
         compute = everyone[:, : 2 * count].sum(axis=1)
         scale = compute / compute.mean()
@@ -232,29 +243,37 @@ class Observer:
         )
 
     def _noise(self, control: Control) -> GradientNoise | None:
-        """Loss and gradient noise while observing; None in a world of one, or with ranks that
-        called backward on no scalar."""
-        losses = [float(loss) for loss in self._losses]
-        seen = Seen.of(losses, self._meter.take(), self._engine.optimizer)
-        return noise_of([Seen(**theirs) for theirs in control.gather(asdict(seen))])
+        """Return loss and gradient noise of the observed iterations.
 
-    def _kept(self, specs: Sequence[BucketSpec], control: Control) -> list[int]:
-        """Bytes that each bucket's forward keeps for backward, the mean over ranks that know."""
-        mine, modules = None, _homes(specs)[1]
-        if self.memory.kept_bytes is not None:
-            mine = [0] * len(specs)
-            for module, size_bytes in self.memory.kept_bytes.items():
-                mine[modules.get(module, len(specs) - 1)] += size_bytes
-        known = [kept for kept in control.gather(mine) if kept is not None]
+        Return None with one rank only, or if a rank has not called backward on a scalar.
+        """
+        losses = [float(loss) for loss in self._losses]
+        seen = RankStatistics.of(losses, self._meter.take(), self._engine.optimizer)
+        return noise_of([RankStatistics(**fields) for fields in control.gather(asdict(seen))])
+
+    def _activation_bytes(self, specs: Sequence[BucketSpec], control: Control) -> list[int]:
+        """Return the bytes that each bucket's forward saves for backward.
+
+        They are means over the ranks that could measure them.
+        """
+        own, modules = None, _bucket_indices(specs)[1]
+        if self.memory.activation_bytes is not None:
+            own = [0] * len(specs)
+            for module, size_bytes in self.memory.activation_bytes.items():
+                own[modules.get(module, len(specs) - 1)] += size_bytes
+        known = [kept for kept in control.gather(own) if kept is not None]
         return [round(fmean(sizes)) for sizes in zip(*known, strict=True)] or [0] * len(specs)
 
     def _per_bucket(self, specs: Sequence[BucketSpec]) -> list[float]:
-        """Forward and backward seconds per bucket of the middle iterations: the first (allocations)
-        and then the fastest and slowest are left out. Update and other: medians."""
+        """Return forward and backward seconds per bucket, then seconds of update and other.
+
+        Forward and backward are means over iterations without the first one, which allocates
+        memory, the fastest and the slowest. Update and other are medians.
+        """
         times = self._times[1:] or self._times
         kept = sorted(times, key=lambda t: t.compute)
         kept = kept[1:-1] if len(kept) > 2 else kept
-        home, modules = _homes(specs)
+        home, modules = _bucket_indices(specs)
         forward, backward = [0.0] * len(specs), [0.0] * len(specs)
         for one in kept:
             for module, seconds in one.forward.items():
@@ -265,8 +284,10 @@ class Observer:
         return [max(0.0, s) for s in (*forward, *backward, update, other)]
 
 
-def _homes(specs: Sequence[BucketSpec]) -> tuple[dict[str, int], dict[str, int]]:
-    """The bucket of every parameter, and of every module: that of its first parameter to be
-    ready."""
+def _bucket_indices(specs: Sequence[BucketSpec]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bucket index of every parameter, and of every module.
+
+    The bucket of a module is that of its first ready parameter.
+    """
     home = {name: i for i, spec in enumerate(specs) for name in spec.parameters}
     return home, {name.rpartition(".")[0]: i for name, i in reversed(home.items())}

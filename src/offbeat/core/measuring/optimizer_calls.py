@@ -1,4 +1,4 @@
-"""Calls: what every call of an optimizer costs, however little it steps."""
+"""Measurement of the fixed cost of an optimizer step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from offbeat.core.buckets.coupling import delegates, devices_of, shield_paramete
 from offbeat.core.buckets.random_states import preserve_random_states
 from offbeat.core.transport.device import Device
 
-CALLS, FIRST = 9, 2  # timed, and before them: state is made in the first
+CALLS, FIRST = 9, 2  # timed calls, and untimed calls before them, which create state
 
 
 def call_s(optimizer: torch.optim.Optimizer, device: Device) -> float:
-    """Seconds of a step of one tiny parameter per group; 0 for an optimizer that cannot be tried.
+    """Return the seconds of a step of one tiny parameter per group.
 
-    The user's tensors, state and random numbers are not touched.
+    Return 0 if a copy of the optimizer cannot be stepped. The user's tensors, state and random
+    states are not changed.
     """
     if delegates(optimizer):
         return 0.0
@@ -31,6 +32,6 @@ def call_s(optimizer: torch.optim.Optimizer, device: Device) -> float:
                 trial.step()
                 device.finish()
                 seconds.append(time.perf_counter() - start_s)
-    except Exception:  # whatever a user's optimizer finds wrong with it
+    except Exception:  # a user's optimizer may raise any error
         return 0.0
     return median(seconds[FIRST:])

@@ -1,4 +1,4 @@
-"""Processors: how many there are, and how busy packets keep them."""
+"""Number of processors, and their time spent on interrupts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ STAT = Path("/proc/stat")
 
 
 def processors() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def kernel_s() -> float:
-    """Seconds that processors have spent on interrupts, packets among them; 0 if unknown."""
+    """Return the seconds that all processors have spent on interrupts, such as those of packets.
+
+    Return 0 if `/proc/stat` cannot be read.
+    """
     try:
         fields = STAT.read_text().split("\n", 1)[0].split()
     except OSError:

@@ -1,5 +1,7 @@
-"""Divergence: a sample of every replica's parameters, from which the report tells how far apart
-replicas are. Nothing is communicated."""
+"""Sample of a replica's parameters, from which a report computes the distance of replicas.
+
+Sampling needs no communication.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,22 @@ from torch import Tensor
 from offbeat.core.buckets.flat import Flat
 
 NUMBERS = 256  # parameters in the sample, the same on every rank
-MOST = 256  # iterations kept; then every other one is dropped
+MOST = 256  # iterations in a sample; if there are more, every second one is dropped
 
 
 class SampledElements:
-    """A few elements of some tensors, the same wherever the tensors have the same sizes; `weight`
-    is how many elements each of them stands for."""
+    """A random sample of elements of some tensors.
+
+    The sample is the same on all ranks whose tensors have the same sizes. `weight` is the number of
+    elements per sampled element.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         sizes = [tensor.numel() for tensor in tensors]
         total, starts = sum(sizes), np.concatenate([[0], np.cumsum(sizes)])
         chosen = np.sort(np.random.default_rng(0).integers(total, size=min(NUMBERS, total)))
         self.weight = total / len(chosen)
-        # Every tensor, and which of its elements are in the sample.
+        # (tensor, indices of its sampled elements)
         self._places: list[tuple[Tensor, Tensor]] = []
         for tensor, start, stop in zip(tensors, starts, starts[1:], strict=False):
             inside = chosen[(chosen >= start) & (chosen < stop)] - start
@@ -34,37 +39,39 @@ class SampledElements:
                 self._places.append((tensor, torch.from_numpy(inside).to(tensor.device)))
 
     def parts(self) -> list[Tensor]:
-        """What they are now, by tensor."""
+        """Return the current values, one tensor of values per tensor."""
         with torch.no_grad():
             return [torch.take(tensor, at) for tensor, at in self._places]
 
     def numbers(self) -> Tensor:
-        """What they are now, as float64 on the host."""
-        return joined(self.parts())
+        """Return the current values as one float64 tensor on the host."""
+        return join_parts(self.parts())
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """As one tensor of float64 on the host."""
+def join_parts(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts as one float64 tensor on the host."""
     return torch.cat([part.double().cpu() for part in parts])
 
 
 class Sample:
-    """The same few parameters of the model after some iterations."""
+    """Values of the same sampled parameters after several iterations.
+
+    `storages` are the flat tensors of the parameters.
+    """
 
     def __init__(self, storages: Sequence[Tensor]) -> None:
-        """Of parameters that live in these flat tensors."""
         self._chosen = SampledElements(storages)
         self._every = 1
         self._seen: list[tuple[int, list[Tensor]]] = []
 
     @classmethod
     def of(cls, flat: Flat) -> Sample:
-        """Of the parameters of buckets, without the buffers behind them."""
+        """Return a sample of the parameters of all buckets, without module buffers."""
         sizes = [sum(p.numel() for p in bucket.parameters) for bucket in flat.buckets]
         return cls([b.param[:n] for b, n in zip(flat.buckets, sizes, strict=True)])
 
     def take(self, iteration: int) -> None:
-        """After an iteration has ended. Nothing waits for a device."""
+        """Record the values after an iteration, without waiting for the device."""
         if iteration % self._every:
             return
         self._seen.append((iteration, self._chosen.parts()))
@@ -73,9 +80,13 @@ class Sample:
             self._seen = [seen for seen in self._seen if seen[0] % self._every == 0]
 
     def record(self) -> dict[str, Any]:
-        """JSON-ready: iterations, and for each the numbers in float64, base64; `weight` is how
-        many parameters each number stands for."""
-        rows = [joined(parts) for _, parts in self._seen]
+        """Return the sample as a dict for JSON.
+
+        Returns:
+            `iterations`, `weight` (parameters per number), and `numbers`
+            ([iterations, numbers], little-endian float64, as base64).
+        """
+        rows = [join_parts(parts) for _, parts in self._seen]
         numbers = np.array([row.numpy() for row in rows], dtype="<f8")
         return {
             "iterations": [i for i, _ in self._seen],

@@ -1,7 +1,7 @@
-"""Sending: the processor time that messages take from the compute of the rank that sends them.
+"""Measurement of the processor time that messages take from compute of the same rank.
 
-It is read off the process's own clock, which does not count what else runs on the machine. Where
-processors would be idle, a link's thread has one of them to itself and takes nothing.
+The processor time is read from the clock of the process, which excludes other processes of the
+machine. On a machine with idle processors, the thread of a link takes no time from compute.
 """
 
 from __future__ import annotations
@@ -19,50 +19,53 @@ from torch import Tensor
 
 from offbeat.core.measuring.processors import processors
 from offbeat.core.measuring.timing import Budget
-from offbeat.core.measuring.volley import land, release
+from offbeat.core.measuring.volley import release_messages, wait_for_messages
 from offbeat.core.profile import Link
 from offbeat.core.transport.cluster import Cluster
 
-VOLLEYS, COUNT = 3, 3  # of each size, and messages in each
+VOLLEYS, COUNT = 3, 3  # volleys of each size, and messages in each volley
 SMALL_BYTES = 4096
-LARGE = 1 / 20  # of the model: a bucket
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # one for all containers and namespaces
+LARGE = 1 / 20  # the large message as a share of the model, about a bucket
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
 
-Place = tuple[str, int, int]  # machine, its processors, threads that compute in one rank
+Place = tuple[str, int, int]  # machine, its processors, compute threads of one rank
 
 
 def measure_sending(
     cluster: Cluster, links: Sequence[Link], like: Tensor, total: int, budget: Budget
 ) -> tuple[Link, ...]:
-    """The links with what their messages take from compute; as they are on a device that computes
-    beside the processor, and where the budget is too small to see it.
+    """Return the links with the processor time that their messages take from compute.
 
-    Every rank must call it with equal links. `total` is the model's size in bytes.
+    A link stays unchanged if the model is on a GPU, or if the budget is too small. Every rank must
+    call it with equal links. `total` is the model's size in bytes.
     """
     taken = crowding(cluster.control.gather(_place()))
     if like.device.type != "cpu" or not taken:
         return tuple(links)
-    found = []
+    measured = []
     for link in links:
         part = budget.share(1 / len(links))
         small, large = min(SMALL_BYTES, total), int(LARGE * total)
-        while large > small and not _payable(link, (small, large), part):
+        while large > small and not _is_payable(link, (small, large), part):
             large //= 2
         if large > small:
             busy_s = [_processor_s(cluster, link, like, size, part) for size in (small, large)]
-            per_message_s, per_byte_s = split((small, busy_s[0]), (large, busy_s[1]))
+            per_message_s, per_byte_s = fit_message_costs((small, busy_s[0]), (large, busy_s[1]))
             link = replace(
                 link,
                 cpu_s_per_message=taken * per_message_s,
                 cpu_s_per_byte=taken * per_byte_s,
             )
-        found.append(link)
-    return tuple(found)
+        measured.append(link)
+    return tuple(measured)
 
 
 def crowding(places: Sequence[Place]) -> float:
-    """How much of a link's thread competes with compute, mean over ranks: nothing where all
-    threads of the ranks on a machine, one for each link included, have processors of their own."""
+    """Return the share of a link thread's time that competes with compute, as a mean over ranks.
+
+    It is 0 if a machine has a processor for each compute thread and one link thread of each of its
+    ranks.
+    """
     machines: dict[str, list[Place]] = defaultdict(list)
     for place in places:
         machines[place[0]].append(place)
@@ -74,8 +77,11 @@ def crowding(places: Sequence[Place]) -> float:
     return competing / len(places)
 
 
-def split(small: tuple[int, float], large: tuple[int, float]) -> tuple[float, float]:
-    """Seconds per message and per byte, from those of messages of two sizes; never below 0."""
+def fit_message_costs(small: tuple[int, float], large: tuple[int, float]) -> tuple[float, float]:
+    """Return (seconds per message, seconds per byte), from (bytes, seconds) of two messages.
+
+    Both are at least 0.
+    """
     (few, few_s), (many, many_s) = small, large
     per_byte_s = max(0.0, many_s - few_s) / (many - few)
     return max(0.0, few_s - few * per_byte_s), per_byte_s
@@ -86,24 +92,26 @@ def _place() -> Place:
     return machine, processors(), torch.get_num_threads()
 
 
-def _payable(link: Link, sizes: Sequence[int], budget: Budget) -> bool:
-    """Whether messages of these sizes can be paid, and beginning each volley together, which is as
-    much as two small messages."""
+def _is_payable(link: Link, sizes: Sequence[int], budget: Budget) -> bool:
+    """Whether the budget allows the volleys of these sizes.
+
+    Each volley begins with a barrier, which costs as much as two small messages.
+    """
     seconds = [link.seconds(link.latency_s, size / link.bytes_per_s, size) for size in sizes]
     spent_s = VOLLEYS * (COUNT * sum(seconds) + 2 * len(sizes) * seconds[0])
     return budget.times(spent_s, VOLLEYS * COUNT * sum(sizes)) > 0
 
 
 def _processor_s(cluster: Cluster, link: Link, like: Tensor, size: int, budget: Budget) -> float:
-    """Processor time of one message in all threads of a rank that has nothing else to do, mean
-    over ranks."""
+    """Return the processor seconds of one message in all threads of an idle rank, as a mean over
+    ranks."""
     load = like.new_ones(max(1, size // like.element_size()))
     busy_s = []
     start_s = time.perf_counter()
     for _ in range(VOLLEYS):
-        cluster.control.gather(None)  # begin together
+        cluster.control.gather(None)  # all ranks begin at the same time
         begin_s = time.process_time()
-        land(cluster, release(cluster, {link.name: load}, COUNT))
+        wait_for_messages(cluster, release_messages(cluster, {link.name: load}, COUNT))
         busy_s.append((time.process_time() - begin_s) / COUNT)
     everyone = cluster.control.gather((median(busy_s), time.perf_counter() - start_s))
     budget.pay(max(spent_s for _, spent_s in everyone), VOLLEYS * COUNT * load.nbytes)

@@ -1,4 +1,4 @@
-"""Timing single messages within a budget, with results that are the same on all ranks."""
+"""Timing of single messages within a budget, with the same results on all ranks."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from offbeat.core.transport.device import Device
 
 
 class Prober(Protocol):
-    """What measuring needs of a group; tests have one with a clock of its own.
+    """Interface of a group for measurements. Tests implement it with a simulated clock.
 
-    `agreement_s`: seconds of agreements here that no budget has paid yet.
+    `agreement_s` is the seconds of agreements on this rank that no budget has paid yet.
     """
 
     agreement_s: float
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks in the group."""
         ...
 
-    def now(self) -> float:
-        """Seconds on this rank's clock."""
+    def read_clock(self) -> float:
+        """Return the seconds of this rank's clock."""
         ...
 
     def send(self, collective: Collective, size_bytes: int) -> float:
-        """Seconds that one message took here."""
+        """Send one message and return its seconds on this rank."""
         ...
 
     def agree(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's values, by rank."""
+        """Return every rank's values, by rank."""
         ...
 
 
 class Probe:
-    """Sends messages on one group, in tensors like those that training sends."""
+    """Sends messages in one group, as tensors of the dtype and device that training uses."""
 
     def __init__(self, group: dist.ProcessGroup, like: Tensor, device: Device):
         self._group, self._like, self._device = group, like, device
@@ -53,7 +53,7 @@ class Probe:
     def ranks(self) -> int:
         return self._group.size()
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         return time.perf_counter()
 
     def send(self, collective: Collective, size_bytes: int) -> float:
@@ -61,27 +61,27 @@ class Probe:
         if count > self._buffer.numel():
             self._buffer = self._like.new_ones(count)
         self._device.finish()
-        start = self.now()
+        start = self.read_clock()
         collective(self._buffer[:count])
         self._device.finish()
-        return self.now() - start
+        return self.read_clock() - start
 
     def agree(self, values: Sequence[float]) -> list[list[float]]:
-        start = self.now()
+        start = self.read_clock()
         rows = torch.zeros(self._group.size(), len(values), dtype=torch.float64, device="cpu")
         rows[self._group.rank()] = torch.tensor(values, dtype=torch.float64, device="cpu")
         rows = rows.to(self._like.device)
-        # A sum in which all but one are 0 is exact, and gloo can do it on a GPU too.
+        # A sum with one nonzero term is exact, and gloo supports all_reduce of GPU tensors.
         dist.all_reduce(rows, group=self._group)
         everyone = rows.tolist()
-        self.agreement_s += self.now() - start
+        self.agreement_s += self.read_clock() - start
         return everyone
 
 
 class Budget:
-    """What measuring may spend: seconds, and bytes of payload that each rank sends.
+    """Budget of measurements: seconds, and bytes of payload that each rank sends.
 
-    All ranks hold equal numbers at all times, so that they stop together.
+    The numbers are equal on all ranks at all times, so that all ranks stop at the same message.
     """
 
     def __init__(self, seconds: float, size_bytes: float, parent: Budget | None = None):
@@ -90,7 +90,10 @@ class Budget:
         self._parent = parent
 
     def share(self, part: float) -> Budget:
-        """This part of the whole, at most what is left; what it pays, this one pays."""
+        """Return a budget of this share of the whole, but at most the rest.
+
+        Payments from the share are also payments from this budget.
+        """
         return Budget(
             max(0.0, min(self.seconds, part * self._whole_s)),
             max(0.0, min(self.size_bytes, part * self._whole_bytes)),
@@ -98,33 +101,33 @@ class Budget:
         )
 
     def allow(self, seconds: float) -> None:
-        """So many seconds in all, if they are more than they were."""
+        """Raise the whole budget to `seconds`, if that is more."""
         more_s = max(0.0, seconds - self._whole_s)
         self.seconds += more_s
         self._whole_s += more_s
 
     def pay(self, seconds: float, size_bytes: float) -> None:
-        """Take what has been spent."""
+        """Subtract seconds and bytes that were spent."""
         self.seconds -= seconds
         self.size_bytes -= size_bytes
         if self._parent is not None:
             self._parent.pay(seconds, size_bytes)
 
     def times(self, seconds: float, size_bytes: float) -> int:
-        """How often something of this cost can still be paid."""
+        """Return how many times the rest of the budget allows this cost."""
         return int(max(0.0, min(self.seconds / max(seconds, 1e-9), self.size_bytes / size_bytes)))
 
 
-def timed(
+def measure_messages(
     probe: Prober, collective: Collective, sizes: Sequence[int], budget: Budget
 ) -> list[float]:
-    """Seconds of one message of each size, means over ranks.
+    """Return the seconds of one message of each size, as means over ranks.
 
-    Paid is the time of the slowest rank, with the agreements before.
+    The budget pays the time of the slowest rank, and that of earlier agreements.
     """
-    start, probe.agreement_s = probe.now() - probe.agreement_s, 0.0
-    mine = [probe.send(collective, size) for size in sizes]
-    everyone = probe.agree([*mine, probe.now() - start])
+    start, probe.agreement_s = probe.read_clock() - probe.agreement_s, 0.0
+    seconds = [probe.send(collective, size) for size in sizes]
+    everyone = probe.agree([*seconds, probe.read_clock() - start])
     *columns, spent_s = zip(*everyone, strict=True)
     budget.pay(max(spent_s), sum(sizes))
     return [fmean(column) for column in columns]

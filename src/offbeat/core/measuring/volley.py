@@ -1,4 +1,4 @@
-"""Volleys: messages that are sent only to be measured, through the links' own threads."""
+"""Volleys: messages that are sent for measurements only, through the threads of the links."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from offbeat.core.transport.link import Message
 Volley = Mapping[str, Sequence[Message]]
 
 
-def release(cluster: Cluster, loads: Mapping[str, Tensor], count: int) -> Volley:
-    """Let so many messages of each link's load go, back to back on several links at once.
+def release_messages(cluster: Cluster, loads: Mapping[str, Tensor], count: int) -> Volley:
+    """Release `count` messages of each link's load, back to back on several links at once.
 
-    They do not count as the link's traffic. Every rank must call it, and then `land`.
+    They do not count in `Link.bytes_sent`. Every rank must call it, and then `wait_for_messages`.
     """
     messages: dict[str, list[Message]] = {}
     for name in loads:
@@ -30,8 +30,12 @@ def release(cluster: Cluster, loads: Mapping[str, Tensor], count: int) -> Volley
     return messages
 
 
-def land(cluster: Cluster, messages: Volley) -> None:
-    """Wait until all have arrived; RuntimeError naming the link where one failed."""
+def wait_for_messages(cluster: Cluster, messages: Volley) -> None:
+    """Wait until all messages have arrived.
+
+    Raises:
+        RuntimeError: a message has failed or has timed out; names its link.
+    """
     for name, mine in messages.items():
         for message in mine:
             with cluster.control.waiting("measuring links"):
