@@ -13,7 +13,7 @@ from torch import Tensor
 from worlds import run_world
 
 from offbeat import WFBP, ByteScheduler, DeAR, LocalSGD, Strategy
-from offbeat.core.guards.finite import FiniteGuard, all_finite, finite, require_policy
+from offbeat.core.guards.finite import FiniteGuard, all_finite, is_finite, require_policy
 from offbeat.plan import Moment, Payload, Phases, Transfer, transfer
 
 MESSAGE = transfer(
@@ -41,7 +41,7 @@ def average(policy: Any, values: list[list[float]]) -> list[tuple[list[int], Ten
 def test_raise_names_who_it_was_on_every_rank(odd: float) -> None:
     for culprits, result in average("raise", [[1.0, 2.0], [3.0, odd], [5.0, 6.0]]):
         assert culprits == [1]
-        assert not finite(result)
+        assert not is_finite(result)
 
 
 @pytest.mark.parametrize("odd", [NAN, INF])
@@ -86,10 +86,10 @@ def test_a_sum_that_is_handed_on_is_laid_to_whoever_sent_it(policy: Any) -> None
 
 
 def test_finite_is_not_misled_by_a_sum_that_overflows() -> None:
-    assert finite(torch.full((8,), 6e4, dtype=torch.float16))
-    assert finite(torch.full((8,), 3e38))
-    assert not finite(torch.tensor([INF, -INF]))
-    assert not finite(torch.tensor([1.0, NAN], dtype=torch.bfloat16))
+    assert is_finite(torch.full((8,), 6e4, dtype=torch.float16))
+    assert is_finite(torch.full((8,), 3e38))
+    assert not is_finite(torch.tensor([INF, -INF]))
+    assert not is_finite(torch.tensor([1.0, NAN], dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)

@@ -170,7 +170,7 @@ def test_when_replicas_are_compared() -> None:
     looks = []
     for step in range(7):
         if step == 4:
-            guard.ask()
+            guard.request_comparison()
         guard.step()
         looks.append(control.asked)
     assert looks == [1, 1, 1, 2, 3, 3, 4]

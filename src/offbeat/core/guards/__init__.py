@@ -1,1 +1,1 @@
-"""Guards: what watches a run, each for one kind of silent mistake."""
+"""Guards: checks of a training run, each for one kind of error that raises no exception itself."""

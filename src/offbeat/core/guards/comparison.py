@@ -1,4 +1,4 @@
-"""The replica guard: notices replicas that drift apart though only gradients move."""
+"""Comparison of settings, weights and optimizer state between ranks during training."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from offbeat.core.guards.replicas import (
 )
 from offbeat.core.transport.control import Control
 
-EVERY = 100  # iterations; one pass over weights and optimizer state, less than a step's own
-FIRST = 3  # iterations whose weights are compared bit by bit, and then every `EVERY`th
-ALIKE = 1e-6  # relative: settings that two libraries compute may differ in their last digit
+EVERY = 100  # iterations; a comparison reads weights and state once, less work than one step
+FIRST = 3  # first iterations, in which written weights are found by checksums
+ALIKE = 1e-6  # relative tolerance: libraries may compute settings with different last digits
 
 Settings = dict[str, Any]
-"""Values by (group, name), as `lr of param group 0`."""
+"""Values of settings by name and group, such as `lr of param group 0`."""
 
 
 class Comparison(ABC):
-    """Compares what ranks must have in common, at places that all ranks reach."""
+    """Base class of comparisons between ranks. Every rank must call each method."""
 
     def __init__(
         self,
@@ -46,25 +46,32 @@ class Comparison(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Before an update: compare if it is time. RuntimeError on every rank on a difference."""
+        """Compare ranks before an update, if a comparison is due.
+
+        Raises:
+            RuntimeError: on every rank, if ranks differ.
+        """
 
     def note_step(self, *, landed: bool) -> None:  # noqa: B027 - nothing to do by default
-        """After a step. `landed`: whether no message writes weights before the next forward."""
+        """Called after a step.
+
+        `landed` is whether no message writes weights before the next forward.
+        """
 
     def forward_begins(self) -> None:  # noqa: B027 - nothing to do by default
-        """Before the first forward of an iteration."""
+        """Called before the first forward of an iteration."""
 
     def forget(self) -> None:  # noqa: B027 - nothing to do by default
-        """Weights are about to be replaced on behalf of the session."""
+        """Called before the session itself replaces weights."""
 
 
 class ReplicaGuard(Comparison):
-    """Compares the ranks' param-group settings, weights and optimizer state now and then.
+    """Compares param-group settings, weights and optimizer state of all ranks every `every` steps.
 
-    For plans that move nothing but gradients: there every rank makes the same updates. A look is
-    one collective of three numbers and happens on all ranks at the same place, before the update
-    of a step, when `settle` has done the updates that are still to come. So every rank compares
-    the same version. Nothing is ever sent by a load, which one rank may do alone.
+    It is used with plans that send gradients only, because there every rank makes the same
+    updates. A comparison is one collective of four numbers before the update of a step, after
+    `settle` has completed delayed updates. So all ranks compare the same version. Loading a
+    checkpoint sends nothing, because one rank may do it alone.
     """
 
     def __init__(
@@ -77,21 +84,24 @@ class ReplicaGuard(Comparison):
     ):
         super().__init__(control, model, optimizer, every)
         self._settle = settle
-        self.skipped = 0  # updates that the script has left out
+        self.skipped = 0  # updates that the script has skipped
         self._asked = False
 
-    def ask(self) -> None:
-        """Look before the next update. On all ranks in the same iteration, or on none: after a
-        load that all ranks know of."""
+    def request_comparison(self) -> None:
+        """Compare before the next update. All ranks must call it in the same iteration."""
         self._asked = True
 
     def step(self) -> None:
         if self._asked or self._steps % self._every == 0:
-            self.look()
+            self.compare()
         self._steps += 1
 
-    def look(self) -> None:
-        """RuntimeError on every rank, naming rank and setting or tensor, if replicas differ."""
+    def compare(self) -> None:
+        """Compare the replicas.
+
+        Raises:
+            RuntimeError: on every rank, if replicas differ; names rank and setting or tensor.
+        """
         self._asked = False
         if self._control.world_size == 1:
             return
@@ -105,12 +115,12 @@ class ReplicaGuard(Comparison):
             self.skipped,
         )
         if not self._control.is_same(digests):
-            self._explain(settings, state)
+            self._require_rounding_only(settings, state)
 
-    def _explain(self, settings: Settings, state: dict[str, Tensor]) -> None:
-        """Raise, unless only last digits differ."""
+    def _require_rounding_only(self, settings: Settings, state: dict[str, Tensor]) -> None:
+        """Raise RuntimeError with the causes, unless replicas differ by rounding only."""
         everyone = self._control.gather(settings)
-        causes: list[str | None] = [self._skips(), _difference_of(everyone)]
+        causes: list[str | None] = [self._describe_skips(), _difference_of(everyone)]
         causes += [
             f"{what} {found}" if found is not None else None
             for what, found in (
@@ -125,8 +135,8 @@ class ReplicaGuard(Comparison):
                 f"equal: {'; '.join(named)}; {REPAIR}"
             )
 
-    def _skips(self) -> str | None:
-        """Who has skipped other steps than the others."""
+    def _describe_skips(self) -> str | None:
+        """Return which ranks have skipped different numbers of steps; None if all are equal."""
         counts = self._control.gather(self.skipped)
         for rank, other in dissenters(counts):
             return (
@@ -140,15 +150,19 @@ class ReplicaGuard(Comparison):
 
 
 class SettingsGuard(Comparison):
-    """Compares the ranks' param-group settings and frozen parameters where parameters are averaged,
-    and whether their scripts write weights between a step and the next forward.
+    """Compares settings and written weights of ranks, with plans that average parameters.
 
-    Weights and optimizer state differ between two averages, so they are not compared. The
-    comparison is one collective of two numbers before the update of an iteration that averages,
-    where ranks wait for each other anyway: of the first two, and of the next one that is at least
-    `every` steps after the first or after such a later one. `warn` is called on every rank with a
-    description of the ranks that alone have written weights. That is no error, because a script
-    may have a reason, such as a norm above a limit.
+    Settings are those of param groups and the set of frozen parameters. Weights count as written if
+    the script changes them between a step and the next forward. Weights and optimizer state
+    themselves differ between two averages, so they are not compared.
+
+    A comparison is one collective of two numbers before the update of an iteration that averages,
+    in which ranks wait for each other anyway. It takes place in the first two such iterations.
+    After that it takes place in the first such iteration at least `every` steps after the first
+    comparison, or after the last one that `every` has caused.
+
+    `warn` is called on every rank if some ranks have written weights and others have not. This is
+    not an error, because a script may have a reason, such as a norm above a limit.
     """
 
     def __init__(
@@ -164,7 +178,7 @@ class SettingsGuard(Comparison):
         self._averages, self._warn = averages, warn
         self._edits = Edits(model)
         self._warned = False
-        self._compared = self._left = 0  # comparisons so far; steps until the next one is due
+        self._compared = self._left = 0  # number of comparisons; steps until the next comparison
 
     def step(self) -> None:
         self._left -= 1
@@ -190,7 +204,7 @@ class SettingsGuard(Comparison):
         if self._control.is_same([hash_text(repr(settings)) >> 2, bool(edited)]):
             return
         everyone = self._control.gather((settings, edited))
-        found = _difference_of([theirs for theirs, _ in everyone])
+        found = _difference_of([other_settings for other_settings, _ in everyone])
         if found is not None:
             raise RuntimeError(
                 "ranks whose parameters are averaged must train with the same settings: "
@@ -210,31 +224,30 @@ class SettingsGuard(Comparison):
 
 
 class Edits:
-    """Names of trained parameters that were written between a step and the next forward.
+    """Names of trained parameters that user code has written between a step and the next forward.
 
-    A write in place is seen by the version counter of the parameter, which writes through
-    `parameter.data` do not change; checksums of all parameters show those. Where checksums were
-    noted they decide, so weights that are written and restored (an evaluation with averaged
-    weights) do not count.
+    Version counters show in-place writes, except those through `parameter.data`. Checksums show all
+    changes. With checksums, weights that are written and then restored do not count, such as those
+    of an evaluation with averaged weights.
     """
 
     def __init__(self, model: nn.Module):
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self._noted: list[int] = []  # by parameter: version or checksum
-        self._contents = False  # which of the two
+        self._noted: list[int] = []  # version or checksum of each parameter
+        self._contents = False  # whether `_noted` holds checksums
         self._names: dict[str, None] = {}
 
     def note(self, *, contents: bool) -> None:
-        """From here on weights must stay as they are until `collect`."""
+        """Record versions, or checksums if `contents`. Later changes count until `collect`."""
         self._contents = contents
         self._noted = self._values()
 
     def forget(self) -> None:
-        """Until the next `note` weights may change."""
+        """Ignore changes until the next `note`."""
         self._noted = []
 
     def collect(self) -> None:
-        """Keep the names of parameters that have changed since `note`, and forget it."""
+        """Add the names of parameters that have changed since `note`, and drop its records."""
         if not self._noted:
             return
         for (name, _), before, now in zip(self._named, self._noted, self._values(), strict=True):
@@ -243,7 +256,7 @@ class Edits:
         self._noted = []
 
     def take(self) -> list[str]:
-        """Return the names that were kept, and drop them."""
+        """Return the collected names, and drop them."""
         names, self._names = list(self._names), {}
         return names
 
@@ -256,8 +269,11 @@ class Edits:
 def agree_on_optimizer(
     control: Control, optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> None:
-    """ValueError on every rank, naming rank and setting, unless all have the same optimizer with
-    the same param groups."""
+    """Require the same optimizer with the same param groups on all ranks.
+
+    Raises:
+        ValueError: on every rank, if optimizers differ; names rank and setting.
+    """
     plain = (bool, int, float, str, tuple, type(None))
     defaults = {k: v for k, v in sorted(optimizer.defaults.items()) if isinstance(v, plain)}
     sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -272,10 +288,10 @@ def agree_on_optimizer(
 
 
 def settings_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Settings:
-    """Every plain setting of every param group, which parameters are in it, and which parameters
-    of the model are frozen."""
+    """Return the plain settings and parameter names of each param group, and the names of frozen
+    parameters."""
     names = {id(p): name for name, p in model.named_parameters()}
-    found: Settings = {}
+    settings: Settings = {}
     for g, group in enumerate(optimizer.param_groups):
         for key, value in sorted(group.items()):
             if key == "params":
@@ -284,45 +300,45 @@ def settings_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Settings:
                 value = float(value)
             elif isinstance(value, list):
                 value = tuple(value)
-            if _plain(value):
-                found[f"{key} of param group {g}"] = value
+            if _is_plain(value):
+                settings[f"{key} of param group {g}"] = value
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
-    return found | {"frozen parameters": frozen}
+    return settings | {"frozen parameters": frozen}
 
 
-def _plain(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
-        return all(map(_plain, value))
+        return all(map(_is_plain, value))
     return isinstance(value, (bool, int, float, str, type(None)))
 
 
 def _difference_of(everyone: list[Settings]) -> str | None:
-    """The first setting in which a rank differs from most."""
-    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-        values = [theirs.get(name) for theirs in everyone]
+    """Return a description of the first setting in which a rank differs from most ranks."""
+    for name in dict.fromkeys(name for settings in everyone for name in settings):
+        values = [settings.get(name) for settings in everyone]
         for rank, other in dissenters(values):
-            if not _alike(values[rank], values[other]):
-                here, there = _shown(values[rank], values[other])
+            if not _is_close(values[rank], values[other]):
+                here, there = _differing_texts(values[rank], values[other])
                 return f"rank {rank} has {here} as {name}, rank {other} has {there}"
     return None
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _is_close(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
-        return all(_alike(x, y) for x, y in zip(a, b, strict=True))
+        return all(_is_close(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=ALIKE) or (math.isnan(a) and math.isnan(b))
     return a == b
 
 
-def _shown(a: Any, b: Any) -> tuple[str, str]:
-    """Two values; of long tuples the first entries that differ."""
+def _differing_texts(a: Any, b: Any) -> tuple[str, str]:
+    """Return two values as text; for long tuples, their first entries that differ."""
     if isinstance(a, tuple) and isinstance(b, tuple) and max(len(a), len(b)) > 4:
-        first = next(_first_apart(a, b))
+        first = next(_differing_indices(a, b))
         return tuple(repr(x[first]) if first < len(x) else "nothing" for x in (a, b))  # type: ignore[return-value]
     return repr(a), repr(b)
 
 
-def _first_apart(a: tuple[Any, ...], b: tuple[Any, ...]) -> Iterator[int]:
+def _differing_indices(a: tuple[Any, ...], b: tuple[Any, ...]) -> Iterator[int]:
     yield from (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     yield min(len(a), len(b))

@@ -1,4 +1,4 @@
-"""The convergence guard: watches loss and gradient noise under strategies that delay updates."""
+"""Convergence guard: checks of loss and gradient noise with strategies that delay updates."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from offbeat.core.measuring.noise import NoiseMeter, RankStatistics, noise_of
 from offbeat.core.profile import GradientNoise
 from offbeat.core.transport.control import Control
 
-WINDOW = 10  # iterations whose losses are judged together
-WINDOWS_PER_LOOK = 2  # a look is one small message on the control group
-LOOKS_PER_ESTIMATE = 3  # of the noise, which leads to another plan
+WINDOW = 10  # iterations in a window of losses
+WINDOWS_PER_LOOK = 2  # a look is one small collective on the control group
+LOOKS_PER_ESTIMATE = 3  # each estimate of gradient noise leads to a new plan
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a look at one window showed, the same on every rank."""
+    """Result of a look, the same on every rank."""
 
-    departed: str | None  # what is wrong with the loss
+    departed: str | None  # description of the loss's departure; None if it falls
     noise: GradientNoise | None
 
 
 class ConvergenceGuard:
-    """Collects this rank's losses and gradient norms, and compares notes every few windows."""
+    """Records losses and gradient norms of this rank, and gathers them every few windows."""
 
     def __init__(self, control: Control, optimizer: torch.optim.Optimizer):
         self._control, self._optimizer = control, optimizer
@@ -40,7 +40,7 @@ class ConvergenceGuard:
         self._iterations = 0
 
     def iteration(self) -> Finding | None:
-        """An iteration is over; what the look found if it is time for one."""
+        """Record the end of an iteration. Return a finding if a look is due, otherwise None."""
         loss = self._tap.take()
         if loss is not None:
             self._losses.append(loss)
@@ -49,7 +49,7 @@ class ConvergenceGuard:
         return self._look(looks % LOOKS_PER_ESTIMATE == 0) if rest == 0 else None
 
     def capture(self) -> dict[str, Any]:
-        """What it has seen so far."""
+        """Return the state of the guard for a checkpoint."""
         return {
             "meter": self.meter,
             "watch": self._watch,
@@ -58,7 +58,7 @@ class ConvergenceGuard:
         }
 
     def resume(self, captured: Mapping[str, Any]) -> None:
-        """Have seen that. The meter is another one from now on."""
+        """Restore the result of `capture`. `meter` is replaced."""
         self.meter, self._watch = captured["meter"], captured["watch"]
         self._losses, self._iterations = list(captured["losses"]), captured["iterations"]
 
@@ -66,11 +66,11 @@ class ConvergenceGuard:
         self._tap.close()
 
     def _look(self, estimate: bool) -> Finding:
-        mine = [float(loss) for loss in self._losses]
+        losses = [float(loss) for loss in self._losses]
         self._losses = []
         gradients = self.meter.take() if estimate else None
-        seen = RankStatistics.of(mine, gradients, self._optimizer)
-        everyone = [RankStatistics(**theirs) for theirs in self._control.gather(asdict(seen))]
+        seen = RankStatistics.of(losses, gradients, self._optimizer)
+        everyone = [RankStatistics(**fields) for fields in self._control.gather(asdict(seen))]
         means = [fmean(losses) for losses in zip(*(s.losses for s in everyone), strict=False)]
         windows = [means[i : i + WINDOW] for i in range(0, len(means), WINDOW)]
         words = [self._watch.add_window(window) for window in windows]

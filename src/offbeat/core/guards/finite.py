@@ -1,4 +1,4 @@
-"""The finite guard: a NaN or an infinity of one rank is named before it spreads in silence."""
+"""Finite guard: checks for NaN and infinity in messages, and names the ranks that sent them."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ Collectives = Mapping[Verb, Callable[[Tensor], None]]
 
 
 class FiniteGuard:
-    """Goes round every collective of every link, on the link's thread, off the critical path.
+    """Runs every collective of every link with a check, on the thread of the link.
 
-    `raise`: a rank whose own values are not all finite fills its message with NaN. Then one
-    element tells every rank that the average is spoilt, in the same message and without another
-    one. Only then the ranks tell each other whose fault it is, on the same link: all of them take
-    the same branch, so order is kept.
+    `raise`: a rank with values that are not finite fills its message with NaN. So each rank detects
+    a bad average by one element of the result, without a second message. Only in that case the
+    ranks exchange which of them had bad values, on the same link. All ranks take the same branch,
+    so the order of messages is the same.
 
-    `skip`: before every message the ranks vote whose values are finite, one small message more.
-    The others are left out, and take over the average of the rest.
+    `skip`: before each message, one small all-reduce determines the ranks with bad values. These
+    ranks send zeros, and receive the average over all other ranks.
 
-    `reduce_scatter` and `all_gather` are one average: the first half brings the own values, the
-    second shows the result.
+    `reduce_scatter` and `all_gather` are the halves of one average. Values are checked in the first
+    half, and the result in the second half.
 
-    A sum that is handed from worker to worker is looked at on both sides: whoever sent it has made
-    it not finite, as nobody hands on what already was. It is refused under both policies.
+    A sum that workers hand from one to the next is checked by sender and receiver. A worker never
+    hands on a bad sum that it has received, so the sender of a bad sum has caused it. A bad sum is
+    refused with both policies.
     """
 
     def __init__(
         self, policy: OnNonfinite, rank: int, world_size: int, names: Callable[[range], str]
     ):
         self._policy, self._rank, self._world_size, self._names = policy, rank, world_size, names
-        # Of first halves whose second is still to come: whether the own values were bad.
+        # Whether this rank's values were bad, for each average between its two halves.
         self._own: dict[tuple[Payload, torch.dtype], bool] = {}
 
     @property
@@ -52,72 +53,82 @@ class FiniteGuard:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether ranks with values that are not finite do not count."""
+        """Whether averages leave out ranks with values that are not finite."""
         return self._policy == "skip"
 
     def run(self, transfer: Transfer, tensor: Tensor, collectives: Collectives) -> list[int]:
-        """Do the transfer's collective; ranks whose values were not finite, the same on every
-        rank, if the result is to be refused (`raise`) or was mended (`skip`)."""
+        """Run the collective of a transfer.
+
+        Returns:
+            Ranks whose values were not finite, the same on every rank. With `raise` the result of
+            the collective is bad; with `skip` it is the average over all other ranks.
+        """
         verb, key = transfer.verb, (transfer.payload, tensor.dtype)
         act = collectives[verb]
-        if not tensor.numel() or verb == "broadcast":  # of bytes
+        if not tensor.numel() or verb == "broadcast":  # broadcasts send bytes
             act(tensor)
             return []
         if transfer.ranks is not None:
             act(tensor)
             handed = transfer.payload.buffer == "grad"
-            return [transfer.ranks[0]] if handed and not finite(tensor) else []
+            return [transfer.ranks[0]] if handed and not is_finite(tensor) else []
         if self._policy == "skip":
             return self._vote(verb, tensor, collectives)
         if verb == "all_gather":
             bad = self._own.pop(key, False)
         else:
-            bad = not finite(tensor)
+            bad = not is_finite(tensor)
             if bad:
                 tensor.data.fill_(math.nan)
         act(tensor)
         if verb == "reduce_scatter":
             self._own[key] = bad
             return []
-        return [] if finite(tensor[:1]) else self._culprits(bad, tensor, collectives)
+        return [] if is_finite(tensor[:1]) else self._culprits(bad, tensor, collectives)
 
     def _vote(self, verb: Verb, tensor: Tensor, collectives: Collectives) -> list[int]:
         if verb == "all_gather":
             collectives[verb](tensor)
             return []
-        bad = not finite(tensor)
+        bad = not is_finite(tensor)
         culprits = self._culprits(bad, tensor, collectives)
         if bad and len(culprits) < self._world_size:
             tensor.data.zero_()
         collectives[verb](tensor)
         if 0 < len(culprits) < self._world_size:
-            # Of reduce_scatter only the own shard counts; the rest may hold anything.
+            # After reduce_scatter only this rank's shard is valid, so scaling the rest is harmless.
             tensor.data.mul_(self._world_size / (self._world_size - len(culprits)))
         return culprits
 
     def _culprits(self, bad: bool, like: Tensor, collectives: Collectives) -> list[int]:
-        """Ranks that say so; one small message on the same link."""
-        said = torch.zeros(self._world_size, dtype=torch.float32, device=like.device)
-        said[self._rank] = float(bad)
-        collectives["all_reduce"](said)
-        return [rank for rank, share in enumerate(said.tolist()) if share > 0]
+        """Return the ranks with `bad` values, by one small all-reduce on the same link."""
+        flags = torch.zeros(self._world_size, dtype=torch.float32, device=like.device)
+        flags[self._rank] = float(bad)
+        collectives["all_reduce"](flags)
+        return [rank for rank, share in enumerate(flags.tolist()) if share > 0]
 
     def check_message(
         self, transfer: Transfer, iteration: int, culprits: Sequence[int], tensors: Sequence[Tensor]
     ) -> None:
-        """Before what a message brought is used. RuntimeError under `raise` unless the user has
-        mended it meanwhile, and where no rank had finite values; else a warning on rank 0."""
+        """Check the result of a message with culprits before it is used.
+
+        Warns on rank 0 if the values of the culprits were left out of the average.
+
+        Raises:
+            RuntimeError: policy `raise`, and user code has not replaced the bad values; or no rank
+                had finite values; or the message is a sum that workers hand on.
+        """
         payload = transfer.payload
         kind, where = KINDS.get(payload.buffer, payload.buffer), self._names(payload.buckets)
         what = f"{kind} of bucket {where} in iteration {iteration}"
-        who = _who(culprits)
+        who = _name_ranks(culprits)
         if transfer.ranks is not None:
             raise self._spoilt_sum(culprits, payload.buckets, iteration)
         if self._policy == "skip" and len(culprits) < self._world_size:
             if self._rank == 0:
                 warnings.warn(f"{who} left out of the {what}: not finite", stacklevel=2)
             return
-        if all(finite(t) for t in tensors if t.numel()):
+        if all(is_finite(t) for t in tensors if t.numel()):
             return
         raise RuntimeError(
             f"{who} brought values that are not finite (NaN or infinity) to the {what}, so their "
@@ -127,33 +138,39 @@ class FiniteGuard:
         )
 
     def require_finite_sum(self, run: range, iteration: int, tensors: Iterable[Tensor]) -> None:
-        """Before this rank steps with a sum that others have handed it, which was finite.
-        RuntimeError if with its own part it is not."""
+        """Check a handed-on sum after this rank has added its part, before the update.
+
+        Raises:
+            RuntimeError: the sum is not finite. It was finite when it was received.
+        """
         if self.active and not all_finite(tensors):
             raise self._spoilt_sum([self._rank], run, iteration)
 
     def _spoilt_sum(self, culprits: Sequence[int], run: range, iteration: int) -> RuntimeError:
         return RuntimeError(
-            f"{_who(culprits)} brought values that are not finite (NaN or infinity) to the "
+            f"{_name_ranks(culprits)} brought values that are not finite (NaN or infinity) to the "
             f"gradient of bucket {self._names(run)} in iteration {iteration}, which workers sum up "
             "one after the other; lower the learning rate, and start from the last checkpoint"
         )
 
 
-def finite(tensor: Tensor) -> bool:
-    """Whether all elements are; one sum, and a second look where that has overflowed."""
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are finite.
+
+    Computes one sum. Elements are tested one by one only if the sum is not finite.
+    """
     if math.isfinite(_sum(tensor).item()):
         return True
     return bool(torch.isfinite(tensor).all())
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all elements of all tensors are."""
+    """Whether all elements of all tensors are finite."""
     several = list(tensors)
     sums = [_sum(t).double().cpu() for t in several]
     if not sums or bool(torch.stack(sums).isfinite().all()):
         return True
-    return all(finite(t) for t in several)
+    return all(is_finite(t) for t in several)
 
 
 def _sum(tensor: Tensor) -> Tensor:
@@ -161,22 +178,22 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 def require_policy(policy: object) -> None:
-    """ValueError unless it is one."""
+    """Raise ValueError unless `policy` is one of `POLICIES`."""
     if policy not in POLICIES:
         raise ValueError(f"on_nonfinite ({policy!r}) must be one of {', '.join(POLICIES)}")
 
 
-def _who(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     if not ranks:
         return "the sum over ranks overflowed: no rank"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class NonfiniteMessages:
-    """Messages whose values were not finite, until what they brought is used.
+    """Messages with values that were not finite, until their results are used.
 
-    What a step will use is looked at there: a gradient scaler may skip it, and the user's code
-    may mend it.
+    Results that a step uses are checked in the step, because a gradient scaler may skip it, and
+    user code may replace the values.
     """
 
     def __init__(self, guard: FiniteGuard, refuse: Callable[[BaseException], None]):
@@ -184,20 +201,20 @@ class NonfiniteMessages:
         self._messages: list[Message] = []
 
     def note(self, message: Message, *, later: bool) -> None:
-        """A message has culprits; what it brought is used at once, or `later`."""
+        """Add a message with culprits. Check it immediately unless its result is used `later`."""
         self._messages.append(message)
         if not later:
             self.check()
 
     def require_finite_sum(self, run: range, iteration: int, tensors: Iterable[Tensor]) -> None:
-        """A sum that was handed from worker to worker is used now."""
+        """Check a handed-on sum before it is used. An error is passed to `refuse`."""
         try:
             self._guard.require_finite_sum(run, iteration, tensors)
         except RuntimeError as error:
             self._refuse(error)
 
     def check(self, *, unused: bool = False) -> None:
-        """What has arrived is used now, or will not be used at all."""
+        """Check all messages whose results are used now; drop them if they are `unused`."""
         messages, self._messages = self._messages, []
         for m in () if unused else messages:
             try:

@@ -1,4 +1,4 @@
-"""The guard of who steps: an optimizer that steps what the prepared one steps is refused."""
+"""Guard against steps of other optimizers on parameters of the prepared optimizer."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ GIVEN = (
 
 
 class ForeignStepGuard:
-    """Sees the steps of every optimizer of this process, from its making to `close`.
+    """Raises if another optimizer of this process steps parameters of the prepared optimizer.
 
-    `shared`: whether others may step the same parameters now, as where gradients alone are
-    averaged, and are complete between backward and step. Parameters that the prepared optimizer
-    does not have are anybody's.
+    It is active from construction until `close`.
+
+    Args:
+        optimizer: the user's optimizer that was prepared.
+        shared: returns whether other optimizers may step the same parameters now. They may if only
+            gradients are averaged, and averages are complete between backward and step.
     """
 
     hooks: ClassVar[int] = 0
-    """How many of torch's global hooks are ours."""
+    """Number of torch's global step hooks that this class has registered."""
 
     def __init__(self, optimizer: Optimizer, shared: Callable[[], bool]):
         self._optimizer, self._shared = optimizer, shared
         self._own = False
-        self._before: Callable[[], None] | None = None  # steps that the script drives
-        self.has_script_step = False  # such a step
+        self._before: Callable[[], None] | None = None  # called before a step in `script_steps`
+        self.has_script_step = False  # whether an optimizer has stepped in `script_steps`
         self._harmless: WeakSet[Optimizer] = WeakSet()
-        self._handle: Any = register_optimizer_step_pre_hook(self._stepped)
+        self._handle: Any = register_optimizer_step_pre_hook(self._on_step)
         ForeignStepGuard.hooks += 1
 
     @contextmanager
     def session_steps(self) -> Iterator[None]:
-        """Whatever steps within does so on behalf of the session."""
+        """Allow all steps in the block, which the session itself makes."""
         before, self._own = self._own, True
         try:
             yield
@@ -46,8 +49,10 @@ class ForeignStepGuard:
 
     @contextmanager
     def script_steps(self, before: Callable[[], None], *, inner: bool) -> Iterator[None]:
-        """Allow steps of the prepared parameters within, each after a call of `before`: by other
-        optimizers, and if `inner` also by the prepared one."""
+        """Allow steps of the prepared parameters in the block, each after a call of `before`.
+
+        Other optimizers may step. If `inner`, the prepared optimizer may step too.
+        """
         self._before, self._inner, self.has_script_step = before, inner, False
         try:
             yield
@@ -55,23 +60,23 @@ class ForeignStepGuard:
             self._before = None
 
     def close(self) -> None:
-        """Look no longer; twice is fine."""
+        """Remove the hook. Further calls do nothing."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
             ForeignStepGuard.hooks -= 1
 
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._own:
             return
-        if self._before is not None and self._meets(optimizer):
+        if self._before is not None and self._shares_parameters(optimizer):
             if self._inner or optimizer is not self._optimizer:
                 self._before()
                 self.has_script_step = True
             return
         if optimizer in self._harmless:
             return
-        if self._leads_here(optimizer) or not self._meets(optimizer):
+        if self._wraps_prepared(optimizer) or not self._shares_parameters(optimizer):
             self._harmless.add(optimizer)
             return
         if self._shared():
@@ -84,11 +89,11 @@ class ForeignStepGuard:
             "offbeat.prepare returned, or call model.close() and prepare the model with this one"
         )
 
-    def _leads_here(self, optimizer: Optimizer) -> bool:
-        """Whether it is the prepared one, or somebody's wrapper of that."""
+    def _wraps_prepared(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer` is a wrapper of the prepared optimizer, or holds one."""
         values = (optimizer, *vars(optimizer).values())
         return any(getattr(value, "inner", None) is self._optimizer for value in values)
 
-    def _meets(self, optimizer: Optimizer) -> bool:
-        mine = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+    def _shares_parameters(self, optimizer: Optimizer) -> bool:
+        prepared = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        return any(id(p) in prepared for group in optimizer.param_groups for p in group["params"])

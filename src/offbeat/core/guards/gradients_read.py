@@ -1,4 +1,4 @@
-"""ReadHook at parameters: reads of their gradients and weights while an update is still to come."""
+"""Hooks on reads of gradients and weights while an update is pending."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from torch import Tensor, nn
 
 GRADIENTS = ("grad",)
 WEIGHTS = ("data", "detach", "clone", "view")
-"""Attributes through which scripts read weights, or write them unseen."""
+"""Attributes through which scripts read weights, or write them without a version change."""
 
 
 class ReadHook:
-    """Calls `act` whenever Python code reads one of these attributes of one of these parameters,
-    between `open` and `close`.
+    """Calls `act` before Python code reads an attribute of a parameter, between `open` and `close`.
 
-    torch has no hook for reads, so the class of all parameters has properties of ours meanwhile;
-    other parameters pass through them.
+    torch has no hooks for reads. So properties are set on the class of all parameters. For other
+    parameters these properties do nothing else than torch's own attributes.
+
+    Args:
+        parameters: parameters to watch.
+        act: function to call.
+        attributes: names of the attributes to watch.
     """
 
     _open: ClassVar[dict[str, list[ReadHook]]] = {}
@@ -32,7 +36,7 @@ class ReadHook:
         self._attributes, self.opened = [*attributes], False
 
     def open(self) -> None:
-        """From now on."""
+        """Start to watch reads."""
         for name in self._attributes if self._ids else ():
             looks = self._open.setdefault(name, [])
             if not looks:
@@ -42,7 +46,7 @@ class ReadHook:
         self.opened = bool(self._ids)
 
     def close(self) -> None:
-        """No longer; twice is fine."""
+        """Stop to watch reads. Further calls do nothing."""
         for name in self._attributes if self.opened else ():
             looks = self._open[name]
             looks.remove(self)
@@ -51,8 +55,8 @@ class ReadHook:
         self.opened = False
 
     @classmethod
-    def note(cls, name: str, p: nn.Parameter) -> None:
-        """An attribute of a parameter is about to be read."""
+    def on_read(cls, name: str, p: nn.Parameter) -> None:
+        """Call the hooks of a parameter before its attribute `name` is read."""
         for looks in tuple(cls._open[name]):
             if id(p) in looks._ids:
                 looks._act()
@@ -62,10 +66,10 @@ def _property(name: str) -> property:
     plain: Any = getattr(Tensor, name)  # torch's own descriptor
 
     def read(p: nn.Parameter) -> Any:
-        ReadHook.note(name, p)
+        ReadHook.on_read(name, p)
         return plain.__get__(p)
 
-    if not hasattr(plain, "__set__"):  # a method
+    if not hasattr(plain, "__set__"):  # methods have no setter
         return property(read)
     return property(read, plain.__set__, plain.__delete__)
 

@@ -1,4 +1,4 @@
-"""The watch of the loss: departures from a falling loss, and estimates of its fall."""
+"""Detection of a loss that is not finite, rises, or falls less than predicted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from offbeat.core.profile import GradientNoise
 
-CONSECUTIVE = 2  # windows of too high a loss, or estimates of too small a fall, before it is said
-FEWEST = 10  # losses that a line is put through
+CONSECUTIVE = 2  # high windows, or small falls, in a row before a departure is reported
+FEWEST = 10  # lower bound of the losses in a linear fit
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,21 @@ class _Window:
 
 @dataclass
 class LossWatch:
-    """Says when the real loss departs from going down: not finite, rising, or stalling.
+    """Reports a training loss that departs from falling: not finite, rising, or stalling.
 
-    Not finite: at once, for any loss of a window.
+    Not finite: reported immediately, for any loss of a window.
 
-    Rising: the mean of a window lies above the lowest mean of the windows before, twice in a row.
-    Above means by more than three standard errors (of both) and `tolerance` of the larger of: that
-    lowest mean, and how far it is below the first one.
+    Rising: the mean of a window is high `CONSECUTIVE` times in a row. It is high if it exceeds the
+    lowest mean of earlier windows by more than a margin. The margin is three standard errors (of
+    both means together) plus `tolerance` times the larger of the lowest mean and its fall since
+    the first window.
 
-    Stalling: since the last estimate of the gradient the loss fell by less than `share` of what
-    the estimate predicts, twice in a row. The fall is that of a line through the losses, and three
-    standard errors of it are granted. Predicted is one step size times the squared gradient per
-    iteration, less the square of its noise, and no more than the loss itself. The noise is left out
-    since a plateau that training has reached is where the two are in balance: steps that still
-    converge raise the loss by at most so much per iteration.
+    Stalling: the loss has fallen by less than `share` of the predicted fall, `CONSECUTIVE` times in
+    a row. The fall is that of a line through the losses since the last estimate of the gradient,
+    plus three standard errors. The predicted fall per iteration is the step size times the squared
+    gradient minus its squared noise. In total it is at most the loss itself. The squared noise is
+    subtracted because on a plateau it is in balance with the squared gradient: with a step size
+    that still converges, noise raises the loss by at most that amount per iteration.
     """
 
     tolerance: float = 0.1
@@ -54,7 +55,8 @@ class LossWatch:
     _flat: int = field(default=0, init=False)
 
     def add_window(self, losses: Sequence[float]) -> str | None:
-        """Take one window's losses, one per iteration; what is wrong in words, or None."""
+        """Add the losses of a window, one per iteration. Return a description of a departure, or
+        None."""
         if not losses:
             raise ValueError("losses ([]) must hold at least one; give those of a whole window")
         if not all(map(math.isfinite, losses)):
@@ -78,7 +80,10 @@ class LossWatch:
         )
 
     def add_estimate(self, noise: GradientNoise) -> str | None:
-        """Take an estimate of the gradient over the windows since the last one; as `see`."""
+        """Add an estimate of the gradient over the windows since the last estimate.
+
+        Return a description of a departure, or None.
+        """
         losses, self._stretch = self._stretch, []
         if len(losses) < FEWEST:
             return None
@@ -95,7 +100,7 @@ class LossWatch:
 
 
 def _fall(losses: Sequence[float]) -> tuple[float, float]:
-    """How far a line through losses goes down, and the standard error of that."""
+    """Return the fall of a line through the losses, and the standard error of the fall."""
     times = range(len(losses))
     slope, start = statistics.linear_regression(times, losses)
     left = sum((loss - start - slope * t) ** 2 for t, loss in zip(times, losses, strict=True))

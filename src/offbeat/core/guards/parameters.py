@@ -43,7 +43,7 @@ class ParameterWatch:
         self._registered = False
         self._handles = [
             register_module_parameter_registration_hook(self._note_parameter),
-            register_module_module_registration_hook(self._note),
+            register_module_module_registration_hook(self._note_module),
         ]
         self._turn = 0
         self._trained: set[int] = set()
@@ -63,7 +63,9 @@ class ParameterWatch:
         With `take_back`, values that were assigned to `p.data` return to their place. Memory that
         other processes share, or of another kind, is refused all the same.
         """
-        moved = next((p for p, place in self._some(self._places) if p.data_ptr() != place), None)
+        moved = next(
+            (p for p, place in self._current_part(self._places) if p.data_ptr() != place), None
+        )
         if moved is not None and take_back is not None and not moved.is_shared():
             take_back()
             moved = next((p for p, place in self._places if p.data_ptr() != place), None)
@@ -71,7 +73,9 @@ class ParameterWatch:
             name = next((n for n, p in self._model.named_parameters() if p is moved), "?")
             raise ValueError(f"parameter {name!r} has got other memory: {ELSEWHERE}")
         self._turn += 1
-        if not self._registered and not any(p.requires_grad for p in self._some(self._frozen)):
+        if not self._registered and not any(
+            p.requires_grad for p in self._current_part(self._frozen)
+        ):
             return
         self._registered = False
         known = {id(p) for p in self._frozen}
@@ -87,7 +91,7 @@ class ParameterWatch:
         others = (p for p in self._model.parameters() if id(p) not in self._trained)
         self._frozen = [p for p in others if isinstance(p, nn.Parameter)]
 
-    def _some(self, several: Sequence[T]) -> Sequence[T]:
+    def _current_part(self, several: Sequence[T]) -> Sequence[T]:
         """Those that it is the turn of."""
         if len(several) <= LOOKS:
             return several
@@ -104,5 +108,5 @@ class ParameterWatch:
         if id(p) in self._trained:
             self._act()
 
-    def _note(self, *_args: object) -> None:
+    def _note_module(self, *_args: object) -> None:
         self._registered = True

@@ -90,7 +90,7 @@ def find_difference(named: Named, control: Control) -> Difference | None:
             a, b = seen[rank], seen[other]
             if a is None or b is None:
                 return Difference(rank, other, name, None)
-            relative = _distance(a[1], b[1])
+            relative = _relative_distance(a[1], b[1])
             if not relative <= a[2]:  # also where it is not a number
                 return Difference(rank, other, name, relative)
     return None
@@ -142,7 +142,7 @@ def _signs(shape: tuple[int, int], random: torch.Generator) -> Tensor:
     return signs.double() * 2 - 1
 
 
-def _distance(a: Sequence[float], b: Sequence[float]) -> float:
+def _relative_distance(a: Sequence[float], b: Sequence[float]) -> float:
     """Norm of the difference of two sketched tensors, relative to the larger one's."""
     norm = max(a[0], b[0])
     apart = math.dist(a[1:], b[1:]) / math.sqrt(_PROJECTIONS)
@@ -159,7 +159,7 @@ def _tolerance(tensor: Tensor) -> float:
 def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
     """Rank 0's parameters and buffers on every rank; nothing is sent if all agree already, as
     equal seeds make them do."""
-    tensors = _state(model)
+    tensors = _replica_tensors(model)
     if cluster.control.is_same([checksum(*tensors) >> 2]):
         return
     with cluster.control.collective("taking rank 0's weights"):
@@ -170,7 +170,7 @@ def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
 def unite(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> None:
     """Average the floating-point state of all replicas unless they are identical already, take
     rank 0's integers, and compare checksums. `more`: tensors to treat alike."""
-    tensors = [*_state(model), *more]
+    tensors = [*_replica_tensors(model), *more]
     if not cluster.control.is_same([checksum(*tensors) >> 2]):
         with cluster.control.collective("averaging replicas"):
             for tensor in tensors:
@@ -183,7 +183,7 @@ def unite(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> No
 
 def take(source: int, model: nn.Module, cluster: Cluster) -> None:
     """Make all replicas like that of one rank, and compare checksums."""
-    tensors = _state(model)
+    tensors = _replica_tensors(model)
     with cluster.control.collective(f"taking the weights of rank {source}"):
         for tensor in tensors:
             _from_rank(source, tensor, cluster)
@@ -241,6 +241,6 @@ def _in_place(tensor: Tensor, where: torch.device, collective: Callable[[Tensor]
             tensor.copy_(whole)
 
 
-def _state(model: nn.Module) -> list[Tensor]:
+def _replica_tensors(model: nn.Module) -> list[Tensor]:
     """Everything that makes a replica: parameters, frozen ones too, and buffers."""
     return [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
