@@ -17,7 +17,7 @@ LEAST_RATE = 1e-6  # a smaller learning rate may change no digit
 class UpdateCheck:
     """Compares weights before and after the first updates of an optimizer, until one changes them.
 
-    ReadHook at updates whose gradients are not zero, of groups whose learning rate is not.
+    Looks at updates whose gradients are not zero, of groups whose learning rate is not.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):

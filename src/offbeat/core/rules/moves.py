@@ -1,4 +1,4 @@
-"""UpdateCheck between buffers of one worker, and arithmetic on one of them."""
+"""Moves between buffers of one worker, and arithmetic on one of them."""
 
 from __future__ import annotations
 
