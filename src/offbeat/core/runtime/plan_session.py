@@ -28,7 +28,7 @@ from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.guards.replicas import only_gradients, repair, require_equal, take, unite
 from offbeat.core.guards.script_usage import ScriptUsage, UsageRecorder
 from offbeat.core.guards.unwritten_weights import WeightChanges
-from offbeat.core.measuring.beside_compute import Computing, measure_beside
+from offbeat.core.measuring.beside_compute import ComputeLoad, measure_beside
 from offbeat.core.measuring.codec_speed import measure_codecs
 from offbeat.core.measuring.links import measure_cluster, worthwhile_bytes
 from offbeat.core.measuring.observe import Observer, observing_plan
@@ -444,7 +444,7 @@ class FlatSession(Session):
             paced = load_object(PACED_PROFILE)(profile, how.pace, self._cluster)
             profile = Profile.from_dict(control.gather(paced.to_dict())[0])
             profile = measure_beside(self._cluster, flat, profile)
-        with Computing(profile) if profile.pace else nullcontext():
+        with ComputeLoad(profile) if profile.pace else nullcontext():
             profile = measure_codecs(self._cluster, profile)
         # Every rank must plan from the same profile.
         profile = Profile.from_dict(control.gather(profile.to_dict())[0])
