@@ -74,14 +74,14 @@ class ChunkSampler(Sampler[int], ABC):
         """Return the number of samples of this worker in an epoch."""
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the sample numbers of the epoch, from its begin or from a loaded position."""
+        """Yield the sample numbers of the epoch, from its start or from a loaded position."""
         self._position, self._start = self._start, 0
         for sample in self._samples(self._position):
             self._position += 1
             yield sample
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the order. A different epoch starts at its begin."""
+        """Set the epoch, which determines the order. A new epoch starts at its first sample."""
         require_count("epoch", epoch, least=0)
         if epoch != self.epoch:
             self.epoch, self._position, self._start = epoch, 0, 0

@@ -15,7 +15,7 @@ class ExchangeRecord(NamedTuple):
     Attributes:
         partner: id of the other worker.
         number: number of the exchange on its edge, equal at both ends.
-        begin_s: begin in seconds of the clock of this worker.
+        begin_s: start in seconds of the clock of this worker.
         end_s: end in seconds of the clock of this worker.
         bytes: bytes sent in each direction.
     """

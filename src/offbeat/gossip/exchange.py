@@ -38,7 +38,7 @@ class Exchange:
         theirs: buffers with x of the partner.
         arrived: number of received chunks.
         confirmed: whether the partner has received all chunks.
-        began_s: begin in seconds of the clock of this worker.
+        began_s: start in seconds of the clock of this worker.
         coded: codes, if codes are sent instead of numbers.
     """
 

@@ -24,7 +24,7 @@ from offbeat.gossip.protocol import Kind
 
 RETRY_S = 0.3  # seconds between two attempts to connect; grows with each attempt
 MAX_RETRY_S = 5.0
-MAX_UNIDENTIFIED = 64
+MAX_PENDING = 64
 HEARTBEATS = 4  # heartbeats per `silent_s` seconds
 NOTHING = memoryview(b"")
 STRANGER_KINDS = (Kind.TIME, Kind.JOIN)  # requests of workers that are not neighbours
@@ -211,7 +211,7 @@ class Peers:
         with suppress(OSError):
             sock, _ = self._door.accept()
             self._register(_Peer(sock, Greeting(self._secret, asks=False)))
-        if len(self._pending) > MAX_UNIDENTIFIED:
+        if len(self._pending) > MAX_PENDING:
             self._disconnect(min(self._pending, key=lambda line: line.came_s), "too many strangers")
 
     def _connect(self, peer: int) -> None:

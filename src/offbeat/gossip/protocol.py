@@ -38,7 +38,7 @@ class Kind(IntEnum):
 
 
 SIGNALS = {Kind.ASK: Signal.ASK, Kind.YES: Signal.YES, Kind.BUSY: Signal.BUSY}
-KINDS = {word: kind for kind, word in SIGNALS.items()}
+KINDS = {signal: kind for kind, signal in SIGNALS.items()}
 
 
 def finite(value: Any) -> float:

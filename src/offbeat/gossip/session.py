@@ -74,7 +74,7 @@ class GossipSession(Session):
         self._listener: Callable[[Iteration], None] | None = None
         # end of the last iteration; None after an interruption
         self._stepped_s: float | None = None
-        self._began_s: float | None = None  # begin of the forward of this iteration
+        self._began_s: float | None = None  # start of the forward of this iteration
         self._done = Iteration(0, self._new_marks(), [])
         flush, load = UncopiedHook(self.flush), UncopiedHook(self._before_load)
         self._handles: list[Any] = [m.register_state_dict_pre_hook(flush) for m in model.modules()]
@@ -207,7 +207,7 @@ class GossipSession(Session):
     def _on_forward(self) -> None:
         """Begin an iteration at a forward of the bare module.
 
-        For a model that is trained in evaluation mode, only record the begin of the forward.
+        For a model that is trained in evaluation mode, only record the start of the forward.
         """
         if self._open or self._cluster.closed or not torch.is_grad_enabled():
             return

@@ -62,7 +62,7 @@ class TreeReductions:
 
     Members do not wait for a failed worker. If it continues and reconnects, it requests the results
     that it has missed. If it was absent from a whole series of reductions (`set_series`), it
-    continues at the begin of the series of the other members.
+    continues at the start of the series of the other members.
 
     Attributes:
         held: completed reductions by channel.
@@ -121,7 +121,7 @@ class TreeReductions:
         self._request_result()
 
     def set_series(self, begin: bool) -> None:
-        """Mark the begin or the end of a series of USER reductions."""
+        """Mark the start or the end of a series of USER reductions."""
         self._series = self.held[USER] if begin else None
 
     def restart(self) -> None:
@@ -167,7 +167,7 @@ class TreeReductions:
 
     @property
     def counts(self) -> list[int]:
-        """Return the counts for HELLO and VIEW: completed USER reductions, now and at the begin of
+        """Return the counts for HELLO and VIEW: completed USER reductions, now and at the start of
         the series.
         """
         return [self.held[USER], self.held[USER] if self._series is None else self._series]
