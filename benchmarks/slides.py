@@ -28,7 +28,7 @@ from slides_served import train_served
 from slides_tables import iterations_apart, measured, table
 from slides_tasks import Task, measured_methods, methods, servers_of, task_of
 
-from offbeat.core.profile.elsewhere import elsewhere
+from offbeat.core.profile.elsewhere import extrapolate
 from offbeat.experiments.compare import Comparison, Contestant, Setup, compare
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
@@ -71,8 +71,8 @@ def profiles(task: Task, out: Path, hosts: int) -> dict[str, Profile]:
     measured = Profile.load(out / f"lab-{task.name}" / "profile.json")
     fast = min(measured.rank_scale)  # relative to the mean of the hosts that were measured
     scale = (fast,) * (hosts - 1) + (SLOWER * fast,)
-    profile = replace(elsewhere(measured, hosts=hosts, rate_bps=RATE_BPS), rank_scale=scale)
-    return {"lab": profile, "core": profile.paced(1.0)}
+    profile = replace(extrapolate(measured, hosts=hosts, rate_bps=RATE_BPS), rank_scale=scale)
+    return {"lab": profile, "core": profile.with_pace(1.0)}
 
 
 def runs(

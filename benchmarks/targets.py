@@ -99,7 +99,7 @@ def communication_s(profile: Profile) -> float:
 
 def hosts(profile: Profile, pace: float, rate: int) -> Profile:
     """Four hosts, each so many times slower than this core, on a network of `rate` Mbit/s."""
-    slower = profile.paced(pace)
+    slower = profile.with_pace(pace)
     return replace(
         slower,
         buckets=tuple(replace(b, communication_s={}) for b in slower.buckets),

@@ -17,7 +17,7 @@ from strategy_lists import ALL, STRATEGIES
 
 from offbeat.cli import commands as cli
 from offbeat.cli import texts
-from offbeat.core.profile.elsewhere import elsewhere
+from offbeat.core.profile.elsewhere import extrapolate
 from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.sim import predict
@@ -298,7 +298,7 @@ def test_single_values_are_one_prediction_elsewhere(capsys):
     argv = ["simulate", "--profile", "profile.json", "--strategy", "local-sgd"]
     one = json_of(capsys, *argv, "--period", "7", "--rate", "1gbit", "--hosts", "16")
     assert one["strategy"] == "local-sgd(period=7)"
-    profile = elsewhere(Profile.load("profile.json"), rate_bps=1e9)
+    profile = extrapolate(Profile.load("profile.json"), rate_bps=1e9)
     assert one["iteration_s"] == predict(LocalSGD(period=7), profile).iteration_s
 
 

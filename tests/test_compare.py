@@ -349,7 +349,7 @@ def test_a_contestant_without_a_plan(here):
 def test_hosts_keep_the_profiles_pace(here):
     profile = Profile.load(_profile(here))
     paced = here / "paced.json"
-    profile.paced(3.0).save(paced)
+    profile.with_pace(3.0).save(paced)
     asked = comparison(repetitions=1, profile=paced, contestants=CONTESTANTS[:1])
     outcome = compare.compare(asked, here / "out")
     assert outcome.measured == 1
@@ -357,13 +357,13 @@ def test_hosts_keep_the_profiles_pace(here):
     again = replace(asked, setup=replace(setup(), pace=4.0))
     compare.compare(again, here / "again")
     assert read(here / "again" / "ddp" / "rep0" / "job.json")["pace"] == 4.0
-    assert Profile.load(here / "again" / "profile.json") == profile.paced(4.0)
+    assert Profile.load(here / "again" / "profile.json") == profile.with_pace(4.0)
 
 
 @pytest.mark.parametrize(("pace", "made"), [("none", 2.0), ("auto", 0.0)])
 def test_a_profile_of_other_hosts_is_refused(here, pace, made):
     profile = Profile.load(_profile(here))
-    (profile.paced(made) if made else profile).save(here / "given.json")
+    (profile.with_pace(made) if made else profile).save(here / "given.json")
     asked = comparison(profile=here / "given.json")
     with pytest.raises(ValueError, match=rf"pace \({pace}\) must be that of"):
         compare.compare(replace(asked, setup=replace(asked.setup, pace=pace)), here / "out")

@@ -22,7 +22,7 @@ MACHINE = Profile(
     other_s=0.002,
     step_s=0.001,
 )
-PACED = MACHINE.paced(5.0)  # .06 s of compute per iteration become .3 s
+PACED = MACHINE.with_pace(5.0)  # .06 s of compute per iteration become .3 s
 
 
 @pytest.fixture(autouse=True)

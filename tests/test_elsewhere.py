@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat.core.profile.elsewhere import PAYLOAD, elsewhere
+from offbeat.core.profile.elsewhere import PAYLOAD, extrapolate
 from offbeat.profile import Bucket, GradientNoise, Link, Profile
 
 LINK = Link(
@@ -31,12 +31,12 @@ PROFILE = Profile(
 
 
 def test_as_measured_nothing_changes():
-    assert elsewhere(PROFILE) is PROFILE
-    assert elsewhere(PROFILE, hosts=4) is PROFILE
+    assert extrapolate(PROFILE) is PROFILE
+    assert extrapolate(PROFILE, hosts=4) is PROFILE
 
 
 def test_another_rate_is_what_a_ring_gets_of_it():
-    link = elsewhere(PROFILE, rate_bps=80e6).links[0]
+    link = extrapolate(PROFILE, rate_bps=80e6).links[0]
     assert link.bytes_per_s == pytest.approx(PAYLOAD * 10e6 * 4 / 6)
     assert (link.latency_s, link.jitter, link.cpu_s_per_byte) == (0.003, 0.05, 1e-9)
     faster = link.bytes_per_s / 5e6
@@ -46,7 +46,7 @@ def test_another_rate_is_what_a_ring_gets_of_it():
 
 
 def test_more_hosts_have_more_steps_and_nearly_the_same_bytes():
-    there = elsewhere(PROFILE, hosts=8)
+    there = extrapolate(PROFILE, hosts=8)
     link = there.links[0]
     more = (2 * 7 / 8) / (2 * 3 / 4)
     assert link.latency_s == pytest.approx(0.003 * 7 / 3)
@@ -57,18 +57,18 @@ def test_more_hosts_have_more_steps_and_nearly_the_same_bytes():
     assert there.buckets[0].communication_s["net"] == pytest.approx(0.003 * 7 / 3 + 0.2 * more)
     assert there.rank_scale == PROFILE.rank_scale * 2
     assert there.rank_jitter == PROFILE.rank_jitter * 2
-    assert elsewhere(PROFILE, hosts=2).rank_scale == (1.0, 1.0)
+    assert extrapolate(PROFILE, hosts=2).rank_scale == (1.0, 1.0)
     assert there.noise == replace(PROFILE.noise, noise_sq=4.0)
 
 
 def test_there_and_back_is_the_same():
-    back = elsewhere(elsewhere(PROFILE, hosts=32), hosts=4).links[0]
+    back = extrapolate(extrapolate(PROFILE, hosts=32), hosts=4).links[0]
     for name in ("latency_s", "bytes_per_s", "cpu_s_per_byte"):
         assert getattr(back, name) == pytest.approx(getattr(LINK, name))
 
 
 def test_a_jitter_is_all_ranks():
-    there = elsewhere(PROFILE, jitter=0.2)
+    there = extrapolate(PROFILE, jitter=0.2)
     assert there.jitters == (0.2,) * 4
     assert replace(there, jitter=0.1, rank_jitter=PROFILE.rank_jitter) == PROFILE
 
@@ -87,6 +87,6 @@ def test_the_jitters_survive_a_file():
 @pytest.mark.parametrize("hosts", [1, 0])
 def test_a_ring_has_two_ranks(hosts):
     with pytest.raises(ValueError, match=rf"hosts \({hosts}\) must be at least 2"):
-        elsewhere(PROFILE, hosts=hosts)
+        extrapolate(PROFILE, hosts=hosts)
     with pytest.raises(ValueError, match=r"world_size of the profile \(1\) must be at least 2"):
-        elsewhere(replace(PROFILE, world_size=1, rank_scale=(), rank_jitter=()), hosts=4)
+        extrapolate(replace(PROFILE, world_size=1, rank_scale=(), rank_jitter=()), hosts=4)

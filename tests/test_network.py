@@ -10,7 +10,7 @@ from test_compare import SCRIPT
 
 from offbeat.cli import commands as cli
 from offbeat.core.measuring.processors import processors
-from offbeat.core.profile.elsewhere import PAYLOAD, elsewhere
+from offbeat.core.profile.elsewhere import PAYLOAD, extrapolate
 from offbeat.experiments import compare
 from offbeat.experiments.profile_for_network import compute_for, with_network
 from offbeat.lab import Cluster, NoLab
@@ -44,7 +44,8 @@ def test_a_profile_of_such_a_cluster_stays_as_measured():
 def test_another_rate_is_computed_and_stated(profile):
     there = computed(profile, Cluster.simple(4, "10mbit"))
     assert (
-        there.profile.links[0].bytes_per_s == elsewhere(profile, rate_bps=1e7).links[0].bytes_per_s
+        there.profile.links[0].bytes_per_s
+        == extrapolate(profile, rate_bps=1e7).links[0].bytes_per_s
     )
     assert there.profile.links[0].asked_rate_bps == 1e7
     ((what, was, here),) = there.quantities
@@ -65,15 +66,15 @@ def test_the_slowest_way_between_ranks_counts():
 
 
 def test_more_ranks_are_computed_at_a_pace_for_all_of_them():
-    there = computed(KNOWN.paced(2.0), Cluster.simple(8, "200mbit"))
+    there = computed(KNOWN.with_pace(2.0), Cluster.simple(8, "200mbit"))
     assert there.profile.world_size == 8
     assert there.profile.pace == 4.0
     assert [what for what, *_ in there.quantities] == ["ranks", "pace"]
-    fewer = computed(KNOWN.paced(2.0), Cluster.simple(2, "200mbit"))
+    fewer = computed(KNOWN.with_pace(2.0), Cluster.simple(2, "200mbit"))
     assert (fewer.profile.world_size, fewer.profile.pace) == (2, 2.0)
     many = 4 * processors() + 4
     assert computed(KNOWN, Cluster.simple(many, "200mbit")).record()["crowded"] == many
-    assert not computed(KNOWN.paced(2.0), Cluster.simple(many, "200mbit")).record()["crowded"]
+    assert not computed(KNOWN.with_pace(2.0), Cluster.simple(many, "200mbit")).record()["crowded"]
     assert computed(KNOWN, Cluster.simple(8, "200mbit"), 3.0).profile.pace == 3.0
 
 
@@ -103,9 +104,9 @@ def test_a_delay_that_the_messages_cannot_have_had_is_refused():
 def test_paced_hosts_of_other_speeds_are_refused():
     uneven = Cluster.from_toml('hosts = 4\nrate = "200mbit"\n[[overrides]]\nhost = 0\nspeed = 0.5')
     with pytest.raises(ValueError, match="speeds of the cluster's hosts must be those"):
-        computed(KNOWN.paced(2.0), uneven)
+        computed(KNOWN.with_pace(2.0), uneven)
     made = computed(KNOWN, uneven, 2.0).profile
-    assert made == KNOWN.paced(2.0, [0.5, 1, 1, 1], [0.0] * 4)
+    assert made == KNOWN.with_pace(2.0, [0.5, 1, 1, 1], [0.0] * 4)
     assert computed(made, uneven).quantities == ()
 
 
@@ -130,4 +131,4 @@ def test_a_run_predicts_for_its_own_network_and_records_it(tmp_path, monkeypatch
         {"quantity": "ranks", "measured": "4", "here": "2"},
     ]
     there = Profile.load(tmp_path / "r/profile.json")
-    assert there == elsewhere(KNOWN, hosts=2, rate_bps=1e7)
+    assert there == extrapolate(KNOWN, hosts=2, rate_bps=1e7)

@@ -267,7 +267,7 @@ def test_messages_together_take_what_they_take_one_by_one(profile, small):
 def test_slices_of_every_bucket_at_once():
     for kind in ("grad", "param", "state"):
         for parts in (1, 3):
-            assert FLOORED.alone_s("net", kind, parts) == [
+            assert FLOORED.bucket_message_s("net", kind, parts) == [
                 FLOORED.message_s(Payload(kind, range(b, b + 1), 0, parts), "net") for b in range(4)
             ]
 

@@ -43,7 +43,7 @@ from worlds import one_of, run_world
 
 from offbeat import Plan, Profile
 from offbeat.core.derive.windows import Windows
-from offbeat.core.rules.select import drawn
+from offbeat.core.rules.select import draw_samples
 from offbeat.core.sim.trace import COMPUTE
 from offbeat.core.verify.equations import Changes
 from offbeat.plan import BUFFERS, VOTES, Payload
@@ -248,7 +248,7 @@ def rounds(world: list[Replica], iterations: range, strategy: Any) -> None:
         world,
         iterations,
         local_steps=strategy.steps(len(world)),
-        weights=lambda done: drawn(counts, strategy.fraction, strategy.seed, done),
+        weights=lambda done: draw_samples(counts, strategy.fraction, strategy.seed, done),
         state=strategy.state,
     )
 
@@ -256,7 +256,7 @@ def rounds(world: list[Replica], iterations: range, strategy: Any) -> None:
 def late(world: list[Replica], iterations: range, strategy: Any) -> None:
     """Which iterations close a window is the planner's choice, and so in the plan."""
     plan = strategy.plan(profile_of(world[0].case, len(world)))
-    merged(world, iterations, lambda r: Windows(plan).closing(r), strategy.scale)
+    merged(world, iterations, lambda r: Windows(plan).closes_window(r), strategy.scale)
 
 
 REFERENCES: dict[str, Callable[[list[Replica], range, Any], None]] = {
@@ -420,7 +420,7 @@ def test_everything_is_averaged_in_every_period(strategy: Strategy) -> None:
         everything = payload_bytes(profile, Payload(kind, range(plan.buckets)))
         windows = Windows(plan)
         if windows.late:  # per window that is averaged in a period
-            everything *= len([phase for phase in plan.cycle if windows.closing(phase)])
+            everything *= len([phase for phase in plan.cycle if windows.closes_window(phase)])
         for rank in trained(strategy, 2):
             for start in range(plan.prologue, ITERATIONS - plan.period + 1):
                 period = range(start, start + plan.period)

@@ -206,7 +206,7 @@ class Late(Reference):
             if p.grad is not None:
                 self._opened[name] = self._opened.get(name, 0) + p.grad.to_dense()
             p.grad = None
-        if self._windows.closing(self.r - self._anew):
+        if self._windows.closes_window(self.r - self._anew):
             self._close()
         if not self._due:  # a zero is seen, as torch's clip_grad_value_ fails without a gradient
             smallest = min(self.trained.values(), key=Tensor.numel)

@@ -14,7 +14,7 @@ from support.random_plans import random_plan, ranks_of
 
 import offbeat
 from offbeat.core.derive import effects
-from offbeat.core.derive.deferred import deferred
+from offbeat.core.derive.deferred import defer_updates
 from offbeat.core.derive.lean import keeps_gradients
 from offbeat.core.plan.program import Program
 from offbeat.core.rules import EFFECTS, RULES, SETTINGS
@@ -182,7 +182,7 @@ def test_check_and_transforms_do_not_know_names(aliased):
         other = aliased(plan)
         assert not check(other)
         assert keeps_gradients(other) is keeps_gradients(plan)
-        put_off, theirs = deferred(plan), deferred(other)
+        put_off, theirs = defer_updates(plan), defer_updates(other)
         assert (put_off and aliased(put_off)) == theirs
         assert effects.landing_buffers(other) == effects.landing_buffers(plan)
         assert effects.common_buffers(other) == effects.common_buffers(plan)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat.core.derive.lean import keeps_gradients, lean
+from offbeat.core.derive.lean import group_updates, keeps_gradients
 from offbeat.core.plan.program import Program
 from offbeat.plan import Apply, Buffer, Moment, Plan, Vote, local, transfer
 
@@ -25,7 +25,7 @@ def plan(*transfers, period: int = 2, at: str = "grad") -> Plan:
 
 def leaner(made: Plan, iteration: int):
     program = Program(made)
-    return lean(program.steps(iteration), program.transfers(iteration), SIZE)
+    return group_updates(program.steps(iteration), program.transfers(iteration), SIZE)
 
 
 def updates(steps) -> list[tuple[int, range]]:

@@ -7,7 +7,7 @@ import pytest
 from plan.families import FAMILIES, H, N, dear_plan, deft_plan, dreamddp_plan, selsync_plan
 from support.random_plans import random_plan, ranks_of
 
-from offbeat.core.derive.coalesced import coalesced
+from offbeat.core.derive.coalesced import coalesce_steps
 from offbeat.core.derive.windows import Windows
 from offbeat.core.plan.program import Program, moment_at, position
 from offbeat.plan import Apply, Moment, Phases, Plan, local, transfer
@@ -152,7 +152,7 @@ def test_long_plans_have_short_tables():
 def places(plan, iteration):
     return [
         (str(moment_at(s.position, plan.buckets)), [a.id for _, a in s.apply])
-        for s in coalesced(Program(plan).steps(iteration), plan.buckets)
+        for s in coalesce_steps(Program(plan).steps(iteration), plan.buckets)
     ]
 
 
@@ -215,8 +215,8 @@ def test_windows():
     assert [windows.window(i, age=1) for i in range(5)] == [
         range(0), range(0), range(2), range(2), range(2, 4),
     ]  # fmt: skip
-    assert [list(windows.applied(i)) for i in range(6)] == [[], [], [], [0, 1], [], [2, 3]]
+    assert [list(windows.applied_window(i)) for i in range(6)] == [[], [], [], [0, 1], [], [2, 3]]
     early = Windows(FAMILIES["wfbp"].plan)
-    assert [list(early.applied(i)) for i in range(H)] == [[0], [1], [2]]
+    assert [list(early.applied_window(i)) for i in range(H)] == [[0], [1], [2]]
     assert [list(early.window(i)) for i in range(H)] == [[0], [1], [2]]
     assert [list(early.window(i, age=1)) for i in range(H)] == [[], [0], [1]]

@@ -16,7 +16,7 @@ from support.random_plans import random_plan, ranks_of
 from offbeat.core.codecs import WIRES
 from offbeat.core.plan.program import Program
 from offbeat.core.rules import RULES
-from offbeat.core.verify.check import check, shortened, slices_of
+from offbeat.core.verify.check import check, shorten_phases, slices_of
 from offbeat.core.verify.interpreter import Interpreter, Model
 from offbeat.plan import VERBS, Phases, Plan
 
@@ -172,10 +172,10 @@ def test_a_shortened_plan_means_the_same(monkeypatch):
         long = stretched(plan, 6)
         found = messages(long)
         with monkeypatch.context() as patch:
-            patch.setattr("offbeat.core.verify.check.shortened", lambda plan: plan)
+            patch.setattr("offbeat.core.verify.check.shorten_phases", lambda plan: plan)
             assert messages(long) == found, seed
-        short = shortened(long)
-        assert shortened(short) == short
+        short = shorten_phases(long)
+        assert shorten_phases(short) == short
         cut += short is not long
     assert cut > 30
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from offbeat.core.codecs import codec, way
-from offbeat.core.rules.select import drawn
+from offbeat.core.rules.select import draw_samples
 from offbeat.plan import Apply, Moment, Plan, Transfer, Vote
 
 Array = np.ndarray
@@ -457,7 +457,7 @@ class Machine:
         elif a.rule == "select":
             done = self.rounds[rank, args["buffer"]]
             self.rounds[rank, args["buffer"]] += 1
-            counts = drawn(args["samples"], args["fraction"], args["seed"], done)
+            counts = draw_samples(args["samples"], args["fraction"], args["seed"], done)
             s[args["buffer"]][0][at] *= len(counts) * counts[rank] / sum(counts)
         elif a.rule == "delta":
             mean = s[args.get("average", "average")][0][at]

@@ -251,7 +251,7 @@ def _iterate(facts, plan, iteration, clock, spans, jitter) -> None:
     for rank in ranks:
         if late > clock.now[rank]:
             compute(rank, "wait", late - clock.now[rank])
-        if not in_backward and Windows(plan).applied(iteration):
+        if not in_backward and Windows(plan).applied_window(iteration):
             compute(rank, "update", jitter(facts.update_s))
 
 
@@ -377,7 +377,7 @@ def _write_repetition(folder: Path, entry: Entry, trace: Trace, rep: int, record
             "emulated": False,
             "losses": losses,
             "without_update": [
-                i for i in range(trace.iterations) if not Windows(entry.plan).applied(i)
+                i for i in range(trace.iterations) if not Windows(entry.plan).applied_window(i)
             ],
             "bytes": {"net": sent},
             "trace": own.to_dict(),

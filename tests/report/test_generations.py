@@ -58,7 +58,7 @@ def test_updates_apply_what_the_plan_says(closing):
     found = Generations.from_spans([*sent, *map(update, range(8 * period))])
     assert found.late
     for iteration in range(6 * period):
-        applied = windows.applied(iteration)
+        applied = windows.applied_window(iteration)
         expected = (applied.start, applied.stop) if applied else None
         assert found.generation_of(update(iteration)) == expected
 

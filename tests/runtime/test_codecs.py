@@ -33,7 +33,7 @@ from offbeat.core.codecs.rows import Rows
 from offbeat.core.codecs.spares import Spares
 from offbeat.core.codecs.tensor_codecs import code
 from offbeat.core.measuring import codec_speed as measuring
-from offbeat.core.rules.select import drawn
+from offbeat.core.rules.select import draw_samples
 from offbeat.core.runtime.coding import CodedMessage, Coding
 from offbeat.core.strategy.text import parse
 from offbeat.core.transport.collectives import Collectives
@@ -522,7 +522,7 @@ def test_fedavg_equals_its_equations(feedback):
             v[r] = MOMENTUM * v[r] + a[r] * (w[r] - c[r, i]) + task.decay * w[r]
             w[r] = w[r] - RATE * v[r]
         if i % 2:
-            weights = drawn(samples, 0.5, 5, i // 2)
+            weights = draw_samples(samples, 0.5, 5, i // 2)
             chosen.add(tuple(weights))
             share = [2 * weight / sum(weights) for weight in weights]
             given = [share[r] * (w[r] - anchor) + errors[r] for r in range(2)]

@@ -34,7 +34,7 @@ PROFILE = Profile.from_dict(
         "step_s": 0.0625,
     }
 )
-PACED = PROFILE.paced(2.0)
+PACED = PROFILE.with_pace(2.0)
 
 
 class Clock:
@@ -116,7 +116,7 @@ def test_compute_goes_on_after_a_message_that_it_waited_for(clock: Clock) -> Non
 
 
 def test_hosts_differ_as_they_are_told(clock: Clock) -> None:
-    profile = PROFILE.paced(2.0, speeds=[1.0, 0.5])
+    profile = PROFILE.with_pace(2.0, speeds=[1.0, 0.5])
     seconds = []
     for rank in (0, 1):
         begin = clock.now
@@ -127,15 +127,15 @@ def test_hosts_differ_as_they_are_told(clock: Clock) -> None:
         seconds.append(clock.now - begin - 2 * PROFILE.other_s)
     assert seconds == pytest.approx([2 * 7.875, 4 * 7.875])
     assert profile.rank_scale == pytest.approx((2 / 3, 4 / 3))
-    again = profile.paced(4.0)
+    again = profile.with_pace(4.0)
     assert again.rank_scale == profile.rank_scale
     assert again.forward_s == pytest.approx(2 * profile.forward_s)
     with pytest.raises(ValueError, match=r"pace \(2\) over the greatest speed \(4\) must be"):
-        PROFILE.paced(2.0, speeds=[1.0, 4.0])
+        PROFILE.with_pace(2.0, speeds=[1.0, 4.0])
 
 
 def test_every_host_has_its_own_jitter(clock: Clock) -> None:
-    profile = PROFILE.paced(2.0, jitters=[0.0, 0.3])
+    profile = PROFILE.with_pace(2.0, jitters=[0.0, 0.3])
     assert profile.jitters == (0.0, 0.3)
     seconds: list[set[float]] = []
     for rank in (0, 1):
@@ -170,9 +170,9 @@ def test_a_paced_profile_has_the_emulated_hosts_times() -> None:
     assert PACED.links[0].cpu_s_per_message == 0.0  # there is time to spare
     assert PACED.links[0].bytes_per_s == PROFILE.links[0].bytes_per_s
     assert Profile.from_dict(PACED.to_dict()) == PACED
-    assert PACED.paced(3.0) == PROFILE.paced(3.0)
+    assert PACED.with_pace(3.0) == PROFILE.with_pace(3.0)
     with pytest.raises(ValueError, match=r"pace \(0\.5\) over the greatest speed \(1\) must be"):
-        PROFILE.paced(0.5)
+        PROFILE.with_pace(0.5)
 
 
 def busy(

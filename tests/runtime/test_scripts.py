@@ -31,7 +31,7 @@ from offbeat import (
     Profile,
     Strategy,
 )
-from offbeat.core.derive.deferred import deferred
+from offbeat.core.derive.deferred import defer_updates
 from offbeat.core.guards.gradients_read import ReadHook
 from offbeat.core.guards.script_usage import ScriptUsage, UsageRecorder
 from offbeat.core.verify.check import check as problems
@@ -371,7 +371,7 @@ def test_a_deferred_plan_updates_at_the_step(name: str) -> None:
     """Where there is one, it is sound and moves the same messages."""
     profile = profile_of(CASE, 2)
     plan = STRATEGIES[name]().plan(profile)
-    put_off = deferred(plan)
+    put_off = defer_updates(plan)
     early = {a.at.point for a in plan.applies if a.rule == "local"} & {"grad", "forward"}
     outer = any(a.rule == "outer" for a in plan.applies)  # has moments of its own
     assert (put_off is not None) == bool(early and plan.source is None and not outer)
@@ -405,10 +405,10 @@ UNFIT: list[tuple[Strategy, dict[str, Any]]] = [
 def test_what_cannot_be_put_off(strategy: Strategy, more: dict[str, Any]) -> None:
     """What depends on updates, or on when they happen."""
     plan = strategy.plan(profile_of(CASE, 2))
-    assert deferred(plan) is not None
+    assert defer_updates(plan) is not None
     if "applies" in more:
         more = {"applies": (*plan.applies, more["applies"])}
-    assert deferred(replace(plan, **more)) is None
+    assert defer_updates(replace(plan, **more)) is None
 
 
 @pytest.mark.parametrize("strategy", [P3(), USByte(), DeAR(), PartialSync()], **names)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from offbeat.core.rules.select import drawn
+from offbeat.core.rules.select import draw_samples
 from offbeat.core.strategy.text import strategy
 from offbeat.core.verify.check import check
 from offbeat.core.verify.equations import Task, momentum
@@ -57,7 +57,7 @@ def test_after_a_round_everyone_has_the_average_of_those_drawn():
     found = weights(strategy, iterations=2)
     gradients = [TASK.gradient(r, 0, range(3), TASK.start) for r in range(4)]
     stepped = np.array([TASK.start - 0.1 * g for g in gradients])
-    counts = drawn((1, 2, 3, 4), 0.5, 1, 0)
+    counts = draw_samples((1, 2, 3, 4), 0.5, 1, 0)
     assert sorted(map(bool, counts)) == [False, False, True, True]
     average = np.array(counts) @ stepped / sum(counts)
     np.testing.assert_allclose(found[1], np.tile(average, (4, 1)), rtol=0, atol=1e-12)
@@ -92,19 +92,23 @@ def test_unequal_rounds_are_sound_and_take_as_long_as_the_longest():
 
 
 def test_rounds_draw_so_many_workers_evenly_and_the_seed_repeats_them():
-    rounds = [tuple(map(bool, drawn((1,) * 8, 0.25, 3, done))) for done in range(400)]
+    rounds = [tuple(map(bool, draw_samples((1,) * 8, 0.25, 3, done))) for done in range(400)]
     assert {sum(chosen) for chosen in rounds} == {2}
     times = Counter(rank for chosen in rounds for rank, is_in in enumerate(chosen) if is_in)
     assert all(60 <= times[rank] <= 140 for rank in range(8))
-    assert rounds == [tuple(map(bool, drawn((1,) * 8, 0.25, 3, done))) for done in range(400)]
-    assert rounds != [tuple(map(bool, drawn((1,) * 8, 0.25, 4, done))) for done in range(400)]
-    assert sum(map(bool, drawn((1,) * 8, 0.01, 0, 0))) == 1
+    assert rounds == [
+        tuple(map(bool, draw_samples((1,) * 8, 0.25, 3, done))) for done in range(400)
+    ]
+    assert rounds != [
+        tuple(map(bool, draw_samples((1,) * 8, 0.25, 4, done))) for done in range(400)
+    ]
+    assert sum(map(bool, draw_samples((1,) * 8, 0.01, 0, 0))) == 1
 
 
 def test_a_worker_that_is_not_drawn_cannot_spoil_the_average():
     """Whatever it has: 0 times infinity would not be 0."""
     strategy = FedAvg(fraction=0.5, local_steps=1, seed=1)
-    away = drawn((1,) * 4, 0.5, 1, 0).index(0)
+    away = draw_samples((1,) * 4, 0.5, 1, 0).index(0)
 
     class Broken(Task):
         def gradient(self, rank, iteration, buckets, weights):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from offbeat.core.rules import VOTES
-from offbeat.core.rules.changed import smoothed
+from offbeat.core.rules.changed import weighted_mean
 from offbeat.core.verify.equations import Task, momentum, rmsprop
 from offbeat.plan import Moment, Vote
 from offbeat.profile import Bucket, Link, Profile
@@ -139,8 +139,8 @@ def test_norms_or_changes_are_smoothed_over_a_window():
 
 
 def test_the_newest_alone_counts_with_weight_one():
-    assert smoothed([5.0, 7.0, 3.0], 1.0) == 3.0
-    assert smoothed([5.0, 7.0, 3.0], 0.0) == 5.0
+    assert weighted_mean([5.0, 7.0, 3.0], 1.0) == 3.0
+    assert weighted_mean([5.0, 7.0, 3.0], 0.0) == 5.0
 
 
 def test_the_weight_is_a_hundredth_per_worker_and_at_most_one():

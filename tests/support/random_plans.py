@@ -377,10 +377,10 @@ def _journeys(d: _Draft, windows: Windows, piece: Payload) -> list[Transfer]:
     rng, plan, found = d.rng, d.plan, {}
     link = d.link()
     for closed in range(plan.prologue + 2 * plan.period):
-        if not windows.closing(closed):
+        if not windows.closes_window(closed):
             continue
         applied = closed + 1
-        while not windows.closing(applied):
+        while not windows.closes_window(applied):
             applied += 1
         if plan.phase(closed) in [phase for phase, _ in found.values()] and closed >= plan.prologue:
             continue  # the cycle's transfer carries this window too

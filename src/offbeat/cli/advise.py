@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.cli import texts
 from offbeat.cli.sweep import align_columns
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import elsewhere, network_rate_bps
+from offbeat.core.profile.elsewhere import extrapolate, network_rate_bps
 from offbeat.core.strategy.interface import require_choice
 from offbeat.core.strategy.text import pairs, parse_value, text_of
 from offbeat.experiments.advice import Advice, Option, advise, describe_change
@@ -31,7 +31,7 @@ def adapt_profile(profile: Profile, rate: str | None, hosts: int | None) -> Prof
     from offbeat.lab.units import parse_rate_bps
 
     rate_bps = None if rate is None else parse_rate_bps(rate, "--rate")
-    return elsewhere(profile, hosts=hosts, rate_bps=rate_bps)
+    return extrapolate(profile, hosts=hosts, rate_bps=rate_bps)
 
 
 def text(advice: Advice, command: str, compute: str | None = None) -> str:

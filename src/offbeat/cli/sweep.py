@@ -11,7 +11,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import elsewhere
+from offbeat.core.profile.elsewhere import extrapolate
 
 if TYPE_CHECKING:
     from offbeat.core.sim import Prediction
@@ -44,7 +44,7 @@ class Axes:
 
         for hosts, rate, jitter in product(self.hosts, self.rates, self.jitters):
             rate_bps = None if rate is None else parse_rate_bps(rate)
-            there = elsewhere(measured, hosts=hosts, rate_bps=rate_bps, jitter=jitter)
+            there = extrapolate(measured, hosts=hosts, rate_bps=rate_bps, jitter=jitter)
             yield {"hosts": there.world_size, "rate": rate, "jitter": there.jitter}, there
 
 

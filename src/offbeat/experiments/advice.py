@@ -240,7 +240,7 @@ def option_of(strategy: Strategy, plan: Plan, prediction: Prediction) -> Option:
 def _gradient_ages(plan: Plan) -> list[int]:
     """Return, for each update of one period, the age in iterations of its oldest gradient."""
     windows, first = Windows(plan), plan.prologue + plan.period
-    applied = {t: windows.applied(t) for t in range(first, first + plan.period)}
+    applied = {t: windows.applied_window(t) for t in range(first, first + plan.period)}
     return [t - window.start for t, window in applied.items() if window]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from offbeat.core.measuring.processors import processors
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import elsewhere, network_rate_bps
+from offbeat.core.profile.elsewhere import extrapolate, network_rate_bps
 from offbeat.core.profile.facts import Link
 from offbeat.lab import Cluster
 from offbeat.lab.description import Way
@@ -131,7 +131,7 @@ def compute_for(
                 "where either is 1; measure it again with `offbeat profile`"
             )
         quantities.append(("ranks", str(before), str(ranks)))
-    made = elsewhere(profile, hosts=ranks, rate_bps=rates or None)
+    made = extrapolate(profile, hosts=ranks, rate_bps=rates or None)
     if shaped:
         made = with_network(made, cluster, ranks)
     made = _with_pace(made, before, cluster, pace, file, quantities)
@@ -213,8 +213,8 @@ def _with_pace(
     """Return the profile at the pace of the run. More ranks than profiled raise the pace."""
     if isinstance(pace, (int, float)):
         if profile.pace:
-            return profile.paced(pace)
-        return profile.paced(pace, *_host_speeds(profile, cluster))
+            return profile.with_pace(pace)
+        return profile.with_pace(pace, *_host_speeds(profile, cluster))
     if (pace == "auto" and not profile.pace) or (pace == "none" and profile.pace):
         raise ValueError(
             f"pace ({pace}) must be that of {file} ({profile.pace:g}; 0 is none); leave --pace "
@@ -225,7 +225,7 @@ def _with_pace(
         return profile
     slower = math.ceil(10 * profile.pace * more) / 10
     quantities.append(("pace", f"{profile.pace:g}", f"{slower:g}"))
-    return profile.paced(slower)
+    return profile.with_pace(slower)
 
 
 def _require_speeds(profile: Profile, cluster: Cluster, file: str) -> None:

@@ -69,7 +69,7 @@ def paced_profile(profile: Profile, pace: float | Literal["auto"], cluster: Clus
     hosts = [Host(**host) for host in cluster.control.gather(asdict(Host.from_environment()))]
     if pace == "auto":
         pace = max(affordable_pace(profile, cluster), *(host.speed for host in hosts))
-    return profile.paced(pace, [host.speed for host in hosts], [host.jitter for host in hosts])
+    return profile.with_pace(pace, [host.speed for host in hosts], [host.jitter for host in hosts])
 
 
 def measure_messages(cluster: Cluster, profile: Profile) -> MessageCost:

@@ -165,7 +165,7 @@ class Cyclic(Wired):
         )
         sent_s = sum(sums_s) + (sum(params_s) - kept_s if workers > 2 else 0.0)
         together = max(n * profile.speed(link.name, [link.name] * (n - 1)) for n in (1, 2, 3))
-        rate = together * profile.sent_per_s(link.name) / link.bytes_per_s
+        rate = together * profile.send_bytes_per_s(link.name) / link.bytes_per_s
         return max(compute_s, sent_s / rate)
 
     @property

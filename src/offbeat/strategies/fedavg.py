@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from offbeat.core.plan import Apply, Fact, Moment, Phases, Plan, local, transfer
 from offbeat.core.profile import Profile
-from offbeat.core.rules.select import drawn
+from offbeat.core.rules.select import draw_samples
 from offbeat.core.strategy.interface import StatePolicy, periodic_bound_s, require_count
 from offbeat.core.verify.equations import Equations, federated
 from offbeat.strategies.compressible import Wired
@@ -162,7 +162,7 @@ class FedAvg(Wired):
         samples = rules[0].arg("samples")
         return federated(
             self.round_steps,
-            lambda done: drawn(samples, self.fraction, self.seed, done),
+            lambda done: draw_samples(samples, self.fraction, self.seed, done),
             self.state,
         )
 

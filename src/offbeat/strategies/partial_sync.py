@@ -122,7 +122,7 @@ def piece_times(profile: Profile, state: StatePolicy, parts: int = 1) -> list[fl
     """Return the seconds of each bucket's messages on the default link, each alone, or of one of
     `parts` equal slices."""
     link = profile.default_link.name
-    kinds = [profile.alone_s(link, kind, parts) for kind in kinds_of(state)]
+    kinds = [profile.bucket_message_s(link, kind, parts) for kind in kinds_of(state)]
     return [sum(seconds) for seconds in zip(*kinds, strict=True)]
 
 

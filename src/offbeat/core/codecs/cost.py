@@ -142,7 +142,7 @@ def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     if via == "send":  # a send takes a share of what an all-reduce would
         steps = 2 * max(profile.world_size - 1, 1)
         first_s, least_per_byte_s = steps * first_s, steps * per_byte_s
-        per_byte_s *= profile.sent_per_s(link.name) / link.bytes_per_s
+        per_byte_s *= profile.send_bytes_per_s(link.name) / link.bytes_per_s
         busy_first_s, busy_s = (2 * s for s in coding_s(profile, used, "encode"))
     latency_s, rate = link.latency_s, link.bytes_per_s
     small: Iterable[tuple[int, float]] = link.small

@@ -9,7 +9,7 @@ from offbeat.core.plan.program import Step
 from offbeat.core.plan.types import Apply
 
 
-def coalesced(steps: tuple[Step, ...], buckets: int) -> tuple[Step, ...]:
+def coalesce_steps(steps: tuple[Step, ...], buckets: int) -> tuple[Step, ...]:
     """Steps with every run of neighbouring buckets that only apply the same rule as one step:
     the same outcome where rules only touch their own buckets, in fewer steps."""
     found: list[Step] = []

@@ -10,7 +10,7 @@ from offbeat.core.plan.types import Apply, Moment, Plan, Transfer
 STEP, END = Moment("step"), Moment("end")
 
 
-def deferred(plan: Plan) -> Plan | None:
+def defer_updates(plan: Plan) -> Plan | None:
     """The plan with its updates in `optimizer.step()`, so that scripts may change gradients before
     it. None where updates happen there anyway, and where other rules or votes depend on them.
 

@@ -28,14 +28,16 @@ def _plain(apply: Apply, gradients: Collection[str]) -> bool:
     return not effects.uses_any(apply, gradients)
 
 
-class Lean(NamedTuple):
+class GroupedUpdates(NamedTuple):
     """Steps of an iteration; buckets of which the update comes at the step, in one call."""
 
     steps: tuple[Step, ...]
     rest: tuple[int, ...] = ()
 
 
-def lean(steps: Sequence[Step], transfers: Sequence[Transfer], buckets: int) -> Lean:
+def group_updates(
+    steps: Sequence[Step], transfers: Sequence[Transfer], buckets: int
+) -> GroupedUpdates:
     """An iteration of such a plan with as few updates in backward as it takes: of a bucket that
     leaves in backward right before that, of all others at the step.
 
@@ -44,7 +46,7 @@ def lean(steps: Sequence[Step], transfers: Sequence[Transfer], buckets: int) -> 
     """
     backward = [s for s in steps if buckets <= s.position < 2 * buckets]
     if not all(map(_only_updates, backward)):
-        return Lean(tuple(steps))
+        return GroupedUpdates(tuple(steps))
     found, pending = {s.position: s for s in steps}, dict[int, Apply]()
     for step in backward:
         pending |= {b: apply for _, apply in step.apply for b in apply.buckets}
@@ -56,7 +58,7 @@ def lean(steps: Sequence[Step], transfers: Sequence[Transfer], buckets: int) -> 
             found[step.position] = step._replace(apply=tuple((0, a) for a in applies))
         else:
             del found[step.position]
-    return Lean(tuple(found[place] for place in sorted(found)), tuple(sorted(pending)))
+    return GroupedUpdates(tuple(found[place] for place in sorted(found)), tuple(sorted(pending)))
 
 
 def _only_updates(step: Step) -> bool:

@@ -19,7 +19,7 @@ class Windows:
         self._closes = [apply.phases for apply in plan.applies if effects.is_window_end(apply)]
         self.late = bool(self._closes)
 
-    def closing(self, iteration: int) -> bool:
+    def closes_window(self, iteration: int) -> bool:
         """Whether the gradients added up so far are complete when this iteration ends."""
         phase = self._plan.phase(iteration)
         return not self._closes or any(phase in phases for phases in self._closes)
@@ -30,23 +30,23 @@ class Windows:
         if not self.late:
             return range(max(iteration - age, 0), max(iteration - age + 1, 0))
         stop = iteration
-        while not self.closing(stop):
+        while not self.closes_window(stop):
             stop += 1
         start = self._after_last_close(iteration)
         for _ in range(age):
             start, stop = self._after_last_close(start - 1), start - 1
         return range(start, stop + 1)
 
-    def applied(self, iteration: int) -> range:
+    def applied_window(self, iteration: int) -> range:
         """Iterations whose gradients the optimizer applies in this one; empty: it does nothing."""
         if not self.late:
             return range(iteration, iteration + 1)
-        if not self.closing(iteration):
+        if not self.closes_window(iteration):
             return range(iteration, iteration)
         return self.window(iteration, age=1)
 
     def _after_last_close(self, iteration: int) -> int:
         start = max(iteration, 0)
-        while start > 0 and not self.closing(start - 1):
+        while start > 0 and not self.closes_window(start - 1):
             start -= 1
         return start

@@ -72,7 +72,7 @@ class _Rules:
     places: tuple[tuple[int | None, int | None, int], ...]
 
     @cached_property
-    def awaited(self) -> frozenset[int]:
+    def awaited_transfers(self) -> frozenset[int]:
         """Indices of transfers that this rank waits for."""
         return frozenset(i for i, (_, due, _) in enumerate(self.places) if due is not None)
 
@@ -105,9 +105,9 @@ class Program:
         """Transfers of one iteration that this rank takes part in, in issue order."""
         return self._rules[self.segment(iteration)].transfers
 
-    def awaited(self, iteration: int) -> frozenset[int]:
+    def awaited_transfers(self, iteration: int) -> frozenset[int]:
         """Indices of those transfers that bring this rank something."""
-        return self._rules[self.segment(iteration)].awaited
+        return self._rules[self.segment(iteration)].awaited_transfers
 
     def key(self, iteration: int) -> tuple[int, ...]:
         """Equal for iterations that have the same steps."""
@@ -120,7 +120,7 @@ class Program:
             self._steps[key] = tuple(self._bind(key))
         return self._steps[key]
 
-    def steps_without_spread(self, iteration: int) -> tuple[Step, ...]:
+    def steps_without_bucket_applies(self, iteration: int) -> tuple[Step, ...]:
         """The same without what each bucket applies at a moment of its own (`spread_applies`):
         as few steps as there are moments of messages, for who only needs to know when."""
         key = self.key(iteration)
@@ -128,9 +128,10 @@ class Program:
             self._sparse[key] = tuple(self._bind(key, narrow=False))
         return self._sparse[key]
 
-    def spread_applies(self, iteration: int) -> list[tuple[int, Apply]]:
+    def bucket_applies(self, iteration: int) -> list[tuple[int, Apply]]:
         """What each bucket applies at a moment of its own (see `places`), with its lag."""
-        return [(lag, a) for lag, a in self._applies(self.key(iteration)) if spread(a)]
+        applies = self._applies(self.key(iteration))
+        return [(lag, apply) for lag, apply in applies if has_moment_per_bucket(apply)]
 
     def shape(self) -> tuple[int, list[int]]:
         """Iterations after which nothing new happens: (prologue, one per kind in the cycle)."""
@@ -187,7 +188,7 @@ class Program:
                 if lag == 0:
                     ask[self._place(vote.at)].append(vote)
         for lag, rule in self._applies(key):
-            if narrow or not spread(rule):
+            if narrow or not has_moment_per_bucket(rule):
                 for one in self._narrowed(rule):
                     apply[self._place(one.at)].append((lag, one))
         for place in sorted(set().union(*tables)):
@@ -205,7 +206,7 @@ class Program:
 
     def _narrowed(self, apply: Apply) -> list[Apply]:
         """An apply at moments: as it is, or one for each bucket at that bucket's own."""
-        if not spread(apply):
+        if not has_moment_per_bucket(apply):
             return [apply]
         if id(apply) not in self._narrow:
             point, lag = apply.at.point, apply.at.lag
@@ -216,12 +217,12 @@ class Program:
         return self._narrow[id(apply)]
 
 
-def spread(apply: Apply) -> bool:
+def has_moment_per_bucket(apply: Apply) -> bool:
     """Whether each bucket has a moment of its own."""
     return apply.at.bucket is None and apply.at.point in ("forward", "grad")
 
 
-def places(apply: Apply, buckets: int) -> range:
+def bucket_positions(apply: Apply, buckets: int) -> range:
     """Positions of the buckets of an apply that is spread, in the order of its buckets."""
     first, last = (
         position(Moment(apply.at.point, bucket), buckets)

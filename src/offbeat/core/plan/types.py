@@ -156,7 +156,7 @@ class Transfer:
         return self.into or self.payload.buffer
 
     @property
-    def tracked(self) -> bool:
+    def sends_delta(self) -> bool:
         """Whether it sends what the receiver's copy lacks, by the sender's anchor."""
         return self.verb == "send" and self.wire is not None and self.wire.anchor is not None
 

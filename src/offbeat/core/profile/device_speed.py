@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from offbeat.core.profile.elsewhere import on_device
+from offbeat.core.profile.elsewhere import with_device_speed
 from offbeat.core.profile.facts import Profile
 
 
@@ -26,7 +26,7 @@ class DeviceSpeed:
 
     def apply(self, profile: Profile) -> Profile:
         """The profile on the device."""
-        return on_device(profile, self.of(profile))
+        return with_device_speed(profile, self.of(profile))
 
 
 @dataclass(frozen=True)

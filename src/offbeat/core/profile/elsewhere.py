@@ -17,7 +17,7 @@ Points = tuple[tuple[int, float], ...]
 PAYLOAD = 0.94  # of a link's rate arrives as payload of large all-reduces (25 to 200 Mbit/s, gloo)
 
 
-def elsewhere(
+def extrapolate(
     profile: Profile,
     *,
     hosts: int | None = None,
@@ -57,7 +57,7 @@ def elsewhere(
     )
 
 
-def on_device(profile: Profile, speed: float) -> Profile:
+def with_device_speed(profile: Profile, speed: float) -> Profile:
     """The profile of devices that compute `speed` times as fast. Forward, backward, updates and the
     rest of the loop scale alike; messages and codecs take as long as measured. The result has no
     pace: its times are those of the device, not of an emulated host. ValueError unless `speed` is
@@ -102,7 +102,7 @@ def with_slower_links(profile: Profile, times: float) -> Profile:
     return replace(profile, links=links, buckets=buckets)
 
 
-def passes(ranks: int) -> float:
+def ring_passes(ranks: int) -> float:
     """How often a rank sends every byte of an all-reduce."""
     return 2 * (ranks - 1) / ranks
 
@@ -111,14 +111,14 @@ def network_rate_bps(link: Link, ranks: int) -> float:
     """Rate of the network in bit/s: the recorded one, else what the ring's payload implies."""
     if link.asked_rate_bps is not None:
         return link.asked_rate_bps
-    return 8 * link.bytes_per_s * passes(ranks) / PAYLOAD
+    return 8 * link.bytes_per_s * ring_passes(ranks) / PAYLOAD
 
 
 def _link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Link:
-    steps, more = (count - 1) / (ranks - 1), passes(count) / passes(ranks)
+    steps, more = (count - 1) / (ranks - 1), ring_passes(count) / ring_passes(ranks)
     rate = link.bytes_per_s / more
     if rate_bps is not None:
-        rate = PAYLOAD * rate_bps / 8 / passes(count)
+        rate = PAYLOAD * rate_bps / 8 / ring_passes(count)
     faster = rate / link.bytes_per_s
 
     def scaled(small: Points, before: float) -> Points:

@@ -311,7 +311,7 @@ class Profile:
         found = (speed for speed in self.codecs if speed.name == name)
         return next(found, CodecSpeed(name, 0.0, 0.0))
 
-    def sent_per_s(self, link: str) -> float:
+    def send_bytes_per_s(self, link: str) -> float:
         """Bytes per second that one rank sends to another."""
         facts, one = self.link(link), 1 << 30
         seconds = facts.seconds(0.0, one / facts.bytes_per_s, one, "send", self.world_size)
@@ -334,7 +334,7 @@ class Profile:
         transfer_s = size / facts.bytes_per_s
         return facts.seconds(facts.latency_s, transfer_s, size, verb, self.world_size)
 
-    def alone_s(self, link: str, kind: Kind, parts: int = 1) -> list[float]:
+    def bucket_message_s(self, link: str, kind: Kind, parts: int = 1) -> list[float]:
         """`message_s` of every bucket by itself, or of one of so many equal slices of it."""
         latency_s, *before = self._parts(link, kind).arrays
         transfer_s, size_bytes = (np.diff(row) for row in before)
@@ -344,7 +344,7 @@ class Profile:
 
     def communication_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
         """c_i: time of each bucket sent alone; an empty bucket takes no time."""
-        return tuple(self.alone_s(link, kind))
+        return tuple(self.bucket_message_s(link, kind))
 
     def sending_s(self, payload: Payload, link: str, verb: Verb = "all_reduce") -> float:
         """Processor time of one message on every rank that sends it: its compute lasts so much
@@ -372,7 +372,7 @@ class Profile:
     def _part_cache(self) -> dict[tuple[str, str], _Parts]:
         return {}
 
-    def paced(
+    def with_pace(
         self, pace: float, speeds: Sequence[float] = (), jitters: Sequence[float] = ()
     ) -> Profile:
         """The profile of hosts that are emulated at another pace. Rank r computes at `speeds[r]`

@@ -40,10 +40,10 @@ def changed(context: Context, vote: Vote, buckets: range) -> bool:
         context.keep(vote.name, course)
     change = course.change(norm, vote.arg("smooth", "norm"))
     context.show(vote.name, {"norm": norm, "change": change})
-    return says(change, vote.arg("threshold"))
+    return exceeds_threshold(change, vote.arg("threshold"))
 
 
-def says(change: float, threshold: float) -> bool:
+def exceeds_threshold(change: float, threshold: float) -> bool:
     """The say of a worker with this change, nan for an unknown one."""
     return not change < threshold
 
@@ -72,21 +72,21 @@ class Course:
         before = self.last
         if smooth == "norm":
             self.values.append(norm)
-            self.last = smoothed(self.values, self.weight)
+            self.last = weighted_mean(self.values, self.weight)
             return None if before is None else abs(self.last - before) / before
         self.last = norm
         if before is None:
             return None
         self.values.append(abs(norm - before) / before)
-        return smoothed(self.values, self.weight)
+        return weighted_mean(self.values, self.weight)
 
 
-def smoothed(values: Iterable[float], weight: float) -> float:
+def weighted_mean(values: Iterable[float], weight: float) -> float:
     """Mean of values, oldest first, each with 1 - `weight` times the say of the next."""
-    total = says = 0.0
+    total = weights = 0.0
     for value in values:
-        total, says = total * (1 - weight) + value, says * (1 - weight) + 1
-    return total / says
+        total, weights = total * (1 - weight) + value, weights * (1 - weight) + 1
+    return total / weights
 
 
 def _norm(context: Context, buckets: range) -> float:

@@ -32,7 +32,7 @@ def select(context: Context, apply: Apply) -> None:
     done = context.recall(f"rounds of {buffer}") or 0
     context.keep(f"rounds of {buffer}", done + 1)
     samples: Sequence[float] = apply.arg("samples")
-    weights = drawn(samples, apply.arg("fraction", 1.0), apply.arg("seed", 0), done)
+    weights = draw_samples(samples, apply.arg("fraction", 1.0), apply.arg("seed", 0), done)
     share = len(samples) * weights[context.rank] / sum(weights)
     for w, anchor in _anchored(context, apply):
         w -= anchor
@@ -52,7 +52,7 @@ def _anchored(context: Context, apply: Apply) -> Iterator[tuple[Any, Any]]:
         yield from zip(*(context.parameters(name, apply.buckets) for name in names), strict=True)
 
 
-def drawn(samples: Sequence[float], fraction: float, seed: int, done: int) -> list[float]:
+def draw_samples(samples: Sequence[float], fraction: float, seed: int, done: int) -> list[float]:
     """Of every worker its samples, or 0 if it is not drawn in the round after `done` ones."""
     count = max(1, round(fraction * len(samples)))
     chosen = set(Random(f"{seed} {done}").sample(range(len(samples)), count))

@@ -54,11 +54,11 @@ class Accumulation:
 
     def applied_iterations(self, planned: int) -> range:
         """Return the iterations whose gradients the step of iteration `planned` applies."""
-        return self._windows.applied(planned)
+        return self._windows.applied_window(planned)
 
     def is_window_end(self, planned: int) -> bool:
         """Return whether a window ends with iteration `planned`."""
-        return self._windows.closing(planned)
+        return self._windows.closes_window(planned)
 
     def require_unchanged(self) -> None:
         """Raise ValueError if accumulated gradients were changed between two iterations."""
@@ -120,7 +120,7 @@ class Accumulation:
             for t in self._plan.transfers:
                 if t.payload.age and self._plan.phase(planned) in t.phases:
                     self._send(iteration, t.payload, t.link)
-            if self._windows.applied(planned) == window:
+            if self._windows.applied_window(planned) == window:
                 return
             planned += 1
 

@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from offbeat.core.derive import effects
-from offbeat.core.derive.lean import Lean, lean
+from offbeat.core.derive.lean import GroupedUpdates, group_updates
 from offbeat.core.guards.replicas import only_gradients
 from offbeat.core.plan import BUFFERS, Apply, Plan, Vote, is_vote_channel
 from offbeat.core.plan.program import Program, Step
@@ -64,7 +64,7 @@ class ActivePlan:
         updates = {a.at.point for a in plan.applies if effects.is_update(a)}
         self.updates_at_end = updates == {"end"} and all(a.at.point != "step" for a in plan.applies)
         self._lean = not engine.gradients.sent
-        self._leaner: dict[tuple[int, ...], Lean] = {}
+        self._leaner: dict[tuple[int, ...], GroupedUpdates] = {}
         self._suspects = self.updates.suspects = engine.suspects
         self.updates.stepping = engine.stepping
         self.forward_hooks: ForwardHooks | None = None
@@ -106,13 +106,13 @@ class ActivePlan:
             self._restart_buffers()
         messages, program = self.messages.enqueue(planned, number), self.program
         now = Iteration(number, marks, messages, planned, *self._steps(planned))
-        now.outstanding.update(program.awaited(planned))
+        now.outstanding.update(program.awaited_transfers(planned))
         self.iterations[planned] = now
         self.iterations.pop(planned - self.program.lag - 1, None)
         self.votes.forget(planned - self._remembered)
         return now
 
-    def _steps(self, planned: int) -> Lean:
+    def _steps(self, planned: int) -> GroupedUpdates:
         """Return the steps of an iteration.
 
         If gradients stay in autograd's tensors, only buckets that are sent in backward are updated
@@ -121,10 +121,12 @@ class ActivePlan:
         """
         steps = self.program.steps(planned)
         if not self._lean or type(self.updates.compute) is not Compute:
-            return Lean(steps)
+            return GroupedUpdates(steps)
         key = self.program.key(planned)
         if key not in self._leaner:
-            self._leaner[key] = lean(steps, self.program.transfers(planned), self.plan.buckets)
+            self._leaner[key] = group_updates(
+                steps, self.program.transfers(planned), self.plan.buckets
+            )
         return self._leaner[key]
 
     def _restart_buffers(self) -> None:

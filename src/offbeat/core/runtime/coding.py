@@ -39,7 +39,7 @@ class Coding:
         wires = [t.wire for t in plan.transfers if t.wire is not None]
         self._anchors = sorted({wire.anchor for wire in wires if wire.anchor is not None})
         self._errors = sorted({wire.error for wire in wires if wire.error is not None})
-        self._tracked = any(t.tracked for t in plan.transfers)
+        self._tracked = any(t.sends_delta for t in plan.transfers)
         self._names = {memory_of(t) for t in plan.transfers if t.wire is not None}
         self._stale = self._united = False
         self._spares = Spares()
@@ -96,14 +96,14 @@ class Coding:
             self._flat.split_payload(t.payload, copy, t.payload.buffer)
         ):
             whole = self._take_spare(numbers)
-            if anchors is None or t.tracked:
+            if anchors is None or t.sends_delta:
                 _for_each_piece(whole, numbers, Tensor.copy_)
             else:
                 _subtract_pieces(whole, numbers, anchors[i][0])
             plain = torch.cat(behind) if behind else numbers[0].new_empty(0)
             parts.append(Part(whole, plain, memory.setdefault(str(i), {})))
         errors = self._views(t, t.wire.error) if t.wire.error is not None else None
-        there = anchors if t.tracked else None
+        there = anchors if t.sends_delta else None
         how = replace(_settings(t.wire), iteration=planned, origin=self._origin())
         return CodedMessage(t, parts, errors, how, there, spares=self._spares)
 
@@ -137,7 +137,7 @@ class Coding:
         anchors = None if t.wire.anchor is None else self._views(t, t.wire.anchor)
         for i, (numbers, behind) in enumerate(targets):
             mean, plain = tensors[2 * i : 2 * i + 2]
-            if t.tracked:
+            if t.sends_delta:
                 _for_each_piece(mean, numbers, lambda x, target: target.add_(x))
             elif anchors is None:
                 _for_each_piece(mean, numbers, lambda x, target: target.copy_(x))

@@ -18,7 +18,7 @@ from offbeat.core.buckets.layout import BucketSpec, specs_of_profile
 from offbeat.core.buckets.module_buffers import has_buffers
 from offbeat.core.derive import effects
 from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
-from offbeat.core.derive.deferred import deferred
+from offbeat.core.derive.deferred import defer_updates
 from offbeat.core.files import write_or_warn
 from offbeat.core.guards.comparison import Comparison, ReplicaGuard, SettingsGuard
 from offbeat.core.guards.convergence import ConvergenceGuard, Finding
@@ -167,7 +167,7 @@ class FlatSession(Session):
         if habits is not None:
             plan = self._suitable_plan(plan, habits)
         else:
-            trial = deferred(plan)
+            trial = defer_updates(plan)
         self._trying = trial is not None
         self.engine.set_watched(UsageRecorder() if self._trying else None)
         self._run_plan(plan, observed, trial)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from offbeat.core.codecs.cost import Encoded, kind_of
 from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Payload, Plan, Transfer, groups_of
-from offbeat.core.plan.program import spread, work_before
+from offbeat.core.plan.program import has_moment_per_bucket, work_before
 from offbeat.core.profile import Profile
 from offbeat.core.sim.ranks import Ranks
 
@@ -25,7 +25,7 @@ def applied_s(profile: Profile, apply: Apply, update_s: Seconds) -> Seconds | No
         return seconds
     # The step of the whole model is the one call that costs nothing more.
     whole = apply.at.point in ("step", "end") and len(apply.buckets) == len(profile.buckets)
-    calls = len(apply.buckets) if spread(apply) else int(not whole)
+    calls = len(apply.buckets) if has_moment_per_bucket(apply) else int(not whole)
     return seconds + profile.step_s * calls / len(seconds)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Plan, Transfer
-from offbeat.core.plan.program import Program, Step, places
+from offbeat.core.plan.program import Program, Step, bucket_positions
 from offbeat.core.sim.costs import Costs, Seconds
 from offbeat.core.sim.outcomes import Outcomes
 
@@ -173,7 +173,7 @@ class TimedProgram:
     # ---- binding ----------------------------------------------------------------------------
 
     def _bind(self, iteration: int) -> Iterator[Leg]:
-        steps = self.program.steps_without_spread(iteration)
+        steps = self.program.steps_without_bucket_applies(iteration)
         seconds = self._seconds(iteration, steps) * self.repeat(iteration)
         # Two cuts for each step: before it applies, and after.
         cuts = [0, *chain.from_iterable((2 * s.position + 1, 2 * s.position + 2) for s in steps)]
@@ -198,10 +198,10 @@ class TimedProgram:
         """By place, alternating: the compute before a moment, and what is applied at it."""
         n = self.plan.buckets
         applied_s = np.zeros(2 * n + 2)
-        for lag, apply in self.program.spread_applies(iteration):
+        for lag, apply in self.program.bucket_applies(iteration):
             seconds = self.costs.applied_s(apply)
             if seconds is not None and self.goes(apply, iteration - lag):
-                where = places(apply, n)
+                where = bucket_positions(apply, n)
                 applied_s[list(where)] += seconds
         for step in steps:
             for lag, apply in step.apply:

@@ -66,7 +66,7 @@ def raise_if_wrong(plan: Plan, profile: Profile | None = None) -> None:
 
 def _executed(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
     """What goes wrong when it runs."""
-    short = shortened(_brisk(plan))
+    short = shorten_phases(_brisk(plan))
     originals = dict(zip(_all_rules(short), _all_rules(plan), strict=True))
     sizes = slices_of(plan)
     for b, size in enumerate(sizes):
@@ -295,7 +295,7 @@ def _brisk(plan: Plan) -> Plan:
     return replace(plan, applies=tuple(effects.with_smaller_share(a, BRISK) for a in plan.applies))
 
 
-def shortened(plan: Plan) -> Plan:
+def shorten_phases(plan: Plan) -> Plan:
     """The same plan with every long run of equal iterations cut short."""
     program = Program(plan)
     _, edges = program.shape()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from offbeat.core.codecs import Exact, codec, way
 from offbeat.core.derive import effects
-from offbeat.core.derive.coalesced import coalesced
+from offbeat.core.derive.coalesced import coalesce_steps
 from offbeat.core.plan.program import Program, Step, moment_at
 from offbeat.core.plan.types import Apply, Payload, Plan, Transfer, Vote, Wire, groups_of
 from offbeat.core.rules import RULES, VOTES, Rule, VoteRule
@@ -377,7 +377,7 @@ class Interpreter:
     def _steps(self, w: Worker, i: int) -> tuple[Step, ...]:
         key = (w.program, w.program.key(i))
         if key not in self._coalesced:
-            self._coalesced[key] = coalesced(w.program.steps(i), self.plan.buckets)
+            self._coalesced[key] = coalesce_steps(w.program.steps(i), self.plan.buckets)
         return self._coalesced[key]
 
     def _act(self, w: Worker, i: int, step: Step, *, late: bool, own: bool) -> Waits:
@@ -461,7 +461,7 @@ class Interpreter:
         if t.in_place:
             w.flying[payload.buffer][copy][span] = self._number(message)
         given = array.copy()
-        if t.wire is not None and t.wire.anchor is not None and not t.tracked:
+        if t.wire is not None and t.wire.anchor is not None and not t.sends_delta:
             anchor = w.physical(t.wire.anchor, 0)
             given -= w.view(t.wire.anchor, span)
             w.flying[t.wire.anchor][anchor][span] = self._number(message)
@@ -506,7 +506,7 @@ class Interpreter:
             errors = [w.buffers[wire.error][0][w.slice_of(t.payload)] for w in workers]
             given = [x + e for x, e in zip(given, errors, strict=True)]
         there: list[Array] = []  # what a receiver has
-        if t.tracked:
+        if t.sends_delta:
             assert wire.anchor is not None
             there = [workers[0].buffers[wire.anchor][0][workers[0].slice_of(t.payload)]]
             given = [given[0] - there[0]]
@@ -547,7 +547,7 @@ class Interpreter:
             shard = result[own]
             result = np.full_like(result, np.nan)
             result[own] = shard
-        if t.tracked:
+        if t.sends_delta:
             result = w.buffers[buffer][copy][span] + result
         elif t.wire is not None and t.wire.anchor is not None:
             anchor = w.physical(t.wire.anchor, 0)

@@ -9,7 +9,7 @@ from typing import Any
 from offbeat.core.codecs import WIRES
 from offbeat.core.derive import effects
 from offbeat.core.plan.phases import Phases
-from offbeat.core.plan.program import position, spread
+from offbeat.core.plan.program import has_moment_per_bucket, position
 from offbeat.core.plan.types import (
     BUFFERS,
     BUILT_IN,
@@ -222,7 +222,7 @@ def _anchor(t: Transfer, wire: Wire, name: str, plan: Plan) -> Iterator[str]:
         yield f"{name} cannot be encoded as {wire.name}: only all_reduce can"
     elif t.verb == "send" and wire.arg("via", "gather") != "gather":
         yield f"via ({wire.arg('via')!r}) of {name} must be left out: it goes to one rank"
-    if t.tracked and wire.error is not None:
+    if t.sends_delta and wire.error is not None:
         yield (
             f"error ({wire.error!r}) of {name} must be left out: what is lost stays in the "
             "difference to its anchor"
@@ -238,7 +238,7 @@ def _anchor(t: Transfer, wire: Wire, name: str, plan: Plan) -> Iterator[str]:
             f"anchor ({wire.anchor!r}) of {name} must be a buffer of its own that starts as the "
             "parameters and has one copy"
         )
-    elif groups_of(t.link, plan.groups) and not t.tracked:
+    elif groups_of(t.link, plan.groups) and not t.sends_delta:
         yield (
             f"anchor ({wire.anchor!r}) of {name} must be left out: it is the same on all ranks, "
             f"and {base_link(t.link)!r} spans groups of them"
@@ -264,13 +264,13 @@ def _shared(one: Transfer, other: Transfer) -> str | None:
     a, b = one.wire, other.wire
     assert a is not None
     assert b is not None
-    if a.anchor is not None and a.anchor == b.anchor and one.tracked != other.tracked:
+    if a.anchor is not None and a.anchor == b.anchor and one.sends_delta != other.sends_delta:
         return "anchor"
     if one.link == other.link:
         return None
     if a.error is not None and a.error == b.error:
         return "error buffer"
-    return "anchor" if one.tracked and other.tracked and a.anchor == b.anchor else None
+    return "anchor" if one.sends_delta and other.sends_delta and a.anchor == b.anchor else None
 
 
 def _meet(one: Transfer, other: Transfer) -> bool:
@@ -300,7 +300,7 @@ def _apply(apply: Apply, name: str, plan: Plan, profile: Profile | None) -> Iter
         return
     if apply.buckets != range(plan.buckets) or apply.ranks is not None or apply.when is not None:
         yield f"{name} must close the gradients of all buckets, on all ranks, without a vote"
-    if spread(apply) or apply.at.point not in ("step", "end"):
+    if has_moment_per_bucket(apply) or apply.at.point not in ("step", "end"):
         yield f"moment {apply.at} of {name} must be step or end: a window ends with its iteration"
     if copies < 2:
         yield f"copies ({copies}) of grad must be at least 2 for {name}"

@@ -121,7 +121,7 @@ class Recorder:
 
     def iteration(self, done: Iteration) -> None:
         """Record a finished iteration."""
-        if self.plan is not None and not Windows(self.plan).applied(done.planned):
+        if self.plan is not None and not Windows(self.plan).applied_window(done.planned):
             self._without_update.append(done.number)
         if voting := self._vote_names:
             self._votes.add_iteration(done, voting)
