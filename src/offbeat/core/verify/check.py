@@ -1,9 +1,9 @@
-"""Checks of plans: what is wrong with a plan, said before anything runs.
+"""Check of a plan: find its errors before it runs.
 
-Names and numbers are looked at one by one. Everything else is found by executing the plan on
-made-up numbers, a few workers and periods long: who touches what is in flight, who waits for
-ever, whether all replicas end up with every gradient, once. So what `check` accepts has one
-meaning.
+`shape` checks each name and number. The remaining errors are found by executing the plan on
+synthetic numbers with a few workers for a few periods: an access to a payload in flight, a wait
+that never ends, replicas that differ, a gradient that is lost or applied twice. A plan that `check`
+accepts has one meaning, whatever the order in which its messages complete.
 """
 
 from __future__ import annotations
@@ -28,16 +28,23 @@ from offbeat.core.rules import SETTINGS, VOTES, Context, VoteRule
 from offbeat.core.verify.interpreter import Array, ConflictError, Interpreter, Model
 from offbeat.core.verify.shape import Rule, faults
 
-MOST_SLICES = 4096  # of one bucket, in the sizes of all its messages together
+MAX_SLICES = 4096  # upper bound of the elements of one bucket (see `slices_of`)
 TOLERANCE = 1e-9
-BRISK = 1e-4  # to the power of three periods less than the tolerance
-YES, NO, MIXED = 0, 1, 2  # what votes say
-SAID = 10  # periods with mixed votes
+FAST_SHARE = 1e-4  # after three periods, the remaining difference is below TOLERANCE
+YES, NO, MIXED = 0, 1, 2  # outcome of all votes
+MIXED_PERIODS = 10  # periods to execute with mixed votes
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One fault of a plan. `rules` are those at fault; str() prints the plan with arrows."""
+    """An error of a plan. `str()` returns the message and the plan, with arrows at the rules at
+    fault.
+
+    Attributes:
+        message: description of the error.
+        plan: the plan that was checked.
+        rules: rules that cause the error; empty if the error concerns the whole plan.
+    """
 
     message: str
     plan: Plan
@@ -48,35 +55,53 @@ class Problem:
 
 
 def check(plan: Plan, profile: Profile | None = None) -> list[Problem]:
-    """Everything that is wrong with a plan: all faulty names and numbers, else the first fault in
-    what it does. With a profile also whether both fit together."""
+    """Return the problems of a plan.
+
+    Args:
+        plan: plan to check.
+        profile: profile of the model and cluster. If given, the plan must also fit the profile:
+            buckets, links, ranks.
+
+    Returns:
+        All problems of names and numbers. If there is none, the first problem found by
+        executing the plan, as a list of length 0 or 1.
+    """
     shape = [Problem(words, plan, rules) for words, rules in faults(plan, profile)]
     if shape:
-        return shape  # nothing can be executed while names and numbers are wrong
-    return list(_executed(plan, profile))[:1]
+        return shape  # a plan with a wrong name or number cannot be executed
+    return list(_execution_problems(plan, profile))[:1]
 
 
 def raise_if_wrong(plan: Plan, profile: Profile | None = None) -> None:
-    """ValueError with the first problem, if there is one."""
+    """Raise if a plan has a problem.
+
+    Args:
+        plan: plan to check.
+        profile: profile that the plan must fit, or None.
+
+    Raises:
+        ValueError: `check` reports a problem. The message states the first problem and the
+            number of further problems.
+    """
     problems = check(plan, profile)
     if problems:
         more = f"\n(and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"the plan is wrong: {problems[0]}{more}")
 
 
-def _executed(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
-    """What goes wrong when it runs."""
-    short = shorten_phases(_brisk(plan))
+def _execution_problems(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
+    """Yield the problems found by executing a shortened form of the plan."""
+    short = shorten_phases(_with_fast_blends(plan))
     originals = dict(zip(_all_rules(short), _all_rules(plan), strict=True))
     sizes = slices_of(plan)
     for b, size in enumerate(sizes):
-        if size > MOST_SLICES:
+        if size > MAX_SLICES:
             yield Problem(f"bucket {b} is cut into slices of too many sizes", plan)
             return
-    run = _Run(short, sizes, _ranks(plan, profile))
+    run = _Execution(short, sizes, _worker_count(plan, profile))
     try:
-        with _uncollected():
-            problems = list(_outcomes(run, plan))
+        with _pause_gc():
+            problems = list(_weight_problems(run, plan))
         yield from problems
     except ConflictError as conflict:
         rules = tuple(originals.get(rule, rule) for rule in conflict.rules)
@@ -84,8 +109,9 @@ def _executed(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's search for cycles, which takes half of the time among so many objects."""
+def _pause_gc() -> Iterator[None]:
+    """Disable the cyclic garbage collector. It would take half of the time, because the
+    interpreter creates many objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -95,15 +121,15 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _outcomes(run: _Run, plan: Plan) -> Iterator[Problem]:
-    """Faults of what comes out. Votes say yes, no, or now this and now that."""
-    yield from _replicas(run, plan)
-    yield from _changed(run, plan)
-    early = _early(run.ranks, plan) if _pends(plan) else []
+def _weight_problems(run: _Execution, plan: Plan) -> Iterator[Problem]:
+    """Yield the problems of the final weights, for votes that are all yes, all no, or mixed."""
+    yield from _replica_problems(run, plan)
+    yield from _drift_problems(run, plan)
+    early = _flushing_sets(run.ranks, plan) if _has_pending_rules(plan) else []
     for say in (YES, NO, MIXED, MIXED + 1) if plan.votes else (YES,):
-        ends = run.settled(say=say)
+        ends = run.final_weights(say=say)
         for flushing in early:
-            if not all(map(_equal, ends, run.settled(say=say, flushing=flushing))):
+            if not all(map(_are_equal, ends, run.final_weights(say=say, flushing=flushing))):
                 yield Problem(
                     "what the next forward waits for changes what is sent before that wait, so a "
                     "rank that evaluates between iterations would train other weights; release "
@@ -114,9 +140,12 @@ def _outcomes(run: _Run, plan: Plan) -> Iterator[Problem]:
 
 
 @dataclass
-class _Run:
-    """A plan executed until everything has happened once, then without gradients until nothing
-    moves."""
+class _Execution:
+    """Execution of a plan on synthetic gradients.
+
+    Gradients are random for the first `active` iterations, which contain every phase. They are zero
+    in the following iterations, until the weights no longer change.
+    """
 
     plan: Plan
     sizes: Sequence[int]
@@ -126,7 +155,7 @@ class _Run:
         plan, rng = self.plan, np.random.default_rng(0)
         self.lag = Program(plan).lag
         self.active = plan.prologue + plan.period + self.lag
-        # What was added up to late is applied when the next window closes: a period more.
+        # The gradients of the last window are applied at the end of the next one, a period later.
         self.late = any(map(effects.is_window_end, plan.applies))
         self.start = rng.normal(size=sum(self.sizes))
         self.sources = rng.normal(size=(self.ranks, self.active, sum(self.sizes)))
@@ -134,11 +163,11 @@ class _Run:
         self._known: dict[object, list[Array]] = {}
 
     @property
-    def moved(self) -> Array:
-        """The weights after every gradient, averaged over ranks, was applied once."""
+    def expected_weights(self) -> Array:
+        """Return the initial weights minus the sum of all gradients, averaged over ranks."""
         return self.start - self.sources.mean(axis=0).sum(axis=0)
 
-    def settled(
+    def final_weights(
         self,
         *,
         say: int = YES,
@@ -146,13 +175,20 @@ class _Run:
         periods: int = 1,
         still: bool = False,
     ) -> list[Array]:
-        """Weights that the last forward of every rank has used; `still`: all gradients are 0."""
+        """Return the weights that the last forward of each rank has used.
+
+        Args:
+            say: outcome of all votes: `YES`, `NO`, or at least `MIXED` for random votes.
+            flushing: ranks that complete the waits of the next forward early.
+            periods: number of periods after the last gradient.
+            still: whether all gradients are 0.
+        """
         key = say, tuple(flushing), periods, still
         if key not in self._known:
-            self._known[key] = self._settled(*key)
+            self._known[key] = self._execute(*key)
         return self._known[key]
 
-    def _settled(
+    def _execute(
         self, say: int, flushing: Collection[int], periods: int, still: bool
     ) -> list[Array]:
         sources = np.zeros_like(self.sources) if still else self.sources
@@ -169,19 +205,22 @@ class _Run:
             self.plan,
             model,
             self.ranks,
-            votes={name: _says(rule, say) for name, rule in VOTES.items()},
+            votes={name: _forced_vote(rule, say) for name, rule in VOTES.items()},
             exact=True,
             flushing=flushing,
         )
         if say >= MIXED:
-            periods = SAID  # gradients never stop, so that votes differ where that matters
+            periods = MIXED_PERIODS  # gradients never become 0, so votes always matter
         more = (periods + self.late) * self.plan.period + 2 * self.lag + 1
         interpreter.run(self.active + more)
         return [worker.seen for worker in interpreter.workers]
 
 
-def _says(rule: VoteRule, say: int) -> VoteRule:
-    """The same for all ranks. The rule is asked too: it reads what it reads."""
+def _forced_vote(rule: VoteRule, say: int) -> VoteRule:
+    """Return a vote rule with a fixed outcome (`YES`, `NO`) or a pseudorandom one for each rank.
+
+    The original rule is called too, so that its reads are checked.
+    """
     asked: dict[tuple[str, int], int] = defaultdict(int)
 
     def answer(context: Context, vote: Vote, buckets: range) -> bool:
@@ -194,30 +233,32 @@ def _says(rule: VoteRule, say: int) -> VoteRule:
     return answer
 
 
-def _early(ranks: int, plan: Plan) -> list[Collection[int]]:
-    """Sets of ranks that finish early what the next forward waits for, so that of any two ranks
-    that are not alike each does so without the other."""
+def _flushing_sets(ranks: int, plan: Plan) -> list[Collection[int]]:
+    """Return sets of ranks that complete the waits of the next forward early.
+
+    For every ordered pair of ranks, one set contains the first rank but not the second.
+    """
     if plan.uniform:
         return [(0,)]
     bits = range(max(ranks - 1, 1).bit_length())
     return [[r for r in range(ranks) if (r >> bit & 1) == on] for bit in bits for on in (0, 1)]
 
 
-def _replicas(run: _Run, plan: Plan) -> Iterator[Problem]:
-    """After the gradients have stopped all replicas are equal, and hold every gradient once."""
-    if _apart(run, plan, run.settled()) is None:
+def _replica_problems(run: _Execution, plan: Plan) -> Iterator[Problem]:
+    """Yield a problem if the final weights differ between ranks or miss a gradient."""
+    if _replica_fault(run, plan, run.final_weights()) is None:
         return
-    # What is under way for longer than a period takes longer to settle.
-    fault = _apart(run, plan, run.settled(periods=3))
+    # A plan with messages in flight for more than one period needs more periods.
+    fault = _replica_fault(run, plan, run.final_weights(periods=3))
     if fault is not None:
         yield Problem(fault, plan)
 
 
-def _changed(run: _Run, plan: Plan) -> Iterator[Problem]:
-    """Whatever the rules, without gradients nobody's weights change."""
+def _drift_problems(run: _Execution, plan: Plan) -> Iterator[Problem]:
+    """Yield a problem if weights change although all gradients are 0."""
     if all(map(effects.conserves_gradients, plan.applies)):
         return
-    for end in run.settled(still=True):
+    for end in run.final_weights(still=True):
         odd = np.flatnonzero(~np.isclose(end, run.start, rtol=0, atol=TOLERANCE))
         if odd.size:
             bucket = next(b for b in range(plan.buckets) if run.offsets[b + 1] > odd[0])
@@ -225,7 +266,9 @@ def _changed(run: _Run, plan: Plan) -> Iterator[Problem]:
             return
 
 
-def _apart(run: _Run, plan: Plan, ends: Sequence[Array]) -> str | None:
+def _replica_fault(run: _Execution, plan: Plan, ends: Sequence[Array]) -> str | None:
+    """Return the message for final weights that differ or miss a gradient; None if they are
+    right."""
     bucket_of = np.repeat(np.arange(plan.buckets), run.sizes)
     for end in ends[1:]:
         odd = np.flatnonzero(~np.isclose(ends[0], end, rtol=0, atol=TOLERANCE))
@@ -236,7 +279,7 @@ def _apart(run: _Run, plan: Plan, ends: Sequence[Array]) -> str | None:
             if not any(bucket in t.payload.buckets for t in plan.transfers):
                 what = "never moved"
             return f"bucket {bucket} is {what}, so its replicas drift apart"
-    lost = ~np.isclose(ends[0], run.moved, rtol=0, atol=TOLERANCE)
+    lost = ~np.isclose(ends[0], run.expected_weights, rtol=0, atol=TOLERANCE)
     for apply in plan.applies:
         if not effects.conserves_gradients(apply):
             lost[run.offsets[apply.buckets.start] : run.offsets[apply.buckets.stop]] = False
@@ -249,19 +292,20 @@ def _apart(run: _Run, plan: Plan, ends: Sequence[Array]) -> str | None:
     )
 
 
-def _equal(a: Array, b: Array) -> bool:
+def _are_equal(a: Array, b: Array) -> bool:
     return bool(np.allclose(a, b, rtol=0, atol=TOLERANCE))
 
 
-def _pends(plan: Plan) -> bool:
-    """Whether the next forward waits for or applies something of this iteration."""
+def _has_pending_rules(plan: Plan) -> bool:
+    """Return whether a message or an apply of an iteration is due at the next forward."""
     moments = [t.before for t in plan.transfers] + [a.at for a in plan.applies]
     return any(moment.point == "forward" and moment.lag for moment in moments)
 
 
-def _ranks(plan: Plan, profile: Profile | None) -> int:
-    """Workers that show everything: two where all do the same, else all."""
-    weighted = [len(value) - 1 for apply in plan.applies for value in _per_rank(apply)]
+def _worker_count(plan: Plan, profile: Profile | None) -> int:
+    """Return the number of workers to execute: 2 if all ranks have the same rules, otherwise
+    every rank that the plan or the profile names."""
+    weighted = [len(value) - 1 for apply in plan.applies for value in _per_rank_settings(apply)]
     if plan.uniform and not weighted:
         return 2
     named = [rank for rule in (*plan.transfers, *plan.applies) for rank in rule.ranks or ()]
@@ -270,16 +314,18 @@ def _ranks(plan: Plan, profile: Profile | None) -> int:
     return max(least, profile.world_size) if profile is not None else least
 
 
-def _per_rank(apply: Apply) -> Iterator[tuple[float, ...]]:
-    """Settings with one number per rank."""
+def _per_rank_settings(apply: Apply) -> Iterator[tuple[float, ...]]:
+    """Yield the settings that hold one number per rank."""
     for name, value in apply.args:
         if SETTINGS[apply.rule][name].what == "numbers":
             yield value
 
 
 def slices_of(plan: Plan) -> list[int]:
-    """Elements of each bucket that make every slice of it a whole number of them; halves of an
-    all-reduce cut it again."""
+    """Return for each bucket the least number of elements that all of its slices divide evenly.
+
+    A reduce_scatter or an all_gather cuts each slice into two shards.
+    """
     sizes = [1] * plan.buckets
     for t in plan.transfers:
         shards = 2 if t.verb in ("reduce_scatter", "all_gather") else 1
@@ -288,15 +334,19 @@ def slices_of(plan: Plan) -> list[int]:
     return sizes
 
 
-def _brisk(plan: Plan) -> Plan:
-    """The same plan with little left of what is blended: replicas that come nearer by a share per
-    period would take long to be equal."""
+def _with_fast_blends(plan: Plan) -> Plan:
+    """Return the plan with blends that converge fast.
 
-    return replace(plan, applies=tuple(effects.with_smaller_share(a, BRISK) for a in plan.applies))
+    With the real share of a blend, replicas would become equal only after many periods.
+    """
+
+    return replace(
+        plan, applies=tuple(effects.with_smaller_share(a, FAST_SHARE) for a in plan.applies)
+    )
 
 
 def shorten_phases(plan: Plan) -> Plan:
-    """The same plan with every long run of equal iterations cut short."""
+    """Return the plan with each long run of equal iterations cut to `3 lag + 4` iterations."""
     program = Program(plan)
     _, edges = program.shape()
     keep = 3 * program.lag + 4
