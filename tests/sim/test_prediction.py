@@ -82,7 +82,7 @@ def test_nothing_beats_the_bound_and_all_time_is_accounted_for(profile):
             assert prediction.idle_s[link] + busy_s == pytest.approx(prediction.iteration_s)
         windows = Windows(plan)
         if not profile.rank_scale:
-            updates = fmean(bool(windows.applied(i)) for i in prediction.window)
+            updates = fmean(bool(windows.applied_window(i)) for i in prediction.window)
             computed_s = profile.other_s + profile.forward_s + profile.backward_s
             alone = plan.source is not None  # one rank updates for all
             computed_s += profile.update_s * updates / (profile.world_size if alone else 1)
