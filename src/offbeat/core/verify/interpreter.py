@@ -1,9 +1,9 @@
-"""Interpreter: a plan executed with numbers, all workers in one process. Slow, plain, exact.
+"""Interpreter of plans: all workers of a job in one process, on NumPy arrays in float64.
 
-It walks the same programs as the simulator and the runtime, on NumPy arrays. `check` runs it on
-made-up numbers, tests compare the runtime with it. A message takes its payload when it is
-released, and its result is there after the wait. That agrees with a runtime that works in place
-only if nobody touches the payload in between, so whoever does is reported as a `ConflictError`.
+It executes the same programs as the simulator and the runtime. `check` runs it on synthetic
+numbers; tests compare the runtime with it. A message copies its payload at its release, and its
+result is written at its wait. A runtime that works in place computes the same only if the payload
+is not accessed in between. The interpreter raises `ConflictError` for such an access.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ from offbeat.core.plan.types import Apply, Payload, Plan, Transfer, Vote, Wire, 
 from offbeat.core.rules import RULES, VOTES, Rule, VoteRule
 
 Array = NDArray[np.float64]
-NOTHING: Array = np.empty(0)  # what a rank gives that only receives, or passes over
+NOTHING: Array = np.empty(0)  # payload of a rank that only receives, or skips the message
 
 
 class ConflictError(Exception):
-    """The plan cannot be executed, or not with one meaning; `rules` are those at fault."""
+    """Error of a plan that cannot be executed, or that has a result that depends on message timing.
+
+    Attributes:
+        rules: rules of the plan that cause the conflict.
+    """
 
     def __init__(self, message: str, *rules: Transfer | Apply | Vote) -> None:
         super().__init__(message)
@@ -42,11 +46,16 @@ Waits = Generator[ConflictError, None, None]
 
 @dataclass
 class Model:
-    """What is trained: elements per bucket, the weights that all workers start with, gradients.
+    """Model to train.
 
-    `gradient(rank, iteration, buckets, weights)` is of a run of buckets; the weights are those
-    that the forward has seen. `optimizer(worker, buckets, weights, gradients)` changes the weights
-    of one step in place; by default `w -= g`.
+    Attributes:
+        sizes: number of elements of each bucket.
+        start: initial weights of all workers, `[sum(sizes)]`.
+        gradient: function of (rank, iteration, run of buckets, weights) that returns the
+            gradient. The last argument holds the weights that the forward has used.
+        optimizer: function of (worker, run of buckets, weights, gradients) that changes the
+            weights in place; None for `w -= g`.
+        merges_by_mean: whether the setting `merge` of the rule `local` has an effect.
     """
 
     sizes: Sequence[int]
@@ -57,12 +66,16 @@ class Model:
 
 
 class _Message:
-    """One transfer in one iteration, as all its ranks see it."""
+    """One transfer in one iteration, shared by all its ranks.
+
+    `given` maps a rank to its payload, `regions` to the buffer and the physical copy of the
+    payload. `passed` holds the ranks that skip the message because of a vote.
+    """
 
     def __init__(self, transfer: Transfer, iteration: int, ranks: tuple[int, ...]) -> None:
         self.transfer, self.iteration, self.ranks = transfer, iteration, ranks
-        self.given: dict[int, Array] = {}  # by rank: what it released
-        self.regions: dict[int, tuple[str, int]] = {}  # by rank: buffer and physical copy
+        self.given: dict[int, Array] = {}
+        self.regions: dict[int, tuple[str, int]] = {}
         self.passed: set[int] = set()
         self.result: Array | None = None
         self.done = False
@@ -73,7 +86,24 @@ class _Message:
 
 
 class Worker:
-    """One rank's storage, and the context that its rules are given."""
+    """Storage of one rank, and the context of its rules.
+
+    Attributes:
+        buffers: buffer name to its physical copies.
+        newest: buffer name to the index of its newest copy.
+        memory: values that rules and codecs keep between iterations.
+        flying: for each element, the number of the message that has it in flight; 0 for none.
+        used: for each element, whether forward or backward still needs it.
+        averaged: for each gradient, the number of the group over which it is averaged; 0 for
+            none.
+        filled: for each copy of the gradients, whether backward has ever added to it.
+        adds_up: whether the plan has accumulation windows.
+        decided: (vote, iteration) of each vote whose outcome the rank has received.
+        seen: weights that the last forward has used.
+        added: for each gradient, the number of iterations added since it was last applied.
+        acting: rule that accesses storage now, or "forward" or "backward".
+        starts_window: whether the next backward is the first one of an accumulation window.
+    """
 
     def __init__(self, rank: int, model: Model, program: Program) -> None:
         self.rank, self.model, self.program = rank, model, program
@@ -85,16 +115,14 @@ class Worker:
             self.buffers[buffer.name] = [first.copy() for _ in range(buffer.copies)]
         self.newest = dict.fromkeys(self.buffers, 0)
         self.memory: dict[Any, Any] = {}
-        # Elements that nobody else may touch: in flight, or used by the compute under way.
         self.flying = {n: [np.zeros(a.size, int) for a in c] for n, c in self.buffers.items()}
         self.used = {name: np.zeros(model.start.size, bool) for name in ("param", "grad")}
-        # Over which ranks each gradient is averaged, as a number of the group; 0: not yet.
         self.averaged = [np.zeros(model.start.size, int) for _ in self.buffers["grad"]]
-        self.filled = [False] * len(self.buffers["grad"])  # whether backward has ever added
+        self.filled = [False] * len(self.buffers["grad"])
         self.adds_up = any(map(effects.is_window_end, plan.applies))
-        self.decided: set[tuple[str, int]] = set()  # votes of which this rank knows the outcome
-        self.seen = model.start.copy()  # the weights that the forward has used
-        self.added = [np.zeros(model.start.size) for _ in self.buffers["grad"]]  # iterations
+        self.decided: set[tuple[str, int]] = set()
+        self.seen = model.start.copy()
+        self.added = [np.zeros(model.start.size) for _ in self.buffers["grad"]]
 
     # ---- the context of rules ---------------------------------------------------------------
 
@@ -136,7 +164,7 @@ class Worker:
         self.view("state", span)
         if not np.count_nonzero(added):
             if not self.filled[copy]:
-                return  # nothing was added up yet: the first window of a plan that applies late
+                return  # no window before the first one
             raise ConflictError(
                 f"{apply.id} has no gradients to apply: they were used up since backward", apply
             )
@@ -160,7 +188,7 @@ class Worker:
         self.memory[name] = value
 
     def show(self, name: str, numbers: Mapping[str, float]) -> None:
-        pass  # nobody looks
+        pass  # the interpreter records no metrics
 
     # ---- storage ----------------------------------------------------------------------------
 
@@ -176,35 +204,45 @@ class Worker:
         return (self.newest[buffer] + age) % len(self.buffers[buffer])
 
     def view(self, buffer: str, span: slice, age: int = 0) -> Array:
-        """Elements of a buffer for whoever acts now; ConflictError if they are in flight."""
+        """Return elements of a buffer for the acting rule.
+
+        Raises:
+            ConflictError: the elements are in flight, or compute still needs them.
+        """
         copy = self.physical(buffer, age)
         self.require_free(buffer, copy, span, in_use=age == 0)
         return self.buffers[buffer][copy][span]
 
-    acting: Any = None  # the rule that acts now, or words for compute
+    acting: Any = None
 
     def require_gradients(self, buffer: str, copy: int, span: slice) -> None:
-        """Raise ConflictError if the acting rule reads gradients that the rule `local` has used up
-        since backward: they are zeros then. A copy that no backward has filled yet is allowed."""
+        """Raise if the acting rule reads gradients that the rule `local` has applied since
+        backward.
+
+        Such gradients are zeros. A copy that backward has never filled is allowed.
+        """
         if buffer != "grad" or not self.filled[copy]:
             return
         lost = np.flatnonzero(self.added[copy][span] == 0)
         if lost.size:
+            where = self._location(buffer, span.start + int(lost[0]))
             raise ConflictError(
-                f"{_named(self.acting)} reads {self._where(buffer, span.start + int(lost[0]))}, "
+                f"{_actor_name(self.acting)} reads {where}, "
                 "which the rule local has used up since backward; read it at an earlier moment "
                 "than local, or keep its norm with the rule measure",
                 *_rules(self.acting),
             )
 
     def require_free(self, buffer: str, copy: int, span: slice, *, in_use: bool = True) -> None:
+        """Raise ConflictError if elements are in flight, or if compute still needs them
+        (`in_use`)."""
         flying = self.flying[buffer][copy][span]
         if np.count_nonzero(flying):  # much faster than any()
             odd = int(np.flatnonzero(flying)[0])
             t = self.messages_by_number[int(flying[odd])].transfer
             raise ConflictError(
                 f"{t.id} is in flight between its release {t.after} and its deadline {t.before} "
-                f"while {_named(self.acting)} uses {self._where(buffer, span.start + odd)}",
+                f"while {_actor_name(self.acting)} uses {self._location(buffer, span.start + odd)}",
                 *_rules(t, self.acting),
             )
         if in_use and buffer in self.used and np.count_nonzero(self.used[buffer][span]):
@@ -214,28 +252,31 @@ class Worker:
                 if buffer == "param"
                 else "backward still adds to it"
             )
-            where = self._where(buffer, span.start + odd)
+            where = self._location(buffer, span.start + odd)
             raise ConflictError(
-                f"{_named(self.acting)} touches {where} too early: {when}", *_rules(self.acting)
+                f"{_actor_name(self.acting)} touches {where} too early: {when}",
+                *_rules(self.acting),
             )
 
     messages_by_number: Sequence[_Message] = ()
 
-    def _where(self, buffer: str, element: int) -> str:
+    def _location(self, buffer: str, element: int) -> str:
         bucket = next(b for b, stop in enumerate(self.offsets[1:]) if stop > element)
         return f"{buffer} of bucket {bucket}"
 
     # ---- compute ----------------------------------------------------------------------------
 
     def compute(self, iteration: int, start: int, stop: int) -> None:
-        """The compute of the moments from position `start` up to, not including, `stop`:
-        forwards that follow their moments, and gradients that precede theirs."""
+        """Run the compute of the positions from `start` up to, not including, `stop`.
+
+        The forward of a bucket follows its moment; the gradient of a bucket precedes its moment.
+        """
         n = self.plan.buckets
         low, high = n - min(stop, n), n - min(start, n)
         if high > low:
             self._forward(self.span(range(low, high)))
         if start < n < stop:
-            self._backward_begins()
+            self._begin_backward()
         low, high = max(start - n, 0), min(stop - n, n)
         if high > low:
             self._backward(iteration, range(low, high))
@@ -245,8 +286,8 @@ class Worker:
         self.seen[span] = self.view("param", span)
         self.used["param"][span] = True
 
-    def _backward_begins(self) -> None:
-        """From here on gradients may come in any order."""
+    def _begin_backward(self) -> None:
+        """Reserve all gradients: from here on, backward may add to them in any order."""
         self.acting = "backward"
         everything, copy = slice(0, self.offsets[-1]), self.physical("grad", 0)
         self.require_free("grad", copy, everything)
@@ -256,13 +297,13 @@ class Worker:
         self.filled[copy] = True
 
     def _require_applied(self, copy: int) -> None:
-        """Backward adds to what is there: gradients of its own window, or nothing."""
+        """Raise if backward would add to a gradient that belongs to an earlier window."""
         if self.adds_up and not self.starts_window:
             return
         self.starts_window = False
         left = self.buffers["grad"][copy]
         if left.any():
-            where = self._where("grad", int(np.flatnonzero(left)[0]))
+            where = self._location("grad", int(np.flatnonzero(left)[0]))
             raise ConflictError(
                 f"backward adds to gradients of an earlier iteration in {where}: nothing has "
                 "applied or cleared them; apply them in every iteration, or add them up with the "
@@ -284,12 +325,18 @@ class Worker:
 
 @dataclass
 class Interpreter:
-    """All workers of a job; `run` advances them together.
+    """Executor of a plan for all workers of a job.
 
-    `votes` and `rules` override what the names in the plan stand for; `exact`: wires lose nothing.
-    `flushing` are
-    ranks that finish early, after every iteration, what the next forward waits for (as an
-    evaluation or a checkpoint makes them).
+    Attributes:
+        plan: plan to execute.
+        model: model to train.
+        ranks: number of workers.
+        votes: vote rules by name.
+        rules: rules by name.
+        exact: whether codecs are replaced by a lossless one.
+        flushing: ranks that complete the waits of the next forward right after every iteration,
+            as an evaluation or a checkpoint does.
+        decisions: outcome of each vote, by (vote, iteration).
     """
 
     plan: Plan
@@ -311,11 +358,11 @@ class Interpreter:
         self._numbered: list[_Message] = []  # type: ignore[assignment]
         self._numbers: dict[int, int] = {}
         self._queues: dict[tuple[str, int], deque[_Message]] = defaultdict(deque)
-        self._said: dict[tuple[str, int], dict[int, bool]] = defaultdict(dict)
+        self._ballots: dict[tuple[str, int], dict[int, bool]] = defaultdict(dict)
         self.decisions: dict[tuple[str, int], bool] = {}
-        self._happened = 0
+        self._progress = 0
         self._group_numbers: dict[tuple[int, ...], int] = {}
-        self._mine: list[dict[int, list[_Message]]] = [{} for _ in self.workers]
+        self._rank_messages: list[dict[int, list[_Message]]] = [{} for _ in self.workers]
         self._groups = {
             link: {rank: group for group in groups_of(link, self.plan.groups) for rank in group}
             for link in self.plan.links
@@ -330,27 +377,35 @@ class Interpreter:
         seed: int | None = None,
         after: Callable[[Worker, int], None] = lambda *_: None,
     ) -> None:
-        """Run so many iterations; with a seed the workers take steps in a random order.
-        ConflictError if they cannot proceed. `after` is called when a worker's iteration ends."""
+        """Run all workers.
+
+        Args:
+            iterations: number of iterations.
+            seed: seed of a random order in which the workers advance; None for a fixed order.
+            after: function of (worker, iteration), called when a worker ends an iteration.
+
+        Raises:
+            ConflictError: no worker can proceed, or a rule accesses elements that are in use.
+        """
         rng = None if seed is None else random.Random(seed)
-        lives = {w: self._life(w, iterations, after, eager=rng is None) for w in self.workers}
-        blocked: dict[Worker, int] = {}  # and how much had happened when it was tried last
+        lives = {w: self._iterate(w, iterations, after, eager=rng is None) for w in self.workers}
+        blocked: dict[Worker, int] = {}  # value of `_progress` at the last try; -1: not blocked
         while lives:
             worker = next(iter(lives)) if rng is None else rng.choice(list(lives))
             life = lives.pop(worker)
             state = next(life, "over")
             if state == "over":
-                self._happened += 1
+                self._progress += 1
                 continue
-            lives[worker] = life  # at the end: all have their turns
-            blocked[worker] = self._happened if isinstance(state, ConflictError) else -1
-            if all(blocked.get(w) == self._happened for w in lives):
+            lives[worker] = life  # to the end, so that every worker gets its turn
+            blocked[worker] = self._progress if isinstance(state, ConflictError) else -1
+            if all(blocked.get(w) == self._progress for w in lives):
                 assert isinstance(state, ConflictError)
                 raise state
 
-    # ---- one worker -------------------------------------------------------------------------
+    # ---- worker ----------------------------------------------------------------------------
 
-    def _life(
+    def _iterate(
         self, w: Worker, iterations: int, after: Callable[[Worker, int], None], *, eager: bool
     ) -> Generator[ConflictError | str, None, None]:
         forwards = self.plan.buckets
@@ -359,12 +414,12 @@ class Interpreter:
             self._enqueue(w, i)
             done = 0
             for step in self._steps(w, i):
-                w.compute(i, done, _stop(step, forwards))
-                done = _stop(step, forwards)
+                w.compute(i, done, _compute_stop(step, forwards))
+                done = _compute_stop(step, forwards)
                 early = flushed and step.position < forwards
                 yield from self._act(w, i, step, late=True, own=not early)
                 self._release(w, i, step)
-                self._happened += 1
+                self._progress += 1
                 if not eager:
                     yield "moved"
             w.compute(i, done, 2 * forwards + 2)
@@ -381,24 +436,32 @@ class Interpreter:
         return self._coalesced[key]
 
     def _act(self, w: Worker, i: int, step: Step, *, late: bool, own: bool) -> Waits:
-        """Wait, decide, apply. `late`: also what belongs to this iteration; `own`: also what
-        belongs to earlier ones at a forward."""
+        """Execute the waits, votes and applies of a step.
 
-        def wanted(lag: int) -> bool:
+        Args:
+            w: worker.
+            i: iteration.
+            step: step of the iteration.
+            late: whether to execute what belongs to iteration `i`.
+            own: whether to execute what belongs to earlier iterations.
+        """
+
+        def is_due(lag: int) -> bool:
             return own if lag > 0 else late
 
         for lag, index in step.wait:
-            if wanted(lag):
-                yield from self._wait(w, self._mine[w.rank][i - lag][index])
+            if is_due(lag):
+                yield from self._wait(w, self._rank_messages[w.rank][i - lag][index])
         for lag, vote in step.decide:
-            if wanted(lag):
+            if is_due(lag):
                 yield from self._decide(w, vote, i - lag)
         for lag, apply in step.apply:
-            if wanted(lag) and self._goes(w, apply, i - lag):
+            if is_due(lag) and self._is_active(w, apply, i - lag):
                 w.acting = apply
                 self.rules[apply.rule](w, apply)
 
-    def _goes(self, w: Worker, rule: Transfer | Apply, iteration: int) -> bool:
+    def _is_active(self, w: Worker, rule: Transfer | Apply, iteration: int) -> bool:
+        """Return the outcome of the vote on which a rule depends; True if there is no vote."""
         if rule.when is None or iteration < rule.ago:
             return True
         vote = rule.when, iteration - rule.ago
@@ -409,7 +472,7 @@ class Interpreter:
         return self.decisions[vote]
 
     def _decide(self, w: Worker, vote: Vote, iteration: int) -> Waits:
-        said = self._said[vote.name, iteration]
+        said = self._ballots[vote.name, iteration]
         while len(said) < self.ranks:
             yield ConflictError(
                 f"the vote {vote.name!r} waits for a rank that never has its say", vote
@@ -420,7 +483,7 @@ class Interpreter:
     # ---- messages ---------------------------------------------------------------------------
 
     def _enqueue(self, w: Worker, i: int) -> None:
-        mine = self._mine[w.rank][i] = []
+        mine = self._rank_messages[w.rank][i] = []
         for t in w.program.transfers(i):
             group = self._groups[t.link].get(w.rank)
             ranks = t.ranks or group or tuple(range(self.ranks))
@@ -429,25 +492,25 @@ class Interpreter:
             self._queues[t.link, w.rank].append(message)
             if t.ranks is not None and w.rank == t.ranks[1]:
                 message.given[w.rank] = NOTHING
-                self._pump(message)
+                self._complete_messages(message)
 
     def _release(self, w: Worker, i: int, step: Step) -> None:
         for vote in step.ask:
             w.acting = vote
             say = self.votes[vote.rule](w, vote, vote.buckets or range(self.plan.buckets))
-            self._said[vote.name, i][w.rank] = say
-            self._happened += 1
+            self._ballots[vote.name, i][w.rank] = say
+            self._progress += 1
         for index in step.release:
-            message = self._mine[w.rank][i][index]
+            message = self._rank_messages[w.rank][i][index]
             t = w.acting = message.transfer
-            if not self._goes(w, t, i):
+            if not self._is_active(w, t, i):
                 message.passed.add(w.rank)
                 message.given[w.rank] = NOTHING
             else:
-                message.given[w.rank] = self._payload(w, message)
-            self._pump(message)
+                message.given[w.rank] = self._take_payload(w, message)
+            self._complete_messages(message)
 
-    def _payload(self, w: Worker, message: _Message) -> Array:
+    def _take_payload(self, w: Worker, message: _Message) -> Array:
         t, payload = message.transfer, message.transfer.payload
         span, copy = w.slice_of(payload), w.physical(payload.buffer, payload.age)
         array = w.view(payload.buffer, span, payload.age)
@@ -459,16 +522,16 @@ class Interpreter:
             w.averaged[copy][span] = group
         message.regions[w.rank] = payload.buffer, copy
         if t.in_place:
-            w.flying[payload.buffer][copy][span] = self._number(message)
+            w.flying[payload.buffer][copy][span] = self._message_number(message)
         given = array.copy()
         if t.wire is not None and t.wire.anchor is not None and not t.sends_delta:
             anchor = w.physical(t.wire.anchor, 0)
             given -= w.view(t.wire.anchor, span)
-            w.flying[t.wire.anchor][anchor][span] = self._number(message)
+            w.flying[t.wire.anchor][anchor][span] = self._message_number(message)
         return given
 
-    def _number(self, message: _Message) -> int:
-        """Its number from 1 on, for marks of what is in flight."""
+    def _message_number(self, message: _Message) -> int:
+        """Return the number of a message, counted from 1, for the marks in `Worker.flying`."""
         if id(message) not in self._numbers:
             if not self._numbered:
                 self._numbered.append(message)
@@ -476,26 +539,29 @@ class Interpreter:
             self._numbers[id(message)] = len(self._numbered) - 1
         return self._numbers[id(message)]
 
-    def _pump(self, message: _Message) -> None:
-        """Complete a message, and what it held up, if it is the first of all its ranks' queues."""
+    def _complete_messages(self, message: _Message) -> None:
+        """Complete a message if it is first in the queues of all its ranks, then those behind
+        it."""
         queues = [self._queues[message.transfer.link, rank] for rank in message.ranks]
         if not message.ready or any(not q or q[0] is not message for q in queues):
             return
         if not message.passed:
             wire = message.transfer.wire
-            message.result = _result(message) if wire is None else self._decoded(message, wire)
+            message.result = _result(message) if wire is None else self._decode(message, wire)
         message.given.clear()
         message.done = True
-        self._happened += 1
+        self._progress += 1
         for queue in queues:
             queue.popleft()
         for queue in queues:
             if queue:
-                self._pump(queue[0])
+                self._complete_messages(queue[0])
 
-    def _decoded(self, message: _Message, wire: Wire) -> Array:
-        """What arrives over a wire. Errors of earlier messages are added in the link's order, and
-        what a receiver has is known in that order."""
+    def _decode(self, message: _Message, wire: Wire) -> Array:
+        """Return the average that results from encoding and decoding a message.
+
+        Codec errors and the anchor of a send are updated in the order of the link.
+        """
         t, givers = (
             message.transfer,
             message.ranks[: 1 if message.transfer.verb == "send" else None],
@@ -505,7 +571,7 @@ class Interpreter:
         if wire.error is not None:
             errors = [w.buffers[wire.error][0][w.slice_of(t.payload)] for w in workers]
             given = [x + e for x, e in zip(given, errors, strict=True)]
-        there: list[Array] = []  # what a receiver has
+        there: list[Array] = []  # sender's copy of the receiver's parameters
         if t.sends_delta:
             assert wire.anchor is not None
             there = [workers[0].buffers[wire.anchor][0][workers[0].slice_of(t.payload)]]
@@ -525,10 +591,10 @@ class Interpreter:
 
     def _wait(self, w: Worker, message: _Message) -> Waits:
         t = message.transfer
-        if not self._goes(w, t, message.iteration):
+        if not self._is_active(w, t, message.iteration):
             return
         while not message.done:
-            yield self._stuck(w, message)
+            yield self._deadlock(w, message)
         span = w.slice_of(t.payload)
         w.acting = t
         if t.in_place:
@@ -543,7 +609,7 @@ class Interpreter:
         result = message.result
         assert result is not None
         if t.verb == "reduce_scatter":
-            own = _shard(result.size, message.ranks, w.rank)
+            own = _shard_slice(result.size, message.ranks, w.rank)
             shard = result[own]
             result = np.full_like(result, np.nan)
             result[own] = shard
@@ -556,8 +622,8 @@ class Interpreter:
             w.buffers[t.wire.anchor][anchor][span] = result
         w.buffers[buffer][copy][span] = result
 
-    def _stuck(self, w: Worker, message: _Message) -> ConflictError:
-        """What a message waits for."""
+    def _deadlock(self, w: Worker, message: _Message) -> ConflictError:
+        """Return the error of a message that can never complete, with the rule that blocks it."""
         t = message.transfer
         for rank in message.ranks:
             head = next(iter(self._queues[t.link, rank]), message)
@@ -583,30 +649,30 @@ def _result(message: _Message) -> Array:
     if t.verb == "all_gather":
         result = np.empty_like(arrays[0])
         for rank, array in zip(message.ranks, arrays, strict=True):
-            own = _shard(result.size, message.ranks, rank)
+            own = _shard_slice(result.size, message.ranks, rank)
             result[own] = array[own]
         return result
     return np.sum(arrays, axis=0) / len(arrays)
 
 
-def _shard(size: int, ranks: tuple[int, ...], rank: int) -> slice:
-    """A tensor of n elements is cut into K shards of ceil(n / K), the last ones shorter."""
+def _shard_slice(size: int, ranks: tuple[int, ...], rank: int) -> slice:
+    """Return the shard of a rank: n elements are cut into K shards of ceil(n / K), the last ones
+    shorter."""
     each, k = -(-size // len(ranks)), ranks.index(rank)
     return slice(min(size, k * each), min(size, (k + 1) * each))
 
 
 def memory_of(t: Transfer) -> str:
-    """Under which name a rank keeps what the codec of a transfer remembers."""
+    """Return the name under which a rank stores the codec state of a transfer."""
     return f"wire of {t.id}"
 
 
-def _stop(step: Step, forwards: int) -> int:
-    """Where the compute that comes before a step stops: the forward of a moment follows it, the
-    gradient of a moment precedes it."""
+def _compute_stop(step: Step, forwards: int) -> int:
+    """Return the position up to which compute runs before a step, for `Worker.compute`."""
     return step.position if step.position < forwards else step.position + 1
 
 
-def _named(acting: Any) -> str:
+def _actor_name(acting: Any) -> str:
     return acting if isinstance(acting, str) else getattr(acting, "id", None) or acting.name
 
 
@@ -615,5 +681,5 @@ def _rules(*acting: Any) -> list[Any]:
 
 
 def moment_of(step: Step, plan: Plan) -> str:
-    """A step's moment in words."""
+    """Return the text of a step's moment."""
     return str(moment_at(step.position, plan.buckets))
