@@ -1,1 +1,1 @@
-"""Verification: plans executed with numbers, and their errors."""
+"""Verification of plans: checks, an interpreter, and the equations of training algorithms."""

@@ -1,7 +1,8 @@
-"""Equations of training, as plain as papers write them: what a strategy's plan must compute.
+"""Equations of training algorithms, as papers state them: the result that a plan must compute.
 
-They say what all replicas do in an iteration, without messages, moments or links. A `World` knows
-how: `NumpyWorld` for the interpreter of plans, another one for real models.
+Equations state the arithmetic of all replicas in one iteration, without messages, moments and
+links. They run on a `World`: `NumpyWorld` for the interpreter of plans, other worlds for torch
+models.
 """
 
 from __future__ import annotations
@@ -23,38 +24,49 @@ State = Literal["local", "averaged", "reset"]
 
 
 class World(Protocol):
-    """All replicas of one job."""
+    """All replicas of one job. Optional `piece` arguments select a part of the model; None
+    selects all."""
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Return the number of replicas."""
         ...
 
     def gradients(self, iteration: int) -> None:
-        """Every replica's own gradients at its own weights; they are the current ones."""
+        """Compute the gradients of each replica at its own weights; they become the current
+        gradients.
+
+        Args:
+            iteration: iteration, which selects the batch.
+        """
         ...
 
     def average(
         self, kind: Kind, piece: Payload | None = None, weights: Sequence[float] | None = None
     ) -> None:
-        """What replicas have of a piece (None: of everything) becomes their mean, a weighted one
-        if there are `weights`, one per replica."""
+        """Replace the values of all replicas by their mean.
+
+        Args:
+            kind: "grad", "param" or "state".
+            piece: part of the model.
+            weights: one weight per replica for a weighted mean; None for equal weights.
+        """
         ...
 
     def reset(self, piece: Payload | None = None) -> None:
-        """Optimizer state of a piece begins anew."""
+        """Reset the optimizer's state of a piece to its initial values."""
         ...
 
     def norms(self, piece: Payload | None = None) -> Sequence[float]:
-        """Of every replica: the squared norm of its current gradients of a piece."""
+        """Return the squared norm of the current gradients of a piece, for each replica."""
         ...
 
     def scale(self, piece: Payload | None, factors: Sequence[float]) -> None:
-        """Every replica's current gradients of a piece times its factor."""
+        """Multiply the current gradients of a piece by one factor per replica."""
         ...
 
     def step(self, ranks: Collection[int] | None = None) -> None:
-        """The optimizers of these replicas (None: of all), with their current gradients."""
+        """Step the optimizers of the replicas `ranks` (None: all) with the current gradients."""
         ...
 
     def add_up(self) -> None:
@@ -62,33 +74,45 @@ class World(Protocol):
         ...
 
     def close(self) -> None:
-        """The open window is complete; a new one opens."""
+        """Close the open window and open a new one."""
         ...
 
     def recall(self, merge: Merge) -> bool:
-        """The gradients of the window closed last become the current ones, `mean`: divided by its
-        iterations. False if there is none."""
+        """Make the gradients of the window that was closed last the current gradients.
+
+        Args:
+            merge: "sum" for the sum over the iterations of the window, "mean" for their mean.
+
+        Returns:
+            False if no window has been closed, in which case nothing changes.
+        """
         ...
 
     def keep(self) -> Any:
-        """The weights of all replicas as they are."""
+        """Return a copy of the weights of all replicas."""
         ...
 
     def use(self, rank: int, piece: Payload | None, kept: Any) -> None:
-        """One replica takes a piece of its weights from those that were kept."""
+        """Replace a piece of the weights of replica `rank` by that of the copy `kept`."""
         ...
 
     def shift(self, piece: Payload, kept: Any) -> None:
-        """`w += mean(kept) - kept` of a piece, with what every replica has kept."""
+        """Add `mean(kept) - kept` to a piece of the weights. `kept` is a copy of all replicas."""
         ...
 
     def change(self, piece: Payload | None, rule: Callable[..., Any], *kept: Any) -> None:
-        """`w = rule(w, *kept)` of a piece: arrays with one row per replica. The rule may change
-        those that were kept."""
+        """Replace a piece of the weights by `rule(w, *kept)`.
+
+        Args:
+            piece: part of the model.
+            rule: function of arrays with one row per replica. It may change the arrays in
+                `kept`.
+            kept: copies of the weights of all replicas.
+        """
         ...
 
     def end(self) -> None:
-        """An iteration is over (learning rates may change)."""
+        """End an iteration; learning rate schedules advance here."""
         ...
 
 
@@ -97,7 +121,7 @@ Equations = Callable[[World, int], None]
 
 
 def synchronous() -> Equations:
-    """`g = mean_k(g_k)`, then every replica steps."""
+    """Return the equations of synchronous SGD: `g = mean_k(g_k)`, then each replica steps."""
 
     def advance(world: World, iteration: int) -> None:
         world.gradients(iteration)
@@ -111,9 +135,16 @@ def synchronous() -> Equations:
 def local_sgd(
     period: int, warmup: int = 0, state: State = "local", outer: Outer | None = None
 ) -> Equations:
-    """Local steps; `w = mean_k(w_k)` after every `period`-th, and an outer step on it if there is
-    one. The first `warmup` iterations are synchronous; before outer steps an average ends them.
-    State as in `partial`."""
+    """Return the equations of local SGD: local steps, then `w = mean_k(w_k)` after every
+    `period`-th.
+
+    Args:
+        period: iterations between two averages.
+        warmup: number of synchronous iterations at the start. With `outer`, an average ends
+            them.
+        state: treatment of the optimizer's state at an average: "local", "averaged" or "reset".
+        outer: optimizer that steps on each average; None for none.
+    """
     first = synchronous()
 
     def advance(world: World, iteration: int) -> None:
@@ -127,7 +158,7 @@ def local_sgd(
         world.gradients(iteration)
         world.step()
         if (iteration - warmup + 1) % period == 0:
-            _average(world, None, state)
+            _average_piece(world, None, state)
             if outer is not None:
                 outer(world, None)
         world.end()
@@ -142,16 +173,22 @@ def partial(
     clip: Clip | None = None,
     outer: Outer | None = None,
 ) -> Equations:
-    """In iteration r the pieces in `sets[r mod H]` are averaged, the others stay local; gradients
-    may be clipped first. An outer step may come on each average.
+    """Return the equations of partial averaging: the pieces in `sets[r mod H]` in iteration r.
 
-    after_update: `w = mean_k(w_k - rate g_k)`; before_update: `w = mean_k(w_k) - rate g_k`.
-    Optimizer state stays local, is averaged too, or is reset.
+    The other pieces stay local.
+
+    Args:
+        sets: pieces to average in each iteration of a period of H iterations.
+        average: "after_update" for `w = mean_k(w_k - rate g_k)`, "before_update" for `w =
+            mean_k(w_k) - rate g_k`.
+        state: treatment of the optimizer's state at an average: "local", "averaged" or "reset".
+        clip: clipping of the gradients before the step; None for none.
+        outer: optimizer that steps on each average; None for none.
     """
 
     def averages(world: World, iteration: int) -> None:
         for piece in sets[iteration % len(sets)]:
-            _average(world, piece, state)
+            _average_piece(world, piece, state)
             if outer is not None:
                 outer(world, piece)
 
@@ -178,10 +215,20 @@ def delayed(
     clip: Clip | None = None,
     outer: Outer | None = None,
 ) -> Equations:
-    """In iteration r snapshots s of the pieces in `sets[r mod H]` are taken, after the local step
-    or before it; after the step of iteration r + delay `w += mean_k(s_k) - s_k`. With an outer
-    optimizer the sets are those of iterations delay, delay + 1, ..., and what lands is its step on
-    the mean."""
+    """Return the equations of delayed averaging.
+
+    In iteration r, snapshots s of the pieces in `sets[r mod H]` are taken. After the step of
+    iteration r + delay, `w += mean_k(s_k) - s_k`.
+
+    Args:
+        sets: pieces to average in each iteration of a period of H iterations. With `outer`, the
+            first set belongs to iteration `delay`.
+        delay: iterations from a snapshot to its average.
+        average: "after_update" for snapshots after the local step, "before_update" for
+            snapshots before it.
+        clip: clipping of the gradients before the step; None for none.
+        outer: optimizer that steps on the average of the snapshots; None for none.
+    """
     taken: list[Any] = []
 
     def landing(iteration: int) -> Collection[Payload]:
@@ -212,8 +259,16 @@ def delayed(
 
 @dataclass
 class Clip:
-    """`g_k` times `norm / (n_k + 1e-6)` where that is below 1; `n_k` is the norm of `g_k`. With so
-    many `buckets` it is that of the iteration before; at first, of buckets 0..b for bucket b."""
+    """Clipping: `g_k` times `norm / (n_k + 1e-6)` if that factor is below 1.
+
+    `n_k` is the norm of `g_k`.
+
+    Attributes:
+        norm: largest norm.
+        buckets: number of buckets for clipping with the norm of the previous iteration. In the
+            first iteration bucket b uses the norm of buckets 0..b. None for the norm of this
+            iteration.
+    """
 
     norm: float
     buckets: int | None = None
@@ -238,12 +293,19 @@ class Clip:
 
 @dataclass
 class Outer:
-    """SGD with momentum on `d = w~ - mean_k(w_k)`, how far workers have come from the common
-    parameters w~: `v = momentum v + d; w~ = w~ - lr (d + momentum v)`, without Nesterov
-    `w~ = w~ - lr v` (Douillard et al., DiLoCo, 2023, Algorithm 1, with torch's Nesterov).
+    """SGD with momentum on `d = w~ - mean_k(w_k)`, the change since the common parameters w~.
 
-    Workers go on from w~. Where what they had is older (s_k), by `w_k = w~ + w_k - s_k`, or with
-    `alpha` by `w_k = alpha w_k + (1 - alpha) w~` (Douillard et al., Streaming DiLoCo, 2025).
+    `v = momentum v + d; w~ = w~ - lr (d + momentum v)`, without Nesterov `w~ = w~ - lr v`. Workers
+    continue from w~. If the average is of older parameters s_k, workers continue from `w_k = w~ +
+    w_k - s_k`, or with `alpha` from `w_k = alpha w_k + (1 - alpha) w~`.
+
+    Attributes:
+        lr: learning rate.
+        momentum: momentum.
+        nesterov: whether to use Nesterov momentum, as torch defines it.
+        alpha: share of the local parameters that remains; None for none.
+
+    Source: Douillard et al., DiLoCo, 2023, Algorithm 1; Douillard et al., Streaming DiLoCo, 2025.
     """
 
     lr: float
@@ -256,26 +318,27 @@ class Outer:
         self._velocity: Any = None
 
     def start(self, world: World) -> None:
-        """The common parameters are those that all replicas start with."""
+        """Store the initial parameters of the replicas as the common parameters, at the first
+        call."""
         if self._common is None:
             self._common, self._velocity = world.keep(), 0 * world.keep()
 
     def __call__(self, world: World, piece: Payload | None) -> None:
-        """After an average."""
-        world.change(piece, self._stepped, self._common, self._velocity)
+        """Step on the average that the replicas hold."""
+        world.change(piece, self._outer_step, self._common, self._velocity)
 
     def land(self, world: World, piece: Payload, kept: Any) -> None:
-        """What was kept earlier was averaged meanwhile."""
+        """Step on the average of the snapshots `kept`, and merge the result with the weights."""
 
-        def landed(w: Array, snapshot: Array, common: Array, velocity: Array) -> Array:
-            new = self._stepped(snapshot, common, velocity)
+        def add_outer_step(w: Array, snapshot: Array, common: Array, velocity: Array) -> Array:
+            new = self._outer_step(snapshot, common, velocity)
             if self.alpha is None:
                 return new + w - snapshot
             return self.alpha * w + (1 - self.alpha) * new
 
-        world.change(piece, landed, kept, self._common, self._velocity)
+        world.change(piece, add_outer_step, kept, self._common, self._velocity)
 
-    def _stepped(self, w: Array, common: Array, velocity: Array) -> Array:
+    def _outer_step(self, w: Array, common: Array, velocity: Array) -> Array:
         d = common - w.mean(axis=0)
         velocity[...] = self.momentum * velocity + d
         common -= self.lr * (d + self.momentum * velocity if self.nesterov else velocity)
@@ -283,8 +346,15 @@ class Outer:
 
 
 def merged(closes: Callable[[int], bool], merge: Merge = "sum") -> Equations:
-    """Gradients are added up until an iteration closes their window; when the next one closes,
-    their mean over replicas is applied. Nothing steps in between."""
+    """Return the equations of merged gradients with a late update.
+
+    Gradients are added up until an iteration closes their window. When the next window closes,
+    their mean over replicas is applied. No optimizer steps in between.
+
+    Args:
+        closes: function of an iteration that returns whether it closes a window.
+        merge: "sum" or "mean" over the iterations of a window.
+    """
 
     def advance(world: World, iteration: int) -> None:
         world.gradients(iteration)
@@ -305,9 +375,17 @@ def federated(
     weights: Callable[[int], Sequence[float] | None],
     state: State = "local",
 ) -> Equations:
-    """Local steps, so many in every round, of all replicas or of each; who has done its own waits
-    for the others. After a round `w = sum_k(n_k w_k) / sum_k(n_k)` on all replicas with the
-    weights n of so many rounds before (None: all alike). State as in `partial`."""
+    """Return the equations of federated averaging: rounds of local steps, then a weighted average.
+
+    After a round, `w = sum_k(n_k w_k) / sum_k(n_k)` on all replicas.
+
+    Args:
+        local_steps: local steps per round, for all replicas or one number for each. A replica
+            with fewer steps waits for the others.
+        weights: function of the number of previous rounds that returns the weights n of the
+            replicas; None for equal weights.
+        state: treatment of the optimizer's state at an average: "local", "averaged" or "reset".
+    """
     rounds = count()
     each = None if isinstance(local_steps, int) else local_steps
     length = local_steps if isinstance(local_steps, int) else max(local_steps)
@@ -317,7 +395,7 @@ def federated(
         place = iteration % length
         world.step(None if each is None else [k for k, steps in enumerate(each) if steps > place])
         if place + 1 == length:
-            _average(world, None, state, weights(next(rounds)))
+            _average_piece(world, None, state, weights(next(rounds)))
         world.end()
 
     return advance
@@ -326,8 +404,16 @@ def federated(
 def cyclic(
     stages: Sequence[range], fresh: Callable[[int, int, int], bool], skipped: int = 0
 ) -> Equations:
-    """`w_(t+1) = w_t - rate / N * sum_i grad f_i(w^_(i,t))`, where stage j of `w^_(i,t)` is w_t if
-    it is `fresh(t, i, j)`, else w_(t-1); w_-1 = w_0. The first `skipped` updates are left out."""
+    """Return the equations of cyclic data parallelism.
+
+    `w_(t+1) = w_t - rate / N * sum_i grad f_i(w^_(i,t))`, where stage j of `w^_(i,t)` is w_t if
+    `fresh(t, i, j)`, otherwise w_(t-1). w_-1 = w_0.
+
+    Args:
+        stages: runs of buckets.
+        fresh: function of (iteration t, replica i, stage j).
+        skipped: number of initial iterations without an update.
+    """
     last: list[Any] = []
 
     def advance(world: World, iteration: int) -> None:
@@ -350,21 +436,28 @@ def cyclic(
 
 @dataclass(frozen=True)
 class Changes:
-    """How SelSync smooths, and what changes come out."""
+    """Relative change of gradient norms, as SelSync smooths it.
+
+    Attributes:
+        smooth: "norm" to smooth the norms, "change" to smooth their relative changes.
+        window: number of values in a mean.
+        weight: weight of the newest value in a mean.
+    """
 
     smooth: Literal["norm", "change"] = "norm"
     window: int = 25
     weight: float = 1.0
 
     def change(self, norms: Sequence[float]) -> float:
-        """Smoothed relative change of the last of some norms; nan for the first."""
+        """Return the smoothed relative change of the last of `norms`; nan for the first norm."""
         if self.smooth == "norm":
             now, before = self.mean(norms), self.mean(norms[:-1])
             return abs(now - before) / before
         return self.mean([abs(b - a) / a for a, b in pairwise(norms)])
 
     def mean(self, values: Sequence[float]) -> float:
-        """Of the last `window` values: `sum_j (1 - weight)^j v_(i-j) / sum_j (1 - weight)^j`."""
+        """Return `sum_j (1 - weight)^j v_(i-j) / sum_j (1 - weight)^j` over the last `window`
+        values."""
         recent = np.array(values[::-1][: self.window])
         shares = (1 - self.weight) ** np.arange(len(recent))
         return float(shares @ recent / shares.sum()) if len(recent) else float("nan")
@@ -379,11 +472,22 @@ def selective(
     aggregate: Literal["parameters", "gradients"] = "parameters",
     state: State = "local",
 ) -> Equations:
-    """Every piece is averaged where any replica's change is at least `delta`, or unknown; with a
-    `lag` by the changes of so many iterations before. In iteration r the pieces in
-    `forced[r mod H]` are averaged anyway.
+    """Return the equations of selective averaging (SelSync).
 
-    parameters: `w = mean_k(w_k - rate g_k)`; gradients: `g = mean_k(g_k)`, then the step.
+    A piece is averaged if the change of at least one replica is unknown or at least `delta`. With
+    `aggregate="parameters"`, `w = mean_k(w_k - rate g_k)`; with "gradients", `g = mean_k(g_k)`,
+    then the step.
+
+    Args:
+        changes: smoothing of the changes.
+        pieces: parts of the model, each with its own decision.
+        forced: indices of the pieces that iteration r averages in any case, as `forced[r mod
+            H]`.
+        delta: threshold of the relative change.
+        lag: iterations from a decision to its average. The first `lag` iterations average all
+            pieces.
+        aggregate: values to average.
+        state: treatment of the optimizer's state at an average: "local", "averaged" or "reset".
     """
     norms: dict[tuple[int, int], list[float]] = defaultdict(list)  # by piece and replica
     votes: list[list[bool]] = []  # by iteration and piece
@@ -410,14 +514,19 @@ def selective(
         world.step()
         if aggregate == "parameters":
             for piece in chosen:
-                _average(world, piece, state)
+                _average_piece(world, piece, state)
         world.end()
 
     return advance
 
 
 def layer_sets(plan: Plan, buffer: str = "param") -> list[list[Payload]]:
-    """Which pieces of the parameters a plan averages in each iteration of its period."""
+    """Return the pieces that a plan averages in each iteration of its period.
+
+    Args:
+        plan: plan.
+        buffer: buffer of the transfers to select.
+    """
     return [
         [t.payload for t in plan.transfers if t.payload.buffer == buffer and phase in t.phases]
         for phase in plan.cycle
@@ -425,12 +534,12 @@ def layer_sets(plan: Plan, buffer: str = "param") -> list[list[Payload]]:
 
 
 def closing(plan: Plan) -> Callable[[int], bool]:
-    """Whether an iteration closes a window of the plan."""
+    """Return a function of an iteration that returns whether it closes a window of the plan."""
     phases = {p for apply in plan.applies if effects.is_window_end(apply) for p in apply.phases}
     return lambda iteration: plan.phase(iteration) in phases
 
 
-def _average(
+def _average_piece(
     world: World,
     piece: Payload | None,
     state: State,
@@ -450,21 +559,23 @@ Optimizer = Callable[[Array, Array, Array], None]
 
 
 def momentum(weights: Array, state: Array, gradients: Array) -> None:
-    """SGD with momentum."""
+    """Step of SGD with learning rate 0.1 and momentum 0.9."""
     state *= 0.9
     state += gradients
     weights -= 0.1 * state
 
 
 def rmsprop(weights: Array, state: Array, gradients: Array) -> None:
-    """Not linear in the gradients: two small steps are not a large one."""
+    """Step of RMSprop, which is not linear in the gradients: two small steps differ from a large
+    one."""
     state *= 0.9
     state += 0.1 * gradients * gradients
     weights -= 0.05 * gradients / (np.sqrt(state) + 1e-3)
 
 
 class Task:
-    """What is trained: a quadratic per element, another one on every rank in every iteration."""
+    """Training problem: one quadratic function per element, different in each rank and
+    iteration."""
 
     def __init__(self, sizes: Sequence[int], seed: int = 0) -> None:
         self.sizes, self.seed = list(sizes), seed
@@ -492,7 +603,7 @@ class Task:
 
 
 class NumpyWorld:
-    """Replicas as the rows of arrays."""
+    """World of replicas that are the rows of NumPy arrays."""
 
     def __init__(self, task: Task, ranks: int, optimizer: Optimizer = momentum) -> None:
         self.task, self.optimizer = task, optimizer

@@ -1,4 +1,4 @@
-"""Names and numbers of a plan, looked at one by one: does every one mean something?"""
+"""Check of each name and number of a plan, and of the rules that two messages must keep."""
 
 from __future__ import annotations
 
@@ -35,27 +35,28 @@ OTHER_HALF = {"reduce_scatter": "all_gather", "all_gather": "reduce_scatter"}
 
 
 def faults(plan: Plan, profile: Profile | None = None) -> Iterator[Fault]:
-    """Every fault in words, with the rules that have it."""
-    sizes = list(_sizes(plan, profile))
+    """Yield each fault of a plan: its message, and the rules that cause it."""
+    sizes = list(_size_faults(plan, profile))
     yield from ((words, ()) for words in sizes)
     if sizes:
-        return  # phases and buckets below are meaningless
+        return  # phases and buckets cannot be checked against wrong sizes
     for rule in (*plan.transfers, *plan.applies, *plan.votes):
-        name = _name(rule)
-        for words in (*_when(rule, name, plan), *_what(rule, name, plan, profile)):
+        name = _rule_name(rule)
+        for words in (*_moment_faults(rule, name, plan), *_rule_faults(rule, name, plan, profile)):
             yield words, (rule,)
-    for words in (*_buffers(plan), *_groups(plan, profile), *_votes(plan)):
+    for words in (*_buffer_faults(plan), *_group_faults(plan, profile), *_vote_faults(plan)):
         yield words, ()
-    yield from _halves(plan)
-    yield from _twice(plan)
-    yield from _errors(plan)
+    yield from _unpaired_halves(plan)
+    yield from _duplicates(plan)
+    yield from _sharing_faults(plan)
 
 
-def _name(rule: Rule) -> str:
+def _rule_name(rule: Rule) -> str:
     return f"vote {rule.name!r}" if isinstance(rule, Vote) else rule.id
 
 
-def _sizes(plan: Plan, profile: Profile | None) -> Iterator[str]:
+def _size_faults(plan: Plan, profile: Profile | None) -> Iterator[str]:
+    """Yield faults of the numbers of buckets, iterations and ranks of the plan."""
     for name, least in (("buckets", 1), ("period", 1), ("prologue", 0)):
         if getattr(plan, name) < least:
             yield f"{name} ({getattr(plan, name)}) of the plan must be at least {least}"
@@ -69,8 +70,8 @@ def _sizes(plan: Plan, profile: Profile | None) -> Iterator[str]:
         )
 
 
-def _when(rule: Rule, name: str, plan: Plan) -> Iterator[str]:
-    """Moments and phases."""
+def _moment_faults(rule: Rule, name: str, plan: Plan) -> Iterator[str]:
+    """Yield faults of the moments and phases of a rule."""
     moments = {
         Transfer: lambda t: (("release", t.after), ("deadline", t.before)),
         Apply: lambda a: (("moment", a.at),),
@@ -83,14 +84,14 @@ def _when(rule: Rule, name: str, plan: Plan) -> Iterator[str]:
             yield f"{role} {moment} of {name} must not name a bucket"
         if moment.lag < 0:
             yield f"{role} {moment} of {name} must not lie before its iteration"
-        own = role == "release" or (role == "moment" and not _at_next_forward(rule, moment))
+        own = role == "release" or (role == "moment" and not _is_at_next_forward(rule, moment))
         if own and moment.lag:
-            # A rank that evaluates or saves alone would wait for the others' next forward.
+            # A rank that evaluates or saves alone would wait for the next forward of other ranks.
             yield f"{role} {moment} of {name} must lie in its own iteration: use phases instead"
     if isinstance(rule, Apply) and effects.is_update(rule) and rule.at == _forward_of(rule):
-        # The user's zero_grad() comes before it.
+        # `zero_grad()` of the script runs before this forward.
         yield f"{name} at {rule.at} has no gradients yet; apply those of the iteration before, +1"
-    lost = Phases(set(_outside(rule.phases, plan)))
+    lost = Phases(set(_missing_phases(rule.phases, plan)))
     if lost or not rule.phases:
         yield (
             f"{name} never fires in phases {lost}: the plan has the phases "
@@ -98,7 +99,7 @@ def _when(rule: Rule, name: str, plan: Plan) -> Iterator[str]:
         )
 
 
-def _at_next_forward(rule: Rule, moment: Moment) -> bool:
+def _is_at_next_forward(rule: Rule, moment: Moment) -> bool:
     return isinstance(rule, Apply) and moment.point == "forward" and moment.lag == 1
 
 
@@ -106,71 +107,72 @@ def _forward_of(apply: Apply) -> Moment:
     return Moment("forward", apply.at.bucket)
 
 
-def _outside(phases: Phases, plan: Plan) -> list[int]:
-    """The first phases that the plan does not have."""
+def _missing_phases(phases: Phases, plan: Plan) -> list[int]:
+    """Return the first phase of each run that the plan does not have."""
     stop = len(plan.phases)
     return [max(a, stop) for a, z in phases.runs if z > stop] + [a for a, _ in phases.runs if a < 0]
 
 
-def _what(rule: Rule, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
+def _rule_faults(rule: Rule, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
+    """Yield faults of all other fields of a rule."""
     if isinstance(rule, Vote):
-        yield from _known("rule", rule.rule, name, VOTES)
-        if _place(rule.due, plan) <= _place(rule.at, plan):
+        yield from _unknown_name("rule", rule.rule, name, VOTES)
+        if _position_from_start(rule.due, plan) <= _position_from_start(rule.at, plan):
             yield f"{name} is due {rule.due}, but taken only at {rule.at}; it must be due later"
-        if rule.buckets is not None and not _run_of(rule.buckets, plan):
+        if rule.buckets is not None and not _is_run(rule.buckets, plan):
             yield f"{name} must name a run of buckets within 0..{plan.buckets - 1}"
-        yield from _settings(rule.rule, rule.args, name, plan, profile)
+        yield from _settings_faults(rule.rule, rule.args, name, plan, profile)
         return
     run = rule.payload.buckets if isinstance(rule, Transfer) else rule.buckets
-    if not _run_of(run, plan):
+    if not _is_run(run, plan):
         yield f"{name} must name a run of buckets within 0..{plan.buckets - 1}"
     if rule.ago < 0:
         yield f"{name} must not depend on a vote of a later iteration (ago {rule.ago})"
     if rule.when is not None:
         votes = {vote.name: vote for vote in plan.votes}
-        yield from _known("vote", rule.when, name, votes)
-        # The iteration before may be of any phase.
+        yield from _unknown_name("vote", rule.when, name, votes)
+        # An earlier iteration may have any phase.
         needed = Phases(plan.phases) if rule.ago else rule.phases
         if rule.when in votes and not needed <= votes[rule.when].phases:
             yield f"{name} depends on the vote {rule.when!r} in phases in which there is none"
     if isinstance(rule, Apply):
-        yield from _apply(rule, name, plan, profile)
+        yield from _apply_faults(rule, name, plan, profile)
     else:
-        yield from _transfer(rule, name, plan, profile)
+        yield from _transfer_faults(rule, name, plan, profile)
 
 
-def _run_of(run: range, plan: Plan) -> bool:
+def _is_run(run: range, plan: Plan) -> bool:
     return 0 <= run.start < run.stop <= plan.buckets and run.step == 1
 
 
-def _transfer(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
+def _transfer_faults(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
     payload, known = t.payload, plan.all_buffers
     if t.verb != "broadcast":
-        known = _sent(plan)
+        known = _usable_buffers(plan)
     elif payload != Payload(BUFFERS, range(plan.buckets)) or t.into or t.wire or t.when:
         yield f"{name} must carry {BUFFERS} of all buckets, whole and without a vote"
     wire = t.wire
     for buffer in (payload.buffer, t.into, *((wire.error, wire.anchor) if wire else ())):
         if buffer is not None:
-            yield from _known("buffer", buffer, name, known)
+            yield from _unknown_name("buffer", buffer, name, known)
     if not 0 <= payload.part < payload.part + payload.width <= payload.parts:
         yield f"{name} must be one of its {payload.parts} parts"
     if payload.parts > 1 and len(payload.buckets) > 1:
         yield f"{name} cuts a run of buckets; cut one bucket, or send the run whole"
-    if not 0 <= payload.age < _copies(plan, payload.buffer):
+    if not 0 <= payload.age < _copy_count(plan, payload.buffer):
         yield (
             f"age ({payload.age}) of {name} must be below the copies of {payload.buffer} "
-            f"({_copies(plan, payload.buffer)})"
+            f"({_copy_count(plan, payload.buffer)})"
         )
     if t.into is not None and t.into in known and payload.buffer in known:
         source, target = known[payload.buffer], known[t.into]
         if source.kind != target.kind or target.copies > 1 or "state" in (payload.buffer, t.into):
             yield f"{name} must go into a buffer of the same shape that has one copy"
     if t.wire is not None:
-        yield from _known("wire", t.wire.name, name, WIRES)
-        yield from _settings(t.wire.name, t.wire.args, name, plan, profile)
-        yield from _error(t, name, plan)
-        yield from _anchor(t, t.wire, name, plan)
+        yield from _unknown_name("wire", t.wire.name, name, WIRES)
+        yield from _settings_faults(t.wire.name, t.wire.args, name, plan, profile)
+        yield from _error_faults(t, name, plan)
+        yield from _anchor_faults(t, t.wire, name, plan)
         if t.verb not in ("all_reduce", "send"):
             yield f"{name} cannot be encoded as {t.wire.name}: only all_reduce and send can"
     if t.verb == "send":
@@ -180,7 +182,7 @@ def _transfer(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> It
             yield f"{name} must name the buffer that the older copy goes into"
     elif t.ranks is not None:
         yield f"{name} is a collective; the ranks it spans are the link's group"
-    elif _place(t.before, plan) <= _place(t.after, plan):
+    elif _position_from_start(t.before, plan) <= _position_from_start(t.after, plan):
         yield f"deadline {t.before} of {name} comes before its release {t.after}"
     groups = groups_of(t.link, plan.groups)
     if t.ranks is not None and groups and not any(set(t.ranks) <= set(one) for one in groups):
@@ -192,18 +194,18 @@ def _transfer(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> It
     links = [link.name for link in profile.links]
     if base_link(t.link) not in links:
         yield f"link {t.link!r} of {name} must be one of {', '.join(links)}"
-    yield from _ranks(t, name, profile)
+    yield from _rank_faults(t, name, profile)
 
 
-def _ranks(rule: Transfer | Apply, name: str, profile: Profile | None) -> Iterator[str]:
+def _rank_faults(rule: Transfer | Apply, name: str, profile: Profile | None) -> Iterator[str]:
     named = rule.ranks or ()
     world = max(named, default=0) + 1 if profile is None else profile.world_size
     if not all(0 <= rank < world for rank in named):
         yield f"{name} names a rank beyond 0..{world - 1}"
 
 
-def _error(t: Transfer, name: str, plan: Plan) -> Iterator[str]:
-    """What encoding has lost needs room of its own."""
+def _error_faults(t: Transfer, name: str, plan: Plan) -> Iterator[str]:
+    """Yield faults of the error buffer of a codec."""
     error = t.wire.error if t.wire else None
     known = plan.all_buffers
     if error is None or error not in known or t.payload.buffer not in known:
@@ -215,8 +217,8 @@ def _error(t: Transfer, name: str, plan: Plan) -> Iterator[str]:
         yield f"error ({error!r}) of {name} must be a buffer like {kind} that has one copy"
 
 
-def _anchor(t: Transfer, wire: Wire, name: str, plan: Plan) -> Iterator[str]:
-    """What changes are counted from begins as the parameters, on all ranks alike."""
+def _anchor_faults(t: Transfer, wire: Wire, name: str, plan: Plan) -> Iterator[str]:
+    """Yield faults of an encoded transfer and of its anchor."""
     known, linear = plan.all_buffers, wire.name in WIRES and WIRES[wire.name].linear
     if t.verb == "send" and linear:
         yield f"{name} cannot be encoded as {wire.name}: only all_reduce can"
@@ -247,20 +249,27 @@ def _anchor(t: Transfer, wire: Wire, name: str, plan: Plan) -> Iterator[str]:
         yield f"anchor ({wire.anchor!r}) of {name} must be left out: only parameters have one"
 
 
-def _errors(plan: Plan) -> Iterator[Fault]:
-    """Messages of two links have no order, so they must not share what encoding has lost; nor an
-    anchor, if that is of what others have."""
+def _sharing_faults(plan: Plan) -> Iterator[Fault]:
+    """Yield a fault if two transfers share an error buffer or an anchor that they must not share.
+
+    Messages of two links have no common order, so the content of a shared buffer would depend on
+    timing.
+    """
     wired = [t for t in plan.transfers if t.wire is not None and (t.wire.error or t.wire.anchor)]
     for one, other in combinations(wired, 2):
-        what = _shared(one, other)
-        if what is not None and _overlap(one, other) and _meet(one, other):
+        what = _shared_resource(one, other)
+        if (
+            what is not None
+            and _have_common_elements(one, other)
+            and _have_common_sender(one, other)
+        ):
             words = f"{one.id} and {other.id} share an {what}; give each link its own"
             yield words, (one, other)
             return
 
 
-def _shared(one: Transfer, other: Transfer) -> str | None:
-    """What two messages that have no order must not share, in words."""
+def _shared_resource(one: Transfer, other: Transfer) -> str | None:
+    """Return the name of the resource that two messages share without a defined order, or None."""
     a, b = one.wire, other.wire
     assert a is not None
     assert b is not None
@@ -273,14 +282,14 @@ def _shared(one: Transfer, other: Transfer) -> str | None:
     return "anchor" if one.sends_delta and other.sends_delta and a.anchor == b.anchor else None
 
 
-def _meet(one: Transfer, other: Transfer) -> bool:
-    """Whether some rank encodes for both."""
+def _have_common_sender(one: Transfer, other: Transfer) -> bool:
+    """Return whether one rank encodes both messages."""
     senders = [t.ranks and t.ranks[0] for t in (one, other)]
     return None in senders or senders[0] == senders[1]
 
 
-def _overlap(one: Transfer, other: Transfer) -> bool:
-    """Whether the payloads of two transfers have a bucket, or a slice of it, in common."""
+def _have_common_elements(one: Transfer, other: Transfer) -> bool:
+    """Return whether the payloads of two transfers have an element in common."""
     a, b = one.payload, other.payload
     if not set(a.buckets) & set(b.buckets):
         return False
@@ -289,11 +298,11 @@ def _overlap(one: Transfer, other: Transfer) -> bool:
     )
 
 
-def _apply(apply: Apply, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
-    yield from _known("rule", apply.rule, name, RULES)
-    yield from _settings(apply.rule, apply.args, name, plan, profile)
-    yield from _ranks(apply, name, profile)
-    copies = _copies(plan, "grad")
+def _apply_faults(apply: Apply, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
+    yield from _unknown_name("rule", apply.rule, name, RULES)
+    yield from _settings_faults(apply.rule, apply.args, name, plan, profile)
+    yield from _rank_faults(apply, name, profile)
+    copies = _copy_count(plan, "grad")
     if isinstance(apply.arg("age", 0), int) and apply.arg("age", 0) >= copies:
         yield f"age ({apply.arg('age')}) of {name} must be below the copies of grad ({copies})"
     if not effects.is_window_end(apply):
@@ -306,15 +315,15 @@ def _apply(apply: Apply, name: str, plan: Plan, profile: Profile | None) -> Iter
         yield f"copies ({copies}) of grad must be at least 2 for {name}"
 
 
-def _settings(
+def _settings_faults(
     rule: str, args: Iterable[tuple[str, Any]], name: str, plan: Plan, profile: Profile | None
 ) -> Iterator[str]:
-    """Settings of a rule, a vote or a wire; of one that says nothing about them, none."""
+    """Yield faults of the settings of a rule, a vote or a wire."""
     allowed, given = SETTINGS.get(rule), dict(args)
     if allowed is None:
         return
     for key in given:
-        yield from _known("setting", key, name, allowed)
+        yield from _unknown_name("setting", key, name, allowed)
     buffers: list[Buffer] = []
     for key, setting in allowed.items():
         value = given.get(key, setting.default)
@@ -323,12 +332,12 @@ def _settings(
                 yield f"{key} of {name} must be given"
         else:
             what = f"{key} ({value!r}) of {name}"
-            yield from _setting(what, value, setting, plan, profile, buffers)
+            yield from _setting_faults(what, value, setting, plan, profile, buffers)
     if len({buffer.kind for buffer in buffers}) > 1:
         yield f"{name} must name buffers of one kind"
 
 
-def _setting(
+def _setting_faults(
     what: str,
     value: Any,
     setting: Setting,
@@ -336,9 +345,10 @@ def _setting(
     profile: Profile | None,
     buffers: list[Buffer],
 ) -> Iterator[str]:
+    """Yield faults of one setting; add its buffer, if any, to `buffers`."""
     if setting.what == "buffer":
-        if value not in _sent(plan):
-            yield f"{what} must be one of {', '.join(sorted(_sent(plan)))}"
+        if value not in _usable_buffers(plan):
+            yield f"{what} must be one of {', '.join(sorted(_usable_buffers(plan)))}"
             return
         buffers.append(plan.all_buffers[value])
         if setting.kind not in (None, buffers[-1].kind):
@@ -347,7 +357,7 @@ def _setting(
         if value not in setting.words:
             yield f"{what} must be one of {', '.join(setting.words)}"
     elif setting.what == "numbers":
-        if not isinstance(value, tuple) or not all(map(_number, value)):
+        if not isinstance(value, tuple) or not all(map(_is_number, value)):
             yield f"{what} must be numbers, one per rank"
         elif profile is not None and len(value) != profile.world_size:
             yield f"{what} must be {profile.world_size} numbers, one per rank"
@@ -355,15 +365,15 @@ def _setting(
         yield f"{what} must be a whole number"
     elif setting.above and value == setting.least:
         yield f"{what} must be above {setting.least:g}"
-    elif not _number(value) or not setting.least <= value <= setting.most:
+    elif not _is_number(value) or not setting.least <= value <= setting.most:
         yield f"{what} must be a number from {setting.least:g} to {setting.most:g}"
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _buffers(plan: Plan) -> Iterator[str]:
+def _buffer_faults(plan: Plan) -> Iterator[str]:
     names = [buffer.name for buffer in plan.buffers]
     for buffer in plan.buffers:
         given = BUILT_IN.get(buffer.name)
@@ -377,7 +387,7 @@ def _buffers(plan: Plan) -> Iterator[str]:
             yield f"buffer {buffer.name!r} has one copy"
 
 
-def _groups(plan: Plan, profile: Profile | None) -> Iterator[str]:
+def _group_faults(plan: Plan, profile: Profile | None) -> Iterator[str]:
     for link, groups in plan.groups.items():
         if CHANNEL in link:
             yield f"groups of {link!r} must be those of its link: all its channels share them"
@@ -387,15 +397,16 @@ def _groups(plan: Plan, profile: Profile | None) -> Iterator[str]:
             yield f"groups of link {link!r} must hold each of the ranks 0..{world - 1} once"
 
 
-def _votes(plan: Plan) -> Iterator[str]:
+def _vote_faults(plan: Plan) -> Iterator[str]:
     names = [vote.name for vote in plan.votes]
     for name in sorted(set(names)):
         if names.count(name) > 1:
             yield f"vote {name!r} must be defined once"
 
 
-def _halves(plan: Plan) -> Iterator[Fault]:
-    """reduce_scatter and all_gather come in pairs."""
+def _unpaired_halves(plan: Plan) -> Iterator[Fault]:
+    """Yield reduce_scatters without their all_gather, and all_gathers without their
+    reduce_scatter."""
     halves: dict[Any, list[Transfer]] = {}
     for t in plan.transfers:
         if t.verb in OTHER_HALF:
@@ -408,8 +419,8 @@ def _halves(plan: Plan) -> Iterator[Fault]:
                 yield words, (t,)
 
 
-def _twice(plan: Plan) -> Iterator[Fault]:
-    """Messages of one iteration are told apart by their names."""
+def _duplicates(plan: Plan) -> Iterator[Fault]:
+    """Yield transfers that have the same name in the same iteration."""
     same: dict[str, list[Transfer]] = {}
     for t in plan.transfers:
         same.setdefault(t.id, []).append(t)
@@ -421,19 +432,21 @@ def _twice(plan: Plan) -> Iterator[Fault]:
             yield words, tuple(found[i] for _, i in clash)
 
 
-def _known(what: str, name: str, where: str, known: Collection[str]) -> Iterator[str]:
+def _unknown_name(what: str, name: str, where: str, known: Collection[str]) -> Iterator[str]:
+    """Yield a fault if `name` is not one of `known`."""
     if name not in known:
         yield f"{what} {name!r} of {where} must be one of {', '.join(sorted(known)) or 'none'}"
 
 
-def _sent(plan: Plan) -> dict[str, Buffer]:
-    """Buffers that rules and messages may name; those of the module are only broadcast."""
+def _usable_buffers(plan: Plan) -> dict[str, Buffer]:
+    """Return the buffers that rules and messages may use. The module's buffers are only
+    broadcast."""
     return {name: b for name, b in plan.all_buffers.items() if name != BUFFERS}
 
 
-def _copies(plan: Plan, buffer: str) -> int:
+def _copy_count(plan: Plan, buffer: str) -> int:
     return plan.all_buffers[buffer].copies if buffer in plan.all_buffers else 1
 
 
-def _place(moment: Moment, plan: Plan) -> int:
+def _position_from_start(moment: Moment, plan: Plan) -> int:
     return position(moment, plan.buckets) + moment.lag * (2 * plan.buckets + 2)
