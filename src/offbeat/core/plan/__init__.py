@@ -1,4 +1,4 @@
-"""Plans: the types, what they mean (`program`), and what is wrong with one (`check`)."""
+"""Plans: the types, the meaning of a plan (`program`), and its text and JSON forms (`text`)."""
 
 from offbeat.core.plan.phases import Phases
 from offbeat.core.plan.text import parse_moment

@@ -1,4 +1,4 @@
-"""Phases: sets of iterations of a plan, kept as runs so that long periods cost nothing."""
+"""Set of iterations of a plan, stored as runs of consecutive integers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any
 
 
 class Phases(Set[int]):
-    """An immutable set of integers from 0 on; equal to any set that holds the same.
+    """Immutable set of integers from 0 on. A set is equal to any set with the same members.
 
-    `runs` are its (start, stop) in order, never touching.
+    Time and memory depend on the number of runs, not on the number of members.
+
+    Attributes:
+        runs: (start, stop) of each run of consecutive members, ascending, with gaps between
+            them.
     """
 
     __slots__ = ("runs",)
@@ -23,18 +27,18 @@ class Phases(Set[int]):
         elif isinstance(members, range) and members.step == 1:
             self.runs = ((members.start, members.stop),) if members else ()
         else:
-            self.runs = _joined((member, member + 1) for member in sorted(members))
+            self.runs = _merge_runs((member, member + 1) for member in sorted(members))
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[int, int]]) -> Phases:
-        """The union of runs (start, stop) in any order."""
-        found = cls()
-        found.runs = _joined(sorted(run for run in runs if run[0] < run[1]))
-        return found
+        """Return the union of runs (start, stop) in any order."""
+        phases = cls()
+        phases.runs = _merge_runs(sorted(run for run in runs if run[0] < run[1]))
+        return phases
 
     @classmethod
     def parse(cls, text: str) -> Phases:
-        """Inverse of `str`."""
+        """Return the set that `text`, a result of `str`, denotes: "0,3-5" or "none"."""
         runs = []
         for run in text.split(",") if text != "none" else ():
             first, _, last = run.partition("-")
@@ -56,9 +60,9 @@ class Phases(Set[int]):
     def __le__(self, other: Set[Any]) -> bool:
         if not isinstance(other, Phases):
             return Set.__le__(self, other)
-        return all(other._holds(run) for run in self.runs)
+        return all(other._contains_run(run) for run in self.runs)
 
-    def _holds(self, run: tuple[int, int]) -> bool:
+    def _contains_run(self, run: tuple[int, int]) -> bool:
         at = bisect_right(self.runs, (run[0], float("inf"))) - 1
         return at >= 0 and run[1] <= self.runs[at][1]
 
@@ -83,8 +87,8 @@ class Phases(Set[int]):
         return f"Phases({self})"
 
 
-def _joined(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Runs in order, without gaps or overlaps between neighbours."""
+def _merge_runs(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return ordered runs in which adjacent and overlapping runs are merged."""
     joined: list[tuple[int, int]] = []
     for start, stop in runs:
         if joined and start <= joined[-1][1]:

@@ -1,10 +1,10 @@
-"""Programs: what one rank does in one iteration, in order. The only place that knows it.
+"""Program of one rank: the steps of each iteration of a plan, in order.
 
-A worker passes the moments of an iteration in one order: forward(L-1) .. forward(0), grad(0) ..
-grad(L-1), step, end. At each it waits for what is due, takes note of votes, applies, has its say
-in votes, and releases - always in this sequence. The compute of forward(b) follows the moment,
-that of grad(b) precedes it. `check`, the simulator, the runtime and the numeric interpreter walk
-programs and nothing else.
+A worker passes the moments of an iteration in the order forward(L-1) .. forward(0), grad(0) ..
+grad(L-1), step, end. At each moment it executes, in this order: waits, decisions of votes, applies,
+ballots of votes, releases. The compute of forward(b) follows the moment, the compute of grad(b)
+precedes it. `check`, the simulator, the runtime and the interpreter of plans all execute programs,
+so this module alone defines the meaning of a plan.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from offbeat.core.plan.types import Apply, Moment, Plan, Transfer, Vote
 
 
 def position(moment: Moment, buckets: int) -> int:
-    """Place of a moment among those of its iteration, from 0."""
+    """Return the position of a moment among the moments of its iteration, from 0.
+
+    A moment without a bucket is the first forward or the last gradient of the model.
+    """
     if moment.point == "step":
         return 2 * buckets
     if moment.point == "end":
         return 2 * buckets + 1
-    if moment.point == "forward":  # of the whole model: its first, the last bucket's
+    if moment.point == "forward":
         return buckets - 1 - (buckets - 1 if moment.bucket is None else moment.bucket)
     return buckets + (buckets - 1 if moment.bucket is None else moment.bucket)
 
 
 def moment_at(place: int, buckets: int) -> Moment:
-    """Inverse of `position`."""
+    """Return the moment at a position. It is the inverse of `position`."""
     if place >= 2 * buckets:
         return Moment("step" if place == 2 * buckets else "end")
     if place >= buckets:
@@ -40,17 +43,25 @@ def moment_at(place: int, buckets: int) -> Moment:
 
 
 class Due(NamedTuple):
-    """A message: the `number`-th transfer of this rank's iteration `lag` iterations ago."""
+    """Message to wait for: transfer `number` of this rank in the iteration `lag` iterations
+    earlier."""
 
     lag: int
     number: int
 
 
 class Step(NamedTuple):
-    """What a rank does at one moment, in the order of the fields.
+    """Actions of a rank at one moment, in the order of the fields.
 
-    Applies and votes come with their lag: the iteration that they belong to is so many before
-    this one. `release` holds indices of this iteration's transfers.
+    Attributes:
+        position: position of the moment in its iteration.
+        wait: messages to wait for.
+        decide: votes whose outcome is due, each with its lag.
+        apply: applies to execute, each with its lag.
+        ask: votes in which the rank casts its ballot.
+        release: indices of the transfers of this iteration to release.
+
+    A lag is the number of iterations since the iteration that a vote or an apply belongs to.
     """
 
     position: int
@@ -63,8 +74,11 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class _Rules:
-    """The rules that are active in one iteration, those of this rank; of the transfers also where
-    this rank releases them, where it waits for them (None: it does not), and how much later."""
+    """Rules of one rank that are active in one iteration.
+
+    `places` holds, for each transfer, the position of its release, the position of its wait (None
+    if this rank does not send or receive), and the lag of its wait.
+    """
 
     transfers: tuple[Transfer, ...]
     applies: tuple[Apply, ...]
@@ -73,24 +87,24 @@ class _Rules:
 
     @cached_property
     def awaited_transfers(self) -> frozenset[int]:
-        """Indices of transfers that this rank waits for."""
+        """Return the indices of the transfers that this rank waits for."""
         return frozenset(i for i, (_, due, _) in enumerate(self.places) if due is not None)
 
 
 class Program:
-    """A plan as the steps of one rank; equal iterations share their tables.
+    """Steps of one rank for each iteration of a plan. Moments without an action have no step.
 
-    Moments without anything to do have no step.
+    Iterations with equal rules share their tables, so a long period needs no more memory.
     """
 
     def __init__(self, plan: Plan, rank: int = 0) -> None:
         self.plan = plan
         self.rank = rank
         rules = (*plan.transfers, *plan.applies, *plan.votes)
-        # Between two neighbouring edges all phases are alike, so long periods cost nothing.
+        # All phases between two adjacent edges have the same rules.
         edges = {edge for rule in rules for run in rule.phases.runs for edge in run}
         self._edges = sorted({0, plan.prologue, *edges})
-        self._rules = self._by_segment()
+        self._rules = self._rules_by_segment()
         self.lags = sorted({0, *(lag for rule in rules for lag in _lags(rule))})
         self.lag = self.lags[-1]
         self._steps: dict[tuple[int, ...], tuple[Step, ...]] = {}
@@ -98,80 +112,92 @@ class Program:
         self._narrow: dict[int, list[Apply]] = {}
 
     def segment(self, iteration: int) -> int:
-        """Number of the iteration's kind: iterations of one kind have the same rules."""
+        """Return the number of the segment of an iteration. All iterations of a segment have the
+        same rules."""
         return bisect_right(self._edges, self.plan.phase(iteration)) - 1
 
     def transfers(self, iteration: int) -> tuple[Transfer, ...]:
-        """Transfers of one iteration that this rank takes part in, in issue order."""
+        """Return the transfers of an iteration in which this rank takes part, in issue order."""
         return self._rules[self.segment(iteration)].transfers
 
     def awaited_transfers(self, iteration: int) -> frozenset[int]:
-        """Indices of those transfers that bring this rank something."""
+        """Return the indices of the transfers of an iteration that this rank receives."""
         return self._rules[self.segment(iteration)].awaited_transfers
 
     def key(self, iteration: int) -> tuple[int, ...]:
-        """Equal for iterations that have the same steps."""
+        """Return the key of an iteration. Iterations with equal keys have the same steps."""
         return tuple(self.segment(iteration - lag) if lag <= iteration else -1 for lag in self.lags)
 
     def steps(self, iteration: int) -> tuple[Step, ...]:
-        """Steps of one iteration, by position."""
+        """Return the steps of an iteration, in the order of their positions."""
         key = self.key(iteration)
         if key not in self._steps:
-            self._steps[key] = tuple(self._bind(key))
+            self._steps[key] = tuple(self._make_steps(key))
         return self._steps[key]
 
     def steps_without_bucket_applies(self, iteration: int) -> tuple[Step, ...]:
-        """The same without what each bucket applies at a moment of its own (`spread_applies`):
-        as few steps as there are moments of messages, for who only needs to know when."""
+        """Return the steps of an iteration without its `bucket_applies`.
+
+        There are far fewer of these steps, which is enough for the times of messages.
+        """
         key = self.key(iteration)
         if key not in self._sparse:
-            self._sparse[key] = tuple(self._bind(key, narrow=False))
+            self._sparse[key] = tuple(self._make_steps(key, narrow=False))
         return self._sparse[key]
 
     def bucket_applies(self, iteration: int) -> list[tuple[int, Apply]]:
-        """What each bucket applies at a moment of its own (see `places`), with its lag."""
+        """Return the applies that each bucket executes at its own moment, with their lags.
+
+        `bucket_positions` returns the positions of these moments.
+        """
         applies = self._applies(self.key(iteration))
         return [(lag, apply) for lag, apply in applies if has_moment_per_bucket(apply)]
 
     def shape(self) -> tuple[int, list[int]]:
-        """Iterations after which nothing new happens: (prologue, one per kind in the cycle)."""
+        """Return the length of the prologue, and the phases at which the rules change."""
         return self.plan.prologue, self._edges
 
     # ---- tables -----------------------------------------------------------------------------
 
-    def _by_segment(self) -> list[_Rules]:
-        found: list[tuple[list[Any], ...]] = [([], [], [], []) for _ in self._edges]
+    def _rules_by_segment(self) -> list[_Rules]:
+        tables: list[tuple[list[Any], ...]] = [([], [], [], []) for _ in self._edges]
         plan = self.plan
         for column, rules in enumerate((plan.transfers, plan.applies, plan.votes)):
             for rule in rules:
-                if not self._mine(rule):
+                if not self._involves_rank(rule):
                     continue
-                where = self._places(rule) if isinstance(rule, Transfer) else None
+                positions = self._transfer_positions(rule) if isinstance(rule, Transfer) else None
                 for start, stop in rule.phases.runs:
                     first = bisect_right(self._edges, start) - 1
                     last = bisect_right(self._edges, stop - 1)
                     for segment in range(first, last):
-                        found[segment][column].append(rule)
-                        if where is not None:
-                            found[segment][3].append(where)
-        return [_Rules(*map(tuple, rules)) for rules in found]
+                        tables[segment][column].append(rule)
+                        if positions is not None:
+                            tables[segment][3].append(positions)
+        return [_Rules(*map(tuple, rules)) for rules in tables]
 
-    def _places(self, t: Transfer) -> tuple[int | None, int | None, int]:
+    def _transfer_positions(self, t: Transfer) -> tuple[int | None, int | None, int]:
+        """Return the positions of the release and the wait of a transfer, and the lag of the
+        wait."""
         sends = t.ranks is None or t.ranks[0] == self.rank
         receives = t.ranks is None or t.ranks[1] == self.rank
         return (
-            self._place(t.after) if sends else None,
-            self._place(t.before) if receives else None,
+            self._position(t.after) if sends else None,
+            self._position(t.before) if receives else None,
             t.before.lag,
         )
 
-    def _mine(self, rule: Transfer | Apply | Vote) -> bool:
+    def _involves_rank(self, rule: Transfer | Apply | Vote) -> bool:
         return isinstance(rule, Vote) or rule.ranks is None or self.rank in rule.ranks
 
-    def _bind(self, key: tuple[int, ...], *, narrow: bool = True) -> Iterator[Step]:
-        """Steps of an iteration; `key[n]` is the kind of the iteration `lags[n]` before. With
-        `narrow` an apply that is spread becomes one for each bucket, else it is left out."""
-        # By place, in the order in which a step does them.
+    def _make_steps(self, key: tuple[int, ...], *, narrow: bool = True) -> Iterator[Step]:
+        """Yield the steps of the iterations with a key; `key[n]` is the segment `lags[n]`
+        iterations earlier.
+
+        With `narrow`, an apply with a moment per bucket is split into one apply per bucket.
+        Otherwise it is left out.
+        """
+        # By position, in the order of the fields of `Step`.
         wait, decide, apply, ask, release = tables = [defaultdict(list) for _ in range(5)]
         for lag, segment in zip(self.lags, key, strict=True):
             if segment < 0:
@@ -184,28 +210,29 @@ class Program:
                     release[released_at].append(index)
             for vote in rules.votes:
                 if vote.due.lag == lag:
-                    decide[self._place(vote.due)].append((lag, vote))
+                    decide[self._position(vote.due)].append((lag, vote))
                 if lag == 0:
-                    ask[self._place(vote.at)].append(vote)
+                    ask[self._position(vote.at)].append(vote)
         for lag, rule in self._applies(key):
             if narrow or not has_moment_per_bucket(rule):
-                for one in self._narrowed(rule):
-                    apply[self._place(one.at)].append((lag, one))
+                for part in self._split_by_bucket(rule):
+                    apply[self._position(part.at)].append((lag, part))
         for place in sorted(set().union(*tables)):
             yield Step(place, *[tuple(table[place]) if place in table else () for table in tables])
 
-    def _place(self, moment: Moment) -> int:
+    def _position(self, moment: Moment) -> int:
         return position(moment, self.plan.buckets)
 
     def _applies(self, key: tuple[int, ...]) -> Iterator[tuple[int, Apply]]:
-        """What an iteration applies, with its lag."""
+        """Yield the applies that an iteration executes, with their lags."""
         for lag, segment in zip(self.lags, key, strict=True):
             for apply in self._rules[segment].applies if segment >= 0 else ():
                 if apply.at.lag == lag:
                     yield lag, apply
 
-    def _narrowed(self, apply: Apply) -> list[Apply]:
-        """An apply at moments: as it is, or one for each bucket at that bucket's own."""
+    def _split_by_bucket(self, apply: Apply) -> list[Apply]:
+        """Return an apply as applies at single moments: one per bucket if each bucket has its
+        own moment."""
         if not has_moment_per_bucket(apply):
             return [apply]
         if id(apply) not in self._narrow:
@@ -218,12 +245,12 @@ class Program:
 
 
 def has_moment_per_bucket(apply: Apply) -> bool:
-    """Whether each bucket has a moment of its own."""
+    """Return whether each bucket of the apply has its own moment."""
     return apply.at.bucket is None and apply.at.point in ("forward", "grad")
 
 
 def bucket_positions(apply: Apply, buckets: int) -> range:
-    """Positions of the buckets of an apply that is spread, in the order of its buckets."""
+    """Return the position of each bucket of an apply with a moment per bucket, in bucket order."""
     first, last = (
         position(Moment(apply.at.point, bucket), buckets)
         for bucket in (apply.buckets[0], apply.buckets[-1])
@@ -232,8 +259,11 @@ def bucket_positions(apply: Apply, buckets: int) -> range:
 
 
 def work_before(place: int, buckets: int) -> tuple[tuple[str, int], ...]:
-    """The compute between the moment before and this one, as (forward or backward, bucket): that
-    of a forward follows its moment, that of a gradient precedes its own."""
+    """Return the compute between the previous position and this one, as (kind, bucket).
+
+    The kind is "forward" or "backward". A forward follows its moment; a backward precedes its
+    moment.
+    """
     forward = (("forward", buckets - place),) if 0 < place <= buckets else ()
     backward = (("backward", place - buckets),) if buckets <= place < 2 * buckets else ()
     return forward + backward

@@ -1,4 +1,4 @@
-"""Plans as text for people, and as JSON."""
+"""Text form and JSON form of plans."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ SCHEMA = 2
 
 
 def text_of(plan: Plan, mark: Iterable[Any] = ()) -> str:
-    """One line per rule; the rules in `mark` get an arrow."""
+    """Return the plan as text, one line per rule, with an arrow at each rule in `mark`."""
     marked = {id(rule) for rule in mark}
-    head = f"{plan.strategy}: {_count(plan.buckets, 'bucket')}, "
-    head += f"period {_count(plan.period, 'iteration')}"
+    head = f"{plan.strategy}: {_count_text(plan.buckets, 'bucket')}, "
+    head += f"period {_count_text(plan.period, 'iteration')}"
     head += f" after a prologue of {plan.prologue}" if plan.prologue else ""
     rules = [*plan.transfers, *plan.votes, *plan.applies]
     rows = [_cells(rule) for rule in rules]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [head, *(f"   {line}" for line in _storage(plan))]
+    lines = [head, *(f"   {line}" for line in _storage_lines(plan))]
     for rule, row in zip(rules, rows, strict=True):
         cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(("-> " if id(rule) in marked else "   ") + cells.rstrip())
     return "\n".join(lines)
 
 
-def _storage(plan: Plan) -> Iterable[str]:
+def _storage_lines(plan: Plan) -> Iterable[str]:
+    """Yield the lines of buffers and groups."""
     for buffer in plan.buffers:
         copies = f", {buffer.copies} copies" if buffer.copies > 1 else ""
         yield f"buffer {buffer.name} like {buffer.kind}, starts as {buffer.start}{copies}"
@@ -52,6 +53,7 @@ def _storage(plan: Plan) -> Iterable[str]:
 
 
 def _cells(rule: Transfer | Apply | Vote) -> tuple[str, ...]:
+    """Return the cells of the line of a rule."""
     phases = f"in {rule.phases}"
     if isinstance(rule, Vote):
         run = rule.buckets
@@ -60,7 +62,7 @@ def _cells(rule: Transfer | Apply | Vote) -> tuple[str, ...]:
             f"at {rule.at}",
             f"due {rule.due}",
             phases,
-            f"by {rule.rule}{_args(rule.args)}",
+            f"by {rule.rule}{_format_args(rule.args)}",
         )
     ago = f"~{rule.ago}" if rule.ago else ""
     when = f"when {rule.when}{ago}" if rule.when else ""
@@ -68,23 +70,23 @@ def _cells(rule: Transfer | Apply | Vote) -> tuple[str, ...]:
         each = "each " if rule.at.bucket is None and rule.at.point in ("forward", "grad") else ""
         who = f"rank {','.join(map(str, rule.ranks))}" if rule.ranks is not None else ""
         extra = " ".join(filter(None, (who, when)))
-        return f"{rule.id}{_args(rule.args)}", f"at {each}{rule.at}", "", phases, extra
+        return f"{rule.id}{_format_args(rule.args)}", f"at {each}{rule.at}", "", phases, extra
     verb = "" if rule.verb == "all_reduce" else f"{rule.verb} "
     ranks = "" if rule.ranks is None else f" {rule.ranks[0]}->{rule.ranks[1]}"
     into = "" if rule.into is None else f" into {rule.into}"
-    wire = f"as {rule.wire.name}{_args(rule.wire.args)}" if rule.wire else ""
+    wire = f"as {rule.wire.name}{_format_args(rule.wire.args)}" if rule.wire else ""
     on = " ".join(filter(None, (f"on {rule.link}", wire, when)))
     what = f"{verb}{rule.payload}{ranks}{into}"
     return what, f"after {rule.after}", f"before {rule.before}", phases, on
 
 
-def _args(args: Iterable[tuple[str, Any]]) -> str:
+def _format_args(args: Iterable[tuple[str, Any]]) -> str:
     inside = ", ".join(f"{name}={value}" for name, value in args)
     return f"({inside})" if inside else ""
 
 
 def digest_of(plan: Plan) -> str:
-    """Hash of everything that ranks must agree on."""
+    """Return the hash of all fields that must be equal on all ranks."""
     data = plan_to_dict(plan)
     del data["facts"], data["bound_s"]
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -92,7 +94,8 @@ def digest_of(plan: Plan) -> str:
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """JSON-ready form, with the schema version; fields at their defaults are left out."""
+    """Return the plan as JSON types, with the schema version. Fields with default values are
+    left out."""
     return {
         "schema": SCHEMA,
         "strategy": plan.strategy,
@@ -111,7 +114,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
                 "due": str(v.due),
                 "phases": str(v.phases),
                 "args": dict(v.args),
-                **({"buckets": _run(v.buckets)} if v.buckets is not None else {}),
+                **({"buckets": _pair(v.buckets)} if v.buckets is not None else {}),
             }
             for v in plan.votes
         ],
@@ -122,7 +125,11 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_dict(data: Mapping[str, Any]) -> Plan:
-    """Inverse of `plan_to_dict`; ValueError on another schema or a malformed field."""
+    """Return the plan that `data`, a result of `plan_to_dict`, describes.
+
+    Raises:
+        ValueError: the schema differs, or a field is missing or malformed.
+    """
     if data.get("schema") != SCHEMA:
         raise ValueError(
             f"schema ({data.get('schema')!r}) of the plan must be {SCHEMA}; "
@@ -162,11 +169,20 @@ def plan_from_dict(data: Mapping[str, Any]) -> Plan:
 
 
 def parse_moment(text: str) -> Moment:
-    """Inverse of `str(moment)`: 'grad(3)', 'end', 'forward(0)+1'."""
+    """Return the moment that `text`, a result of `str(moment)`, denotes.
+
+    Args:
+        text: for example "grad(3)", "end" or "forward(0)+1".
+
+    Raises:
+        ValueError: the text is not a moment.
+    """
     place, _, lag = text.partition("+")
     point, _, bucket = place.rstrip(")").partition("(")
     return Moment(
-        _one_of("moment", point, POINTS), int(bucket) if bucket else None, int(lag) if lag else 0
+        _require_one_of("moment", point, POINTS),
+        int(bucket) if bucket else None,
+        int(lag) if lag else 0,
     )
 
 
@@ -184,7 +200,7 @@ def _transfer_to_dict(t: Transfer) -> dict[str, Any]:
     }
     return {
         "buffer": t.payload.buffer,
-        "buckets": _run(t.payload.buckets),
+        "buckets": _pair(t.payload.buckets),
         **_compact(t.payload, "part", "parts", "width", "age"),
         "after": str(t.after),
         "before": str(t.before),
@@ -204,7 +220,7 @@ def _transfer_from_dict(data: Mapping[str, Any]) -> Transfer:
         before=parse_moment(data["before"]),
         phases=Phases.parse(data["phases"]),
         link=data["link"],
-        verb=_one_of("verb", data.get("verb", "all_reduce"), VERBS),
+        verb=_require_one_of("verb", data.get("verb", "all_reduce"), VERBS),
         ranks=_ranks(data),  # type: ignore[arg-type]
         into=data.get("into"),
         wire=Wire(**wire) if wire else None,
@@ -221,7 +237,7 @@ def _apply_to_dict(a: Apply) -> dict[str, Any]:
     }
     return {
         "rule": a.rule,
-        "buckets": _run(a.buckets),
+        "buckets": _pair(a.buckets),
         "at": str(a.at),
         "phases": str(a.phases),
         **_compact(a, "ago"),
@@ -245,15 +261,15 @@ def _apply_from_dict(data: Mapping[str, Any]) -> Apply:
 def _buffer_from_dict(data: Mapping[str, Any]) -> Buffer:
     return Buffer(
         data["name"],
-        _one_of("kind", data.get("kind", "param"), get_args(Kind)),
-        _one_of("start", data.get("start", "zero"), get_args(Start)),
+        _require_one_of("kind", data.get("kind", "param"), get_args(Kind)),
+        _require_one_of("start", data.get("start", "zero"), get_args(Start)),
         int(data.get("copies", 1)),
         bool(data.get("kept", True)),
     )
 
 
 def _compact(record: Any, *names: str) -> dict[str, Any]:
-    """Fields of a record without those at their defaults."""
+    """Return the fields `names` of a record whose values are not the default."""
     defaults = {f.name: f.default for f in record.__dataclass_fields__.values()}
     return {n: getattr(record, n) for n in names if getattr(record, n) != defaults[n]}
 
@@ -262,7 +278,7 @@ def _ranks(data: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(map(int, data["ranks"])) if "ranks" in data else None
 
 
-def _run(buckets: range) -> list[int]:
+def _pair(buckets: range) -> list[int]:
     return [buckets.start, buckets.stop]
 
 
@@ -271,11 +287,11 @@ def _range(pair: Sequence[int]) -> range:
     return range(int(start), int(stop))
 
 
-def _count(number: int, what: str) -> str:
+def _count_text(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("s" if number != 1 else "")
 
 
-def _one_of(name: str, value: Any, allowed: Iterable[str]) -> Any:
+def _require_one_of(name: str, value: Any, allowed: Iterable[str]) -> Any:
     allowed = tuple(allowed)
     if value not in allowed:
         raise ValueError(f"{name} ({value!r}) must be one of {', '.join(allowed)}")

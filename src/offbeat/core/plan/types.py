@@ -1,7 +1,7 @@
-"""Plans: what one job moves and computes, at which moments, repeated over a period.
+"""Types of a plan: the transfers, computations and votes of one job, and the moment of each.
 
-A plan is pure data, one for all ranks. It holds no tensors, no times and no addresses. What it
-means is said in one place, `core/plan/program.py`.
+A plan is pure data and is the same on all ranks. It contains no tensors, times or addresses. Its
+meaning is defined in `core/plan/program.py`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,23 @@ VERBS: tuple[str, ...] = get_args(Verb)
 CHANNEL = "#"
 VOTES = "votes"
 Groups = tuple[tuple[int, ...], ...]
-BUFFERS = "buffers"  # those of the module that forward writes
+BUFFERS = "buffers"  # name of the buffer of the module's own buffers
 Args = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point of one worker's own iteration.
+    """Point in an iteration of one worker.
 
-    forward(b): bucket b's forward is about to begin; grad(b): the gradients of buckets 0..b are
-    complete; step: the user called `optimizer.step()`; end: it is about to return. A lag counts
-    iterations after the rule's own. Without a bucket a transfer means the whole model (its first
-    forward, its last gradient), an apply each of its buckets at that bucket's own moment.
+    Without a bucket, the moment of a transfer refers to the whole model (its first forward or its
+    last gradient), and the moment of an apply refers to each bucket's own moment.
+
+    Attributes:
+        point: "forward": the forward of the bucket is about to begin; "grad": the gradients of
+            buckets 0 to `bucket` are complete; "step": `optimizer.step()` has been called;
+            "end": `optimizer.step()` is about to return.
+        bucket: index of the bucket; None for "step", "end" and the whole model.
+        lag: number of iterations after the iteration of the rule.
     """
 
     point: Point
@@ -49,13 +54,20 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Named storage of the model's shape on every worker.
+    """Named storage on every worker, as large as the gradients, the parameters or the optimizer
+    state.
 
-    `kind` says which shape: of the gradients, of the parameters with the running statistics, or
-    of the optimizer's state. It starts at zero or as a copy of the parameters. Of several copies
-    the rule `close` makes the newest one the one before. A buffer that is `kept` belongs into a
-    checkpoint. grad, param and state exist in every plan; a plan lists one to say how many copies.
-    `buffers` are the module's own that forward writes, as `register_buffer` knows them.
+    The buffers grad, param, state and buffers exist in every plan. A plan lists one of them to set
+    its number of copies. "buffers" holds the buffers that the module has registered by
+    `register_buffer` and that its forward writes.
+
+    Attributes:
+        name: name of the buffer.
+        kind: shape: "grad" for gradients, "param" for parameters and running statistics,
+            "state" for the optimizer's state, "buffers" for the module's buffers.
+        start: initial value: "zero", or "param" for a copy of the parameters.
+        copies: number of copies. The rule `close` turns the newest copy into the previous one.
+        kept: whether the buffer is part of a checkpoint.
     """
 
     name: str
@@ -75,10 +87,15 @@ BUILT_IN = {
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What moves: one buffer of a run of neighbouring buckets (backward order).
+    """Content of a message: one buffer of a run of adjacent buckets, or slices of one bucket.
 
-    One bucket may be cut into `parts` equal slices; then it holds `width` of them from `part` on.
-    `age` counts copies of the buffer: 0 is the newest, 1 the one that was closed before.
+    Attributes:
+        buffer: name of the buffer.
+        buckets: run of buckets, in backward order.
+        part: index of the first slice.
+        parts: number of equal slices that the bucket is cut into.
+        width: number of slices.
+        age: copy of the buffer: 0 for the newest, 1 for the one that was closed before it.
     """
 
     buffer: str
@@ -95,18 +112,29 @@ class Payload:
         return f"{self.buffer}{age}[{self.buckets.start}:{self.buckets.stop}]{slice_}"
 
     def slice_of(self, size: int) -> slice:
-        """Which of `size` elements laid end to end it holds."""
+        """Return the elements of the payload, as a slice of the buckets' `size` elements.
+
+        Args:
+            size: number of elements of all buckets of the payload.
+        """
         return slice(size * self.part // self.parts, size * (self.part + self.width) // self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What goes over the link instead of the payload: a codec by name, with its settings.
+    """Codec of a transfer: the message carries the encoded payload.
 
-    `error` names a buffer that keeps what encoding lost and adds it to the next message. With an
-    `anchor`, a buffer that is equal on all ranks, the difference to it is encoded; it moves by the
-    mean of what was decoded, and is then what arrives. The anchor of a send is the sender's alone:
-    what the receiver has. Both move by what was decoded, so what is lost stays in the difference.
+    With an anchor, the codec encodes the difference between the payload and the anchor. The anchor
+    moves by the mean of the decoded differences and replaces the payload as the result. The anchor
+    of an all_reduce is equal on all ranks. The anchor of a send belongs to the sender and holds the
+    receiver's copy. The coding error remains in the next difference.
+
+    Attributes:
+        name: name of the codec.
+        args: settings of the codec.
+        error: buffer that stores the coding error and adds it to the next message; None for
+            none.
+        anchor: buffer that differences are taken from; None for none.
     """
 
     name: str
@@ -118,21 +146,35 @@ class Wire:
         object.__setattr__(self, "args", _pairs(self.args))
 
     def arg(self, name: str, default: Any = None) -> Any:
+        """Return a setting of the codec, or `default`."""
         return dict(self.args).get(name, default)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One rule of communication, active in the iterations of `phases`.
+    """Rule of communication: one message in each iteration of `phases`.
 
-    all_reduce: the payload becomes its mean over the ranks of the link's group. It also comes in
-    two halves: reduce_scatter leaves each rank one shard of the mean, all_gather spreads the
-    shards. broadcast: the payload becomes that of the group's first rank. send: `ranks` = (from,
-    to); `after` is the sender's moment, `before` the receiver's. The result is in its place from
-    `before` on; `into` is another buffer to put it, else the payload's own. The order of a plan's
-    transfers is the order in which every rank issues them on a link. A link's name may end in
-    `#n`, its n-th further channel. `when` names a vote: if it says no, the transfer is passed
-    over. `ago`: the vote of so many iterations before; where there was none yet it is a yes.
+    Every rank issues the transfers of a link in the order of the plan. The result is available from
+    `before` on.
+
+    Attributes:
+        payload: content of the message.
+        after: release: the moment from which the message may be sent. For a send, a moment of
+            the sender.
+        before: deadline: the moment that waits for the message. For a send, a moment of the
+            receiver.
+        phases: phases in which the transfer is active.
+        link: name of the link, or of a channel of it (`link#n`).
+        verb: "all_reduce": the payload becomes its mean over the ranks of the link's group;
+            "reduce_scatter": each rank gets one shard of the mean; "all_gather": all ranks get
+            all shards; "broadcast": the payload becomes that of the first rank of the group;
+            "send": one rank sends the payload to another.
+        ranks: (sender, receiver) of a send; None otherwise.
+        into: buffer that receives the result; None for the buffer of the payload.
+        wire: codec; None to send the payload itself.
+        when: vote that must result in yes, otherwise the transfer is skipped; None for no vote.
+        ago: number of iterations between that vote and this transfer. If no such iteration
+            exists, the outcome is yes.
     """
 
     payload: Payload
@@ -152,22 +194,23 @@ class Transfer:
 
     @property
     def target(self) -> str:
-        """The buffer that receives the result."""
+        """Return the buffer that receives the result."""
         return self.into or self.payload.buffer
 
     @property
     def sends_delta(self) -> bool:
-        """Whether it sends what the receiver's copy lacks, by the sender's anchor."""
+        """Return whether a send carries the difference between the payload and the receiver's
+        copy."""
         return self.verb == "send" and self.wire is not None and self.wire.anchor is not None
 
     @property
     def in_place(self) -> bool:
-        """Whether the payload itself is on the link, not a copy of it."""
+        """Return whether the collective works on the payload itself, not on a copy."""
         return self.into is None and self.verb != "send" and self.wire is None
 
     @cached_property
     def id(self) -> str:
-        """Name, unique among the transfers of one iteration, the same on every rank."""
+        """Return the name of the transfer: the same on all ranks, unique within an iteration."""
         verb = "" if self.verb == "all_reduce" else f"{self.verb} "
         ranks = "" if self.ranks is None else f" {self.ranks[0]}->{self.ranks[1]}"
         into = "" if self.into is None else f" into {self.into}"
@@ -176,10 +219,18 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Apply:
-    """One rule of local arithmetic, by name (see `numerics`), on some buckets at a moment.
+    """Rule of local arithmetic on some buckets, executed at a moment.
 
-    The user's optimizer is the rule `local`. `ranks`: who does it (None: all); `when`, `ago`:
-    the vote that it depends on, as for a transfer.
+    Attributes:
+        rule: name of the rule (see `core/rules`). The rule `local` is the user's optimizer.
+        buckets: run of buckets.
+        at: moment. Without a bucket in "forward" or "grad", each bucket has its own moment.
+        phases: phases in which the rule is active.
+        ranks: ranks that execute the rule; None for all.
+        when: vote that must result in yes, otherwise the rule is skipped; None for no vote.
+        args: settings of the rule.
+        ago: number of iterations between that vote and this apply. If no such iteration exists,
+            the outcome is yes.
     """
 
     rule: str
@@ -200,21 +251,27 @@ class Apply:
         return dict(self.args)
 
     def arg(self, name: str, default: Any = None) -> Any:
-        """One of its settings."""
+        """Return a setting of the rule, or `default`."""
         return self._settings.get(name, default)
 
     @property
     def id(self) -> str:
-        """Name for texts."""
+        """Return the name of the apply for messages and texts."""
         return f"{self.rule}[{self.buckets.start}:{self.buckets.stop}]"
 
 
 @dataclass(frozen=True)
 class Vote:
-    """A decision made while running, the same on every rank: yes if any rank says yes.
+    """Decision at run time that is the same on all ranks: yes if at least one rank votes yes.
 
-    Every rank has its say at `at`, by a rule (see `numerics`), and knows the outcome from `due`.
-    It is about some buckets, by default all.
+    Attributes:
+        name: name of the vote.
+        rule: name of the rule that computes the vote of a rank (see `core/rules`).
+        at: moment at which each rank votes.
+        due: moment from which the outcome is available.
+        phases: phases in which the vote takes place.
+        args: settings of the rule.
+        buckets: run of buckets that the rule inspects; None for all.
     """
 
     name: str
@@ -230,13 +287,19 @@ class Vote:
         object.__setattr__(self, "args", _pairs(self.args))
 
     def arg(self, name: str, default: Any = None) -> Any:
-        """One of its settings."""
+        """Return a setting of the rule, or `default`."""
         return dict(self.args).get(name, default)
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something worth knowing about a plan, for people: it changes nothing."""
+    """Information about a plan for its readers. A fact does not affect execution.
+
+    Attributes:
+        name: name of the fact.
+        value: value of the fact, a JSON type.
+        meaning: description of the value.
+    """
 
     name: str
     value: Any
@@ -245,15 +308,28 @@ class Fact:
 
 @dataclass(frozen=True)
 class Plan:
-    """Rules for `prologue` iterations that happen once, then for `period` that repeat.
+    """Schedule of one job: rules for `prologue` iterations, then for `period` iterations that
+    repeat.
 
-    Iteration t has phase t in the prologue, then prologue + (t - prologue) % period. Rules of one
-    moment act in the order of the plan. `groups` partitions the ranks per link: a collective on
-    the link and on its channels spans one part; a link that is not there spans all ranks, and so
-    do votes. `source`: the rank that has
-    the job's newest parameters between iterations, and the optimizer's state; None: all are alike,
-    or their mean counts. `bound_s`: lower bound in seconds per iteration of every schedule of the
-    strategy's family.
+    Iteration t has the phase t in the prologue, otherwise `prologue + (t - prologue) % period`.
+    Rules with the same moment act in the order of the plan.
+
+    Attributes:
+        strategy: name of the strategy that made the plan.
+        buckets: number of buckets.
+        transfers: rules of communication.
+        applies: rules of local arithmetic.
+        votes: decisions at run time.
+        buffers: buffers in addition to those of every plan, or with more copies.
+        groups: link name to a partition of the ranks. A collective on the link and its channels
+            spans one part. A link without an entry spans all ranks, and votes always do.
+        period: number of iterations that repeat.
+        prologue: number of iterations before them.
+        source: rank that has the newest parameters and the optimizer's state between
+            iterations. None if all ranks are equal or if their mean is the result.
+        bound_s: lower bound of the seconds per iteration for every schedule of the strategy's
+            family; None if not known.
+        facts: information for readers.
     """
 
     strategy: str
@@ -271,42 +347,44 @@ class Plan:
 
     @property
     def phases(self) -> range:
+        """Return all phases."""
         return range(self.prologue + self.period)
 
     @property
     def cycle(self) -> range:
-        """The phases that repeat."""
+        """Return the phases that repeat."""
         return range(self.prologue, self.prologue + self.period)
 
     def phase(self, iteration: int) -> int:
-        """Phase of an iteration (counted from 0)."""
+        """Return the phase of an iteration, counted from 0."""
         if iteration < self.prologue:
             return iteration
         return self.prologue + (iteration - self.prologue) % self.period
 
     @cached_property
     def all_buffers(self) -> dict[str, Buffer]:
-        """Every buffer by name, those of every plan first."""
+        """Return all buffers by name, first those of every plan."""
         return BUILT_IN | {buffer.name: buffer for buffer in self.buffers}
 
     @property
     def links(self) -> tuple[str, ...]:
-        """Names of the links that the plan uses, in order of first use."""
+        """Return the names of the links that the plan uses, in order of first use."""
         return tuple(dict.fromkeys(transfer.link for transfer in self.transfers))
 
     @property
     def uniform(self) -> bool:
-        """Whether every rank does the same, in one group."""
+        """Return whether all ranks have the same rules, in one group."""
         rules = (*self.transfers, *self.applies)
         return not self.groups and all(rule.ranks is None for rule in rules)
 
     def fact(self, name: str, default: Any = None) -> Any:
-        """The value of a fact."""
+        """Return the value of a fact, or `default`."""
         return next((fact.value for fact in self.facts if fact.name == name), default)
 
     @cached_property
     def digest(self) -> str:
-        """Hash of everything that ranks must agree on (facts and the bound are left out)."""
+        """Return the hash of all fields that must be equal on all ranks: all but `facts` and
+        `bound_s`."""
         from offbeat.core.plan.text import digest_of
 
         return digest_of(self)
@@ -315,20 +393,24 @@ class Plan:
         return self.text()
 
     def text(self, mark: Iterable[Any] = ()) -> str:
-        """One line per rule; the rules in `mark` get an arrow."""
+        """Return the plan as text, one line per rule, with an arrow at each rule in `mark`."""
         from offbeat.core.plan.text import text_of
 
         return text_of(self, mark)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, with the schema version."""
+        """Return the plan as JSON types, with the schema version."""
         from offbeat.core.plan.text import plan_to_dict
 
         return plan_to_dict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Inverse of `to_dict`; ValueError on another schema or a malformed field."""
+        """Return the plan that `data`, a result of `to_dict`, describes.
+
+        Raises:
+            ValueError: the schema differs, or a field is missing or malformed.
+        """
         from offbeat.core.plan.text import plan_from_dict
 
         return plan_from_dict(data)
@@ -348,39 +430,73 @@ def transfer(
     age: int = 0,
     **more: Any,
 ) -> Transfer:
-    """A transfer from its fields, the short way to write one; `more` are those of `Transfer`."""
+    """Return a transfer of a payload that is given by its fields.
+
+    Args:
+        buffer: see `Payload`.
+        buckets: see `Payload`.
+        after: see `Transfer`.
+        before: see `Transfer`.
+        phases: phases in which the transfer is active.
+        link: see `Transfer`.
+        part: see `Payload`.
+        parts: see `Payload`.
+        width: see `Payload`.
+        age: see `Payload`.
+        more: further fields of `Transfer`.
+    """
     payload = Payload(buffer, buckets, part, parts, width, age)
     return Transfer(payload, after, before, _phases(phases), link, **more)
 
 
 def local(buckets: int, at: Moment, phases: Iterable[int], **args: Any) -> Apply:
-    """The user's optimizer on all buckets: at `step` as a whole, else each at its own moment."""
+    """Return an apply of the user's optimizer to all buckets.
+
+    Args:
+        buckets: number of buckets.
+        at: moment: "step" or "end" for one call, "forward" or "grad" for each bucket at its own
+            moment.
+        phases: phases in which the apply is active.
+        args: settings of the rule `local`.
+    """
     return Apply("local", range(buckets), at, Phases(phases), args=_pairs(args))
 
 
 def channel(link: str, index: int) -> str:
-    """Name of a link's index-th channel: the link itself, then `link#1`, `link#2`, ..."""
+    """Return the name of a channel of a link: the link itself for 0, then `link#1`, `link#2`.
+
+    Args:
+        link: name of the link.
+        index: number of the channel.
+    """
     return f"{link}{CHANNEL}{index}" if index else link
 
 
 def base_link(name: str) -> str:
-    """The link that a channel belongs to."""
+    """Return the link that a channel belongs to."""
     return name.partition(CHANNEL)[0]
 
 
 def vote_channel(link: str) -> str:
-    """Name of the channel of a link that carries votes. It spans all ranks, whatever the groups of
-    its link, and no bulk message delays it."""
+    """Return the name of the channel of a link that carries votes.
+
+    The channel spans all ranks, whatever the groups of its link. Other messages do not delay it.
+    """
     return f"{link}{CHANNEL}{VOTES}"
 
 
 def is_vote_channel(name: str) -> bool:
-    """Whether the name is that of a channel of votes."""
+    """Return whether a name is the name of a channel of votes."""
     return name.partition(CHANNEL)[2] == VOTES
 
 
 def groups_of(name: str, groups: Mapping[str, Groups]) -> Groups:
-    """Groups of ranks that the collectives of a link or channel span; () if they span all ranks."""
+    """Return the groups of ranks that collectives on a link or channel span; () for all ranks.
+
+    Args:
+        name: name of the link or channel.
+        groups: groups by link, as in `Plan.groups`.
+    """
     return () if is_vote_channel(name) else groups.get(base_link(name), ())
 
 
@@ -389,6 +505,6 @@ def _phases(members: Iterable[int]) -> Phases:
 
 
 def _pairs(args: Mapping[str, Any] | Args) -> Args:
-    """Settings in the order of their names; lists, as JSON knows them, become tuples."""
+    """Return settings in the order of their names, with lists (from JSON) as tuples."""
     pairs = args.items() if isinstance(args, Mapping) else args
     return tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in pairs))
