@@ -109,7 +109,7 @@ def test_every_plan_is_sound(strategy, profile):
     merges = plan.fact("merges")
     assert sum(merges) == plan.period
     second = plan.prologue + plan.period  # the first cycle also applies what the prologue closed
-    applied = [Windows(plan).applied(t) for t in range(second, second + plan.period)]
+    applied = [Windows(plan).applied_window(t) for t in range(second, second + plan.period)]
     assert Counter(len(one) for one in applied if one) == Counter(merges)
     moved = Counter()
     for phase in plan.phases[plan.prologue :]:
