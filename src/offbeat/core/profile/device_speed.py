@@ -1,4 +1,5 @@
-"""The device whose compute a prediction is for: that of the profile, or the user's."""
+"""Device whose compute a prediction assumes: that of the profile, or one that the user
+describes."""
 
 from __future__ import annotations
 
@@ -11,31 +12,37 @@ from offbeat.core.profile.facts import Profile
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """The compute of the user's device: `times` as fast as the measured machine without a pace, or
-    `iteration_s` seconds of compute per iteration; one of the two."""
+    """Speed of the compute device that the user describes by one of two values.
+
+    Attributes:
+        times: speed relative to the measured machine without a pace; None if `iteration_s` is
+            given.
+        iteration_s: seconds of compute per iteration; None if `times` is given.
+    """
 
     times: float | None = None
     iteration_s: float | None = None
 
     def of(self, profile: Profile) -> float:
-        """How many times as fast as the profile the device computes."""
+        """Return the speed of the device relative to the compute times of a profile."""
         if self.times is not None:
             return self.times * (profile.pace or 1.0)
         assert self.iteration_s is not None
         return compute_s(profile) / self.iteration_s
 
     def apply(self, profile: Profile) -> Profile:
-        """The profile on the device."""
+        """Return the profile with the compute times of the device."""
         return with_device_speed(profile, self.of(profile))
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Whose compute the times of a profile hold.
+    """Device that the compute times of a profile belong to.
 
-    `pace`: that of hosts at 1/pace of a core of the measured machine; 0: not slowed down.
-    `device_speed`: how many times as fast as that machine, None with a pace. `iteration_s`: seconds
-    of compute per iteration.
+    Attributes:
+        pace: slowdown of emulated hosts relative to a core of the measured machine; 0 for none.
+        device_speed: speed relative to the measured machine; None with a pace.
+        iteration_s: seconds of compute per iteration.
     """
 
     pace: float
@@ -44,7 +51,7 @@ class Compute:
 
     @classmethod
     def of(cls, profile: Profile, speed: DeviceSpeed | None = None) -> Compute:
-        """The compute of a profile, or of the user's device."""
+        """Return the compute device of a profile, or the device that `speed` describes."""
         if speed is None:
             return cls(profile.pace, None if profile.pace else 1.0, compute_s(profile))
         times = speed.of(profile)
@@ -52,7 +59,7 @@ class Compute:
 
     @property
     def text(self) -> str | None:
-        """One sentence if the compute is not that of the measured machine."""
+        """Return one sentence about the device; None if the device is the measured machine."""
         seconds = f"{1e3 * self.iteration_s:.4g} ms of compute per iteration"
         if self.pace:
             return (
@@ -67,10 +74,10 @@ class Compute:
         return None
 
     def record(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return the fields and the text as JSON types."""
         return {**asdict(self), "text": self.text}
 
 
 def compute_s(profile: Profile) -> float:
-    """Seconds of compute per iteration of a rank, without any message."""
+    """Return the seconds of compute per iteration of a rank, without any message."""
     return profile.forward_s + profile.backward_s + profile.update_s + profile.other_s

@@ -1,7 +1,9 @@
-"""Elsewhere: a measured profile on another number of hosts, at other rates, with other jitter.
+"""Extrapolation of a profile to another number of ranks, other rates, other jitter or another
+device.
 
-All-reduces are taken to be rings, as gloo's are: each of N ranks sends 2 (N - 1) messages of one
-N-th of the bytes. So the time of the bytes goes with 2 (N - 1) / N, latency with N - 1.
+All_reduces are assumed to be rings, as in gloo: each of N ranks sends 2 (N - 1) messages of one
+N-th of the bytes. So the time of the bytes is proportional to 2 (N - 1) / N, and the latency is
+proportional to N - 1.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from itertools import cycle, islice
 from offbeat.core.profile.facts import Bucket, Link, Profile
 
 Points = tuple[tuple[int, float], ...]
-PAYLOAD = 0.94  # of a link's rate arrives as payload of large all-reduces (25 to 200 Mbit/s, gloo)
+PAYLOAD = 0.94  # payload share of a link's rate in large all_reduces (25 to 200 Mbit/s, gloo)
 
 
 def extrapolate(
@@ -24,9 +26,16 @@ def extrapolate(
     rate_bps: float | Mapping[str, float] | None = None,
     jitter: float | None = None,
 ) -> Profile:
-    """The profile on `hosts` ranks, all links at `rate_bps` (or some, by name), compute varying by
-    `jitter`; None: as measured. Ranks that differ are repeated in turn. ValueError for what cannot
-    be scaled.
+    """Return the profile for another cluster. An argument of None keeps the measured value.
+
+    Args:
+        profile: measured profile.
+        hosts: number of ranks. Properties of single ranks are repeated in turn.
+        rate_bps: rate of all links in bit/s, or a rate for some links by name.
+        jitter: relative standard deviation of the compute time of all ranks.
+
+    Raises:
+        ValueError: a rank count is below 2, so nothing can be scaled.
     """
     ranks = profile.world_size
     count = ranks if hosts is None else hosts
@@ -41,7 +50,7 @@ def extrapolate(
     for name, value in (("hosts", count), ("world_size of the profile", ranks)):
         if value < 2:
             raise ValueError(f"{name} ({value}) must be at least 2; one rank alone sends nothing")
-    links = tuple(_link(link, ranks, count, rates.get(link.name)) for link in profile.links)
+    links = tuple(_scale_link(link, ranks, count, rates.get(link.name)) for link in profile.links)
     pairs = dict(
         zip((link.name for link in links), zip(profile.links, links, strict=True), strict=True)
     )
@@ -50,18 +59,22 @@ def extrapolate(
         profile,
         world_size=count,
         links=links,
-        buckets=tuple(_bucket(bucket, pairs, steps) for bucket in profile.buckets),
-        rank_scale=_repeated(profile.rank_scale, count),
-        rank_jitter=_repeated(profile.rank_jitter, count),
+        buckets=tuple(_scale_bucket(bucket, pairs, steps) for bucket in profile.buckets),
+        rank_scale=_repeat(profile.rank_scale, count),
+        rank_jitter=_repeat(profile.rank_jitter, count),
         noise=None if noise is None else replace(noise, noise_sq=noise.noise_sq * ranks / count),
     )
 
 
 def with_device_speed(profile: Profile, speed: float) -> Profile:
-    """The profile of devices that compute `speed` times as fast. Forward, backward, updates and the
-    rest of the loop scale alike; messages and codecs take as long as measured. The result has no
-    pace: its times are those of the device, not of an emulated host. ValueError unless `speed` is
-    finite and above 0.
+    """Return the profile of devices that compute `speed` times as fast.
+
+    Forward, backward, updates and the rest of the loop are scaled. Messages and codecs keep their
+    measured times. The result has no pace: its times are those of the device, not of an emulated
+    host.
+
+    Raises:
+        ValueError: `speed` is not finite or not above 0.
     """
     if not 0 < speed < math.inf:
         raise ValueError(f"speed ({speed:g}) of the device must be finite and above 0")
@@ -79,9 +92,10 @@ def with_device_speed(profile: Profile, speed: float) -> Profile:
 
 
 def with_slower_links(profile: Profile, times: float) -> Profile:
-    """The profile whose messages take so many times as long; coding takes what it takes."""
+    """Return the profile with message times multiplied by `times`. Coding keeps its measured
+    times."""
 
-    def slower(small: Points) -> Points:
+    def slow_down(small: Points) -> Points:
         return tuple((size, seconds * times) for size, seconds in small)
 
     links = tuple(
@@ -89,9 +103,9 @@ def with_slower_links(profile: Profile, times: float) -> Profile:
             link,
             latency_s=link.latency_s * times,
             bytes_per_s=link.bytes_per_s / times,
-            small=slower(link.small),
+            small=slow_down(link.small),
             halves={verb: (s * times, rate / times) for verb, (s, rate) in link.halves.items()},
-            small_halves={verb: slower(small) for verb, small in link.small_halves.items()},
+            small_halves={verb: slow_down(small) for verb, small in link.small_halves.items()},
         )
         for link in profile.links
     )
@@ -103,25 +117,26 @@ def with_slower_links(profile: Profile, times: float) -> Profile:
 
 
 def ring_passes(ranks: int) -> float:
-    """How often a rank sends every byte of an all-reduce."""
+    """Return the number of times that a rank sends each byte of a ring all_reduce."""
     return 2 * (ranks - 1) / ranks
 
 
 def network_rate_bps(link: Link, ranks: int) -> float:
-    """Rate of the network in bit/s: the recorded one, else what the ring's payload implies."""
+    """Return the rate of the network in bit/s: the recorded rate, or the one that the link's
+    payload rate implies."""
     if link.asked_rate_bps is not None:
         return link.asked_rate_bps
     return 8 * link.bytes_per_s * ring_passes(ranks) / PAYLOAD
 
 
-def _link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Link:
+def _scale_link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Link:
     steps, more = (count - 1) / (ranks - 1), ring_passes(count) / ring_passes(ranks)
     rate = link.bytes_per_s / more
     if rate_bps is not None:
         rate = PAYLOAD * rate_bps / 8 / ring_passes(count)
     faster = rate / link.bytes_per_s
 
-    def scaled(small: Points, before: float) -> Points:
+    def scale_points(small: Points, before: float) -> Points:
         least = ((size, max(seconds - size / before, 0.0)) for size, seconds in small)
         return tuple((size, seconds * steps + size / before / faster) for size, seconds in least)
 
@@ -130,9 +145,9 @@ def _link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Link:
         link,
         latency_s=link.latency_s * steps,
         bytes_per_s=rate,
-        small=scaled(link.small, link.bytes_per_s),
+        small=scale_points(link.small, link.bytes_per_s),
         small_halves={
-            verb: scaled(small, link.halves.get(verb, (0.0, half))[1])
+            verb: scale_points(small, link.halves.get(verb, (0.0, half))[1])
             for verb, small in link.small_halves.items()
         },
         halves={verb: (least * steps, r * faster) for verb, (least, r) in link.halves.items()},
@@ -143,8 +158,8 @@ def _link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Link:
     )
 
 
-def _bucket(bucket: Bucket, links: dict[str, tuple[Link, Link]], steps: float) -> Bucket:
-    """Given times of messages change as those by the line do."""
+def _scale_bucket(bucket: Bucket, links: dict[str, tuple[Link, Link]], steps: float) -> Bucket:
+    """Return a bucket whose given message times are scaled as the fitted line of the link."""
     given = {}
     for name, seconds in bucket.communication_s.items():
         before, after = links[name]
@@ -155,5 +170,5 @@ def _bucket(bucket: Bucket, links: dict[str, tuple[Link, Link]], steps: float) -
     return replace(bucket, communication_s=given)
 
 
-def _repeated(values: Sequence[float], count: int) -> tuple[float, ...]:
+def _repeat(values: Sequence[float], count: int) -> tuple[float, ...]:
     return tuple(islice(cycle(values), count)) if values else ()

@@ -1,4 +1,5 @@
-"""Profiles: measured facts of one model on one cluster, and the message times they imply."""
+"""Profile: measurements of one model on one cluster, and the message times that follow from
+them."""
 
 from __future__ import annotations
 
@@ -23,13 +24,21 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One bucket, times in seconds per iteration, sizes in bytes.
+    """Measurements of one bucket.
 
-    `size_bytes` are its gradients (as many as its parameters), `buffer_bytes` the floating-point
-    buffers averaged with the parameters, `state_bytes` the optimizer state. `communication_s`
-    overrides the alpha-beta estimate per link for a message of `size_bytes`. `tensors` names its
-    parameters in ready order, then its buffers, so that a cached profile fixes the layout.
-    `activation_bytes` are what its forward keeps for backward; 0 in all buckets: not measured.
+    Attributes:
+        name: name of the bucket.
+        forward_s: seconds of its forward per iteration.
+        backward_s: seconds of its backward per iteration.
+        size_bytes: bytes of its gradients, and of its parameters.
+        communication_s: link name to the seconds of a message of `size_bytes`. An entry
+            replaces the estimate from the link's latency and rate.
+        buffer_bytes: bytes of the floating-point buffers that are averaged with the parameters.
+        state_bytes: bytes of the optimizer's state.
+        tensors: names of its parameters in ready order, then of its buffers. A profile that is
+            loaded from a file thus fixes the layout.
+        activation_bytes: bytes that its forward stores for backward; 0 in all buckets if not
+            measured.
     """
 
     name: str
@@ -43,7 +52,7 @@ class Bucket:
     activation_bytes: int = 0
 
     def payload_bytes(self, kind: Kind) -> int:
-        """Bytes of this bucket in a message of `kind`."""
+        """Return the bytes of this bucket in a message of a buffer of `kind`."""
         if kind == "grad":
             return self.size_bytes
         return self.size_bytes + self.buffer_bytes if kind == "param" else self.state_bytes
@@ -51,22 +60,31 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Alpha-beta model of one link: an all-reduce of M bytes takes latency_s + M / bytes_per_s.
+    """Latency and rate of one link: an all_reduce of M bytes takes `latency_s + M / bytes_per_s`.
 
-    Fitted on the collective itself, so `bytes_per_s` counts payload, not bytes on the wire.
-    `small` are measured (bytes, seconds) of smaller messages, ascending: they take longer than the
-    line through the larger ones says (on TCP with gloo up to some 40 KB a constant time).
-    `fit_error` is the fit's mean relative error; None when it was not fitted here. `halves` says
-    (latency_s, bytes_per_s) of reduce_scatter and all_gather, `small_halves` what small ones take.
-    A half without an entry counts as the latency of an all-reduce and half the rest of its time.
-
-    `cpu_s_per_message` and `cpu_s_per_byte` are the processor time that a rank spends on sending
-    and that its own compute lacks; 0 where a device computes beside the processor.
-    `jitter` is the relative standard deviation of the time of one message from one to the next.
-    `vote_s`: what a message of one number per rank takes; None if that was not measured.
-    `asked_rate_bps`, `asked_latency_s` (one way) and `asked_loss` describe the network of the
-    measurement: the slowest rate, the longest delay and the greatest loss between two ranks. The
-    rate is None if it is not known; then the other two are not known either.
+    Attributes:
+        name: name of the link.
+        latency_s: seconds of an all_reduce of zero bytes, by the fitted line.
+        bytes_per_s: payload bytes per second of an all_reduce. Bytes on the wire are more.
+        fit_error: mean relative error of the fit; None if the values were not fitted.
+        small: measured (bytes, seconds) of small messages, ascending. They take longer than the
+            fitted line predicts: with gloo on TCP, up to about 40 KB, a constant time.
+        halves: "reduce_scatter" or "all_gather" to (latency_s, bytes_per_s). Without an entry,
+            a half takes the latency of an all_reduce and half of its remaining time.
+        cpu_s_per_message: processor seconds that a rank spends to send a message. Compute of
+            the rank is delayed by this time; 0 if a device computes.
+        cpu_s_per_byte: processor seconds that a rank spends per byte sent; 0 if a device
+            computes.
+        jitter: relative standard deviation of message times.
+        vote_s: seconds of a message of one number per rank; None if not measured.
+        small_halves: "reduce_scatter" or "all_gather" to measured (bytes, seconds) of small
+            messages.
+        asked_rate_bps: smallest rate between two ranks of the measured network, in bit/s; None
+            if not known.
+        asked_latency_s: largest one-way delay between two ranks of the measured network;
+            unknown if the rate is None.
+        asked_loss: largest packet loss between two ranks of the measured network; unknown if
+            the rate is None.
     """
 
     name: str
@@ -92,11 +110,18 @@ class Link:
         verb: Verb = "all_reduce",
         ranks: int = 2,
     ) -> Seconds:
-        """Time of a message, of which an all-reduce takes `latency_s` and `transfer_s` by the line,
-        and at least what was measured of that size; arrays for several messages.
+        """Return the seconds of one message, or of several as arrays.
 
-        A send that was not measured is one step of the all-reduce, if that is a ring of so many
-        `ranks`: it has 2(K-1) of them, of one K-th of the bytes each.
+        The result is the time of the fitted line, but at least the measured time of that size. A
+        send that was not measured counts as one step of a ring all_reduce, which has 2 (K - 1)
+        steps of one K-th of the bytes for K ranks. A broadcast is a tree of sends.
+
+        Args:
+            latency_s: latency of an all_reduce of the payload.
+            transfer_s: remaining time of an all_reduce of the payload.
+            size_bytes: bytes of the payload.
+            verb: kind of message.
+            ranks: number of ranks of the collective.
         """
         if verb == "broadcast":  # a tree of sends
             one_s = self.seconds(latency_s, transfer_s, size_bytes, "send", ranks)
@@ -120,9 +145,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """What two links lose while both carry messages: link i then runs at `speeds[i]` of its own.
+    """Slowdown of two links that carry messages at the same time.
 
-    The same link twice means two messages at once on two of its channels.
+    Attributes:
+        links: names of the links. The same name twice refers to two channels of one link.
+        speeds: speed of each link relative to that of the link alone.
     """
 
     links: tuple[str, str]
@@ -131,12 +158,16 @@ class Contention:
 
 @dataclass(frozen=True, slots=True)
 class GradientNoise:
-    """What training looked like while it was observed, for estimates of convergence.
+    """Statistics of training during the measurement, for estimates of convergence.
 
-    `loss`: mean over ranks; `gradient_sq`: squared norm of the true gradient; `noise_sq`: trace of
-    the covariance of the gradient averaged over all ranks' batches; `step_size` then: how far a
-    parameter moves per iteration, over its gradient. `scale_free`: the optimizer divides gradients
-    by their size (Adam), so a sum over iterations moves parameters no further than one gradient.
+    Attributes:
+        loss: loss, averaged over ranks.
+        gradient_sq: squared norm of the true gradient.
+        noise_sq: trace of the covariance of the gradient averaged over the batches of all
+            ranks.
+        step_size: change of a parameter per iteration, divided by its gradient.
+        scale_free: whether the optimizer divides gradients by their magnitude (Adam). A sum of
+            gradients over iterations then moves parameters no further than one gradient.
     """
 
     loss: float
@@ -148,8 +179,16 @@ class GradientNoise:
 
 @dataclass(frozen=True, slots=True)
 class CodecSpeed:
-    """What a codec takes, by its name, on all ranks at once: per byte of the numbers, per pass
-    that encodes or decodes, and what else a message takes once."""
+    """Times of a codec while all ranks use it.
+
+    Attributes:
+        name: name of the codec.
+        encode_s_per_byte: seconds to encode one byte of the payload.
+        decode_s_per_byte: seconds to decode one byte of the payload.
+        encode_s_per_pass: further seconds of each encoding.
+        decode_s_per_pass: further seconds of each decoding.
+        s_per_message: further seconds of each message.
+    """
 
     name: str
     encode_s_per_byte: float
@@ -166,21 +205,32 @@ SIMULTANEOUS_SPEED = 2 / 3  # two messages at once on one link: 4/3 of its rate 
 
 @dataclass(frozen=True)
 class Profile:
-    """Model and links as measured; `buckets` in backward order (first gradient first).
+    """Measurements of one model on one cluster. Times are means over ranks, in seconds per
+    iteration.
 
-    `update_s` is the optimizer's time, `other_s` what the loop spends outside forward, backward
-    and update (data loading, logging), both per iteration; `step_s` what every further call of the
-    optimizer costs, where buckets are stepped one by one. Times are means over ranks;
-    `rank_scale[r]` is rank r's compute time relative to that mean (empty: all alike).
-    `jitter` is the relative standard deviation of one rank's compute from iteration to iteration,
-    `rank_jitter[r]` that of rank r (empty: all alike).
-    `model` is a fingerprint of the model, empty when unknown. `contention` lists what links lose
-    while they run together; other pairs lose nothing, two channels of one link a third each.
-    With a `pace` the times are those of emulated hosts, each so many times slower than one core of
-    the machine that was measured; 0: times are the machine's own. `codecs`: those that were
-    measured; of others encoding takes no time.
-    `broadcast_bytes`: size of the module's buffers that training writes, of all dtypes. Rank 0
-    broadcasts them in every iteration of a strategy that computes what DDP computes.
+    Attributes:
+        buckets: buckets in backward order (first gradient first).
+        links: links; the first is the default.
+        world_size: number of ranks.
+        update_s: seconds of the optimizer.
+        other_s: seconds outside forward, backward and optimizer, such as data loading and
+            logging.
+        rank_scale: compute time of each rank relative to the mean; empty if all are equal.
+        step_s: seconds of each further call of the optimizer if buckets are stepped one by one.
+        jitter: relative standard deviation of the compute time of a rank over iterations.
+        rank_jitter: jitter of each rank; empty if all are equal.
+        model: fingerprint of the model; empty if unknown.
+        contention: slowdown of links that carry messages at the same time. Other pairs of links
+            do not slow down; two channels of one link lose a third of their speed each.
+        noise: statistics for estimates of convergence; None if not measured.
+        pace: slowdown of the emulated hosts relative to one core of the measured machine; 0 if
+            the times are those of the machine.
+        codecs: times of the measured codecs. Other codecs take no time.
+        broadcast_bytes: bytes of all module buffers that training writes, of all dtypes. Rank 0
+            broadcasts them in each iteration of a strategy that computes the same as DDP.
+
+    Raises:
+        ValueError: a field is out of range or contradicts another field.
     """
 
     buckets: tuple[Bucket, ...]
@@ -204,27 +254,29 @@ class Profile:
 
     @property
     def jitters(self) -> tuple[float, ...]:
-        """Relative standard deviation of every rank's compute."""
+        """Return the relative standard deviation of each rank's compute time."""
         return self.rank_jitter or (self.jitter,) * self.world_size
 
     @property
     def forward_s(self) -> float:
-        """F: forward time of the model."""
+        """Return F, the seconds of the forward of the model."""
         return sum(b.forward_s for b in self.buckets)
 
     @property
     def backward_s(self) -> float:
-        """B: backward time of the model."""
+        """Return B, the seconds of the backward of the model."""
         return sum(b.backward_s for b in self.buckets)
 
     @property
     def ready_s(self) -> tuple[float, ...]:
-        """E_i: when bucket i's gradient exists, from the start of backward."""
+        """Return E_i for each bucket i: seconds from the start of backward until its gradient is
+        complete."""
         return tuple(accumulate(b.backward_s for b in self.buckets))
 
     @property
     def bucket_update_s(self) -> tuple[float, ...]:
-        """Optimizer time of each bucket: `update_s` in proportion to size (equal if all are 0)."""
+        """Return the optimizer seconds of each bucket: `update_s` in proportion to size (equal
+        if all sizes are 0)."""
         sizes = [b.size_bytes for b in self.buckets]
         if not any(sizes):
             sizes = [1] * len(sizes)
@@ -233,17 +285,23 @@ class Profile:
 
     @property
     def bucket_step_s(self) -> tuple[float, ...]:
-        """Optimizer time of each bucket that is stepped by itself."""
+        """Return the optimizer seconds of each bucket if buckets are stepped one by one."""
         return tuple(self.step_s + seconds for seconds in self.bucket_update_s)
 
     @property
     def default_link(self) -> Link:
-        """The link that one-link strategies use: the first."""
+        """Return the link of strategies that use one link: the first."""
         return self.links[0]
 
     def link(self, name: str) -> Link:
-        """The link of that name, or the one that this is a channel of; ValueError if there is
-        none."""
+        """Return a link.
+
+        Args:
+            name: name of the link or of one of its channels.
+
+        Raises:
+            ValueError: the profile has no such link.
+        """
         base = base_link(name)
         if base not in self._links:
             known = ", ".join(self._links)
@@ -251,16 +309,25 @@ class Profile:
         return self._links[base]
 
     def speed(self, link: str, others: Iterable[str]) -> float:
-        """Share of its speed at which a link (or channel) runs while `others` carry messages:
-        the product of what it loses to each. But all channels of one link together never carry
-        less than two of them do."""
-        mine, speed, channels = base_link(link), 1.0, 1
+        """Return the relative speed of a link while other links carry messages.
+
+        The speed is the product of the slowdowns by each other message. All channels of one link
+        together carry at least as much as two of them.
+
+        Args:
+            link: name of the link or channel.
+            others: links or channels that carry one message each.
+
+        Returns:
+            Speed relative to that of the link alone.
+        """
+        base, speed, channels = base_link(link), 1.0, 1
         for other in map(base_link, others):
-            default = SIMULTANEOUS_SPEED if mine == other else 1.0
-            speed *= self._speeds.get((mine, other), default)
-            channels += mine == other
+            default = SIMULTANEOUS_SPEED if base == other else 1.0
+            speed *= self._speeds.get((base, other), default)
+            channels += base == other
         if channels > 2:
-            two = self._speeds.get((mine, mine), SIMULTANEOUS_SPEED)
+            two = self._speeds.get((base, base), SIMULTANEOUS_SPEED)
             speed *= max(1.0, 2 * two / channels / two ** (channels - 1))
         return speed
 
@@ -278,20 +345,34 @@ class Profile:
         return {link.name: link for link in self.links}
 
     def payload_bytes(self, kind: Kind, buckets: range) -> int:
-        """Bytes of one message of `kind` over neighbouring buckets."""
+        """Return the bytes of a message of a buffer of `kind` over adjacent buckets."""
         if kind == "buffers":
             return self.broadcast_bytes
         return sum(self.buckets[i].payload_bytes(kind) for i in buckets)
 
     def bytes_of(self, payload: Payload) -> int:
-        """Bytes of a payload; of a slice, up to one tensor element."""
+        """Return the bytes of a payload. For a slice, the result is exact up to one element."""
         kind = BUILT_IN[payload.buffer].kind
         held = payload.slice_of(self.payload_bytes(kind, payload.buckets))
         return held.stop - held.start
 
     def message_s(self, payload: Payload, link: str, verb: Verb = "all_reduce") -> float:
-        """Time of one message, alone on the link: one latency, all bytes, and at least what was
-        measured of that size; nothing if it is empty. Planners and the simulator use this one."""
+        """Return the seconds of one message on an idle link.
+
+        Planners and the simulator use this function. The result is one latency and the time of all
+        bytes, but at least the measured time of that size.
+
+        Args:
+            payload: content of the message.
+            link: name of the link or channel.
+            verb: kind of message.
+
+        Returns:
+            Seconds from release to completion; 0 for an empty message.
+
+        Raises:
+            ValueError: the profile has no such link.
+        """
         if payload.buffer == BUFFERS:
             return self._broadcast_s(link, verb)
         parts = self._parts(link, BUILT_IN[payload.buffer].kind)
@@ -307,12 +388,12 @@ class Profile:
         )
 
     def codec_speed(self, name: str) -> CodecSpeed:
-        """What a codec takes; nothing if it was not measured."""
+        """Return the times of the codec `name`; zeros if it was not measured."""
         found = (speed for speed in self.codecs if speed.name == name)
         return next(found, CodecSpeed(name, 0.0, 0.0))
 
     def send_bytes_per_s(self, link: str) -> float:
-        """Bytes per second that one rank sends to another."""
+        """Return the bytes per second that one rank sends to another over a link."""
         facts, one = self.link(link), 1 << 30
         seconds = facts.seconds(0.0, one / facts.bytes_per_s, one, "send", self.world_size)
         return one / (seconds - facts.seconds(0.0, 0.0, 0, "send", self.world_size))
@@ -320,7 +401,18 @@ class Profile:
     def messages_ending_s(
         self, link: str, kind: Kind, first: int, stop: int
     ) -> NDArray[np.float64]:
-        """`message_s` of the runs of buckets [first, stop), [first + 1, stop), ... together."""
+        """Return `message_s` of the runs of buckets [first, stop), [first + 1, stop), ..., [stop -
+        1, stop).
+
+        Args:
+            link: name of the link or channel.
+            kind: kind of the buffer.
+            first: first bucket of the longest run.
+            stop: end of all runs.
+
+        Returns:
+            Array of seconds, `[stop - first]`.
+        """
         parts = self._parts(link, kind)
         latency_s = np.maximum.accumulate(parts.arrays[0][first:stop][::-1])[::-1]
         transfer_s, size_bytes = (row[stop] - row[first:stop] for row in parts.arrays[1:])
@@ -335,7 +427,13 @@ class Profile:
         return facts.seconds(facts.latency_s, transfer_s, size, verb, self.world_size)
 
     def bucket_message_s(self, link: str, kind: Kind, parts: int = 1) -> list[float]:
-        """`message_s` of every bucket by itself, or of one of so many equal slices of it."""
+        """Return `message_s` of each bucket.
+
+        Args:
+            link: name of the link or channel.
+            kind: kind of the buffer.
+            parts: number of equal slices; the result is the time of one slice.
+        """
         latency_s, *before = self._parts(link, kind).arrays
         transfer_s, size_bytes = (np.diff(row) for row in before)
         share = 1 / parts
@@ -343,12 +441,18 @@ class Profile:
         return np.where(latency_s + transfer_s > 0, seconds, 0.0).tolist()
 
     def communication_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
-        """c_i: time of each bucket sent alone; an empty bucket takes no time."""
+        """Return c_i for each bucket i: seconds of a message of the bucket alone; 0 for an empty
+        bucket."""
         return tuple(self.bucket_message_s(link, kind))
 
     def sending_s(self, payload: Payload, link: str, verb: Verb = "all_reduce") -> float:
-        """Processor time of one message on every rank that sends it: its compute lasts so much
-        longer."""
+        """Return the processor seconds by which a message delays the compute of each sender.
+
+        Args:
+            payload: content of the message.
+            link: name of the link or channel.
+            verb: kind of message.
+        """
         facts, size_bytes = self.link(link), self.bytes_of(payload)
         if not size_bytes:
             return 0.0
@@ -356,16 +460,17 @@ class Profile:
         return cpu_s if verb == "all_reduce" else cpu_s / 2
 
     def transfer_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
-        """Each bucket's share of a fused message's time by the line, without the latency."""
+        """Return the seconds that each bucket adds to a fused message, without the latency."""
         facts = self.link(link)
-        return tuple(_alone(bucket, facts, kind)[1] for bucket in self.buckets)
+        return tuple(_bucket_terms(bucket, facts, kind)[1] for bucket in self.buckets)
 
     def _parts(self, link: str, kind: Kind) -> _Parts:
-        """What messages are made of; cached, as planners ask in loops."""
+        """Return the terms of message times. They are cached because planners need them in
+        loops."""
         facts = self.link(link)
         key = (facts.name, kind)
         if key not in self._part_cache:
-            self._part_cache[key] = _Parts.of([_alone(b, facts, kind) for b in self.buckets])
+            self._part_cache[key] = _Parts.of([_bucket_terms(b, facts, kind) for b in self.buckets])
         return self._part_cache[key]
 
     @cached_property
@@ -375,11 +480,19 @@ class Profile:
     def with_pace(
         self, pace: float, speeds: Sequence[float] = (), jitters: Sequence[float] = ()
     ) -> Profile:
-        """The profile of hosts that are emulated at another pace. Rank r computes at `speeds[r]`
-        times it (empty: as before, or all alike), with jitter `jitters[r]`. Messages take nothing
-        from their compute: it has time to spare.
+        """Return the profile of hosts that are emulated at another pace.
 
-        ValueError for a pace below 1: no host can be emulated that is faster than this machine.
+        Messages do not delay the compute of such hosts, because the processor has idle time.
+
+        Args:
+            pace: slowdown relative to one core of the measured machine.
+            speeds: speed of each rank relative to the pace. If empty, ratios between ranks
+                remain; without a previous pace, all ranks are equal.
+            jitters: jitter of each rank. If empty, jitters remain; without a previous pace,
+                they are 0.
+
+        Raises:
+            ValueError: a host would be faster than the measured machine.
         """
         fastest = pace / max(speeds, default=1.0)
         if not (math.isfinite(pace) and fastest >= 1):
@@ -416,7 +529,7 @@ class Profile:
         )
 
     def slowest(self) -> Profile:
-        """The profile as the slowest rank sees it, for planners: compute times scaled."""
+        """Return the profile with the compute times of the slowest rank, for planners."""
         scale = max(self.rank_scale, default=1.0)
         if scale == 1.0:
             return self
@@ -428,7 +541,7 @@ class Profile:
         return replace(self, buckets=buckets, rank_scale=(), **times)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; optional fields are left out at their defaults."""
+        """Return the profile as JSON types. Optional fields with default values are left out."""
         data: dict[str, Any] = {
             "schema": SCHEMA,
             "world_size": self.world_size,
@@ -460,7 +573,11 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Profile:
-        """Inverse of `to_dict`; ValueError naming the field on bad input."""
+        """Return the profile that `data`, a result of `to_dict`, describes.
+
+        Raises:
+            ValueError: the schema differs, or a field is missing, unknown or out of range.
+        """
         if not isinstance(data, Mapping):
             raise ValueError("a profile must be a JSON object; see `offbeat profile`")
         if data.get("schema") != SCHEMA:
@@ -494,7 +611,8 @@ class Profile:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON, in one move so that a reader never sees half a file."""
+        """Write the profile as JSON. The file is replaced in one step, so that readers never see
+        a part of it."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".part")
@@ -503,7 +621,11 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read from JSON; ValueError naming the file on bad input."""
+        """Return the profile of a JSON file.
+
+        Raises:
+            ValueError: the file is not JSON or not a profile. The message names the file.
+        """
         try:
             data = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
@@ -515,13 +637,16 @@ class Profile:
 
 
 class _Parts(NamedTuple):
-    """What the messages of one kind over one link are made of, by the line: each bucket's latency,
-    and the rest of the time and the bytes of all buckets before it."""
+    """Terms of the message times of one kind over one link, by the fitted line.
+
+    `latency_s` holds the latency of each bucket. `before_s` and `before_bytes` hold the remaining
+    time and the bytes of all buckets before each bucket. `arrays` holds the same three as arrays.
+    """
 
     latency_s: list[float]
     before_s: list[float]
     before_bytes: list[int]
-    arrays: tuple[NDArray[np.float64], ...]  # the same three
+    arrays: tuple[NDArray[np.float64], ...]
 
     @classmethod
     def of(cls, alone: Sequence[tuple[float, float, int]]) -> _Parts:
@@ -530,8 +655,9 @@ class _Parts(NamedTuple):
         return cls(*rows, tuple(np.array(row, dtype=np.float64) for row in rows))
 
 
-def _alone(bucket: Bucket, link: Link, kind: Kind) -> tuple[float, float, int]:
-    """(latency, the rest, bytes) of a message with one bucket, by the line."""
+def _bucket_terms(bucket: Bucket, link: Link, kind: Kind) -> tuple[float, float, int]:
+    """Return (latency_s, remaining seconds, bytes) of a message of one bucket, by the fitted
+    line."""
     size = bucket.payload_bytes(kind)
     given = bucket.communication_s.get(link.name)
     if size == 0 and (given is None or kind == "state"):
@@ -544,30 +670,33 @@ def _alone(bucket: Bucket, link: Link, kind: Kind) -> tuple[float, float, int]:
 
 
 def _curve(small: tuple[tuple[int, float], ...], size_bytes: Seconds) -> Seconds:
-    """Measured times as a curve that never falls: flat below and above them, so that it ends where
-    the line overtakes it."""
+    """Return the measured seconds of small messages, interpolated and not decreasing with size.
+
+    The curve is constant below the smallest and above the largest measured size. There, the fitted
+    line overtakes it.
+    """
     if not small:
         return 0.0
-    sizes, times_s = _never_falling(small)
+    sizes, times_s = _monotone_times(small)
     if isinstance(size_bytes, np.ndarray):
         return np.interp(size_bytes, sizes, times_s)
     return float(np.interp(size_bytes, sizes, times_s)) if size_bytes < sizes[-1] else times_s[-1]
 
 
 @lru_cache(maxsize=64)
-def _never_falling(small: tuple[tuple[int, float], ...]) -> tuple[list[float], list[float]]:
-    """Sizes and times of measured messages, no time below that of a smaller message."""
+def _monotone_times(small: tuple[tuple[int, float], ...]) -> tuple[list[float], list[float]]:
+    """Return sizes and times of measured messages. No time is below that of a smaller message."""
     sizes, times_s = zip(*small, strict=True)
     return [float(size) for size in sizes], list(accumulate(times_s, max))
 
 
 def _compact(record: Any) -> dict[str, Any]:
-    """Fields of a record without those at their defaults."""
+    """Return the fields of a record whose values are not the default."""
     values = {f: getattr(record, f.name) for f in fields(record)}
-    return {f.name: value for f, value in values.items() if value != _default(f)}
+    return {f.name: value for f, value in values.items() if value != _default_value(f)}
 
 
-def _default(f: Field[Any]) -> Any:
+def _default_value(f: Field[Any]) -> Any:
     return f.default if f.default_factory is MISSING else f.default_factory()
 
 
@@ -583,14 +712,14 @@ def _record(cls: type, what: str, data: Any) -> Any:
     known = {f.name for f in fields(cls)}
     _reject_unknown(f"{what} {data.get('name', '?')!r}", data, known)
     try:
-        return cls(**{k: _tuples(v) for k, v in data.items()})
+        return cls(**{k: _as_tuples(v) for k, v in data.items()})
     except TypeError:
         raise ValueError(
             f"{what} {data.get('name', '?')!r} must have the fields {', '.join(sorted(known))}"
         ) from None
 
 
-def _tuples(value: Any) -> Any:
+def _as_tuples(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _tuples(one) for name, one in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+        return {name: _as_tuples(one) for name, one in value.items()}
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

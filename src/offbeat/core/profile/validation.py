@@ -1,4 +1,4 @@
-"""What must hold of a profile, said in words."""
+"""Validation of the fields of a profile."""
 
 from __future__ import annotations
 
@@ -16,26 +16,31 @@ HALVES = ("reduce_scatter", "all_gather")
 
 
 def validate(profile: Profile) -> None:
-    """ValueError naming the first field of a profile that cannot be, its value and the relation."""
+    """Raise if a field of a profile is out of range or contradicts another field.
+
+    Raises:
+        ValueError: the message names the first wrong field, its value and the relation it must
+            meet.
+    """
     if not isinstance(profile.world_size, int) or profile.world_size < 1:
         raise ValueError(f"world_size ({profile.world_size!r}) must be an integer of at least 1")
     for what, records in (("buckets", profile.buckets), ("links", profile.links)):
         if not records:
             raise ValueError(f"{what} ([]) must not be empty")
-    _unique("link", [link.name for link in profile.links])
+    _require_unique("link", [link.name for link in profile.links])
     for link in profile.links:
         _validate_link(link)
     for contention in profile.contention:
         _validate_contention(contention, [link.name for link in profile.links])
-    _unique("codec", [codec.name for codec in profile.codecs])
+    _require_unique("codec", [codec.name for codec in profile.codecs])
     for codec in profile.codecs:
         for name, seconds in asdict(codec).items():
             if name != "name":
-                _number(f"{name} of codec {codec.name!r}", seconds)
+                _require_number(f"{name} of codec {codec.name!r}", seconds)
     for bucket in profile.buckets:
         _validate_bucket(bucket, {link.name for link in profile.links})
     for name in ("update_s", "other_s", "step_s", "jitter", "pace", "broadcast_bytes"):
-        _number(name, getattr(profile, name))
+        _require_number(name, getattr(profile, name))
     for name, values in (("rank_scale", profile.rank_scale), ("rank_jitter", profile.rank_jitter)):
         if values and len(values) != profile.world_size:
             raise ValueError(
@@ -43,20 +48,20 @@ def validate(profile: Profile) -> None:
                 f"({profile.world_size})"
             )
         for rank, value in enumerate(values):
-            _number(f"{name}[{rank}]", value, positive=name == "rank_scale")
+            _require_number(f"{name}[{rank}]", value, positive=name == "rank_scale")
 
 
 def _validate_link(link: Link) -> None:
     if CHANNEL in link.name:
         raise ValueError(f"link name ({link.name!r}) must not contain {CHANNEL!r}; rename it")
-    _number(f"latency_s of link {link.name!r}", link.latency_s)
-    _number(f"bytes_per_s of link {link.name!r}", link.bytes_per_s, positive=True)
+    _require_number(f"latency_s of link {link.name!r}", link.latency_s)
+    _require_number(f"bytes_per_s of link {link.name!r}", link.bytes_per_s, positive=True)
     for name in ("cpu_s_per_message", "cpu_s_per_byte", "jitter", "asked_latency_s", "asked_loss"):
-        _number(f"{name} of link {link.name!r}", getattr(link, name))
+        _require_number(f"{name} of link {link.name!r}", getattr(link, name))
     if link.asked_rate_bps is not None:
-        _number(f"asked_rate_bps of link {link.name!r}", link.asked_rate_bps, positive=True)
+        _require_number(f"asked_rate_bps of link {link.name!r}", link.asked_rate_bps, positive=True)
     if link.vote_s is not None:
-        _number(f"vote_s of link {link.name!r}", link.vote_s)
+        _require_number(f"vote_s of link {link.name!r}", link.vote_s)
     _validate_small("a small message", link.name, link.small)
     for verb, small in link.small_halves.items():
         if verb not in HALVES:
@@ -70,14 +75,14 @@ def _validate_link(link: Link) -> None:
                 f"halves[{verb!r}] of link {link.name!r} must be reduce_scatter or all_gather "
                 "with its latency_s and bytes_per_s"
             )
-        _number(f"latency of {verb} of link {link.name!r}", pair[0])
-        _number(f"rate of {verb} of link {link.name!r}", pair[1], positive=True)
+        _require_number(f"latency of {verb} of link {link.name!r}", pair[0])
+        _require_number(f"rate of {verb} of link {link.name!r}", pair[1], positive=True)
 
 
 def _validate_small(what: str, link: str, points: Sequence[tuple[int, float]]) -> None:
     for size, seconds in points:
-        _number(f"bytes of {what} on link {link!r}", size)
-        _number(f"seconds of {what} on link {link!r}", seconds)
+        _require_number(f"bytes of {what} on link {link!r}", size)
+        _require_number(f"seconds of {what} on link {link!r}", seconds)
     sizes = [size for size, _ in points]
     if sizes != sorted(set(sizes)):
         raise ValueError(f"small messages of link {link!r} ({sizes}) must be in order of size")
@@ -91,13 +96,13 @@ def _validate_contention(contention: Contention, links: Sequence[str]) -> None:
     if len(contention.speeds) != 2:
         raise ValueError(f"speeds ({contention.speeds}) of a contention must be one per link: 2")
     for link, speed in zip(contention.links, contention.speeds, strict=True):
-        _number(f"speed of link {link!r} in a contention", speed, positive=True)
+        _require_number(f"speed of link {link!r} in a contention", speed, positive=True)
 
 
 def _validate_bucket(bucket: Bucket, links: set[str]) -> None:
     sizes = ("size_bytes", "buffer_bytes", "state_bytes", "activation_bytes")
     for name in ("forward_s", "backward_s", *sizes):
-        _number(f"{name} of bucket {bucket.name!r}", getattr(bucket, name))
+        _require_number(f"{name} of bucket {bucket.name!r}", getattr(bucket, name))
     if not isinstance(bucket.communication_s, Mapping):
         raise ValueError(
             f"communication_s of bucket {bucket.name!r} must map link names to seconds"
@@ -108,16 +113,16 @@ def _validate_bucket(bucket: Bucket, links: set[str]) -> None:
                 f"communication_s of bucket {bucket.name!r} names the link {link!r}, "
                 f"which must be one of {', '.join(sorted(links))}"
             )
-        _number(f"communication_s[{link!r}] of bucket {bucket.name!r}", seconds)
+        _require_number(f"communication_s[{link!r}] of bucket {bucket.name!r}", seconds)
 
 
-def _unique(what: str, names: Sequence[str]) -> None:
+def _require_unique(what: str, names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{what} name ({name!r}) must be unique")
 
 
-def _number(name: str, value: Any, *, positive: bool = False) -> None:
+def _require_number(name: str, value: Any, *, positive: bool = False) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or value < 0 or (positive and value == 0):
         raise ValueError(

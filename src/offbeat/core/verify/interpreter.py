@@ -483,12 +483,12 @@ class Interpreter:
     # ---- messages ---------------------------------------------------------------------------
 
     def _enqueue(self, w: Worker, i: int) -> None:
-        mine = self._rank_messages[w.rank][i] = []
+        messages = self._rank_messages[w.rank][i] = []
         for t in w.program.transfers(i):
             group = self._groups[t.link].get(w.rank)
             ranks = t.ranks or group or tuple(range(self.ranks))
             message = self._messages.setdefault((id(t), i, ranks[0]), _Message(t, i, ranks))
-            mine.append(message)
+            messages.append(message)
             self._queues[t.link, w.rank].append(message)
             if t.ranks is not None and w.rank == t.ranks[1]:
                 message.given[w.rank] = NOTHING

@@ -411,9 +411,9 @@ def _unpaired_halves(plan: Plan) -> Iterator[Fault]:
     for t in plan.transfers:
         if t.verb in OTHER_HALF:
             halves.setdefault((t.verb, t.payload), []).append(t)
-    for (verb, payload), found in halves.items():
+    for (verb, payload), transfers in halves.items():
         other = OTHER_HALF[verb]
-        for t in found:
+        for t in transfers:
             if not any(t.phases <= o.phases for o in halves.get((other, payload), ())):
                 words = f"{t.id} must come with its other half, {other}, in the same iterations"
                 yield words, (t,)
@@ -424,12 +424,12 @@ def _duplicates(plan: Plan) -> Iterator[Fault]:
     same: dict[str, list[Transfer]] = {}
     for t in plan.transfers:
         same.setdefault(t.id, []).append(t)
-    for name, found in same.items():
-        runs = sorted((run, i) for i, t in enumerate(found) for run in t.phases.runs)
+    for name, transfers in same.items():
+        runs = sorted((run, i) for i, t in enumerate(transfers) for run in t.phases.runs)
         clash = next((p for p in pairwise(runs) if p[1][0][0] < p[0][0][1]), None)
         if clash is not None:
             words = f"{name} is there twice in phase {clash[1][0][0]}; give one another channel"
-            yield words, tuple(found[i] for _, i in clash)
+            yield words, tuple(transfers[i] for _, i in clash)
 
 
 def _unknown_name(what: str, name: str, where: str, known: Collection[str]) -> Iterator[str]:
