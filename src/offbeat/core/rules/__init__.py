@@ -1,8 +1,8 @@
-"""Numerics: what an apply computes, what a vote asks, what a wire does to numbers; one rule a file.
+"""Rules of arithmetic: applies, votes and settings of codecs, one group of rules per module.
 
-A rule is a function of a context and the apply (or vote) that asked for it. It works on whatever
-arrays the context hands out - NumPy in the interpreter, torch in the runtime - so it is written
-once. The rule `local`, the user's own optimizer, is the context's.
+A rule is a function of a context and an apply (or a vote). It works on the arrays of the context:
+NumPy arrays in the interpreter, tensors in the runtime. So each rule is written once. The context
+implements the rule `local`, the user's optimizer.
 """
 
 from offbeat.core.rules import (  # noqa: F401  # importing a module registers its rules

@@ -1,4 +1,4 @@
-"""Blend: what a worker has, mixed with what all of them have in common."""
+"""Blend of the local parameters of a worker with the average of all workers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from offbeat.core.rules.vocabulary import Context, Setting, rule
     source=Setting("buffer", "average", kind="param", use="reads"),
 )
 def blend(context: Context, apply: Apply) -> None:
-    """`w = share w + (1 - share) source`. Source: Douillard et al., Streaming DiLoCo, 2025,
-    Section 2.3, where `share` is alpha."""
+    """Compute `w = share w + (1 - share) source`.
+
+    Source: Douillard et al., Streaming DiLoCo, 2025, Section 2.3, where `share` is alpha.
+    """
     share = apply.arg("share", 0.5)
     sources = context.read(apply.arg("source", "average"), apply.buckets)
     for w, source in zip(context.write("param", apply.buckets), sources, strict=True):

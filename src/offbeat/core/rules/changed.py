@@ -1,4 +1,4 @@
-"""A vote on how much the gradient has changed (SelSync)."""
+"""Vote on the relative change of the gradient norm (SelSync)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from offbeat.core.rules.vocabulary import Context, Setting, rule, vote
 
 @rule(reads=("grad",), conserves=True)
 def measure(context: Context, apply: Apply) -> None:
-    """Keep the squared norm of each bucket's gradients, for a vote after they are used up."""
+    """Store the squared norm of each bucket's gradients for a vote after the optimizer has used
+    them."""
     for bucket in apply.buckets:
         norm = context.squared_norm("grad", range(bucket, bucket + 1))
-        context.keep(_measured(bucket), norm)
+        context.keep(_norm_key(bucket), norm)
 
 
 @vote(
@@ -26,12 +27,14 @@ def measure(context: Context, apply: Apply) -> None:
     weight=Setting("number", 1.0, least=0, most=1),
 )
 def changed(context: Context, vote: Vote, buckets: range) -> bool:
-    """Whether the squared norm of the gradients has changed by at least the share `threshold`.
+    """Vote yes if the squared norm of the gradients has changed by at least the share `threshold`.
 
-    `smooth` says whether the norms or their relative changes are smoothed, over the last `window`
-    iterations with `weight` for the newest (1: not at all). Yes without a norm before; yes, too,
-    with a norm that is zero or not finite, which nothing later is compared with. Source: Tyagi and
-    Swany, SelSync, CLUSTER 2023, Section III.
+    The setting `smooth` selects what is smoothed: the norms ("norm") or their relative changes
+    ("change"). The mean is over the last `window` iterations, with `weight` for the newest one (1:
+    no smoothing). The vote is yes without a previous norm. It is also yes if the norm is zero or
+    not finite; later norms are not compared with such a norm.
+
+    Source: Tyagi and Swany, SelSync, CLUSTER 2023, Section III.
     """
     norm = _norm(context, buckets)
     course: Course | None = context.recall(vote.name)
@@ -44,13 +47,19 @@ def changed(context: Context, vote: Vote, buckets: range) -> bool:
 
 
 def exceeds_threshold(change: float, threshold: float) -> bool:
-    """The say of a worker with this change, nan for an unknown one."""
+    """Return whether a change is at least the threshold or unknown (nan)."""
     return not change < threshold
 
 
 @dataclass
 class Course:
-    """What one worker has seen: what is smoothed, and the last value that changes relate to."""
+    """Gradient norms of one worker.
+
+    Attributes:
+        weight: weight of the newest value in the mean.
+        values: values that are averaged, oldest first.
+        last: value that the next change refers to; None at the start.
+    """
 
     weight: float
     values: deque[float] = field(default_factory=deque)
@@ -58,17 +67,19 @@ class Course:
 
     @classmethod
     def of(cls, window: int, weight: float) -> Course:
-        """Nothing yet; `window` values will be smoothed."""
+        """Return an empty course whose mean covers `window` values."""
         return cls(weight, deque(maxlen=window))
 
     def change(self, norm: float, smooth: str) -> float:
-        """The smoothed change with this norm; nan without one before, and with a norm that is
-        zero or not finite, of which nothing is kept."""
-        change = self._take(norm, smooth) if 0 < norm < inf else None
+        """Add a norm and return the smoothed change; nan without a previous norm.
+
+        A norm that is zero or not finite is not stored, and its change is nan.
+        """
+        change = self._add_norm(norm, smooth) if 0 < norm < inf else None
         return nan if change is None else change
 
-    def _take(self, norm: float, smooth: str) -> float | None:
-        """The smoothed change with this norm; None without one before."""
+    def _add_norm(self, norm: float, smooth: str) -> float | None:
+        """Add a norm and return the smoothed change; None without a previous norm."""
         before = self.last
         if smooth == "norm":
             self.values.append(norm)
@@ -82,7 +93,8 @@ class Course:
 
 
 def weighted_mean(values: Iterable[float], weight: float) -> float:
-    """Mean of values, oldest first, each with 1 - `weight` times the say of the next."""
+    """Return the mean of values, oldest first. The weight of each is `1 - weight` times that of
+    the next."""
     total = weights = 0.0
     for value in values:
         total, weights = total * (1 - weight) + value, weights * (1 - weight) + 1
@@ -90,12 +102,13 @@ def weighted_mean(values: Iterable[float], weight: float) -> float:
 
 
 def _norm(context: Context, buckets: range) -> float:
-    """As `measure` has left it, else of the gradients as they are."""
-    measured = [context.recall(_measured(bucket)) for bucket in buckets]
+    """Return the squared norm that `measure` has stored, otherwise that of the current
+    gradients."""
+    measured = [context.recall(_norm_key(bucket)) for bucket in buckets]
     if None in measured:
         return context.squared_norm("grad", buckets)
     return sum(measured)
 
 
-def _measured(bucket: int) -> str:
+def _norm_key(bucket: int) -> str:
     return f"squared norm of {bucket}"

@@ -1,4 +1,4 @@
-"""Clipping: gradients bounded by a norm, of now or of the iteration before."""
+"""Clipping of gradients by their norm, of this iteration or of the previous one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ ROUNDING = 1e-6  # as in torch's clip_grad_norm_
     norm=Setting("number", least=0.0),
 )
 def clip(context: Context, apply: Apply) -> None:
-    """Scale a buffer of these buckets to at most a norm, as `clip_grad_norm_` does: times
-    `norm / (length + 1e-6)` if that is below 1."""
+    """Scale a buffer of these buckets to at most a norm, as `clip_grad_norm_` does.
+
+    The factor is `norm / (length + 1e-6)` if that is below 1.
+    """
     length = context.squared_norm(apply.arg("buffer"), apply.buckets) ** 0.5
-    _scale(context, apply, length)
+    _scale_to_norm(context, apply, length)
 
 
 @rule(
@@ -31,28 +33,36 @@ def clip(context: Context, apply: Apply) -> None:
     norm=Setting("number", least=0.0),
 )
 def clip_early(context: Context, apply: Apply) -> None:
-    """Scale gradients bucket by bucket while the norm of all is not known: by the norm that all
-    had in the iteration before. The first iteration, and one after a norm that is not finite, go
-    by that of the buckets so far. To be applied to every bucket in turn, from the output side."""
+    """Clip the gradients of one bucket before the norm of all gradients is known.
+
+    The factor uses the norm of all gradients in the previous iteration. In the first iteration, and
+    after a norm that is not finite, it uses the norm of the buckets so far. The rule must be
+    applied to each bucket in turn, in backward order.
+    """
     run = apply.buckets
     if run.start == 0:
         before: Norms | None = context.recall("norms")
         context.keep("norms", Norms(before.so_far if before is not None else inf))
     norms: Norms = context.recall("norms")
     norms.so_far += context.squared_norm(apply.arg("buffer"), run)
-    known = norms.last < inf  # not of nan
-    _scale(context, apply, (norms.last if known else norms.so_far) ** 0.5)
+    known = norms.last < inf  # false for nan
+    _scale_to_norm(context, apply, (norms.last if known else norms.so_far) ** 0.5)
 
 
 @dataclass
 class Norms:
-    """Squared norms on one worker: of the iteration before (inf: unknown), and so far."""
+    """Squared norms of the gradients on one worker.
+
+    Attributes:
+        last: squared norm of the previous iteration; inf if unknown.
+        so_far: squared norm of the buckets so far in this iteration.
+    """
 
     last: float
     so_far: float = 0.0
 
 
-def _scale(context: Context, apply: Apply, length: float) -> None:
+def _scale_to_norm(context: Context, apply: Apply, length: float) -> None:
     factor = apply.arg("norm") / (length + ROUNDING)
     if factor < 1:
         context.scale(apply.arg("buffer"), apply.buckets, factor)

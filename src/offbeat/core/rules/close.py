@@ -1,4 +1,4 @@
-"""Closing an accumulation window: what was added up so far is complete."""
+"""End of an accumulation window."""
 
 from __future__ import annotations
 
@@ -8,5 +8,6 @@ from offbeat.core.rules.vocabulary import Context, rule
 
 @rule(writes=("grad",), role="close", conserves=True, by_bucket=False)
 def close(context: Context, apply: Apply) -> None:  # noqa: ARG001
-    """The newest gradients become one copy older, and the next ones go to an empty copy."""
+    """Turn the newest copy of the gradients into the previous one, and continue with an empty
+    copy."""
     context.rotate("grad")

@@ -1,4 +1,4 @@
-"""Delayed averaging: local steps go on while an earlier snapshot is averaged."""
+"""Delayed averaging: local steps continue while an earlier snapshot is averaged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offbeat.core.rules.vocabulary import Context, Setting, rule
     snapshot=Setting("buffer", "snapshot", kind="param", use="reads"),
 )
 def delta(context: Context, apply: Apply) -> None:
-    """`w += mean(snapshot) - snapshot`; `average` and `snapshot` name the buffers."""
+    """Compute `w += average - snapshot`, where `average` holds the mean of all snapshots."""
     parameters = context.write("param", apply.buckets)
     averages = context.read(apply.arg("average", "average"), apply.buckets)
     snapshots = context.read(apply.arg("snapshot", "snapshot"), apply.buckets)

@@ -1,4 +1,4 @@
-"""Moves between buffers of one worker, and arithmetic on one of them."""
+"""Copies and arithmetic between the buffers of one worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offbeat.core.rules.vocabulary import Context, Setting, rule
     target=Setting("buffer"),
 )
 def add(context: Context, apply: Apply) -> None:
-    """`target += source`."""
+    """Compute `target += source`."""
     sources = context.read(apply.arg("source"), apply.buckets)
     targets = context.write(apply.arg("target"), apply.buckets)
     for target, source in zip(targets, sources, strict=True):
@@ -25,7 +25,7 @@ def add(context: Context, apply: Apply) -> None:
     target=Setting("buffer", use="writes"),
 )
 def copy(context: Context, apply: Apply) -> None:
-    """`target = source`."""
+    """Compute `target = source`."""
     sources = context.read(apply.arg("source"), apply.buckets)
     targets = context.write(apply.arg("target"), apply.buckets)
     for target, source in zip(targets, sources, strict=True):
@@ -34,14 +34,14 @@ def copy(context: Context, apply: Apply) -> None:
 
 @rule(conserves=True, buffer=Setting("buffer", use="writes"))
 def clear(context: Context, apply: Apply) -> None:
-    """`buffer = 0`."""
+    """Compute `buffer = 0`."""
     for array in context.write(apply.arg("buffer"), apply.buckets):
         array[...] = 0
 
 
 @rule(conserves=False, buffer=Setting("buffer"), by=Setting("numbers"))
 def scale(context: Context, apply: Apply) -> None:
-    """`buffer *= by[rank]`: the weight of this worker in an average."""
+    """Compute `buffer *= by[rank]`: the weight of this worker in an average."""
     for array in context.write(apply.arg("buffer"), apply.buckets):
         array *= apply.arg("by")[context.rank]
 
@@ -52,5 +52,5 @@ def scale(context: Context, apply: Apply) -> None:
     b=Setting("buffer", kind="param"),
 )
 def swap(context: Context, apply: Apply) -> None:
-    """Exchange the parameters of two buffers; running statistics stay where they are."""
+    """Exchange the parameters of two buffers. Running statistics are not exchanged."""
     context.swap(apply.arg("a"), apply.arg("b"), apply.buckets)

@@ -1,4 +1,4 @@
-"""The user's optimizer as a rule."""
+"""Rules of the user's optimizer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from offbeat.core.rules.vocabulary import Context, Setting, rule
     merge=Setting("word", "sum", words=("sum", "mean")),
 )
 def local(context: Context, apply: Apply) -> None:
-    """Step these buckets. Settings: `age` of the gradients; `scale`, a factor on them; `merge`:
-    `mean` divides them by the iterations added up."""
+    """Step the user's optimizer for these buckets.
+
+    The setting `age` selects the copy of the gradients. `scale` multiplies the gradients. With
+    `merge` "mean", they are divided by the number of iterations that were added up.
+    """
     context.local(apply)
 
 
 @rule(writes=("state",), conserves=True)
 def reset(context: Context, apply: Apply) -> None:
-    """Begin the optimizer's state of these buckets anew."""
+    """Reset the optimizer's state of these buckets to its initial values."""
     context.reset(apply.buckets)

@@ -1,4 +1,4 @@
-"""Outer optimizer: SGD with momentum on what the average has changed (DiLoCo)."""
+"""Outer optimizer: SGD with momentum on the change of the average (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from offbeat.core.rules.vocabulary import Context, Setting, rule
     velocity=Setting("buffer", "velocity", kind="param", common=True),
 )
 def outer(context: Context, apply: Apply) -> None:
-    """`d = anchor - w; v = momentum v + d; w = anchor - rate (d + momentum v); anchor = w`,
-    without `nesterov` `w = anchor - rate v`.
+    """Compute `d = anchor - w; v = momentum v + d; w = anchor - rate (d + momentum v); anchor = w`.
 
-    `buffer`, the parameters or a copy of them, holds the average w of the workers; `anchor` (which
-    starts as a copy of the parameters) and `velocity` name the plan's buffers. Running statistics
-    keep their average: a step beyond it could make a variance negative. Source: Douillard et al.,
-    DiLoCo, 2023, Algorithm 1, with torch's Nesterov.
+    Without `nesterov`, `w = anchor - rate v`. The setting `buffer` names the parameters or a copy
+    of them, which holds the average w of the workers. `anchor` (which starts as a copy of the
+    parameters) and `velocity` name further buffers. Running statistics keep their average, because
+    a step beyond it could make a variance negative.
+
+    Source: Douillard et al., DiLoCo, 2023, Algorithm 1, with Nesterov momentum as in torch.
     """
     rate, momentum = apply.arg("rate", 0.7), apply.arg("momentum", 0.9)
     target, anchor_name = apply.arg("buffer", "param"), apply.arg("anchor", "anchor")

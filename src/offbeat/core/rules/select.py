@@ -1,4 +1,4 @@
-"""Selecting the workers that count in an average (FedAvg)."""
+"""Selection of the workers that take part in an average (FedAvg)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from offbeat.core.rules.vocabulary import Context, Setting, rule
     anchor=Setting("buffer", kind="param", optional=True, use="reads", origin=True),
 )
 def select(context: Context, apply: Apply) -> None:
-    """`buffer *= K n_r / sum(n)` over the workers drawn, 0 on the others.
+    """Compute `buffer *= K n_r / sum(n)` on the workers of the round, and `buffer = 0` on the
+    others.
 
-    The mean over all workers is then the average of those drawn, weighted by their `samples`. A
-    share `fraction` of the workers is drawn anew each time, the same on every rank. With an
-    `anchor`, which is equal on all of them, it is the change against it that is multiplied: the
-    mean is the same, and small changes stay small. Running statistics are multiplied in any case.
+    K is the number of workers and n are the `samples` of the drawn workers. So the mean over all
+    workers is the average over the drawn workers, weighted by `samples`. Each round draws a share
+    `fraction` of the workers, the same on all ranks. With an `anchor`, which is equal on all
+    workers, the difference from the anchor is multiplied. The mean is the same, and small
+    differences keep their precision. Running statistics are always multiplied themselves.
+
     Source: McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017.
     """
     buffer = apply.arg("buffer")
@@ -34,26 +37,33 @@ def select(context: Context, apply: Apply) -> None:
     samples: Sequence[float] = apply.arg("samples")
     weights = draw_samples(samples, apply.arg("fraction", 1.0), apply.arg("seed", 0), done)
     share = len(samples) * weights[context.rank] / sum(weights)
-    for w, anchor in _anchored(context, apply):
+    for w, anchor in _anchor_pairs(context, apply):
         w -= anchor
     for array in context.write(buffer, apply.buckets):
         if share:
             array *= share
-        else:  # also where it is not finite
+        else:  # also replaces values that are not finite
             array[...] = 0
-    for w, anchor in _anchored(context, apply):
+    for w, anchor in _anchor_pairs(context, apply):
         w += anchor
 
 
-def _anchored(context: Context, apply: Apply) -> Iterator[tuple[Any, Any]]:
-    """Parameters and what changes are counted from; nothing without an anchor."""
+def _anchor_pairs(context: Context, apply: Apply) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs of views of the buffer and the anchor; none without an anchor."""
     names = apply.arg("buffer"), apply.arg("anchor")
     if names[1] is not None:
         yield from zip(*(context.parameters(name, apply.buckets) for name in names), strict=True)
 
 
 def draw_samples(samples: Sequence[float], fraction: float, seed: int, done: int) -> list[float]:
-    """Of every worker its samples, or 0 if it is not drawn in the round after `done` ones."""
+    """Return the samples of each worker, or 0 if the worker is not drawn.
+
+    Args:
+        samples: number of samples of each worker.
+        fraction: share of the workers to draw.
+        seed: seed of the draw.
+        done: number of previous rounds.
+    """
     count = max(1, round(fraction * len(samples)))
     chosen = set(Random(f"{seed} {done}").sample(range(len(samples)), count))
     return [number if rank in chosen else 0 for rank, number in enumerate(samples)]

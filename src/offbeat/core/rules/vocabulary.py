@@ -1,4 +1,4 @@
-"""The vocabulary of rules: their context, settings and effects, and the registries by name."""
+"""Types and registries of rules: context, settings and effects."""
 
 from __future__ import annotations
 
@@ -13,56 +13,71 @@ Arrays = Sequence[Any]
 
 
 class Context(Protocol):
-    """One worker at one moment. Arrays are views: writing in place changes the storage."""
+    """Access of a rule to one worker at one moment. Arrays are views: writing changes the
+    storage."""
 
     rank: int
 
     def read(self, buffer: str, buckets: range, age: int = 0) -> Arrays:
-        """A buffer's content, only to be read."""
+        """Return a buffer for reading.
+
+        Args:
+            buffer: name of the buffer.
+            buckets: run of buckets.
+            age: copy of the buffer; 0 for the newest.
+        """
         ...
 
     def write(self, buffer: str, buckets: range, age: int = 0) -> Arrays:
-        """A buffer's content, to be changed in place."""
+        """Return a buffer to change in place.
+
+        Args:
+            buffer: name of the buffer.
+            buckets: run of buckets.
+            age: copy of the buffer; 0 for the newest.
+        """
         ...
 
     def parameters(self, buffer: str, buckets: range) -> Arrays:
-        """A buffer of the parameters' shape without running statistics, to be changed in place."""
+        """Return the parameters of a buffer to change in place, without running statistics."""
         ...
 
     def squared_norm(self, buffer: str, buckets: range) -> float:
-        """The sum of a buffer's squares, without what travels behind gradients."""
+        """Return the sum of squares of a buffer, without values that are averaged along with
+        gradients."""
         ...
 
     def scale(self, buffer: str, buckets: range, factor: float) -> None:
-        """Multiply a buffer, without what travels behind gradients."""
+        """Multiply a buffer by `factor`, without values that are averaged along with gradients."""
         ...
 
     def swap(self, a: str, b: str, buckets: range) -> None:
-        """Exchange the parameters of two buffers, without running statistics."""
+        """Exchange the parameters of the buffers `a` and `b`. Running statistics are not
+        exchanged."""
         ...
 
     def rotate(self, buffer: str) -> None:
-        """Every copy becomes one older; the oldest becomes the newest."""
+        """Increase the age of each copy of a buffer by one. The oldest copy becomes the newest."""
         ...
 
     def local(self, apply: Apply) -> None:
-        """The user's optimizer on these buckets; the gradients are used up."""
+        """Step the user's optimizer for the buckets of the apply. This uses up the gradients."""
         ...
 
     def reset(self, buckets: range) -> None:
-        """Forget the optimizer's state of these buckets."""
+        """Reset the optimizer's state of these buckets to its initial values."""
         ...
 
     def recall(self, name: str) -> Any:
-        """A number or tensor that the rule has kept on this worker, None at first."""
+        """Return the value that `keep` has stored under `name` on this worker; None at first."""
         ...
 
     def keep(self, name: str, value: Any) -> None:
-        """Keep it."""
+        """Store a number, tensor or record under `name` on this worker."""
         ...
 
     def show(self, name: str, numbers: Mapping[str, float]) -> None:
-        """Report numbers of a vote in this iteration to the record."""
+        """Record numbers of the vote `name` in this iteration, for metrics and records."""
         ...
 
 
@@ -70,21 +85,32 @@ Use = Literal["reads", "writes", "changes"]
 Role = Literal["update", "close"]
 Rule = Callable[[Context, Apply], None]
 VoteRule = Callable[[Context, Vote, range], bool]
-"""This worker's say; the range is the buckets that the vote is about."""
+"""Function that returns the vote of a worker. The range is the buckets of the vote."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a rule: the name of a buffer, a number, one number per rank, or a word.
+    """Setting of a rule, a vote or a codec. A setting without a default is required, unless
+    `optional`.
 
-    A setting without a default is required, unless it is `optional`. A buffer may be restricted to
-    one `kind`. A number lies within `least` and `most`; with `above`, it is greater than `least`. A
-    word is one of `words`.
-
-    For a buffer, `use` states whether the rule reads it, overwrites it or changes it. A `common`
-    buffer must be equal on all ranks, else the rule makes replicas differ. From an `origin` buffer
-    the rule can count changes. A number that `contracts` is the share of a difference between
-    replicas that remains after the rule; `check` makes it small, so that replicas meet early.
+    Attributes:
+        what: "buffer" for the name of a buffer, "number", "count" for a whole number, "numbers"
+            for one number per rank, "word" for one of `words`.
+        default: default value; None for none.
+        kind: required kind of a buffer; None for any kind.
+        least: smallest value of a number.
+        most: largest value of a number.
+        words: allowed words.
+        above: whether a number must be greater than `least`.
+        optional: whether the setting may be omitted.
+        use: whether the rule reads a buffer, overwrites it ("writes") or updates it
+            ("changes").
+        common: whether a buffer must be equal on all ranks. Otherwise the rule makes replicas
+            differ.
+        origin: whether the rule can take differences from a buffer.
+        contracts: whether a number is the share of a difference between replicas that remains
+            after the rule. `check` reduces it, so that replicas become equal after few
+            iterations.
     """
 
     what: Literal["buffer", "number", "count", "numbers", "word"]
@@ -102,7 +128,7 @@ class Setting:
 
 
 SETTINGS: dict[str, dict[str, Setting]] = {}
-"""Of every rule, vote and wire, by its name."""
+"""Settings of each rule, vote and codec, by its name."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +137,11 @@ class Effects:
 
     Attributes:
         reads: which of `grad`, `param` and `state` the rule reads.
-        writes: which of them it changes.
-        role: "update" for a step of the user's optimizer, which uses gradients up; "close" for the
-            end of an accumulation window.
-        conserves: whether every gradient still arrives in the weights once.
-            `check` tests plans against this claim.
+        writes: which of `grad`, `param` and `state` the rule changes.
+        role: "update" for a step of the user's optimizer, which uses up gradients; "close" for
+            the end of an accumulation window; None for other rules.
+        conserves: whether every gradient still arrives in the weights once. `check` tests plans
+            against this claim.
         by_bucket: whether the result for a run of buckets equals the results for each bucket.
     """
 
@@ -127,7 +153,7 @@ class Effects:
 
 
 EFFECTS: dict[str, Effects] = {}
-"""Effects of every rule, by its name."""
+"""Effects of each rule, by its name."""
 RULES: dict[str, Rule] = {}
 VOTES: dict[str, VoteRule] = {}
 
@@ -143,7 +169,19 @@ def rule(
     by_bucket: bool = True,
     **settings: Setting,
 ) -> Callable[[Function], Function]:
-    """Register a function as a rule with these effects and settings."""
+    """Register the decorated function as a rule. The name of the function is the name of the rule.
+
+    Args:
+        reads: see `Effects`.
+        writes: see `Effects`.
+        role: see `Effects`.
+        conserves: see `Effects`.
+        by_bucket: see `Effects`.
+        settings: settings of the rule by name.
+
+    Raises:
+        ValueError: a rule with this name is registered already.
+    """
 
     def register(function: Function) -> Function:
         name = function.__name__
@@ -157,7 +195,11 @@ def rule(
 
 
 def vote(**settings: Setting) -> Callable[[Function], Function]:
-    """Make a function the rule of a vote, with the settings that it has."""
+    """Register the decorated function as the rule of a vote.
+
+    Args:
+        settings: settings of the rule by name.
+    """
 
     def register(function: Function) -> Function:
         VOTES[function.__name__], SETTINGS[function.__name__] = function, settings
