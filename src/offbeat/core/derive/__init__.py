@@ -1,1 +1,1 @@
-"""Derived plans and facts: what follows from a plan and the effects of its rules."""
+"""Plans and properties that are derived from a plan and from the effects of its rules."""

@@ -1,4 +1,5 @@
-"""Effects of a plan: which buffers its applies read and write, derived from declared effects."""
+"""Effects of applies: the buffers that they read and write, from the declared effects of their
+rules."""
 
 from __future__ import annotations
 
@@ -53,8 +54,10 @@ def writes_only(apply: Apply, buffers: Collection[str]) -> bool:
 
 
 def landings(plan: Plan) -> Sequence[Apply]:
-    """Return the applies that write a result of an earlier iteration into the parameters. A plan
-    with a `source` has none, as each rank holds its own parameters there."""
+    """Return the applies that write a result of an earlier iteration into the parameters.
+
+    A plan with a `source` has none, because each rank holds its own parameters.
+    """
     if plan.source is not None:
         return ()
     return [
@@ -65,20 +68,22 @@ def landings(plan: Plan) -> Sequence[Apply]:
 
 
 def landing_buffers(plan: Plan) -> Sequence[str]:
-    """Return the buffers that hold results for a later landing. In the state in which they start
-    they change no parameter."""
+    """Return the buffers that hold results for a later landing.
+
+    With their initial values they do not change the parameters.
+    """
     names = {name for apply in landings(plan) for name in reads(apply) - BUILT_IN.keys()}
     kept = {name for apply in plan.applies for name in common_buffers_of(apply)}
     return sorted(names - kept)
 
 
 def common_buffers(plan: Plan) -> frozenset[str]:
-    """Return the buffers that must be equal on all ranks, else replicas differ."""
+    """Return the buffers that must be equal on all ranks, otherwise replicas differ."""
     return frozenset(name for apply in plan.applies for name in common_buffers_of(apply))
 
 
 def with_smaller_share(apply: Apply, factor: float) -> Apply:
-    """Return the apply with a smaller remaining difference between replicas."""
+    """Return the apply with the remaining difference between replicas multiplied by `factor`."""
     shares = {
         name: share * factor
         for name, setting in SETTINGS.get(apply.rule, {}).items()
@@ -116,6 +121,7 @@ def common_buffers_of(apply: Apply) -> list[str]:
 
 
 def origin_setting(apply: Apply) -> str | None:
-    """Return the name of the setting that names a buffer from which changes are counted."""
+    """Return the name of the setting that names a buffer from which differences are taken; None
+    if there is none."""
     settings = SETTINGS.get(apply.rule, {})
     return next((name for name, setting in settings.items() if setting.origin), None)

@@ -1,4 +1,5 @@
-"""What a runtime may spare where nothing but the user's optimizer uses gradients."""
+"""Grouped updates: fewer optimizer calls in plans whose gradients only the user's optimizer
+uses."""
 
 from __future__ import annotations
 
@@ -12,24 +13,35 @@ from offbeat.core.plan.types import Apply, Moment, Plan, Transfer
 
 
 def keeps_gradients(plan: Plan) -> bool:
-    """Whether gradients are neither sent, nor changed, nor measured, nor added up over iterations:
-    each iteration's are the optimizer's alone."""
+    """Return whether the gradients of an iteration are used only by the optimizer of that
+    iteration.
+
+    They are neither sent, changed or measured, nor added up over iterations.
+    """
     buffers = plan.all_buffers
     gradients = {name for name, buffer in buffers.items() if buffer.kind == "grad"}
     if plan.votes or plan.source is not None or buffers["grad"].copies > 1:
         return False
     sent = {name for t in plan.transfers for name in (t.payload.buffer, t.target)}
-    return not gradients & sent and all(_plain(apply, gradients) for apply in plan.applies)
+    return not gradients & sent and all(
+        _leaves_gradients(apply, gradients) for apply in plan.applies
+    )
 
 
-def _plain(apply: Apply, gradients: Collection[str]) -> bool:
+def _leaves_gradients(apply: Apply, gradients: Collection[str]) -> bool:
+    """Return whether the apply is a plain update, or does not use gradients."""
     if effects.is_update(apply):
         return not apply.args and not apply.at.lag
     return not effects.uses_any(apply, gradients)
 
 
 class GroupedUpdates(NamedTuple):
-    """Steps of an iteration; buckets of which the update comes at the step, in one call."""
+    """Steps of an iteration with grouped updates.
+
+    Attributes:
+        steps: steps of the iteration.
+        rest: buckets that are updated in `optimizer.step()`, in one call.
+    """
 
     steps: tuple[Step, ...]
     rest: tuple[int, ...] = ()
@@ -38,16 +50,16 @@ class GroupedUpdates(NamedTuple):
 def group_updates(
     steps: Sequence[Step], transfers: Sequence[Transfer], buckets: int
 ) -> GroupedUpdates:
-    """An iteration of such a plan with as few updates in backward as it takes: of a bucket that
-    leaves in backward right before that, of all others at the step.
+    """Return an iteration with as few updates in backward as possible.
 
-    The numbers are the same, as nobody looks at the parameters in between. Where something else
-    happens in backward, steps stay as they are.
+    A bucket that is sent in backward is updated right before its release. All other buckets are
+    updated in `optimizer.step()`. The numbers are the same, because no code reads the parameters in
+    between. If backward has other actions, the steps remain unchanged.
     """
     backward = [s for s in steps if buckets <= s.position < 2 * buckets]
     if not all(map(_only_updates, backward)):
         return GroupedUpdates(tuple(steps))
-    found, pending = {s.position: s for s in steps}, dict[int, Apply]()
+    kept, pending = {s.position: s for s in steps}, dict[int, Apply]()
     for step in backward:
         pending |= {b: apply for _, apply in step.apply for b in apply.buckets}
         leaving = sorted({b for i in step.release for b in transfers[i].payload.buckets})
@@ -55,20 +67,20 @@ def group_updates(
         if step.release:
             at = Moment("grad", step.position - buckets)
             applies = [replace(due[run[0]], buckets=run, at=at) for run in _runs(list(due))]
-            found[step.position] = step._replace(apply=tuple((0, a) for a in applies))
+            kept[step.position] = step._replace(apply=tuple((0, a) for a in applies))
         else:
-            del found[step.position]
-    return GroupedUpdates(tuple(found[place] for place in sorted(found)), tuple(sorted(pending)))
+            del kept[step.position]
+    return GroupedUpdates(tuple(kept[place] for place in sorted(kept)), tuple(sorted(pending)))
 
 
 def _only_updates(step: Step) -> bool:
-    """Whether a moment of backward has nothing but updates of its own gradients and releases."""
+    """Return whether a step in backward has only updates of its own gradients and releases."""
     own = all(lag == 0 and effects.is_update(apply) for lag, apply in step.apply)
     return own and not (step.wait or step.decide or step.ask)
 
 
 def _runs(buckets: Sequence[int]) -> Iterator[range]:
-    """Neighbours together."""
+    """Yield the runs of consecutive buckets."""
     start = 0
     for i in range(1, len(buckets) + 1):
         if i == len(buckets) or buckets[i] != buckets[i - 1] + 1:
